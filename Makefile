@@ -74,7 +74,7 @@ setup: ## uv, system libraries, .venv with vLLM and the tools of development, th
 	@scripts/bootstrap
 	$(if $(VLLM),,@echo "cleave: installing into .venv/; without uv's cache 3.3 GB are downloaded")
 	@$(SYNC) $(if $(VLLM),--quiet) --group worker-cpu $(SHORTLY)
-	@.venv/bin/python -m cleave.simulator.warm
+	@.venv/bin/python -m cleave.simulator.warmup
 
 setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
 	@scripts/bootstrap --emulated

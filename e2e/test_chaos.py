@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from e2e.chaos.expected import CHAT, COMPLETIONS, expect
+from e2e.chaos.expected_output import CHAT, COMPLETIONS, expect
 from e2e.chaos.faults import WORKER_KINDS, draw
-from e2e.chaos.judge import Case, Seen, judge
 from e2e.chaos.requests import Ask
 from e2e.chaos.requests import draw as draw_request
+from e2e.chaos.verdict import Case, Seen, judge
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
 SEED = 20

@@ -10,8 +10,8 @@ from cleave.api.engine import Engine, EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
-from cleave.pods.discovery import role_binding, service_account, workers_service
-from cleave.pods.worker import worker_pod
+from cleave.manifests.discovery import role_binding, service_account, workers_service
+from cleave.manifests.worker import worker_pod
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until

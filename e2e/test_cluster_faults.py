@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.control_plane import ControlPlane
-from e2e.cluster.load import Load
 from e2e.cluster.nodes import Nodes
 from e2e.test_cluster_operator import READY_S, Chat, chat, condition, installed, message, nodes
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from e2e.cluster import tools
+from e2e.cluster.closed_loop_load import Load, ask
 from e2e.cluster.cluster import Cluster, CommandError, wait_until
-from e2e.cluster.load import Load, ask
 from e2e.cluster.nodes import Nodes, gpu_node
 
 CHART = tools.REPOSITORY / "charts" / "cleave"

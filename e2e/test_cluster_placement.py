@@ -9,13 +9,13 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
+from cleave.manifests.discovery import service_account
+from cleave.manifests.labels import CELL
+from cleave.manifests.multi_node import follower_pods
+from cleave.manifests.pool import pools
+from cleave.manifests.topology import CLIQUE, HOSTNAME, INFINIBAND, Machines, free_cells
+from cleave.manifests.worker import worker_pod
 from cleave.planner.placement import plan
-from cleave.pods.discovery import service_account
-from cleave.pods.gang import follower_pods
-from cleave.pods.labels import CELL
-from cleave.pods.pool import pools
-from cleave.pods.spread import CLIQUE, HOSTNAME, INFINIBAND, Machines, free_cells
-from cleave.pods.worker import worker_pod
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import gpu_node

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cleave.pods.labels import GATEWAY_PORT
+from cleave.manifests.labels import GATEWAY_PORT
 
+from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
-from e2e.cluster.load import Load
 from e2e.cluster.nodes import Nodes, gpu_node
 from e2e.support.prometheus import ROOT, Prometheus, find_programs, pod_jobs, running
 from e2e.test_cluster_operator import CHART, SYSTEM, Chat, installed

@@ -11,11 +11,11 @@ import httpx
 import pytest
 import yaml
 
-from cleave.pods.labels import AGENT_PORT
+from cleave.manifests.labels import AGENT_PORT
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster.cluster import Cluster, wait_until
-from e2e.cluster.stream import Kind, Stream
+from e2e.cluster.open_loop_load import Kind, Stream
 from e2e.test_cluster_operator import Chat, condition, installation, told
 
 pytestmark = pytest.mark.timeout(400)

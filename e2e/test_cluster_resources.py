@@ -11,14 +11,14 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
+from cleave.manifests.discovery import role_binding, service_account, workers_service
+from cleave.manifests.disruption_budget import disruption_budget, gateway_budget
+from cleave.manifests.gateway import gateway_deployment, gateway_service
+from cleave.manifests.multi_node import follower_pods
+from cleave.manifests.pool import pools
+from cleave.manifests.topology import CLIQUE, Machines
+from cleave.manifests.worker import worker_pod
 from cleave.planner.placement import plan
-from cleave.pods.budget import disruption_budget, gateway_budget
-from cleave.pods.discovery import role_binding, service_account, workers_service
-from cleave.pods.gang import follower_pods
-from cleave.pods.gateway import gateway_deployment, gateway_service
-from cleave.pods.pool import pools
-from cleave.pods.spread import CLIQUE, Machines
-from cleave.pods.worker import worker_pod
 
 from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
 from tests.support.resource_cases import REFUSED, UNUSUAL, Case, manifest, said

@@ -9,8 +9,8 @@ import pytest
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster import tools
+from e2e.cluster.closed_loop_load import Load
 from e2e.cluster.cluster import Cluster, wait_until
-from e2e.cluster.load import Load
 from e2e.test_cluster_operator import (
     CHAT,
     READY_S,

@@ -11,9 +11,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "uv.lock", "README.md", "LICENSE", "operator", "worker")
 PROGRAMS = {
-    "operator": ["cleave.controller.main", "cleave.controller.planning", "cleave.planner.search"],
-    "gateway": ["cleave.gateway.main", "cleave.rpc.endpoints"],
-    "worker": ["cleave_worker.agent.main", "cleave_worker.emulator.main", "cleave.rpc.endpoints"],
+    "operator": [
+        "cleave.controller.main",
+        "cleave.controller.replan.planner_process",
+        "cleave.planner.plan_search",
+    ],
+    "gateway": ["cleave.gateway.main", "cleave.rpc.endpointslices"],
+    "worker": [
+        "cleave_worker.agent.main",
+        "cleave_worker.emulator.main",
+        "cleave.rpc.endpointslices",
+    ],
 }
 
 pytestmark = pytest.mark.timeout(300)

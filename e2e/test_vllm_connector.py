@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from e2e.support.deployments import Deployment, deployed, until
-from e2e.support.hand_offs import (
+from e2e.support.handoffs import (
     RAN,
     decode,
     faults,

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
-from e2e.support.hand_offs import PREFILL_ORDER, decode, is_free, lost, post, prefill
+from e2e.support.handoffs import PREFILL_ORDER, decode, is_free, lost, post, prefill
 from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

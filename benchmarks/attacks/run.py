@@ -27,7 +27,7 @@ from attacks import ATTACKS
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from rows import show
+from result_table import show
 
 KEY = "benchmark-key-of-no-value"
 MODEL = "facebook/opt-13b"

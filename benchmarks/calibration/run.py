@@ -15,22 +15,15 @@ import vidur
 from rich.console import Console
 from rich.table import Table
 
-from cleave.perf import (
-    aladdin,
-    curve,
-    distserve,
-    gpu,
-    latency,
-    measured,
-    model,
-    operator_profile,
-    operators,
-    roofline,
-    splitwise,
-)
-from cleave.perf.link import within_node
-from cleave.perf.profile import MeasuredProfile
-from cleave.perf.roofline import Engine, Kernels, Roofline
+from cleave.perf import named_profiles
+from cleave.perf.hardware import gpu
+from cleave.perf.hardware.link import within_node
+from cleave.perf.model import model_shape
+from cleave.perf.profile import curve, iteration_fit, operator_fit
+from cleave.perf.profile.profile import MeasuredProfile
+from cleave.perf.published import aladdin, distserve, splitwise
+from cleave.perf.roofline import operators, roofline
+from cleave.perf.roofline.roofline import Engine, Kernels, Roofline
 from cleave.perf.timing import Timing
 
 PROMPTS = ((128,), (256,), (512,), (1024,), (2048,), (256,) * 4, (512,) * 4)
@@ -73,7 +66,7 @@ def main() -> None:
 def interpolation() -> Iterator[Line]:
     """Splitwise's runs, each point from the others."""
     for key in splitwise.measured():
-        errors = measured.held_out_errors(splitwise.profile(*key))
+        errors = iteration_fit.held_out_errors(splitwise.profile(*key))
         yield Line(
             "interpolation", f"splitwise {label(*key)}", errors.prefill, errors.decode, "held out"
         )
@@ -98,7 +91,7 @@ def roofline_of_distserve() -> Iterator[Line]:
         engine, model_name, size = name.split("/")
         engine = roofline.GRAPHS if engine == "distserve" else roofline.VLLM_2023
         timing = computed(model_name, "A100-SXM-80GB", int(size.removeprefix("tp")), engine)
-        published = latency.to_timing(fit)
+        published = named_profiles.to_timing(fit)
         yield Line(
             "roofline",
             name,
@@ -138,7 +131,7 @@ def element_wise(folder: Path) -> Line:
     def pairs() -> Iterator[tuple[float, float]]:
         for layer in vidur.layers(folder):
             if layer.rows >= 512:
-                shape, device = model.load(layer.model), gpu.find(layer.gpu)
+                shape, device = model_shape.load(layer.model), gpu.find(layer.gpu)
                 moved = layer.rows * operators.element_wise_bytes(shape, layer.tensor)
                 rate = device.memory_gbps * 1e6 * roofline.KERNELS.element_wise
                 kernels = operators.ELEMENT_WISE_KERNELS * roofline.KERNELS.kernel_ms
@@ -150,14 +143,14 @@ def element_wise(folder: Path) -> Line:
 def operator_passes(folder: Path) -> Line:
     """Passes from Vidur's operators against Splitwise's of the same model, GPU and size."""
     found = vidur.operators_of_llama_70b(folder)
-    timing = operator_profile.to_timing(replace(found, pass_overhead_ms=5.0), 2)
+    timing = operator_fit.to_timing(replace(found, pass_overhead_ms=5.0), 2)
     target = splitwise.profile("llama-2-70b", "A100-SXM-80GB", 2)
     return line("operators summed", "vidur -> splitwise llama-2-70b A100 tp2", timing, target)
 
 
 def computed(name: str, device: str, tensor: int, engine: Engine) -> Timing:
     found = gpu.find(device)
-    return Roofline(model.load(name), found, tensor, within_node(found), engine).timing()
+    return Roofline(model_shape.load(name), found, tensor, within_node(found), engine).timing()
 
 
 def line(kind: str, source: str, timing: Timing, found: MeasuredProfile, note: str = "") -> Line:
@@ -183,7 +176,9 @@ def samples(folder: Path, name: str) -> Iterator[Sample]:
         if layer.gpu != name or layer.rows not in ROWS:
             continue
         device = gpu.find(name)
-        for product in operators.matrix_products(model.load(layer.model), layer.tensor, layer.rows):
+        for product in operators.matrix_products(
+            model_shape.load(layer.model), layer.tensor, layer.rows
+        ):
             compute_ms = product.flops / (device.dense_tflops * 1e9)
             memory_ms = product.size_bytes / (device.memory_gbps * 1e6)
             yield compute_ms, memory_ms, layer.products[product.name]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.perf.profile import (
+from cleave.perf.profile.profile import (
     CommunicationPoint,
     DecodeAttentionPoint,
     LinearPoint,
@@ -35,7 +35,7 @@ class Layer:
     tensor: int
     rows: int
     products: dict[str, float]
-    """By cleave.perf.operators' names."""
+    """By cleave.perf.roofline.operators' names."""
     element_wise_ms: float
 
 

@@ -16,13 +16,13 @@ import httpx
 
 from cleave.local.tiny_model import build
 
-from e2e.chaos.expected import CHAT, COMPLETIONS, Expected
+from e2e.chaos.expected_output import CHAT, COMPLETIONS, Expected
 from e2e.chaos.faults import Fault
 from e2e.chaos.fleet import Fleet, Shape, raised
-from e2e.chaos.judge import read_whole
 from e2e.chaos.load import Load
 from e2e.chaos.report import Report, Tell, run_storm
 from e2e.chaos.requests import Ask
+from e2e.chaos.verdict import read_whole
 
 NAME = "tiny"
 UP_S = 600

@@ -7,9 +7,9 @@ from typing import Any
 from traffic import Lengths, Phase
 
 from cleave.api.deployment import LLMDeployment
-from cleave.planner import emulated, search
+from cleave.manifests.pool import selected_plan
+from cleave.planner import plan_search, problem_from_profile
 from cleave.planner.placement import Placement
-from cleave.pods.pool import selected_plan
 
 NAME = "day"
 PROFILE, MODEL = "distserve/opt-66b/tp4", "facebook/opt-66b"
@@ -79,7 +79,7 @@ def plan(workload: Any, time_scale: float, instances: int) -> Pools:
     """The planner's best placement on that many instances; the nearest one where none will do."""
     spec = make_spec(time_scale) | {"workload": workload, "planning": {"maxGPUs": instances}}
     deployment = LLMDeployment.model_validate(wrap(spec))
-    told = search.plan(emulated.problem(deployment))
+    told = plan_search.plan(problem_from_profile.problem(deployment))
     placed = selected_plan(deployment, Placement(told.best.pools, told.reason, told))
     # The planner counts emulated instances as GPUs; a placement by hand knows no such kind.
     return [

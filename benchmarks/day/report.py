@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from deployment import ORACLE
-from judging import Result
 from rich.table import Table
+from scoring import Result
 
 
 def build_table(results: Sequence[Result]) -> Table:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT)]
 
 import numpy as np  # noqa: E402
+from chart import draw  # noqa: E402
 from deployment import (  # noqa: E402
     INSTANCES,
     MAX_MODEL_LEN,
@@ -33,11 +34,10 @@ from deployment import (  # noqa: E402
     planned,
     say,
 )
-from judging import Result, Seen, Told, join, judge, read_result, read_seen, write_seen  # noqa: E402
-from picture import draw  # noqa: E402
+from environment import PER_NODE, Stage, opened_stage, tell, write_json  # noqa: E402
 from report import build_table  # noqa: E402
 from rich.console import Console  # noqa: E402
-from stage import PER_NODE, Stage, opened_stage, tell, write_json  # noqa: E402
+from scoring import Result, Seen, Told, join, judge, read_result, read_seen, write_seen  # noqa: E402
 from traffic import PHASES, Day, Lengths, draw_day, read_lengths  # noqa: E402
 
 from cleave.simulator.trace import Trace  # noqa: E402

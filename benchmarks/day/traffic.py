@@ -9,7 +9,7 @@ import numpy as np
 
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
-from cleave.traffic.diagnosis import fit_lengths
+from cleave.traffic.characterization import fit_lengths
 
 FILES = {
     "code": "AzureLLMInferenceTrace_2023_code.csv",

@@ -1,8 +1,8 @@
 """What keeping each adapter's requests together is worth, by how much longer they may wait for it.
 
 Called by run.py. Instances compute one prompt after another and hold few adapters; bringing another
-one takes a while, in which nothing is computed. Its place is found by `policy.affinity.find_kept`,
-as the router finds it.
+one takes a while, in which nothing is computed. Its place is found by
+`policy.session_affinity.find_kept`, as the router finds it.
 """
 
 import heapq
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from queueing import WARM_UP, Load, draw_load
 
-from cleave.policy.affinity import find_kept, to_key
 from cleave.policy.dispatch import RECENCY, find_least
+from cleave.policy.session_affinity import find_kept, to_key
 
 SLOTS = 4
 """Adapters that an instance holds."""

@@ -3,10 +3,10 @@
 import time
 from dataclasses import dataclass
 
-from stated import state
+from registrations import state
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.directory import Directory
+from cleave.router.registry import Directory
 from cleave.router.router import Phase, Router, Rules
 from cleave.rpc.v1 import agent_pb2
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import traces
-from workers import Worker
+from fleets import Worker
 
-from cleave.policy.packing import Packing
+from cleave.policy.best_fit import Packing
 from cleave.simulator.fleet import Batching, DispatchPolicy, Fleet, Pool
 from cleave.simulator.run import prepare, simulate
 from cleave.simulator.trace import Trace

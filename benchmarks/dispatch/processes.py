@@ -13,16 +13,16 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from queueing import WARM_UP, Delay, Load
-from stated import state
+from registrations import state
 
-from cleave.metrics.shared_table import SharedTable
-from cleave.policy.books import INTERVAL_MS, MAX_INTERVAL_MS, find_interval_ms
-from cleave.router.board import Board
-from cleave.router.directory import Directory
+from cleave.policy.queue_model import INTERVAL_MS, MAX_INTERVAL_MS, find_interval_ms
+from cleave.router.registry import Directory
 from cleave.router.router import Phase, Pick
-from cleave.router.shared_books import SharedBooks, make_table
+from cleave.router.score_table import Board
+from cleave.router.shared_load import SharedBooks, make_table
 from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
+from cleave.shm.table import SharedTable
 
 BLIND_MS = 0.02
 """More than twice what a pick takes."""

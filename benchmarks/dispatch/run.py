@@ -20,11 +20,11 @@ import processes
 import queueing
 import savings
 import traces
+from fleets import worker
 from numpy.typing import NDArray
 from queueing import Way
 from rich.console import Console
 from rich.table import Table
-from workers import worker
 
 from cleave.api.enums import DispatchPolicy
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import traces
+from fleets import Worker
 from goodput import MOST_TOKENS
-from workers import Worker
 
-from cleave.policy.packing import Packing
+from cleave.policy.best_fit import Packing
 from cleave.simulator.fleet import DispatchPolicy, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.lengths import ConditionalMean
+from cleave.policy.output_length import ConditionalMean
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cleave.policy.lengths import ConditionalMean
+from cleave.policy.output_length import ConditionalMean
 from cleave.router.router import UNKNOWN_OUTPUT_TOKENS
 from cleave.simulator.trace import Trace
 from cleave.traffic import history

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from iteration_times import Pace
 from load import Seen
 from numpy.typing import NDArray
-from pace import Pace
 
 from cleave.simulator.outcome import Outcome
 from cleave.simulator.trace import Trace

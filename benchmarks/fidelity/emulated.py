@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deployments import Case, Stage
+from fleet import make_fleet
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
-from pace import Pace
-from stage import Case, Stage
-from subject import make_fleet
+from iteration_times import Pace
 
-from cleave.perf import latency
+from cleave.perf import named_profiles
 from cleave.perf.timing import Timing
 from cleave.simulator.fleet import Engine, Fleet, Transfer
 
@@ -52,11 +52,11 @@ class Emulated:
 
     def timing(self, folder: Path) -> Timing:
         """What the engines were told to take."""
-        return latency.load(PROFILE).timing
+        return named_profiles.load(PROFILE).timing
 
     def twin(self, folder: Path, pace: Pace) -> Fleet:
         """The same engines for the simulator; ways and pulls from an idle fleet."""
-        profile = latency.load(PROFILE)
+        profile = named_profiles.load(PROFILE)
         engine = Engine(
             pace.apply(profile.timing),
             profile.kv_capacity_tokens // BLOCK_SIZE * BLOCK_SIZE,

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from stage import Stage
+from deployments import Stage
 
 from cleave.profiling.client import Client
-from cleave.profiling.engine import Counters, read_counters
-from cleave.profiling.shots import draw
+from cleave.profiling.engine_info import Counters, read_counters
+from cleave.profiling.measurements import draw
 from cleave.simulator.fleet import Transfer
 
 TOKENS = (16, 128, 512, 1024, 2000)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cleave.profiling.client import Client
 from cleave.profiling.errors import ProfilingError
-from cleave.profiling.shots import draw
+from cleave.profiling.measurements import draw
 from cleave.simulator.trace import Trace
 
 Times = NDArray[np.float64]

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 from arrivals import Lengths, all_at_once, dither, draw_trace, foresee, read_lengths
 from compare import Comparison, Slo, compare
+from deployments import StageError, deployed
 from emulated import CASES as EMULATED_CASES
 from emulated import Emulated
-from kept import keep, recall
+from fleet import Subject
+from iteration_times import Pace, find_pace, read_passes
 from load import as_sent, offer
-from pace import Pace, find_pace, read_passes
+from recordings import keep, recall
 from report import Report, describe_machine, print_report
-from stage import StageError, deployed
-from subject import Subject
 from vllm_cpu import CASES as VLLM_CASES
 from vllm_cpu import Vllm
 

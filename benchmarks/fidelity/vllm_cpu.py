@@ -10,21 +10,21 @@ from tempfile import gettempdir
 from typing import Any
 
 from cores import part_fronts
+from deployments import Case, Stage
+from fleet import make_fleet
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
-from pace import Pace
-from stage import Case, Stage
-from subject import make_fleet
+from iteration_times import Pace
 
 from cleave.local import tiny_model
-from cleave.perf import latency
-from cleave.perf import profile as profiles
-from cleave.perf.profile import MeasuredProfile
+from cleave.perf import named_profiles
+from cleave.perf.profile import profile as profiles
+from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.timing import Timing
 from cleave.profiling.client import Client
-from cleave.profiling.engine import EngineFacts, inspect
-from cleave.profiling.points import find_scattered, to_profile
-from cleave.profiling.rounds import Settings, Taken, measure
-from cleave.profiling.shots import Decode, draw
+from cleave.profiling.engine_info import EngineFacts, inspect
+from cleave.profiling.measurement_plan import Settings, Taken, measure
+from cleave.profiling.measurements import Decode, draw
+from cleave.profiling.profile_points import find_scattered, to_profile
 from cleave.simulator.fleet import Engine, Fleet, Transfer
 
 PROFILE = "profile.yaml"
@@ -105,11 +105,11 @@ class Vllm:
 
     def timing(self, folder: Path) -> Timing:
         """As profiled."""
-        return latency.load(str(folder / PROFILE)).timing
+        return named_profiles.load(str(folder / PROFILE)).timing
 
     def twin(self, folder: Path, pace: Pace) -> Fleet:
         """Engines as profiled; ways and pulls from an idle fleet."""
-        profile = latency.load(str(folder / PROFILE))
+        profile = named_profiles.load(str(folder / PROFILE))
         engine = Engine(
             pace.apply(profile.timing),
             profile.kv_capacity_tokens,

@@ -9,12 +9,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import measured
 import simulated
-import timed
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from rows import show
+from result_table import show
 
 FLIPS, VLLM_FLIPS, QUICK_FLIPS = 1_000, 200, 20
 
@@ -31,9 +31,9 @@ def main() -> None:
     if "simulated" in what:
         found["simulated"] = list(simulated.run(stated.quick))
     if "timed" in what:
-        found["timed"] = timed.run(QUICK_FLIPS if stated.quick else FLIPS, vllm=False)
+        found["timed"] = measured.run(QUICK_FLIPS if stated.quick else FLIPS, vllm=False)
     if "vllm" in what:
-        found["vllm"] = timed.run(QUICK_FLIPS if stated.quick else VLLM_FLIPS, vllm=True)
+        found["vllm"] = measured.run(QUICK_FLIPS if stated.quick else VLLM_FLIPS, vllm=True)
     show(found, stated.output, 120, _text)
 
 

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cleave.perf import distserve, latency
-from cleave.policy.pooling import make_terms
+from cleave.perf import named_profiles
+from cleave.perf.published import distserve
+from cleave.policy.role_flipping import make_terms
 from cleave.simulator.fleet import Engine, Fleet, Pool, Terms, Transfer
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
@@ -15,7 +16,7 @@ TTFT_MS, TPOT_MS = 400.0, 60.0
 TERMS = make_terms(TTFT_MS)
 GPUS = 8
 _ENGINE = Engine(
-    latency.to_timing(distserve.FITS["distserve/opt-13b/tp1"]),
+    named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp1"]),
     kv_capacity_tokens=60_000,
     max_num_batched_tokens=2_048,
 )

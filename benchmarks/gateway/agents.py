@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from cleave.policy.books import INTERVAL_MS, find_interval_ms
+from cleave.policy.queue_model import INTERVAL_MS, find_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 KV_BLOCKS = 1 << 20

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
+from environment import Cores, Stage
 from figures import fit_cost
 from processes import Load, Subject, measure_idle, read_resident_kib, run_load
 from rich.console import Console
 from rich.table import Table
-from stage import Cores, Stage
 
 SUBJECT = "cleave P/D"
 MILLION = 1_000_000

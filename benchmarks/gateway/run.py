@@ -28,6 +28,7 @@ from endurance import (
     measure_memory,
     to_rows,
 )
+from environment import Cores, choose_cores, describe_cores, find_haproxy, list_cores, stage
 from figures import Cost, Run, Spread, fit_cost, spread, system_share
 from processes import (
     BenchError,
@@ -41,7 +42,6 @@ from processes import (
 )
 from rich.console import Console
 from rich.table import Table
-from stage import Cores, choose_cores, describe_cores, find_haproxy, list_cores, stage
 
 WIDTH = 150
 STARVED_SHARE = 0.9

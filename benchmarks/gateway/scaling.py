@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from environment import Cores, Stage
 from figures import Run
 from processes import Load, run_load
 from rich.console import Console
 from rich.table import Table
-from stage import Cores, Stage
 
 NAME = "cleave"
 CONNECTIONS = 96

@@ -28,13 +28,13 @@ PATHS = (".", "benchmarks")
 sys.path[:0] = [str(ROOT / path) for path in PATHS]
 
 import httpx  # noqa: E402
-import promised  # noqa: E402
-from rows import show  # noqa: E402
+import overlapped_prefill  # noqa: E402
+from result_table import show  # noqa: E402
 
 from cleave.local.tiny_model import build  # noqa: E402
-from cleave_worker.transfer.link import Way  # noqa: E402
+from cleave_worker.transfer.transport import Way  # noqa: E402
 
-from e2e.support import hand_offs  # noqa: E402
+from e2e.support import handoffs  # noqa: E402
 from e2e.support.deployments import Deployment, deployed, tiny_vllm, until  # noqa: E402
 from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric  # noqa: E402
 
@@ -118,7 +118,7 @@ def manifest(model: Path, way: str, transfer: str, tensor: int) -> dict[str, Any
     found: dict[str, Any] = (
         tiny_vllm(model)
         if way == NIXL
-        else hand_offs.tiny_with_connector(
+        else handoffs.tiny_with_connector(
             model, NIXL if way == OVER_NIXL else way, checksums=False, transfer=transfer
         )
     )
@@ -138,10 +138,10 @@ def ask_all(vllm: Deployment, way: str, transfer: str, count: int) -> Row:
         for number in range(count)
     ]
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    ran = metric(decoding, hand_offs.RAN)
+    ran = metric(decoding, handoffs.RAN)
     split = [answer.tokens for answer in together(partial(ask, vllm.url), cases)]
     # A token of output is a token run; every other one was computed anew.
-    recomputed = metric(decoding, hand_offs.RAN) - ran - sum(len(tokens) for tokens in split)
+    recomputed = metric(decoding, handoffs.RAN) - ran - sum(len(tokens) for tokens in split)
     seconds = SECONDS.get(way, "cleave_kv_pull_seconds")
     pulls = metric(decoding, f"{seconds}_count")
     moved = metric(decoding, BYTES.get(way, "cleave_kv_pulled_bytes_total"))
@@ -167,9 +167,9 @@ def first_token_ms(vllm: Deployment, prompt_tokens: int) -> float:
     found = []
     for number in range(TIMED_ROUNDS):
         case = Case(40_000 + prompt_tokens + number, prompt_tokens, chat=False, stream=False)
-        handed = hand_offs.prefill(source, case, f"timed-{case.number}")
+        handed = handoffs.prefill(source, case, f"timed-{case.number}")
         begun = time.perf_counter()
-        hand_offs.post(
+        handoffs.post(
             *(decoding, case, f"timed-{case.number}"), max_tokens=1, kv_transfer_params=handed
         )
         found.append(1e3 * (time.perf_counter() - begun))
@@ -185,13 +185,13 @@ def together(do: Callable[..., Result], *told: Iterable[Any]) -> list[Result]:
 def hurt(vllm: Deployment, count: int) -> "Tally":
     """So many faults of all kinds, and a few more."""
     tally = Tally(vllm)
-    cases = hand_offs.unseen(50_000)
-    promises = promised.KINDS if promised.can_be_followed(vllm) else {}
+    cases = handoffs.unseen(50_000)
+    promises = overlapped_prefill.KINDS if overlapped_prefill.can_be_followed(vllm) else {}
     with ExitStack() as stack:
-        talker = stack.enter_context(hand_offs.talking_nonsense())
-        foreign = stack.enter_context(hand_offs.owning_other_kv())
-        kinds = hand_offs.faults(talker, foreign) | {
-            f"cut off after {size} bytes": hand_offs.Fault(
+        talker = stack.enter_context(handoffs.talking_nonsense())
+        foreign = stack.enter_context(handoffs.owning_other_kv())
+        kinds = handoffs.faults(talker, foreign) | {
+            f"cut off after {size} bytes": handoffs.Fault(
                 "peer_lost", stack.enter_context(cutting(size))
             )
             for size in (0, 7, 90)
@@ -200,7 +200,10 @@ def hurt(vllm: Deployment, count: int) -> "Tally":
         tasks = [
             partial(give, vllm, *one, next(cases), next(cases))
             for _ in range(max(1, rounds))
-            for give, several in ((hand_offs.give_one, kinds), (promised.give_promise, promises))
+            for give, several in (
+                (handoffs.give_one, kinds),
+                (overlapped_prefill.give_promise, promises),
+            )
             for one in several.items()
         ]
         tally.add(together(lambda task: task(), tasks))
@@ -214,10 +217,10 @@ class Tally:
 
     def __init__(self, vllm: Deployment) -> None:
         self._vllm = vllm
-        self._given: dict[str, list[hand_offs.Given]] = {}
-        self._before = hand_offs.lost(engine_url(vllm, "decode"))
+        self._given: dict[str, list[handoffs.Given]] = {}
+        self._before = handoffs.lost(engine_url(vllm, "decode"))
 
-    def add(self, several: Iterable[hand_offs.Given]) -> None:
+    def add(self, several: Iterable[handoffs.Given]) -> None:
         """Give them and keep what comes."""
         for given in several:
             self._given.setdefault(given.name, []).append(given)
@@ -236,11 +239,11 @@ class Tally:
 
     def reasons(self) -> Iterator[Row]:
         """One for each reason that faults were given for, or counted."""
-        counted = hand_offs.lost(engine_url(self._vllm, "decode"))
+        counted = handoffs.lost(engine_url(self._vllm, "decode"))
         all_given = [given for several in self._given.values() for given in several]
         given = Counter(one.reason for one in all_given if one.reason)
         # Each rank counts, and calls it a layout when it is given the addresses of fewer.
-        has_ranks = self._vllm.instances()[promised.PREFILL].tensor_parallel_size > 1
+        has_ranks = self._vllm.instances()[overlapped_prefill.PREFILL].tensor_parallel_size > 1
         for reason in sorted({*given, *counted}):
             yield {
                 "reason": reason,
@@ -250,37 +253,37 @@ class Tally:
             }
 
 
-def given_twice(vllm: Deployment, cases: Iterator[Case]) -> Iterator[hand_offs.Given]:
+def given_twice(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Given]:
     """The second time there is nothing left to pull."""
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     for _ in range(TWICE):
         case = next(cases)
         wanted = ask(source, case).tokens
-        handed = hand_offs.prefill(source, case, f"twice-{case.number}")
-        hand_offs.decode(decoding, case, handed, f"once-{case.number}")
-        tokens = hand_offs.decode(decoding, case, handed, f"twice-{case.number}")
-        yield hand_offs.Given("given twice", "not_held", tokens, wanted)
+        handed = handoffs.prefill(source, case, f"twice-{case.number}")
+        handoffs.decode(decoding, case, handed, f"once-{case.number}")
+        tokens = handoffs.decode(decoding, case, handed, f"twice-{case.number}")
+        yield handoffs.Given("given twice", "not_held", tokens, wanted)
 
 
-def given_late(vllm: Deployment, cases: Iterator[Case]) -> Iterator[hand_offs.Given]:
+def given_late(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Given]:
     """After their leases."""
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    expired = hand_offs.lost(source).get("expired", 0)
+    expired = handoffs.lost(source).get("expired", 0)
     held = hold(source, cases, LATE)
     # Those of other faults may still expire, too: so all must be free.
     until(
         lambda: (
-            hand_offs.lost(source).get("expired", 0) - expired >= LATE and hand_offs.is_free(vllm)
+            handoffs.lost(source).get("expired", 0) - expired >= LATE and handoffs.is_free(vllm)
         ),
         TIMEOUT_S,
         "leases end",
     )
     for case, wanted, handed in held:
-        tokens = hand_offs.decode(decoding, case, handed, f"late-{case.number}")
-        yield hand_offs.Given("late", "not_held", tokens, wanted)
+        tokens = handoffs.decode(decoding, case, handed, f"late-{case.number}")
+        yield handoffs.Given("late", "not_held", tokens, wanted)
 
 
-def given_up_by_the_dead(vllm: Deployment, cases: Iterator[Case]) -> Iterator[hand_offs.Given]:
+def given_up_by_the_dead(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Given]:
     """Their owner is killed before anybody has pulled."""
     held = hold(engine_url(vllm, "prefill"), cases, KILLED)
     decoding = engine_url(vllm, "decode")
@@ -288,8 +291,8 @@ def given_up_by_the_dead(vllm: Deployment, cases: Iterator[Case]) -> Iterator[ha
     for process in (*engine.children(recursive=True), engine):
         process.kill()
     for case, wanted, handed in held:
-        tokens = hand_offs.decode(decoding, case, handed, f"dead-{case.number}")
-        yield hand_offs.Given("owner killed", "peer_lost", tokens, wanted)
+        tokens = handoffs.decode(decoding, case, handed, f"dead-{case.number}")
+        yield handoffs.Given("owner killed", "peer_lost", tokens, wanted)
     until(lambda: answers(vllm), UP_S, "the prefill engine is there again")
 
 
@@ -300,7 +303,7 @@ def hold(
     several = [next(cases) for _ in range(count)]
     wanted = [ask(source, case).tokens for case in several]
     return [
-        (case, tokens, hand_offs.prefill(source, case, f"held-{case.number}"))
+        (case, tokens, handoffs.prefill(source, case, f"held-{case.number}"))
         for case, tokens in zip(several, wanted, strict=True)
     ]
 
@@ -314,7 +317,7 @@ def answers(vllm: Deployment) -> bool:
 def freed(vllm: Deployment) -> bool:
     """Whether both engines' memory is free, once the last lease has ended."""
     with suppress(AssertionError):
-        until(lambda: hand_offs.is_free(vllm), TIMEOUT_S, "all blocks are free")
+        until(lambda: handoffs.is_free(vllm), TIMEOUT_S, "all blocks are free")
         return True
     return False
 
@@ -337,7 +340,7 @@ def cutting(size: int) -> Iterator[Change]:
 
         def change(own: dict[str, Any], _: dict[str, Any]) -> dict[str, Any]:
             owner.append(tuple(own["cleave"]["addresses"][0]))
-            return hand_offs.altered(own, addresses=[listening.getsockname()[:2]])
+            return handoffs.altered(own, addresses=[listening.getsockname()[:2]])
 
         threading.Thread(target=relay, daemon=True).start()
         yield change

@@ -21,9 +21,9 @@ from pair import BLOCK_TOKENS, BOUND_S, SHAPES, Shape, blocks_of
 from rich.console import Console
 from rich.table import Table
 
-from cleave_worker.transfer import group
-from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import Memory, Plane, Span, register, spans_of
+from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transports import torch_distributed
 
 HOST = "127.0.0.1"
 ROUNDS = 7
@@ -158,7 +158,7 @@ def taken(orders: Connection, way: Way, devices: list[torch.device]) -> Iterator
         memory, planes, layers = filled(shape, max(TOKENS), device, seed=2)
         orders.send(shape)
         assert orders.poll(BOUND_S), "the other process says nothing"
-        link = group.join(memory, way, (HOST, orders.recv()), HOST, BOUND_S)
+        link = torch_distributed.join(memory, way, (HOST, orders.recv()), HOST, BOUND_S)
         for tokens in TOKENS:
             size, blocks = shape.kv_bytes(tokens), blocks_of(tokens, scattered=True)
             ms = timed_ms(device, partial(take, orders, link, planes, tokens))
@@ -170,7 +170,9 @@ def taken(orders: Connection, way: Way, devices: list[torch.device]) -> Iterator
         link.close()
 
 
-def take(orders: Connection, link: group.Group, planes: list[Plane], tokens: int) -> None:
+def take(
+    orders: Connection, link: torch_distributed.Group, planes: list[Plane], tokens: int
+) -> None:
     """Have a prompt sent, and receive it."""
     orders.send(tokens)
     link.receive(spans_of(planes, blocks_of(tokens, scattered=True)), BOUND_S)
@@ -182,7 +184,7 @@ def give(orders: Connection, way: Way, device: torch.device) -> None:
     while True:
         shape: Shape = orders.recv()
         memory, planes, _ = filled(shape, max(TOKENS), device)
-        meeting = group.Meeting(HOST, BOUND_S)
+        meeting = torch_distributed.Meeting(HOST, BOUND_S)
         orders.send(meeting.port)
         link = meeting.enter(memory, way, HOST, BOUND_S)
         while (tokens := orders.recv()) is not None:

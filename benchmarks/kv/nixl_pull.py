@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-from cleave_worker.transfer.owner import Kept
+from cleave_worker.transfer.server import Kept
 
 _BOUND_S = 120.0
 _DEVICE = 0

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
-from cable import Cable, laid, leave_own_network
+from network_link import Cable, laid, leave_own_network
 from pair import BLOCK_TOKENS, BOUND_S, SHAPES, Hold, Pair, Shape, blocks_of, opened
 from rich.console import Console
 from rich.table import Table
 
-from cleave.perf.kv_transfer import KvTransfer
-from cleave_worker.transfer.follower import Follower
-from cleave_worker.transfer.holds import Begun, Held, Holds
-from cleave_worker.transfer.identity import HandOff, prompt_digest
-from cleave_worker.transfer.link import Way
+from cleave.perf.hardware.kv_transfer import KvTransfer
+from cleave_worker.transfer.block_leases import Begun, Held, Holds
+from cleave_worker.transfer.client import Reader
+from cleave_worker.transfer.handoff import HandOff, prompt_digest
+from cleave_worker.transfer.layerwise_client import Follower
 from cleave_worker.transfer.progress import Progress
-from cleave_worker.transfer.reader import Reader
+from cleave_worker.transfer.transport import Way
 
 TOKENS = (512, 2_048, 8_192)
 

@@ -19,13 +19,13 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from cleave_worker.transfer.holds import Held, Holds
-from cleave_worker.transfer.identity import HandOff, Layout, prompt_digest
-from cleave_worker.transfer.link import Way
+from cleave_worker.transfer.block_leases import Held, Holds
+from cleave_worker.transfer.client import Reader
+from cleave_worker.transfer.handoff import HandOff, Layout, prompt_digest
 from cleave_worker.transfer.memory import Memory, Move, Span, register
-from cleave_worker.transfer.owner import Kept, Owner
-from cleave_worker.transfer.reader import Reader
-from cleave_worker.transfer.shared import SharedMemory, SharedRegion, share
+from cleave_worker.transfer.server import Kept, Owner
+from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transports.shared_memory import SharedMemory, SharedRegion, share
 
 try:
     import nixl_pull

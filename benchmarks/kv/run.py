@@ -28,7 +28,7 @@ from pair import (
 from rich.console import Console
 from rich.table import Table
 
-from cleave_worker.transfer.link import Way
+from cleave_worker.transfer.transport import Way
 
 HOST = "127.0.0.1"
 

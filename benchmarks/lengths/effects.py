@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from foretelling import Foretold
 from numpy.typing import NDArray
+from predictions import Foretold
 
 sys.path.append(str(Path(__file__).parents[1] / "dispatch"))
 sys.path.append(str(Path(__file__).parents[1] / "scheduler"))
 
+from fleets import worker
 from goodput import Targets, bisect, colocated, split
 from one_engine import BURST, ENGINE
-from workers import worker
 
 from cleave.simulator.fleet import Admission, DispatchPolicy, Fleet, Pool, Transfer
 from cleave.simulator.run import prepare, simulate

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import effects
-import foretelling
+import predictions
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from rows import show
+from result_table import show
 
 from cleave.policy import length_ranges
-from cleave.policy.lengths import ConditionalMean, Predictor
+from cleave.policy.output_length import ConditionalMean, Predictor
 from cleave.traffic.length_file import GRANULARITIES
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -28,9 +28,9 @@ ROUNDS = 50
 
 def accuracy(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """Every way on both services, prompts as counted and as estimated."""
-    for service in foretelling.SERVICES:
-        for error in foretelling.ERRORS[-1:] if quick else foretelling.ERRORS:
-            found, scores = foretelling.score(data, service, error)
+    for service in predictions.SERVICES:
+        for error in predictions.ERRORS[-1:] if quick else predictions.ERRORS:
+            found, scores = predictions.score(data, service, error)
             for by, score in scores.items():
                 yield {
                     "trace": service,
@@ -48,17 +48,17 @@ def accuracy(data: Path, quick: bool) -> Iterator[dict[str, object]]:
 
 def dispatch(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """Goodput."""
-    yield from effects.dispatch(foretelling.foretell(data, "conversation", 0.2), quick)
+    yield from effects.dispatch(predictions.foretell(data, "conversation", 0.2), quick)
 
 
 def admissions(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """Completion times. An engine counts its prompts' tokens, so they are not blurred."""
-    yield from effects.admissions(foretelling.foretell(data, "conversation", 0.0), quick)
+    yield from effects.admissions(predictions.foretell(data, "conversation", 0.0), quick)
 
 
 def cost(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """CPU time of one prediction, least of some rounds."""
-    found, _ = foretelling.score(data, "conversation", 0.2)
+    found, _ = predictions.score(data, "conversation", 0.2)
     mean = ConditionalMean(256)
     is_compiled = not (length_ranges.__file__ or "").endswith(".py")
     for by, predictor in (("classifier", found.tree), ("mean by prompt length", mean)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cleave.api.manifest import validate
-from cleave.planner import emulated
+from cleave.planner import problem_from_profile
 from cleave.planner.problem import Problem
 from cleave.simulator.trace import Trace
 from cleave.traffic.published import find
@@ -83,7 +83,7 @@ def ask(first: Phase) -> Problem:
             },
         },
     }
-    return for_phase(emulated.problem(validate(document)), first)
+    return for_phase(problem_from_profile.problem(validate(document)), first)
 
 
 def for_phase(problem: Problem, phase: Phase) -> Problem:

@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from days import DAYS, TTFT_MS, Phases, ask, draw, for_phase
-from following import Follower, Step, gpus, to_fleet
-from late import wait_for
-from losses import STAGES, find_losses
+from delayed_oracle import wait_for
+from replanning import Follower, Step, gpus, to_fleet
 from rich.console import Console
 from rich.table import Table
-from world import Score, World
+from slo_violations import STAGES, find_losses
+from virtual_fleet import Score, World
 
-from cleave.perf.corrected import Correction, correct
-from cleave.planner import search
+from cleave.perf.latency_correction import Correction, correct
+from cleave.planner import plan_search
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.replay import Running
-from cleave.policy.pooling import Terms as Lending
-from cleave.policy.pooling import make_terms
+from cleave.planner.replan.replay import Running
+from cleave.policy.role_flipping import Terms as Lending
+from cleave.policy.role_flipping import make_terms
 from cleave.simulator.trace import Trace
 
 PHASE_S, QUICK_PHASE_S = 2_400.0, 600.0
@@ -102,7 +102,7 @@ def plan_phases(day: Day) -> list[Running]:
 
 def plan(problem: Problem) -> Running:
     """The planner's answer, or the best that it has where none holds the targets."""
-    best = search.plan(problem).best
+    best = plan_search.plan(problem).best
     if best is None:
         sys.exit("the planner has no plan for a phase")
     return Running(best.pools, best.algorithm)

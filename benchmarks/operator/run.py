@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+from operator_process import Operator  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from subject import Operator  # noqa: E402
 from trial import Case, Outcome, run_trial  # noqa: E402
 
 from e2e.cluster import tools  # noqa: E402

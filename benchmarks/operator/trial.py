@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import psutil
-from subject import Operator, Reading
+from operator_process import Operator, Reading
 
 from e2e.cluster.client import Client, Manifest
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from facts import ATTAINMENTS, PLACEMENTS, Attainments
 
-from cleave.perf.distserve import FITS, KV_CAPACITY_TOKENS
-from cleave.perf.latency import to_timing
+from cleave.perf.named_profiles import to_timing
+from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.traffic import published

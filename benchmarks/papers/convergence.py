@@ -1,19 +1,24 @@
 """How many requests a trial needs: goodput of one pair of instances, by the length of the trace.
 
-Called by run.py. simdistserve simulates 300 requests whatever the rate; `planner.trials` fills the
+Called by run.py. simdistserve simulates 300 requests whatever the rate; `search.trials` fills the
 fleet first, counts at least so many requests and simulates the longer, the higher the rate.
 """
 
 from dataclasses import dataclass
 
-from setting import pose
+from testbeds import pose
 
 from cleave.api.role import Role
-from cleave.planner import goodput
-from cleave.planner.candidates import Candidate, candidates, decode_instance, prefill_instance
-from cleave.planner.draft import Draft, Group, cell_fleet
 from cleave.planner.problem import Problem
-from cleave.planner.trials import CONFIRMED, Precision, Targets, Trials
+from cleave.planner.search import goodput
+from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
+from cleave.planner.search.candidates import (
+    Candidate,
+    candidates,
+    decode_instance,
+    prefill_instance,
+)
+from cleave.planner.search.trials import CONFIRMED, Precision, Targets, Trials
 from cleave.simulator.fleet import Fleet
 from cleave.simulator.run import simulate
 from cleave.traffic import published

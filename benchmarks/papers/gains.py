@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from facts import APPLICATIONS, Application
-from setting import Known, pose
+from testbeds import Known, pose
 
-from cleave.planner import colocated, high_affinity, low_affinity
-from cleave.planner.candidates import Candidate, candidates
-from cleave.planner.draft import describe
 from cleave.planner.problem import Policies, Problem
-from cleave.planner.rating import Rated
-from cleave.planner.trials import CONFIRMED, Targets, Trials
+from cleave.planner.search import colocated, high_affinity, low_affinity
+from cleave.planner.search.candidate_placement import describe
+from cleave.planner.search.candidates import Candidate, candidates
+from cleave.planner.search.ranking import Rated
+from cleave.planner.search.trials import CONFIRMED, Targets, Trials
 from cleave.simulator.fleet import Batching
 from cleave.traffic import history, published
 from cleave.traffic.workload import from_trace

@@ -7,14 +7,19 @@ NVLink; beside the best one, what the paper's own choice reaches here.
 from dataclasses import dataclass
 
 from facts import APPLICATIONS, PLACEMENTS, Application, Parallel
-from setting import pose
+from testbeds import pose
 
 from cleave.api.role import Role
-from cleave.planner import goodput, rating
-from cleave.planner.candidates import Candidate, candidates, decode_instance, prefill_instance
-from cleave.planner.draft import Draft, Group, cell_fleet
 from cleave.planner.problem import Problem
-from cleave.planner.trials import Targets, Trials
+from cleave.planner.search import goodput, ranking
+from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
+from cleave.planner.search.candidates import (
+    Candidate,
+    candidates,
+    decode_instance,
+    prefill_instance,
+)
+from cleave.planner.search.trials import Targets, Trials
 from cleave.traffic import published
 
 MAX_GPUS = 32
@@ -48,8 +53,8 @@ def _compare(row: Application) -> Row:
         for decode in found
         if (draft := _pair(question, prefill, decode)).gpus <= MAX_GPUS
     ]
-    entries = rating.entries(question, trials, drafts)
-    best = rating.best(trials, entries, targets, lambda draft: float(draft.gpus))
+    entries = ranking.entries(question, trials, drafts)
+    best = ranking.best(trials, entries, targets, lambda draft: float(draft.gpus))
     paper = PLACEMENTS[row.model, row.dataset]
     theirs = next((draft for draft in drafts if _sizes(draft) == paper), None)
     rate = goodput.find(trials, cell_fleet(question, theirs), targets).rate if theirs else 0.0

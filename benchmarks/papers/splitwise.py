@@ -8,12 +8,12 @@ services. Machines keep their role here, where Splitwise lends them to a mixed p
 from dataclasses import dataclass, replace
 
 from facts import DESIGNS, Design
-from setting import A100, H100
+from testbeds import A100, H100
 
 from cleave.api.cluster import Cluster, NodeGroup
-from cleave.perf import model
 from cleave.perf.estimator import for_cluster
-from cleave.planner.provisioning import Goal, Machine, Pair, Question, Search
+from cleave.perf.model import model_shape
+from cleave.planner.provision.search import Goal, Machine, Pair, Question, Search
 from cleave.simulator.fleet import Transfer
 from cleave.traffic import published
 
@@ -104,7 +104,7 @@ def _search(service: str, pair: Pair) -> Search:
 def _machine(kind: str) -> Machine:
     """Capped machines only decode, which half the power does not slow down (figure 9)."""
     gpu = A100 if kind == "A" else H100
-    estimator = for_cluster(model.load(MODEL), Cluster(nodes=[NodeGroup(gpu=gpu)]))
+    estimator = for_cluster(model_shape.load(MODEL), Cluster(nodes=[NodeGroup(gpu=gpu)]))
     estimate = estimator.estimate(gpu, GPUS, 1)
     assert estimate is not None
     own = replace(estimate, cost_per_hour=COST[kind], power_watts=POWER[kind])

@@ -9,15 +9,15 @@ gap of a request. Passes are those that Splitwise measured, prices those of the 
 from dataclasses import dataclass, replace
 
 from facts import WHAT_IFS
-from setting import A100, H100, pose
+from testbeds import A100, H100, pose
 
 from cleave.api.planning import Objective, Planning
-from cleave.planner import colocated
-from cleave.planner.candidates import Candidate, candidates
-from cleave.planner.draft import describe
 from cleave.planner.problem import Policies, Problem
-from cleave.planner.rating import Rated
-from cleave.planner.trials import CONFIRMED, Targets, Trials
+from cleave.planner.search import colocated
+from cleave.planner.search.candidate_placement import describe
+from cleave.planner.search.candidates import Candidate, candidates
+from cleave.planner.search.ranking import Rated
+from cleave.planner.search.trials import CONFIRMED, Targets, Trials
 from cleave.simulator.fleet import Batching
 from cleave.traffic import published
 

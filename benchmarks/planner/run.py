@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import Spread, spread
 
-import comparing
+import comparison
 import cores
 import searches
 import speed
-from anchor import AnchorError
 from commands import CommandError, measure
+from other_planners import AnchorError
 from rich.console import Console
 from rich.table import Table
-from spreads import Spread, spread
 
 from cleave.traffic import published
 
@@ -43,7 +43,7 @@ class Report:
     """CPU seconds over the rounds, and the last round's answer."""
     waits_s: Mapping[str, Spread]
     """Commands in fresh processes."""
-    peers: comparing.Peers | None
+    peers: comparison.Peers | None
 
 
 def run(options: argparse.Namespace, console: Console) -> Report:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> Report:
     except CommandError as error:
         waits = []
         notes.append(str(error))
-    peers = comparing.measure(options, console) if options.anchor or options.vidur else None
+    peers = comparison.measure(options, console) if options.anchor or options.vidur else None
     return Report(
         machine=f"{cores.describe()}, Python {platform.python_version()}",
         notes=tuple(notes),
@@ -154,7 +154,7 @@ def print_tables(report: Report, console: Console) -> None:
         {name.removesuffix("_s"): figure.format(2) for name, figure in report.waits_s.items()},
     )
     if report.peers is not None:
-        comparing.print_tables(report.peers, report.searches, console)
+        comparison.print_tables(report.peers, report.searches, console)
 
 
 def _print_figures(console: Console, title: str, figures: Mapping[str, str]) -> None:

@@ -10,18 +10,19 @@ import time
 from dataclasses import dataclass
 
 from cleave.api.deployment import Slo
-from cleave.perf import distserve
+from cleave.perf.confidence import Basis, Trust
 from cleave.perf.estimate import Estimate
-from cleave.perf.latency import to_timing
-from cleave.perf.link import Link, LinkKind
-from cleave.perf.model import load
-from cleave.perf.trust import Basis, Trust
-from cleave.planner import high_affinity, low_affinity, search
-from cleave.planner.candidates import Candidate, candidates
-from cleave.planner.draft import describe
-from cleave.planner.low_affinity import Replicas
+from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.model.model_shape import load
+from cleave.perf.named_profiles import to_timing
+from cleave.perf.published import distserve
+from cleave.planner import plan_search
 from cleave.planner.problem import PAPER, Problem, Supply
-from cleave.planner.trials import Targets, Trials
+from cleave.planner.search import high_affinity, low_affinity
+from cleave.planner.search.candidate_placement import describe
+from cleave.planner.search.candidates import Candidate, candidates
+from cleave.planner.search.low_affinity import Replicas
+from cleave.planner.search.trials import Targets, Trials
 from cleave.traffic import published
 
 WORKLOAD = "sharegpt"
@@ -104,12 +105,13 @@ def algorithm_2(
 
 
 def whole_answer(num_nodes: int) -> Search:
-    """`search.plan`: both algorithms, the best colocated plan, replicas for a rate that needs most
-    of the GPUs, predictions with confidence intervals, verdict and runner-up."""
+    """`plan_search.plan`: both algorithms, the best colocated plan, replicas for a rate that needs
+    most of the GPUs, predictions with confidence intervals, verdict and runner-up.
+    """
     gpus = 8 * num_nodes
     question = problem(num_nodes, rate=RATE_PER_GPU * gpus)
     started = time.process_time()
-    answer = search.plan(question)
+    answer = plan_search.plan(question)
     seconds = time.process_time() - started
     chosen = answer.selected
     pools = chosen.pools if chosen is not None else ()

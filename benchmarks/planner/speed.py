@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cleave.perf import latency
-from cleave.perf.distserve import FITS, KV_CAPACITY_TOKENS
+from cleave.perf import named_profiles
+from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS
 from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
 from cleave.simulator.run import simulate
 from cleave.traffic.workload import Demand
@@ -98,7 +98,7 @@ def engine(
     """On A100-80G, DistServe's coefficients."""
     fit = FITS[f"distserve/{model}/tp{tensor_parallel_size}"]
     return Engine(
-        timing=latency.to_timing(fit, stages),
+        timing=named_profiles.to_timing(fit, stages),
         kv_capacity_tokens=KV_CAPACITY_TOKENS[model][tensor_parallel_size, stages],
         batching=batching,
         max_num_seqs=256 * stages,

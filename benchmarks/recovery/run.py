@@ -31,7 +31,7 @@ from cleave.local import tiny_model
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[2]))
 
-from rows import show
+from result_table import show
 
 from e2e.support.deployments import Deployment, deployed, tiny_vllm
 

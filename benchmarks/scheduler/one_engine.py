@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from cleave.perf import distserve, latency
+from cleave.perf import named_profiles
+from cleave.perf.published import distserve
 from cleave.simulator.fleet import Engine
 from cleave.simulator.trace import Trace
 from cleave.traffic import published
 
 ENGINE = Engine(
-    latency.to_timing(distserve.FITS["distserve/opt-13b/tp2"]),
+    named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp2"]),
     # 64 GB less the weights, at 0.82 MB a token.
     kv_capacity_tokens=41_600,
     max_num_seqs=256,

@@ -13,7 +13,7 @@ import gains_measured as measured
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from rows import show
+from result_table import show
 
 WHAT = {"orders": measured.orders, "chunks": measured.chunks, "admissions": measured.admissions}
 

@@ -16,7 +16,7 @@ from cleave.simulator.trace import Trace
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.scheduler import Limits, Scheduler
 from cleave_worker.emulator.sequence import Finish, HandOff, Request, Sequence
-from cleave_worker.scheduling.terms import Terms
+from cleave_worker.scheduling.config import Terms
 
 LIMIT = 4_096
 """Of every output."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e.chaos.expected import ADAPTERS
+from e2e.chaos.expected_output import ADAPTERS
 from e2e.chaos.gateways import Gateway
 from e2e.support.deployments import Deployment, deployed, emulated, until
 

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import psutil
 
-from cleave.rpc.fleet_page import FleetPage
+from cleave.rpc.fleet_status import FleetPage
 
 from e2e.support.deployments import MARK, Deployment, free_port, until
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from e2e.chaos.gateways import Gateway
-from e2e.chaos.judge import Case, Seen, Verdict, judge
 from e2e.chaos.requests import Ask
+from e2e.chaos.verdict import Case, Seen, Verdict, judge
 
 LONGEST_S = 150.0
 """Of one request, all waits for instances included."""

@@ -17,7 +17,7 @@ from e2e.chaos.fleet import Fleet
 from e2e.chaos.gateways import Counts, add
 from e2e.chaos.invariants import measure_baseline
 from e2e.chaos.load import Load
-from e2e.chaos.storm import Storm, ViolationError
+from e2e.chaos.run import Storm, ViolationError
 
 Tell = Callable[[str, int, int], None]
 """What happens now, faults so far, faults in all."""

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from e2e.chaos.expected import ADAPTERS, CHAT, COMPLETIONS, Expected, expect
+from e2e.chaos.expected_output import ADAPTERS, CHAT, COMPLETIONS, Expected, expect
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa")
 KINDS = (

@@ -22,7 +22,7 @@ from typing import Self
 import yaml
 from cryptography.hazmat.primitives import serialization
 
-from e2e.cluster.pki import Authority, Pair, new_key, private_pem
+from e2e.cluster.certificates import Authority, Pair, new_key, private_pem
 from e2e.support.deployments import free_port
 
 SERVICE_NETWORK = "10.78.0.0/16"

@@ -1,11 +1,11 @@
 """The step before a pod's command: a file system of its own, with the pod's volumes in it.
 
-Run as a script, with the standard library alone, by the launcher of `cleave.local.process`. Only
-mount points are the pod's own; everything else is this machine's. What is hard: a volume may hide
-what the command needs (one on /tmp, when this repository is below it), and may be mounted where
-nothing exists, which must not leave folders on the machine. So sources are opened before anything
-is mounted, what is needed is bound back, and missing folders are made in a memory file system that
-takes the place of their parent.
+Run as a script, with the standard library alone, by the launcher of `cleave.local.kubelet.process`.
+Only mount points are the pod's own; everything else is this machine's. What is hard: a volume may
+hide what the command needs (one on /tmp, when this repository is below it), and may be mounted
+where nothing exists, which must not leave folders on the machine. So sources are opened before
+anything is mounted, what is needed is bound back, and missing folders are made in a memory file
+system that takes the place of their parent.
 """
 
 import ctypes

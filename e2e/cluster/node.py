@@ -11,7 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
-from cleave.local import cores, pod_spec
+from cleave.local.kubelet import cpu_manager, pod_spec
 
 from e2e.cluster.client import ApiError, Client, Manifest
 from e2e.cluster.nodes import Shape, manifest
@@ -37,8 +37,8 @@ class Cores:
     def take(self, uid: str, count: int) -> frozenset[int]:
         """Cores for a pod; none means any."""
         free = self._all.difference(*self._taken.values())
-        with contextlib.suppress(cores.CoreShortageError):
-            self._taken[uid] = cores.allocate(free, count)
+        with contextlib.suppress(cpu_manager.CoreShortageError):
+            self._taken[uid] = cpu_manager.allocate(free, count)
         return self._taken.get(uid, frozenset())
 
     def give_back(self, uid: str) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import aiohttp
 
-from cleave.local import environment
-from cleave.local.pod_life import Command, PodLife
-from cleave.local.pod_spec import PodError, PodSpec, parse
-from cleave.local.pod_status import Facts, status, timestamp
-from cleave.pods.container import HOME, LISTEN_ON
+from cleave.local.kubelet import environment
+from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse
+from cleave.local.kubelet.pod_status import Facts, status, timestamp
+from cleave.local.kubelet.pod_worker import Command, PodLife
+from cleave.manifests.container import HOME, LISTEN_ON
 
 from e2e.cluster import mounts, volumes
 from e2e.cluster.client import ApiError, Client, Manifest

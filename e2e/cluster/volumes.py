@@ -9,7 +9,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from cleave.local.pod_spec import PodError
+from cleave.local.kubelet.pod_spec import PodError
 
 from e2e.cluster.client import ApiError, Client, Manifest
 

@@ -12,10 +12,10 @@ import yaml
 from pydantic import BaseModel
 
 from cleave.api import crd
+from cleave.api.base import Rule, Shape
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import load
 from cleave.api.pool import InstancePool
-from cleave.api.shape import Rule, Shape
 
 from tests.support.resource_cases import REFUSED, UNUSUAL, Case, said
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.controller.actions import Action, Create, Delete, PlanOutcome
+from cleave.controller.cluster.actions import Action, Create, Delete, PlanOutcome
+from cleave.controller.cluster.cache import Key
+from cleave.controller.cluster.client import ApiError
+from cleave.controller.cluster.gateway_client import Fleets
 from cleave.controller.controller import Controller
-from cleave.controller.fleets import Fleets
-from cleave.controller.kube import ApiError
 from cleave.controller.metrics import Metrics
 from cleave.controller.settings import Settings
-from cleave.controller.store import Key
-from cleave.pods.labels import Manifest
+from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import SmallCluster, by_hand, chat, node
 

@@ -8,13 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cleave.controller import handlers, main
+from cleave.controller.cluster.cache import Key
 from cleave.controller.controller import Controller
+from cleave.controller.http_endpoints import Pages
+from cleave.controller.manager import Options
 from cleave.controller.metrics import Collector, Metrics
-from cleave.controller.operator import Options
-from cleave.controller.pages import Pages
+from cleave.controller.resync import WATCHED
 from cleave.controller.settings import Settings
-from cleave.controller.store import Key
-from cleave.controller.sweep import WATCHED
 
 from tests.support.fake_cluster import chat
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.api.role import Role
-from cleave.controller.rollout import (
+from cleave.controller.rollout.planner import (
     Count,
     RoleState,
     RolloutLimits,

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from cleave.controller.actions import Emit
-from cleave.pods.labels import Manifest
+from cleave.controller.cluster.actions import Emit
+from cleave.manifests.labels import Manifest
 
 from tests.controller.test_convergence import World, condition, ready, world
 from tests.support.fake_cluster import by_hand

@@ -17,7 +17,8 @@ from aiohttp import web
 
 from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.server import Gateway
-from cleave.perf import latency, model
+from cleave.perf import named_profiles
+from cleave.perf.model import model_shape
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.emulator.api import Api
 from cleave_worker.emulator.config import EngineConfig, KvTransfer
@@ -407,8 +408,8 @@ class Emulated:
         self.engine = Engine(
             EngineConfig(
                 served_model_name="m",
-                shape=model.load("opt-13b"),
-                profile=latency.load("distserve/opt-13b/tp1"),
+                shape=model_shape.load("opt-13b"),
+                profile=named_profiles.load("distserve/opt-13b/tp1"),
                 max_model_len=2048,
                 limits=Limits(max_num_seqs=64, max_num_batched_tokens=512),
                 block_size=16,

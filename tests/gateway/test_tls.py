@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from cleave.gateway import context as context_module
+from cleave.gateway.app import client_connection as client_module
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.front import client as client_module
 from cleave.gateway.main import main, run
 from cleave.gateway.tls import Certificate, TlsError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cleave.local.kubelet import Kubelet
-from cleave.local.node import Node
+from cleave.local.kubelet.kubelet import Kubelet
+from cleave.local.kubelet.node import Node
 
 Pod = dict[str, Any]
 WAIT_S = 20

@@ -1,7 +1,7 @@
 import pytest
 
 from cleave.local import restarts
-from cleave.local.pod_spec import RestartPolicy
+from cleave.local.kubelet.pod_spec import RestartPolicy
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 
 from cleave.local import state
 from cleave.local.errors import StateError, UpError
-from cleave.local.following import Step
-from cleave.local.job import Job
-from cleave.local.kubelet import Kubelet
-from cleave.local.node import Node
+from cleave.local.kubelet.kubelet import Kubelet
+from cleave.local.kubelet.node import Node
+from cleave.local.launch_plan import Job
+from cleave.local.progress import Step
 from cleave.local.up import check, detach, down, running
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]

@@ -7,12 +7,15 @@ import pytest
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import distserve, estimator, latency, model, profile
+from cleave.perf import estimator, named_profiles
+from cleave.perf.confidence import Basis
 from cleave.perf.estimate import Estimate, Estimator
 from cleave.perf.estimator import ModelEstimator
-from cleave.perf.trust import Basis
+from cleave.perf.model import model_shape
+from cleave.perf.profile import profile
+from cleave.perf.published import distserve
 
-from tests.support import made_profiles
+from tests.support import measured_profiles
 
 A100, H100 = "A100-SXM-80GB", "H100-SXM-80GB"
 CLUSTER = Cluster.model_validate(
@@ -22,7 +25,7 @@ CAPPED = GpuChoice.model_validate({"type": H100, "powerCapWatts": 350})
 
 
 def of(name: str, **options: object) -> ModelEstimator:
-    return estimator.for_cluster(model.load(name), CLUSTER, **options)
+    return estimator.for_cluster(model_shape.load(name), CLUSTER, **options)
 
 
 def known(found: Estimate | None) -> Estimate:
@@ -31,7 +34,7 @@ def known(found: Estimate | None) -> Estimate:
 
 
 def write(tmp_path: Path, **header: object) -> Cluster:
-    profile.write(made_profiles.from_fit(**header), tmp_path / "opt.yaml")
+    profile.write(measured_profiles.from_fit(**header), tmp_path / "opt.yaml")
     return CLUSTER.model_copy(update={"profiles": ["opt.yaml"]})
 
 
@@ -43,7 +46,7 @@ def test_it_is_what_the_planner_asks_for() -> None:
 def test_published_fits_answer_for_opt_on_a100() -> None:
     found = known(of("facebook/opt-13b").estimate(A100, 2, 1))
     assert found.trust.basis is Basis.FITTED
-    assert found.timing == latency.load("distserve/opt-13b/tp2").timing
+    assert found.timing == named_profiles.load("distserve/opt-13b/tp2").timing
     assert found.kv_capacity_tokens == distserve.KV_CAPACITY_TOKENS["opt-13b"][2, 1]
     assert (found.power_watts, found.cost_per_hour) == (800, pytest.approx(6.86))
     assert found.max_model_len == 2048
@@ -65,7 +68,7 @@ def test_the_roofline_answers_where_nothing_was_measured(name: str, gpu: str) ->
 
 def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
     cluster = write(tmp_path)
-    asked = estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+    asked = estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
     found = known(asked.estimate(A100, 1, 1))
     assert found.trust.basis is Basis.MEASURED
     assert found.kv_capacity_tokens == 60_000
@@ -79,20 +82,20 @@ def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
 def test_a_profile_of_another_model_or_device_is_left_aside(tmp_path: Path) -> None:
     for header in ({"model": "opt-66b"}, {"device": "H100"}):
         cluster = write(tmp_path, **header)
-        asked = estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+        asked = estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
         assert known(asked.estimate(A100, 1, 1)).trust.basis is Basis.FITTED
 
 
 def test_operators_serve_the_sizes_that_were_measured(tmp_path: Path) -> None:
-    operators = made_profiles.operators()
+    operators = measured_profiles.operators()
     cluster = write(tmp_path, device="h100", prefill=(), decode=(), mixed=(), operators=operators)
-    asked = estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+    asked = estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
     assert known(asked.estimate(H100, 2, 1)).trust.source.startswith("operators by vllm")
     assert known(asked.estimate(H100, 4, 1)).trust.basis is Basis.ROOFLINE
 
 
 def test_quantised_weights_do_not_get_the_published_times() -> None:
-    shape = model.from_config(
+    shape = model_shape.from_config(
         "opt-13b-int8",
         {
             "model_type": "opt",
@@ -170,4 +173,4 @@ def test_answers_are_kept() -> None:
 def test_unusable_profiles_are_told_with_their_place_in_the_cluster_file(tmp_path: Path) -> None:
     cluster = CLUSTER.model_copy(update={"profiles": ["none.yaml"]})
     with pytest.raises(ManifestError, match=r"profiles\[0\]: .*none\.yaml: No such file"):
-        estimator.for_cluster(model.load("opt-13b"), cluster, folder=tmp_path)
+        estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)

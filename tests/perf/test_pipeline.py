@@ -2,12 +2,13 @@
 
 import pytest
 
-from cleave.perf import latency, model, pipeline
-from cleave.perf.link import Link, LinkKind
+from cleave.perf import named_profiles, pipeline
+from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.model import model_shape
 
-SHAPE = model.load("opt-13b")
+SHAPE = model_shape.load("opt-13b")
 NETWORK = Link(LinkKind.INFINIBAND, 25.0, 5.0)
-WHOLE = latency.load("distserve/opt-13b/tp1").timing
+WHOLE = named_profiles.load("distserve/opt-13b/tp1").timing
 
 
 def test_one_stage_is_the_whole() -> None:
@@ -37,7 +38,7 @@ def test_each_phase_is_scaled_alone() -> None:
 def test_a_13b_model_saturates_an_a100_with_512_tokens() -> None:
     """DistServe, section 3.1."""
     for engine in ("distserve", "vllm"):
-        timing = latency.load(f"{engine}/opt-13b/tp1").timing
+        timing = named_profiles.load(f"{engine}/opt-13b/tp1").timing
         assert pipeline.prefill_saturation_tokens(timing, 2048) == 512
 
 

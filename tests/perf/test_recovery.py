@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.perf.link import Link, LinkKind
+from cleave.perf.hardware.link import Link, LinkKind
 from cleave.perf.recovery import Computing, Keeping, Residents, resume, weigh
 from cleave.perf.timing import Timing
 

@@ -12,7 +12,7 @@ from cleave.api.deployment import (
 )
 from cleave.api.engine import Emulation, Engine, EngineType
 from cleave.api.model import Model
-from cleave.api.planned import ManualPool
+from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
 from cleave.planner.placement import PlanError, located, plan

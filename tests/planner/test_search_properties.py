@@ -7,45 +7,52 @@ import pytest
 
 from cleave.api.deployment import Slo
 from cleave.api.planning import Affinity, Disaggregation, Objective, Planning
-from cleave.planner import search
-from cleave.planner.bench import to_draft
-from cleave.planner.draft import cell_fleet
+from cleave.planner import plan_search
 from cleave.planner.plan import Answer, Plan
+from cleave.planner.pool_simulation import to_draft
 from cleave.planner.problem import Policies, Problem
-from cleave.planner.trials import Precision, Trials
+from cleave.planner.search.candidate_placement import cell_fleet
+from cleave.planner.search.trials import Precision, Trials
 
-from tests.support import worlds
+from tests.support import known_problems
 
-KINDS = (("H100", worlds.Kind(0.5, 0.7, power_watts=700.0, price_per_hour=3.0)),)
-BOTH = (worlds.nodes(4), worlds.nodes(4, gpu="H100"))
-SLOW = (worlds.nodes(4, network=worlds.SLOW_NETWORK),)
-BLOG = worlds.blog()
+KINDS = (("H100", known_problems.Kind(0.5, 0.7, power_watts=700.0, price_per_hour=3.0)),)
+BOTH = (known_problems.nodes(4), known_problems.nodes(4, gpu="H100"))
+SLOW = (known_problems.nodes(4, network=known_problems.SLOW_NETWORK),)
+BLOG = known_problems.blog()
 
 PROBLEMS = {
-    "chat": worlds.problem(),
-    "chat, vLLM": worlds.problem(policies=Policies()),
-    "few": worlds.problem(worlds.chat(0.5)),
-    "many": worlds.problem(worlds.chat(150.0), supplies=(worlds.nodes(16),)),
-    "tight": worlds.problem(worlds.chat(12.0), Slo(ttft_ms=120, tpot_ms=40)),
-    "loose": worlds.problem(worlds.chat(12.0), Slo(ttft_ms=2000, tpot_ms=150)),
+    "chat": known_problems.problem(),
+    "chat, vLLM": known_problems.problem(policies=Policies()),
+    "few": known_problems.problem(known_problems.chat(0.5)),
+    "many": known_problems.problem(
+        known_problems.chat(150.0), supplies=(known_problems.nodes(16),)
+    ),
+    "tight": known_problems.problem(known_problems.chat(12.0), Slo(ttft_ms=120, tpot_ms=40)),
+    "loose": known_problems.problem(known_problems.chat(12.0), Slo(ttft_ms=2000, tpot_ms=150)),
     "blog": replace(BLOG, demand=BLOG.demand.at(10.0)),
-    "long answers": worlds.problem(worlds.chat(6.0, 200, 500)),
-    "long prompts": worlds.problem(worlds.chat(8.0, 1000, 60), Slo(ttft_ms=800, tpot_ms=60)),
-    "slow network": worlds.problem(
-        worlds.chat(20.0),
+    "long answers": known_problems.problem(known_problems.chat(6.0, 200, 500)),
+    "long prompts": known_problems.problem(
+        known_problems.chat(8.0, 1000, 60), Slo(ttft_ms=800, tpot_ms=60)
+    ),
+    "slow network": known_problems.problem(
+        known_problems.chat(20.0),
         supplies=SLOW,
         planning=Planning(affinity=Affinity.LOW, disaggregation=Disaggregation.ALWAYS),
     ),
-    "cost": worlds.problem(
-        worlds.chat(30.0), supplies=BOTH, planning=Planning(objective=Objective.COST), kinds=KINDS
+    "cost": known_problems.problem(
+        known_problems.chat(30.0),
+        supplies=BOTH,
+        planning=Planning(objective=Objective.COST),
+        kinds=KINDS,
     ),
-    "99 %": worlds.problem(slo=Slo(ttft_ms=400, tpot_ms=100, attainment=0.99)),
+    "99 %": known_problems.problem(slo=Slo(ttft_ms=400, tpot_ms=100, attainment=0.99)),
 }
 
 
 @cache
 def answered(name: str) -> Answer:
-    return search.plan(PROBLEMS[name])
+    return plan_search.plan(PROBLEMS[name])
 
 
 def best(answer: Answer) -> Plan:
@@ -59,7 +66,7 @@ def test_other_requests_are_served_in_time_too(name: str) -> None:
     draft = to_draft(asked, plan.pools, plan.algorithm)
     long = Precision(min_requests=20_000, lives=10.0)
     trials, rate = Trials(asked.demand, seed=4711, precision=long), asked.rate / draft.copies
-    targets = worlds.targets(asked)
+    targets = known_problems.targets(asked)
     span = trials.span(rate, targets)
     shares = trials.shares(cell_fleet(asked, draft), rate, targets, span)
     assert shares.both >= asked.slo.attainment - 0.015
@@ -68,7 +75,7 @@ def test_other_requests_are_served_in_time_too(name: str) -> None:
 @pytest.mark.parametrize("name", ["chat", "blog", "long prompts"])
 def test_twice_the_rate_never_takes_fewer_gpus(name: str) -> None:
     asked = PROBLEMS[name]
-    doubled = search.plan(replace(asked, demand=asked.demand.at(2 * asked.rate)))
+    doubled = plan_search.plan(replace(asked, demand=asked.demand.at(2 * asked.rate)))
     assert best(doubled).gpus >= best(answered(name)).gpus
 
 
@@ -80,13 +87,13 @@ def test_targets_half_as_strict_never_take_more_gpus(name: str) -> None:
         tpot_ms=2 * asked.slo.tpot_ms,
         attainment=asked.slo.attainment,
     )
-    assert best(search.plan(replace(asked, slo=slo))).gpus <= best(answered(name)).gpus
+    assert best(plan_search.plan(replace(asked, slo=slo))).gpus <= best(answered(name)).gpus
 
 
 @pytest.mark.parametrize("objective", list(Objective))
 def test_one_more_kind_of_gpu_never_makes_the_best_plan_worse(objective: Objective) -> None:
-    one = worlds.problem(
-        worlds.chat(20.0),
+    one = known_problems.problem(
+        known_problems.chat(20.0),
         supplies=BOTH[:1],
         planning=Planning(objective=objective),
         kinds=KINDS,
@@ -94,7 +101,7 @@ def test_one_more_kind_of_gpu_never_makes_the_best_plan_worse(objective: Objecti
     other = replace(one, supplies=BOTH)
 
     def taken(asked: Problem) -> float:
-        plan = best(search.plan(asked))
+        plan = best(plan_search.plan(asked))
         return to_draft(asked, plan.pools, plan.algorithm).resources(objective)
 
     assert taken(other) <= taken(one)

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from cleave.api.enums import DispatchPolicy
-from cleave.perf.aladdin import Coefficients
+from cleave.perf.published.aladdin import Coefficients
 from cleave.perf.timing import Timing
-from cleave.policy.packing import Packing
-from cleave.router.directory import Directory
+from cleave.policy.best_fit import Packing
+from cleave.router.registry import Directory
 from cleave.router.router import Phase, Pick, Router, Rules
 from cleave.rpc.v1 import agent_pb2
+from cleave.simulator.dispatch import close_prompt, close_resident, place, score
 from cleave.simulator.fleet import Engine, Fleet, Pool
-from cleave.simulator.flipping import _flip
-from cleave.simulator.layout import NONE, Records
-from cleave.simulator.routing import close_prompt, close_resident, place, score
-from cleave.simulator.rows import instance_at, request_at, score_at
+from cleave.simulator.record_access import instance_at, request_at, score_at
+from cleave.simulator.records import NONE, Records
+from cleave.simulator.role_flipping import _flip
 from cleave.simulator.run import compile_loop, lay_out, prepare
 from cleave.simulator.trace import Trace
 

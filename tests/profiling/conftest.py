@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 
-from cleave.perf import latency, model
+from cleave.perf import named_profiles
+from cleave.perf.model import model_shape
 from cleave_worker.emulator.api import Api
 from cleave_worker.emulator.config import EngineConfig
 from cleave_worker.emulator.engine import Engine
@@ -30,10 +31,10 @@ async def serve() -> AsyncIterator[Serve]:
     closers = []
 
     async def start(time_scale: float = 0.01, max_num_batched_tokens: int = 512) -> Running:
-        profile = latency.load("distserve/opt-13b/tp1")
+        profile = named_profiles.load("distserve/opt-13b/tp1")
         config = EngineConfig(
             served_model_name="m",
-            shape=model.load("opt-13b"),
+            shape=model_shape.load("opt-13b"),
             profile=profile,
             max_model_len=2048,
             limits=Limits(max_num_seqs=64, max_num_batched_tokens=max_num_batched_tokens),

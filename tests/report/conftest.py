@@ -8,7 +8,7 @@ import pytest
 from cleave.api.deployment import Slo
 from cleave.planner.plan import Answer, Plan
 from cleave.report.layout import NodeShape
-from cleave.report.study import Study, Subject, study
+from cleave.report.load_study import Study, Subject, study
 from cleave.simulator.outcome import Instances, Outcome
 
 A100 = "A100-SXM-80GB"

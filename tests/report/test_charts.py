@@ -2,9 +2,9 @@
 
 import pytest
 
-from cleave.planner.words import percent
+from cleave.planner.result.text import percent
 from cleave.report.charts import attainment, cdf, charts, stages
-from cleave.simulator.breakdown import Stage
+from cleave.simulator.latency_breakdown import Stage
 
 KEYS = ["attainment", "cdf-ttft", "cdf-tpot", "stages", "frontier"]
 KEYS += ["tradeoff-ttft", "tradeoff-tpot"]

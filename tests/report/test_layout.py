@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.trust import Basis, Trust
+from cleave.perf.confidence import Basis, Trust
 from cleave.planner.plan import Percentiles, Plan, PlannedPool, Prediction
-from cleave.report.drawing import describe, draw
 from cleave.report.layout import Node, NodeShape, lay_out
+from cleave.report.node_drawing import describe, draw
 
 _ZERO = Percentiles(0, 0, 0)
 _SEEN = Prediction(

@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+from cleave.report.load_study import study
 from cleave.report.page import page
-from cleave.report.study import study
-from cleave.report.whatif import what_if
+from cleave.report.what_if import what_if
 
 
 class Reader(HTMLParser):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cleave.router.directory import Directory
+from cleave.router.registry import Directory
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = {

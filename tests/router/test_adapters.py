@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.affinity import ADAPTER_TOKENS, to_key
-from cleave.policy.prefixes import BLOCK_BYTES
-from cleave.router.directory import Directory
+from cleave.policy.prefix_cache import BLOCK_BYTES
+from cleave.policy.session_affinity import ADAPTER_TOKENS, to_key
 from cleave.router.errors import NoInstance, UnknownModel
+from cleave.router.registry import Directory
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cleave.policy.books import NOMINAL_TOKEN_MS
+from cleave.policy.queue_model import NOMINAL_TOKEN_MS
 from cleave.router.errors import NoInstance, UnknownModel
 from cleave.router.router import Fallback, Phase, Router
 from cleave.rpc.v1 import agent_pb2

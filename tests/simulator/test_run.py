@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.perf.aladdin import Coefficients
+from cleave.perf.published.aladdin import Coefficients
 from cleave.perf.timing import Timing
-from cleave.policy.packing import Packing
+from cleave.policy.best_fit import Packing
 from cleave.simulator.errors import SimulationError
 from cleave.simulator.fleet import Batching, DispatchPolicy, Engine, Fleet, Pool, Transfer
 from cleave.simulator.outcome import Fate

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.observed import LatencyCorrection, SeenPrediction
+from cleave.api.replan_status import LatencyCorrection, SeenPrediction
 from cleave.api.workload import Lengths, Workload
-from cleave.controller.actions import PlanOutcome, Reviewed
-from cleave.controller.deployment import DeploymentView
-from cleave.controller.inventory import inventory
-from cleave.controller.loop.basis import model_digest
-from cleave.controller.loop.drift import Course
-from cleave.controller.loop.replanning import follow_course
-from cleave.controller.observed import timestamp
-from cleave.controller.placing import inputs, placed
-from cleave.gateway.counts.metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
-from cleave.planner.revision import Verdict
-from cleave.pods.labels import Manifest
-from cleave.pods.pool import pools as make_pools
+from cleave.controller.cluster.actions import PlanOutcome, Reviewed
+from cleave.controller.cluster.inventory import inventory
+from cleave.controller.cluster.objects import timestamp
+from cleave.controller.deployment.placement import inputs, placed
+from cleave.controller.deployment.reconcile import DeploymentView
+from cleave.controller.replan.drift import Course
+from cleave.controller.replan.inputs import model_digest
+from cleave.controller.replan.reconcile import follow_course
+from cleave.gateway.metrics.gateway_metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from cleave.manifests.labels import Manifest
+from cleave.manifests.pool import pools as make_pools
+from cleave.planner.replan.revision import Verdict
 from cleave.traffic.window import Window
 from cleave.traffic.workload import from_spec
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cleave.api.manifest import validate
-from cleave.planner import emulated
+from cleave.planner import problem_from_profile
 from cleave.planner.problem import Problem
 
 
@@ -25,4 +25,4 @@ def chat(**spec: Any) -> Problem:
         "metadata": {"name": "chat"},
         "spec": asked | spec,
     }
-    return emulated.problem(validate(document))
+    return problem_from_profile.problem(validate(document))

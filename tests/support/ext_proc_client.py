@@ -5,7 +5,7 @@ import json
 
 import grpc
 
-from cleave.gateway.picker.ext_proc import (
+from cleave.gateway.endpoint_picker.ext_proc import (
     CHUNK_BYTES,
     ENDPOINT,
     NAMESPACE,

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cleave.controller.actions import (
+from cleave.controller.cluster.actions import (
     Action,
     Apply,
     Ask,
@@ -21,8 +21,8 @@ from cleave.controller.actions import (
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.observed import timestamp
-from cleave.pods.labels import Manifest
+from cleave.controller.cluster.objects import timestamp
+from cleave.manifests.labels import Manifest
 
 Place = tuple[str, str, str]
 MESSAGE = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."

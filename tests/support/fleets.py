@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cleave.perf import distserve, latency
+from cleave.perf import named_profiles
+from cleave.perf.published import distserve
 from cleave.perf.timing import Timing
 from cleave.simulator.fleet import (
     Admission,
@@ -20,7 +21,7 @@ from cleave.simulator.fleet import (
 )
 from cleave.simulator.trace import Trace
 
-OPT_13B = latency.to_timing(distserve.FITS["distserve/opt-13b/tp1"])
+OPT_13B = named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp1"])
 
 
 def fixed_timing(prompt_ms: float = 10.0, decode_ms: float = 1.0, stages: int = 1) -> Timing:

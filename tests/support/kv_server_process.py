@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
-from cleave_worker.transfer import owner as owner_module
-from cleave_worker.transfer.holds import Begun, Held, Holds
-from cleave_worker.transfer.identity import HandOff, Layout, prompt_digest
+from cleave_worker.transfer import server as owner_module
+from cleave_worker.transfer.block_leases import Begun, Held, Holds
+from cleave_worker.transfer.handoff import HandOff, Layout, prompt_digest
 from cleave_worker.transfer.memory import register
-from cleave_worker.transfer.owner import Kept, Owner
-from cleave_worker.transfer.shapes import Shape, Share
-from cleave_worker.transfer.shared import share
+from cleave_worker.transfer.server import Kept, Owner
+from cleave_worker.transfer.sharding import Shape, Share
+from cleave_worker.transfer.transports.shared_memory import share
 
 BLOCKS, LAYERS = 16, 3
 LAYOUT = Layout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")

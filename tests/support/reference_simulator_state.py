@@ -4,9 +4,9 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from cleave.policy import pooling
-from cleave.policy.books import NOMINAL_SUMS, add_answer, fit_line
+from cleave.policy import role_flipping
 from cleave.policy.dispatch import RECENCY
+from cleave.policy.queue_model import NOMINAL_SUMS, add_answer, fit_line
 from cleave.simulator.fleet import Batching, Engine, Order, Terms
 
 NAN = math.nan
@@ -150,12 +150,15 @@ class Manager:
 
     def __init__(self, instances: list[Instance], terms: Terms) -> None:
         self.instances, self.terms, self.flips = instances, terms, 0
-        self.members, self.watch = pooling.make_members(len(instances)), pooling.make_watch()
+        self.members, self.watch = (
+            role_flipping.make_members(len(instances)),
+            role_flipping.make_watch(),
+        )
         self.members["home"] = [self.ROLES.index(i.role) for i in instances]
         self.members["role"], self.members["is_open"] = self.members["home"], 1
 
     def look(self, now: float) -> None:
-        present = pooling.find_present(
+        present = role_flipping.find_present(
             float(sum(each.resident_book for each in self.instances)),
             float(sum(each.prompt_book for each in self.instances)),
         )
@@ -164,9 +167,9 @@ class Manager:
             wait = i.unanswered * i.prompt_ms + i.prompt_book * i.token_ms - worked
             member["wait_ms"] = max(wait, 0.0)
             member["use"] = present * i.resident_book / (i.total * i.size)
-        slot, role = pooling.decide(self.members, self.watch, self.terms, now)
-        if slot != pooling.NONE:
-            pooling.take(self.members, slot, role, now)
+        slot, role = role_flipping.decide(self.members, self.watch, self.terms, now)
+        if slot != role_flipping.NONE:
+            role_flipping.take(self.members, slot, role, now)
             self.instances[slot].role = self.ROLES[role]
             self.flips += 1
 

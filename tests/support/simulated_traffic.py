@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from cleave.perf.corrected import NONE, Correction, correct
-from cleave.planner import search
+from cleave.perf.latency_correction import NONE, Correction, correct
+from cleave.planner import plan_search
 from cleave.planner.problem import Problem
-from cleave.planner.replay import Running, draft_of, to_fleet
-from cleave.planner.revision import Left, Revision, Terms, Verdict, revise
+from cleave.planner.replan.replay import Running, draft_of, to_fleet
+from cleave.planner.replan.revision import Left, Revision, Terms, Verdict, revise
 from cleave.simulator.run import simulate
 from cleave.traffic.window import Window
 from cleave.traffic.workload import Demand
@@ -80,7 +80,7 @@ class Play:
 def plan(problem: Problem, correction: Correction = NONE) -> Running:
     """What the planner makes of it with passes so much longer."""
     mended = replace(problem, estimator=correct(problem.estimator, correction))
-    selected = search.plan(mended).selected
+    selected = plan_search.plan(mended).selected
     assert selected is not None
     return Running(selected.pools, selected.algorithm)
 

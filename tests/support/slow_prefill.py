@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from cleave_worker.transfer import follower, owner, reader
-from cleave_worker.transfer.holds import Begun, Held, Holds
-from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
-from cleave_worker.transfer.link import Way
+from cleave_worker.transfer import client, layerwise_client, server
+from cleave_worker.transfer.block_leases import Begun, Held, Holds
+from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
 from cleave_worker.transfer.progress import Progress
-from cleave_worker.transfer.shapes import Shape, sources
-from cleave_worker.transfer.shared import share
+from cleave_worker.transfer.sharding import Shape, sources
+from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transports.shared_memory import share
 
 from tests.support.kv_server_process import ALONE, LAYOUT, caches, kept_as
 
@@ -37,7 +37,7 @@ class PrefillRank:
         """Each time that somebody asks for more."""
         self._follow = self.holds.follow
         self.holds.follow = self._note  # type: ignore[method-assign]
-        self.owner = owner.Owner(kept, self.holds, share(kept.memory), 0, BOUND_S)
+        self.owner = server.Owner(kept, self.holds, share(kept.memory), 0, BOUND_S)
 
     def _note(self, *told: object, **named: bool) -> object:
         self.asked.release()
@@ -123,10 +123,10 @@ class Decode:
         self.shape = shape
         self.tensors = [caches(0, shape, rank) for rank in range(shape.num_ranks)]
         self.readers = [
-            reader.Reader(kept_as(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
+            client.Reader(kept_as(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
             for rank, one in enumerate(self.tensors)
         ]
-        self.followers = [follower.Follower(one, patience_s) for one in self.readers]
+        self.followers = [layerwise_client.Follower(one, patience_s) for one in self.readers]
         self.pool = ThreadPoolExecutor(8)
 
     def follow(

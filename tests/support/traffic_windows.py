@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 
 from cleave.api.deployment import Slo
-from cleave.gateway.counts.metrics import LENGTH_BOUNDS, TPOT_BOUNDS_S, TTFT_BOUNDS_S
+from cleave.gateway.metrics.gateway_metrics import LENGTH_BOUNDS, TPOT_BOUNDS_S, TTFT_BOUNDS_S
 from cleave.simulator.outcome import Outcome
 from cleave.simulator.trace import Trace
-from cleave.traffic.counts import Buckets
+from cleave.traffic.counters import Buckets
 from cleave.traffic.window import Window
 from cleave.traffic.workload import Demand
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from cleave.policy.lengths import ConditionalMean
+from cleave.policy.output_length import ConditionalMean
 from cleave.traffic import length_file, length_scores, length_training
 from cleave.traffic.history import HistoryError
 from cleave.traffic.length_file import LengthsError, Score

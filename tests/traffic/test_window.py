@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.traffic.counts import Buckets, Counts
+from cleave.traffic.counters import Buckets, Counts
 from cleave.traffic.window import Window, between, join, list_settled
 
 BEFORE = Counts(at_s=100.0, started_s=1.0, requests=50, in_flight=4, judged=40, attained=30)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.shape import Rule, Shape, keyed_by
+from cleave.api.base import Rule, Shape, keyed_by
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0)]

@@ -9,23 +9,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cleave.api.base import Rule, Shape, keyed_by
 from cleave.api.engine import DeletionPolicy, Engine, Template
 from cleave.api.enums import DispatchPolicy
 from cleave.api.model import ModelField
-from cleave.api.observed import (
+from cleave.api.plan import ManualPool, SelectedPlan
+from cleave.api.planning import Mode, Planning
+from cleave.api.pools import Pools
+from cleave.api.replan_status import (
     LatencyCorrection,
     PastPlan,
     PlanBasis,
     SeenPrediction,
     SeenTraffic,
 )
-from cleave.api.planned import ManualPool, SelectedPlan
-from cleave.api.planning import Mode, Planning
-from cleave.api.pools import Pools
 from cleave.api.resource import DNS_NAME, Conditions, Resource, name_rule
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling
-from cleave.api.shape import Rule, Shape, keyed_by
 from cleave.api.workload import Workload
 
 KIND = "LLMDeployment"

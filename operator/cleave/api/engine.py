@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cleave.api.base import Rule, Shape, keyed_by
 from cleave.api.quantity import Quantity
 from cleave.api.resource import DNS_NAME
 from cleave.api.role import Parallelism
 from cleave.api.scheduling import Scheduling
-from cleave.api.shape import Rule, Shape, keyed_by
 
 Text = Annotated[str, Field(max_length=4096)]
 

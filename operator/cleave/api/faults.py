@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cleave.api.shape import RULES_BROKEN, Rule
+from cleave.api.base import RULES_BROKEN, Rule
 
 _LONGEST_VALUE = 60
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")

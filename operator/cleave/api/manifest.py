@@ -75,7 +75,8 @@ def load_cluster(source: str | Path) -> Cluster:
     """Load the cluster from YAML text (str) or a file (Path).
 
     Its profile paths are made absolute, from the file's folder (text: the working directory).
-    Raises ManifestError with all faults. GPU names are checked later, by cleave.perf.inventory.
+    Raises ManifestError with all faults. GPU names are checked later, by
+    cleave.perf.hardware.inventory.
     """
     documents = _documents(source)
     if not documents:

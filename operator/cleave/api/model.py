@@ -14,8 +14,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from cleave.api.base import Shape
 from cleave.api.resource import DNS_NAME
-from cleave.api.shape import Shape
 
 _HF = "hf://"
 _SOURCE = r"^((hf://)?[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?|/[^:\n]+)$"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.shape import Shape, keyed_by
+from cleave.api.base import Shape, keyed_by
 
 
 class Mode(StrEnum):

@@ -1,4 +1,4 @@
-"""InstancePool: the instances of one role of a deployment. Created and read by `cleave.pods`.
+"""InstancePool: the instances of one role of a deployment. Created and read by `cleave.manifests`.
 
 There is one pool per role, because the `/scale` subresource carries a single number.
 """
@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cleave.api.base import Rule, Shape
 from cleave.api.engine import DeletionPolicy, Engine, Template
 from cleave.api.model import ModelField
 from cleave.api.resource import Conditions, Resource, name_rule
 from cleave.api.role import Parallelism, Role
-from cleave.api.shape import Rule, Shape
 
 KIND = "InstancePool"
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from cleave.api.shape import Rule, Shape, keyed_by
+from cleave.api.base import Rule, Shape, keyed_by
 
 GROUP = "cleave.dev"
 VERSION = "v1alpha1"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.shape import Shape
+from cleave.api.base import Shape
 
 
 class Role(StrEnum):

@@ -7,8 +7,8 @@ from cronsim import CronSim, CronSimError
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from cleave.api.base import Rule, Shape, keyed_by
 from cleave.api.role import Role
-from cleave.api.shape import Rule, Shape, keyed_by
 
 
 class RoleScaling(Shape):

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from cleave.api.base import Rule, Shape, keyed_by
 from cleave.api.role import Role
-from cleave.api.shape import Rule, Shape, keyed_by
 
 
 class PromptOrder(StrEnum):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.shape import Rule, Shape
+from cleave.api.base import Rule, Shape
 
 Tokens = Annotated[float, Field(ge=1, le=10_000_000)]
 

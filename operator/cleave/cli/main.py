@@ -13,23 +13,23 @@ import typer
 from typer.core import TyperGroup
 
 from cleave import distribution
-from cleave.cli.demo import demo
-from cleave.cli.down import down
-from cleave.cli.faults import FAILED, fail
 from cleave.cli.gateway import FORWARDED, gateway
-from cleave.cli.lengths import lengths
-from cleave.cli.logs import logs
-from cleave.cli.operator import operator
-from cleave.cli.plan import plan
-from cleave.cli.profile import profile
-from cleave.cli.provision import provision
-from cleave.cli.rollout import rollout
-from cleave.cli.simulate import simulate
-from cleave.cli.status import status
-from cleave.cli.top import top
-from cleave.cli.up import up
-from cleave.cli.validate import validate
-from cleave.cli.workload import workload
+from cleave.cli.local.demo import demo
+from cleave.cli.local.down import down
+from cleave.cli.local.logs import logs
+from cleave.cli.local.status import status
+from cleave.cli.local.up import up
+from cleave.cli.manifests.rollout import rollout
+from cleave.cli.manifests.validate import validate
+from cleave.cli.output.errors import FAILED, fail
+from cleave.cli.planning.plan import plan
+from cleave.cli.planning.provision import provision
+from cleave.cli.planning.simulate import simulate
+from cleave.cli.profiling.lengths import lengths
+from cleave.cli.profiling.profile import profile
+from cleave.cli.profiling.workload import workload
+from cleave.cli.servers import operator
+from cleave.cli.top.command import top
 
 _EXTRAS = {
     "demo": ("gateway", "worker"),

@@ -13,24 +13,25 @@ from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller import faulty, instances, inventory, observed
-from cleave.controller.actions import Action, Ask, Delete, Reference, Repurpose, Requeue
-from cleave.controller.deployment import DeploymentView
-from cleave.controller.deployment import reconcile as reconcile_deployment
-from cleave.controller.executor import Executor, NotLeadingError, StaleError, TakenError
-from cleave.controller.fleets import Fleets
-from cleave.controller.instances import Instance
-from cleave.controller.inventory import Inventory
-from cleave.controller.kube import ApiError
-from cleave.controller.loop.watching import Watching
+from cleave.controller.cluster import instance_status, inventory, objects
+from cleave.controller.cluster.actions import Action, Ask, Delete, Reference, Repurpose, Requeue
+from cleave.controller.cluster.cache import DEPLOYMENTS, Key, Seen, Store
+from cleave.controller.cluster.client import ApiError
+from cleave.controller.cluster.executor import Executor, NotLeadingError, StaleError, TakenError
+from cleave.controller.cluster.gateway_client import Fleets
+from cleave.controller.cluster.instance_status import Instance
+from cleave.controller.cluster.inventory import Inventory
+from cleave.controller.cluster.workqueue import WorkQueue
+from cleave.controller.deployment import invalid
+from cleave.controller.deployment.reconcile import DeploymentView
+from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
 from cleave.controller.metrics import Metrics
-from cleave.controller.planning import Desk
-from cleave.controller.pool import PoolView
-from cleave.controller.pool import reconcile as reconcile_pool
-from cleave.controller.queue import WorkQueue
+from cleave.controller.pool.reconcile import PoolView
+from cleave.controller.pool.reconcile import reconcile as reconcile_pool
+from cleave.controller.replan.planner_process import Desk
 from cleave.controller.settings import Settings
-from cleave.controller.store import DEPLOYMENTS, Key, Seen, Store
-from cleave.pods.labels import Manifest
+from cleave.controller.traffic_poller import Watching
+from cleave.manifests.labels import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class Controller:
             case InstancePool() as resource:
                 return await self._decide_pool(key, cached, resource)
             case _:
-                return faulty.report(
+                return invalid.report(
                     key.kind, cached.meta, cached.status, cached.faults, self._now()
                 )
 
@@ -271,8 +272,8 @@ class Controller:
         return self._timed(key, lambda: reconcile_deployment(view))
 
     def _instances(
-        self, pools: list[Seen], pods: tuple[observed.ObservedPod, ...]
-    ) -> list[observed.ObservedPod]:
+        self, pools: list[Seen], pods: tuple[objects.ObservedPod, ...]
+    ) -> list[objects.ObservedPod]:
         """Group pods into instances; each pool says how many pods one instance has."""
         nodes_by_pool = {
             cached.resource.name: cached.resource.spec.nodes
@@ -283,7 +284,7 @@ class Controller:
         return [
             instance
             for name in names
-            for instance in observed.instances(
+            for instance in objects.instances(
                 (pod for pod in pods if pod.pool == name), nodes_by_pool.get(name, 1)
             )
         ]
@@ -341,11 +342,11 @@ def _owner(key: Key, resource: InstancePool) -> Key:
 
 
 def _loaded(
-    pods: tuple[observed.ObservedPod, ...], reported: Mapping[str, Instance]
-) -> tuple[observed.ObservedPod, ...]:
+    pods: tuple[objects.ObservedPod, ...], reported: Mapping[str, Instance]
+) -> tuple[objects.ObservedPod, ...]:
     """The pods with the number of their requests, where gateways have reported it."""
     return tuple(
-        replace(pod, load=float(instances.count_requests(reported[pod.name])))
+        replace(pod, load=float(instance_status.count_requests(reported[pod.name])))
         if pod.name in reported
         else pod
         for pod in pods

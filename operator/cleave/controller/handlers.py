@@ -9,10 +9,10 @@ from typing import Any
 
 import kopf
 
+from cleave.controller.cluster.client import KINDS
 from cleave.controller.controller import Controller
-from cleave.controller.kube import KINDS
 from cleave.controller.metrics import Metrics
-from cleave.controller.sweep import WATCHED
+from cleave.controller.resync import WATCHED
 
 _PAUSES_S = (0.5, 1.0, 2.0)
 

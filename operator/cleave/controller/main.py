@@ -12,12 +12,12 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
-from cleave.controller.kube import ApiError, connect
-from cleave.controller.operator import Operator, Options, WebhookOptions
+from cleave.controller.cluster.client import ApiError, connect
+from cleave.controller.manager import Operator, Options, WebhookOptions
 from cleave.controller.settings import Settings
-from cleave.metrics import logs
-from cleave.rpc.listen import parse_hosts
+from cleave.rpc.listen_addresses import parse_hosts
 
 log = logging.getLogger("cleave.controller")
 

@@ -12,7 +12,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
-from cleave.controller.loop.metrics import Statuses, collect
+from cleave.controller.replan.metrics import Statuses, collect
 
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
-from cleave.pods.resources import Device
+from cleave.manifests.resources import Device
 
 
 @dataclass(frozen=True, slots=True)

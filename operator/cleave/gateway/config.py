@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.pool_manager import Flipping
+from cleave.router.role_flipper import Flipping
 from cleave.router.router import Fallback
 
 
@@ -47,7 +47,7 @@ class GatewayConfig:
     """Configuration of one gateway."""
 
     agents: str
-    """Where to find the agents, in the form that cleave.rpc.discovery reads."""
+    """Where to find the agents, in the form that cleave.rpc.agent_discovery reads."""
     hosts: tuple[str, ...] = ("127.0.0.1",)
     """Addresses of the port and the internal port; the first one is this gateway's own."""
     port: int = 8080

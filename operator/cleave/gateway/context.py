@@ -5,17 +5,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from cleave.gateway.admission.door import Door
-from cleave.gateway.admission.keys import Keys
+from cleave.gateway.admission.api_keys import Keys
+from cleave.gateway.admission.controller import Door
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.connections import Connection, Connections
-from cleave.gateway.counts.metrics import Metrics, Slo
-from cleave.gateway.counts.summed import restore, save
-from cleave.gateway.engines.engine import EnginePool
-from cleave.gateway.engines.health import Breaker
-from cleave.gateway.head import TRACEPARENT
-from cleave.gateway.outbox import Outbox
-from cleave.gateway.siblings import Siblings
+from cleave.gateway.http.connection_limiter import Connection, Connections
+from cleave.gateway.http.headers import TRACEPARENT
+from cleave.gateway.http.write_batcher import Outbox
+from cleave.gateway.metrics.gateway_metrics import Metrics, Slo
+from cleave.gateway.metrics.multiprocess import restore, save
+from cleave.gateway.shared_state import Siblings
+from cleave.gateway.upstream.circuit_breaker import Breaker
+from cleave.gateway.upstream.connection_pool import EnginePool
 from cleave.router.instance import Target
 from cleave.router.router import Router
 

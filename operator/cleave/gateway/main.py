@@ -17,21 +17,21 @@ from pathlib import Path
 
 import uvloop
 
+from cleave import logs
 from cleave.api.enums import DispatchPolicy
-from cleave.gateway import open_files, processes
+from cleave.gateway import file_limit, process_supervisor
 from cleave.gateway.admission.tenants import KeysError
 from cleave.gateway.config import GatewayConfig, Late, Timeouts
-from cleave.gateway.picker.credentials import PickerError
+from cleave.gateway.endpoint_picker.credentials import PickerError
 from cleave.gateway.server import Gateway
-from cleave.gateway.siblings import Siblings
-from cleave.gateway.stories.access_log import ACCESS
-from cleave.gateway.stories.story import TracingError
+from cleave.gateway.shared_state import Siblings
 from cleave.gateway.tls import TlsError
-from cleave.metrics import logs
-from cleave.router.pool_manager import Flipping
+from cleave.gateway.tracing.access_log import ACCESS
+from cleave.gateway.tracing.request_record import TracingError
+from cleave.router.role_flipper import Flipping
 from cleave.router.router import Fallback
-from cleave.rpc.discovery import ENV, DiscoveryError
-from cleave.rpc.listen import parse_hosts
+from cleave.rpc.agent_discovery import ENV, DiscoveryError
+from cleave.rpc.listen_addresses import parse_hosts
 from cleave.traffic.length_file import LengthsError
 
 __all__ = ["GatewayConfig", "main", "parse_size", "run"]
@@ -55,7 +55,7 @@ def run(config: GatewayConfig) -> int:
     if config.processes == 1:
         return _serve_alone(config)
     try:
-        return processes.run(config, _serve_alone)
+        return process_supervisor.run(config, _serve_alone)
     except OSError as error:
         return _tell_address(config, error)
 
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     if not 1 <= options.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
     logs.set_up(options.log_format)
-    open_files.raise_limit(options.max_clients)
+    file_limit.raise_limit(options.max_clients)
     return run(
         GatewayConfig(
             agents=options.agents,

@@ -15,25 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cleave.gateway.admission.keys import KeysFile
+from cleave.gateway.admission.api_keys import KeysFile
+from cleave.gateway.app.client_connection import ClientConnection
+from cleave.gateway.app.handlers import Pages
+from cleave.gateway.app.tls_handshake import Handshake
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.connections import Connections
 from cleave.gateway.context import ClientSlot, Context
-from cleave.gateway.front.client import ClientConnection
-from cleave.gateway.front.handshake import Handshake
-from cleave.gateway.front.pages import Pages
-from cleave.gateway.picker.picker import PickerServer
-from cleave.gateway.siblings import Siblings
-from cleave.gateway.stories.watch import Watch, make_watch
+from cleave.gateway.endpoint_picker.server import PickerServer
+from cleave.gateway.http.connection_limiter import Connections
+from cleave.gateway.shared_state import Siblings
 from cleave.gateway.tls import Certificate
-from cleave.policy.pooling import make_terms
-from cleave.router.directory import Directory
-from cleave.router.fleet import Fleet
-from cleave.router.pool_manager import Flip, PoolManager
-from cleave.router.rounds import Rounds
+from cleave.gateway.tracing.recorder import Watch, make_watch
+from cleave.policy.role_flipping import make_terms
+from cleave.router.agent_watcher import Fleet
+from cleave.router.grpc_service import RouterServer
+from cleave.router.registry import Directory
+from cleave.router.role_flipper import Flip, PoolManager
 from cleave.router.router import Router, Rules
-from cleave.router.service import RouterServer
 from cleave.router.shared_router import SharedRouter
+from cleave.router.watchdog import Rounds
 from cleave.traffic import length_file
 
 log = logging.getLogger(__name__)

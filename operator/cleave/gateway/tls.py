@@ -9,7 +9,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from cleave.gateway.admission.keys import stamp
+from cleave.gateway.admission.api_keys import stamp
 
 log = logging.getLogger(__name__)
 

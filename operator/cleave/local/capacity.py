@@ -5,10 +5,10 @@ Cores, memory and GPUs are compared with the requests of all pods.
 
 from collections.abc import Sequence
 
-from cleave.local.node import Node
-from cleave.local.pod_spec import parse
-from cleave.local.quantities import gib
-from cleave.pods.labels import Manifest
+from cleave.local.kubelet.node import Node
+from cleave.local.kubelet.pod_spec import parse
+from cleave.local.kubelet.quantities import gib
+from cleave.manifests.labels import Manifest
 
 
 def faults(pods: Sequence[Manifest], node: Node, *, allow_shared_cores: bool) -> list[str]:

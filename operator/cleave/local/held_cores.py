@@ -8,7 +8,7 @@ that locks the core at the same moment; reading the kernel's list of locks has n
 import os
 from pathlib import Path
 
-from cleave.metrics.core_locks import core_of
+from cleave.shm.core_locks import core_of
 
 
 def held(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]:

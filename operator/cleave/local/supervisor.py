@@ -11,13 +11,13 @@ import signal
 import sys
 from pathlib import Path
 
-from cleave.local.job import Job
-from cleave.local.kubelet import Kubelet
-from cleave.local.network import AddressShortageError
-from cleave.local.pod_spec import PodError, PodSpec
-from cleave.local.pod_status import Facts
+from cleave.local.kubelet.kubelet import Kubelet
+from cleave.local.kubelet.network import AddressShortageError
+from cleave.local.kubelet.pod_spec import PodError, PodSpec
+from cleave.local.kubelet.pod_status import Facts
+from cleave.local.launch_plan import Job
 from cleave.local.state import PodView, Snapshot, StateFolder
-from cleave.pods.labels import AGENT_PORT, COMPONENT, GATEWAY, ROLE
+from cleave.manifests.labels import AGENT_PORT, COMPONENT, GATEWAY, ROLE
 
 _STOP_ORDER = (GATEWAY, "decode", "mixed", "prefill")
 _PUBLISH_DELAY_S = 0.05

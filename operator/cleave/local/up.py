@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 
-from cleave.local import capacity, logs, state
+from cleave.local import capacity, state
 from cleave.local.errors import StateError, UpError
-from cleave.local.following import End, Outcome, Show, follow
-from cleave.local.job import Job
-from cleave.local.network import HOST_IP, busy_ports
-from cleave.local.pod_spec import PodError
+from cleave.local.kubelet import logs
+from cleave.local.kubelet.network import HOST_IP, busy_ports
+from cleave.local.kubelet.pod_spec import PodError
+from cleave.local.launch_plan import Job
+from cleave.local.progress import End, Outcome, Show, follow
 from cleave.local.state import Snapshot, StateFolder
 from cleave.local.supervisor import Supervisor
 

@@ -7,8 +7,8 @@ modules of their own; the planner does not depend on them.
 from dataclasses import dataclass
 from typing import Protocol
 
+from cleave.perf.confidence import Trust
 from cleave.perf.timing import Timing
-from cleave.perf.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,20 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import (
-    distserve,
-    inventory,
-    latency,
-    measured,
-    memory,
-    model,
-    operator_profile,
-    pipeline,
-    profile,
-    splitwise,
-)
+from cleave.perf import named_profiles, pipeline
+from cleave.perf.confidence import Basis, Trust
 from cleave.perf.estimate import Estimate
-from cleave.perf.gpu import Gpu, UnknownGpuError, find
-from cleave.perf.link import Link, within_node
-from cleave.perf.model import ModelShape
-from cleave.perf.profile import MeasuredProfile
-from cleave.perf.profile_fields import InvalidProfileError
-from cleave.perf.roofline import Roofline
+from cleave.perf.hardware import inventory, memory
+from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find
+from cleave.perf.hardware.link import Link, within_node
+from cleave.perf.model import model_shape
+from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.profile import iteration_fit, operator_fit, profile
+from cleave.perf.profile.codec import InvalidProfileError
+from cleave.perf.profile.profile import MeasuredProfile
+from cleave.perf.published import distserve, splitwise
+from cleave.perf.roofline.roofline import Roofline
 from cleave.perf.timing import Timing
-from cleave.perf.trust import Basis, Trust
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
 ROOFLINE_ERROR_A100 = 0.11
@@ -151,7 +144,7 @@ class ModelEstimator:
         for each in self._on(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, stages):
-                return _Source(measured.to_timing(each), measured.trust(each))
+                return _Source(iteration_fit.to_timing(each), iteration_fit.trust(each))
         key = (machine.gpu.name, tensor)
         if key not in self._in_one_piece:
             self._in_one_piece[key] = next(self._sources_in_one_piece(machine, tensor))
@@ -165,16 +158,16 @@ class ModelEstimator:
         for each in self._on(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, 1):
-                yield _Source(measured.to_timing(each), measured.trust(each))
+                yield _Source(iteration_fit.to_timing(each), iteration_fit.trust(each))
         for published in (_distserve, _splitwise):
             if (source := published(self.shape, machine.gpu, tensor)) is not None:
                 yield source
         for each in self._on(machine.gpu):
             operators = each.operators
-            if operators and tensor in operator_profile.tensor_parallel_sizes(operators):
+            if operators and tensor in operator_fit.tensor_parallel_sizes(operators):
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
                 trust = Trust(Basis.MEASURED, text, None)
-                yield _Source(operator_profile.to_timing(operators, tensor), trust)
+                yield _Source(operator_fit.to_timing(operators, tensor), trust)
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.link(tensor)).timing()
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
         is_a100 = machine.gpu.name.startswith("A100")
@@ -243,7 +236,7 @@ def _distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
         engine, model_name, parallelism = name.split("/")
         if (engine, parallelism) == ("distserve", f"tp{tensor}") and _is_same(shape, model_name):
             trust = Trust(Basis.FITTED, "DistServe's fit", None)
-            return _Source(latency.to_timing(fit), trust)
+            return _Source(named_profiles.to_timing(fit), trust)
     return None
 
 
@@ -252,15 +245,15 @@ def _splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
         if (device, size) == (gpu.name, tensor) and _is_same(shape, model_name):
             published = splitwise.profile(model_name, device, size)
             assert published is not None
-            error = measured.trust(published).error
+            error = iteration_fit.trust(published).error
             trust = Trust(Basis.FITTED, "Splitwise's published measurements of vLLM", error)
-            return _Source(measured.to_timing(published), trust)
+            return _Source(iteration_fit.to_timing(published), trust)
     return None
 
 
 def _is_same(shape: ModelShape, published: str) -> bool:
     """Whether times of the published model hold for `shape`: equal layers, equal precision."""
-    other = model.load(published)
+    other = model_shape.load(published)
     parts: tuple[Callable[[ModelShape], float], ...] = (
         lambda each: each.num_layers,
         lambda each: each.hidden_size,

@@ -6,8 +6,8 @@ Called by cleave.perf.estimator for every source of times.
 import math
 from dataclasses import replace
 
-from cleave.perf.link import Link
-from cleave.perf.model import ModelShape
+from cleave.perf.hardware.link import Link
+from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.timing import Timing
 
 _NEAR_THE_BEST = 0.9

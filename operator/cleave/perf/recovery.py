@@ -8,7 +8,7 @@ time. Both are expressed in GPU seconds, so that the rate of losses decides.
 
 from dataclasses import dataclass
 
-from cleave.perf.link import Link
+from cleave.perf.hardware.link import Link
 from cleave.perf.timing import Chunk, Timing
 
 _HOUR_S = 3600.0

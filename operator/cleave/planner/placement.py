@@ -1,8 +1,8 @@
 """The placement of a deployment that is not planned: how many instances each role has.
 
 Pure; called by `cleave.local`, and by the command line to check a manifest. A placement is set in
-spec.placement.manual, or planned by `cleave.planner.search` where traffic and machines are known,
-or the smallest disaggregated one. The reason says which.
+spec.placement.manual, or planned by `cleave.planner.plan_search` where traffic and machines are
+known, or the smallest disaggregated one. The reason says which.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Engine, EngineType
-from cleave.api.planned import ManualPool
+from cleave.api.plan import ManualPool
 from cleave.api.role import Role
-from cleave.perf import latency
-from cleave.planner import checks
+from cleave.perf import named_profiles
+from cleave.planner import deployment_checks
 from cleave.planner.plan import Answer, PlannedPool
 
 
@@ -55,7 +55,7 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     are assumed to exist where the engines run. Raises PlanError.
     """
     engine = deployment.spec.engine
-    if reads_files or not latency.is_file(engine.emulation.latency):
+    if reads_files or not named_profiles.is_file(engine.emulation.latency):
         _must_be_measured(engine)
     manual = deployment.spec.placement
     if manual is None:
@@ -63,7 +63,7 @@ def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
             pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
             reason=_why_smallest(deployment, reads_files=reads_files),
         )
-    if faults := list(checks.split_faults(deployment, reads_files=reads_files)):
+    if faults := list(deployment_checks.split_faults(deployment, reads_files=reads_files)):
         raise PlanError(faults)
     order = list(Role)
     return Placement(
@@ -91,7 +91,7 @@ def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
     Engines run in other working directories; a relative path is meant relative to the manifest.
     """
     engine = deployment.spec.engine
-    if engine.emulated is None or not latency.is_file(engine.emulated.latency):
+    if engine.emulated is None or not named_profiles.is_file(engine.emulated.latency):
         return deployment
     path = str(folder.absolute() / engine.emulated.latency)
     emulated = engine.emulated.model_copy(update={"latency": path})
@@ -105,7 +105,7 @@ def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
     default = "default placement (1 prefill + 1 decode)"
     if deployment.spec.workload is None:
         return f"{default}: no spec.workload to plan from and no spec.placement.manual"
-    unknown = checks.unknown_model(deployment, reads_files=reads_files)
+    unknown = deployment_checks.unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
         missing = "no cluster file with the machines"
         return f"{default}: {missing} and no spec.placement.manual"
@@ -122,6 +122,6 @@ def _must_be_measured(engine: Engine) -> None:
     if engine.type is not EngineType.EMULATED:
         return
     try:
-        latency.load(engine.emulation.latency)
-    except latency.UnknownProfileError as error:
+        named_profiles.load(engine.emulation.latency)
+    except named_profiles.UnknownProfileError as error:
         raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error

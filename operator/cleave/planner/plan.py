@@ -1,6 +1,6 @@
 """The result of planning: ranked plans, their predictions, and the verdict in words.
 
-Built by `cleave.planner.search`; read by the command line, the report, `cleave up` and the
+Built by `cleave.planner.plan_search`; read by the command line, the report, `cleave up` and the
 operator. Value classes only.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.trust import Trust
+from cleave.perf.confidence import Trust
 
 EMULATED_GPU = "emulated GPU"
 """Name of the GPU type of an emulated instance, which needs no GPU."""
@@ -82,7 +82,7 @@ class Plan:
     """At most one per role, in the order prefill, decode, mixed."""
     prediction: Prediction
     algorithm: str
-    """The algorithm that found the plan: `Algorithm 1`, `Algorithm 2`, `colocated`."""
+    """The algorithm that found the plan: `Algorithm 1`, `Algorithm 2`, `search.colocated`."""
     score: float
     """Value of the objective: served rate per GPU, per price of an hour, or per watt."""
     is_gpu_chosen: bool = False

@@ -7,7 +7,7 @@ from cleave.api.engine import Engine
 from cleave.api.scheduling import DecodeAdmission, PromptOrder
 from cleave.planner.problem import Policies
 from cleave.policy.admission import Admission
-from cleave.policy.ordering import Order
+from cleave.policy.prompt_order import Order
 
 ORDERS = {
     PromptOrder.ARRIVAL: Order.FCFS,

@@ -1,7 +1,7 @@
 """The input of the planner: a model, its traffic and targets, and the available GPUs.
 
-Built directly (tests, benchmarks, notebooks) or by `cleave.planner.asking` from a deployment and a
-cluster. Value classes only; every part of the search takes a `Problem`.
+Built directly (tests, benchmarks, notebooks) or by `cleave.planner.problem_from_cluster` from a
+deployment and a cluster. Value classes only; every part of the search takes a `Problem`.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from cleave.api.engine import Connector
 from cleave.api.planning import Planning
 from cleave.api.role import Parallelism
 from cleave.perf.estimate import Estimator
-from cleave.perf.link import Link
-from cleave.perf.model import ModelShape
+from cleave.perf.hardware.link import Link
+from cleave.perf.model.model_shape import ModelShape
 from cleave.simulator.fleet import Admission, Batching, Order
 from cleave.traffic.workload import Demand
 

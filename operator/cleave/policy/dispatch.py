@@ -6,7 +6,7 @@ health and retries are all one thing: masking), and which slot is picked (`RULES
 subset that numba compiles without memory of its own, for the simulator; the router calls the same
 functions interpreted, and compiled to C by mypyc in images. Scores come as arrays, or, where the
 router must be fast, as its `ScoreColumn`s, whose two methods numba's arrays are given as well
-(`simulator.rows`).
+(`simulator.record_access`).
 
 Sources: DistServe section 4.3 (prefill to the shortest queue, decode to the least loaded
 instance), Splitwise section IV-A (join the shortest queue, counted in pending tokens), TetriInfer
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.books import Queue, predict_end_ms
+from cleave.policy.queue_model import Queue, predict_end_ms
 
 Scores = NDArray[np.float64]
 
@@ -45,8 +45,8 @@ that wait or are held, requests, or the number of the last pick that went to the
 
 LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
 """How a slot is picked: least score; drawn at random; the lesser of two drawn; the lighter of two
-drawn (`find_lightest`); the fullest that keeps its targets (`packing`); least score less what is
-cached there (`prefixes`). RANDOM and OF_TWO are the number of slots drawn."""
+drawn (`find_lightest`); the fullest that keeps its targets (`best_fit`); least score less what is
+cached there (`prefix_cache`). RANDOM and OF_TWO are the number of slots drawn."""
 
 TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2
 """What a slot is picked for: the prompt alone, decoding alone, or both."""
@@ -298,7 +298,7 @@ def computes_short(tokens: int, pending: float, queue: float, limit: int) -> boo
     """Whether a decode instance computes a prompt itself, with `tokens` that are not cached there.
 
     `pending`: prompt tokens that wait there already; `queue`: at the prefill instance that would
-    take it, +inf without one. Together they stay within the `limit` that `splitting` found, and
+    take it, +inf without one. Together they stay within the `limit` that `short_prompts` found, and
     the prefill instance has more to do than this prompt.
     """
     return tokens + pending <= limit and queue >= tokens

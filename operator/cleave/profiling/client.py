@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cleave.profiling.errors import ProfilingError
-from cleave.profiling.http import Exchange, HttpError, OnEvents
+from cleave.profiling.http_client import Exchange, HttpError, OnEvents
 
 _DONE = b"data: [DONE]"
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import plotly.graph_objects as go
 
 from cleave.planner.plan import Plan
-from cleave.planner.words import milliseconds, number, percent, plan_label
+from cleave.planner.result.text import milliseconds, number, percent, plan_label
 from cleave.report.figures import Chart, Row, blank, rule
-from cleave.report.study import Latencies, Study, Sweep, rivals
+from cleave.report.load_study import Latencies, Study, Sweep, rivals
 from cleave.report.tradeoffs import frontier, tradeoff
-from cleave.simulator.breakdown import Stage
+from cleave.simulator.latency_breakdown import Stage
 
 _PLACES = (50, 90, 95, 99)
 _MOST_LINES = 3

@@ -17,7 +17,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from cleave.planner.plan import Plan
-from cleave.planner.words import (
+from cleave.planner.result.text import (
     VERDICTS,
     milliseconds,
     number,
@@ -28,11 +28,11 @@ from cleave.planner.words import (
 )
 from cleave.report import tables
 from cleave.report.charts import charts
-from cleave.report.drawing import describe, draw
 from cleave.report.figures import Chart
 from cleave.report.layout import lay_out
-from cleave.report.study import Study
-from cleave.report.whatif import WhatIf, what_if
+from cleave.report.load_study import Study
+from cleave.report.node_drawing import describe, draw
+from cleave.report.what_if import WhatIf, what_if
 
 
 def page(study: Study) -> str:

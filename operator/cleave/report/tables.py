@@ -5,7 +5,14 @@ from html import escape
 
 from cleave.api.deployment import Slo
 from cleave.planner.plan import Answer, NearestSlo, Percentiles, Plan
-from cleave.planner.words import milliseconds, number, percent, plan_label, power, trust_sentence
+from cleave.planner.result.text import (
+    milliseconds,
+    number,
+    percent,
+    plan_label,
+    power,
+    trust_sentence,
+)
 
 
 def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from cleave.planner.plan import Plan
-from cleave.planner.words import milliseconds, number, plan_label
+from cleave.planner.result.text import milliseconds, number, plan_label
 from cleave.report.figures import Chart, blank, rule
-from cleave.report.study import Study
+from cleave.report.load_study import Study
 
 _LOG_SPAN = 30.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cleave.policy.books import Book, Queue, estimate_pending
-from cleave.rpc.names import name_of
+from cleave.policy.queue_model import Book, Queue, estimate_pending
+from cleave.rpc.enum_names import name_of
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
-"""The roles that this version knows, in the order of the numbers in `policy.pooling`; agents of a
-newer version may report others."""
+"""The roles that this version knows, in the order of the numbers in `policy.role_flipping`; agents
+of a newer version may report others.
+"""
 STILL_NS = 10_000_000_000
 """An engine without a step for this long has stalled, and its KV leases may have expired: they last
 20 s after a heartbeat, and heartbeats come every 5 s."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from cleave.policy.best_fit import GAMMA, weigh_context
 from cleave.policy.dispatch import (
     CACHED,
     FULLEST,
@@ -29,16 +30,15 @@ from cleave.policy.dispatch import (
     computes_short,
     measure_backlog,
 )
-from cleave.policy.lengths import ConditionalMean, Predictor
-from cleave.policy.packing import GAMMA, weigh_context
-from cleave.router.board import Board
-from cleave.router.chooser import Cached, Chooser, Wish, find_slots
-from cleave.router.directory import Directory, Model
+from cleave.policy.output_length import ConditionalMean, Predictor
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Contact, Instance, Ledger, Target
-from cleave.router.line import Line
-from cleave.router.obstacles import explain
-from cleave.router.passes import Passes
+from cleave.router.iteration_time_fit import Passes
+from cleave.router.registry import Directory, Model
+from cleave.router.score_column import Line
+from cleave.router.score_table import Board
+from cleave.router.selection import Cached, Chooser, Wish, find_slots
+from cleave.router.unavailable_reason import explain
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Predicted before any answer has been seen."""
@@ -50,7 +50,7 @@ class Rules:
 
     whole_below_tokens: int = 0
     """Prompts up to so many tokens that are not cached go to a decode instance undivided, while
-    every prefill instance has more to do; `policy.splitting` finds it; 0: none do."""
+    every prefill instance has more to do; `policy.short_prompts` finds it; 0: none do."""
     ttft_ms: float = math.inf
     """Targets, which BestFit keeps to."""
     tpot_ms: float = math.inf

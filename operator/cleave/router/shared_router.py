@@ -8,10 +8,10 @@ has chosen, whether a sibling was faster, and chooses again.
 
 from collections.abc import Collection
 
-from cleave.router.chooser import Wish
-from cleave.router.directory import Model
+from cleave.router.registry import Model
 from cleave.router.router import Placed, Router
-from cleave.router.shared_board import LongSharedBoard
+from cleave.router.selection import Wish
+from cleave.router.shared_score_table import LongSharedBoard
 
 _ATTEMPTS = 3
 """To choose; nothing keeps siblings from being faster each time."""

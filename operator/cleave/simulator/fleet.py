@@ -6,9 +6,9 @@ from enum import IntEnum
 from cleave.api.enums import DispatchPolicy as DispatchPolicy
 from cleave.perf.timing import Timing
 from cleave.policy.admission import Admission as Admission
-from cleave.policy.ordering import Order as Order
-from cleave.policy.packing import Packing as Packing
-from cleave.policy.pooling import Terms as Terms
+from cleave.policy.best_fit import Packing as Packing
+from cleave.policy.prompt_order import Order as Order
+from cleave.policy.role_flipping import Terms as Terms
 
 
 class Batching(IntEnum):

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.pooling import make_watch
-from cleave.simulator import layout
-from cleave.simulator.checks import check_trace
+from cleave.policy.role_flipping import make_watch
+from cleave.simulator import records
 from cleave.simulator.fleet import Fleet
 from cleave.simulator.outcome import Instances, Outcome
-from cleave.simulator.prepared import Prepared as Prepared
-from cleave.simulator.prepared import prepare as prepare
+from cleave.simulator.prepared_fleet import Prepared as Prepared
+from cleave.simulator.prepared_fleet import prepare as prepare
 from cleave.simulator.trace import Trace
+from cleave.simulator.validation import check_trace
 
 _EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
@@ -51,15 +51,15 @@ def measure(
 
 def is_compiled() -> bool:
     """Whether the machine code is cached on disk; if not, the first call compiles for seconds."""
-    from cleave.simulator import jit
-    from cleave.simulator.loop import run_events
+    from cleave.simulator import compiler
+    from cleave.simulator.events import run_events
 
-    return jit.is_compiled(run_events)
+    return compiler.is_compiled(run_events)
 
 
 def _run(
     prepared: Prepared, trace: Trace, seed: int
-) -> tuple[layout.Records, layout.Records, layout.Records]:
+) -> tuple[records.Records, records.Records, records.Records]:
     arrays, state = lay_out(prepared, trace, seed)
     _load()(state)
     return arrays["requests"], arrays["instances"], state
@@ -67,10 +67,10 @@ def _run(
 
 def lay_out(
     prepared: Prepared, trace: Trace, seed: int
-) -> tuple[dict[str, NDArray[Any]], layout.Records]:
+) -> tuple[dict[str, NDArray[Any]], records.Records]:
     """What a simulation works on: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
-    requests = np.zeros(len(trace), layout.REQUEST)
+    requests = np.zeros(len(trace), records.REQUEST)
     requests["arrival"] = trace.arrival_ms
     requests["prompt"] = trace.prompt_tokens
     requests["todo"] = trace.prompt_tokens
@@ -79,7 +79,7 @@ def lay_out(
     requests["predicted"] = trace.output_tokens if predicted is None else predicted
     for name in _UNREACHED:
         requests[name] = np.nan
-    requests["prefill"] = requests["decode"] = layout.NONE
+    requests["prefill"] = requests["decode"] = records.NONE
     instances, slots = prepared.instances.copy(), prepared.slots.copy()
     if instances["reserve"].min() < 0:
         longest = int((trace.prompt_tokens + trace.output_tokens).max())
@@ -90,14 +90,14 @@ def lay_out(
         "requests": requests,
         "instances": instances,
         "slots": slots,
-        "queues": np.zeros(2 * count + 3, layout.QUEUE),
+        "queues": np.zeros(2 * count + 3, records.QUEUE),
         "heaps": np.empty(len(slots) * batch, np.int64),
         "phases": np.zeros(len(slots) * prepared.max_block, np.int64),
         "stages": np.zeros(count * prepared.max_stages),
         "tables": prepared.tables,
         "scores": prepared.scores.copy(),
         "tree": prepared.tree.copy(),
-        "pulls": np.empty(len(trace), layout.PULL),
+        "pulls": np.empty(len(trace), records.PULL),
         "scratch": np.empty(2 * (len(trace) + 1), np.int64),
         "members": prepared.members.copy(),
         "watch": make_watch(),
@@ -127,35 +127,35 @@ _UNREACHED = (
 
 @functools.cache
 def _load() -> Callable[..., None]:
-    from cleave.simulator.loop import run_events
+    from cleave.simulator.events import run_events
 
     return compile_loop(run_events)
 
 
 def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
     """A compiled function over a STATE, with what `policy` leaves to its callers."""
-    from cleave.policy import dispatch, packing
-    from cleave.simulator import choosing
-    from cleave.simulator.jit import compile_function
-    from cleave.simulator.rows import build_intrinsics
+    from cleave.policy import best_fit, dispatch
+    from cleave.simulator import selection
+    from cleave.simulator.compiler import compile_function
+    from cleave.simulator.record_access import build_intrinsics
 
-    own = {dispatch.find_for: choosing.find, packing.check: choosing.check}
+    own = {dispatch.find_for: selection.find, best_fit.check: selection.check}
     return compile_function(function, build_intrinsics() | own)
 
 
 def _to_outcome(
-    requests: layout.Records,
-    instances: layout.Records,
-    state: layout.Records,
+    requests: records.Records,
+    instances: records.Records,
+    state: records.Records,
 ) -> Outcome:
-    def column(name: str, of: layout.Records = requests) -> Any:  # noqa: ANN401
+    def column(name: str, of: records.Records = requests) -> Any:  # noqa: ANN401
         return np.ascontiguousarray(of[name])
 
     end = float(state["now"][0])
     area = instances["kv_area"] + instances["kv_tokens"] * (end - instances["kv_at"])
     prefill, decode = column("prefill"), column("decode")
     if state["has_prefill"][0]:
-        prefill = np.where(prefill == layout.NONE, decode, prefill)
+        prefill = np.where(prefill == records.NONE, decode, prefill)
     return Outcome(
         arrival_ms=column("arrival"),
         prefill_start_ms=column("prefill_start"),

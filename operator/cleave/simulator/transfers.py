@@ -4,12 +4,12 @@ What is hard: transfers of one prefill instance may share its link, and those th
 time must be completed in the order in which they began.
 """
 
-from cleave.simulator.completing import interrupt
-from cleave.simulator.layout import NONE, State
-from cleave.simulator.lists import push
-from cleave.simulator.memory import count_blocks, hold
-from cleave.simulator.rows import instance_at, pull_at, request_at, slot_at
-from cleave.simulator.tournament import wake
+from cleave.simulator.completion import interrupt
+from cleave.simulator.event_tree import wake
+from cleave.simulator.kv_blocks import count_blocks, hold
+from cleave.simulator.queues import push
+from cleave.simulator.record_access import instance_at, pull_at, request_at, slot_at
+from cleave.simulator.records import NONE, State
 
 
 def start_pull(state: State, s: int, r: int, now: float) -> None:

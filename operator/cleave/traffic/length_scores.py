@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.lengths import ConditionalMean
+from cleave.policy.output_length import ConditionalMean
 from cleave.traffic.length_file import GRANULARITIES, LengthFile, Score, Scores
 
 FIRST = 256.0

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cleave.api.workload import Lengths, Workload
-from cleave.traffic.counts import Buckets
-from cleave.traffic.diagnosis import MAX_BURSTINESS, fit_lengths, shorten
+from cleave.traffic.characterization import MAX_BURSTINESS, fit_lengths, shorten
+from cleave.traffic.counters import Buckets
 from cleave.traffic.window import Window, join
 from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
 

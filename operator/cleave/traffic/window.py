@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 
-from cleave.traffic.counts import Buckets, Counts
+from cleave.traffic.counters import Buckets, Counts
 
 _NONE = Buckets()
 _LIFE = 0.9

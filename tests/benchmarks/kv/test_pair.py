@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.link import Way  # noqa: E402
+from cleave_worker.transfer.transport import Way  # noqa: E402
 
 HOST = "127.0.0.1"
 TOKENS = 128

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cleave.gateway.admission.keys import Keys, read_keys
-from cleave.gateway.admission.limits import Limits
+from cleave.gateway.admission.api_keys import Keys, read_keys
+from cleave.gateway.admission.rate_limit import Limits
 from cleave.gateway.admission.tenants import EVERYBODY, KeysError, Tenant
 from cleave.gateway.config import Late
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cleave.metrics.load_page import Load
+from cleave.shm.load_page import Load
 from cleave_worker.agent.drain import Drained, drain, is_idle
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cleave.metrics.load_page import Load, LoadPage
 from cleave.rpc.v1 import agent_pb2
+from cleave.shm.load_page import Load, LoadPage
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import EngineFacts, Instance, OtherBoot, StaleEpoch
 

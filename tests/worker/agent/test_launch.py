@@ -56,7 +56,7 @@ def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> No
     config = config_of(engine="vllm", connector="cleave", engine_args=given)
     told = json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config"))
     assert told["kv_connector"] == "CheckpointedConnector"
-    assert told["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpointed"
+    assert told["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpoint_connector"
     assert told["kv_load_failure_policy"] == "recompute"
     assert told["kv_connector_extra_config"] == {
         "host": config.host,

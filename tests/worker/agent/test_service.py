@@ -13,8 +13,8 @@ from cleave_worker.agent import service
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import EngineFacts, Instance
+from cleave_worker.agent.kv_self_test import TransferError
 from cleave_worker.agent.service import AgentServer
-from cleave_worker.agent.verify import TransferError
 
 SECONDS = 20
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.metrics.load_page import Load
+from cleave.shm.load_page import Load
 from cleave_worker.agent.config import Timing
 from cleave_worker.agent.supervisor import is_stalled, restart_delay
 

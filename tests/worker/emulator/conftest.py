@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from cleave.perf import latency, model
+from cleave.perf import named_profiles
+from cleave.perf.model import model_shape
 from cleave_worker.emulator.api import Api
 from cleave_worker.emulator.config import EngineConfig, KvTransfer
 from cleave_worker.emulator.engine import Engine
@@ -66,10 +67,10 @@ class Server:
 @pytest.fixture
 def config() -> EngineConfig:
     """A fast engine of OPT-13B with KV hand-off on a free port."""
-    profile = latency.load("distserve/opt-13b/tp1")
+    profile = named_profiles.load("distserve/opt-13b/tp1")
     return EngineConfig(
         served_model_name="m",
-        shape=model.load("opt-13b"),
+        shape=model_shape.load("opt-13b"),
         profile=profile,
         max_model_len=2048,
         limits=Limits(max_num_seqs=64, max_num_batched_tokens=512),

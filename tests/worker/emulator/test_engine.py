@@ -6,7 +6,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
-from cleave.metrics.load_page import LoadPage
+from cleave.shm.load_page import LoadPage
 from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.scheduler import Limits
 from cleave_worker.emulator.sequence import Finish, Request

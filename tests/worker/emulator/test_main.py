@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cleave.metrics.load_page import LoadPage
+from cleave.shm.load_page import LoadPage
 from cleave_worker.emulator.config import ConfigError
 from cleave_worker.emulator.main import parse
 

@@ -4,15 +4,15 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cleave.perf import model
-from cleave.perf.experts import Experts
+from cleave.perf.model import model_shape
+from cleave.perf.model.experts import Experts
 
 pytest.importorskip("torch", reason="torch comes with the engine")
 
 
 @pytest.fixture
-def shape() -> model.ModelShape:
-    return model.ModelShape(
+def shape() -> model_shape.ModelShape:
+    return model_shape.ModelShape(
         name="small",
         num_layers=4,
         hidden_size=64,
@@ -27,7 +27,7 @@ def shape() -> model.ModelShape:
 
 
 @pytest.fixture
-def sparse(shape: model.ModelShape) -> model.ModelShape:
+def sparse(shape: model_shape.ModelShape) -> model_shape.ModelShape:
     experts = Experts(8, 2, 32, shared_intermediate_size=32, dense_layers=1)
     return replace(shape, name="sparse", experts=experts)
 

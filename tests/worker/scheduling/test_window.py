@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.policy.ordering import Order
+from cleave.policy.prompt_order import Order
 from cleave_worker.scheduling.window import Window
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.link import Way  # noqa: E402
+from cleave_worker.transfer.transport import Way  # noqa: E402
 
 from tests.support.kv_server_process import OwnerProcess  # noqa: E402
 

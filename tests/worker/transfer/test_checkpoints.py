@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cleave_worker.transfer.checkpoints import Checkpoints, open_folder
-from cleave_worker.transfer.identity import Reason, RefusedError
+from cleave_worker.transfer.handoff import Reason, RefusedError
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 LAYOUT = bytes(32)

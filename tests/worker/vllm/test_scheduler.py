@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cleave.policy.admission import Admission
-from cleave.policy.ordering import Order
-from cleave_worker.scheduling.terms import Terms
-from cleave_worker.scheduling.terms_page import ENV, TermsPage
+from cleave.policy.prompt_order import Order
+from cleave_worker.scheduling.config import Terms
+from cleave_worker.scheduling.config_page import ENV, TermsPage
 
 pytestmark = [
     pytest.mark.vllm,

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cleave.metrics.load_page import ENV, Load, LoadPage
+from cleave.shm.load_page import ENV, Load, LoadPage
 
 pytestmark = [
     pytest.mark.vllm,

@@ -13,7 +13,7 @@ from cleave_worker.agent import drain as draining
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import Instance
-from cleave_worker.agent.proof import prove_role
+from cleave_worker.agent.readiness import prove_role
 from cleave_worker.agent.service import AgentServer
 from cleave_worker.agent.supervisor import Supervisor
 

@@ -9,11 +9,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cleave.metrics import logs
-from cleave.rpc.discovery import ENV as AGENTS_ENV
+from cleave import logs
+from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.scheduling.terms import ROLES, Role, Terms, TermsError
-from cleave_worker.scheduling.terms import parse as parse_terms
+from cleave_worker.scheduling.config import ROLES, Role, Terms, TermsError
+from cleave_worker.scheduling.config import parse as parse_terms
 
 CONNECTORS = ("nixl", "cleave")
 """Names of KV connectors in command lines."""
@@ -78,7 +78,7 @@ class AgentConfig:
     engine_port: int = 0
     """0: a free port for every start of the engine."""
     peers: str = ""
-    """Source for `cleave.rpc.discovery`; empty: no peers."""
+    """Source for `cleave.rpc.agent_discovery`; empty: no peers."""
     cell: str = ""
     """Co-location group within which KV transfers are preferred; empty: none."""
     cores: str = "auto"

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cleave.metrics.load_page import Load
+from cleave.shm.load_page import Load
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 
-from cleave.rpc.http import HttpError, open_response
+from cleave.rpc.http_client import HttpError, open_response
 
 __all__ = ["Answer", "HttpError", "request"]
 

@@ -9,13 +9,13 @@ import asyncio
 from dataclasses import dataclass
 from enum import Enum
 
-from cleave.metrics.load_page import Load, LoadPage
-from cleave.rpc import epochs
+from cleave.rpc import role_epochs
 from cleave.rpc.v1 import agent_pb2
+from cleave.shm.load_page import Load, LoadPage
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import max_adapters
-from cleave_worker.scheduling import terms
-from cleave_worker.scheduling.terms_page import TermsPage
+from cleave_worker.scheduling import config as scheduling_config
+from cleave_worker.scheduling.config_page import TermsPage
 
 
 class RoleRefused(RuntimeError):  # noqa: N818
@@ -224,9 +224,9 @@ class Instance:
             )
         if epoch <= registration.epoch:
             raise StaleEpoch(f"epoch {epoch} is not newer than {registration.epoch}")
-        if epoch - registration.epoch > epochs.MAX_STEP:
+        if epoch - registration.epoch > role_epochs.MAX_STEP:
             raise EpochLeap(
-                f"epoch {epoch} is more than {epochs.MAX_STEP} beyond {registration.epoch}:"
+                f"epoch {epoch} is more than {role_epochs.MAX_STEP} beyond {registration.epoch}:"
                 f" state {registration.epoch + 1}"
             )
         if self.draining:
@@ -271,7 +271,9 @@ class Instance:
 
     def _tell_engine(self) -> None:
         if self._terms:
-            self._terms.write(self._scheduling.get(self._registration.role, terms.DEFAULT))
+            self._terms.write(
+                self._scheduling.get(self._registration.role, scheduling_config.DEFAULT)
+            )
 
     def _enter(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:

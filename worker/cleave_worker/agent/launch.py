@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.metrics.load_page import ENV as LOAD_PAGE_ENV
+from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
 from cleave_worker.agent.config import PACES, AgentConfig
-from cleave_worker.agent.cores import omp_binding
-from cleave_worker.scheduling.terms_page import ENV as TERMS_PAGE_ENV
+from cleave_worker.agent.cpu_cores import omp_binding
+from cleave_worker.scheduling.config_page import ENV as TERMS_PAGE_ENV
 
 _KV_TRANSFER = "--kv-transfer-config"
 _EXTRA = "kv_connector_extra_config"
@@ -28,7 +28,7 @@ _OWN_CONNECTOR = {
 }
 _CHECKPOINTS = {
     "kv_connector": "CheckpointedConnector",
-    "kv_connector_module_path": "cleave_worker.vllm.kv.checkpointed",
+    "kv_connector_module_path": "cleave_worker.vllm.kv.checkpoint_connector",
 }
 """Replaces CleaveConnector where the settings have `checkpoints`."""
 _SCHEDULER = "--scheduler-cls"
@@ -36,7 +36,7 @@ _ENV_WITHOUT_NVCC = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "
 _ARGUMENTS_WITHOUT_NVCC = ("--gdn-prefill-backend", "triton")
 """vLLM 0.32 chooses FlashInfer and DeepGEMM on Hopper and later by default. Both compile their
 kernels with nvcc, which CUDA's wheels do not contain; without it the engine ends in its warm-up.
-`cleave_worker.vllm.kernels` disables the rest of FlashInfer."""
+`cleave_worker.vllm.flashinfer` disables the rest of FlashInfer."""
 
 
 class LaunchError(ValueError):
@@ -101,7 +101,7 @@ def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launc
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     arguments += _vllm_arguments(config, boot, base_env)
-    argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.share", *arguments, *user_arguments)
+    argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.headless", *arguments, *user_arguments)
     return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
 
 

@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cleave import distribution
+from cleave import distribution, logs
 from cleave.distribution import MissingExtraError
-from cleave.metrics import core_locks, logs
-from cleave.rpc.discovery import DiscoveryError, Unreachable, find_agents
-from cleave_worker.agent import cores, warden
+from cleave.rpc.agent_discovery import DiscoveryError, Unreachable, find_agents
+from cleave.shm import core_locks
+from cleave_worker.agent import cpu_cores, subreaper
 from cleave_worker.agent.agent import Agent
 from cleave_worker.agent.config import AgentConfig, parse
 from cleave_worker.agent.launch import LaunchError, has_gpu
@@ -25,14 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     text_format = logs.TextLines(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
     logs.set_up(config.log_format, text=text_format, always={"instance": config.name})
     gpu = config.engine == "vllm" and has_gpu()
-    locks = cores.CoreLocks(core_locks.folder(), config.name)
+    locks = cpu_cores.CoreLocks(core_locks.folder(), config.name)
     try:
         if config.engine == "emulated":
             distribution.require("worker")
         locked = locks.take(_wish(config, gpu), config.allow_shared_cores)
-        warden.become_subreaper()
+        subreaper.become_subreaper()
         return asyncio.run(_run(config, locked, gpu))
-    except (cores.CoresError, LaunchError, DiscoveryError, MissingExtraError) as error:
+    except (cpu_cores.CoresError, LaunchError, DiscoveryError, MissingExtraError) as error:
         return _fail(error, 2)
     except OSError as error:
         return _fail(error, 1)
@@ -47,11 +47,11 @@ async def _run(config: AgentConfig, locked: tuple[int, ...], gpu: bool) -> int:
     return await Agent(config, locked, gpu).run()
 
 
-def _wish(config: AgentConfig, gpu: bool) -> cores.Wish:
-    return cores.wish(
+def _wish(config: AgentConfig, gpu: bool) -> cpu_cores.Wish:
+    return cpu_cores.wish(
         config.cores,
         frozenset(os.sched_getaffinity(0)),
-        cores.online(),
+        cpu_cores.online(),
         pinned_by_default=config.engine == "vllm" and not gpu,
         ranks=config.ranks,
     )

@@ -1,8 +1,8 @@
 """Finds other workers with which a KV test can run.
 
-Used by `proof`. What is hard: with 64 workers starting at once, asking all would be 4,000 calls, so
-agents are asked a few at a time in random order until one fits. If an API server knows the
-addresses, it is asked only every few seconds.
+Used by `readiness`. What is hard: with 64 workers starting at once, asking all would be 4,000
+calls, so agents are asked a few at a time in random order until one fits. If an API server knows
+the addresses, it is asked only every few seconds.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from cleave.rpc.agent_discovery import find_agents
 from cleave.rpc.channel import dial
-from cleave.rpc.discovery import find_agents
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _ASKED_AT_ONCE = 4

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from cleave_worker.agent import warden
-from cleave_worker.agent.last_words import LastWords
+from cleave_worker.agent import subreaper
+from cleave_worker.agent.exit_reason import LastWords
 from cleave_worker.agent.launch import Launch
 
 _engine_log = logging.getLogger("engine")
@@ -69,7 +69,7 @@ class EngineProcess:
     ) -> Self:
         """Start it in a session of its own: a Ctrl-C or a group kill reaches the agent only."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", warden.__file__,
+            sys.executable, "-I", "-S", subreaper.__file__,
             "--agent", str(agent_pid),
             "--grace", str(stop_grace),
             "--cores", ",".join(map(str, cores)),
@@ -93,7 +93,7 @@ class EngineProcess:
         """Wait until it and all its descendants have ended; return its exit status."""
         status = await self._process.wait()
         # The subreaper does this, unless it was killed; then orphans become our children.
-        await asyncio.to_thread(warden.end_children, _SWEEP_SECONDS)
+        await asyncio.to_thread(subreaper.end_children, _SWEEP_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self._output)

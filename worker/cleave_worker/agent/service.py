@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from cleave.policy.books import INTERVAL_MS, find_interval_ms
+from cleave.policy.queue_model import INTERVAL_MS, find_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent.drain import Drained
 from cleave_worker.agent.instance import EpochLeap, Instance, OtherBoot, StaleEpoch
-from cleave_worker.agent.verify import TransferError
-from cleave_worker.scheduling.terms import ROLES
+from cleave_worker.agent.kv_self_test import TransferError
+from cleave_worker.scheduling.config import ROLES
 
 READY_SERVICE = "ready"
 """Service name under which the health protocol reports whether the instance takes requests."""

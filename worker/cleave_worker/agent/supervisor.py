@@ -14,15 +14,15 @@ import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 
-from cleave.metrics.load_page import Load, LoadPage
+from cleave.shm.load_page import Load, LoadPage
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.config import AgentConfig, Timing
 from cleave_worker.agent.http import HttpError
 from cleave_worker.agent.instance import Instance, flow_of
 from cleave_worker.agent.launch import Boot, block_size, free_port, launch
 from cleave_worker.agent.process import EngineProcess, find_sink
-from cleave_worker.agent.proof import prove
-from cleave_worker.scheduling.terms_page import TermsPage
+from cleave_worker.agent.readiness import prove
+from cleave_worker.scheduling.config_page import TermsPage
 
 _log = logging.getLogger(__name__)
 

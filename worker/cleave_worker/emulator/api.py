@@ -14,11 +14,17 @@ from collections.abc import Sequence as TypingSequence
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from cleave_worker.emulator import answers, tokenizer
+from cleave_worker.emulator import responses, tokenizer
+from cleave_worker.emulator.api_requests import (
+    ApiError,
+    Call,
+    bad_request,
+    parse_call,
+    parse_prompt,
+)
 from cleave_worker.emulator.engine import Engine, Listener
 from cleave_worker.emulator.faults import FaultError
 from cleave_worker.emulator.metrics import Collector
-from cleave_worker.emulator.protocol import ApiError, Call, bad_request, parse_call, parse_prompt
 from cleave_worker.emulator.sequence import Finish, Sequence
 
 VERSION = "0.32.0"
@@ -65,7 +71,7 @@ class WholeAnswer:
         self._stops = stops
         self._tokens: list[int] = []
         self._text = ""
-        self.finished: asyncio.Future[answers.Choice] = asyncio.get_running_loop().create_future()
+        self.finished: asyncio.Future[responses.Choice] = asyncio.get_running_loop().create_future()
 
     def push(self, token: int, finish: Finish | None) -> None:
         """Add one token."""
@@ -77,7 +83,7 @@ class WholeAnswer:
         if stop is not None:
             finish = Finish.STOP
         if finish:
-            self.finished.set_result(answers.Choice(self._tokens, self._text, finish, stop))
+            self.finished.set_result(responses.Choice(self._tokens, self._text, finish, stop))
 
     def fail(self, reason: str) -> None:
         """End with an error of the engine."""
@@ -90,7 +96,7 @@ class Stream:
 
     def __init__(
         self,
-        encoder: answers.EventEncoder,
+        encoder: responses.EventEncoder,
         transport: asyncio.Transport,
         drop_after: int | None,
         stops: Stops | None,
@@ -123,7 +129,7 @@ class Stream:
     def fail(self, reason: str) -> None:
         """End the stream with an error event, as vLLM does, since the headers were sent before."""
         if not self.finished.done():
-            self._transport.write(answers.failure(_server_error(reason).body()))
+            self._transport.write(responses.failure(_server_error(reason).body()))
             self.finished.set_exception(EngineError(reason))
 
     def _push_carefully(self, start: bytes, token: int, finish: Finish | None) -> None:
@@ -195,7 +201,7 @@ class Api:
         params = None
         if call.request.hold and self._engine.door:
             params = self._engine.faults.mix_up(self._engine.door.params_of(sequences[0]))
-        body = answers.whole(call, completed, params)
+        body = responses.whole(call, completed, params)
         return web.Response(body=body, content_type="application/json")
 
     async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
@@ -205,7 +211,7 @@ class Api:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError
-        encoders = [answers.EventEncoder(call, index) for index in range(len(call.requests))]
+        encoders = [responses.EventEncoder(call, index) for index in range(len(call.requests))]
         needs_text = bool(call.stop) or call.logprobs is not None
         drop_after = self._engine.faults.drop
         streams = [
@@ -216,7 +222,7 @@ class Api:
         with contextlib.suppress(EngineError):
             try:
                 counts = await asyncio.gather(*(stream.finished for stream in streams))
-                transport.write(encoders[0].usage(sum(counts)) + answers.chunk(answers.DONE))
+                transport.write(encoders[0].usage(sum(counts)) + responses.chunk(responses.DONE))
             finally:
                 self._abort(sequences)
         with contextlib.suppress(ConnectionError):

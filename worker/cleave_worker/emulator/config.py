@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cleave.perf.latency import Profile
-from cleave.perf.model import ModelShape
+from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.named_profiles import Profile
 from cleave_worker.emulator.scheduler import Limits
 
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")

@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from cleave.metrics.load_page import Load, LoadPage
+from cleave.shm.load_page import Load, LoadPage
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.config import EngineConfig
 from cleave_worker.emulator.faults import Faults
-from cleave_worker.emulator.handoff import KvDoor, TransferError
 from cleave_worker.emulator.metrics import Metrics
 from cleave_worker.emulator.scheduler import Output, Scheduler, Step
 from cleave_worker.emulator.sequence import Finish, Request, Sequence, State
-from cleave_worker.scheduling.terms_page import TermsPage
+from cleave_worker.emulator.side_channel import KvDoor, TransferError
+from cleave_worker.scheduling.config_page import TermsPage
 
 logger = logging.getLogger(__name__)
 

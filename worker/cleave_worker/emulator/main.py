@@ -16,8 +16,9 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from cleave.metrics import load_page
-from cleave.perf import latency, model
+from cleave.perf import named_profiles
+from cleave.perf.model import model_shape
+from cleave.shm import load_page
 from cleave_worker.emulator.api import Api
 from cleave_worker.emulator.config import (
     ConfigError,
@@ -28,7 +29,7 @@ from cleave_worker.emulator.config import (
 )
 from cleave_worker.emulator.engine import Engine
 from cleave_worker.emulator.scheduler import Limits
-from cleave_worker.scheduling import terms_page
+from cleave_worker.scheduling import config_page
 
 _DEFAULT_SHAPE = "opt-13b"
 _KEEPALIVE_S = 5.0
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"emulated engine: {error}\n")
         return 2
     try:
-        asyncio.run(_serve(options, _page(load_page.ENV), _page(terms_page.ENV)))
+        asyncio.run(_serve(options, _page(load_page.ENV), _page(config_page.ENV)))
     except OSError as error:
         sys.stderr.write(f"emulated engine: {error}\n")
         return 1
@@ -125,22 +126,24 @@ async def _serve(options: Options, load_path: Path | None, scheduling_path: Path
         await runner.cleanup()
 
 
-def _load_shape(name: str) -> model.ModelShape:
+def _load_shape(name: str) -> model_shape.ModelShape:
     try:
-        return model.load(name)
-    except model.UnknownModelError as error:
+        return model_shape.load(name)
+    except model_shape.UnknownModelError as error:
         if Path(name).is_dir():
             raise ConfigError(str(error)) from error
         # An unknown model name is accepted; its KV is as large as the default model's.
-        return model.load(_DEFAULT_SHAPE)
+        return model_shape.load(_DEFAULT_SHAPE)
 
 
-def _load_profile(name: str | None, shape: str, tensor_parallel_size: int) -> latency.Profile:
-    measured = any(profile.split("/")[1] == shape for profile in latency.names())
+def _load_profile(
+    name: str | None, shape: str, tensor_parallel_size: int
+) -> named_profiles.Profile:
+    measured = any(profile.split("/")[1] == shape for profile in named_profiles.names())
     default = f"distserve/{shape if measured else _DEFAULT_SHAPE}/tp{tensor_parallel_size}"
     try:
-        return latency.load(name or default)
-    except latency.UnknownProfileError as error:
+        return named_profiles.load(name or default)
+    except named_profiles.UnknownProfileError as error:
         raise ConfigError(str(error)) from error
 
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from cleave.perf.timing import Chunk
 from cleave.policy.admission import is_spared
-from cleave.policy.batching import cut_chunk
-from cleave.policy.lengths import Predictor
+from cleave.policy.output_length import Predictor
+from cleave.policy.prompt_batching import cut_chunk
 from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.sequence import Finish, Sequence, State
-from cleave_worker.scheduling import terms
-from cleave_worker.scheduling.admitting import Admitting, Lengths
-from cleave_worker.scheduling.terms import Terms, find_limit
+from cleave_worker.scheduling import config as scheduling_config
+from cleave_worker.scheduling.admission import Admitting, Lengths
+from cleave_worker.scheduling.config import Terms, find_limit
 from cleave_worker.scheduling.window import Window
 
 
@@ -84,7 +84,7 @@ class Scheduler:
         self._held: dict[str, list[int]] = {}
         self._admitting = Admitting(predictor)
         self._window = Window(self._waiting, _tokens_to_compute)
-        self.follow(terms.DEFAULT)
+        self.follow(scheduling_config.DEFAULT)
 
     def follow(self, config: Terms) -> None:
         """Use this configuration from the next iteration on; running sequences continue."""

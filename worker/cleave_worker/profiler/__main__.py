@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from cleave import distribution
-from cleave.perf import model
-from cleave.perf.hf_config import ConfigError
-from cleave.perf.profile import MeasuredProfile, write
-from cleave.perf.profile_fields import InvalidProfileError
+from cleave.perf.model import model_shape
+from cleave.perf.model.hf_config import ConfigError
+from cleave.perf.profile.codec import InvalidProfileError
+from cleave.perf.profile.profile import MeasuredProfile, write
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     points = grid.quick(args.longest) if args.quick else grid.full(args.longest)
     name = torch.cuda.get_device_name() if clock.device.type == "cuda" else platform.machine()
     try:
-        shape = model.load(args.model)
+        shape = model_shape.load(args.model)
         with torch.inference_mode():
             operators = measure(
                 shape,
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError:
         return _fail("the GPU's memory does not suffice; lower --longest or leave size 1 out")
     except (
-        model.UnknownModelError,
+        model_shape.UnknownModelError,
         ConfigError,
         ShardError,
         CollectiveError,

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
-from cleave.perf.model import ModelShape
-from cleave.perf.profile import (
+from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.profile.profile import (
     CommunicationPoint,
     DecodeAttentionPoint,
     LinearPoint,

@@ -5,7 +5,7 @@ A shard is a smaller layer, so one GPU alone can measure every size.
 
 from dataclasses import dataclass
 
-from cleave.perf.model import ModelShape
+from cleave.perf.model.model_shape import ModelShape
 
 
 class ShardError(ValueError):

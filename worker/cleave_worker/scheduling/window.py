@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Generic, TypeVar
 
-from cleave.policy.ordering import Order, sort_prompts
+from cleave.policy.prompt_order import Order, sort_prompts
 
 T = TypeVar("T")
 

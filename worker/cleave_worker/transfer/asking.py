@@ -3,27 +3,36 @@
 import socket
 from typing import TypeVar
 
-from cleave_worker.transfer import wire
-from cleave_worker.transfer.identity import Reason, RefusedError
+from cleave_worker.transfer import protocol
+from cleave_worker.transfer.handoff import Reason, RefusedError
 
 ANSWER_S = 20.0
 """Includes the time that the server waits for its engine to report a prefill, see `Owner`."""
 
 Answer = TypeVar(
-    "Answer", wire.Located, wire.Welcome, wire.Met, wire.News, wire.Grant, wire.Released
+    "Answer",
+    protocol.Located,
+    protocol.Welcome,
+    protocol.Met,
+    protocol.News,
+    protocol.Grant,
+    protocol.Released,
 )
 
 
-def dial(address: tuple[str, int], seconds: float) -> wire.Wire:
+def dial(address: tuple[str, int], seconds: float) -> protocol.Wire:
     """Connect without a handshake. Raises RefusedError."""
     try:
-        return wire.Wire(socket.create_connection(address, seconds))
+        return protocol.Wire(socket.create_connection(address, seconds))
     except (OSError, UnicodeError, OverflowError) as error:
         raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
 
 
 def exchange(
-    connection: wire.Wire, request: wire.Message, response_type: type[Answer], seconds: float
+    connection: protocol.Wire,
+    request: protocol.Message,
+    response_type: type[Answer],
+    seconds: float,
 ) -> Answer:
     """Send a request and return the response, which must be of type `kind`. Raises RefusedError."""
     try:
@@ -31,9 +40,9 @@ def exchange(
         response = connection.receive(seconds)
     except TimeoutError as error:
         raise RefusedError(Reason.TIME_OUT, str(error)) from error
-    except wire.WireError as error:
+    except protocol.WireError as error:
         raise RefusedError(Reason.LOST, str(error)) from error
-    if isinstance(response, wire.Refusal):
+    if isinstance(response, protocol.Refusal):
         raise RefusedError(response.reason, response.text)
     if not isinstance(response, response_type):
         raise RefusedError(

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from cleave_worker.transfer.identity import Reason, RefusedError
+from cleave_worker.transfer.handoff import Reason, RefusedError
 
 _log = logging.getLogger(__name__)
 _HEAD = struct.Struct("<8s32s32sQI")

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
+from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
 from cleave_worker.transfer.memory import Plane
-from cleave_worker.transfer.owner import Kept
-from cleave_worker.transfer.shapes import Shape, Source, cut, sources
+from cleave_worker.transfer.server import Kept
+from cleave_worker.transfer.sharding import Shape, Source, cut, sources
 
 
 @dataclass(frozen=True, slots=True)

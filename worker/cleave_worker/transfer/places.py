@@ -9,9 +9,9 @@ from collections import OrderedDict
 
 import msgspec
 
-from cleave_worker.transfer import wire
+from cleave_worker.transfer import protocol
 from cleave_worker.transfer.asking import dial, exchange
-from cleave_worker.transfer.identity import HandOff, Reason, RefusedError
+from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
 
 _MAX_BOOTS = 256
 _Named = tuple[str, tuple[tuple[str, int], ...]]
@@ -21,7 +21,7 @@ class Places:
     """Addresses and parallelism of producers, cached by boot."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[_Named, wire.Located] = OrderedDict()
+        self._known: OrderedDict[_Named, protocol.Located] = OrderedDict()
         self._lock = threading.Lock()
 
     def complete(self, handoff: HandOff, seconds: float) -> HandOff:
@@ -39,18 +39,18 @@ class Places:
             self._keep(key, ranks)
         return msgspec.structs.replace(handoff, shape=ranks.shape, addresses=ranks.addresses)
 
-    def _keep(self, key: _Named, ranks: wire.Located) -> None:
+    def _keep(self, key: _Named, ranks: protocol.Located) -> None:
         with self._lock:
             self._known[key] = ranks
             while len(self._known) > _MAX_BOOTS:
                 self._known.popitem(last=False)
 
 
-def _ask(handoff: HandOff, seconds: float) -> wire.Located:
+def _ask(handoff: HandOff, seconds: float) -> protocol.Located:
     if not handoff.addresses:
         raise RefusedError(Reason.LAYOUT, "the handoff has no address")
     connection = dial(handoff.addresses[0], seconds)
     try:
-        return exchange(connection, wire.Locate(handoff.boot_id), wire.Located, seconds)
+        return exchange(connection, protocol.Locate(handoff.boot_id), protocol.Located, seconds)
     finally:
         connection.close()

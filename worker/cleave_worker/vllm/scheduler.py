@@ -25,10 +25,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from cleave.policy.admission import is_spared
-from cleave_worker.scheduling import terms
-from cleave_worker.scheduling.admitting import Admitting, Lengths
-from cleave_worker.scheduling.terms import Terms, find_limit
-from cleave_worker.scheduling.terms_page import ENV, TermsPage
+from cleave_worker.scheduling import config as scheduling_config
+from cleave_worker.scheduling.admission import Admitting, Lengths
+from cleave_worker.scheduling.config import Terms, find_limit
+from cleave_worker.scheduling.config_page import ENV, TermsPage
 from cleave_worker.scheduling.window import Window
 
 
@@ -101,7 +101,7 @@ class _Following(Scheduler):
         self._started_seqs: int = self.max_num_active_reqs
         self._started_threshold = self.scheduler_config.long_prefill_token_threshold
         self.waiting = WaitingQueue(self._has_seat, self._may_join)
-        self.follow(terms.DEFAULT)
+        self.follow(scheduling_config.DEFAULT)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step with the newest configuration."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from cleave.metrics.load_page import ENV, Load, LoadPage
+from cleave.shm.load_page import ENV, Load, LoadPage
 
 _SMOOTHING = 0.1
 """Weight of the newest prompt in the mean."""

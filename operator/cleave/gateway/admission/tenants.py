@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from cleave.gateway.admission.limits import Limits
+from cleave.gateway.admission.rate_limit import Limits
 from cleave.gateway.config import Late
 
 MAX_QUEUED = 256

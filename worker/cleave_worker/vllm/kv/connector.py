@@ -21,17 +21,17 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cleave_worker.transfer.link import Way
 from cleave_worker.transfer.memory import register
-from cleave_worker.transfer.nixl import usable, usual
-from cleave_worker.transfer.owner import Kept
-from cleave_worker.transfer.shapes import Share
-from cleave_worker.vllm.kv.announcing import Pace
+from cleave_worker.transfer.server import Kept
+from cleave_worker.transfer.sharding import Share
+from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transports.nixl import usable, usual
+from cleave_worker.vllm.kv.layerwise_worker import Pace
 from cleave_worker.vllm.kv.layout import check, layout_of, shape_of
+from cleave_worker.vllm.kv.metadata import Orders, Place
 from cleave_worker.vllm.kv.metrics import TransferMetrics, Transfers
-from cleave_worker.vllm.kv.orders import Orders, Place
-from cleave_worker.vllm.kv.scheduler import SchedulerSide
-from cleave_worker.vllm.kv.worker import Settings, WorkerSide
+from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
+from cleave_worker.vllm.kv.worker_side import Settings, WorkerSide
 
 
 class CleaveConnector(KVConnectorBase_V1, SupportsHMA):

@@ -7,8 +7,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backends import cpu_attn
 
-from cleave_worker.transfer.identity import Layout
-from cleave_worker.transfer.shapes import Shape, Share
+from cleave_worker.transfer.handoff import Layout
+from cleave_worker.transfer.sharding import Shape, Share
 
 
 def shape_of(config: VllmConfig) -> Shape:

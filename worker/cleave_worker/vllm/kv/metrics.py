@@ -7,8 +7,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from cleave_worker.transfer.identity import Reason
-from cleave_worker.transfer.link import Way
+from cleave_worker.transfer.handoff import Reason
+from cleave_worker.transfer.transport import Way
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _EXPIRED = "expired"

@@ -1,0 +1,54 @@
+"""What a kind of fleet has to offer to be compared with its twin in the simulator."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from deployments import Case, Stage
+from iteration_times import Pace
+
+from cleave.perf.timing import Timing
+from cleave.simulator.fleet import Engine, Fleet, Pool, Transfer
+
+
+class Subject(Protocol):
+    """One fleet and its twin."""
+
+    case: Case
+    kind: str
+    model: str
+    """As it is served."""
+    length_scale: float
+    """Of Azure's lengths."""
+    max_model_len: int
+    time_scale: float
+    """Milliseconds of this machine for one of the trace."""
+
+    def spec(self, folder: Path) -> dict[str, Any]:
+        """Of the LLMDeployment, without its placement; engines may write to `folder`."""
+
+    def prepare(self, stage: Stage, folder: Path) -> None:
+        """Measure on the idle fleet what the twin needs, unless `folder` has it."""
+
+    def timing(self, folder: Path) -> Timing:
+        """Passes of an engine by itself, from what `prepare` left in `folder`.
+
+        Raises FileNotFoundError before `prepare` has run.
+        """
+
+    def twin(self, folder: Path, pace: Pace) -> Fleet:
+        """The fleet for the simulator, its passes at `pace`. Raises as `timing` does."""
+
+
+def make_fleet(case: Case, engine: Engine, transfer: Transfer, dispatch_ms: float) -> Fleet:
+    """Like engines in the roles of `case`."""
+
+    def pools(replicas: int) -> tuple[Pool, ...]:
+        return (Pool(engine, replicas),) if replicas else ()
+
+    return Fleet(
+        prefill=pools(case.prefill),
+        decode=pools(case.decode),
+        mixed=pools(case.mixed),
+        transfer=transfer,
+        dispatch_ms=dispatch_ms,
+    )

@@ -1,0 +1,37 @@
+"""Loads that were served, in files: the trace, what clients saw of it, and the engines' passes."""
+
+from pathlib import Path
+
+import numpy as np
+from iteration_times import Passes
+from load import Seen
+
+from cleave.simulator.trace import Trace
+
+
+def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
+    """Write all of it, or nothing."""
+    partial = file.with_suffix(".partial.npz")
+    np.savez(
+        partial,
+        arrival_ms=trace.arrival_ms,
+        prompt_tokens=trace.prompt_tokens,
+        output_tokens=trace.output_tokens,
+        first_token_ms=seen.first_token_ms,
+        end_ms=seen.end_ms,
+        lag_ms=seen.lag_ms,
+        faults=np.array(seen.faults, dtype=str),
+        busy_share=seen.busy_share,
+        passes=passes,
+    )
+    partial.replace(file)
+
+
+def recall(file: Path) -> tuple[Trace, Seen, Passes]:
+    """What `keep` wrote."""
+    with np.load(file) as kept:
+        trace = Trace(kept["arrival_ms"], kept["prompt_tokens"], kept["output_tokens"])
+        faults = tuple(str(fault) for fault in kept["faults"])
+        times = kept["first_token_ms"], kept["end_ms"], kept["lag_ms"]
+        seen = Seen(*times, faults, float(kept["busy_share"]))
+        return trace, seen, kept["passes"]

@@ -1,0 +1,85 @@
+"""Prefills that a decode engine is promised and follows; and what was promised and does not come.
+
+Used by faults.py and unlike.py where engines move KV while it is computed.
+"""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from cleave.gateway.upstream.kv_transfer_params import ask_ahead, promise
+from cleave.router.instance import Target
+from cleave.rpc.v1.agent_pb2 import Registration
+
+from e2e.support import handoffs
+from e2e.support.deployments import Deployment
+from e2e.support.vllm_prompts import Case, ask, engine_url
+
+PREFILL = "tiny-prefill-0"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What is told to the decode engine, and what the prefill engine is asked then."""
+
+    reason: str
+    """Why the decode engine computes the prompt anew; empty: it need not."""
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda told: told
+    prompt: Callable[[Case, Case], Case | None] = lambda case, _: case
+    """Own case and another one -> what is computed under the name, if anything."""
+
+
+KINDS = {
+    "kept": Promise(""),
+    "of another prompt": Promise("prompt", prompt=lambda _, other: other),
+    "never begun": Promise("not_held", prompt=lambda *_: None),
+    "of another boot": Promise("boot", change=handoffs.of_other_boot),
+    "of a dead peer": Promise(
+        "peer_lost", lambda told: handoffs.altered(told, addresses=[("127.0.0.1", 1)])
+    ),
+    "without fields": Promise("malformed", lambda told: {**told, "cleave": {}}),
+}
+
+
+def can_be_followed(vllm: Deployment) -> bool:
+    """Whether these engines move KV while it is computed."""
+    return bool(vllm.instances()[PREFILL].kv_port)
+
+
+def give_promise(
+    vllm: Deployment, name: str, kind: Promise, case: Case, other: Case
+) -> handoffs.Given:
+    """The decode engine is asked first, as a gateway does that expects a gain."""
+    source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+    wanted = ask(source, case).tokens
+    called = f"promised-{case.number}"
+    told = kind.change(promised(vllm.instances()[PREFILL], called))
+    prompt = kind.prompt(case, other)
+    tokens = follow((source, decoding), told, called, case, prompt)
+    return handoffs.Given(f"promise {name}", kind.reason, tokens, wanted)
+
+
+def follow(
+    urls: tuple[str, str], told: dict[str, Any], called: str, case: Case, prompt: Case | None
+) -> list[int]:
+    """Tokens of the decode engine; `prompt`: what is computed under the name, if anything."""
+    source, decoding = urls
+    with ThreadPoolExecutor(1) as pool:
+        decoded = pool.submit(handoffs.decode, decoding, case, told, called)
+        if prompt:
+            asked = json.loads(bytes(ask_ahead(called.encode())))
+            handoffs.post(source, prompt, called, max_tokens=1, kv_transfer_params=asked)
+        return decoded.result()
+
+
+def promised(told: Registration, name: str) -> dict[str, Any]:
+    """A hand-off, as a gateway makes it, of a prefill that it will ask for under this name."""
+    host = urlsplit(told.engine_url).hostname or ""
+    target = Target(
+        *(told.instance, host, 0, told.engine_url, told.boot_id, 0), kv_port=told.kv_port
+    )
+    found: dict[str, Any] = json.loads(bytes(promise(target, name.encode())))
+    return found

@@ -1,0 +1,35 @@
+"""What nobody can do better who has to see a change first: the oracle's plans, but late."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from replanning import START_S, Step, to_fleet
+from virtual_fleet import PERIOD_S, World
+
+from cleave.planner.problem import Problem
+from cleave.planner.replan.replay import Running
+from cleave.traffic.drift_detector import Detector, watch
+
+
+def wait_for(
+    world: World, real: Problem, plans: Sequence[Running], edges: Sequence[float]
+) -> list[Step]:
+    """Each phase's plan is ordered when the operator's detector sees its change, and then starts.
+
+    What it wants for the new phase is known at once, and a false alarm is known for one.
+    """
+    steps: list[Step] = []
+    detector, ordered = Detector(), 0
+    pending: Step | None = None
+    for now_s in np.arange(PERIOD_S, edges[-1], PERIOD_S).tolist():
+        (window,) = world.look(now_s - PERIOD_S, now_s)
+        detector, change = watch(detector, window)
+        if pending is not None and now_s >= pending.at_s:
+            world.change(to_fleet(real, pending.running), now_s)
+            steps.append(pending)
+            pending = None
+        phase = int(np.searchsorted(edges, now_s)) - 1
+        if change is not None and phase > ordered:
+            ordered = phase
+            pending = Step(now_s, now_s, now_s + START_S, plans[phase])
+    return steps

@@ -1,0 +1,107 @@
+"""The testbeds of the papers as problems for the planner. Used by every comparison here."""
+
+import math
+from dataclasses import dataclass, replace
+
+from cleave.api.cluster import Cluster, Network, NodeGroup
+from cleave.api.deployment import Slo
+from cleave.perf.confidence import Basis
+from cleave.perf.estimate import Estimate, Estimator
+from cleave.perf.estimator import for_cluster
+from cleave.perf.hardware import inventory
+from cleave.perf.hardware.gpu import find
+from cleave.perf.hardware.link import within_node
+from cleave.perf.model import model_shape
+from cleave.perf.named_profiles import to_timing
+from cleave.perf.published import distserve
+from cleave.planner.problem import PAPER, Policies, Problem, Supply
+from cleave.planner.search.trials import Targets
+from cleave.traffic.workload import Demand
+
+A100 = "A100-SXM-80GB"
+H100 = "H100-SXM-80GB"
+TESTBED_GBPS = 25.0
+"""Between nodes (DistServe, section 6.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """An estimator with the coefficients of one engine, and only where they were published."""
+
+    estimator: Estimator
+    engine: str
+    """`distserve` or `vllm`."""
+    model: str
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor_parallel_size}")
+        known = self.estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+        if fit is None or known is None:
+            return None
+        timing = to_timing(fit, pipeline_parallel_size)
+        return replace(known, timing=replace(timing, hop_ms=known.timing.hop_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An estimator that says nothing where passes would be computed rather than measured."""
+
+    estimator: Estimator
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        found = self.estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+        return None if found is None or found.trust.basis is Basis.ROOFLINE else found
+
+
+def pose(
+    name: str,
+    demand: Demand,
+    targets: Targets,
+    *,
+    engine: str | None = "distserve",
+    gpus: tuple[str, ...] = (A100,),
+    num_nodes: int = 4,
+    gpus_per_node: int = 8,
+    network_gbps: float = TESTBED_GBPS,
+    policies: Policies = PAPER,
+) -> Problem:
+    """A model on nodes of each kind of GPU; `engine` None or a model without fits: estimated."""
+    shape = model_shape.load(name)
+    cluster = Cluster(
+        nodes=[NodeGroup(count=num_nodes, gpu=gpu, gpus_per_node=gpus_per_node) for gpu in gpus],
+        network=Network(bandwidth_gbps=network_gbps),
+    )
+    estimator: Estimator = for_cluster(shape, cluster)
+    if engine is not None and any(fit.startswith(f"{engine}/{name}/") for fit in distserve.FITS):
+        estimator = Fitted(estimator, engine, name)
+    supplies = tuple(
+        Supply(
+            gpu=gpu,
+            num_nodes=num_nodes,
+            gpus_per_node=gpus_per_node,
+            max_gpus=num_nodes * gpus_per_node,
+            node_link=within_node(find(gpu)),
+            network_link=inventory.network_link(cluster, find(gpu)),
+        )
+        for gpu in gpus
+    )
+    return Problem(
+        demand=demand.limited(shape.max_model_len),
+        slo=Slo(
+            ttft_ms=_finite(targets.ttft_ms),
+            tpot_ms=_finite(targets.tpot_ms),
+            attainment=targets.attainment,
+        ),
+        supplies=supplies,
+        shape=shape,
+        estimator=estimator,
+        policies=policies,
+    )
+
+
+def _finite(target_ms: float) -> float:
+    return target_ms if math.isfinite(target_ms) else 1e12

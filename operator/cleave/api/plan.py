@@ -1,0 +1,150 @@
+"""Instances per role, manual or planned, and the predicted performance of a plan.
+
+Parts of LLMDeployment. Written by `cleave.manifests` and `cleave plan`; figures are absent where
+nothing was predicted.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cleave.api.base import Rule, Shape
+from cleave.api.role import Parallelism, Role
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class ManualPool(Shape):
+    """The instances of one role, manual or planned."""
+
+    role: Annotated[Role, Field(strict=False)]
+    """The role: prefill, decode or mixed."""
+    replicas: Annotated[int, Field(ge=1, le=10000)] = 1
+    """Number of instances of this role."""
+    parallelism: Parallelism = Parallelism()
+    """How one instance is distributed over GPUs."""
+    gpu: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Kind of GPU: its name in the catalogue or the cluster file, or the value of the node label
+    nvidia.com/gpu.product. Absent: any kind. Emulated engines run on any node."""
+    per_cell: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Instances of this role in one cell. A cell is a co-location group: its prefill and decode
+    instances have equal pipeline stages in the same node or NVLink domain (DistServe's Algorithm
+    2). Absent: instances may be placed anywhere."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Maximum number of requests in one engine iteration; absent: the engine's default. The same
+    flag in engine.args takes precedence."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Maximum number of tokens in one engine iteration; absent: the engine's default. The same flag
+    in engine.args takes precedence."""
+
+    rules = (
+        Rule(
+            cel="!has(self.perCell) || self.replicas % self.perCell == 0",
+            holds=lambda p: p.per_cell is None or p.replicas % p.per_cell == 0,
+            message="must divide replicas: a cell cannot be incomplete",
+            field="perCell",
+        ),
+        Rule(
+            cel="!has(self.perCell) || self.role != 'mixed'",
+            holds=lambda p: p.per_cell is None or p.role is not Role.MIXED,
+            message="has no effect on mixed instances, which transfer no KV; remove it",
+            field="perCell",
+        ),
+    )
+
+
+class LatencyPercentiles(Shape):
+    """Percentiles of a latency in milliseconds; absent: so many requests never finish."""
+
+    p50: NonNegative | None = None
+    """50th percentile (median)."""
+    p90: NonNegative | None = None
+    """90th percentile."""
+    p99: NonNegative | None = None
+    """99th percentile."""
+
+
+class Predicted(Shape):
+    """Simulated performance; latencies and attainment are at the planned rate."""
+
+    goodput: NonNegative
+    """Highest rate, in requests per second, at which the latency targets are met."""
+    goodput_low: NonNegative
+    """Lower end of the 95 % confidence interval of goodput."""
+    goodput_high: NonNegative
+    """Upper end of the 95 % confidence interval of goodput."""
+    goodput_per_gpu: NonNegative
+    """Goodput divided by the number of GPUs."""
+    attainment: Annotated[float, Field(ge=0, le=1)]
+    """Share of requests that meet both latency targets."""
+    ttft_ms: LatencyPercentiles
+    """Time to first token in milliseconds."""
+    tpot_ms: LatencyPercentiles
+    """Time per output token after the first, in milliseconds."""
+    cost_per_hour: NonNegative
+    """Price of all GPUs for one hour."""
+    power_watts: NonNegative
+    """Provisioned power of all GPUs in watts."""
+    trust: str
+    """Source of the latencies, and how large their errors have been."""
+
+
+class PlanGrowth(Shape):
+    """Workers that a rate needs: a line through simulated counts (Aladdin, Eq. 7).
+
+    A worker is the smallest part of the plan with its proportion of roles.
+    """
+
+    workers: Annotated[int, Field(ge=1)]
+    """Workers of the plan as it is."""
+    per_rate: NonNegative
+    """Workers per request per second: the slope of the line."""
+    base: float
+    """Workers at rate 0: the intercept of the line, before the sum is rounded up."""
+    lowest_rate: NonNegative
+    """Rate, in requests per second, below which a minute has too few requests for typical
+    lengths."""
+
+
+class PlanOption(Shape):
+    """An alternative plan."""
+
+    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
+    """Instances of each role."""
+    gpus: Annotated[int, Field(ge=0)]
+    """GPUs of all instances."""
+    algorithm: str = ""
+    """Algorithm that found the plan."""
+    predicted: Predicted | None = None
+    """Predicted performance; absent: nothing was predicted."""
+
+
+class SelectedPlan(Shape):
+    """The plan or manual placement in force."""
+
+    revision: str
+    """Hash of engine and model; instances of different revisions never work together."""
+    reason: str
+    """Why this placement was chosen."""
+    gpus: Annotated[int, Field(ge=0)]
+    """GPUs of all instances."""
+    pools: list[ManualPool] = Field(default_factory=list, max_length=3)
+    """Instances of each role."""
+    algorithm: str = ""
+    """Algorithm that found the plan; empty: the placement is manual, or was not planned."""
+    inputs: str | None = None
+    """Hash of the inputs of the plan: the plan stays as long as the hash does."""
+    verdict: str | None = None
+    """Disaggregate or Colocate; absent: not planned."""
+    whole_below_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Prompts of up to this many tokens are computed by their decode instance while all prefill
+    instances are busy; absent: none are."""
+    ahead_from_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Prompts of at least this many tokens gain from a KV transfer during their prefill; absent:
+    none do."""
+    predicted: Predicted | None = None
+    """Predicted performance; absent: nothing was predicted."""
+    growth: PlanGrowth | None = None
+    """How the plan scales with its traffic; absent: spec.scaling.roles is empty."""
+    alternatives: list[PlanOption] = Field(default_factory=list, max_length=3)
+    """The next best plans, the best first."""

@@ -1,0 +1,210 @@
+"""`cleave demo` (`make run`): starts prefill and decode on this machine and sends one chat request.
+
+It takes the same path as `cleave up`, with a built-in deployment instead of one from a file.
+"""
+
+import asyncio
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave.cli.local.up import Port, SharedCores, Timeout
+from cleave.cli.output.errors import FAILED, fail, told
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cleave.api.deployment import LLMDeployment
+    from cleave.local.chat import Answer
+    from cleave.local.launch_plan import Job
+
+NAME = "demo"
+PROMPT = "Tell me why prefill and decode should run apart."
+_MAX_TOKENS = 64
+_TINY = "tiny-llama"
+_EMULATED_MODEL = "facebook/opt-13b"
+_MEMORY = {"memory": "3Gi"}
+"""Memory limit of one vLLM process with the tiny model and 1 GiB of KV cache."""
+
+
+class EngineName(StrEnum):
+    """The engine that the demo runs."""
+
+    VLLM = "vllm"
+    EMULATED = "emulated"
+
+
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face id or folder. Default: a tiny random model, built locally."
+        ),
+    ] = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option(help="vLLM, or an emulator of its API and timings without a model."),
+    ] = EngineName.VLLM,
+    port: Port = 8080,
+    prompt: Annotated[str, typer.Option(help="Prompt of the chat request.")] = PROMPT,
+    once: Annotated[
+        bool, typer.Option("--once", help="Stop everything after the response.")
+    ] = False,
+    timeout: Timeout = 900,
+    allow_shared_cores: SharedCores = False,
+) -> None:
+    """Start one prefill instance, one decode instance and a gateway here, and chat with them.
+
+    \b
+    Examples:
+      # Run a tiny random model on vLLM, chat once, and stop
+      cleave demo --once
+      # Run without vLLM and without a model
+      cleave demo --engine emulated
+      # Run a model from Hugging Face
+      cleave demo --model Qwen/Qwen3-0.6B
+    """
+    from rich.console import Console
+
+    from cleave.api.engine import EngineType
+    from cleave.local import planning
+    from cleave.local.kubelet import node
+    from cleave.planner.placement import plan
+
+    with told():
+        emulated = engine is EngineName.EMULATED
+        planning.must_be_installed(EngineType.EMULATED if emulated else EngineType.VLLM)
+        machine = node.inspect()
+        deployment = emulated_deployment(model) if emulated else vllm_deployment(model)
+        job = planning.plan_job(
+            deployment, plan(deployment), machine, port, allow_shared_cores=allow_shared_cores
+        )
+        console = Console(highlight=False)
+        _introduce(console, job, emulated=emulated, tiny=model is None)
+        is_answered = asyncio.run(_run(job, console, prompt, once=once, timeout_s=timeout))
+    if not is_answered:
+        fail(["stopped before the chat request was answered"], FAILED)
+
+
+def emulated_deployment(model: str | None) -> "LLMDeployment":
+    """One prefill and one decode instance of the emulated engine."""
+    source = model or _EMULATED_MODEL
+    return _deployment({"source": source}, {"engine": {"type": "Emulated"}})
+
+
+def vllm_deployment(model: str | None) -> "LLMDeployment":
+    """One prefill and one decode instance of vLLM; `model` None: the tiny model."""
+    from cleave.local import tiny_model
+
+    if model is None:
+        tiny = {"source": str(tiny_model.cached()), "servedName": _TINY}
+        # The default limit fits any model and would not fit a laptop.
+        return _deployment(tiny, {"template": {"resources": {"limits": _MEMORY}}})
+    folder = Path(model)
+    return _deployment({"source": str(folder.absolute()) if folder.is_dir() else model}, {})
+
+
+def _deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
+    from cleave.api.manifest import ManifestError, validate
+
+    slo = {"ttftMs": 2000, "tpotMs": 200}
+    manifest = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": NAME},
+        "spec": {"model": model, "slo": slo, **spec},
+    }
+    try:
+        return validate(manifest)
+    except ManifestError as error:
+        fail(error.faults, 2)
+
+
+def _introduce(console: "Console", job: "Job", *, emulated: bool, tiny: bool) -> None:
+    from cleave.local import state
+
+    where = f"on {len(job.node.gpus)} GPUs" if job.node.gpus else "on CPU"
+    engine = "the emulated engine (vLLM's API and timings, no model)" if emulated else "vLLM"
+    console.print(f"[bold]Cleave demo[/]: one prefill and one decode instance of {engine} {where}.")
+    if tiny and not emulated:
+        console.print("The model is tiny and random, built locally: its output is gibberish.")
+    if emulated:
+        console.print("Its output is made-up words; API, KV hand-off and timings are real.")
+    console.print(f"[dim]logs: {state.folder(job.deployment).path / 'logs'}[/]\n")
+
+
+async def _run(
+    job: "Job", console: "Console", prompt: str, *, once: bool, timeout_s: float
+) -> bool:
+    """Whether the chat request was answered. All processes have ended when this returns."""
+    from cleave.cli.local.progress import print_line, progress
+    from cleave.local import state, up
+    from cleave.local.progress import watch
+
+    up.check(job)
+    async with up.running(job, progress(console), timeout_s) as supervisor:
+        talk = asyncio.create_task(_talk(job, console, prompt))
+        end = asyncio.create_task(supervisor.stopping())
+        await asyncio.wait((talk, end), return_when=asyncio.FIRST_COMPLETED)
+        if not talk.done():
+            talk.cancel()
+            await asyncio.gather(talk, return_exceptions=True)
+            return False
+        try:
+            talk.result()
+            if not once:
+                console.print("\nPress Ctrl-C to stop.")
+                await watch(state.folder(job.deployment), lambda line: print_line(console, line))
+        finally:
+            end.cancel()
+            console.print("[dim]stopping[/]")
+    return True
+
+
+async def _talk(job: "Job", console: "Console", prompt: str) -> None:
+    from cleave.local import chat
+
+    body = {
+        "model": job.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": _MAX_TOKENS,
+        "temperature": 0,
+    }
+    console.print(f"\n[bold]you[/]    {prompt}")
+    console.print("[bold]model[/]  ", end="")
+    response = await chat.ask(
+        job.url, body, lambda text: console.print(text, end="", markup=False, style="cyan")
+    )
+    console.print("\n")
+    await _report(job, console, response)
+    request = json.dumps({**body, "stream": True}, ensure_ascii=False).replace("'", r"'\''")
+    console.print("\nSend a request yourself:")
+    typer.echo(
+        f"  curl -N {job.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{request}'"
+    )
+
+
+async def _report(job: "Job", console: "Console", response: "Answer") -> None:
+    """Print latencies and token counts of the response, and the state of all instances."""
+    from rich.table import Table
+
+    from cleave.cli.local.status import collect, show
+    from cleave.local import gateways
+
+    deployments = await collect(job.deployment)
+    num_handoffs = await gateways.handoffs(job.url)
+    figures = Table.grid(padding=(0, 2))
+    figures.add_row("prompt", f"{response.prompt_tokens} tokens")
+    figures.add_row("output", f"{response.output_tokens} tokens")
+    figures.add_row("time to first token (TTFT)", f"{response.ttft_ms:.0f} ms")
+    figures.add_row("time per token after it (TPOT)", f"{response.tpot_ms:.1f} ms")
+    figures.add_row("KV hand-offs used", str(num_handoffs))
+    for row in (row for each in deployments for row in each["instances"]):
+        if row["kv_path"]:
+            figures.add_row(f"KV path of {row['instance']}", row["kv_path"])
+    console.print(figures)
+    show(console, deployments)

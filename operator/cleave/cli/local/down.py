@@ -1,0 +1,43 @@
+"""`cleave down`: stops a deployment on this machine."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from cleave.cli.completion import complete_running
+from cleave.cli.output.errors import told
+
+
+def down(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of the deployment. May be omitted when only one is running.",
+            autocompletion=complete_running,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Seconds to let running requests finish before all processes are killed."
+        ),
+    ] = 45,
+) -> None:
+    """Stop a deployment: drain the gateway first, then the decode and the prefill workers.
+
+    \b
+    Examples:
+      # Stop the only running deployment
+      cleave down
+      # Stop the deployment chat and give its requests two minutes
+      cleave down chat --timeout 120
+    """
+    from cleave.local import state
+    from cleave.local import up as local
+
+    with told():
+        orphaned = {folder.name: folder for folder in state.lost()}
+        folder = orphaned.get(name or "") or state.find(name)
+        asyncio.run(local.down(folder, timeout))
+    typer.echo(f"{folder.name} stopped")

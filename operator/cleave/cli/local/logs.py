@@ -1,0 +1,86 @@
+"""`cleave logs`: prints the logs of pods, also of pods that have ended."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cleave.cli.completion import complete_logged
+from cleave.cli.output.errors import FAILED, fail
+
+_LOOK_PERIOD_S = 0.2
+
+
+def logs(
+    name: Annotated[
+        str, typer.Argument(help="Name of the deployment.", autocompletion=complete_logged)
+    ],
+    pod: Annotated[str | None, typer.Argument(help="Name of the pod. Default: all pods.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Stream new lines until Ctrl-C.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")
+    ] = 100,
+) -> None:
+    """Print the logs of a deployment's pods.
+
+    \b
+    Examples:
+      # Print the last 100 lines of every pod of the deployment chat
+      cleave logs chat
+      # Stream the log of one pod
+      cleave logs chat chat-prefill-0 -f
+    """
+    from cleave.local import state
+    from cleave.local.kubelet import logs as local
+
+    files = _files(state.folder(name).path / "logs", name, pod)
+    # Take sizes before reading: lines written meanwhile are printed twice rather than lost.
+    sizes = [file.stat().st_size for file in files]
+    for file in files:
+        _print(file, local.tail(file, lines), several=len(files) > 1)
+    if follow:
+        _follow(files, sizes)
+
+
+def _files(folder: Path, name: str, pod: str | None) -> list[Path]:
+    available = sorted(folder.glob("*.log"))
+    if not available:
+        fail([f"{name} has no logs on this machine"], FAILED)
+    selected = [file for file in available if pod in (None, file.stem)]
+    if not selected:
+        pods = ", ".join(file.stem for file in available)
+        fail([f"{name} has no pod {pod}; it has {pods}"], FAILED)
+    return selected
+
+
+def _follow(files: Sequence[Path], sizes: Sequence[int]) -> None:
+    offsets = dict(zip(files, sizes, strict=True))
+    while True:
+        for file in files:
+            text, offsets[file] = _news(file, offsets[file])
+            _print(file, text.splitlines(), several=len(files) > 1)
+        time.sleep(_LOOK_PERIOD_S)
+
+
+def _news(file: Path, offset: int) -> tuple[str, int]:
+    """Complete lines written after byte `offset`, and the offset after them."""
+    try:
+        with file.open("rb") as opened:
+            if os.fstat(opened.fileno()).st_size < offset:
+                offset = 0  # the kubelet has truncated a log that grew too long
+            opened.seek(offset)
+            text = opened.read()
+    except FileNotFoundError:
+        return "", 0  # the deployment is starting again and will write a new file
+    complete = text[: text.rfind(b"\n") + 1]
+    return complete.decode(errors="replace"), offset + len(complete)
+
+
+def _print(file: Path, lines: Sequence[str], *, several: bool) -> None:
+    for line in lines:
+        typer.echo(f"{file.stem} | {line}" if several else line)

@@ -1,0 +1,189 @@
+"""`cleave status`: instances on this machine, as agents and the gateway report them now."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave.cli.completion import complete_running
+from cleave.cli.output.errors import told
+from cleave.cli.output.tables import plain_table, print_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cleave.local.state import Snapshot
+    from cleave.local.status import Row
+
+WATCH_PERIOD_S = 1.0
+_REASON_WIDTH = 60
+_STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "draining": "yellow"}
+
+
+class Output(StrEnum):
+    """Output format."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def status(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of the deployment. Default: all deployments.",
+            autocompletion=complete_running,
+        ),
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show the instances of deployments on this machine, their load and the gateway.
+
+    RUN and WAIT count running and waiting requests. KV% is the used share of the KV cache.
+    RESTARTS counts restarts of the pod and of its engine.
+
+    \b
+    Examples:
+      # Show all deployments on this machine
+      cleave status
+      # Print the deployment chat as JSON
+      cleave status chat -o json
+    """
+    with told():
+        if not watch:
+            _print(asyncio.run(collect(name)), output)
+            if name is None:
+                _tell_lost()
+        elif output is Output.TABLE:
+            _watch_table(name)
+        else:
+            while True:
+                _print(asyncio.run(collect(name)), output)
+                time.sleep(WATCH_PERIOD_S)
+
+
+async def collect(name: str | None) -> list[dict[str, Any]]:
+    """Every running deployment (or `name` alone) with the rows of its instances."""
+    from cleave.local import state
+
+    folders = [state.find(name)] if name else state.running()
+    snapshots = [snapshot for folder in folders if (snapshot := folder.read())]
+    rows = await asyncio.gather(*map(_rows, snapshots))
+    return [
+        {
+            "deployment": snapshot.deployment,
+            "url": snapshot.url,
+            "plan": snapshot.plan or None,
+            "instances": [asdict(row) for row in instance_rows],
+        }
+        for snapshot, instance_rows in zip(snapshots, rows, strict=True)
+    ]
+
+
+async def _rows(snapshot: "Snapshot") -> list["Row"]:
+    from cleave.local import gateways
+    from cleave.local import status as local_status
+    from cleave.manifests.labels import GATEWAY
+
+    rows, gateway = await asyncio.gather(local_status.rows(snapshot), gateways.ask(snapshot.url))
+    return [
+        row
+        if row.role != GATEWAY or row.state != "ready" or gateway.serving
+        else replace(row, state="not serving", reason=gateway.reason)
+        for row in rows
+    ]
+
+
+def _print(deployments: Sequence[dict[str, Any]], output: Output) -> None:
+    if output is Output.JSON:
+        import json
+
+        typer.echo(json.dumps(deployments, indent=2))
+    elif output is Output.YAML:
+        import yaml
+
+        typer.echo(yaml.safe_dump(list(deployments), sort_keys=False), nl=False)
+    else:
+        from rich.console import Console
+
+        show(Console(), deployments)
+
+
+def _tell_lost() -> None:
+    from cleave.local import state
+
+    for folder in state.lost():
+        line = f"{folder.name}: its supervisor was killed; see `cleave logs {folder.name}`"
+        typer.echo(f"{line}, clean up with `cleave down {folder.name}`", err=True)
+
+
+def _watch_table(name: str | None) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            deployments = asyncio.run(collect(name))
+            drawn = table(deployments) if deployments else "no deployments running on this machine"
+            live.update(drawn, refresh=True)
+            time.sleep(WATCH_PERIOD_S)
+
+
+def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
+    """Print the table in its full width, then failures and plans."""
+    if not deployments:
+        console.print("no deployments running on this machine")
+        return
+    print_whole(console, table(deployments))
+    for deployment in deployments:
+        lines = [
+            f"{row['instance']}: last failure: {row['last_failure']}"
+            for row in deployment["instances"]
+            if row["last_failure"]
+        ]
+        if plan := deployment["plan"]:
+            lines.append(f"{deployment['deployment']}: {_in_words(plan)}")
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _in_words(plan: dict[str, Any]) -> str:
+    """The reason for the placement, after its predicted goodput if there is a prediction."""
+    predicted = plan.get("predicted")
+    if predicted is None:
+        return str(plan["reason"])
+    expected = f"{predicted['goodput']:.3g} req/s within the SLO"
+    return f"{plan['verdict'].lower()}, {expected} predicted. {plan['reason']}"
+
+
+def table(deployments: Sequence[dict[str, Any]]) -> "Table":
+    """The rows of all deployments in one table."""
+    from rich.text import Text
+
+    drawn = plain_table(
+        ("INSTANCE", "ROLE", "STATE", "ENGINE"),
+        ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
+    )
+    drawn.add_column("URL", no_wrap=True)
+    for row in (row for deployment in deployments for row in deployment["instances"]):
+        state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
+        if row["reason"]:
+            reason = Text(f"\n{row['reason']}", style="dim")
+            reason.truncate(_REASON_WIDTH, overflow="ellipsis")
+            state.append_text(reason)
+        kv = row["kv_cache_usage"]
+        figures = (
+            *(row["num_running"], row["num_waiting"], None if kv is None else f"{kv:.1%}"[:-1]),
+            *(row["epoch"], row["restarts"], row["pid"]),
+        )
+        cells = ("-" if figure is None else str(figure) for figure in figures)
+        drawn.add_row(row["instance"], row["role"], state, row["engine"], *cells, row["url"])
+    return drawn

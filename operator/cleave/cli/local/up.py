@@ -1,0 +1,127 @@
+"""`cleave up`: starts a deployment on this machine, in the foreground or detached."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment, told
+from cleave.cli.output.progress_bar import progress_bar, simulating_bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cleave.api.deployment import LLMDeployment
+    from cleave.local.launch_plan import Job
+    from cleave.planner.placement import Placement
+
+File = Annotated[
+    Path, typer.Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
+]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
+SharedCores = Annotated[
+    bool,
+    typer.Option(
+        "--allow-shared-cores", help="Let engines share CPU cores when there are too few."
+    ),
+]
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait until all pods are ready.")]
+
+
+def up(
+    file: File,
+    port: Port = 8080,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Run in the background and return when ready.")
+    ] = False,
+    timeout: Timeout = 900,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the pods as YAML without starting them.")
+    ] = False,
+    allow_shared_cores: SharedCores = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="YAML file that describes the machines to plan for.", show_default=False),
+    ] = None,
+) -> None:
+    """Start a deployment on this machine, without a Kubernetes cluster.
+
+    A manifest with a workload and no placement is planned first: vLLM for the machines of
+    --cluster; emulated engines from their latency profile, with at most spec.planning.maxGPUs (16)
+    of them, or one per GPU of --cluster.
+
+    \b
+    Examples:
+      # Start in the background and return when all pods are ready
+      cleave up -f examples/emulated.yaml -d
+      # Print the pods without starting them
+      cleave up -f examples/emulated.yaml --dry-run
+    """
+    deployment = load_deployment(file)
+    placement = place(deployment, file, cluster)
+    from rich.console import Console
+
+    from cleave.local.kubelet import node
+    from cleave.local.planning import must_be_installed, plan_job
+
+    with told():
+        if not dry_run:
+            must_be_installed(deployment.spec.engine.type)
+        job = plan_job(
+            deployment, placement, node.inspect(), port, allow_shared_cores=allow_shared_cores
+        )
+        if dry_run:
+            _print_pods(job)
+        else:
+            asyncio.run(_up(job, Console(), timeout, detach))
+
+
+def place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
+    """Return the instances of each role: from spec.placement, else planned.
+
+    Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
+    """
+    from cleave.api.manifest import ManifestError, load_cluster
+    from cleave.local import placement as local_placement
+    from cleave.planner.placement import PlanError
+
+    try:
+        machines = load_cluster(cluster) if cluster else None
+        is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
+        bar = simulating_bar if is_planned else progress_bar
+        with told(), bar("planning") as tick:
+            return local_placement.place(deployment, file.parent, machines, tick)
+    except (ManifestError, PlanError) as error:
+        fail(error.faults, BAD_INPUT)
+
+
+async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) -> None:
+    from cleave.cli.local.progress import print_line, progress
+    from cleave.local import state
+    from cleave.local import up as local
+    from cleave.local.errors import UpError
+    from cleave.local.progress import watch
+
+    local.check(job)
+    if detach:
+        await local.detach(job, progress(console), timeout_s)
+        _say_ready(job, console, f"stop it with: cleave down {job.deployment}")
+        return
+    async with local.running(job, progress(console), timeout_s) as supervisor:
+        if supervisor.is_stopping:
+            raise UpError(["stopped before it was ready"])
+        _say_ready(job, console, "press Ctrl-C to stop")
+        await watch(state.folder(job.deployment), lambda line: print_line(console, line))
+        console.print("stopping the gateway, then the workers; Ctrl-C again kills them at once")
+
+
+def _say_ready(job: "Job", console: "Console", how_to_stop: str) -> None:
+    line = f"[green]ready[/]  {job.model} at {job.url}/v1  ({how_to_stop})"
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def _print_pods(job: "Job") -> None:
+    import yaml
+
+    typer.echo(yaml.safe_dump_all(job.pods, sort_keys=False), nl=False)

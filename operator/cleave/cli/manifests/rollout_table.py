@@ -1,0 +1,96 @@
+"""The steps of a rollout as a terminal table and as JSON."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import typer
+
+from cleave.api.role import Role
+from cleave.cli.output.tables import plain_table, print_whole
+from cleave.controller.rollout.planner import RolloutLimits
+from cleave.controller.rollout.preview import Stage
+from cleave.planner.result.text import percent
+
+_MOVES = (
+    "Instances whose pools differ only in the role change their role instead, at once and "
+    "without a restart."
+)
+
+
+def show(
+    name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
+) -> None:
+    """Print a summary, then a line per step; cells are never truncated."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    what = f"revision {before or 'none'} -> {after}" if before != after else f"revision {after}"
+    console.print(f"{name}: {what}; {_summary(limits, stages)}", markup=False, soft_wrap=True)
+    if len(stages) > 1:
+        roles = list(stages[0].roles)
+        table = plain_table((), ("STEP", *(role.upper() for role in roles), "CAPACITY"))
+        table.add_column("WHAT", no_wrap=True)
+        for number, stage in enumerate(stages):
+            counts = (f"{each.new}+{each.old}" for each in stage.roles.values())
+            share = percent(min(1.0, stage.capacity))
+            table.add_row(str(number or "now"), *counts, share, _what(stage))
+        print_whole(console, table)
+    if before == after and _swaps(stages):
+        console.print(_MOVES, markup=False, soft_wrap=True)
+
+
+def _swaps(stages: Sequence[Stage]) -> bool:
+    """Whether one role loses instances and another role gains some."""
+    changes = [
+        stages[-1].roles[role].new - each.new - each.old for role, each in stages[0].roles.items()
+    ]
+    return min(changes, default=0) < 0 < max(changes, default=0)
+
+
+def print_json(
+    name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
+) -> None:
+    """Print the steps as JSON; step 0 is the current state."""
+    document = {
+        "deployment": name,
+        "revision": {"from": before, "to": after},
+        "limits": {"max_surge": limits.max_surge, "max_unavailable": limits.max_unavailable},
+        "steps": [
+            {
+                "step": number,
+                "capacity": round(stage.capacity, 4),
+                "roles": {
+                    str(role): {
+                        "new": each.new,
+                        "old": each.old,
+                        "started": stage.started.get(role, 0),
+                        "stopped": stage.stopped.get(role, 0),
+                    }
+                    for role, each in stage.roles.items()
+                },
+            }
+            for number, stage in enumerate(stages)
+        ],
+    }
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _summary(limits: RolloutLimits, stages: Sequence[Stage]) -> str:
+    if len(stages) == 1:
+        return "nothing has to change"
+    most = {
+        role: max(stage.roles[role].new + stage.roles[role].old for stage in stages)
+        for role in stages[0].roles
+    }
+    steps = "1 step" if len(stages) == 2 else f"{len(stages) - 1} steps"
+    bounds = f"maxSurge {limits.max_surge}, maxUnavailable {limits.max_unavailable}"
+    return f"{steps} with {bounds}; at most {_listed(most)} instances at a time"
+
+
+def _what(stage: Stage) -> str:
+    parts = (("start", stage.started), ("drain", stage.stopped))
+    return "; ".join(f"{verb} {_listed(counts)}" for verb, counts in parts if any(counts.values()))
+
+
+def _listed(counts: Mapping[Role, int]) -> str:
+    return " and ".join(f"{count} {role}" for role, count in counts.items() if count)

@@ -1,0 +1,47 @@
+"""`cleave validate`: checks a manifest without starting anything."""
+
+import typer
+
+from cleave import distribution
+from cleave.cli.local.up import File
+from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment
+from cleave.cli.planning.inputs import ClusterFile, Overrides, ask
+
+
+def validate(file: File, cluster: ClusterFile = None) -> None:
+    """Check the fields and values of a manifest, and that it can be planned.
+
+    With --cluster, its GPUs and its trace file are checked as well; emulated engines need no
+    cluster file for that. Valid values that are probably mistakes, such as targets in seconds or a
+    model that cannot be planned, are warnings.
+
+    Exit codes: 0 valid, 2 invalid, with one line per error.
+
+    \b
+    Examples:
+      # Check a manifest
+      cleave validate -f examples/smallest.yaml
+      # Check it against the machines of a cluster
+      cleave validate -f examples/planned.yaml --cluster examples/cluster.yaml
+    """
+    from cleave.api.manifest import ManifestError, load_cluster
+    from cleave.perf.hardware import inventory
+    from cleave.planner.deployment_checks import unknown_model
+    from cleave.planner.placement import PlanError
+
+    deployment = load_deployment(file)
+    spec = deployment.spec
+    try:
+        if cluster and unknown_model(deployment) is not None:
+            # The model cannot be planned, but the deployment can be started.
+            inventory.kinds(load_cluster(cluster), spec.planning.gpus)
+            if spec.workload and spec.workload.trace:
+                distribution.require("planner")
+                from cleave.planner import problem_from_cluster
+
+                problem_from_cluster.demand(deployment, file.parent)
+        elif cluster or (spec.workload and not spec.placement and spec.engine.type == "Emulated"):
+            ask(file, cluster, Overrides(), seed=0)
+    except (ManifestError, PlanError) as error:
+        fail(error.faults, BAD_INPUT)
+    typer.echo(f"{file}: LLMDeployment {deployment.metadata.name} is valid")

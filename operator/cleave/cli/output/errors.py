@@ -1,0 +1,59 @@
+"""Errors for users: one line each on standard error, and an exit code.
+
+Used by every command. Exit code 1: the command failed; 2: its input is wrong.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from cleave.local.errors import ChatError, StateError, UpError
+
+if TYPE_CHECKING:
+    from cleave.api.deployment import LLMDeployment
+
+FAILED = 1
+BAD_INPUT = 2
+
+
+def fail(faults: Sequence[str], code: int, log: Sequence[str] = ()) -> NoReturn:
+    """Print the lines of `log`, then one line per fault, and exit with `code`."""
+    for line in log:
+        sys.stderr.write(f"  | {line}\n")
+    for fault in faults:
+        sys.stderr.write(f"error: {fault}\n")
+    raise typer.Exit(code)
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Print errors of `cleave.local` that are raised inside, and exit with code 1."""
+    try:
+        yield
+    except UpError as error:
+        fail(error.faults, FAILED, error.log)
+    except (ChatError, StateError) as error:
+        fail([str(error)], FAILED)
+
+
+def load_deployment(file: Path) -> "LLMDeployment":
+    """Read the LLMDeployment in `file`; prints warnings about it to standard error.
+
+    Exits with code 2 and one line per fault when it is invalid.
+    """
+    from cleave.api.manifest import ManifestError, load
+    from cleave.planner.deployment_checks import doubts
+    from cleave.planner.placement import PlanError, located, plan
+
+    try:
+        deployment = located(load(file), file.parent)
+        plan(deployment)
+    except (ManifestError, PlanError) as error:
+        fail(error.faults, BAD_INPUT)
+    for warning in doubts(deployment):
+        sys.stderr.write(f"warning: {warning}\n")
+    return deployment

@@ -1,0 +1,141 @@
+"""The input of the planner from files and options, shared by `plan`, `simulate` and `provision`.
+
+Options may override the rate, the trace and the SLO targets of the manifest.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave import distribution
+from cleave.cli.output.errors import BAD_INPUT, fail
+
+if TYPE_CHECKING:
+    from cleave.api.cluster import Cluster
+    from cleave.api.deployment import LLMDeployment
+    from cleave.planner.problem import Problem
+
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster",
+        help="YAML file of the machines: nodes, network, custom GPUs, measured profiles.",
+        show_default=False,
+    ),
+]
+Rate = Annotated[
+    float | None, typer.Option(help="Requests per second. Overrides spec.workload.rate.")
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."
+    ),
+]
+TtftTarget = Annotated[
+    float | None, typer.Option("--slo-ttft", help="TTFT target in ms. Overrides spec.slo.ttftMs.")
+]
+TpotTarget = Annotated[
+    float | None, typer.Option("--slo-tpot", help="TPOT target in ms. Overrides spec.slo.tpotMs.")
+]
+_EXAMPLE = "such as nodes: [{count: 4, gpu: A100-SXM-80GB}]"
+Seed = Annotated[int, typer.Option(min=0, help="Random seed of the generated requests.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Values of options that override those of the manifest; None: not overridden."""
+
+    rate: float | None = None
+    trace: Path | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A deployment and the planning problem built from it."""
+
+    deployment: "LLMDeployment"
+    problem: "Problem"
+
+
+def ask(file: Path, cluster: Path | None, overrides: Overrides, seed: int) -> Question:
+    """Read both files. Exits with code 2 and one line per fault."""
+    from cleave.api.manifest import ManifestError, load, load_cluster
+    from cleave.planner.placement import PlanError, located
+
+    distribution.require("planner")
+    try:
+        deployment = overridden(located(load(file), file.parent), overrides)
+        machines = load_cluster(cluster) if cluster else None
+        return Question(deployment, _problem(deployment, machines, file.parent, seed))
+    except (ManifestError, PlanError) as error:
+        fail(error.faults, BAD_INPUT)
+
+
+def _problem(
+    deployment: "LLMDeployment", machines: "Cluster | None", folder: Path, seed: int
+) -> "Problem":
+    from cleave.api.engine import EngineType
+    from cleave.planner import problem_from_cluster, problem_from_profile
+    from cleave.planner.placement import PlanError
+
+    if machines is not None:
+        return problem_from_cluster.problem(deployment, machines, folder, seed)
+    if deployment.spec.engine.type is not EngineType.EMULATED:
+        raise PlanError(
+            [f"--cluster: is required: a YAML file that describes the machines, {_EXAMPLE}"]
+        )
+    return problem_from_profile.problem(deployment, folder, seed)
+
+
+def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":
+    """Return the deployment with `overrides` applied. Raises ManifestError."""
+    from cleave.api.manifest import ManifestError, validate
+
+    if overrides == Overrides():
+        return deployment
+    spec = deployment.spec.model_dump(mode="json", exclude_none=True)
+    traffic: dict[str, Any] = spec.setdefault("workload", {})
+    if overrides.trace is not None:
+        # Another trace is replayed with its own arrival times, unless a rate is given.
+        is_resampled = overrides.rate is not None and "burstiness" in traffic
+        retained = {"burstiness": traffic["burstiness"]} if is_resampled else {}
+        traffic = spec["workload"] = {
+            **retained,
+            "trace": {"path": str(overrides.trace.absolute())},
+        }
+    if overrides.rate is not None:
+        traffic["rate"] = overrides.rate
+    for key, value in (("ttftMs", overrides.ttft_ms), ("tpotMs", overrides.tpot_ms)):
+        if value is not None:
+            spec["slo"][key] = value
+    if not traffic:
+        del spec["workload"]
+    try:
+        return validate(
+            {
+                "apiVersion": deployment.api_version,
+                "kind": deployment.kind,
+                "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+                "spec": spec,
+            }
+        )
+    except ManifestError as error:
+        raise ManifestError([_by_option(fault, overrides) for fault in error.faults]) from error
+
+
+def _by_option(fault: str, overrides: Overrides) -> str:
+    """The fault with the name of the option that caused it instead of the manifest's field."""
+    options = {
+        "spec.workload.rate": ("--rate", overrides.rate),
+        "spec.workload.trace.path": ("--trace", overrides.trace),
+        "spec.slo.ttftMs": ("--slo-ttft", overrides.ttft_ms),
+        "spec.slo.tpotMs": ("--slo-tpot", overrides.tpot_ms),
+    }
+    field, colon, text = fault.partition(":")
+    option, value = options.get(field, ("", None))
+    return fault if value is None else f"{option}{colon}{text}"

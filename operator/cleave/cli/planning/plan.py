@@ -1,0 +1,167 @@
+"""`cleave plan`: finds a placement for model, workload, SLO and GPUs, and predicts its behavior."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave.cli.local.up import File
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.output.progress_bar import progress_bar, simulating_bar
+from cleave.cli.planning.inputs import (
+    ClusterFile,
+    Overrides,
+    Question,
+    Rate,
+    Seed,
+    TpotTarget,
+    TraceFile,
+    TtftTarget,
+    ask,
+)
+
+if TYPE_CHECKING:
+    from cleave.planner.plan import Answer
+
+
+class Output(StrEnum):
+    """Output format."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def plan(
+    file: File,
+    cluster: ClusterFile = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    top: Annotated[int, typer.Option(min=1, max=100, help="Number of plans to show.")] = 5,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Explain how the plan was found and what its predictions are based on.",
+        ),
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a report with charts to this HTML file.")
+    ] = None,
+    rate: Rate = None,
+    trace: TraceFile = None,
+    slo_ttft: TtftTarget = None,
+    slo_tpot: TpotTarget = None,
+    seed: Seed = 0,
+) -> None:
+    """Find the placement with the best goodput per GPU, and predict its latencies.
+
+    The plan "2P tp4 + 1D tp2 pp2" has two prefill instances with tensor parallel size 4 and one
+    decode instance with tensor parallel size 2 and pipeline parallel size 2. M stands for mixed.
+
+    GOODPUT is the highest rate (req/s) at which the SLO is met. ATTAINED, TTFT and TPOT
+    (P50/P90/P99) are predictions at the requested rate.
+
+    Exit codes: 0 a plan was found, 1 no plan meets the SLO, 2 the input is invalid.
+
+    \b
+    Examples:
+      # Find a plan and explain it
+      cleave plan -f examples/planned.yaml --cluster examples/cluster.yaml --explain
+      # Plan for another rate and write a report
+      cleave plan -f chat.yaml --cluster cluster.yaml --rate 20 --report plan.html
+      # Fill the plan into the manifest and apply it
+      cleave plan -f chat.yaml --cluster cluster.yaml -o yaml | kubectl apply -f -
+    """
+    if report is not None and not report.parent.is_dir():
+        fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
+    question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
+    answer = _search(question)
+    _print(question, answer, output, top, explained=explain)
+    if report is not None:
+        _write_report(question, answer, report)
+    if answer.selected is None:
+        raise typer.Exit(FAILED)
+
+
+def _search(question: Question) -> "Answer":
+    from cleave.planner import plan_search
+    from cleave.planner.placement import PlanError
+
+    try:
+        with simulating_bar("planning") as tick:
+            return plan_search.plan(question.problem, tick)
+    except PlanError as error:
+        fail(error.faults, BAD_INPUT)
+
+
+def _print(
+    question: Question, answer: "Answer", output: Output, top: int, *, explained: bool
+) -> None:
+    if output is Output.JSON:
+        import json
+
+        from cleave.planner.result.status import document
+
+        result = document(answer, top - 1)
+        if explained and answer.selected:
+            from cleave.planner.scaling_law import growth
+
+            result["aladdin"] = growth.document(question.problem, answer.selected)
+        typer.echo(json.dumps(result, indent=2))
+    elif output is Output.YAML:
+        import yaml
+
+        typer.echo(yaml.safe_dump(manifest(question, answer), sort_keys=False), nl=False)
+    else:
+        from rich.console import Console
+
+        from cleave.cli.planning import plan_table
+
+        console = Console()
+        plan_table.show(console, answer, top=top, wide=output is Output.WIDE)
+        if explained:
+            from cleave.cli.planning.explanation import explain
+
+            console.print()
+            explain(console, question.problem, answer)
+
+
+def manifest(question: Question, answer: "Answer") -> dict[str, Any]:
+    """The manifest with the selected plan as spec.placement and status.plan."""
+    from cleave.manifests.pool import selected_plan
+    from cleave.planner.placement import Placement
+    from cleave.planner.result.status import placement
+
+    deployment, chosen = question.deployment, answer.selected
+    spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    if chosen:
+        spec["placement"] = placement(chosen)
+    pools = chosen.pools if chosen else ()
+    status = selected_plan(deployment, Placement(pools, answer.reason, answer))
+    return {
+        "apiVersion": deployment.api_version,
+        "kind": deployment.kind,
+        "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+        "spec": spec,
+        "status": {"plan": status.model_dump(mode="json", exclude_none=True)},
+    }
+
+
+def _write_report(question: Question, answer: "Answer", path: Path) -> None:
+    from cleave.planner.result.neighbours import neighbours
+    from cleave.report.load_study import rivals, shown_plans, study
+    from cleave.report.page import page
+    from cleave.report.report_input import bench, subject
+
+    problem, plans = question.problem, shown_plans(answer)
+    with progress_bar("simulating for the report"):
+        beside = neighbours(problem, rivals(plans), plans)
+        result = study(subject(question.deployment, problem), answer, bench(problem), beside)
+    text = page(result)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail([f"{path} cannot be written: {error.strerror}"], FAILED)
+    typer.echo(f"report: {path} ({len(text) / 1e6:.1f} MB)", err=True)

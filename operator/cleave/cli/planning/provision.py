@@ -1,0 +1,196 @@
+"""`cleave provision`: chooses kinds and numbers of machines for prefill and for decode."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave.cli.local.up import File
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.output.progress_bar import simulating_bar
+from cleave.cli.planning.inputs import Overrides, Rate, Seed, TraceFile, ask
+
+if TYPE_CHECKING:
+    from cleave.planner.plan import Percentiles
+    from cleave.planner.problem import Problem
+    from cleave.planner.provision.search import Design, Question
+
+
+_OPTIONS = (
+    ("goal Throughput", "--goal throughput"),
+    ("max_cost_per_hour", "--max-cost"),
+    ("max_power_watts", "--max-power"),
+    ("max_machines", "--max-machines"),
+)
+"""Names of fields in errors of the planner, and the options that set them."""
+
+
+class Output(StrEnum):
+    """Output format."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class Most(StrEnum):
+    """The quantity to optimize."""
+
+    THROUGHPUT = "throughput"
+    COST = "cost"
+    POWER = "power"
+
+
+def provision(
+    file: File,
+    cluster: Annotated[
+        Path,
+        typer.Option(
+            help="YAML file with one node of each kind to choose from.", show_default=False
+        ),
+    ],
+    goal: Annotated[
+        Most,
+        typer.Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
+    ] = Most.COST,
+    max_cost: Annotated[
+        float | None, typer.Option(help="Budget per hour, in the currency of the prices.")
+    ] = None,
+    max_power: Annotated[
+        float | None, typer.Option(help="Budget of provisioned power in watts.")
+    ] = None,
+    token_cap: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            max=1,
+            help="Also consider decode machines capped to this share of their power.",
+        ),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="GPU whose node has slowdown 1. Default: the slowest of the cluster."),
+    ] = None,
+    max_machines: Annotated[
+        int, typer.Option(min=1, max=1024, help="Maximum number of machines of each kind.")
+    ] = 128,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    rate: Rate = None,
+    trace: TraceFile = None,
+    seed: Seed = 0,
+) -> None:
+    """Choose kinds and numbers of machines for prefill and decode, as Splitwise does.
+
+    A machine is an entire node. Nine slowdowns relative to a single request on the reference
+    machine must be met: P50/P90/P99 of TTFT (2, 3, 6), and of time between tokens and end-to-end
+    latency (1.25, 1.5, 5 each). spec.slo is ignored. The cluster file lists the kinds of nodes;
+    their counts are ignored.
+
+    Exit codes: 0 found, 1 no cluster meets the slowdowns, 2 the input is invalid.
+
+    \b
+    Examples:
+      # Find the cheapest machines for 40 requests per second
+      cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml --rate 40
+      # Maximize throughput within a power budget
+      cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml \\
+        --goal throughput --max-power 224000 --token-cap 0.5
+    """
+    from cleave.api.manifest import ManifestError
+    from cleave.planner.provision.search import Goal, ProvisioningError
+    from cleave.planner.provision.search import provision as search
+
+    problem = ask(file, cluster, Overrides(rate, trace), seed).problem
+    try:
+        question = replace(
+            _question(problem, cluster, token_cap, reference),
+            goal=Goal[goal.name],
+            rate=None if goal is Most.THROUGHPUT else problem.rate,
+            max_cost_per_hour=max_cost,
+            max_power_watts=max_power,
+            max_machines=max_machines,
+            seed=seed,
+        )
+        with simulating_bar("provisioning") as tick:
+            designs = search(question, tick)
+    except ProvisioningError as error:
+        fail([_in_options(str(error))], BAD_INPUT)
+    except ManifestError as error:
+        fail(error.faults, BAD_INPUT)
+    if not designs:
+        line = f"no cluster of up to {max_machines} machines of each kind meets the slowdowns"
+        fail([f"{line}; use a lower rate, a larger budget or a slower --reference"], FAILED)
+    _print(designs, output)
+
+
+def _in_options(fault: str) -> str:
+    """The fault with the names of options instead of those of the request's fields."""
+    for name, option in _OPTIONS:
+        fault = fault.replace(name, option)
+    return fault
+
+
+def _question(
+    problem: "Problem", cluster: Path, token_cap: float | None, reference: str | None
+) -> "Question":
+    """The request with the machines of the cluster; the caller fills in goal and budgets."""
+    from cleave.api.manifest import load_cluster
+    from cleave.planner.provision import machines
+    from cleave.planner.provision.search import Goal, ProvisioningError, Question
+
+    nodes = machines.nodes(problem)
+    tokens = nodes
+    if token_cap is not None:
+        capped = machines.capped(problem, nodes, load_cluster(cluster), cluster.parent, token_cap)
+        tokens = (*nodes, *capped)
+    by_name = {node.machine.name: node.machine for node in nodes}
+    if reference is not None and reference not in by_name:
+        raise ProvisioningError(f"--reference {reference}: must be one of {', '.join(by_name)}")
+    chosen = by_name[reference] if reference else machines.slowest(nodes, problem.demand)
+    pairs = machines.pairs(problem.shape, nodes, tokens)
+    return Question(problem.demand, pairs, chosen.estimate.timing, Goal.COST)
+
+
+def _print(designs: Sequence["Design"], output: Output) -> None:
+    if output is Output.TABLE:
+        _show(designs)
+        return
+    documents = [asdict(design) for design in designs]
+    if output is Output.JSON:
+        import json
+
+        typer.echo(json.dumps(documents, indent=2))
+    else:
+        import yaml
+
+        typer.echo(yaml.safe_dump(documents, sort_keys=False), nl=False)
+
+
+def _show(designs: Sequence["Design"]) -> None:
+    from rich.console import Console
+
+    from cleave.cli.output.tables import plain_table, print_whole
+
+    figures = ("PROMPT", "TOKEN", "REQ/S", "COST/H", "KW", "TTFT", "TPOT", "E2E")
+    table = plain_table(("MACHINES",), figures)
+    for design in designs:
+        slow = design.slowdowns
+        table.add_row(
+            design.name,
+            str(design.num_prompt),
+            str(design.num_token or "-"),
+            f"{design.rate:.4g}",
+            f"{design.cost_per_hour:,.2f}",
+            f"{design.power_watts / 1000:,.1f}",
+            *map(_shown, (slow.ttft, slow.tpot, slow.e2e)),
+        )
+    console = Console(highlight=False)
+    print_whole(console, table)
+    console.print("TTFT, TPOT, E2E: slowdown at P50/P90/P99", style="dim")
+
+
+def _shown(slowdown: "Percentiles") -> str:
+    return "/".join(f"{each:.2f}" for each in (slowdown.p50, slowdown.p90, slowdown.p99))

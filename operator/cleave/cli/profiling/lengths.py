@@ -1,0 +1,126 @@
+"""`cleave lengths`: trains a predictor of output lengths and evaluates it on other requests."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave.cli.output.errors import BAD_INPUT, fail
+
+if TYPE_CHECKING:
+    from cleave.traffic.length_file import Scores
+
+lengths = typer.Typer(no_args_is_help=True)
+
+_Trace = Annotated[
+    Path, typer.Argument(help="CSV or JSONL file of requests, as cleave workload reads them.")
+]
+_PromptError = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=2,
+        help="Relative error of the gateway's prompt token estimates; ignored where the trace has "
+        "a column estimated_prompt_tokens.",
+    ),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+
+
+@lengths.callback()
+def group() -> None:
+    """Train and evaluate a small classifier that predicts output lengths.
+
+    Gateways load its file with --lengths FILE, or spec.routing.lengthsConfigMap in a cluster.
+    """
+
+
+@lengths.command()
+def train(
+    trace: _Trace,
+    file: Annotated[Path, typer.Option("--output-file", "-o", help="File to write, for gateways.")],
+    prompt_error: _PromptError = 0.2,
+    as_json: _AsJson = False,
+) -> None:
+    """Train on the first 70 % of a trace, evaluate on the rest, and write both to a file.
+
+    The features are prompt tokens and, where the trace has a column max_tokens, that limit.
+    Gateways use the file only if it predicts better than the mean by prompt length, which they
+    learn from traffic.
+
+    Exit codes: 0 written, better or not, 2 the trace cannot be used.
+
+    \b
+    Examples:
+      # Train on recorded requests
+      cleave lengths train requests.csv -o lengths.json
+    """
+    from cleave.traffic import length_file, length_training
+    from cleave.traffic.history import HistoryError
+
+    try:
+        found = length_training.train(trace, prompt_error)
+        length_file.write(file, found)
+    except (HistoryError, length_file.LengthsError) as error:
+        fail([str(error)], BAD_INPUT)
+    scores = found.scores
+    title = f"{trace}: trained on {found.trained_on:,} requests, evaluated on {found.judged_by:,}"
+    then = "gateways use it" if scores.is_better else "gateways keep using that"
+    _print(title, scores, then, as_json)
+
+
+@lengths.command()
+def evaluate(
+    trace: _Trace,
+    file: Annotated[Path, typer.Option("--with", help="File written by cleave lengths train.")],
+    prompt_error: _PromptError = 0.2,
+    as_json: _AsJson = False,
+) -> None:
+    """Evaluate a trained file on a trace of newer requests than it was trained on.
+
+    Exit codes: 0 evaluated, better or not, 2 the trace or the file cannot be used.
+
+    \b
+    Examples:
+      # Evaluate on the requests of today
+      cleave lengths evaluate today.jsonl --with lengths.json
+    """
+    from cleave.traffic import length_file, length_scores, length_training
+    from cleave.traffic.history import HistoryError
+
+    try:
+        found = length_file.read(file)
+        answers, _ = length_training.read(trace, prompt_error)
+    except (HistoryError, length_file.LengthsError) as error:
+        fail([str(error)], BAD_INPUT)
+    scores = length_scores.judge(found, answers)
+    title = f"{trace}: {file} evaluated on {len(answers):,} requests"
+    then = "keep it" if scores.is_better else "train another from newer traffic, or use none"
+    _print(title, scores, then, as_json)
+
+
+def _print(title: str, scores: "Scores", then: str, as_json: bool) -> None:
+    """Print the scores; `then` says what follows from them."""
+    import msgspec
+
+    if as_json:
+        typer.echo(msgspec.json.encode(scores).decode())
+        return
+    from rich.console import Console
+
+    from cleave.cli.output.tables import plain_table, print_whole
+    from cleave.traffic.length_file import GRANULARITIES
+
+    ranges = (f"RANGE OF {width}" for width in GRANULARITIES)
+    drawn = plain_table(["PREDICTOR"], [*ranges, "TOKENS OFF", "SUM OFF"])
+    for name, score in (
+        ("classifier", scores.classifier),
+        ("mean by prompt length", scores.conditional_mean),
+        ("one length for all", scores.constant),
+    ):
+        right = (f"{share:.1%}" for share in score.accuracy)
+        drawn.add_row(name, *right, f"{score.mean_absolute_error:.1f}", f"{score.bias:+.1%}")
+    console = Console(highlight=False)
+    console.print(title, style="bold", soft_wrap=True)
+    print_whole(console, drawn)
+    console.print(f"{scores.comparison}; {then}", soft_wrap=True)

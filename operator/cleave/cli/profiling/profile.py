@@ -1,0 +1,200 @@
+"""`cleave profile`: measures a running engine and writes a profile for planner and emulator."""
+
+import asyncio
+import datetime
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave import distribution
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.output.progress_bar import progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cleave.perf.profile.profile import MeasuredProfile
+    from cleave.profiling.engine_info import EngineFacts
+    from cleave.profiling.measurement_plan import Settings, Taken
+
+_LOCAL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
+
+
+class Output(StrEnum):
+    """Output format."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def profile(
+    url: Annotated[str, typer.Argument(help="URL of the engine, such as http://127.0.0.1:8000.")],
+    model: Annotated[
+        str | None, typer.Option(help="Served model name. Required if the engine serves several.")
+    ] = None,
+    file: Annotated[
+        Path, typer.Option("--output-file", "-O", help="Profile to write, YAML or .json.")
+    ] = Path("profile.yaml"),
+    device: Annotated[
+        str | None, typer.Option(help="Device of the engine. Default: this machine's GPU or CPU.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size", min=1, max=64, help="Tensor parallel size of the engine."
+        ),
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--pipeline-parallel-size", min=1, max=64, help="Pipeline parallel size of the engine."
+        ),
+    ] = 1,
+    longest_prompt: Annotated[
+        int | None, typer.Option(min=32, help="Maximum prompt length to measure, in tokens.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Number of measurements of each point.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure few points, for a first estimate only.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the profile even if measurements scatter.")
+    ] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+) -> None:
+    """Measure the latencies of a running engine and write them to a profile.
+
+    The engine must have no other traffic. Its --max-num-batched-tokens limits the prompt lengths
+    that can be measured.
+
+    \b
+    Examples:
+      # Measure an engine on this machine
+      cleave profile http://127.0.0.1:8000 -O llama-h100.yaml
+    """
+    from dataclasses import replace
+
+    from cleave.perf.profile.profile import write
+    from cleave.profiling.errors import ProfilingError
+    from cleave.profiling.measurement_plan import QUICK, Settings
+    from cleave.profiling.profile_points import find_scattered
+
+    settings = QUICK if quick else Settings()
+    if repeats is not None:
+        settings = replace(settings, repeats=repeats)
+    if longest_prompt is not None:
+        settings = replace(settings, longest_prompt=longest_prompt)
+    if not file.absolute().parent.is_dir():
+        fail([f"--output-file: {file.parent} is not an existing folder"], BAD_INPUT)
+    if device is None:
+        device = _own_device(url)
+    sizes = tensor_parallel_size, pipeline_parallel_size
+    try:
+        facts, taken = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
+        measured = _to_profile(taken, facts, device, sizes)
+    except (ProfilingError, ValueError) as error:
+        fail([str(error)], FAILED)
+    scattered = find_scattered(taken, settings.max_spread)
+    if scattered and not force:
+        faults = [f"scatters: {line}" for line in scattered]
+        fail([*faults, "stop other load on the machine and measure again, or use --force"], FAILED)
+    try:
+        write(measured, file)
+    except OSError as error:
+        fail([f"{file}: {error.strerror}"], FAILED)
+    _print(measured, file, len(scattered), output)
+
+
+def _own_device(url: str) -> str:
+    """Name of this machine's GPU or CPU; exits with code 2 if the engine runs elsewhere."""
+    from cleave.local.kubelet import node
+
+    if not _LOCAL.match(url):
+        fail([f"{url} is another machine: name its GPU with --device"], BAD_INPUT)
+    gpus = node.inspect().gpus
+    if gpus:
+        return gpus[0].name
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return "CPU"
+
+
+async def _measure(
+    url: str, api_key: str | None, model: str | None, settings: "Settings"
+) -> tuple["EngineFacts", "Taken"]:
+    from dataclasses import replace
+
+    from cleave.profiling.client import Client
+    from cleave.profiling.engine_info import inspect
+    from cleave.profiling.measurement_plan import measure
+
+    client = Client(url, api_key=api_key)
+    facts = await inspect(client, model)
+    with progress_bar("probing") as show:
+        return facts, await measure(replace(client, model=facts.model), facts, settings, show)
+
+
+def _to_profile(
+    taken: "Taken", facts: "EngineFacts", device: str, sizes: tuple[int, int]
+) -> "MeasuredProfile":
+    from cleave.profiling.profile_points import to_profile
+
+    return to_profile(
+        taken,
+        facts,
+        device=device,
+        measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        software={facts.engine: facts.version, "cleave": distribution.version()},
+        tensor_parallel_size=sizes[0],
+        pipeline_parallel_size=sizes[1],
+    )
+
+
+def _print(measured: "MeasuredProfile", file: Path, num_scattered: int, output: Output) -> None:
+    if output is Output.JSON:
+        import json
+
+        from cleave.perf.profile.codec import encode
+
+        typer.echo(json.dumps({"file": str(file), "profile": encode(measured)}, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(measured))
+    if num_scattered:
+        console.print(
+            f"{num_scattered} points scatter too much: measure again before planning with it"
+        )
+    console.print(f"written to {file}", soft_wrap=True)
+
+
+def _table(measured: "MeasuredProfile") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"{measured.model} on {measured.device}", title_justify="left")
+    for column in ("pass", "ms", "repeats", "quartiles apart"):
+        table.add_column(column, justify="left" if column == "pass" else "right")
+    rows = [
+        *((f"prefill {p.prompts} x {p.tokens}", p) for p in measured.prefill),
+        *((f"decode {d.batch}, context {d.context_tokens}", d) for d in measured.decode),
+        *(
+            (f"prefill {m.prompt_tokens} with decode {m.batch}, context {m.context_tokens}", m)
+            for m in measured.mixed
+        ),
+    ]
+    for name, point in rows:
+        spread = f"{point.spread_ms / point.ms:.1%}"
+        table.add_row(name, f"{point.ms:.2f}", str(point.repeats), spread)
+    table.add_row("HTTP and front, each request", f"{measured.dispatch_ms:.2f}", "", "")
+    return table

@@ -1,0 +1,243 @@
+"""`cleave workload`: describes traffic as `spec.workload`, or generates similar requests."""
+
+import re
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from os.path import abspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cleave.cli.output.errors import BAD_INPUT, fail
+
+if TYPE_CHECKING:
+    from cleave.api.workload import Workload
+    from cleave.simulator.trace import Trace
+    from cleave.traffic.characterization import Diagnosis
+    from cleave.traffic.workload import Demand
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
+_SURVEY = 20_000
+"""Number of requests generated from distributions to describe them."""
+
+
+class Output(StrEnum):
+    """Output format."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Traffic from a recording, a published workload or Prometheus."""
+
+    title: str
+    trace: "Trace"
+    """Recorded or generated requests."""
+    demand: "Demand"
+    """The distribution that `--sample` generates requests from."""
+    recording: Path | None
+    """The file of `trace`; None: generated."""
+    notes: tuple[str, ...] = ()
+    """Source and assumptions, one sentence each."""
+
+
+def workload(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="CSV or JSONL file of requests, or a published workload such as chat-1m.",
+            autocompletion=lambda incomplete: complete(incomplete),
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="Read from this Prometheus server, http://host:9090.")
+    ] = None,
+    window: Annotated[
+        str, typer.Option(help="Time range to read from Prometheus, such as 30m, 6h or 7d.")
+    ] = "1d",
+    model: Annotated[
+        str | None, typer.Option(help="Read only requests with this label model_name.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second. Overrides the recorded rate.")
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=20, help="Coefficient of variation of interarrival times; 1: Poisson."
+        ),
+    ] = None,
+    fitted: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="Print distributions even where replaying the trace is more accurate."
+        ),
+    ] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=1, max=5_000_000, help="Generate this many requests into --output-file."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of generated requests.")] = 0,
+    file: Annotated[
+        Path | None, typer.Option("--output-file", "-O", help="CSV file for --sample.")
+    ] = None,
+) -> None:
+    """Describe recorded traffic and print it as spec.workload of an LLMDeployment.
+
+    Where fitted distributions do not represent a recording, spec.workload refers to the file and
+    the trace is replayed. With --prometheus, lengths come from vLLM's histograms.
+
+    Exit codes: 0 described or generated, 2 the source cannot be used.
+
+    \b
+    Examples:
+      # Describe recorded requests
+      cleave workload requests.csv
+      # Print a published workload at another rate as spec.workload
+      cleave workload chat-1m --rate 20 -o yaml
+      # Describe the traffic of the last week
+      cleave workload --prometheus http://prometheus:9090 --window 7d
+      # Generate 5000 similar requests
+      cleave workload requests.csv --sample 5000 --rate 12 -O more.csv
+    """
+    from cleave.traffic.history import HistoryError
+    from cleave.traffic.workload import DemandError
+
+    if (source is None) == (prometheus is None):
+        fail(["give either a file or a name, or --prometheus URL"], BAD_INPUT)
+    if (sample is None) != (file is None):
+        fail(["--sample and --output-file must be given together"], BAD_INPUT)
+    try:
+        if prometheus is None:
+            found = _named(str(source), rate, burstiness)
+        else:
+            found = _observed(prometheus, _seconds(window), model, rate, burstiness)
+        if sample is not None and file is not None:
+            _write_sample(found, sample, seed, file)
+        else:
+            is_other = fitted or rate is not None or burstiness is not None
+            _print(found, _spec(found, rate, burstiness, may_replay=not is_other), output)
+    except (HistoryError, DemandError) as error:
+        fail([str(error)], BAD_INPUT)
+
+
+def complete(incomplete: str) -> list[str]:
+    """Names of published workloads for completion; the shell completes files itself."""
+    from cleave.traffic import published
+
+    return [name for name in published.names() if name.startswith(incomplete)]
+
+
+def _named(source: str, rate: float | None, burstiness: float | None) -> Found:
+    """A file if there is one of that name, else a published workload."""
+    from cleave.traffic import characterization, history, published, workload
+
+    path = Path(source)
+    if path.exists() or path.suffix or "/" in source:
+        trace = history.read(path)
+        fitted = characterization.fit(trace, rate, burstiness)
+        demand = workload.resampled(trace, fitted.rate or 1.0, fitted.gap_variation)
+        return Found(source, trace, demand, path)
+    entry = published.find(source)
+    demand = entry.demand(rate, _poisson_unless(burstiness))
+    notes = (f"from {entry.source}", f"known: {entry.known}", f"assumed: {entry.assumed}")
+    return Found(entry.name, demand.draw(_SURVEY), demand, None, notes)
+
+
+def _observed(
+    url: str, window_s: float, model: str | None, rate: float | None, burstiness: float | None
+) -> Found:
+    import time
+
+    from cleave.traffic import prometheus
+
+    observed = prometheus.read(url, time.time(), window_s, model)
+    demand = observed.demand(rate, _poisson_unless(burstiness))
+    mean, peak = float(observed.rates.mean()), float(observed.rates.max())
+    summary = (
+        f"{observed.num_requests:,.0f} requests, {mean:.3g} per second and {peak:.3g} at the peak; "
+        f"to meet the SLO there, plan for --rate {peak:.3g}"
+    )
+    assumed = (
+        "assumed: uniform within histogram buckets; prompt and output lengths independent; "
+        f"burstiness {_poisson_unless(burstiness):g}"
+    )
+    beyond = f"{observed.share_beyond:.1%} of requests are longer than the last bucket"
+    notes = (summary, assumed, *([beyond] if observed.share_beyond > 0.001 else []))
+    return Found("Prometheus", demand.draw(_SURVEY), demand, None, notes)
+
+
+def _poisson_unless(burstiness: float | None) -> float:
+    return 1.0 if burstiness is None else burstiness
+
+
+def _spec(
+    found: Found, rate: float | None, burstiness: float | None, *, may_replay: bool
+) -> dict[str, Any]:
+    """`spec.workload` as in a manifest."""
+    from cleave.api.workload import TraceSource, Workload
+    from cleave.traffic.characterization import diagnose, fit
+
+    if found.recording is None:
+        return _manifest(fit(found.trace, found.demand.rate, _poisson_unless(burstiness)))
+    if may_replay and not diagnose(found.trace).is_fit_good:
+        return _manifest(Workload(trace=TraceSource(path=abspath(found.recording))))
+    return _manifest(fit(found.trace, rate, burstiness))
+
+
+def _manifest(spec: "Workload") -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+
+
+def _write_sample(found: Found, num: int, seed: int, file: Path) -> None:
+    from cleave.traffic import history
+
+    trace = found.demand.draw(num, seed=seed)
+    history.write(file, trace)
+    typer.echo(f"{file}: {num} requests similar to {found.title}, {trace.rate:.4g} per second")
+
+
+def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
+    from cleave.traffic.characterization import diagnose
+
+    diagnosis = diagnose(found.trace)
+    remarks = [*found.notes, *(diagnosis.warnings if found.recording else _drawn(diagnosis))]
+    if output is Output.JSON:
+        import json
+
+        described = {**asdict(diagnosis), "notes": list(found.notes)}
+        typer.echo(json.dumps({"workload": spec, "diagnosis": described}, indent=2))
+    elif output is Output.YAML:
+        import yaml
+
+        typer.echo("".join(f"# {line}\n" for line in remarks), nl=False)
+        typer.echo(yaml.safe_dump({"workload": spec}, sort_keys=False), nl=False)
+    else:
+        from cleave.cli.profiling.workload_table import show
+
+        title = found.title if found.recording else f"{found.title}, generated:"
+        show(title, found.trace, diagnosis, remarks, spec)
+
+
+def _drawn(diagnosis: "Diagnosis") -> list[str]:
+    """A remark if the fit is poor: generated requests can be written to a file and replayed."""
+    if diagnosis.is_fit_good:
+        return []
+    worst = max(diagnosis.prompt_tokens.fit_distance, diagnosis.output_tokens.fit_distance)
+    line = (
+        f"the block uses log-normal lengths, which are {worst:.0%} off; for exact lengths, write "
+        "requests with --sample 10000 -O requests.csv and set workload.trace.path to that file"
+    )
+    return [line]
+
+
+def _seconds(window: str) -> float:
+    match = re.fullmatch(r"(\d+)([smhdw])", window.strip())
+    if match is None:
+        fail([f"--window {window}: must be a number and s, m, h, d or w, such as 6h"], BAD_INPUT)
+    return float(match[1]) * _SECONDS[match[2]]

@@ -1,0 +1,96 @@
+"""Traffic on a terminal: figures, histograms of lengths, remarks, and the block for spec."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cleave.simulator.trace import Trace
+from cleave.traffic.characterization import Diagnosis, LengthSummary
+
+_BAR = 24
+"""Maximum width of a bar in characters."""
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def show(
+    title: str, trace: Trace, diagnosis: Diagnosis, warnings: Sequence[str], spec: dict[str, Any]
+) -> None:
+    """Print everything about one workload."""
+    console = Console(highlight=False)
+    console.print(Text(title, style="bold"), Text(_summary(diagnosis), style="dim"))
+    console.print(Group(_lengths(diagnosis), _histogram(trace)))
+    for line in warnings:
+        console.print(Padding(Text(f"- {line}"), (0, 0, 0, 0)))
+    block = yaml.safe_dump({"workload": spec}, sort_keys=False)
+    console.print(Text("\nfor spec of an LLMDeployment:", style="dim"))
+    console.print(Text(block.rstrip()), soft_wrap=True)
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    arrivals = diagnosis.arrivals
+    if arrivals is None:
+        return f"{diagnosis.num_requests:,} requests without arrival times"
+    dispersion = "" if arrivals.dispersion is None else f", dispersion {arrivals.dispersion:.3g}"
+    return (
+        f"{diagnosis.num_requests:,} requests in {arrivals.duration_s:,.0f} s: "
+        f"{arrivals.rate:.4g} req/s, burstiness {arrivals.burstiness:.3g}{dispersion}, "
+        f"busiest tenth {arrivals.peak_to_mean:.2f} times the mean, "
+        f"correlation of prompt and output {diagnosis.correlation:.2f}"
+    )
+
+
+def _lengths(diagnosis: Diagnosis) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("TOKENS")
+    for heading in ("MEAN", "P50", "P90", "P99", "LARGEST", "OFF THE FIT"):
+        table.add_column(heading, justify="right")
+    rows = (("prompt", diagnosis.prompt_tokens), ("output", diagnosis.output_tokens))
+    for name, lengths in rows:
+        table.add_row(name, *_figures(lengths))
+    return table
+
+
+def _figures(lengths: LengthSummary) -> tuple[str, ...]:
+    figures = (lengths.mean, lengths.p50, lengths.p90, lengths.p99, lengths.largest)
+    return (*(f"{figure:,.0f}" for figure in figures), f"{lengths.fit_distance:.1%}")
+
+
+def _histogram(trace: Trace) -> Table:
+    """Shares of prompts and outputs between powers of two."""
+    longest = int(max(trace.prompt_tokens.max(), trace.output_tokens.max()))
+    shortest = int(min(trace.prompt_tokens.min(), trace.output_tokens.min()))
+    powers = range(shortest.bit_length() - 1, longest.bit_length())
+    prompts, outputs = (
+        _shares(tokens, powers) for tokens in (trace.prompt_tokens, trace.output_tokens)
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("TOKENS", justify="right")
+    table.add_column("PROMPTS", min_width=_BAR)
+    table.add_column("", justify="right")
+    table.add_column("OUTPUTS", min_width=_BAR)
+    table.add_column("", justify="right")
+    widest = max(*prompts, *outputs)
+    for power, prompt, output in zip(powers, prompts, outputs, strict=True):
+        cells = (cell for share in (prompt, output) for cell in _bar(share, widest))
+        table.add_row(f"{1 << power:,}", *cells)
+    return table
+
+
+def _shares(tokens: NDArray[np.int64], powers: range) -> list[float]:
+    bins = np.floor(np.log2(tokens)).astype(int) - powers.start
+    shares: list[float] = (np.bincount(bins, minlength=len(powers)) / len(tokens)).tolist()
+    return shares
+
+
+def _bar(share: float, widest: float) -> tuple[Text, str]:
+    eighths = round(share / widest * _BAR * 8)
+    bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    return Text(bar, style="cyan"), f"{share:.1%}" if share else ""

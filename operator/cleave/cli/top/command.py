@@ -1,0 +1,213 @@
+"""`cleave top`: live view of a deployment, redrawn at each interval.
+
+All figures come from `/metrics` and `/fleet` of one gateway. What is hard: gateways disappear and
+return while the command runs, and the terminal must be restored at its end.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cleave.cli.completion import complete_running
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, told
+
+if TYPE_CHECKING:
+    from cleave.cli.top.view import View
+
+_ASK_S = 2.0
+_PAGE_LIMIT = 16 << 20
+
+
+class Output(StrEnum):
+    """Output format."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+Draw = Callable[["View"], None]
+
+
+def top(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of the deployment. May be omitted when only one is running.",
+            autocompletion=complete_running,
+        ),
+    ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of the internal port of a gateway elsewhere, such as http://127.0.0.1:8081.",
+            show_default=False,
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=60, help="Seconds between two refreshes.")
+    ] = 1.0,
+    once: Annotated[
+        bool,
+        typer.Option("--once", help="Poll twice, one interval apart, print the result and exit."),
+    ] = False,
+    output: Annotated[
+        Output,
+        typer.Option("--output", "-o", help="Output format; json prints one object per line."),
+    ] = Output.TABLE,
+) -> None:
+    """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
+
+    The figures are those of one gateway. RUN and WAIT count requests at the engine, PENDING tokens
+    that it still has to compute or keeps KV for, and HERE requests from this gateway. AGE is the
+    age of the last load report. P50 and P90 are interpolated from histogram buckets, as Prometheus
+    does.
+
+    A table per interval is printed where standard output is not a terminal.
+
+    \b
+    Examples:
+      # Watch the deployment chat on this machine
+      cleave top chat
+      # Watch a gateway in a Kubernetes cluster
+      kubectl port-forward deploy/chat-gateway 8081 &
+      cleave top --gateway http://127.0.0.1:8081
+    """
+    with told():
+        url = _find_url(name, gateway)
+    from cleave.rpc.http_client import HttpError
+
+    try:
+        asyncio.run(_watch(_Gateway(url, name or ""), interval, output, once=once))
+    except HttpError as error:
+        hint = "; --gateway needs its internal port, 8081 in a cluster" if gateway else ""
+        fail([f"gateway at {url}: {error}{hint}"], FAILED)
+
+
+def _find_url(name: str | None, gateway: str | None) -> str:
+    """URL of the gateway's internal port. Raises StateError."""
+    if gateway is not None:
+        return _checked(gateway)
+    from cleave.local import state
+    from cleave.local.errors import StateError
+
+    folder = state.find(name)
+    snapshot = folder.read()
+    if snapshot is None or not snapshot.internal_url:
+        raise StateError(f"{folder.name} is starting; try again in a second")
+    return snapshot.internal_url
+
+
+def _checked(url: str) -> str:
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        fail([f"--gateway {url}: must be a URL such as http://127.0.0.1:8081"], BAD_INPUT)
+    return url.rstrip("/")
+
+
+async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once: bool) -> None:
+    """Poll and draw until interrupted. Raises HttpError if the first poll fails."""
+    from cleave.rpc.http_client import HttpError
+
+    _end_properly()
+    clock = asyncio.get_running_loop().time
+    due = clock() + interval_s
+    view = await gateway.look()
+    with _drawing(output, live=not once) as draw:
+        if not once:
+            draw(view)
+        while True:
+            await asyncio.sleep(max(due - clock(), 0.0))
+            due = max(due, clock()) + interval_s
+            try:
+                view = await gateway.look()
+            except HttpError as error:
+                if once:
+                    raise
+                view = replace(view, fault=str(error))
+            draw(view)
+            if once:
+                return
+
+
+def _end_properly() -> None:
+    """Handle SIGTERM and SIGHUP like Ctrl-C, which restores the terminal."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+
+
+class _Gateway:
+    """Polls `/fleet` and `/metrics` of one gateway."""
+
+    def __init__(self, url: str, deployment: str) -> None:
+        from cleave.cli.top.view import Watcher
+
+        self._url = url
+        self._deployment = deployment
+        """Deployment that the gateway must serve; empty: any."""
+        self._watcher = Watcher()
+
+    async def look(self) -> "View":
+        """Poll once. Raises HttpError; exits with code 1 if it serves another deployment."""
+        import msgspec
+
+        from cleave.rpc.fleet_status import FleetPage
+        from cleave.rpc.http_client import HttpError
+        from cleave.traffic.counters import CountsError, read_page
+
+        fleet, metrics = await asyncio.gather(self._get("/fleet"), self._get("/metrics"))
+        try:
+            page = msgspec.json.decode(fleet, type=FleetPage)
+            counts = read_page(metrics.decode(errors="replace"), time.monotonic())
+        except (msgspec.MsgspecError, CountsError) as error:
+            raise HttpError(f"the response is not that of a gateway: {error}") from error
+        view = self._watcher.take(page, counts, time.time())
+        if self._deployment and page.instances and self._deployment not in view.deployments:
+            served = ", ".join(view.deployments)
+            fail([f"gateway at {self._url}: serves {served}, not {self._deployment}"], FAILED)
+        return view
+
+    async def _get(self, path: str) -> bytes:
+        from cleave.rpc import http_client
+
+        return await http_client.get(self._url + path, seconds=_ASK_S, limit=_PAGE_LIMIT)
+
+
+@contextmanager
+def _drawing(output: Output, *, live: bool) -> Iterator[Draw]:
+    """Yield a function that draws a view: in place on a terminal, else below the last one."""
+    from rich.console import Console
+
+    from cleave.cli.top.screen import print_plain, to_screen
+
+    console = Console(highlight=False)
+    if output is Output.JSON:
+        yield _print_json
+    elif live and console.is_terminal and not console.is_dumb_terminal:
+        from rich.live import Live
+
+        with Live(console=console, screen=True, auto_refresh=False) as screen:
+            yield lambda view: screen.update(to_screen(view, *console.size), refresh=True)
+    else:
+        yield lambda view: print_plain(console, view)
+
+
+def _print_json(view: "View") -> None:
+    import json
+
+    from cleave.cli.top.view import to_plain
+
+    typer.echo(json.dumps(to_plain(view)))

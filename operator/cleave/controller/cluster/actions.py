@@ -1,0 +1,187 @@
+"""Actions: the values that a reconcile returns and that the executor carries out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cleave.api.replan_status import LatencyCorrection, PlanBasis, SeenPrediction
+from cleave.api.role import Role
+from cleave.manifests.labels import Manifest
+from cleave.planner.plan import PlannedPool
+from cleave.planner.replan.revision import Left, Terms, Verdict
+from cleave.traffic.window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One object of the cluster: by name and, where it is known, by uid."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Create or update an object by server-side apply. Fields left out stay with their owner."""
+
+    manifest: Manifest
+    is_new: bool = False
+    """Whether the cache had no such object. One that exists and has another owner is then left as
+    it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Create an object. One of the same name that exists already is left as it is."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete the object with this uid, not a later one of the same name."""
+
+    target: Reference
+    grace_s: int | None = None
+    """Grace period in seconds, instead of the object's own; 0: remove it at once, for pods of lost
+    nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repurpose:
+    """Give a running instance another role for good and move its pod to `pool`, without a restart.
+
+    When the agent refuses or does not answer, pod and role stay as they are.
+    """
+
+    target: Reference
+    """The pod."""
+    agent: str
+    """Address of the pod's agent, as HOST:PORT."""
+    role: Role
+    metadata: Manifest
+    """Labels, annotations and owner reference to write; empty: they are right already."""
+    pool: Reference
+
+
+@dataclass(frozen=True, slots=True)
+class PatchStatus:
+    """Write the status of an object."""
+
+    target: Reference
+    status: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SetFinalizers:
+    """Replace the finalizers, unless the object has changed since resource version `version`."""
+
+    target: Reference
+    finalizers: tuple[str, ...]
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Record a Kubernetes Event for an object."""
+
+    target: Reference
+    reason: str
+    message: str
+    is_warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """Request to compare the running plan with observed traffic, and to look for a better plan."""
+
+    at_s: float
+    """Time of the request, in seconds since the epoch."""
+    pools: tuple[PlannedPool, ...]
+    """The pools that run."""
+    algorithm: str
+    """Algorithm that found the running plan."""
+    windows: tuple[Window, ...]
+    """Traffic windows since the running plan was in place, oldest first."""
+    terms: Terms
+    left: tuple[Left, ...] = ()
+    """Plans that ran before the present one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reviewed:
+    """Result of a `Review`. A better plan, if there is one, is in `PlanOutcome.plan`."""
+
+    verdict: Verdict
+    reason: str
+    holds: bool | None
+    """Whether predicted and observed latencies agree; None: too little traffic to tell."""
+    judged: str
+    """The same as a sentence."""
+    prediction: SeenPrediction
+    """Predicted latencies of the running plan."""
+    correction: LatencyCorrection | None
+    """Correction of the latency model from now on; None: no correction is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutcome:
+    """A request to the planner and, once it has finished, its result: a plan or faults."""
+
+    inputs: str
+    """Hash of everything that the plan depends on."""
+    numbers: str = ""
+    """Hash of how many nodes of each kind there were."""
+    basis: PlanBasis | None = None
+    """Observed traffic and model correction, which replace those of the spec."""
+    review: Review | None = None
+    """Set when the running plan is to be reviewed; None: a plan is to be made from scratch."""
+    model_digest: str = ""
+    """Hash of what latencies depend on (model, engine, kinds of GPU)."""
+    plan: Manifest | None = None
+    """The plan, in the form of `status.plan`."""
+    faults: tuple[str, ...] = ()
+    """Why the request could not be answered, one line each."""
+    infeasible: str = ""
+    """Why no plan meets the latency targets; empty: one does."""
+    reviewed: Reviewed | None = None
+    """Result of `review`."""
+
+    @property
+    def result(self) -> str:
+        """The result in one word, for metrics."""
+        if self.faults:
+            return "failed"
+        if self.reviewed is not None:
+            return str(self.reviewed.verdict).lower()
+        return "planned" if self.plan is not None else "infeasible"
+
+    def with_plan(self, plan: Manifest) -> "PlanOutcome":
+        """Return a copy with this plan as result."""
+        return replace(self, plan=plan)
+
+    def with_faults(self, faults: Sequence[str]) -> "PlanOutcome":
+        """Return a copy with these faults as result."""
+        return replace(self, faults=tuple(faults))
+
+    def as_infeasible(self, reason: str) -> "PlanOutcome":
+        """Return a copy that says why no plan is feasible."""
+        return replace(self, infeasible=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Submit a request to the planner process; its result enqueues the deployment again."""
+
+    question: PlanOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Reconcile again after `after_s` seconds."""
+
+    after_s: float
+
+
+Action = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit | Ask | Requeue

@@ -1,0 +1,59 @@
+"""Client of the agents' gRPC API: sets the configured role of an instance. Called by the executor.
+
+What is hard: the gateways' role flipper sets roles too, and an agent accepts only an epoch above
+its present one. So the epoch is read first, and read again after a lost race.
+"""
+
+import grpc
+
+from cleave.api.role import Role
+from cleave.rpc import role_epochs
+from cleave.rpc.channel import dial
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+TIMEOUT_S = 2.0
+ORDER_TIMEOUT_S = 20.0
+"""Before it takes a role the agent runs a KV hand-off as self-test, which takes seconds."""
+_TRIES = 2
+
+
+class AgentError(RuntimeError):
+    """The agent does not answer or refuses the role; the message is one line."""
+
+
+async def set_home(agent: str, role: Role) -> None:
+    """Set the instance's configured role; does nothing when it has it. Raises AgentError."""
+    desired = agent_pb2.Role.Value(f"ROLE_{role.upper()}")
+    async with dial(agent) as channel:
+        stub = agent_pb2_grpc.AgentStub(channel)
+        try:
+            for remaining in reversed(range(_TRIES)):
+                health = await stub.Health(agent_pb2.HealthRequest(), timeout=TIMEOUT_S)
+                registration = health.registration
+                if registration.home == desired:
+                    return
+                if registration.epoch >= role_epochs.LAST:
+                    raise AgentError(
+                        f"agent {agent}: epoch exhausted ({registration.epoch});"
+                        " delete the pod to give it another role"
+                    )
+                request = agent_pb2.SetRoleRequest(
+                    role=desired,
+                    epoch=registration.epoch + 1,
+                    boot_id=registration.boot_id,
+                    lasting=True,
+                )
+                try:
+                    await stub.SetRole(request, timeout=ORDER_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    if remaining == 0 or not _is_outrun(error):
+                        raise
+                else:
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise AgentError(f"agent {agent}: {error.details() or error.code().name}") from error
+
+
+def _is_outrun(error: grpc.aio.AioRpcError) -> bool:
+    """Whether another role change or an engine restart came in between."""
+    return error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)

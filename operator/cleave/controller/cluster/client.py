@@ -1,0 +1,200 @@
+"""Client of the Kubernetes API server: JSON in, JSON out, with a time-out on every call.
+
+Used by the executor, the leader election and the resync. Addresses, certificates and tokens come
+from the `kubernetes` package; its generated classes are not used, because the rest of this package
+works on plain manifests.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+
+from cleave.manifests.labels import Manifest
+
+MANAGER = "cleave"
+"""Field manager of everything that the operator writes."""
+
+_TIMEOUT_S = 15.0
+_TRIES = 5
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+_NOT_FOUND = 404
+_TOO_MANY = 429
+_SERVER_FAULT = 500
+
+JSON = "application/json"
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+
+class ApiError(RuntimeError):
+    """The API server refused the request, or could not be reached (status 0)."""
+
+    def __init__(
+        self, status: int, reason: str, message: str, pause_s: float | None = None
+    ) -> None:
+        super().__init__(f"{status} {reason}: {message}" if status else message)
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.pause_s = pause_s
+        """Seconds after which the server asks to retry (Retry-After); None: not given."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the error is transient, so that a retry may succeed."""
+        return self.status in (0, _TOO_MANY) or self.status >= _SERVER_FAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The API resource of a kind."""
+
+    version: str
+    """As in `apiVersion`."""
+    plural: str
+    is_namespaced: bool = True
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """Return the URL path of a list, an object or a subresource."""
+        root = "/api" if "/" not in self.version else "/apis"
+        scope = f"/namespaces/{quote(namespace)}" if self.is_namespaced and namespace else ""
+        parts = "".join(f"/{quote(part)}" for part in (name, subresource) if part)
+        return f"{root}/{self.version}{scope}/{self.plural}{parts}"
+
+
+KINDS: Mapping[str, Api] = {
+    "LLMDeployment": Api("cleave.dev/v1alpha1", "llmdeployments"),
+    "InstancePool": Api("cleave.dev/v1alpha1", "instancepools"),
+    "Pod": Api("v1", "pods"),
+    "Service": Api("v1", "services"),
+    "ServiceAccount": Api("v1", "serviceaccounts"),
+    "ConfigMap": Api("v1", "configmaps"),
+    "Secret": Api("v1", "secrets"),
+    "Event": Api("v1", "events"),
+    "Node": Api("v1", "nodes", is_namespaced=False),
+    "Deployment": Api("apps/v1", "deployments"),
+    "PodDisruptionBudget": Api("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": Api("networking.k8s.io/v1", "networkpolicies"),
+    "RoleBinding": Api("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "Lease": Api("coordination.k8s.io/v1", "leases"),
+    "LeaderWorkerSet": Api("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
+}
+"""Every kind that the operator reads or writes."""
+
+
+class Kube:
+    """A connection to one API server."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client = client
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()  # type: ignore[no-untyped-call]
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: object = None,
+        content_type: str = JSON,
+        accept: str = JSON,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Manifest:
+        """Send one request and return the decoded response. Raises ApiError."""
+        headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": "cleave-operator"}
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        url = f"{self._client.configuration.host}{path}"
+        if query:
+            url += f"?{urlencode(query)}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._client.call_api(method, url, headers, body)
+                data: bytes = await response.read()  # type: ignore[no-untyped-call]
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ApiError(0, "Unreachable", str(error) or type(error).__name__) from error
+        if response.status >= 400:
+            raise _refusal(response.status, response.headers.get("Retry-After"), data)
+        decoded = json.loads(data) if data else {}
+        return decoded if isinstance(decoded, dict) else {}
+
+    async def get(
+        self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
+    ) -> Manifest:
+        """Return one object. Raises ApiError."""
+        return await self.request("GET", KINDS[kind].path(namespace, name), timeout_s=timeout_s)
+
+    async def serves(self, kind: str) -> bool:
+        """Whether the API server has this kind. Raises ApiError."""
+        api = KINDS[kind]
+        try:
+            listed = await self.request("GET", f"/apis/{api.version}")
+        except ApiError as error:
+            if error.status == _NOT_FOUND:
+                return False
+            raise
+        return any(each["name"] == api.plural for each in listed.get("resources", ()))
+
+
+async def connect() -> Kube:
+    """Connect with the pod's service account, or else with the kubeconfig file.
+
+    Raises ApiError when neither exists.
+    """
+    settings = Configuration()
+    try:
+        config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
+    except config.ConfigException:
+        try:
+            await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+        except (config.ConfigException, OSError) as error:
+            raise ApiError(
+                0, "NoCluster", f"no service account and no kubeconfig ({error}); set KUBECONFIG"
+            ) from error
+    settings.connection_pool_maxsize = 64
+    return Kube(ApiClient(settings))
+
+
+async def persistent(
+    call: Callable[[], Awaitable[Manifest]],
+    *,
+    tries: int = _TRIES,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> Manifest:
+    """Call until it succeeds, with retries while its errors are transient.
+
+    `call` must be safe to repeat. Raises the last ApiError.
+    """
+    pause_s = _FIRST_PAUSE_S
+    for remaining in reversed(range(tries)):
+        try:
+            return await call()
+        except ApiError as error:
+            if not error.passes or remaining == 0:
+                raise
+            delay_s = error.pause_s if error.pause_s is not None else pause_s
+            # Jitter, so that clients do not all retry at the same moment.
+            await sleep(min(delay_s, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
+            pause_s *= 2
+    raise AssertionError("unreachable")
+
+
+def _refusal(status: int, retry_after: str | None, data: bytes) -> ApiError:
+    try:
+        status_object = json.loads(data)
+        reason, message = str(status_object["reason"]), str(status_object["message"])
+    except (ValueError, KeyError, TypeError):
+        reason, message = "Refused", data[:200].decode(errors="replace")
+    pause_s = float(retry_after) if retry_after and retry_after.isdigit() else None
+    return ApiError(status, reason, message, pause_s)

@@ -1,0 +1,355 @@
+"""Executes the actions that reconciles return: the only part of the operator that writes.
+
+Used by the controller. What is hard: responses may be lost, objects may have changed, and another
+operator may have become the leader. So every write is idempotent, names its object by uid, and is
+not sent once the lease has expired. Objects in responses are put into the cache at once, so that
+the next decision sees this write.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import groupby
+
+from cleave.api.role import Role
+from cleave.controller.cluster import objects
+from cleave.controller.cluster.actions import (
+    Action,
+    Apply,
+    Ask,
+    Create,
+    Delete,
+    Emit,
+    PatchStatus,
+    Reference,
+    Repurpose,
+    Requeue,
+    SetFinalizers,
+)
+from cleave.controller.cluster.agent_client import AgentError, set_home
+from cleave.controller.cluster.client import (
+    APPLY_PATCH,
+    KINDS,
+    MANAGER,
+    MERGE_PATCH,
+    ApiError,
+    Kube,
+    persistent,
+)
+from cleave.controller.cluster.objects import timestamp
+from cleave.controller.metrics import Metrics
+from cleave.manifests.labels import DEPLOYMENT, Manifest
+
+log = logging.getLogger(__name__)
+
+Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
+
+_LEASE_OVER = "the lease has expired"
+_NOT_FOUND = 404
+_CONFLICT = 409
+_THEIRS = "exists already and belongs to something else; delete it, or choose another name"
+_LIKELY_NAMES = ("Service",)
+"""Kinds whose objects have names that somebody else may use as well, such as another deployment."""
+_SHARED = ("Service", "ServiceAccount", "RoleBinding")
+"""Kinds that manually created pools share when they name the same deployment."""
+_AT_ONCE = 32
+"""Most concurrent requests."""
+
+
+class NotLeadingError(RuntimeError):
+    """This operator does not hold the lease, so another one may be writing."""
+
+
+class StaleError(RuntimeError):
+    """The object has changed since it was cached; the decision has to be made again."""
+
+
+class TakenError(RuntimeError):
+    """An object of this name exists and belongs to something else."""
+
+
+class Executor:
+    """Executes actions against one API server."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        *,
+        may_write: Callable[[], bool],
+        seen: Callable[[Manifest], None],
+        gone: Callable[[Reference], None],
+        clock: Callable[[], float],
+        metrics: Metrics,
+        order: Callable[[str, Role], Awaitable[None]] = set_home,
+    ) -> None:
+        """`order` sets the role of an agent's instance and raises AgentError."""
+        self._kube = kube
+        self._order = order
+        self._may_write = may_write
+        self._seen, self._gone = seen, gone
+        self._clock = clock
+        self._metrics = metrics
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def carry_out(self, actions: Iterable[Action]) -> None:
+        """Execute all writes in order, those of the same type concurrently.
+
+        Raises ApiError, StaleError, TakenError or NotLeadingError; earlier writes have been made
+        then.
+        """
+        writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
+        for kind, same in groupby(writes, key=type):
+            batch = list(same)
+            if kind in (Apply, Create, Delete, Repurpose, Emit):
+                await self._side_by_side(batch)
+            else:
+                for each in batch:
+                    await self._do(each)
+
+    async def _side_by_side(self, batch: Sequence[Write]) -> None:
+        results = await asyncio.gather(*(self._do(each) for each in batch), return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def _do(self, action: Write) -> None:
+        name = type(action).__name__
+        try:
+            async with self._slots:
+                match action:
+                    case Apply():
+                        await self._apply(action)
+                    case Create():
+                        await self._create(action)
+                    case Delete():
+                        await self._delete(action)
+                    case Repurpose():
+                        if not await self._repurpose(action):
+                            self._metrics.actions[name, "failed"] += 1
+                            return
+                    case PatchStatus():
+                        await self._patch_status(action)
+                    case SetFinalizers():
+                        await self._set_finalizers(action)
+                    case Emit():
+                        await self._emit(action)
+        except ApiError as error:
+            self._metrics.actions[name, "failed"] += 1
+            if error.status == _CONFLICT:
+                raise StaleError(str(error)) from error
+            raise
+        self._metrics.actions[name, "done"] += 1
+        if not isinstance(action, PatchStatus | Emit):
+            log.info("%s %s", name, _named(action))
+
+    async def _apply(self, action: Apply) -> None:
+        manifest = action.manifest
+        meta = manifest["metadata"]
+        kind, name = manifest["kind"], meta["name"]
+        if action.is_new and kind in _LIKELY_NAMES and await self._is_there(manifest):
+            return
+        path = KINDS[kind].path(meta["namespace"], name)
+        # Without force, a field that another manager owns is a conflict.
+        force = "false" if action.is_new else "true"
+        query = {"fieldManager": MANAGER, "force": force}
+        try:
+            self._seen(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+        except ApiError as error:
+            if error.status == _CONFLICT and action.is_new:
+                raise TakenError(f"{kind} {name} {_THEIRS} ({error.message})") from error
+            raise
+
+    async def _is_there(self, manifest: Manifest) -> bool:
+        """Whether the object exists with the manifest that is to be applied.
+
+        Raises TakenError when it belongs to something else, even if its manifest is the same:
+        objects that this operator owns are deleted with the deployment.
+        """
+        meta, kind = manifest["metadata"], manifest["kind"]
+        try:
+            existing = await self._kube.get(kind, meta["namespace"], meta["name"])
+        except ApiError as error:
+            if error.status == _NOT_FOUND:
+                return False
+            raise
+        ours = {owner["uid"] for owner in meta["ownerReferences"]}
+        theirs = {owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())}
+        if not (
+            ours & theirs or (kind in _SHARED and _deployment(existing) == _deployment(manifest))
+        ):
+            raise TakenError(f"{kind} {meta['name']} {_THEIRS}")
+        self._seen(existing)
+        return objects.child(existing).applied == objects.child(manifest).applied != ""
+
+    async def _create(self, action: Create) -> None:
+        manifest = action.manifest
+        path = KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
+        try:
+            self._seen(await self._write("POST", path, manifest, query={"fieldManager": MANAGER}))
+        except ApiError as error:
+            # It exists: the response was lost, or the previous leader created it.
+            if error.status != _CONFLICT:
+                raise
+            target = manifest["metadata"]
+            self._seen(await self._kube.get(manifest["kind"], target["namespace"], target["name"]))
+
+    async def _delete(self, action: Delete) -> None:
+        target = action.target
+        body: Manifest = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+        }
+        if target.uid:
+            body["preconditions"] = {"uid": target.uid}
+        if action.grace_s is not None:
+            body["gracePeriodSeconds"] = action.grace_s
+        path = KINDS[target.kind].path(target.namespace, target.name)
+        try:
+            response = await self._write("DELETE", path, body)
+        except ApiError as error:
+            # It is gone, or another object has its name.
+            if error.status not in (_NOT_FOUND, _CONFLICT):
+                raise
+            self._gone(target)
+            return
+        if response.get("kind") == target.kind and "deletionTimestamp" in response["metadata"]:
+            self._seen(response)
+        else:
+            self._gone(target)
+
+    async def _repurpose(self, action: Repurpose) -> bool:
+        """Set the agent's role, then the pod's labels; returns whether the instance has the role.
+
+        A pod whose agent refuses keeps its labels, and is replaced like any other.
+        """
+        target = action.target
+        if not self._may_write():
+            raise NotLeadingError(_LEASE_OVER)
+        try:
+            await self._order(action.agent, action.role)
+        except AgentError as error:
+            log.warning("Pod %s/%s keeps its role: %s", target.namespace, target.name, error)
+            text = f"{target.name} does not become {action.role}: {error}"
+            await self._emit(Emit(action.pool, "NotRepurposed", text, is_warning=True))
+            return False
+        if not action.metadata:
+            return True
+        body = {"metadata": {**action.metadata, "uid": target.uid}}
+        path = KINDS["Pod"].path(target.namespace, target.name)
+        try:
+            query = {"fieldManager": MANAGER}
+            self._seen(await self._write("PATCH", path, body, MERGE_PATCH, query))
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._gone(target)
+            return True
+        text = f"{target.name} serves as {action.role} from now on, without a restart"
+        await self._emit(Emit(action.pool, "Repurposed", text))
+        return True
+
+    async def _patch_status(self, action: PatchStatus) -> None:
+        target = action.target
+        api = KINDS[target.kind]
+        body = {
+            "apiVersion": api.version,
+            "kind": target.kind,
+            "metadata": {"name": target.name, "namespace": target.namespace, "uid": target.uid},
+            "status": action.status,
+        }
+        path = api.path(target.namespace, target.name, "status")
+        query = {"fieldManager": f"{MANAGER}-status", "force": "true"}
+        try:
+            self._seen(await self._write("PATCH", path, body, APPLY_PATCH, query))
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._gone(target)
+
+    async def _set_finalizers(self, action: SetFinalizers) -> None:
+        target = action.target
+        meta = {"finalizers": list(action.finalizers), "resourceVersion": action.version}
+        path = KINDS[target.kind].path(target.namespace, target.name)
+        query = {"fieldManager": MANAGER}
+        try:
+            response = await self._write("PATCH", path, {"metadata": meta}, MERGE_PATCH, query)
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            self._gone(target)
+            return
+        if (
+            response["metadata"].get("finalizers")
+            or "deletionTimestamp" not in response["metadata"]
+        ):
+            self._seen(response)
+        else:
+            self._gone(target)
+
+    async def _emit(self, action: Emit) -> None:
+        """Create an Event; errors are logged only."""
+        target = action.target
+        now = timestamp(self._clock())
+        text = f"{target.uid}/{action.reason}/{action.message}/{now}"
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{target.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}",
+                "namespace": target.namespace,
+            },
+            "involvedObject": {
+                "apiVersion": KINDS[target.kind].version,
+                "kind": target.kind,
+                "namespace": target.namespace,
+                "name": target.name,
+                "uid": target.uid,
+            },
+            "reason": action.reason,
+            "message": action.message,
+            "type": "Warning" if action.is_warning else "Normal",
+            "source": {"component": MANAGER},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._write("POST", KINDS["Event"].path(target.namespace), event)
+        except ApiError as error:
+            if error.status != _CONFLICT:
+                log.warning("Event of %s %s: %s", target.kind, target.name, error)
+
+    async def _write(
+        self,
+        method: str,
+        path: str,
+        body: Manifest,
+        content_type: str = "application/json",
+        query: dict[str, str] | None = None,
+    ) -> Manifest:
+        """Send one write, with retries while errors are transient and the lease is held."""
+
+        async def once() -> Manifest:
+            if not self._may_write():
+                raise NotLeadingError(_LEASE_OVER)
+            return await self._kube.request(
+                method, path, query=query, body=body, content_type=content_type
+            )
+
+        return await persistent(once)
+
+
+def _deployment(manifest: Manifest) -> str | None:
+    """Name of the deployment in the object's labels."""
+    name: str | None = manifest["metadata"].get("labels", {}).get(DEPLOYMENT)
+    return name
+
+
+def _named(action: Write) -> str:
+    """The object of an action, for the log."""
+    if isinstance(action, Apply | Create):
+        meta = action.manifest["metadata"]
+        return f"{action.manifest['kind']} {meta['namespace']}/{meta['name']}"
+    return f"{action.target.kind} {action.target.namespace}/{action.target.name}"

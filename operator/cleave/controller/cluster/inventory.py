@@ -1,0 +1,76 @@
+"""The GPU inventory of a cluster, as the planner takes it, from its nodes. Pure.
+
+Called by the controller for the planner and for admission. What is hard: nodes come and go, and
+plans should stay. So there are two hashes: one of the kinds of nodes, on which a plan depends, and
+one of their counts, which matters only to a plan whose instances find no node.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cleave.api.cluster import Cluster, Network, NetworkKind, NodeGroup
+from cleave.controller.cluster.apply import digest
+from cleave.controller.cluster.objects import ObservedNode
+from cleave.manifests.topology import CLIQUE, HOSTNAME, Machines
+
+_ETHERNET_GBPS = 25.0
+"""Assumed for nodes without InfiniBand: the network of DistServe's test bed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What the nodes offer."""
+
+    cluster: Cluster | None
+    """Input of the planner; None: no node has GPUs."""
+    machines: Machines
+    """Input of the pod builders."""
+    kinds: str
+    """Hash of the kinds of nodes and of the network."""
+    numbers: str
+    """Hash of how many nodes there are of each kind."""
+
+
+MOST_GPUS = 128
+"""Most GPUs of one node that the planner considers; a device plug-in that shares GPUs may offer any
+number."""
+
+
+def inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
+    """Build the inventory of the GPU nodes.
+
+    Network, own GPU descriptions and profiles come from `settings` where they are given.
+    """
+    gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
+    groups = Counter((node.gpu, min(node.num_gpus, MOST_GPUS)) for node in gpu_nodes)
+    network = Network()
+    if not (gpu_nodes and all(node.has_rdma for node in gpu_nodes)):
+        network = Network(kind=NetworkKind.ETHERNET, bandwidth_gbps=_ETHERNET_GBPS)
+    if settings is not None:
+        network = settings.network
+    rows = sorted((gpu, size, count) for (gpu, size), count in groups.items())
+    cluster = None
+    if rows:
+        cluster = Cluster(
+            nodes=[NodeGroup(gpu=gpu, gpus_per_node=size, count=n) for gpu, size, n in rows],
+            network=network,
+            gpus=settings.gpus if settings else [],
+            profiles=settings.profiles if settings else [],
+        )
+    base = [[gpu, size] for gpu, size, _ in rows], str(network)
+    return Inventory(
+        cluster=cluster,
+        machines=_machines(gpu_nodes),
+        kinds=digest(base),
+        numbers=digest(rows),
+    )
+
+
+def _machines(nodes: Sequence[ObservedNode]) -> Machines:
+    """Return what the pod builders need to know of the nodes."""
+    largest: dict[str, int] = {}
+    for node in nodes:
+        largest[node.gpu] = max(largest.get(node.gpu, 0), node.num_gpus)
+    has_cliques = bool(nodes) and all(node.clique for node in nodes)
+    return Machines(gpus_per_node=largest, domain=CLIQUE if has_cliques else HOSTNAME)

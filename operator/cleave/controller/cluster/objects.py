@@ -1,0 +1,236 @@
+"""Cluster objects as values: parsed from manifests, read by every decision. Pure.
+
+Decisions never read manifests themselves, so that tests state a few fields instead of whole
+objects, and ten thousand pods take little memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from cleave.api.role import Role
+from cleave.manifests.labels import (
+    CELL,
+    COMPONENT,
+    DEPLOYMENT,
+    FOLLOWER,
+    INSTANCE,
+    POOL,
+    REVISION,
+    ROLE,
+    Manifest,
+)
+from cleave.manifests.resources import GPU, GPU_PRODUCT
+from cleave.manifests.topology import CLIQUE, INFINIBAND
+
+TEMPLATE = "cleave.dev/template"
+"""Annotation of worker pods: hash of the pool template that they were created from."""
+APPLIED = "cleave.dev/applied"
+"""Annotation of all other created objects: hash of the manifest that was applied."""
+
+_RDMA_LABEL = "feature.node.kubernetes.io/rdma.capable"
+"""Label that node feature discovery writes."""
+_RDMA_DEVICE = "rdma/"
+_SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPod:
+    """A worker pod. Merged by `instances`, it stands for a whole instance."""
+
+    name: str
+    uid: str
+    role: Role
+    revision: str
+    """Instances work together with those of the same revision only."""
+    ready: bool
+    phase: str = "Running"
+    """The phase of Kubernetes: Pending, Running, Succeeded, Failed or Unknown."""
+    scheduled: bool = True
+    """Whether a node is assigned."""
+    unschedulable_reason: str = ""
+    """The scheduler's message while it finds no node."""
+    deleting: bool = False
+    created_s: float = 0.0
+    """In seconds since the epoch, as all times here."""
+    ready_s: float | None = None
+    """When its Ready condition last changed; None: not known."""
+    node: str = ""
+    ip: str = ""
+    """Address of its agent; empty: not assigned yet."""
+    load: float | None = None
+    """Running and waiting requests; None: no gateway has reported it."""
+    namespace: str = "default"
+    deployment: str = ""
+    pool: str = ""
+    template: str = ""
+    """Hash of the pool template that it was created from; empty: not known."""
+    deleted_s: float | None = None
+    """When its grace period ends: deletion was requested one grace period before."""
+    restarts: int = 0
+    cell: int | None = None
+    """Number of its cell, in a pool whose instances share nodes with others."""
+    instance: str = ""
+    """Name of its instance; empty: the pod's own name."""
+    is_follower: bool = False
+    """Whether it is a further pod of an instance that spans several nodes."""
+    set_name: str = ""
+    """Name of the LeaderWorkerSet that created it; empty: none did."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its processes have ended for good, so that it has to be replaced."""
+        return self.phase in ("Failed", "Succeeded")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNode:
+    """A node."""
+
+    name: str
+    ready: bool
+    schedulable: bool
+    gpu: str = ""
+    """Value of its label nvidia.com/gpu.product; empty: no GPUs."""
+    num_gpus: int = 0
+    has_rdma: bool = False
+    """Whether its network cards read and write GPU memory (InfiniBand, RoCE)."""
+    clique: str = ""
+    """Equal for nodes of the same NVLink domain."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedChild:
+    """A Service, Deployment or disruption budget that belongs to a resource."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    applied: str
+    """Hash of the applied manifest; empty: something else created it."""
+    deleting: bool = False
+    ready: int = 0
+    """Ready replicas of a Deployment."""
+    is_updated: bool = False
+    """Whether a Deployment has replicas of its latest spec only, and all of them."""
+
+
+def pod(manifest: Manifest) -> ObservedPod | None:
+    """Parse a worker pod; None: its labels are not those of one."""
+    meta, spec = manifest["metadata"], manifest.get("spec", {})
+    status, labels = manifest.get("status", {}), meta.get("labels", {})
+    try:
+        role = Role(labels[ROLE])
+        deployment, pool = labels[DEPLOYMENT], labels[POOL]
+    except (KeyError, ValueError):
+        return None
+    conditions = _conditions(status)
+    unplaced = conditions.get("PodScheduled", {})
+    node = spec.get("nodeName", "")
+    return ObservedPod(
+        name=meta["name"],
+        namespace=meta.get("namespace", "default"),
+        uid=meta.get("uid", ""),
+        role=role,
+        revision=labels.get(REVISION, ""),
+        deployment=deployment,
+        pool=pool,
+        template=meta.get("annotations", {}).get(TEMPLATE, ""),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        phase=status.get("phase", "Pending"),
+        scheduled=bool(node),
+        unschedulable_reason=(
+            unplaced.get("message", "")
+            if not node and unplaced.get("reason") == "Unschedulable"
+            else ""
+        ),
+        deleting="deletionTimestamp" in meta,
+        deleted_s=seconds(meta.get("deletionTimestamp")),
+        created_s=seconds(meta.get("creationTimestamp")) or 0.0,
+        ready_s=seconds(conditions.get("Ready", {}).get("lastTransitionTime")),
+        node=node,
+        ip=status.get("podIP", ""),
+        cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
+        instance=labels.get(INSTANCE, ""),
+        is_follower=labels.get(COMPONENT) == FOLLOWER,
+        set_name=labels.get(_SET_LABEL, ""),
+        restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
+    )
+
+
+def instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
+    """Merge pods into instances: ready when all pods are, over when one is."""
+    groups: dict[str, list[ObservedPod]] = {}
+    for each in pods:
+        groups.setdefault(each.instance or each.name, []).append(each)
+    return [_whole(group, pods_each) for group in groups.values()]
+
+
+def _whole(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
+    leader = min(group, key=lambda each: (each.is_follower, each.name))
+    if len(group) == 1 and pods_each == 1:
+        return leader
+    return replace(
+        leader,
+        ready=len(group) >= pods_each and all(each.ready for each in group),
+        phase=next((each.phase for each in group if each.is_over), leader.phase),
+        scheduled=all(each.scheduled for each in group),
+        unschedulable_reason=next(filter(None, (e.unschedulable_reason for e in group)), ""),
+        deleting=any(each.deleting for each in group),
+        restarts=max(each.restarts for each in group),
+    )
+
+
+def node(manifest: Manifest) -> ObservedNode:
+    """Parse a node; only allocatable GPUs count."""
+    meta, status = manifest["metadata"], manifest.get("status", {})
+    labels, allocatable = meta.get("labels", {}), status.get("allocatable", {})
+    return ObservedNode(
+        name=meta["name"],
+        ready=_conditions(status).get("Ready", {}).get("status") == "True",
+        schedulable=not manifest.get("spec", {}).get("unschedulable", False),
+        gpu=labels.get(GPU_PRODUCT, ""),
+        num_gpus=int(allocatable.get(GPU, 0)),
+        has_rdma=INFINIBAND in labels
+        or labels.get(_RDMA_LABEL) == "true"
+        or any(name.startswith(_RDMA_DEVICE) for name in allocatable),
+        clique=labels.get(CLIQUE, ""),
+    )
+
+
+def child(manifest: Manifest) -> ObservedChild:
+    """Parse an object that was applied for a resource."""
+    meta, status = manifest["metadata"], manifest.get("status", {})
+    spec = manifest.get("spec") or {}
+    return ObservedChild(
+        kind=manifest["kind"],
+        namespace=meta.get("namespace", "default"),
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        applied=meta.get("annotations", {}).get(APPLIED, ""),
+        deleting="deletionTimestamp" in meta,
+        ready=status.get("readyReplicas", 0),
+        # The rule of `kubectl rollout status`.
+        is_updated=status.get("observedGeneration", 0) >= meta.get("generation", 0)
+        # Kubernetes omits counts of 0.
+        and spec.get("replicas") == status.get("updatedReplicas", 0) == status.get("replicas", 0),
+    )
+
+
+def seconds(timestamp: str | None) -> float | None:
+    """Convert Kubernetes' `2026-01-02T03:04:05Z` to seconds since the epoch; None stays None."""
+    if timestamp is None:
+        return None
+    moment = datetime.fromisoformat(timestamp)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def timestamp(seconds_since_epoch: float) -> str:
+    """Format seconds since the epoch as Kubernetes does."""
+    moment = datetime.fromtimestamp(int(seconds_since_epoch), UTC)
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def _conditions(status: Manifest) -> Mapping[str, Manifest]:
+    return {each["type"]: each for each in status.get("conditions", ())}

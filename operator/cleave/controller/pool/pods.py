@@ -1,0 +1,87 @@
+"""Builds the pods that a pool's reconcile creates. Pure."""
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from cleave.api.pool import InstancePool
+from cleave.controller.cluster import apply
+from cleave.controller.cluster.actions import Create
+from cleave.controller.cluster.objects import ObservedPod
+from cleave.manifests.labels import Manifest
+from cleave.manifests.multi_node import follower_pods, is_set_possible, leader_worker_set
+from cleave.manifests.topology import free_cells
+from cleave.manifests.worker import worker_pod
+
+if TYPE_CHECKING:
+    from cleave.controller.pool.reconcile import Fleet, PoolView
+
+_SUFFIX_DIGITS = 6
+
+
+def names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
+    """Generate `count` names for new instances, none of them in `taken`; deterministic."""
+    used, new_names, number = set(taken), list[str](), 0
+    while len(new_names) < count:
+        text = f"{pool.metadata.uid}/{pool.spec.revision}/{number}"
+        name = f"{pool.name}-{hashlib.sha256(text.encode()).hexdigest()[:_SUFFIX_DIGITS]}"
+        number += 1
+        if name not in used:
+            used.add(name)
+            new_names.append(name)
+    return new_names
+
+
+def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
+    """Yield the creation of `count` instances: their pods, or leader pods, or sets."""
+    pool, settings = view.pool, view.settings
+    taken = view.taken.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
+    cells: list[int | None] = [None] * count
+    if pool.spec.colocation is not None:
+        # Old instances of the same revision occupy their cells, and thus their nodes, too.
+        same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
+        used_cells = [pod.cell for pod in same if pod.cell is not None]
+        cells = list(free_cells(used_cells, pool.spec.colocation.per_cell, count))
+    as_sets = pool.spec.nodes > 1 and settings.has_sets and is_set_possible(pool)
+    make = _set if as_sets else _leader
+    for name, cell in zip(names(pool, taken, count), cells, strict=True):
+        yield Create(apply.owned(make(view, name, cell), pool))
+
+
+def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Create]:
+    """Yield the further pods of instances whose leader pods have a uid now."""
+    pool = view.pool
+    if pool.spec.nodes == 1:
+        return
+    existing = {pod.name for pod in view.pods}
+    for instance in instances:
+        if instance.set_name or instance.template != view.template:
+            continue
+        leader = _leader(view, instance.name, instance.cell)
+        leader["metadata"]["uid"] = instance.uid
+        settings = view.settings
+        for further_pod in follower_pods(
+            pool, leader, device=settings.device, image_prefix=settings.image_prefix
+        ):
+            if further_pod["metadata"]["name"] not in existing:
+                yield Create(apply.with_template(further_pod, view.template))
+
+
+def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:
+    """Build a LeaderWorkerSet for one instance; its pods carry the hash of the template."""
+    settings = view.settings
+    manifest = leader_worker_set(
+        view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
+    )
+    group = manifest["spec"]["leaderWorkerTemplate"]
+    for part in ("leaderTemplate", "workerTemplate"):
+        group[part] = apply.with_template(group[part], view.template)
+    return manifest
+
+
+def _leader(view: "PoolView", name: str, cell: int | None) -> Manifest:
+    settings = view.settings
+    manifest = worker_pod(
+        view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
+    )
+    return apply.with_template(manifest, view.template)

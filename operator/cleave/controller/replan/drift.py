@@ -1,0 +1,112 @@
+"""Detects whether traffic still is as planned, and selects the windows to judge it by. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from cleave.api.workload import Workload
+from cleave.traffic.drift_detector import Change, Detector, Quantity, Reference, watch
+from cleave.traffic.refit import FEWEST
+from cleave.traffic.window import Window, join
+
+DOUBT_S = 60.0
+_DOUBT = 0.2
+"""A due review is deferred for at most `DOUBT_S` seconds and this share of the interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How traffic compares with the planned one, up to the last compared window."""
+
+    planned_for: Workload | None = None
+    since_s: float | None = None
+    """When the fleet became stable; None: it is not."""
+    until_s: float = 0.0
+    """End of the last compared window."""
+    detector: Detector = Detector()  # noqa: RUF009 - a frozen value
+    change: Change | None = None
+    """The last detected change; None: none was detected."""
+
+    def puts_off(self, overdue_s: float, interval_s: float) -> bool:
+        """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
+        return self.detector.is_in_doubt and overdue_s < min(DOUBT_S, _DOUBT * interval_s)
+
+    def is_fresh(self, now_s: float, interval_s: float) -> bool:
+        """Whether a change was detected less than an interval ago; each minute adds evidence."""
+        return self.change is not None and now_s - self.change.at_s < interval_s
+
+
+def follow(
+    state: Course, planned_for: Workload | None, windows: Iterable[Window], since_s: float | None
+) -> Course:
+    """Return the state after the new ones of `windows`.
+
+    It is reset when the planned traffic changes or the fleet becomes stable again (`since_s`).
+    Nothing is compared without planned traffic, or while the fleet is not stable. A change after
+    which the plan was kept does not hide the next one.
+    """
+    if (state.planned_for, state.since_s) != (planned_for, since_s):
+        reference = Reference.of(planned_for) if planned_for else None
+        state = Course(planned_for, since_s, detector=Detector(reference))
+    if state.detector.reference is None and state.until_s == 0.0:
+        return state
+    if since_s is None:
+        return state
+    detector, change, until_s = state.detector, state.change, state.until_s
+    for window in windows:
+        if window.start_s >= since_s and window.end_s > until_s:
+            detector, detected = watch(detector, window)
+            change, until_s = detected or change, window.end_s
+    return replace(state, detector=detector, change=change, until_s=until_s)
+
+
+def find_start(windows: Sequence[Window], change: Change | None, settled_s: float) -> float:
+    """Return the time since which windows represent the present traffic.
+
+    The fleet has been stable since `settled_s`. Requests that end just after a change mostly began
+    before it, and those that began and ended after it are short. So windows count from the
+    detection of the change; earlier ones count only if lengths have not changed and there are too
+    few requests since.
+    """
+    if change is None or change.at_s <= settled_s:
+        return settled_s
+    later = join(after) if (after := _list_after(windows, change.at_s)) else None
+    has_enough = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
+    if change.what is Quantity.RATE and not has_enough:
+        return max(change.since_s, settled_s)
+    return change.at_s
+
+
+def find_settle_s(
+    windows: Sequence[Window], change: Change | None, since_s: float, least_s: float
+) -> float:
+    """Seconds after `since_s` in which latencies still reflect earlier conditions.
+
+    Requests that end by then began before: this covers the life of a request and, as the start of a
+    change is not known to the second, the time that its detection took. At least `least_s`.
+    """
+    groups = (windows, _list_after(windows, since_s))
+    life_s = max((join(each).life_s for each in groups if each), default=0.0)
+    mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
+    return max(least_s, life_s) + mixed_s
+
+
+def _list_after(windows: Sequence[Window], at_s: float) -> list[Window]:
+    return [window for window in windows if window.start_s >= at_s]
+
+
+def list_recent(
+    windows: Sequence[Window], since_s: float, enough_s: float, lead_s: float
+) -> tuple[Window, ...]:
+    """Return the newest windows after `since_s` that last `enough_s` and hold enough requests.
+
+    Windows of `lead_s` before them are included; latencies are judged without these.
+    """
+    after = _list_after(windows, since_s)
+    newest = after[::-1]
+    lengths = accumulate(window.length_s for window in newest)
+    requests = accumulate(min(window.prompts.num, window.outputs.num) for window in newest)
+    for window, length_s, num_requests in zip(newest, lengths, requests, strict=True):
+        if length_s >= enough_s and num_requests >= FEWEST:
+            return tuple(each for each in after if each.start_s >= window.start_s - lead_s)
+    return tuple(after)

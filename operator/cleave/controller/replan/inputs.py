@@ -1,0 +1,87 @@
+"""Plan inputs besides the spec: observed traffic, and the latency model's correction. Pure.
+
+Kept in the status, so that a restarted operator neither loses them nor measures them again. Each
+part records the hash of what it was measured for, and is valid as long as the spec yields the same.
+"""
+
+from pydantic import ValidationError
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import EngineType
+from cleave.api.replan_status import LatencyCorrection, PlanBasis
+from cleave.api.workload import Workload
+from cleave.controller.cluster.apply import digest
+from cleave.controller.cluster.inventory import Inventory
+from cleave.manifests.labels import Manifest
+from cleave.perf.latency_correction import NONE, Correction
+
+
+def standing(deployment: LLMDeployment, status: Manifest, inventory: Inventory) -> PlanBasis | None:
+    """Return what replaces the spec's inputs; None: the plan is made from the spec."""
+    fitted = _read(deployment, status)
+    if fitted and fitted.correction and fitted.correction.of != model_digest(deployment, inventory):
+        return fitted.model_copy(update={"correction": None})
+    return fitted
+
+
+def planned_for(deployment: LLMDeployment, status: Manifest) -> Workload | None:
+    """Return the traffic that the plan was made for; None: no traffic was given or observed."""
+    fitted = _read(deployment, status)
+    return fitted.workload if fitted else deployment.spec.workload
+
+
+def _read(deployment: LLMDeployment, status: Manifest) -> PlanBasis | None:
+    try:
+        fitted = PlanBasis.model_validate(status.get("basis"), by_alias=True)
+    except ValidationError:
+        return None
+    return fitted if fitted.of == traffic_digest(deployment) else None
+
+
+def corrected(
+    deployment: LLMDeployment, status: Manifest, inventory: Inventory
+) -> LatencyCorrection | None:
+    """Return the correction of the latency model; None: there is none for this model."""
+    try:
+        correction = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
+    except ValidationError:
+        return None
+    return correction if correction.of == model_digest(deployment, inventory) else None
+
+
+def traffic_digest(deployment: LLMDeployment) -> str:
+    """Hash the traffic of the spec."""
+    workload = deployment.spec.workload
+    return digest(workload.model_dump(mode="json", exclude_defaults=True) if workload else None)
+
+
+def model_digest(deployment: LLMDeployment, inventory: Inventory) -> str:
+    """Hash what latencies depend on: model, engine and kinds of nodes."""
+    spec = deployment.spec
+    parts = spec.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        include={"model", "engine"},
+        exclude={"model": {"cache"}},
+    )
+    kinds = inventory.kinds if spec.engine.type is EngineType.VLLM else ""
+    return digest([parts, kinds])
+
+
+def to_correction(written: LatencyCorrection | None) -> Correction:
+    """Convert to the planner's type."""
+    if written is None:
+        return NONE
+    return Correction(written.prefill, written.decode, written.num_requests)
+
+
+def from_correction(correction: Correction, of: str) -> LatencyCorrection | None:
+    """Convert to the status' type; None: nothing is corrected."""
+    if correction.is_none:
+        return None
+    return LatencyCorrection(
+        prefill=correction.prefill,
+        decode=correction.decode,
+        num_requests=correction.num_requests,
+        of=of,
+    )

@@ -1,0 +1,201 @@
+"""HTTPS server of the webhook around `cleave.controller.webhook.admission`, and its certificate.
+
+Started by `cleave.controller.main` in every operator, also on standby. What is hard: all operators
+share one certificate through a Secret. The one that finds it missing or about to expire issues a
+new one; if another was faster, it takes that one. The TLS context is reloaded in place, so that new
+connections use a new certificate without a restart.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import ssl
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from cleave.api.cluster import Cluster
+from cleave.controller.webhook import certificates
+from cleave.controller.webhook.admission import ReviewError, answer
+from cleave.controller.webhook.certificates import Certificate, CertificateError
+
+log = logging.getLogger("cleave.webhook")
+
+PATH = "/validate"
+_LOOK_S = 600.0
+"""Seconds between two checks of the Secret."""
+_RETRY_S = 5.0
+_RACES = 5
+_ANSWER_S = 4.0
+"""The API server waits 5 s with the chart's default."""
+_MOST_BYTES = 4 << 20
+"""More than the largest object that the API server stores."""
+_MOST_AT_ONCE = 4
+
+
+class StoreError(RuntimeError):
+    """A request to the API server failed; it is retried."""
+
+
+class Store(Protocol):
+    """The Secret with the certificate, and the webhook configuration with its CA bundle."""
+
+    async def read_secret(self) -> dict[str, Any]:
+        """Return the Secret. Raises StoreError."""
+
+    async def replace_secret(self, secret: dict[str, Any]) -> bool:
+        """Replace the Secret; False: it was changed since it was read. Raises StoreError."""
+
+    async def read_bundles(self) -> list[str]:
+        """Return `caBundle` of each webhook, empty text if unset. Raises StoreError."""
+
+    async def write_bundle(self, bundle: str, count: int) -> None:
+        """Write `caBundle` of the first `count` webhooks. Raises StoreError."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookConfig:
+    """Configuration of the webhook server."""
+
+    hosts: tuple[str, ...]
+    port: int
+    names: tuple[str, ...]
+    """DNS names by which the API server calls it."""
+    issues: bool
+    """Whether the operator issues the certificate; False: cert-manager writes the Secret."""
+
+
+class Keeper:
+    """Keeps the certificate valid and its CA known to the API server."""
+
+    def __init__(
+        self,
+        store: Store,
+        names: Sequence[str],
+        *,
+        issues: bool,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._store, self._names, self._issues, self._now = store, names, issues, now
+
+    async def keep(self) -> Certificate:
+        """Return the certificate to serve from now on. Raises CertificateError, StoreError."""
+        certificate = await self._usable()
+        if self._issues:
+            await self._publish(certificate)
+        return certificate
+
+    async def _usable(self) -> Certificate:
+        for _ in range(_RACES):
+            secret = await self._store.read_secret()
+            current = certificates.from_secret(secret)
+            fault = self._fault(current)
+            if current is not None and (fault is None or not self._issues):
+                return current
+            if not self._issues:
+                raise CertificateError("cert-manager has not written the Secret yet")
+            issued = certificates.issue(
+                self._names, self._now(), current.trusted if current else ""
+            )
+            secret["data"] = certificates.to_secret(issued)
+            if await self._store.replace_secret(secret):
+                log.info("issued a certificate: %s", fault)
+                return issued
+        raise CertificateError(f"the Secret was changed {_RACES} times while it was written")
+
+    def _fault(self, current: Certificate | None) -> str | None:
+        if current is None:
+            return "there was none"
+        try:
+            certificates.check(current, self._names, self._now())
+        except CertificateError as error:
+            return f"the old one {error}"
+        return None
+
+    async def _publish(self, certificate: Certificate) -> None:
+        ca_bundle = base64.b64encode(certificate.trusted.encode()).decode()
+        bundles = await self._store.read_bundles()
+        if any(bundle != ca_bundle for bundle in bundles):
+            await self._store.write_bundle(ca_bundle, len(bundles))
+            log.info("wrote the CA bundle to the webhook configuration")
+
+
+class Webhook:
+    """Serves AdmissionReviews until it is cancelled."""
+
+    def __init__(
+        self, config: WebhookConfig, keeper: Keeper, cluster: Callable[[], Cluster | None]
+    ) -> None:
+        self._config, self._keeper, self._cluster = config, keeper, cluster
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._shown: Certificate | None = None
+        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        self.is_listening = False
+        """Whether the server accepts connections."""
+
+    async def run(self) -> None:
+        """Serve as soon as there is a certificate, and rotate it; never returns."""
+        while not await self._load():  # noqa: ASYNC110 - polled, there is no event
+            await asyncio.sleep(_RETRY_S)
+        application = web.Application(client_max_size=_MOST_BYTES)
+        application.router.add_post(PATH, self._validate)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        try:
+            config = self._config
+            for host in config.hosts:
+                await web.TCPSite(runner, host, config.port, ssl_context=self._context).start()
+                log.info("listening on https://%s:%d%s", host, config.port, PATH)
+            self.is_listening = True
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                await self._load()
+        finally:
+            self.is_listening = False
+            await runner.cleanup()
+
+    async def _load(self) -> bool:
+        """Load the certificate and return whether there is one; errors are logged and retried."""
+        try:
+            certificate = await self._keeper.keep()
+            if certificate != self._shown:
+                _show(certificate, self._context)
+                self._shown = certificate
+        except (StoreError, CertificateError, ssl.SSLError) as error:
+            log.warning("the webhook's certificate: %s", error)
+        return self._shown is not None
+
+    async def _validate(self, request: web.Request) -> web.Response:
+        try:
+            review = json.loads(await request.read())
+        except ValueError:
+            return web.Response(status=400, text="not JSON")
+        if not isinstance(review, dict):
+            return web.Response(status=400, text="not an object")
+        try:
+            # The wait for a slot counts too: the API server has given up by then.
+            async with asyncio.timeout(_ANSWER_S), self._at_once:
+                response = await asyncio.to_thread(answer, review, self._cluster())
+            return web.json_response(response)
+        except ReviewError as error:
+            return web.Response(status=400, text=str(error))
+        except TimeoutError:
+            # The configuration's failurePolicy decides what the API server does then.
+            return web.Response(status=503, text="the validation has timed out")
+
+
+def _show(certificate: Certificate, context: ssl.SSLContext) -> None:
+    """Load the certificate for new connections; Python loads certificates from files only."""
+    with tempfile.TemporaryDirectory(prefix="cleave-webhook-") as folder:
+        chain_file, key_file = Path(folder) / "tls.crt", Path(folder) / "tls.key"
+        chain_file.write_text(certificate.chain)
+        key_file.touch(mode=0o600)
+        key_file.write_text(certificate.key)
+        context.load_cert_chain(chain_file, key_file)

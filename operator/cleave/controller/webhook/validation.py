@@ -1,0 +1,166 @@
+"""Checks a resource for requests that no cluster can satisfy, and those that this one cannot now.
+
+Pure. Called by `cleave.controller.webhook.admission` and by the planner's process. What is hard: a
+fault is final, so it must be one whatever nodes are added later; what depends on the nodes is a
+warning.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Engine, EngineType
+from cleave.api.manifest import ManifestError
+from cleave.api.model import Model
+from cleave.api.plan import ManualPool
+from cleave.api.pool import InstancePool
+from cleave.api.role import Parallelism
+from cleave.perf import named_profiles
+from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.perf.model import model_shape
+from cleave.perf.model.model_shape import ModelShape
+from cleave.planner import deployment_checks, problem_from_cluster
+from cleave.planner.placement import PlanError
+from cleave.planner.problem import Problem
+from cleave.planner.search.candidates import sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Faults and warnings, one line each: `path: what is wrong`."""
+
+    faults: tuple[str, ...] = ()
+    """No change of the cluster can repair them."""
+    warnings: tuple[str, ...] = ()
+    """Other nodes would resolve them."""
+
+
+def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Findings:
+    """Check an LLMDeployment. `cluster`: the present nodes; None: not known."""
+    spec = deployment.spec
+    faults = [*_profile_faults(spec.engine), *unread(deployment)]
+    warnings = tuple(deployment_checks.doubts(deployment, reads_files=False))
+    if spec.engine.type is EngineType.EMULATED:
+        # Emulated instances have no weights to split and run on any node.
+        return Findings(tuple(faults), warnings)
+    faults += deployment_checks.split_faults(deployment, reads_files=False)
+    if spec.placement is not None:
+        warnings += tuple(_missing_machines(spec.placement.manual, cluster))
+    elif spec.workload is not None and cluster is not None and not faults:
+        warnings += tuple(_unplannable(deployment, cluster))
+    return Findings(tuple(faults), warnings)
+
+
+def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
+    """Check a manually created pool. `cluster`: the present nodes; None: not known."""
+    spec = pool.spec
+    faults = [*_profile_faults(spec.engine)]
+    if spec.engine.type is EngineType.EMULATED:
+        return Findings(tuple(faults))
+    shape = _shape(spec.model)
+    if shape and (reason := shape.why_not(spec.parallelism.tensor, spec.parallelism.pipeline)):
+        faults.append(f"spec.parallelism: {shape.name}: {reason}")
+    missing = _missing_machine("spec", spec.gpu, spec.parallelism, cluster)
+    return Findings(tuple(faults), tuple(missing))
+
+
+def unread(deployment: LLMDeployment) -> Iterator[str]:
+    """Yield a fault for each file that a plan would need: the operator reads no user's files.
+
+    Its own files, such as its token, must not be readable for users who may create a deployment,
+    and the fault of a file quotes its text.
+    """
+    spec = deployment.spec
+    if spec.placement is not None or spec.workload is None:
+        return
+    remedy = "list the instances in spec.placement.manual"
+    if spec.workload.trace is not None:
+        yield (
+            "spec.workload.trace.path: no file is read in a cluster; state rate, promptTokens and "
+            f"outputTokens, as `cleave workload` prints them, or {remedy}"
+        )
+    if spec.engine.type is EngineType.EMULATED and named_profiles.is_file(
+        spec.engine.emulation.latency
+    ):
+        yield f"spec.engine.emulated.latency: no file is read in a cluster; {remedy}"
+
+
+def _profile_faults(engine: Engine) -> Iterator[str]:
+    """Check a profile by name; a file may exist in the workers' image only."""
+    if engine.type is not EngineType.EMULATED or named_profiles.is_file(engine.emulation.latency):
+        return
+    try:
+        named_profiles.load(engine.emulation.latency)
+    except named_profiles.UnknownProfileError as error:
+        yield f"spec.engine.emulated.latency: {error}"
+
+
+def _missing_machines(pools: Sequence[ManualPool], cluster: Cluster | None) -> Iterator[str]:
+    for index, pool in enumerate(pools):
+        path = f"spec.placement.manual[{index}]"
+        yield from _missing_machine(path, pool.gpu, pool.parallelism, cluster)
+
+
+def _missing_machine(
+    path: str, gpu: str | None, parallelism: Parallelism, cluster: Cluster | None
+) -> Iterator[str]:
+    """Check that the nodes have the GPUs of one instance, which may span several nodes."""
+    if cluster is None:
+        return
+    gpus_by_kind: Counter[str] = Counter()
+    for group in cluster.nodes:
+        gpus_by_kind[_kind(group.gpu)] += group.count * group.gpus_per_node
+    if gpu is not None and _kind(gpu) not in gpus_by_kind:
+        kinds = ", ".join(gpus_by_kind)
+        yield f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait"
+        return
+    kind = gpus_by_kind.most_common(1)[0][0] if gpu is None else _kind(gpu)
+    if parallelism.gpus > gpus_by_kind[kind]:
+        yield (
+            f"{path}.parallelism: an instance takes {parallelism.gpus} GPUs, all nodes together "
+            f"have {gpus_by_kind[kind]} x {kind} now; instances will wait"
+        )
+
+
+def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
+    """Why no plan is possible on these nodes; an unknown model is reported elsewhere."""
+    if deployment_checks.unknown_model(deployment, reads_files=False) is not None:
+        return
+    try:
+        problem = problem_from_cluster.problem(deployment, cluster)
+    except (PlanError, ManifestError) as error:
+        yield from error.faults
+        return
+    if not any(_fits(problem)):
+        reasons = {
+            supply.gpu: problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
+            or "spec.planning leaves it too few GPUs"
+            for supply in problem.supplies
+        }
+        details = "; ".join(f"{gpu}: {reason}" for gpu, reason in reasons.items())
+        yield f"spec.model.source: no instance fits the nodes there are now ({details})"
+
+
+def _fits(problem: Problem) -> Iterator[bool]:
+    for supply in problem.supplies:
+        for tensor, pipeline in sizes(problem, supply):
+            yield problem.estimator.why_not(supply.gpu, tensor, pipeline) is None
+
+
+def _shape(spec: Model) -> ModelShape | None:
+    """Load the model's dimensions; None: they are not known here, which is not a fault."""
+    if spec.folder is not None:
+        return None
+    try:
+        return model_shape.load(spec.locator)
+    except model_shape.UnknownModelError:
+        return None
+
+
+def _kind(gpu: str) -> str:
+    try:
+        return find(gpu).name
+    except UnknownGpuError:
+        return gpu

@@ -1,0 +1,60 @@
+"""The response of `GET /fleet`: every instance that this gateway watches. Used by the handlers."""
+
+import math
+
+from cleave.gateway.context import Context
+from cleave.router.instance import Instance
+from cleave.rpc import fleet_status
+from cleave.rpc.enum_names import name_of
+from cleave.rpc.fleet_status import MAX_INSTANCES, FleetPage, KvPath
+from cleave.rpc.v1 import agent_pb2
+
+_TEXT_LIMIT = 300
+"""Characters of a reason or detail."""
+
+
+def describe_fleet(context: Context) -> FleetPage:
+    """The current instances, sorted by name."""
+    instances = context.router.directory.instances
+    now = context.clock()
+    return FleetPage(
+        instances=tuple(_describe(instances[n], now) for n in sorted(instances)[:MAX_INSTANCES]),
+        left_out=max(len(instances) - MAX_INSTANCES, 0),
+        draining=context.draining,
+    )
+
+
+def _describe(instance: Instance, now: float) -> fleet_status.Instance:
+    registration, load, ledger = instance.registration, instance.load, instance.ledger
+    return fleet_status.Instance(
+        name=instance.name,
+        deployment=registration.deployment,
+        model=registration.model,
+        revision=registration.revision,
+        role=name_of(agent_pb2.Role, registration.role),
+        home=name_of(agent_pb2.Role, registration.home or registration.role),
+        state=name_of(agent_pb2.State, registration.state),
+        epoch=registration.epoch,
+        contact=instance.contact.value,
+        selectable=instance.selectable,
+        reason=registration.reason[:_TEXT_LIMIT],
+        restarts=registration.restarts,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
+        kv_cache_usage=_finite(load.kv_cache_usage),
+        requests_in_flight=ledger.count_requests(),
+        report_age_s=round(max(now - instance.heard_at, 0.0), 3),
+        kv_path=KvPath(
+            verified=registration.kv_path.verified,
+            transport=registration.kv_path.transport,
+            transfer_ms=_finite(registration.kv_path.transfer_ms),
+            bytes_per_s=_finite(registration.kv_path.bytes_per_s),
+            detail=registration.kv_path.detail[:_TEXT_LIMIT],
+        ),
+    )
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity or NaN: msgspec writes `null`, which the operator could not read."""
+    return value if math.isfinite(value) else 0.0

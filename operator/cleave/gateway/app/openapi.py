@@ -1,0 +1,259 @@
+"""The OpenAPI description of the gateway's paths. Pure; built from the table of routes.
+
+Used by pages.py and by the generator of docs/reference. Bodies are described at their first level
+only, because the gateway reads no further and relays all other fields that engines accept.
+"""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from cleave import distribution
+from cleave.gateway.app.routes import (
+    COMPLETIONS,
+    HEALTH,
+    METRICS,
+    MODEL,
+    MODELS,
+    OPENAPI,
+    OTHERS,
+    OWN,
+    EngineRoute,
+    OwnRoute,
+)
+
+Schema = dict[str, Any]
+
+_ABOUT = (
+    "Bodies are described at their first level; every other field that the model's engine accepts "
+    "may be used. kv_transfer_params is removed from requests and responses."
+)
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": ["boolean", "null"]}
+_COUNT: Schema = {"type": ["integer", "null"], "minimum": 1}
+_LIST: Schema = {"type": "array"}
+_OBJECT: Schema = {"type": "object"}
+
+_FIELDS: Mapping[str, Schema] = {
+    "documents": {"type": ["array", "object"]},
+    "input": {"type": ["string", "array", "object"]},
+    "max_completion_tokens": _COUNT,
+    "max_output_tokens": _COUNT,
+    "max_tokens": _COUNT,
+    "messages": {"type": "array", "items": _OBJECT, "minItems": 1},
+    "min_tokens": {"type": ["integer", "null"], "minimum": 0},
+    "model": {"$ref": "#/components/schemas/ModelName"},
+    "n": _COUNT,
+    "prompt": {
+        "description": "A text, its token ids, or a list of either.",
+        "type": ["string", "array"],
+    },
+    "query": {"type": ["string", "object"]},
+    "response_format": {"type": ["object", "null"]},
+    "seed": {"type": ["integer", "null"]},
+    "stop": {"type": ["string", "array", "null"]},
+    "stream": _FLAG,
+    "stream_options": {"type": ["object", "null"]},
+    "system": {"type": ["string", "array", "null"]},
+    "temperature": {"type": ["number", "null"], "minimum": 0},
+    "text_1": {"type": ["string", "array", "object"]},
+    "text_2": {"type": ["string", "array", "object"]},
+    "tokens": {"type": "array", "items": {"type": "integer"}},
+    "tool_choice": {"type": ["string", "object", "null"]},
+    "tools": {"type": ["array", "null"], "items": _OBJECT},
+}
+
+_MEANINGS = {
+    HTTPStatus.BAD_REQUEST: "The request is invalid; an engine's own message is not changed.",
+    HTTPStatus.UNAUTHORIZED: "An API key is required, and the request has no valid one.",
+    HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port only.",
+    HTTPStatus.NOT_FOUND: "No instance serves this model.",
+    HTTPStatus.REQUEST_TIMEOUT: "The request was not received in time.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is larger than --max-body.",
+    HTTPStatus.EXPECTATION_FAILED: "An expectation other than 100-continue.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests wait, a limit of the tenant is reached, or "
+    "the TTFT target would be missed; Retry-After says when to try again.",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "The head is longer than 64 KiB.",
+    HTTPStatus.NOT_IMPLEMENTED: "The model's engine does not offer this path.",
+    HTTPStatus.BAD_GATEWAY: "Engines failed, also after retries.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "No instance can take the request now; the message says why.",
+    HTTPStatus.GATEWAY_TIMEOUT: "The engine took too long.",
+}
+_ANYWHERE = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.EXPECTATION_FAILED,
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+)
+_OF_ENGINES = (
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
+_WAITS = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_HEADERS: Schema = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}
+_SECURITY: list[Schema] = [{}, {"key": []}]
+
+
+def describe(models: Sequence[str] = ()) -> Schema:
+    """The document as JSON values; `models`: those served now, as examples."""
+    paths = {route.path.decode(): {"post": _ask(route, _OF_ENGINES)} for route in COMPLETIONS}
+    lacking = (*_OF_ENGINES, HTTPStatus.NOT_IMPLEMENTED)
+    paths |= {route.path.decode(): {"post": _ask(route, lacking)} for route in OTHERS}
+    paths |= {route.path.decode(): {"get": _get(route)} for route in OWN}
+    paths[f"{MODEL.decode()}{{model}}"] = {"get": _get_model()}
+    named = _TEXT | ({"examples": list(models)} if models else {})
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Cleave gateway",
+            "version": distribution.version(),
+            "description": _ABOUT,
+        },
+        "paths": paths,
+        "components": {
+            "headers": {
+                "RequestId": {
+                    "description": "The client's own, if it sent a valid one.",
+                    "required": True,
+                    "schema": {"type": "string", "pattern": "^[A-Za-z0-9._:/+=@-]{1,128}$"},
+                },
+                "Instance": {"description": "The instance of this phase.", "schema": _TEXT},
+                "RetryAfter": {"description": "Seconds.", "schema": {"type": "integer"}},
+            },
+            "schemas": {"Error": _error(), "Model": _model(), "ModelName": named},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
+    """An operation that engines respond to."""
+    names = (*route.required, *route.optional)
+    body = _OBJECT | {
+        "properties": {name: _FIELDS[name] for name in names},
+        "required": list(route.required),
+    }
+    content: Schema = {"application/json": {"schema": _OBJECT}}
+    if "stream" in names:
+        # Without a schema: OpenAPI 3.1 cannot describe events, and they are not strings.
+        content["text/event-stream"] = {}
+    instances = {
+        f"x-cleave-{role}": {"$ref": "#/components/headers/Instance"}
+        for role in ("prefill", "decode")
+    }
+    return {
+        "summary": route.summary,
+        "operationId": _identify("post", route.path.decode()),
+        "security": _SECURITY,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": _respond("The engine's response.", content, statuses, instances),
+    }
+
+
+def _get(route: OwnRoute) -> Schema:
+    """An operation that the gateway responds to."""
+    statuses: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
+    if route.path == METRICS:
+        statuses += (HTTPStatus.FORBIDDEN,)
+        content: Schema = {"text/plain": {"schema": _TEXT}}
+    else:
+        content = {"application/json": {"schema": _OWN_ANSWERS[route.path]}}
+    responses = _respond("The response.", content, statuses)
+    if route.path == HEALTH:
+        responses["503"] = responses["200"] | {"description": "Nothing can be served."}
+    operation: Schema = {
+        "summary": route.summary,
+        "operationId": _identify("get", route.path.decode()),
+        "responses": responses,
+    }
+    return operation | ({"security": _SECURITY} if route.needs_key else {})
+
+
+def _get_model() -> Schema:
+    name = {"name": "model", "in": "path", "required": True, "schema": _FIELDS["model"]}
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}
+    statuses = (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND)
+    return {
+        "summary": "Describe a model",
+        "operationId": "getModel",
+        "parameters": [name],
+        "security": _SECURITY,
+        "responses": _respond("The response.", content, statuses),
+    }
+
+
+def _respond(
+    meaning: str, content: Schema, statuses: tuple[HTTPStatus, ...], headers: Schema | None = None
+) -> Schema:
+    """The responses by status; all errors have the same form."""
+    responses: Schema = {
+        "200": {"description": meaning, "headers": _HEADERS | (headers or {}), "content": content}
+    }
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status in sorted({*_ANYWHERE, *statuses}):
+        retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
+        responses[f"{status.value}"] = {
+            "description": _MEANINGS[status],
+            "headers": _HEADERS | (retry_after if status in _WAITS else {}),
+            "content": error,
+        }
+    return responses
+
+
+def _identify(method: str, path: str) -> str:
+    """`postV1ChatCompletions` for POST /v1/chat/completions."""
+    words = path.replace("_", "/").replace(".", "/").split("/")
+    return method + "".join(map(str.capitalize, words))
+
+
+def _error() -> Schema:
+    nullable = {"type": ["string", "null"]}
+    fields = {
+        "message": _TEXT,
+        "type": _TEXT,
+        "param": nullable,
+        "code": {"type": ["string", "integer", "null"]},
+    }
+    inner = _OBJECT | {"properties": fields, "required": ["message", "type"]}
+    return _OBJECT | {"properties": {"error": inner}, "required": ["error"]}
+
+
+def _model() -> Schema:
+    fields = {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": _TEXT,
+        "parent": {"type": ["string", "null"], "description": "Of a LoRA adapter: its model."},
+        "max_model_len": {"type": ["integer", "null"]},
+    }
+    return _OBJECT | {"properties": fields, "required": list(fields)}
+
+
+_OWN_ANSWERS: Mapping[bytes, Schema] = {
+    MODELS: _OBJECT
+    | {
+        "properties": {
+            "object": {"const": "list"},
+            "data": _LIST | {"items": {"$ref": "#/components/schemas/Model"}},
+        },
+        "required": ["object", "data"],
+    },
+    HEALTH: _OBJECT
+    | {
+        "properties": {
+            "status": {"enum": ["ok", "unavailable", "draining"]},
+            "reasons": _LIST | {"items": _TEXT},
+            "requests_in_flight": {"type": "integer", "minimum": 0},
+            "models": _OBJECT,
+        },
+        # If the gateway has keys, the other fields are sent only with a valid key.
+        "required": ["status"],
+    },
+    OPENAPI: _OBJECT | {"required": ["openapi", "info", "paths"]},
+}

@@ -1,0 +1,90 @@
+"""A connection to the HTTPS port during its TLS handshake; a ClientConnection replaces it
+afterwards.
+
+Made by the event loop for each connection to that port. The event loop could do the handshake
+itself, but would report connections only when it is done. Until then no limit would count them, and
+any number could be opened, each of which takes fifty times the memory of a plain one.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from cleave.gateway.app.client_connection import ClientConnection
+from cleave.gateway.context import Context
+
+HANDSHAKE_S = 10.0
+
+
+class Handshake(asyncio.Protocol):
+    """One connection whose TLS handshake is in progress."""
+
+    def __init__(
+        self,
+        context: Context,
+        certificate: ssl.SSLContext,
+        make_client: Callable[[], ClientConnection],
+    ) -> None:
+        """`make_client`: makes the protocol that takes over after the handshake."""
+        self._context = context
+        self._certificate = certificate
+        self._make_client = make_client
+        self._task: asyncio.Task[None] | None = None
+        self._begun_at = context.clock()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Duplicate the socket for the handshake: on the first transport the event loop would read
+        at once."""
+        first = cast("asyncio.Transport", transport)
+        # If no file descriptor is left, only this connection is lost.
+        with contextlib.suppress(OSError):
+            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            self._begin(own, transport.get_extra_info("peername"))
+        first.abort()
+
+    def idle_since(self) -> float:
+        """Since it was opened, because it has not sent a request."""
+        return self._begun_at
+
+    def sweep(self, now: float) -> None:
+        """Nothing to do: asyncio limits the time of the handshake."""
+
+    def close_if_idle(self) -> None:
+        """The gateway stops: close."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Close at once."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self, own: socket.socket, peer: object) -> None:
+        if self._context.handshakes.admit(self, peer):
+            self._context.clients.add(self)
+            self._task = asyncio.get_running_loop().create_task(self._shake(own))
+            self._task.add_done_callback(lambda _: self._end(own))
+        else:
+            own.close()
+
+    async def _shake(self, own: socket.socket) -> None:
+        own.setblocking(False)
+        # The peer may disconnect, or not speak a supported version of TLS.
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make_client,
+                own,
+                ssl=self._certificate,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=HANDSHAKE_S,
+            )
+
+    def _end(self, own: socket.socket) -> None:
+        """Also called when the task was cancelled before it began; a transport in use keeps the
+        socket open."""
+        own.close()
+        self._context.clients.discard(self)
+        self._context.handshakes.leave(self)

@@ -1,0 +1,179 @@
+"""Messages between Envoy and an endpoint picker: parsed to values and built from them. Pure.
+
+The terms are those of the endpoint picker protocol of the Gateway API Inference Extension
+(docs/proposals/004-endpoint-picker-protocol there): an endpoint is named in a header and also in
+dynamic metadata; the proxy may restrict which endpoints are allowed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf.struct_pb2 import Struct, Value
+
+from cleave.gateway.http.errors import ApiError
+from cleave.rpc.v1 import external_processor_pb2 as pb
+
+ENDPOINT = "x-gateway-destination-endpoint"
+"""Header and metadata key: `ip:port`, or several with commas, tried in order."""
+NAMESPACE = "envoy.lb"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+
+CHUNK_BYTES = 62_000
+"""Of a body that is streamed back; proxies accept up to 64 KiB."""
+
+CONTINUE_REQUEST_HEADERS = pb.ProcessingResponse(request_headers=pb.HeadersResponse())
+CONTINUE_REQUEST_TRAILERS = pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+CONTINUE_RESPONSE_HEADERS = pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+CONTINUE_RESPONSE_BODY = pb.ProcessingResponse(response_body=pb.BodyResponse())
+CONTINUE_RESPONSE_TRAILERS = pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+_OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+# Built once, because it is the same in every response.
+_METADATA = Struct(fields={NAMESPACE: Value(struct_value=Struct())})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first message of a stream."""
+
+    headers: dict[str, bytes]
+    """By lower-case name; of equal ones the last."""
+    bodiless: bool
+    request_mode: int
+    """How bodies are sent, as `BodySendMode`. Without a setting, both are full duplex, as the
+    protocol requires."""
+    response_mode: int
+    subset: frozenset[str] | None
+    """Endpoints that are allowed; None: any."""
+
+
+def read_head(message: pb.ProcessingRequest) -> Head:
+    """Parse the first message of a stream, which contains the request's headers."""
+    request = message.request_headers
+    modes = message.protocol_config
+    has_config = message.HasField("protocol_config")
+    return Head(
+        headers={
+            each.key: each.raw_value or each.value.encode() for each in request.headers.headers
+        },
+        bodiless=request.end_of_stream,
+        request_mode=modes.request_body_mode if has_config else pb.FULL_DUPLEX_STREAMED,
+        response_mode=modes.response_body_mode if has_config else pb.FULL_DUPLEX_STREAMED,
+        subset=_read_subset(message.metadata_context),
+    )
+
+
+def read_status(message: pb.ProcessingRequest) -> int:
+    """Status of the response's headers; 0 when they have none."""
+    for each in message.response_headers.headers.headers:
+        if each.key == ":status":
+            text = each.raw_value or each.value.encode()
+            return int(text) if text.isdigit() else 0
+    return 0
+
+
+def read_served(message: pb.ProcessingRequest) -> str:
+    """The endpoint that responded; empty when the proxy does not say."""
+    metadata = message.metadata_context.filter_metadata
+    if NAMESPACE not in metadata:
+        return ""
+    served = metadata[NAMESPACE].fields
+    return served[SERVED].string_value if SERVED in served else ""
+
+
+def name_endpoint(endpoint: str, headers: dict[str, str]) -> pb.ProcessingResponse:
+    """Response to the request's headers: the endpoint, and headers to set."""
+    message = pb.ProcessingResponse()
+    _fill(message, message.request_headers.response, endpoint, headers)
+    return message
+
+
+def name_endpoint_with_body(
+    endpoint: str, headers: dict[str, str], body: bytes
+) -> pb.ProcessingResponse:
+    """Response to a buffered body: the endpoint, headers to set, and the body that replaces it."""
+    message = pb.ProcessingResponse()
+    response = message.request_body.response
+    _fill(message, response, endpoint, {**headers, "content-length": str(len(body))})
+    response.body_mutation.body = body
+    return message
+
+
+def name_endpoint_late(endpoint: str) -> pb.ProcessingResponse:
+    """Response to a buffered body: the endpoint; the body is not changed."""
+    message = pb.ProcessingResponse()
+    _fill(message, message.request_body.response, endpoint, {})
+    return message
+
+
+def stream_request_body(body: bytes, end: bool = True) -> Iterator[pb.ProcessingResponse]:
+    """A request's body in chunks, for full duplex."""
+    for start in range(0, max(len(body), 1), CHUNK_BYTES):
+        message = pb.ProcessingResponse()
+        streamed = message.request_body.response.body_mutation.streamed_response
+        streamed.body = body[start : start + CHUNK_BYTES]
+        streamed.end_of_stream = end and start + CHUNK_BYTES >= len(body)
+        yield message
+
+
+def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
+    """A piece of a response's body, unchanged, for full duplex."""
+    body = piece.body
+    messages = []
+    for start in range(0, max(len(body), 1), CHUNK_BYTES):
+        message = pb.ProcessingResponse()
+        streamed = message.response_body.response.body_mutation.streamed_response
+        streamed.body = body[start : start + CHUNK_BYTES]
+        streamed.end_of_stream = piece.end_of_stream and start + CHUNK_BYTES >= len(body)
+        messages.append(message)
+    return messages
+
+
+def refuse_with(error: ApiError) -> pb.ProcessingResponse:
+    """Response to the client instead of any instance's."""
+    message = pb.ProcessingResponse()
+    immediate = message.immediate_response
+    immediate.status.code = error.status
+    immediate.body = error.to_json()
+    immediate.details = error.code or "refused"
+    _set(immediate.headers, "content-type", "application/json")
+    if error.retry_after_s is not None:
+        _set(immediate.headers, "retry-after", str(error.retry_after_s))
+    return message
+
+
+def _fill(
+    message: pb.ProcessingResponse,
+    response: pb.CommonResponse,
+    endpoint: str,
+    headers: dict[str, str],
+) -> None:
+    response.clear_route_cache = True
+    _set(response.header_mutation, ENDPOINT, endpoint)
+    for name, value in headers.items():
+        _set(response.header_mutation, name, value)
+    message.dynamic_metadata.CopyFrom(_METADATA)
+    metadata = message.dynamic_metadata.fields[NAMESPACE].struct_value
+    metadata.fields[ENDPOINT].string_value = endpoint
+
+
+def _set(mutation: pb.HeaderMutation, name: str, value: str) -> None:
+    option = mutation.set_headers.add()
+    option.header.key, option.header.raw_value = name, value.encode()
+    # The client may have sent a header of the same name.
+    option.append_action = _OVERWRITE
+
+
+def _read_subset(metadata: pb.Metadata) -> frozenset[str] | None:
+    """Endpoints as a list, or as text with commas; both forms occur."""
+    if SUBSET_NAMESPACE not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[SUBSET_NAMESPACE].fields
+    if SUBSET not in fields:
+        return None
+    value = fields[SUBSET]
+    texts = [value.string_value, *(each.string_value for each in value.list_value.values)]
+    names = (name.strip() for text in texts for name in text.split(","))
+    return frozenset(name for name in names if name)

@@ -1,0 +1,182 @@
+"""Rewrites another engine's events into the rest of a stream. Used by the relay after a loss.
+
+Continued: the engine received the prompt and the output so far and generates only the rest; its
+events, of whichever API, take the form of the first engine's. Replayed: it received the original
+request, and what the client has is cut from its output. What is hard: a replay may divide its text
+into other events than the first engine did, so text is cut by length and compared; any difference
+ends the stream.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from cleave.gateway.failover.transcript import (
+    BORDER,
+    CONSTANTS,
+    DATA,
+    DONE,
+    PARTS,
+    Choice,
+    Event,
+    Path,
+    Transcript,
+    decode_event,
+    name_element,
+)
+
+_encode = msgspec.json.Encoder().encode
+_DIFFERS = "answers otherwise than what the client has seen already"
+
+
+class SpliceError(Exception):
+    """The output is not the rest of this stream; continues `instance NAME ...`."""
+
+
+class Continued:
+    """Rewrites events of /v1/completions, requested with the prompt and the output so far."""
+
+    def __init__(
+        self, transcript: Transcript, *, chat: bool, tokens: int, again: Sequence[int] = ()
+    ) -> None:
+        """`tokens`: output tokens that are now part of the prompt.
+
+        `again`: ids that are generated again, because the client has their ids but not their text.
+        """
+        self._head = transcript.head
+        self._chat = chat
+        self._tokens = tokens
+        self._again = list(again)
+
+    def turn(self, event: bytes) -> bytes:
+        """One event in the first engine's form. Raises SpliceError as a replay does."""
+        value = decode_event(event)
+        if value is None or "error" in value:
+            return event + BORDER
+        value |= self._head
+        if self._chat:
+            value["object"] = "chat.completion.chunk"
+        value["choices"] = [self._turn_choice(choice) for choice in value.get("choices") or ()]
+        usage = value.get("usage")
+        if usage:
+            usage["prompt_tokens"] -= self._tokens
+            usage["completion_tokens"] = (usage["completion_tokens"] or 0) + self._tokens
+        return build_event(value)
+
+    def _turn_choice(self, choice: Event) -> Event:
+        if self._again and choice.get("token_ids"):
+            choice["token_ids"] = self._drop_seen(choice["token_ids"])
+        if not self._chat:
+            if "prompt_token_ids" in choice:
+                choice["prompt_token_ids"] = None
+            return choice
+        rewritten: Event = {
+            "index": choice.get("index", 0),
+            "delta": {"content": choice.get("text", "")},
+            "logprobs": None,
+            "finish_reason": choice.get("finish_reason"),
+        }
+        if rewritten["finish_reason"] is not None:
+            rewritten["stop_reason"] = choice.get("stop_reason")
+        rewritten["token_ids"] = choice.get("token_ids")
+        return rewritten
+
+    def _drop_seen(self, ids: list[int]) -> list[int]:
+        count = min(len(ids), len(self._again))
+        if ids[:count] != self._again[:count]:
+            raise SpliceError(_DIFFERS)
+        del self._again[:count]
+        return ids[count:]
+
+
+class Replayed:
+    """Rewrites events of the original request sent again: cuts what the client has."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._seen = transcript
+        self._met: dict[int, dict[Path, int]] = {}
+        """By choice and path: how much has been repeated so far."""
+
+    def turn(self, event: bytes) -> bytes:
+        """The new part of an event. Raises SpliceError when it differs from what was sent."""
+        if event == DONE[: -len(BORDER)]:
+            return DONE
+        value = decode_event(event)
+        if value is None or "error" in value:
+            return event + BORDER
+        value |= self._seen.head
+        if self._seen.head:
+            value.pop("prompt_token_ids", None)
+        choices = value.get("choices") or []
+        if not choices:
+            return b"" if self._seen.usage else build_event(value)
+        value["choices"] = [new for choice in choices if (new := self._trim_choice(choice))]
+        return build_event(value) if value["choices"] else b""
+
+    def _trim_choice(self, choice: Event) -> Event | None:
+        """The new part of a choice; None when there is none."""
+        index = choice.get("index", 0)
+        sent = self._seen.choices.get(index, Choice())
+        replayed = self._met.setdefault(index, {})
+        trimmed = {
+            key: _trim(value, (key,), sent, replayed) if key in PARTS else value
+            for key, value in choice.items()
+        }
+        if index in self._seen.choices:
+            trimmed.pop("prompt_token_ids", None)
+        ends = choice.get("finish_reason") is not None and not sent.finished
+        return trimmed if ends or any(_holds(trimmed.get(key)) for key in PARTS) else None
+
+
+def build_event(value: Event) -> bytes:
+    """An event with this JSON."""
+    return DATA + _encode(value) + BORDER
+
+
+def _trim(value: object, path: Path, sent: Choice, replayed: dict[Path, int]) -> object:
+    """The new part of a value of a choice."""
+    if isinstance(value, str):
+        return _trim_text(value, path, sent, replayed)
+    if isinstance(value, dict):
+        return {
+            key: remaining
+            for key, inner in value.items()
+            if (remaining := _trim(inner, (*path, key), sent, replayed)) is not None
+            or inner is None
+        }
+    if not isinstance(value, list):
+        return value
+    if path[-1] == "tool_calls":
+        calls = []
+        for position, call in enumerate(value):
+            name = name_element(call, position)
+            remaining = _trim(call, (*path, name), sent, replayed)
+            if isinstance(remaining, dict) and any(
+                _holds(part) for key, part in remaining.items() if key != "index"
+            ):
+                calls.append(remaining)
+        return calls
+    before = replayed.get(path, 0)
+    replayed[path] = before + len(value)
+    return value[max(0, sent.counts.get(path, 0) - before) :]
+
+
+def _trim_text(text: str, path: Path, sent: Choice, replayed: dict[Path, int]) -> str | None:
+    sent_text = sent.texts.get(path, "")
+    if path[-1] in CONSTANTS:
+        return None if sent_text else text
+    before = replayed.get(path, 0)
+    replayed[path] = before + len(text)
+    repeated = sent_text[before : before + len(text)]
+    if not text.startswith(repeated):
+        raise SpliceError(_DIFFERS)
+    return text[len(repeated) :]
+
+
+def _holds(part: object) -> bool:
+    """Whether it contains any text or list element."""
+    if isinstance(part, dict):
+        return any(_holds(inner) for inner in part.values())
+    if isinstance(part, list):
+        return bool(part)
+    return isinstance(part, str) and bool(part)

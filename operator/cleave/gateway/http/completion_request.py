@@ -1,0 +1,448 @@
+"""A completion request: read once at its first level, written anew for each engine. Pure.
+
+Only top-level keys are decoded; values stay the client's bytes, so that fields this project has
+never heard of reach the engine as they are. What is hard: the bodies that reach engines are always
+written from the decoded keys, never the client's own bytes, because two equal keys or an escaped
+one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for the name. And
+nothing else is served meanwhile: whatever a body holds, it costs no more than a few scans of it.
+"""
+
+import re
+
+import msgspec
+
+from cleave.gateway.http.bounded_json import ListDecoder, TooManyError, decode_object
+from cleave.gateway.http.errors import ApiError, refuse
+from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
+from cleave.gateway.http.token_estimate import estimate_tokens
+
+Fields = dict[str, msgspec.Raw]
+
+KV_KEY = "kv_transfer_params"
+
+MAX_FIELDS = 1_024
+"""Of a request, or of its `vllm_xargs`."""
+MAX_PROMPTS = 1_024
+"""Of one completion."""
+MAX_MODEL_BYTES = 4_096
+"""Of a model's name as JSON; it is quoted where it is not known."""
+MAX_NESTED_BYTES = 256 << 10
+"""Of `vllm_xargs`, which is decoded whole."""
+_LARGE_BYTES = 64 << 10
+"""What is smaller is decoded first and counted then: at most 13,000 fields, 8 ms."""
+_VALUE_BYTES = 1_024
+"""No value that leaves a request what it usually is takes so many."""
+_TOKEN_IDS = re.compile(rb"\[\s*-?\d")
+
+_decode_fields = msgspec.json.Decoder(Fields).decode
+_decode_prompts = ListDecoder(MAX_PROMPTS).decode
+_decode_str = msgspec.json.Decoder(str).decode
+_decode_any = msgspec.json.Decoder().decode
+_decode_flag = msgspec.json.Decoder(bool | None).decode
+_encode = msgspec.json.Encoder().encode
+
+_FALSE = msgspec.Raw(b"false")
+_TRUE = msgspec.Raw(b"true")
+_ONE = msgspec.Raw(b"1")
+ASK_FOR_KV = msgspec.Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+TOKENS_KEY = "return_token_ids"
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", TOKENS_KEY)
+_TELLING = frozenset(
+    (
+        "n",
+        "best_of",
+        "echo",
+        "prompt_logprobs",
+        "tool_choice",
+        "use_beam_search",
+        "stream_options",
+        "min_tokens",
+    )
+)
+"""Fields of which some values forbid a split; most requests have none of them."""
+_BINDING = frozenset(
+    (
+        "bad_words",
+        "frequency_penalty",
+        "function_call",
+        "functions",
+        "guided_choice",
+        "guided_decoding",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "include_reasoning",
+        "logprob_token_ids",
+        "logprobs",
+        "logits_processors",
+        "presence_penalty",
+        "prompt_embeds",
+        "repetition_detection",
+        "response_format",
+        "return_tokens_as_token_ids",
+        "seed",
+        "stop",
+        "structured_outputs",
+        "suffix",
+        "thinking_token_budget",
+        "tools",
+        "top_logprobs",
+        "vllm_xargs",
+        "watermarking",
+        TOKENS_KEY,
+    )
+)
+"""Fields of which some values tie an answer to the engine that began it."""
+_UNUSUAL = _TELLING | _BINDING
+_TOO_MANY_FIELDS: tuple[str, str | None] = (
+    f"the body has more than {MAX_FIELDS} fields",
+    None,
+)
+_TOO_MANY_PROMPTS: tuple[str, str | None] = (
+    f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
+    "prompt",
+)
+_TEXTS = ("messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2")
+"""Of requests that are no completions, what is long."""
+_UNBOUND: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
+"""Values with which they do not."""
+
+
+class Completion:
+    """What the gateway needs to know of a request."""
+
+    __slots__ = (
+        "asks_ids",
+        "fields",
+        "model",
+        "numbered",
+        "output_tokens",
+        "prompt_tokens",
+        "splittable",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        fields: Fields,
+        stream: bool,
+        splittable: bool,
+        prompt_tokens: int,
+        output_tokens: int,
+        numbered: bool = False,
+        asks_ids: bool = False,
+    ) -> None:
+        self.model = model
+        self.fields = fields
+        self.stream = stream
+        self.splittable = splittable
+        """False: one instance must do both phases."""
+        self.prompt_tokens = prompt_tokens
+        """Estimate."""
+        self.output_tokens = output_tokens
+        """The request's own limit; 0: none stated."""
+        self.numbered = numbered
+        """Its stream carries token ids, because the gateway asks for them: it can go on
+        elsewhere."""
+        self.asks_ids = asks_ids
+        """So does the client, who is to see each of them once."""
+
+
+class BodyScan:
+    """Finds the members of a large body in steps of about 1 ms, before it is read.
+
+    The client connection calls `step` until it is done, then `read_completion` takes the result.
+    Errors are kept as text and raised there: a kept exception would keep the body in memory.
+    """
+
+    __slots__ = ("_scanner", "_scans_prompts", "error", "fields", "prompts")
+
+    def __init__(self, body: bytes) -> None:
+        self.fields: Fields = {}
+        self.prompts: list[msgspec.Raw] | None = None
+        """None: `prompt` is not a long list of prompts."""
+        self.error: tuple[str, str | None] | None = None
+        """Message and parameter of the refusal."""
+        self._scanner = MemberScanner(body, MAX_FIELDS)
+        self._scans_prompts = False
+
+    def step(self) -> bool:
+        """Scan the next slice; True: nothing is left to scan."""
+        try:
+            if not self._scanner.step():
+                return False
+            if self._scans_prompts:
+                self.prompts = self._scanner.elements()
+                return True
+            self.fields = self._scanner.members()
+        except TooManyError:
+            self.error = _TOO_MANY_PROMPTS if self._scans_prompts else _TOO_MANY_FIELDS
+            return True
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.error = f"the body is not a JSON object: {error}", None
+            return True
+        prompt = self.fields.get("prompt")
+        if prompt is None or len(prompt) < MIN_BYTES or not _is_list_of_prompts(prompt):
+            return True
+        self._scanner = MemberScanner(prompt, MAX_PROMPTS)
+        self._scans_prompts = True
+        return False
+
+
+def find_text(completion: Completion) -> bytes | memoryview:
+    """The prompt as the client wrote it, without what closes it; for its beginning to be known."""
+    raw = completion.fields.get("messages") or completion.fields.get("prompt")
+    return b"" if raw is None else memoryview(raw)[:-1]
+
+
+def read_completion(body: bytes, scan: BodyScan | None = None) -> Completion:
+    """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400).
+
+    `scan`: of the same body, when it is large.
+    """
+    fields = _read_fields(body, scan)
+    stream = _read_stream(fields)
+    limit = _read_limit(fields)
+    prompts, prompt_tokens = _measure_prompt(fields, scan)
+    usual = _UNUSUAL.isdisjoint(fields)
+    numbered = stream and prompts == 1 and (usual or not _is_bound(fields))
+    asks_ids = False
+    if numbered:
+        asks_ids = not usual and bool(decode_any(fields.get(TOKENS_KEY, _FALSE)))
+        fields[TOKENS_KEY] = _TRUE
+    return Completion(
+        model=_read_model(fields),
+        fields=fields,
+        stream=stream,
+        splittable=prompts == 1
+        and limit is not None
+        and (usual or _is_splittable(fields, stream, limit)),
+        prompt_tokens=prompt_tokens,
+        output_tokens=limit or 0,
+        numbered=numbered,
+        asks_ids=asks_ids,
+    )
+
+
+def read_other(body: bytes, default_model: str, scan: BodyScan | None = None) -> Completion:
+    """Read a request of any other path of an engine; it runs whole. Raises ApiError (400).
+
+    `default_model`: where none is named, as /tokenize allows; empty: there is no only one.
+    `scan`: of the same body, when it is large.
+    """
+    fields = _read_fields(body, scan)
+    if default_model:
+        fields.setdefault("model", msgspec.Raw(_encode(default_model)))
+    output = _read_limit(fields)
+    return Completion(
+        model=_read_model(fields),
+        fields=fields,
+        stream=_read_stream(fields),
+        splittable=False,
+        prompt_tokens=sum(estimate_tokens(bytes(fields[key])) for key in _TEXTS if key in fields)
+        or 1,
+        output_tokens=output or 0,
+    )
+
+
+def build_whole(completion: Completion) -> bytes:
+    """The body for an engine that does both phases."""
+    return _encode(completion.fields)
+
+
+def build_prefill(completion: Completion, ask: msgspec.Raw = ASK_FOR_KV) -> bytes:
+    """The body that computes the prompt and keeps its KV for another engine."""
+    fields = completion.fields.copy()
+    for key in _NOT_FOR_PREFILL:
+        fields.pop(key, None)
+    fields["stream"] = _FALSE
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = _ONE
+    fields[KV_KEY] = ask
+    return _encode(fields)
+
+
+def build_decode(completion: Completion, handoff: msgspec.Raw) -> bytes:
+    """The body that continues from the KV a prefill engine keeps."""
+    return _encode({**completion.fields, KV_KEY: handoff})
+
+
+def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
+    """The first level, without what no client may say."""
+    try:
+        if scan is not None:
+            if scan.error is not None:
+                raise _refuse_with(scan.error)
+            fields = scan.fields
+        elif len(body) > _LARGE_BYTES:
+            fields = decode_object(body, MAX_FIELDS)
+        else:
+            fields = _decode_fields(body)
+    except TooManyError:
+        raise _refuse_with(_TOO_MANY_FIELDS) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise refuse(f"the body is not a JSON object: {error}") from None
+    if len(fields) > MAX_FIELDS:
+        raise _refuse_with(_TOO_MANY_FIELDS)
+    fields.pop(KV_KEY, None)
+    if "vllm_xargs" in fields:
+        _drop_nested(fields, "vllm_xargs")
+    return fields
+
+
+def _read_model(fields: Fields) -> str:
+    if "model" not in fields:
+        raise refuse("you must provide a model parameter", param="model")
+    raw = fields["model"]
+    if len(raw) > MAX_MODEL_BYTES:
+        raise refuse(f"model is longer than {MAX_MODEL_BYTES} bytes", param="model")
+    try:
+        return _decode_str(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise refuse("model must be a string", param="model") from None
+
+
+def _read_stream(fields: Fields) -> bool:
+    if "stream" not in fields:
+        return False
+    try:
+        return bool(_decode_flag(fields["stream"]))
+    except msgspec.MsgspecError:
+        raise refuse("stream must be true or false", param="stream") from None
+
+
+def _read_limit(fields: Fields) -> int | None:
+    """The output limit, 0 when there is none; None when it is nothing a prefill could honour.
+
+    What is invalid is left to an engine, whole: it knows the right words for its refusal.
+    """
+    limit = 0
+    for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if key not in fields:
+            continue
+        value = decode_any(fields[key])
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            return None
+        limit = value
+    return limit
+
+
+def _measure_prompt(fields: Fields, scan: BodyScan | None) -> tuple[int, int]:
+    """(number of prompts, estimated tokens of all of them)."""
+    raw = fields.get("messages")
+    if raw is not None:
+        return 1, estimate_tokens(bytes(raw))
+    raw = fields.get("prompt")
+    if raw is None:
+        return 1, 1
+    if _is_list_of_prompts(raw):
+        return _measure_prompts(raw, scan)
+    text = bytes(raw)
+    if text.startswith(b"["):
+        return 1, text.count(b",") + 1
+    return 1, estimate_tokens(text)
+
+
+def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
+    """False: a text, or a list of token ids."""
+    start = bytes(memoryview(raw)[:1])
+    return start == b"[" and _TOKEN_IDS.match(raw) is None
+
+
+def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]:
+    try:
+        prompts = scan.prompts if scan is not None else None
+        if prompts is None:
+            prompts = _decode_prompts(raw)
+    except TooManyError:
+        raise _refuse_with(_TOO_MANY_PROMPTS) from None
+    except RecursionError:
+        raise refuse("prompt is nested too deeply", param="prompt") from None
+    tokens = 1
+    for prompt in prompts:
+        text = bytes(prompt)
+        is_tokens = text.startswith(b"[")
+        tokens += text.count(b",") + 1 if is_tokens else estimate_tokens(text)
+    return len(prompts), tokens
+
+
+def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
+    values = {key: decode_any(fields[key]) for key in _TELLING.intersection(fields)}
+    least = values.get("min_tokens") or 0
+    return (
+        values.get("n") in (None, 1)
+        and values.get("best_of") in (None, 1)
+        and not (values.get("echo") and "logprobs" in fields)
+        and values.get("prompt_logprobs") is None
+        and values.get("tool_choice") in (None, "none", "auto")
+        and not values.get("use_beam_search")
+        and (stream or values.get("stream_options") is None)
+        and type(least) is int
+        and (limit == 0 or least <= limit)
+    )
+
+
+def _is_bound(fields: Fields) -> bool:
+    """Whether the rest of the answer depends on more than the tokens so far.
+
+    Penalties count what was generated, a seed's draws are used up one by one, grammars and stop
+    strings have got somewhere, several choices have; all that ends with the engine.
+    """
+    values = {key: decode_any(fields[key]) for key in _UNUSUAL.intersection(fields)}
+    for key in ("stream_options", "min_tokens"):
+        values.pop(key, None)
+    several = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
+    tool_choice = values.pop("tool_choice", None)
+    if tool_choice == "none":
+        values.pop("tools", None)
+    if values.pop("include_reasoning", True) is not True:
+        return True
+    if values.pop(TOKENS_KEY, None) not in (None, True):
+        # Who wants no ids must not get those that the gateway would ask for.
+        return True
+    # 0 is a seed, and a wish for the log-probability of each token itself.
+    counting = [values.pop(key, None) for key in ("seed", "logprobs", "prompt_logprobs")]
+    return (
+        several
+        or any(value is not None and value is not False for value in counting)
+        or any(value not in _UNBOUND for value in values.values())
+    )
+
+
+def _drop_nested(fields: Fields, key: str) -> None:
+    """vLLM hands this field's content to the same place that KV references travel in."""
+    if len(fields[key]) > MAX_NESTED_BYTES:
+        raise refuse(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
+    try:
+        inner = decode_object(fields[key], MAX_FIELDS)
+    except TooManyError:
+        raise _refuse_with((f"{key} has more than {MAX_FIELDS} fields", key)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    if inner.pop(KV_KEY, None) is not None:
+        fields[key] = msgspec.Raw(_encode(inner))
+
+
+def _refuse_with(error: tuple[str, str | None]) -> ApiError:
+    """`error`: message and parameter."""
+    message, param = error
+    return refuse(message, param=param)
+
+
+def decode_any(raw: msgspec.Raw) -> object:
+    """A field's value, or something that equals no usual one: it is invalid, or long."""
+    if len(raw) > _VALUE_BYTES:
+        return b"long"
+    try:
+        value: object = _decode_any(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return b"invalid"
+    return value

@@ -1,0 +1,121 @@
+"""Metrics of a gateway of several processes: any process returns the sum over all.
+
+Used by the server and the pages. Each process writes its counts to a file once a second and before
+it responds to a scrape; its replacement continues from there. A process that is killed loses the
+counts of its last second, but no count that was ever scraped: a counter that decreases looks to
+Prometheus like a restart of the gateway.
+"""
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import ProcessCollector
+from prometheus_client.metrics_core import Metric
+
+from cleave.gateway.metrics.gateway_metrics import Collector, Histogram, Metrics
+from cleave.gateway.shared_state import Siblings
+
+_NOT_COUNTED = ("slo", "in_flight", "processes", "restarts")
+_NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")
+"""Taken from the parent process."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+Plain = Any
+"""Numbers, lists of them (a histogram's counts and sum), and dicts of these."""
+
+
+class SummedCollector:
+    """Registered with prometheus_client instead of a Collector and a ProcessCollector."""
+
+    def __init__(self, metrics: Metrics, shared_state: Siblings) -> None:
+        self._metrics = metrics
+        self._siblings = shared_state
+
+    def collect(self) -> Iterable[Metric]:
+        """Called at each scrape."""
+        shared_state = self._siblings
+        save(self._metrics, shared_state)
+        total = Metrics(self._metrics.slo)
+        for process in range(shared_state.count):
+            restore(total, shared_state.read_counts(process))
+        pids = shared_state.list_pids()
+        total.in_flight = shared_state.count_in_flight()
+        total.processes, total.restarts = len(pids), shared_state.restarts
+        yield from Collector(total).collect()
+        yield from sum_processes([os.getppid(), *pids])
+
+
+def save(metrics: Metrics, shared_state: Siblings) -> None:
+    """Write the counts of this process to its file."""
+    shared_state.write_counts(msgspec.msgpack.encode(_to_plain(metrics)))
+
+
+def restore(metrics: Metrics, saved: bytes) -> None:
+    """Add saved counts."""
+    if saved:
+        _add(metrics, msgspec.msgpack.decode(saved))
+
+
+def sum_processes(pids: list[int]) -> Iterable[Metric]:
+    """CPU time, memory and files of a parent and its children; shared memory counts in each."""
+    families: dict[str, Metric] = {}
+    for pid in pids:
+        for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+            total = families.setdefault(family.name, family)
+            if total is not family and family.name not in _NOT_SUMMED:
+                total.samples = [
+                    sample._replace(value=sample.value + other.value)
+                    for sample, other in zip(total.samples, family.samples, strict=True)
+                ]
+    cpu = families.get("process_cpu_seconds")
+    if cpu is not None:
+        ended_s = _read_ended_s(pids[0])
+        cpu.samples = [sample._replace(value=sample.value + ended_s) for sample in cpu.samples]
+    yield from families.values()
+
+
+def _read_ended_s(parent: int) -> float:
+    """CPU seconds of children that have ended."""
+    fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
+
+
+def _to_plain(counted: object) -> Plain:
+    if isinstance(counted, int | float):
+        return counted
+    if isinstance(counted, Histogram):
+        return counted.to_list()
+    if isinstance(counted, dict):
+        return {key: _to_plain(value) for key, value in counted.items()}
+    return {
+        name: _to_plain(getattr(counted, name))
+        for name in _list_names(counted)
+        if name not in _NOT_COUNTED
+    }
+
+
+def _add(counted: object, more: Plain) -> None:
+    """Add in place."""
+    if isinstance(counted, Histogram):
+        counted.add(more)
+    elif isinstance(counted, dict):
+        for key, value in more.items():
+            if isinstance(value, int | float):
+                counted[key] = counted.get(key, 0) + value
+            else:
+                _add(counted[key], value)
+    else:
+        for name, value in more.items():
+            if isinstance(value, int | float):
+                setattr(counted, name, getattr(counted, name) + value)
+            else:
+                _add(getattr(counted, name), value)
+
+
+def _list_names(counted: object) -> Iterable[str]:
+    """Attributes of an object without methods; compiled objects have no `vars`."""
+    return [name for name in dir(type(counted)) if not name.startswith("_")]

@@ -1,0 +1,238 @@
+"""Supervisor of a gateway of several processes on one port: starts, monitors and stops them.
+
+Called by main. The kernel spreads connections over the processes (SO_REUSEPORT); their shared state
+is in `siblings`. They are forked, so that one that died is replaced within milliseconds and all
+share the memory of imported modules; hence the parent has no event loop and no thread. What is
+hard: with SO_REUSEPORT another gateway could bind the same port, so the port is first bound
+exclusively; and a killed parent must not leave serving children behind, so each child holds the
+read end of a pipe that the parent never writes to.
+"""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.shared_state import Siblings
+from cleave.router.watchdog import Rounds
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.2
+HUNG_S = 30.0
+"""A process without a heartbeat for so long is killed."""
+FIRST_DELAY_S = 0.1
+LAST_DELAY_S = 5.0
+"""Delays before a process that died is replaced: doubled each time."""
+CALM_S = 60.0
+MAX_DEATHS = 10
+"""Of all processes within CALM_S; after that, restarting is considered useless."""
+END_SLACK_S = 5.0
+"""After the leave and drain time-outs, until the remaining processes are killed."""
+
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+
+Serve = Callable[[GatewayConfig, Siblings], int]
+"""Runs one process until a signal stops it; returns its exit code."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """One of the processes, or its next start."""
+
+    pid: int = 0
+    """0: it is to be started at `start_at`."""
+    start_at: float = 0.0
+    delay_s: float = 0.0
+    started_at: float = 0.0
+
+
+def run(config: GatewayConfig, serve: Serve) -> int:
+    """Run until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be
+    bound."""
+    with ExitStack() as stack:
+        for host in config.hosts:
+            reserved = stack.enter_context(reserve(host, config.port))
+            config = replace(config, port=reserved.getsockname()[1])
+            if config.internal_port:
+                stack.enter_context(reserve(host, config.internal_port))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cleave-gateway-"))
+        reading, writing = os.pipe()
+        siblings = Siblings(config.processes, Path(folder), reading)
+        stack.callback(siblings.close)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+        gc.freeze()
+        return _Parent(config, siblings, serve, writing).run()
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Reserve a port for the processes of this gateway; this socket itself gets no connections.
+
+    Raises OSError when another program listens there already.
+    """
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as alone:
+        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        alone.bind(address)
+        address = alone.getsockname()
+    reserved = socket.socket(family, kind, protocol)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
+
+
+class _Parent:
+    """The supervising process; single-threaded, woken by signals."""
+
+    def __init__(self, config: GatewayConfig, siblings: Siblings, serve: Serve, pipe: int) -> None:
+        self._config = config
+        self._siblings = siblings
+        self._serve = serve
+        self._pipe = pipe
+        self._children = [_Child() for _ in range(siblings.count)]
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._ready = False
+        self._rounds = Rounds(WATCH_S)
+        self._code: int | None = None
+
+    def run(self) -> int:
+        """Start all processes, restart them when they die, stop them."""
+        while self._code is None:
+            now = time.monotonic()
+            for process, child in enumerate(self._children):
+                if not child.pid and now >= child.start_at:
+                    self._start(process, child, now)
+            self._say_ready()
+            self._wait()
+            self._bury()
+            if self._rounds.is_fair:
+                self._kill_hung()
+        self._end()
+        return self._code
+
+    def _start(self, process: int, child: _Child, now: float) -> None:
+        child.started_at, parent = now, os.getpid()
+        try:
+            child.pid = os.fork()
+        except OSError as error:
+            log.error("process %d cannot be started: %s", process + 1, error)
+            child.start_at = now + LAST_DELAY_S
+            return
+        if child.pid == 0:
+            os.close(self._pipe)
+            os._exit(_be(self._serve, self._config, self._siblings.seen_by(process), parent))
+
+    def _say_ready(self) -> None:
+        if not self._ready and len(self._siblings.list_pids()) == self._siblings.count:
+            self._ready = True
+            config, count = self._config, self._siblings.count
+            scheme = "http" if config.tls_certificate is None else "https"
+            log.info(
+                "listening on %s://%s:%d with %d processes", scheme, config.host, config.port, count
+            )
+
+    def _wait(self) -> None:
+        received = signal.sigtimedwait(_SIGNALS, WATCH_S)
+        self._rounds.note()
+        if received is not None and received.si_signo != signal.SIGCHLD:
+            log.info("draining")
+            self._code = 0
+
+    def _bury(self) -> None:
+        """Collect processes that have ended, and schedule their restarts."""
+        for process, child in enumerate(self._children):
+            code = _reap(child.pid)
+            if code is None:
+                continue
+            self._siblings.forget(process)
+            child.pid = 0
+            if self._code is not None:
+                continue
+            if not self._ready and code > 0:
+                # A start that fails with an exit code would fail again; it has logged why.
+                self._code = code
+                continue
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            log.error("process %d %s; it will be restarted", process + 1, how)
+            self._replace(child, time.monotonic())
+
+    def _replace(self, child: _Child, now: float) -> None:
+        """Schedule a restart, unless too many processes died and none has run for long."""
+        child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
+        if now - child.started_at > CALM_S:
+            child.delay_s = FIRST_DELAY_S
+        child.start_at = now + child.delay_s
+        self._siblings.note_restart()
+        self._deaths.append(now)
+        is_calm = any(each.pid and now - each.started_at > CALM_S for each in self._children)
+        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S and not is_calm:
+            log.error("%d processes died within %g s: giving up", MAX_DEATHS, CALM_S)
+            self._code = 1
+
+    def _kill_hung(self) -> None:
+        now = time.monotonic()
+        for process, child in enumerate(self._children):
+            hung_s = now - max(self._siblings.find_beat(process), child.started_at)
+            if child.pid and hung_s > HUNG_S:
+                log.error("process %d has hung for %.0f s: killing it", process + 1, hung_s)
+                os.kill(child.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        """Let all processes finish their requests, then kill those that remain."""
+        waits = self._config.timeouts
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + waits.leave_s + waits.drain_s + END_SLACK_S
+        while any(child.pid for child in self._children):
+            if time.monotonic() > deadline:
+                self._signal(signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, WATCH_S)
+            self._bury()
+
+    def _signal(self, number: int) -> None:
+        for child in self._children:
+            if child.pid:
+                os.kill(child.pid, number)
+
+
+def _be(serve: Serve, config: GatewayConfig, siblings: Siblings, parent: int) -> int:
+    """The life of a child process; its exit code."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if siblings.process:
+            # A ticket of these services is valid only in the process that issued it.
+            config = replace(config, router_port=0, endpoint_picker_port=0)
+        return serve(config, siblings)
+    except BaseException:
+        log.exception("process %d ends", siblings.process + 1)
+        return 70
+    finally:
+        if os.getppid() != parent:
+            siblings.clear_up()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _reap(pid: int) -> int | None:
+    """The exit code of a child that has ended, negative for a signal; None: it runs, or there is
+    none."""
+    if not pid:
+        return None
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None

@@ -1,0 +1,162 @@
+"""State that the processes of one gateway share. Made by their parent and inherited by each of
+them.
+
+Load accounting of the router, usage of tenants, and heartbeats are in shared memory; the counters
+of each process are in files, so that no counter decreases when a process is killed. What is hard:
+any process must respond for all of them at once, even if one hangs or is being replaced; so
+processes never query each other, each publishes its own state.
+"""
+
+import copy
+import logging
+import math
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Self
+
+from cleave.router.shared_load import SharedBooks, make_table
+from cleave.shm.table import SharedTable
+
+log = logging.getLogger(__name__)
+
+MAX_TENANTS = 4_096
+"""Each process counts further tenants by itself."""
+MISSING_S = 10.0
+"""A process without a heartbeat for so long makes the gateway unhealthy."""
+
+_BEAT, _UNANSWERED, _IN_FLIGHT, _PID = range(4)
+_RESTARTS = 0
+
+
+class Siblings:
+    """The shared state, as one process sees it."""
+
+    def __init__(self, count: int, folder: Path, parent: int = -1) -> None:
+        """`folder`: a private folder for files; `parent`: a pipe that becomes readable when the
+        parent dies."""
+        self.count = count
+        self.process = count
+        self.name = uuid.uuid4().hex
+        """Identifies all processes together as one router to the agents."""
+        self.parent = parent
+        self._folder = folder
+        self._has_warned = False
+        """Whether it has been logged that the counters cannot be written."""
+        self._books = make_table(count)
+        self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=2)
+        """Usage of tenants."""
+        self._vitals = SharedTable(1, count, own=4, common=1)
+        self._vitals.claim(b"all")
+        for process in range(count):
+            self._set(process, _BEAT, time.monotonic())
+
+    def seen_by(self, process: int) -> Self:
+        """The same state, for another process."""
+        copied = copy.copy(self)
+        copied.process = process
+        copied._books = self._books.seen_by(process)
+        copied.accounts = self.accounts.seen_by(process)
+        return copied
+
+    def open_books(self) -> SharedBooks:
+        """Load accounting of the instances."""
+        return SharedBooks(self._books)
+
+    # --- published by each process ---
+
+    def begin(self, pid: int) -> None:
+        """This process listens."""
+        self._set(self.process, _PID, pid)
+
+    def beat(self, now: float, unanswered: int, in_flight: int) -> None:
+        """Publish a heartbeat, the requests waiting for their first byte, and all requests in
+        flight."""
+        for field, value in ((_BEAT, now), (_UNANSWERED, unanswered), (_IN_FLIGHT, in_flight)):
+            self._set(self.process, field, value)
+
+    def write_counts(self, counts: bytes) -> None:
+        """Publish all that this process and its predecessors have counted."""
+        path = self._path(self.process)
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(counts)
+            part.replace(path)
+        except OSError as error:
+            # A full disk must not stop requests from being served.
+            if not self._has_warned:
+                log.warning("cannot share the metrics of this process with the others: %s", error)
+            self._has_warned = True
+
+    def clear_up(self) -> None:
+        """Remove the files that a killed parent left behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- read for all processes ---
+
+    def read_counts(self, process: int) -> bytes:
+        """The counters that a process published last; empty at first."""
+        try:
+            return self._path(process).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def find_room(self, unanswered: int, limit: int) -> int:
+        """How many requests may wait here for their first byte, until the next call.
+
+        The remaining room is divided evenly, so that all processes together about keep the limit
+        however clients are spread. The result is at least 1: otherwise no request could be admitted
+        again.
+        """
+        remaining = max(limit - sum(self._read(_UNANSWERED)), 0.0)
+        return max(unanswered + math.floor(remaining / self.count), 1)
+
+    def count_in_flight(self) -> int:
+        """Requests that all processes are serving."""
+        return int(sum(self._read(_IN_FLIGHT)))
+
+    def list_pids(self) -> list[int]:
+        """Processes that are alive and listen."""
+        return [int(pid) for pid in self._read(_PID) if pid]
+
+    def find_missing(self, now: float) -> list[tuple[int, float]]:
+        """Processes without a heartbeat for MISSING_S, and the age of their last one in seconds."""
+        ages = [now - beat for beat in self._read(_BEAT)]
+        return [(process, age) for process, age in enumerate(ages) if age > MISSING_S]
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all processes since the start."""
+        return int(self._vitals.common[0, _RESTARTS])
+
+    # --- called by the parent only ---
+
+    def find_beat(self, process: int) -> float:
+        """Time of a process's last heartbeat."""
+        return self._read(_BEAT)[process]
+
+    def forget(self, process: int) -> None:
+        """A process has died, and with it all its requests: clear its state."""
+        self._books.forget(process)
+        self.accounts.forget(process)
+        for field in (_UNANSWERED, _IN_FLIGHT, _PID):
+            self._set(process, field, 0.0)
+
+    def note_restart(self) -> None:
+        """Count the restart of a process."""
+        self._vitals.common[0, _RESTARTS] += 1
+
+    def close(self) -> None:
+        """Free the shared memory, after all processes have ended."""
+        for table in (self._books, self.accounts, self._vitals):
+            table.close()
+
+    def _read(self, field: int) -> tuple[float, ...]:
+        return self._vitals.read(0, field)
+
+    def _set(self, process: int, field: int, value: float) -> None:
+        self._vitals.cells[self._vitals.cell_at(0, field, process)] = value
+
+    def _path(self, process: int) -> Path:
+        return self._folder / f"{process}.counts"

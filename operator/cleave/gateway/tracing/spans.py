@@ -1,0 +1,162 @@
+"""Builds the spans of a trace from the record of a request. Pure; `otel_exporter` exports them.
+
+    POST /v1/chat/completions      server
+      attempt                      instances picked, the reason, and the recovery mode of a retry
+        prefill                    client: the call to the prefill instance
+        decode                     client: the call to the decode instance (whole: to the only one)
+          kv_transfer              from calling decode to its first bytes, its first step included
+
+Names follow OpenTelemetry's semantic conventions for HTTP and for generative AI; all others begin
+with `cleave.`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cleave.gateway.tracing.request_record import Leg, Story, Try
+from cleave.gateway.tracing.traceparent import make_span_id
+
+Attributes = dict[str, str | int | float | bool]
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SpanValue:
+    """One span; times in seconds of the gateway's clock."""
+
+    name: str
+    kind: str
+    """server, client or internal."""
+    span_id: int
+    parent_id: int
+    """0: the first span of its trace."""
+    began_at: float
+    ended_at: float
+    attributes: Attributes
+    events: tuple[tuple[str, float], ...] = ()
+    fault: str = ""
+    """Description of the error; empty: none."""
+
+
+def describe(record: Story) -> Iterator[SpanValue]:
+    """The spans of a finished request that is traced.
+
+    The request's own span comes last, so that a collector that has it has all of them.
+    """
+    assert record.trace is not None
+    for number, attempt in enumerate(record.tries):
+        yield _describe_try(number, attempt, record)
+        for leg in attempt.legs:
+            yield from _describe_leg(leg, attempt)
+    yield SpanValue(
+        f"{record.method} {record.path}",
+        "server",
+        record.span_id,
+        record.trace.parent_id,
+        record.started_at,
+        record.ended_at,
+        _describe_request(record),
+        (("first_token", record.first_at),) if record.first_at else (),
+        # A client that disconnects or sends an invalid request is not an error of the server.
+        record.error or record.outcome
+        if record.status >= 500 or record.outcome == "broken"
+        else "",
+    )
+
+
+def _describe_request(record: Story) -> Attributes:
+    attributes: Attributes = {
+        "http.request.method": record.method,
+        "url.path": record.path,
+        "url.scheme": "https" if record.secure else "http",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.stream,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "cleave.request_id": record.request_id,
+        "cleave.outcome": record.outcome,
+    }
+    if record.path in _OPERATIONS:
+        attributes["gen_ai.operation.name"] = _OPERATIONS[record.path]
+    if record.status:
+        attributes["http.response.status_code"] = record.status
+    if record.first_at:
+        waited_s = record.first_at - record.started_at
+        attributes["gen_ai.response.time_to_first_chunk"] = waited_s
+    if record.error:
+        attributes["error.type"] = record.error
+    if record.tenant:
+        attributes["cleave.tenant"] = record.tenant
+    return attributes
+
+
+def _describe_try(number: int, attempt: Try, record: Story) -> SpanValue:
+    pick = attempt.pick
+    attributes: Attributes = {
+        "cleave.attempt": number,
+        "cleave.dispatch.reason": pick.reason,
+        "cleave.decode.instance": pick.decode.instance,
+    }
+    if pick.prefill is not None:
+        attributes["cleave.prefill.instance"] = pick.prefill.instance
+    if attempt.way:
+        attributes["cleave.recovery"] = attempt.way
+    if attempt.fault:
+        attributes["error.type"] = attempt.fault
+    return SpanValue(
+        "attempt",
+        "internal",
+        attempt.span_id,
+        record.span_id,
+        attempt.began_at,
+        attempt.ended_at,
+        attributes,
+        fault=f"{attempt.fault}: instance {attempt.instance} {attempt.reason}"
+        if attempt.fault
+        else "",
+    )
+
+
+def _describe_leg(call: Leg, attempt: Try) -> Iterator[SpanValue]:
+    attributes: Attributes = {
+        "cleave.instance": call.target.instance,
+        "cleave.boot_id": call.target.boot_id,
+        "server.address": call.target.host,
+        "server.port": call.target.port,
+    }
+    if call.blocks:
+        attributes["cleave.handoff.blocks"] = call.blocks
+    if call.fault:
+        attributes["error.type"] = call.fault
+    yield SpanValue(
+        call.phase,
+        "client",
+        call.span_id,
+        attempt.span_id,
+        call.sent_at,
+        call.ended_at,
+        attributes,
+        (("first_token", call.first_at),) if call.first_at else (),
+        call.fault,
+    )
+    if call.phase == "decode" and call.first_at and attempt.legs[0].blocks:
+        yield SpanValue(
+            "kv_transfer",
+            "internal",
+            make_span_id(),
+            call.span_id,
+            call.sent_at,
+            call.first_at,
+            {
+                "cleave.handoff.blocks": attempt.legs[0].blocks,
+                "cleave.prefill.instance": attempt.legs[0].target.instance,
+                "cleave.decode.instance": call.target.instance,
+            },
+        )

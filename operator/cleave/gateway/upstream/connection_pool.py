@@ -1,0 +1,334 @@
+"""Connections to engines: one pool per engine, one call per request to it.
+
+Used by exchanges. Everything is a callback, because a task and its wake-ups per request would cost
+more than the rest of this hop. What is hard: an engine may close an idle connection at the very
+moment a request is sent over it. Only then, when no byte of a response has come, is the call
+repeated once on a new connection; for any other failure the exchange decides.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from cleave.gateway.http.headers import Headers, make_safe
+from cleave.gateway.http.write_batcher import Outbox
+from cleave.gateway.upstream.circuit_breaker import Pulse
+from cleave.router.instance import Target
+from cleave.router.watchdog import is_overdue
+
+IDLE_S = 4.0
+"""uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
+GONE_S = 10
+"""A host that has acknowledged no packet for so long is dead, however long its response may
+take."""
+PROBE_S = 2
+
+
+class Owner(Protocol):
+    """Receives the response to a call."""
+
+    def receive(self, call: "Call", piece: bytes, complete: bool) -> None:
+        """A piece of the response's body, perhaps empty; status and headers are in the call."""
+
+    def lose(self, call: "Call", reason: str) -> None:
+        """The call failed: no connection, or it broke before the response was complete."""
+
+
+class Call:
+    """One request to one engine."""
+
+    __slots__ = (
+        "connecting",
+        "connection",
+        "fresh",
+        "headers",
+        "owner",
+        "payload",
+        "pool",
+        "sent",
+        "status",
+    )
+
+    def __init__(self, pool: "EnginePool", owner: Owner, payload: bytes) -> None:
+        self.pool = pool
+        self.owner: Owner | None = owner
+        self.payload = payload
+        self.connection: EngineConnection | None = None
+        self.connecting: asyncio.Task[None] | None = None
+        self.fresh = False
+        self.sent = False
+        """Whether it may have reached the engine although no response came."""
+        self.status = 0
+        """0 until the response's head has come."""
+        self.headers: Headers = []
+
+    def abort(self) -> None:
+        """End the call without a callback. Closing the connection makes the engine stop."""
+        self.owner = None
+        if self.connecting is not None:
+            self.connecting.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+
+    def fail(self, reason: str) -> None:
+        """Report the failure to the owner, once."""
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.lose(self, reason)
+
+    def pause(self) -> None:
+        """Stop reading the response until `resume`."""
+        if self.connection is not None:
+            self.connection.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self.connection is not None:
+            self.connection.transport.resume_reading()
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection, which carries one call at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: "EnginePool") -> None:
+        self._pool = pool
+        self._call: Call | None = None
+        self._headers: Headers = []
+        self._parts: list[bytes] = []
+        # httptools looks up its callbacks once: a list's own append is the cheapest one.
+        self.on_body = self._parts.append
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._head_done = self._complete = self._delimited = self._heard = False
+        self._reusable = False
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set up by the event loop."""
+        self.transport = cast("asyncio.Transport", transport)
+        set_nodelay(self.transport)
+        notice_loss(self.transport)
+
+    def send(self, call: Call) -> None:
+        """Send a call over this idle connection."""
+        self._call = call
+        call.connection = self
+        self._head_done = self._complete = self._delimited = self._heard = False
+        self._pool.outbox.post(self.transport, call.payload)
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._call = None
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and give the body bytes of one read to the owner in one piece."""
+        call, parser = self._call, self._parser
+        if call is None or parser is None:
+            self.transport.abort()
+            return
+        self._heard = True
+        try:
+            parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail("sent an answer that is not HTTP")
+            return
+        if not self._head_done:
+            return
+        parts = self._parts
+        piece = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        complete = self._complete
+        if complete:
+            self._finish(call)
+        elif not piece:
+            return
+        if call.owner is not None:
+            call.owner.receive(call, piece, complete)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line, or a trailer."""
+        if self._head_done:
+            return
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._delimited = True
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The head is complete; an interim response (1xx) is ignored."""
+        headers, self._headers = self._headers, []
+        if self._call is None or self._parser is None:
+            return
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._head_done = True
+            self._reusable = self._delimited and self._parser.should_keep_alive()
+            self._call.status = status
+            self._call.headers = headers
+
+    def on_message_complete(self) -> None:
+        """The response, or an interim one, is complete."""
+        self._complete = self._head_done
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Closed by either side."""
+        self._pool.drop(self)
+        call = self._call
+        if call is not None and self._head_done and not self._delimited and exc is None:
+            # A response without a length ends with its connection.
+            self._call = call.connection = None
+            if call.owner is not None:
+                call.owner.receive(call, b"", True)
+        else:
+            self._fail("closed the connection")
+        self._parser = None
+
+    def _finish(self, call: Call) -> None:
+        self._call = call.connection = None
+        if self._reusable:
+            self._pool.keep(self)
+        else:
+            self.transport.close()
+
+    def _fail(self, reason: str) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        call.connection = None
+        call.sent = True
+        self.transport.abort()
+        if not self._heard and not call.fresh and call.owner is not None:
+            self._pool.send_on_fresh(call)
+        else:
+            call.fail(reason)
+
+
+class EnginePool:
+    """The connections to one engine."""
+
+    def __init__(
+        self,
+        target: Target,
+        limit: int,
+        connect_s: float,
+        clock: Callable[[], float],
+        outbox: Outbox,
+    ) -> None:
+        self.outbox = outbox
+        self.host = f"{target.host}:{target.port}".encode()
+        name = make_safe(target.instance)
+        self.prefill_label = b"x-cleave-prefill: %b\r\n" % name
+        self.decode_label = b"x-cleave-decode: %b\r\n" % name
+        """Header lines that name the instance to the client."""
+        self.pulse = Pulse(clock())
+        """Detects that the engine's streams have stalled."""
+        self._target = target
+        self._limit = limit
+        self._connect_s = connect_s
+        self._clock = clock
+        self._idle: list[EngineConnection] = []
+        self._open: set[EngineConnection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    @property
+    def empty(self) -> bool:
+        """No connection is open or being opened."""
+        return not self._open and not self._connecting
+
+    def send(self, owner: Owner, payload: bytes) -> Call:
+        """Begin a call; the owner is called back later, never from within this method."""
+        call = Call(self, owner, payload)
+        if self._idle:
+            self._idle.pop().send(call)
+        else:
+            self.send_on_fresh(call)
+        return call
+
+    def send_on_fresh(self, call: Call) -> None:
+        """Begin, or repeat, a call on a new connection."""
+        call.fresh = True
+        task = asyncio.get_running_loop().create_task(self._connect(call))
+        call.connecting = task
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def keep(self, connection: EngineConnection) -> None:
+        """Return a connection whose call is complete to the pool."""
+        connection.idle_since = self._clock()
+        self._idle.append(connection)
+
+    def drop(self, connection: EngineConnection) -> None:
+        """Remove a closed connection."""
+        self._open.discard(connection)
+        with contextlib.suppress(ValueError):
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close connections that have been idle too long; the oldest come first."""
+        while self._idle and now - self._idle[0].idle_since > IDLE_S:
+            self._idle.pop(0).abort()
+
+    def close(self) -> None:
+        """Close every connection, including those with calls."""
+        for task in tuple(self._connecting):
+            task.cancel()
+        for connection in tuple(self._open):
+            connection.abort()
+
+    async def _connect(self, call: Call) -> None:
+        if len(self._open) + len(self._connecting) > self._limit:
+            call.fail("has no connection left")
+            return
+        connection, is_last = None, False
+        while connection is None:
+            limit = asyncio.timeout(self._connect_s)
+            try:
+                async with limit:
+                    connection = await self._open_connection()
+            except TimeoutError:
+                if is_last or not is_overdue(limit):
+                    call.fail("cannot be reached: timed out")
+                    return
+                is_last = True
+            except OSError as error:
+                call.fail(f"cannot be reached: {error}")
+                return
+        call.connecting = None
+        self._open.add(connection)
+        if call.owner is None:
+            self.keep(connection)
+        else:
+            connection.send(call)
+
+    async def _open_connection(self) -> EngineConnection:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: EngineConnection(self), self._target.host, self._target.port
+        )
+        return connection
+
+
+def notice_loss(transport: asyncio.Transport) -> None:
+    """Make the kernel break the connection when the other host is dead, but not when an engine is
+    slow.
+
+    A host that lost power or network sends nothing, and a complete response may take minutes.
+    """
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1_000)
+
+
+def set_nodelay(transport: asyncio.Transport) -> None:
+    """Send each piece at once: Nagle's algorithm could delay a token by up to 40 ms."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,68 @@
+"""A container's environment and command line, resolved as Kubernetes resolves them.
+
+Pure; called by the kubelet before each start. A variable may refer to those before it as
+`$(NAME)`; an unknown reference stays as it is and `$$(NAME)` is a literal, as in Kubernetes.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from cleave.local.kubelet.pod_spec import PodError, PodSpec
+from cleave.manifests.labels import Manifest
+
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][\w.-]*)\)")
+_LABEL = re.compile(r"metadata\.labels\['([^']+)'\]")
+
+
+def fields(spec: PodSpec, pod_ip: str, host_ip: str, node: str) -> dict[str, str]:
+    """The fields of the downward API for this pod."""
+    return {
+        "metadata.name": spec.name,
+        "metadata.namespace": spec.namespace,
+        "status.podIP": pod_ip,
+        "status.hostIP": host_ip,
+        "spec.nodeName": node,
+        **{f"metadata.labels['{key}']": value for key, value in spec.labels.items()},
+    }
+
+
+def resolve(
+    env: Iterable[Manifest], known_fields: Mapping[str, str], overrides: Mapping[str, str]
+) -> dict[str, str]:
+    """The container's variables; `overrides` win. Raises PodError for an unsupported source."""
+    resolved: dict[str, str] = {}
+    for variable in env:
+        name = variable["name"]
+        value = overrides.get(name)
+        resolved[name] = _value(variable, known_fields, resolved) if value is None else value
+    return {**resolved, **overrides}
+
+
+def command_line(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Command and arguments with references expanded; `python` becomes this interpreter."""
+    argv = [expand(word, env) for word in command]
+    if argv[0] in ("python", "python3"):
+        argv[0] = sys.executable
+    return argv
+
+
+def expand(text: str, env: Mapping[str, str]) -> str:
+    """`text` with each `$(NAME)` of `env` replaced."""
+    return _REFERENCE.sub(
+        lambda match: "$" if match[0] == "$$" else env.get(match[1], match[0]), text
+    )
+
+
+def _value(variable: Manifest, known_fields: Mapping[str, str], earlier: Mapping[str, str]) -> str:
+    source = variable.get("valueFrom")
+    if source is None:
+        return expand(str(variable.get("value") or ""), earlier)
+    path = (source.get("fieldRef") or {}).get("fieldPath")
+    if path is None:
+        raise PodError(f"env {variable['name']}: only value and fieldRef are supported")
+    if _LABEL.fullmatch(path):
+        return known_fields.get(path, "")
+    if path not in known_fields:
+        raise PodError(f"env {variable['name']}: unknown fieldPath {path!r}")
+    return known_fields[path]

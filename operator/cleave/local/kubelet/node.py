@@ -1,0 +1,102 @@
+"""The capacity of this machine for pods: cores, memory, GPUs.
+
+Read once by `up` before planning. GPUs are listed with nvidia-smi, which needs no library.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cleave.local import held_cores
+from cleave.shm import core_locks
+
+_NVIDIA_SMI_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi names it."""
+
+    index: int
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Capacity of one machine."""
+
+    name: str
+    cores: frozenset[int]
+    """Cores that this process may run on."""
+    memory_bytes: int
+    """Available now: free, or used by reclaimable caches."""
+    gpus: tuple[Gpu, ...] = ()
+    held_cores: frozenset[int] = frozenset()
+    """Those of `cores` that engines of other deployments use exclusively."""
+
+    @property
+    def free_cores(self) -> frozenset[int]:
+        """Cores that can be assigned exclusively."""
+        return self.cores - self.held_cores
+
+
+def inspect() -> Node:
+    """The current capacity of this machine."""
+    cores = frozenset(os.sched_getaffinity(0))
+    return Node(
+        name=os.uname().nodename,
+        cores=cores,
+        held_cores=cores & held_cores.held(core_locks.folder()),
+        memory_bytes=_available_bytes(),
+        gpus=_gpus(),
+    )
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return min(int(rest.split()[0]) * 1024, cgroup_left_bytes())
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+def cgroup_left_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes available within the memory limit of a container; without a limit, 2**63."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 2**63
+    if limit == "max":
+        return 2**63
+    # Inactive file caches are reclaimable.
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+    return max(0, int(limit) - max(0, used - cached))
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ()
+    query = [smi, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    # With a broken driver, the machine counts as one without GPUs.
+    return parse_gpus(done.stdout) if done.returncode == 0 else ()
+
+
+def parse_gpus(csv: str) -> tuple[Gpu, ...]:
+    """GPUs from nvidia-smi's lines `index, name, memory in MiB`."""
+    rows = [[field.strip() for field in line.split(",")] for line in csv.splitlines() if line]
+    return tuple(
+        Gpu(int(index), name, int(memory) * 2**20 if memory.isdigit() else 0)
+        for index, name, memory in rows
+    )

@@ -1,0 +1,193 @@
+"""Runs one pod on this machine: start, probe, restart, stop.
+
+The kubelet runs one `PodLife` per pod. What is hard: a stop may arrive in any phase (starting,
+running, waiting to restart), so every wait of the loop is a wait for "or stopped" too, and the
+process is always gone when `stop` returns.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cleave.local import restarts
+from cleave.local.kubelet import process
+from cleave.local.kubelet.pod_spec import PodSpec, Probe
+from cleave.local.kubelet.pod_status import Ended, Facts
+from cleave.local.kubelet.probes import Tally, prober
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The resolved command, environment and log file of a pod."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log: Path
+
+
+class PodLife:
+    """Runs the process of one pod as its spec requires, until stopped."""
+
+    def __init__(
+        self, spec: PodSpec, facts: Facts, command: Command, cores: frozenset[int],
+        changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.facts = facts
+        self.cores = cores
+        self._command = command
+        self._changed = changed
+        self._stop = asyncio.Event()
+        self._grace_s = spec.grace_s
+        self._process: process.Process | None = None
+        self._task = asyncio.create_task(self._run(), name=f"pod {spec.name}")
+
+    @property
+    def log(self) -> Path:
+        """Log file of the pod."""
+        return self._command.log
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Stop the pod within `grace_s` seconds (default: its own grace period).
+
+        A second call may shorten the grace of the first.
+        """
+        grace_s = self.spec.grace_s if grace_s is None else grace_s
+        self._grace_s = min(self._grace_s, grace_s)
+        if self._stop.is_set() and self._process is not None and grace_s == 0:
+            self._process.kill()
+        self._note(deleting=True, ready=False)
+        self._stop.set()
+        await asyncio.shield(self._task)
+
+    def place(self, cores: frozenset[int]) -> None:
+        """Set the CPU affinity of the pod to `cores`."""
+        self.cores = cores
+        if self._process is not None:
+            self._process.place(cores)
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            ended = await self._run_once()
+            again = restarts.wanted(self.spec.restart_policy, ended.exit_code)
+            if self._stop.is_set() or not again:
+                self._note(last=ended, pid=None)
+                return
+            failures = restarts.failures_in_a_row(failures, ended.finished_at - ended.started_at)
+            delay_s = restarts.delay_s(failures)
+            self._note(
+                last=ended,
+                pid=None,
+                waiting="CrashLoopBackOff",
+                waiting_message=f"back-off {delay_s:g} s after exit code {ended.exit_code}",
+            )
+            if await self._stopped_within(delay_s):
+                self._note(waiting="", waiting_message="")
+                return
+            self._note(restarts=self.facts.restarts + 1)
+
+    async def _run_once(self) -> Ended:
+        started_at = time.time()
+        command = self._command
+        try:
+            self._process = process.start(command.argv, command.env, self.cores, command.log)
+        except OSError as error:
+            # Too many processes or files, perhaps briefly. Container runtimes report code 128.
+            return Ended(128, started_at, time.time(), f"StartError: {error}")
+        self._note(pid=self._process.pid, started_at=started_at, waiting="", waiting_message="")
+        try:
+            reason = await self._stay_up(self._process)
+        finally:
+            code = await self._process.stop(self._grace_s)
+            self._process = None
+        code = 128 - code if code < 0 else code
+        reason = reason or ("Completed" if code == 0 else "Error")
+        return Ended(code, started_at, time.time(), reason)
+
+    async def _stay_up(self, running: process.Process) -> str:
+        """Wait until the process ends or must be stopped; returns the reason in the latter case."""
+        unhealthy = asyncio.create_task(self._probe())
+        ends = (
+            unhealthy,
+            asyncio.create_task(self._stop.wait()),
+            asyncio.create_task(running.wait()),
+        )
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not unhealthy.done():
+                return ""
+            unhealthy.result()
+            return "Unhealthy"
+        finally:
+            await _cancel(*ends)
+            self._note(ready=False, started=False)
+
+    async def _probe(self) -> None:
+        """Run the probes of the container; returns when it must be restarted."""
+        spec = self.spec
+        if spec.startup is not None and not await self._comes_up(spec.startup):
+            return
+        self._note(started=True, ready=spec.readiness is None)
+        readiness = asyncio.create_task(self._follow_readiness(spec.readiness))
+        try:
+            await self._dies(spec.liveness)
+        finally:
+            await _cancel(readiness)
+
+    async def _comes_up(self, probe: Probe) -> bool:
+        async with aclosing(self._tallies(probe, Tally(passed=False))) as tallies:
+            async for tally in tallies:
+                if tally.passed or tally.failures >= probe.failure_threshold:
+                    return tally.passed
+        return False
+
+    async def _follow_readiness(self, probe: Probe | None) -> None:
+        if probe is None:
+            return
+        async with aclosing(self._tallies(probe, Tally(passed=False))) as tallies:
+            async for tally in tallies:
+                if tally.passed != self.facts.ready:
+                    self._note(ready=tally.passed)
+
+    async def _dies(self, probe: Probe | None) -> None:
+        if probe is None:
+            await asyncio.Event().wait()
+            return
+        async with aclosing(self._tallies(probe, Tally(passed=True))) as tallies:
+            async for tally in tallies:
+                if not tally.passed:
+                    return
+
+    async def _tallies(self, probe: Probe, tally: Tally) -> AsyncGenerator[Tally, None]:
+        asker = prober(probe, self.facts.pod_ip)
+        try:
+            await asyncio.sleep(probe.initial_delay_s)
+            while True:
+                tally = tally.after(probe, await asker.ask())
+                yield tally
+                await asyncio.sleep(probe.period_s)
+        finally:
+            await asker.close()
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        return self._stop.is_set()
+
+    def _note(self, **observed: object) -> None:
+        for name, value in observed.items():
+            setattr(self.facts, name, value)
+        self._changed()
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

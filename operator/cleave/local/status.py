@@ -1,0 +1,122 @@
+"""Status of the instances of a deployment, from worker agents and the kubelet.
+
+Used by the start-up progress, `status` and `demo`. Every request has a timeout; instances whose
+agent does not respond are shown with the state of their pod.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from cleave.local.state import PodView, Snapshot
+from cleave.manifests.labels import GATEWAY
+from cleave.rpc.channel import dial
+from cleave.rpc.enum_names import name_of
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+_ASK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of `cleave status`. Figures are None while the agent does not respond."""
+
+    instance: str
+    role: str
+    state: str
+    engine: str = ""
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_cache_usage: float | None = None
+    """Used share, 0..1."""
+    epoch: int | None = None
+    restarts: int = 0
+    """Restarts of the pod and of its engine."""
+    pid: int | None = None
+    url: str = ""
+    reason: str = ""
+    """Why it is not ready."""
+    last_failure: str = ""
+    """Reason of the last restart of its engine or process; empty: none."""
+    kv_path: str = ""
+    """Result of its KV self-test; empty for the gateway."""
+
+
+async def rows(snapshot: Snapshot) -> list[Row]:
+    """A row per pod; all agents are requested concurrently."""
+    agents = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
+    healths = await ask([pod.address for pod in agents])
+    return [row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
+
+
+async def ask(addresses: Iterable[str]) -> Mapping[str, agent_pb2.HealthResponse]:
+    """Health of the agents that respond, by address."""
+    targets = list(addresses)
+    responses = await asyncio.gather(*map(_ask, targets))
+    return {address: health for address, health in zip(targets, responses, strict=True) if health}
+
+
+def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | None) -> Row:
+    """The row of a pod from the kubelet's view and, if it responded, its agent's health."""
+    if health is None:
+        return Row(
+            instance=pod.name,
+            role=pod.role,
+            state=_pod_state(pod, snapshot),
+            restarts=pod.restarts,
+            pid=pod.pid,
+            url=snapshot.url if pod.role == GATEWAY else "",
+            reason=_pod_reason(pod),
+            last_failure=_pod_failure(pod),
+        )
+    registration, load = health.registration, health.load
+    return Row(
+        instance=pod.name,
+        role=name_of(agent_pb2.Role, registration.role),
+        state=name_of(agent_pb2.State, registration.state),
+        engine=registration.engine,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        kv_cache_usage=load.kv_cache_usage,
+        epoch=registration.epoch,
+        restarts=pod.restarts + registration.restarts,
+        pid=pod.pid,
+        url=registration.engine_url,
+        reason=registration.reason,
+        last_failure=registration.last_failure or _pod_failure(pod),
+        kv_path=_kv_path(registration.kv_path),
+    )
+
+
+def _pod_state(pod: PodView, snapshot: Snapshot) -> str:
+    if snapshot.stopping:
+        return "stopping"
+    if pod.waiting:
+        return pod.waiting
+    return "ready" if pod.ready else "starting"
+
+
+def _pod_reason(pod: PodView) -> str:
+    return f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else ""
+
+
+def _pod_failure(pod: PodView) -> str:
+    return f"ended with exit code {pod.last_exit_code}" if pod.last_exit_code is not None else ""
+
+
+def _kv_path(path: agent_pb2.KvPath) -> str:
+    if not path.verified:
+        return f"not verified: {path.detail}" if path.detail else "not verified"
+    first = f"{path.transfer_ms:.1f} ms to the first token"
+    return f"{path.transport}, verified, {path.detail}, {first}"
+
+
+async def _ask(address: str) -> agent_pb2.HealthResponse | None:
+    async with dial(address) as channel:
+        stub = agent_pb2_grpc.AgentStub(channel)
+        try:
+            return await stub.Health(agent_pb2.HealthRequest(), timeout=_ASK_S)
+        except grpc.aio.AioRpcError:
+            return None

@@ -1,0 +1,79 @@
+"""Names and labels that connect pools, pods and Services."""
+
+from typing import Any
+
+from cleave.api.pool import InstancePool
+
+Manifest = dict[str, Any]
+"""A Kubernetes object as decoded from YAML."""
+
+DEPLOYMENT = "cleave.dev/deployment"
+POOL = "cleave.dev/pool"
+ROLE = "cleave.dev/role"
+COMPONENT = "cleave.dev/component"
+REVISION = "cleave.dev/revision"
+"""Instances of different revisions never work together."""
+INSTANCE = "cleave.dev/instance"
+"""Name of the instance that a pod is or is a part of."""
+CELL = "cleave.dev/cell"
+"""Number of the cell: a co-location group, whose instances share nodes (DistServe's Algorithm
+2)."""
+SEGMENT = "cleave.dev/segment"
+"""What must share a node or NVLink domain: a cell, or the same stages of its instances."""
+
+WORKER = "worker"
+"""Component of the pods with an agent: one per instance."""
+FOLLOWER = "follower"
+"""Component of the further pods of an instance that spans several nodes."""
+GATEWAY = "gateway"
+
+AGENT_PORT = 9000
+ENGINE_PORT = 9001
+"""Port of an instance's engine: OpenAI API and metrics."""
+PICKER_PORT = 9002
+"""Port of a gateway's endpoint picker, the usual one of the Inference Extension."""
+GATEWAY_PORT = 8080
+INTERNAL_PORT = 8081
+"""Port of a gateway for the operator: state of the fleet without API keys, and metrics."""
+
+
+def pool_name(deployment: str, role: str) -> str:
+    """Name of the pool of a role."""
+    return f"{deployment}-{role}"
+
+
+def workers_name(deployment: str) -> str:
+    """Name of the headless Service over all workers."""
+    return f"{deployment}-workers"
+
+
+def gateway_name(deployment: str) -> str:
+    """Name of the gateway's Deployment and of its disruption budget."""
+    return f"{deployment}-gateway"
+
+
+def account_name(deployment: str) -> str:
+    """Name of the service account of a deployment's pods, and of its RoleBinding."""
+    return f"{deployment}-discovery"
+
+
+def worker_labels(pool: InstancePool, instance: str, component: str = WORKER) -> dict[str, str]:
+    """Labels of an instance's pods."""
+    return {
+        DEPLOYMENT: pool.spec.deployment,
+        POOL: pool.name,
+        ROLE: str(pool.spec.role),
+        COMPONENT: component,
+        REVISION: pool.spec.revision,
+        INSTANCE: instance,
+    }
+
+
+def component_labels(deployment: str, component: str) -> dict[str, str]:
+    """Labels of all pods of a component; also its selector."""
+    return {DEPLOYMENT: deployment, COMPONENT: component}
+
+
+def agents_source(deployment: str, namespace: str) -> str:
+    """Where to discover a deployment's agents, in the form that `cleave.rpc.agent_discovery` reads."""
+    return f"endpoints:{namespace}/{workers_name(deployment)}:{AGENT_PORT}"

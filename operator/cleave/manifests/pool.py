@@ -1,0 +1,173 @@
+"""Builds InstancePools from a placement: one per role; and the placement for the status.
+
+Pure; called by `cleave.local` and the controller.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.engine import Engine, EngineType
+from cleave.api.plan import PlanGrowth, SelectedPlan
+from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
+from cleave.api.resource import Metadata
+from cleave.api.role import Role
+from cleave.api.scheduling import RoleLimits, Scheduling
+from cleave.manifests.container import image
+from cleave.manifests.labels import DEPLOYMENT, ROLE, pool_name
+from cleave.manifests.topology import Machines, cells_per_node, num_nodes
+from cleave.planner.placement import Placement
+from cleave.planner.plan import PlannedPool
+from cleave.planner.result.status import instances, option, predicted
+
+_REVISION_DIGITS = 10
+
+
+def pools(
+    deployment: LLMDeployment,
+    placement: Placement,
+    machines: Machines = Machines(),  # noqa: B008 - a frozen value
+) -> list[InstancePool]:
+    """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
+    revision_hash = revision(deployment)
+    return [
+        _pool(deployment, planned, placement, machines, revision_hash)
+        for planned in placement.pools
+    ]
+
+
+def revision(deployment: LLMDeployment) -> str:
+    """Hash what prefill and decode instances must share: model and engine.
+
+    Parallelism is left out, as instances of different parallelism can exchange KV, and so is where
+    the model's files are kept. Cleave's version is included through the default image, as it
+    decides the version of vLLM.
+    """
+    spec = deployment.spec
+    # Without defaults, so that a field which a later version adds changes no revision.
+    parts = (
+        spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
+        spec.engine.model_dump_json(exclude_defaults=True),
+        spec.engine.image or image("worker"),
+    )
+    text = "\n".join(parts)
+    return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
+
+
+def selected_plan(
+    deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
+) -> SelectedPlan:
+    """Return the placement in force, for `status.plan`."""
+    result = placement.answer
+    selected = result.selected if result else None
+    return SelectedPlan(
+        revision=revision(deployment),
+        reason=placement.reason,
+        gpus=placement.gpus,
+        pools=instances(placement.pools),
+        algorithm=selected.algorithm if selected else "",
+        verdict=str(result.verdict) if result else None,
+        whole_below_tokens=(selected.whole_below_tokens or None) if selected else None,
+        ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,
+        predicted=predicted(selected) if selected else None,
+        growth=growth,
+        alternatives=[option(plan) for plan in result.alternatives[:3]] if result else [],
+    )
+
+
+def _with_limits(engine: Engine, planned: PlannedPool, all_pools: Iterable[PlannedPool]) -> Engine:
+    """Add the batch limits that the plan assumes, unless the user's arguments set them."""
+    if engine.scheduling:
+        engine, planned = _with_all_limits(engine, engine.scheduling, planned, all_pools)
+    limits = (
+        ("--max-num-seqs", planned.max_num_seqs),
+        ("--max-num-batched-tokens", planned.max_num_batched_tokens),
+    )
+    added = [
+        part
+        for flag, value in limits
+        if value is not None and not engine.states(flag)
+        for part in (flag, str(value))
+    ]
+    return engine.model_copy(update={"args": [*added, *engine.args]}) if added else engine
+
+
+def _with_all_limits(
+    engine: Engine, scheduling: Scheduling, planned: PlannedPool, all_pools: Iterable[PlannedPool]
+) -> tuple[Engine, PlannedPool]:
+    """Give the engine the limits of each role, and start it with the largest ones."""
+    by_role = {pool.role: pool for pool in all_pools}
+    limits = [_limits(scheduling.limits_of(role), by_role.get(role)) for role in Role]
+    own = next(each for each in limits if each.role == planned.role)
+    seqs = max((each.max_num_seqs or 0 for each in limits), default=0)
+    tokens = max((each.max_num_batched_tokens or 0 for each in limits), default=0)
+    limits = [each for each in limits if each.max_num_seqs or each.max_num_batched_tokens]
+    return (
+        engine.model_copy(update={"scheduling": scheduling.model_copy(update={"limits": limits})}),
+        replace(
+            planned,
+            # A role without a limit of its own uses the engine's default.
+            max_num_seqs=own.max_num_seqs and seqs,
+            max_num_batched_tokens=own.max_num_batched_tokens and tokens,
+        ),
+    )
+
+
+def _limits(limits: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
+    if planned is None:
+        return limits
+    return RoleLimits(
+        role=limits.role,
+        max_num_seqs=limits.max_num_seqs or planned.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens or planned.max_num_batched_tokens,
+    )
+
+
+def _pool(
+    deployment: LLMDeployment,
+    planned: PlannedPool,
+    placement: Placement,
+    machines: Machines,
+    revision_hash: str,
+) -> InstancePool:
+    spec = deployment.spec
+    is_emulated = spec.engine.type is EngineType.EMULATED
+    return InstancePool(
+        metadata=Metadata(
+            name=pool_name(deployment.name, planned.role),
+            namespace=deployment.namespace,
+            labels={DEPLOYMENT: deployment.name, ROLE: str(planned.role)},
+        ),
+        spec=InstancePoolSpec(
+            deployment=deployment.name,
+            role=planned.role,
+            replicas=planned.replicas,
+            parallelism=planned.parallelism,
+            # Emulated engines need no GPU, so each fits on any node.
+            nodes=1 if is_emulated else num_nodes(planned, placement.pools, machines),
+            colocation=_colocation(
+                planned,
+                None if is_emulated else cells_per_node(placement.pools, machines),
+                machines.domain,
+            ),
+            gpu=None if is_emulated else planned.gpu,
+            revision=revision_hash,
+            model=spec.model,
+            engine=_with_limits(spec.engine, planned, placement.pools),
+            template=spec.template,
+            pending_timeout_s=spec.rollout.pending_timeout_s,
+            deletion_policy=spec.deletion_policy,
+        ),
+    )
+
+
+def _colocation(planned: PlannedPool, cells: int | None, domain: str) -> Colocation | None:
+    """Which instances share a domain; `cells`: cells that fit one (None: not known)."""
+    if planned.per_cell is None:
+        return None
+    return Colocation(
+        per_cell=planned.per_cell * (cells or 1),
+        topology_key=domain,
+        exclusive=cells is not None,
+    )

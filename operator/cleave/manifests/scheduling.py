@@ -1,0 +1,95 @@
+"""Scheduling fields of worker pods: node selector, affinity, tolerations. Pure.
+
+Called by the pod builders. Instances of a cell (DistServe's Algorithm 2) must share a node or
+NVLink clique with the same stages of the others, so that their KV does not leave it. Other
+instances (Algorithm 1) should be on nodes with a fast network between them, and not all on one
+node.
+"""
+
+from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
+from cleave.api.role import Role
+from cleave.manifests import topology
+from cleave.manifests.labels import (
+    COMPONENT,
+    DEPLOYMENT,
+    INSTANCE,
+    POOL,
+    REVISION,
+    SEGMENT,
+    WORKER,
+    Manifest,
+)
+from cleave.manifests.resources import GPU_PRODUCT, Device
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
+    """Scheduling fields for the spec of a pod with `labels`."""
+    template = pool.spec.template
+    fields: Manifest = {}
+    if selector := {**_gpu_selector(pool, device), **template.node_selector}:
+        fields["nodeSelector"] = selector
+    if template.tolerations:
+        fields["tolerations"] = [
+            toleration.model_dump(mode="json", exclude_none=True)
+            for toleration in template.tolerations
+        ]
+    if template.runtime_class_name:
+        fields["runtimeClassName"] = template.runtime_class_name
+    if affinity := _affinity(pool, labels):
+        fields["affinity"] = affinity
+    if SEGMENT not in labels and pool.spec.nodes == 1:
+        fields["topologySpreadConstraints"] = topology.apart({POOL: pool.name})
+    return fields
+
+
+def segment(pool: InstancePool, cell: int, rank: int) -> str:
+    """Name of what must share a domain: the pods of a cell that hold the same stages.
+
+    Each revision has cells of its own: during a rollout they find no room beside the old ones.
+    """
+    spec = pool.spec
+    domain = (spec.colocation or Colocation(per_cell=1)).topology_key
+    # Within a clique all nodes of a cell share NVLink; otherwise every rank has its own node.
+    stages = f"-{rank}" if spec.nodes > 1 and domain == topology.HOSTNAME else ""
+    return f"{spec.revision}-{cell}{stages}"
+
+
+def _affinity(pool: InstancePool, labels: dict[str, str]) -> Manifest:
+    spec = pool.spec
+    affinity = _in_cell(spec, labels) if SEGMENT in labels else {}
+    if spec.nodes > 1:
+        near = topology.linked({INSTANCE: labels[INSTANCE]})
+    elif SEGMENT not in labels and spec.role is not Role.MIXED:
+        near = topology.near({DEPLOYMENT: spec.deployment, COMPONENT: WORKER})
+    else:
+        return affinity
+    return {**affinity, "podAffinity": {**affinity.get("podAffinity", {}), _PREFERRED: near}}
+
+
+def _in_cell(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
+    """Affinity to the pods of the cell; the first one takes a domain without other cells.
+
+    The scheduler places pods one by one: two cells started in one domain could both lack room
+    there. Cells of other revisions may share it, or a rollout would need twice the domains.
+    """
+    colocation = spec.colocation or Colocation(per_cell=1)
+    own = {DEPLOYMENT: spec.deployment, SEGMENT: labels[SEGMENT]}
+    other_cells = topology.away({**own, REVISION: spec.revision}, SEGMENT, colocation.topology_key)
+    return {
+        "podAffinity": {_REQUIRED: topology.together(own, colocation.topology_key)},
+        "podAntiAffinity": (
+            {_REQUIRED: [other_cells]}
+            if colocation.exclusive
+            else {_PREFERRED: [{"weight": 100, "podAffinityTerm": other_cells}]}
+        ),
+    }
+
+
+def _gpu_selector(pool: InstancePool, device: Device) -> dict[str, str]:
+    """The node label of the pool's kind of GPU, as NVIDIA's feature discovery writes it."""
+    if pool.spec.gpu is None or device != "gpu":
+        return {}
+    return {GPU_PRODUCT: topology.product(pool.spec.gpu)}

@@ -1,0 +1,152 @@
+"""How instances are placed on nodes: nodes per instance, and affinity terms. Pure.
+
+Called by the pool and pod builders. What is hard: vLLM gives each node the same number of
+consecutive ranks, stage by stage; an instance in a cell (DistServe's Algorithm 2) has to be split
+at the same stages as the others of its cell, so that equal stages share a node.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from cleave.api.role import Parallelism
+from cleave.manifests.labels import Manifest
+from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.planner.plan import PlannedPool
+
+HOSTNAME = "kubernetes.io/hostname"
+CLIQUE = "nvidia.com/gpu.clique"
+"""Label of nodes whose GPUs share NVLink, as NVIDIA's feature discovery writes it."""
+INFINIBAND = "cleave.dev/infiniband-domain"
+"""Label of nodes in one InfiniBand fabric; the cluster's administrators set it."""
+SPINE = "network.topology.nvidia.com/spine"
+"""The same, as NVIDIA's topograph writes it."""
+ZONE = "topology.kubernetes.io/zone"
+
+_NEAR = ((INFINIBAND, 100), (SPINE, 60), (ZONE, 20))
+"""Node labels of fast networks between nodes, with their weights for the scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """GPUs of the nodes, as far as pools depend on them; empty: every instance fits a node."""
+
+    gpus_per_node: Mapping[str, int] = field(default_factory=dict)
+    """By the label of the kind of GPU: GPUs of its largest node."""
+    domain: str = HOSTNAME
+    """Node label whose value names what shares fast links: a node, or an NVLink clique."""
+
+    def room(self, gpu: str | None) -> int | None:
+        """GPUs of the largest node of a kind (None: of any kind); None: not known."""
+        if gpu is None:
+            return max(self.gpus_per_node.values(), default=None)
+        return self.gpus_per_node.get(product(gpu), self.gpus_per_node.get(gpu))
+
+
+def product(gpu: str) -> str:
+    """The node label's value for this kind of GPU."""
+    try:
+        return find(gpu).product
+    except UnknownGpuError:
+        return gpu
+
+
+def num_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: Machines) -> int:
+    """Nodes that one instance of `pool`, as a part of `pools`, spans."""
+    room = machines.room(pool.gpu)
+    if room is None:
+        return 1
+    if pool.per_cell and machines.domain == HOSTNAME:
+        return _fewest(pool.parallelism.pipeline, max(1, room // _stage(pools)))
+    return _parts(pool.parallelism, max(1, room))
+
+
+def cells_per_node(pools: Sequence[PlannedPool], machines: Machines) -> int | None:
+    """Cells of a plan that fit on a node; None: not known, or not relevant.
+
+    The scheduler places pods one by one, so several cells could all start on a node and none fit
+    completely. As one group they fill the node, and no other cell starts there.
+    """
+    cell = [pool for pool in pools if pool.per_cell]
+    room = machines.room(cell[0].gpu) if cell else None
+    if room is None or machines.domain != HOSTNAME:
+        return None
+    pipeline = cell[0].parallelism.pipeline
+    stages = pipeline // num_nodes(cell[0], pools, machines)
+    return max(1, room // (stages * _stage(pools)))
+
+
+def free_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
+    """Assign cells to `wanted` new instances of a pool; `taken`: the cells of the others."""
+    used, cells = Counter(taken), list[int]()
+    for cell in count():
+        if len(cells) == wanted:
+            break
+        cells += [cell] * min(wanted - len(cells), max(0, per_cell - used[cell]))
+    return cells
+
+
+def near(labels: Mapping[str, str]) -> list[Manifest]:
+    """Preferred pod affinity terms: a fast network to pods with `labels`."""
+    return [_preferred(weight, key, labels) for key, weight in _NEAR]
+
+
+def together(labels: Mapping[str, str], domain: str) -> list[Manifest]:
+    """Required pod affinity terms: the same domain as pods with `labels`."""
+    return [{"labelSelector": {"matchLabels": dict(labels)}, "topologyKey": domain}]
+
+
+def away(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
+    """A pod anti-affinity term: no pods in the domain with another value of `key`.
+
+    `labels` are the pod's own; it applies to pods that share all the other labels.
+    """
+    rest = {name: value for name, value in labels.items() if name != key}
+    other = [
+        {"key": key, "operator": "Exists"},
+        {"key": key, "operator": "NotIn", "values": [labels[key]]},
+    ]
+    selector = {"matchLabels": rest, "matchExpressions": other}
+    return {"labelSelector": selector, "topologyKey": domain}
+
+
+def linked(labels: Mapping[str, str]) -> list[Manifest]:
+    """Preferred terms for the pods of one instance: the same NVLink clique or fabric."""
+    return [_preferred(100, CLIQUE, labels), *near(labels)]
+
+
+def apart(labels: Mapping[str, str]) -> list[Manifest]:
+    """Topology spread constraint, best effort: few pods with `labels` per node."""
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": HOSTNAME,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": dict(labels)},
+        }
+    ]
+
+
+def _stage(pools: Sequence[PlannedPool]) -> int:
+    """GPUs of one pipeline stage, over all instances of a cell."""
+    return sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
+
+
+def _preferred(weight: int, key: str, labels: Mapping[str, str]) -> Manifest:
+    return {"weight": weight, "podAffinityTerm": together(labels, key)[0]}
+
+
+def _fewest(stages: int, per_node: int) -> int:
+    """The fewest nodes with equally many stages, at most `per_node` each."""
+    return next(n for n in range(1, stages + 1) if stages % n == 0 and stages // n <= per_node)
+
+
+def _parts(size: Parallelism, room: int) -> int:
+    """The fewest nodes with equally many ranks, at most `room` each, without split stages."""
+    for nodes in range(1, size.gpus + 1):
+        share, rest = divmod(size.gpus, nodes)
+        is_even = rest == 0 and (share % size.tensor == 0 or size.tensor % share == 0)
+        if is_even and share <= room:
+            return nodes
+    return size.gpus

@@ -1,0 +1,77 @@
+"""The GPU types of a cluster file, each name resolved in the file's descriptions or the catalogue.
+
+Called by the planner and the command line.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cleave.api.cluster import Cluster, GpuDescription
+from cleave.api.manifest import ManifestError
+from cleave.api.planning import GpuChoice
+from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find
+from cleave.perf.hardware.link import Link, LinkKind, between_nodes
+
+
+def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
+    """Every GPU type that may be used, by its name (`Gpu.name`), in the order of the nodes.
+
+    `choices` (spec.planning.gpus) select types and set prices and power caps; empty: all types of
+    the cluster. Raises ManifestError with a line for every unknown name.
+    """
+    own = [to_gpu(description) for description in cluster.gpus]
+    faults: list[str] = []
+    available: dict[str, Gpu] = {}
+    for index, group in enumerate(cluster.nodes):
+        try:
+            gpu = find(group.gpu, own)
+        except UnknownGpuError as error:
+            faults.append(f"nodes[{index}].gpu: {error}; or describe it under gpus")
+        else:
+            available[gpu.name] = gpu
+    if faults:
+        raise ManifestError(faults)
+    return _chosen(available, choices, own) if choices else available
+
+
+def to_gpu(description: GpuDescription) -> Gpu:
+    """A GPU as a cluster file describes it."""
+    return Gpu(**description.model_dump(by_alias=False))
+
+
+def network_link(cluster: Cluster, gpu: Gpu) -> Link:
+    """The link from one GPU to another node."""
+    network = cluster.network
+    kind = LinkKind(network.kind.value)
+    return between_nodes(gpu, network.bandwidth_gbps, network.latency_us, kind)
+
+
+def _chosen(
+    available: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]
+) -> dict[str, Gpu]:
+    faults: list[str] = []
+    chosen: dict[str, Gpu] = {}
+    for index, choice in enumerate(choices):
+        path = f"spec.planning.gpus[{index}]"
+        try:
+            gpu = find(choice.type, own)
+            if gpu.name not in available:
+                names = ", ".join(available)
+                faults.append(f"{path}.type: the cluster has no {gpu.name}; it has {names}")
+                continue
+            chosen[gpu.name] = _as_chosen(available[gpu.name], choice)
+        except UnknownGpuError as error:
+            faults.append(f"{path}.type: {error}")
+        except PowerCapError as error:
+            faults.append(f"{path}: {error}")
+    if faults:
+        raise ManifestError(faults)
+    return chosen
+
+
+def _as_chosen(gpu: Gpu, choice: GpuChoice) -> Gpu:
+    if choice.power_cap_watts is not None:
+        gpu = gpu.capped(choice.power_cap_watts)
+    if choice.price_per_hour is not None:
+        gpu = replace(gpu, price_per_hour=choice.price_per_hour)
+    return gpu

@@ -1,0 +1,137 @@
+"""Links between GPUs: times of all-reduces, pipeline sends and KV transfers.
+
+Used by the planner's latency models. Bandwidths are in gigabytes per second one way, for one GPU's
+share. What is hard: a link never reaches the bandwidth of its data sheet, and every message has a
+latency. Both are measured with NCCL: Vidur's operator profiles
+(github.com/microsoft/vidur at 7d47513, MIT, data/profiling/network/{a100,h100}_dgx), 994 sizes of
+2 KB to 64 MB each, fitted by least absolute relative deviation. Mean error over all sizes:
+all-reduce over NVLink 11 % (A100) and 10 % (H100), sends over NVLink 15 % and 3 %, sends between
+two DGX H100 4 %. TetriInfer's fig. 9 names the kinds: NVLink is its Direct link, InfiniBand its
+Direct-NIC, Ethernet through the host its Indirect.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cleave.perf.hardware.gpu import Gpu
+
+_BITS = 8
+
+
+class LinkKind(StrEnum):
+    """The technology of a link."""
+
+    NVLINK = "NVLink"
+    """Also AMD's Infinity Fabric."""
+    PCIE = "PCIe"
+    INFINIBAND = "InfiniBand"
+    """Also RoCE: the network card reads and writes GPU memory itself."""
+    ETHERNET = "Ethernet"
+    """TCP: bytes go through the host's memory on both sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """The efficiency of NCCL over a link."""
+
+    start_us: float
+    share: float
+    """Share of the link's bandwidth that is reached."""
+
+
+# Measured on DGX A100 (NVLink 3, 300 GB/s). Pooled over 2, 4 and 8 GPUs.
+_NVLINK_REDUCE = _Collective(45.0, 0.55)
+_NVLINK_SEND = _Collective(14.0, 0.80)
+# Measured on DGX H100 (NVLink 4, 450 GB/s), whose switches take part in the reduction.
+_SWITCHED_REDUCE = _Collective(25.0, 0.75)
+_SWITCHED_SEND = _Collective(8.0, 0.80)
+_SWITCHED_FROM_GB_PER_S = 450.0
+# Measured between two DGX H100: 36 of 50 GB/s. The A100 machines' network is not known.
+_NETWORK_SEND = _Collective(13.0, 0.72)
+# Not measured: PCIe is assumed to have the network's figures, TCP half of them.
+_TCP_SEND = _Collective(50.0, 0.36)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link from one GPU to another, in one direction."""
+
+    kind: LinkKind
+    gb_per_s: float
+    """Nominal bandwidth in gigabytes per second."""
+    latency_us: float = 0.0
+    """Latency of the wire and its switches in microseconds, without the start of a message."""
+
+    @property
+    def effective_gb_per_s(self) -> float:
+        """Bandwidth of a long message."""
+        return self.gb_per_s * self._send.share
+
+    @property
+    def start_ms(self) -> float:
+        """Time before the first byte of a message arrives."""
+        return (self._send.start_us + self.latency_us) / 1e3
+
+    def send_ms(self, size_bytes: float) -> float:
+        """Time of one message to one GPU: activations of a pipeline stage, or KV."""
+        return self.start_ms + size_bytes / (self.effective_gb_per_s * 1e6)
+
+    def all_reduce_ms(self, size_bytes: float, gpus: int) -> float:
+        """Time of an all-reduce of a buffer over `gpus` with one such link each; 0 for one GPU.
+
+        In a ring each GPU sends the buffer 2 (n - 1) / n times; Aladdin (section 4.1) also scales
+        the cost with (N - 1) / N. The start time does not grow with n in Vidur's tables.
+        """
+        if gpus <= 1:
+            return 0.0
+        reduce = self._reduce
+        moved = 2 * (gpus - 1) / gpus * size_bytes
+        start_ms = (reduce.start_us + self.latency_us) / 1e3
+        return start_ms + moved / (self.gb_per_s * reduce.share * 1e6)
+
+    @property
+    def _is_switched(self) -> bool:
+        return self.gb_per_s >= _SWITCHED_FROM_GB_PER_S
+
+    @property
+    def _send(self) -> _Collective:
+        match self.kind:
+            case LinkKind.NVLINK:
+                return _SWITCHED_SEND if self._is_switched else _NVLINK_SEND
+            case LinkKind.ETHERNET:
+                return _TCP_SEND
+            case _:
+                return _NETWORK_SEND
+
+    @property
+    def _reduce(self) -> _Collective:
+        if self.kind is LinkKind.NVLINK:
+            return _SWITCHED_REDUCE if self._is_switched else _NVLINK_REDUCE
+        return self._send
+
+
+def within_node(gpu: Gpu) -> Link:
+    """The link between GPUs of one node: NVLink if the GPU has it, otherwise PCIe.
+
+    Valid for the GPUs of one instance. Between instances it is valid only if one process may map
+    the other's GPU memory (CUDA IPC); that needs a shared PID namespace, and pods have one each.
+    """
+    if gpu.nvlink_gbps is not None:
+        return Link(LinkKind.NVLINK, gpu.nvlink_gbps)
+    return Link(LinkKind.PCIE, gpu.pcie_gbps)
+
+
+def between_nodes(
+    gpu: Gpu, gigabits_per_s: float, latency_us: float, kind: LinkKind = LinkKind.INFINIBAND
+) -> Link:
+    """The link between GPUs of different nodes, over a network as described in cluster files.
+
+    `gigabits_per_s`: one GPU's share, one way; limited to the bandwidth of the GPU's PCIe.
+    """
+    return Link(kind, min(gigabits_per_s / _BITS, gpu.pcie_gbps), latency_us)
+
+
+def slower(one: Link, other: Link) -> Link:
+    """The link between GPUs of different types: the slower link with the longer latency."""
+    first, second = sorted((one, other), key=lambda link: link.effective_gb_per_s)
+    return Link(first.kind, first.gb_per_s, max(first.latency_us, second.latency_us))

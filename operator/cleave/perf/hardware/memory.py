@@ -1,0 +1,113 @@
+"""How much of a GPU's memory is available for KV. Used by the planner.
+
+What is hard: engines do not report in advance what they will use. The default reserve is taken from
+vLLM's start-up reports; DistServe's published capacities follow from another reserve.
+"""
+
+from dataclasses import dataclass
+
+from cleave.perf.hardware.gpu import Gpu
+from cleave.perf.model.model_shape import ModelShape
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory of one GPU that an engine uses besides weights and KV cache."""
+
+    utilisation: float = 0.9
+    """Share of the device's memory that the engine may use (vLLM's gpu_memory_utilization)."""
+    runtime_gib: float = 0.6
+    """CUDA context, workspaces of libraries, captured graphs."""
+    collective_gib: float = 1.5
+    """Buffers of the collective library; only with several GPUs."""
+    max_num_batched_tokens: int = 8192
+    """Tokens of the largest iteration; their activations must fit."""
+    max_num_seqs: int = 256
+    """Rows of logits in the largest iteration."""
+
+
+VLLM = Reserve()
+"""vLLM with its serving defaults."""
+
+
+def weight_bytes_on_gpu(shape: ModelShape, tensor: int, pipeline: int) -> int:
+    """Bytes of weights on one GPU of the stage with the most layers.
+
+    The embedding is on the first stage, the LM head on the last one, both sharded over `tensor`
+    GPUs; tied ones are stored on both stages if these differ.
+    """
+    embedding = shape.embedding_parameters / tensor
+    head = shape.lm_head_parameters / tensor
+    if pipeline == 1:
+        tables = embedding if shape.has_tied_embeddings else embedding + head
+    else:
+        tables = max(embedding, head)
+    layers = _layer_parameters(shape, tensor, pipeline) * shape.bytes_per_weight
+    return round(tables * shape.dtype_bytes + layers)
+
+
+def activation_bytes(shape: ModelShape, tensor: int, reserve: Reserve = VLLM) -> int:
+    """Peak activation memory of one iteration on one GPU: token states and the sampler's logits.
+
+    Token states are the residual and the normed hidden state and the MLP's inner states; logits are
+    32 bits with two copies (probabilities, sorted). vLLM's start-up report gives 1.26 GiB for
+    Llama-3-8B and 8,192 tokens (vllm-project/vllm, pull request 10511), this function 1.15.
+    """
+    width = shape.intermediate_size
+    if shape.experts is not None:
+        routed = shape.experts.per_token * shape.experts.intermediate_size
+        width = routed + shape.experts.shared_intermediate_size
+    inner = (3 if shape.has_gated_mlp else 1) * width / tensor
+    states = reserve.max_num_batched_tokens * (2 * shape.hidden_size + inner) * shape.dtype_bytes
+    logits = reserve.max_num_seqs * shape.vocab_size * 4 * 3
+    return round(states + logits)
+
+
+def kv_capacity_tokens(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
+) -> int:
+    """Tokens of KV that fit on an instance, over all its GPUs; 0: the weights do not fit."""
+    free = _free_bytes(shape, gpu, tensor, pipeline, reserve)
+    return max(0, int(free // shape.kv_bytes_on_gpu(tensor, pipeline)))
+
+
+def why_not(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
+) -> str | None:
+    """Why the model cannot be served with this parallelism, in a sentence; None: it can."""
+    if (reason := shape.why_not(tensor, pipeline)) is not None:
+        return f"{shape.name}: {reason}"
+    if kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve) > 0:
+        return None
+    weights = weight_bytes_on_gpu(shape, tensor, pipeline) / _GIB
+    spare = _free_bytes(shape, gpu, tensor, pipeline, reserve) / _GIB + weights
+    return (
+        f"{shape.name} does not fit: {weights:.1f} GiB of weights on each {gpu.name}, "
+        f"which has {spare:.1f} GiB for weights and KV; use more GPUs for an instance"
+    )
+
+
+def _free_bytes(shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve) -> float:
+    runtime = reserve.runtime_gib
+    if tensor * pipeline > 1:
+        runtime += reserve.collective_gib
+    return (
+        gpu.memory_bytes * reserve.utilisation
+        - weight_bytes_on_gpu(shape, tensor, pipeline)
+        - runtime * _GIB
+        - activation_bytes(shape, tensor, reserve)
+    )
+
+
+def _layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:
+    """Weights of the layers on one GPU of the stage with the most layers."""
+    dense, sparse = shape.mlp_parameters_of_layer(tensor)
+    count = shape.layers_per_stage(pipeline)
+    sparse_layers = 0
+    if shape.experts is not None:
+        # Dense layers come first, so that a later stage may have none of them.
+        sparse_layers = min(count, shape.num_layers - shape.experts.dense_layers)
+    mlps = sparse_layers * sparse + (count - sparse_layers) * dense
+    return count * shape.attention_parameters(tensor) + mlps

@@ -1,0 +1,84 @@
+"""A latency model corrected by measurements in production.
+
+Aladdin, section 5.1: the performance model is updated continuously from the workers' execution
+traces. Here that is one factor for each phase, determined by `replan.model_check`. Factors correct
+a machine that is slower or faster than its profile, but not a model with a wrong form.
+"""
+
+from dataclasses import dataclass, replace
+
+from cleave.perf import pipeline
+from cleave.perf.estimate import Estimate, Estimator
+
+LEAST, MOST = 0.1, 10.0
+"""Range of a factor; outside of it the model describes a different machine or model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How many times longer iterations take than the model predicts, by phase."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+    num_requests: int = 0
+    """Number of requests that were measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            value = getattr(self, name)
+            if not LEAST <= value <= MOST:
+                raise ValueError(f"{name} {value:g}: must be from {LEAST:g} to {MOST:g}")
+
+    def __str__(self) -> str:
+        requests = f"from {self.num_requests:,} requests"
+        return f"corrected by x{self.prefill:.2f} prefill, x{self.decode:.2f} decode {requests}"
+
+    def times(self, factor: float) -> "Correction":
+        """This correction with both factors multiplied by `factor`, clamped to the range."""
+        return replace(
+            self, prefill=bound(self.prefill * factor), decode=bound(self.decode * factor)
+        )
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it changes nothing."""
+        return self.prefill == self.decode == 1.0
+
+
+NONE = Correction()
+
+
+def bound(factor: float) -> float:
+    """The nearest factor within the range."""
+    return min(max(factor, LEAST), MOST)
+
+
+class CorrectedEstimator:
+    """Implements `cleave.perf.estimate.Estimator`: another estimator's iterations, corrected."""
+
+    def __init__(self, estimator: Estimator, correction: Correction) -> None:
+        self._estimator = estimator
+        self._correction = correction
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        """The other estimator's answer with scaled iterations; its source names the correction."""
+        base = self._estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+        if base is None:
+            return None
+        factor = self._correction
+        timing = pipeline.scaled(base.timing, prompt=factor.prefill, decode=factor.decode)
+        trust = replace(base.trust, source=f"{base.trust.source}; {factor}")
+        return replace(base, timing=timing, trust=trust)
+
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        """The other estimator's reason."""
+        return self._estimator.why_not(gpu, tensor_parallel_size, pipeline_parallel_size)
+
+
+def correct(estimator: Estimator, correction: Correction) -> Estimator:
+    """`estimator` with corrected iterations; `estimator` itself if nothing is to be corrected."""
+    return estimator if correction.is_none else CorrectedEstimator(estimator, correction)

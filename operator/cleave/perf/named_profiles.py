@@ -1,0 +1,102 @@
+"""Latency profiles by name or from a file. Used by the emulated engine and the planner.
+
+Standard library only, to use little memory: 64 emulated engines import it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cleave.perf.profile import iteration_fit, operator_fit, profile
+from cleave.perf.profile.codec import InvalidProfileError
+from cleave.perf.published import distserve
+from cleave.perf.timing import Timing
+
+_FILES = (".yaml", ".yml", ".json")
+_LARGEST_BATCH = 1024
+"""Decode iterations are tabulated up to this batch and extrapolated linearly beyond."""
+
+
+class UnknownProfileError(LookupError):
+    """There is no latency profile of that name, or the file is not a usable profile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A measured instance: one engine, model and parallelism on one GPU type."""
+
+    name: str
+    model: str
+    timing: Timing
+    kv_capacity_tokens: int
+
+
+def load(name: str) -> Profile:
+    """The profile ENGINE/MODEL/tpN, or the one in a file that `cleave profile` wrote.
+
+    Raises UnknownProfileError, which lists the known names or what the file lacks.
+    """
+    if is_file(name):
+        return _read(name)
+    fit = distserve.FITS.get(name)
+    if fit is None:
+        raise UnknownProfileError(
+            f"no latency profile {name!r}; known are: {', '.join(names())}, "
+            f"and files ending in {', '.join(_FILES)}"
+        )
+    _, model, parallelism = name.split("/")
+    tensor_parallel_size = int(parallelism.removeprefix("tp"))
+    capacity = distserve.KV_CAPACITY_TOKENS[model][tensor_parallel_size, 1]
+    return Profile(name, model, to_timing(fit), capacity)
+
+
+def is_file(name: str) -> bool:
+    """Whether `load` treats this name as the path of a file."""
+    return name.endswith(_FILES)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all profiles that need no file."""
+    return tuple(distserve.FITS)
+
+
+def to_timing(fit: distserve.Fit, stages: int = 1) -> Timing:
+    """DistServe's fit (OSDI'24, section 4.1 and appendix A), coefficients as published.
+
+    prefill ms = a + b * sum(len) + c * sum(len^2); decode ms = a + b * sum(context) + c * batch.
+    """
+    decode = [
+        fit.decode_small if batch < distserve.DECODE_REGIME else fit.decode_large
+        for batch in range(_LARGEST_BATCH + 1)
+    ]
+    return Timing(
+        prompt_step=1.0,
+        prompt_ms=(fit.prefill.fixed_ms, fit.prefill.fixed_ms + fit.prefill.per_token_ms),
+        prompt_square_ms=fit.prefill.last_ms,
+        decode_ms=tuple(each.fixed_ms + each.last_ms * n for n, each in enumerate(decode)),
+        decode_context_ms=tuple(each.per_token_ms for each in decode),
+        stages=stages,
+    )
+
+
+def _read(path: str) -> Profile:
+    try:
+        measurement = profile.read(Path(path))
+        if measurement.kv_capacity_tokens is None:
+            raise InvalidProfileError(
+                f"{path}: kvCapacityTokens: is missing; set how many tokens an instance holds"
+            )
+        return Profile(
+            path, measurement.model, _timing(measurement), measurement.kv_capacity_tokens
+        )
+    except InvalidProfileError as error:
+        raise UnknownProfileError(str(error)) from error
+
+
+def _timing(measurement: profile.MeasuredProfile) -> Timing:
+    """From measured iterations if the profile has them, else composed from its operators."""
+    if measurement.prefill:
+        return iteration_fit.to_timing(measurement)
+    assert measurement.operators is not None
+    return operator_fit.to_timing(
+        measurement.operators, measurement.tensor_parallel_size, measurement.pipeline_parallel_size
+    )

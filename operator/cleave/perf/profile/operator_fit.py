@@ -1,0 +1,139 @@
+"""Iteration times of any parallelism from operators measured one by one (Vidur, 4.3 and 4.4).
+
+Called by the estimator and, for profiles in files, by the emulated engine: standard library only.
+An iteration is the sum of its operators: token-level operators depend on its rows, attention of
+prompts on their equivalent length sqrt(sum p_i^2), attention of decoding on the KV that it reads,
+collectives on their bytes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from cleave.perf.profile import curve, decode_fit
+from cleave.perf.profile.codec import InvalidProfileError
+from cleave.perf.profile.profile import (
+    CommunicationPoint,
+    LinearPoint,
+    Operators,
+    PrefillAttentionPoint,
+)
+from cleave.perf.timing import Timing
+
+LM_HEAD = "lm_head"
+"""The operator that has one row per request instead of one per token."""
+_ALL_REDUCES_PER_LAYER = 2
+
+Rows = Callable[[float], float]
+"""Rows of an iteration -> ms."""
+
+
+def tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
+    """Tensor parallel sizes for which all operators of an iteration were measured."""
+    sizes = (
+        {point.tensor_parallel_size for point in operators.layer}
+        & {point.tensor_parallel_size for point in operators.prefill_attention}
+        & {point.tensor_parallel_size for point in operators.decode_attention}
+    )
+    reduced = {point.gpus for point in operators.all_reduce}
+    return tuple(sorted(size for size in sizes if size == 1 or size in reduced))
+
+
+def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) -> Timing:
+    """Compose the iteration times. Raises InvalidProfileError for a size that was not measured."""
+    sizes = tensor_parallel_sizes(operators)
+    if tensor_parallel_size not in sizes:
+        measured = ", ".join(map(str, sizes)) or "none"
+        raise InvalidProfileError(
+            f"operators: tensorParallelSize {tensor_parallel_size} was not measured; "
+            f"complete are: {measured}"
+        )
+    rows = _token_level_ms(operators, tensor_parallel_size)
+    head = _sum([p for p in operators.once if p.operator == LM_HEAD], tensor_parallel_size)
+    fixed, per_token, square = fit_prompt_attention(
+        [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor_parallel_size]
+    )
+    attention_ms, context_ms = decode_fit.fit(
+        [p for p in operators.decode_attention if p.tensor_parallel_size == tensor_parallel_size]
+    )
+    layers = operators.num_layers
+    token_counts = sorted({point.tokens for point in operators.layer})
+    prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in token_counts]
+    step = float(curve.step_through(token_counts))
+    hop_ms, hop_byte_ms = _fit_send(operators.send)
+    return Timing(
+        prompt_step=step,
+        prompt_ms=curve.tabulate(curve.non_decreasing(prompt), step),
+        prompt_square_ms=layers * square,
+        decode_ms=tuple(
+            rows(batch) + head(batch) + layers * ms for batch, ms in enumerate(attention_ms)
+        ),
+        decode_context_ms=tuple(layers * ms for ms in context_ms),
+        stages=stages,
+        hop_ms=hop_ms,
+        hop_token_ms=hop_byte_ms * operators.hidden_size * operators.activation_bytes,
+    )
+
+
+def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float, float, float]:
+    """(ms per chunk, per token, per token^2 of end^2 - start^2) of one layer; none below 0."""
+    squares = [(p.tokens + p.cached_tokens) ** 2 - p.cached_tokens**2 for p in points]
+    weights = [1 / point.ms**2 for point in points]
+    ms = [point.ms for point in points]
+    rows = [[1.0, p.tokens, square] for p, square in zip(points, squares, strict=True)]
+    try:
+        fixed, per_token, square_ms = curve.least_squares(rows, ms, weights)
+    except ValueError:  # too few lengths for three coefficients
+        return 0.0, 0.0, curve.least_squares([[square] for square in squares], ms, weights)[0]
+    return fixed, per_token, square_ms
+
+
+def _token_level_ms(operators: Operators, tensor_parallel_size: int) -> Rows:
+    """Rows -> ms of all layers with their all-reduces, of the operators that run once per
+    iteration (without LM head), and of the engine's overhead."""
+    layer = _sum(operators.layer, tensor_parallel_size)
+    once = _sum([p for p in operators.once if p.operator != LM_HEAD], tensor_parallel_size)
+    reduce = _by_bytes(operators.all_reduce, tensor_parallel_size)
+    row_bytes = operators.hidden_size * operators.activation_bytes
+
+    def ms(rows: float) -> float:
+        reduces = _ALL_REDUCES_PER_LAYER * reduce(rows * row_bytes)
+        return (
+            operators.pass_overhead_ms + operators.num_layers * (layer(rows) + reduces) + once(rows)
+        )
+
+    return ms
+
+
+def _sum(points: Sequence[LinearPoint], tensor_parallel_size: int) -> Rows:
+    by_operator: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for point in points:
+        if point.tensor_parallel_size == tensor_parallel_size:
+            by_operator[point.operator].append((point.tokens, point.ms))
+    curves = [_flat_below(each) for each in by_operator.values()]
+    return lambda rows: sum(each(rows) for each in curves)
+
+
+def _by_bytes(points: Sequence[CommunicationPoint], gpus: int) -> Rows:
+    if gpus == 1:
+        return lambda _: 0.0
+    return _flat_below([(point.size_bytes, point.ms) for point in points if point.gpus == gpus])
+
+
+def _flat_below(points: curve.Points) -> Rows:
+    """Linear interpolation; below the first point constant, as the times of small kernels are."""
+    if len(points) == 1:
+        return lambda _: points[0][1]
+    rising = curve.non_decreasing(points)
+    return lambda at: curve.read(rising, max(at, rising[0][0]))
+
+
+def _fit_send(points: Sequence[CommunicationPoint]) -> tuple[float, float]:
+    """(latency in ms, ms per byte) of one send; zeros when fewer than two were measured."""
+    if len(points) < 2:
+        return 0.0, 0.0
+    fixed, per_byte = curve.least_squares(
+        [[1.0, point.size_bytes] for point in points],
+        [point.ms for point in points],
+        [1 / point.ms**2 for point in points],
+    )
+    return fixed, per_byte

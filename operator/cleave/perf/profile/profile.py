@@ -1,0 +1,313 @@
+"""Measured profiles: the output of `cleave profile` and the operator profiler, as types and a file.
+
+Read by the emulated engine (so: standard library only, PyYAML when the file is YAML), the planner's
+estimator and the command line. A profile holds iterations of an engine, or the operators of one
+layer (Vidur, section 4.3), or both. What is hard: a wrong number here makes every plan wrong, so
+construction and reading refuse implausible values, in one line that names the field, the value and
+the remedy.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cleave.perf.profile.codec import InvalidProfileError, camel, decode, encode
+
+KIND = "LatencyProfile"
+VERSION = 1
+_LARGEST_BYTES = 64 << 20
+_LARGEST = 1e9
+_MAY_BE_ZERO = ("context_tokens", "cached_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One measured duration."""
+
+    ms: float
+    """Median of the repeats, above 0."""
+    repeats: int = 1
+    spread_ms: float = 0.0
+    """Distance between the 25th and the 75th percentile of the repeats."""
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What was measured: all fields but the duration; lists of points are sorted by it."""
+        return tuple(getattr(self, name) for name in self.measured())
+
+    @classmethod
+    def measured(cls) -> tuple[str, ...]:
+        """Names of the fields of `place`."""
+        own = dataclasses.fields(cls)[len(dataclasses.fields(Point)) :]
+        return tuple(part.name for part in own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPoint(Point):
+    """One prefill iteration over prompts of one length."""
+
+    prompts: int = 1
+    tokens: int
+    """Tokens of each prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePoint(Point):
+    """One decode iteration of `batch` requests."""
+
+    batch: int
+    context_tokens: int
+    """Sum over all requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPoint(Point):
+    """One iteration with one prompt and `batch` decoding requests."""
+
+    prompt_tokens: int
+    batch: int
+    context_tokens: int
+    """Sum over the decoding requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPoint(Point):
+    """The transfer of one prompt's KV to another instance."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPoint(Point):
+    """A token-level operator (Vidur, section 4.3): matrix product, norm, activation.
+
+    `ms` is the sum of its uses in one layer, or in one iteration if it runs once per iteration.
+    """
+
+    operator: str
+    tensor_parallel_size: int = 1
+    """Tensor parallel size of the measured shard."""
+    tokens: int
+    """Rows: prompt tokens plus decoding requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAttentionPoint(Point):
+    """Attention of one layer for one prompt chunk."""
+
+    tensor_parallel_size: int = 1
+    tokens: int
+    """Tokens of the chunk."""
+    cached_tokens: int = 0
+    """Tokens of the prompt before the chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeAttentionPoint(Point):
+    """Attention of one layer for `batch` decoding requests."""
+
+    tensor_parallel_size: int = 1
+    batch: int
+    context_tokens: int
+    """Sum over all requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationPoint(Point):
+    """A collective or a send over the links of the machine."""
+
+    gpus: int = 2
+    size_bytes: int
+    """Bytes of one GPU's tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators:
+    """The operators of one model on one GPU type, from which iteration times are composed."""
+
+    num_layers: int
+    hidden_size: int
+    activation_bytes: int = 2
+    """Bytes of one element of an activation."""
+    pass_overhead_ms: float = 0.0
+    """Overhead of the engine per iteration, during which the GPU is idle."""
+    layer: tuple[LinearPoint, ...]
+    """Operators of one layer; their sum is the layer without attention and all-reduces."""
+    once: tuple[LinearPoint, ...] = ()
+    """Operators that run once per iteration: embedding, LM head."""
+    prefill_attention: tuple[PrefillAttentionPoint, ...]
+    decode_attention: tuple[DecodeAttentionPoint, ...]
+    all_reduce: tuple[CommunicationPoint, ...] = ()
+    """Two run in each layer with tensor parallelism; required for sizes above 1."""
+    send: tuple[CommunicationPoint, ...] = ()
+    """One runs between two pipeline stages; empty: the planner's link model is used."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "activation_bytes"):
+            _check_number(f"operators.{camel(name)}", getattr(self, name), 1)
+        _check_number("operators.passOverheadMs", self.pass_overhead_ms, 0)
+        for name, least in _OPERATOR_POINTS.items():
+            _check_points(f"operators.{camel(name)}", getattr(self, name), least)
+
+
+_OPERATOR_POINTS = {
+    "layer": 2,
+    "once": 0,
+    "prefill_attention": 2,
+    "decode_attention": 2,
+    "all_reduce": 0,
+    "send": 0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredProfile:
+    """One model on one device type. Construction raises InvalidProfileError."""
+
+    model: str
+    """As in spec.model, for example meta-llama/Llama-3.1-8B."""
+    device: str
+    """GPU type as in the catalogue, or the CPU's name."""
+    engine: str
+    """vllm, emulated, torch."""
+    measured_at: str
+    """ISO 8601 date or time."""
+    software: Mapping[str, str] = field(default_factory=dict)
+    """Version by name."""
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    kv_capacity_tokens: int | None = None
+    """Tokens of KV that fit on the instance; None: not measured."""
+    max_model_len: int | None = None
+    dispatch_ms: float = 0.0
+    """Time of HTTP and the engine's API server per request; the points exclude it."""
+    prefill: tuple[PrefillPoint, ...] = ()
+    decode: tuple[DecodePoint, ...] = ()
+    mixed: tuple[MixedPoint, ...] = ()
+    """Not used in the fit: they validate the prediction of mixed iterations."""
+    transfer: tuple[TransferPoint, ...] = ()
+    operators: Operators | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "device", "engine", "measured_at"):
+            _check_text(camel(name), getattr(self, name))
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            _check_number(camel(name), getattr(self, name), 1)
+        for name in ("kv_capacity_tokens", "max_model_len"):
+            if (value := getattr(self, name)) is not None:
+                _check_number(camel(name), value, 1)
+        _check_number("dispatchMs", self.dispatch_ms, 0)
+        if bool(self.prefill) != bool(self.decode) or not (self.prefill or self.operators):
+            raise InvalidProfileError("needs both prefill and decode points, or operators")
+        least = 2 if self.prefill else 0
+        _check_points("prefill", self.prefill, least)
+        _check_points("decode", self.decode, least)
+        _check_points("mixed", self.mixed, 0)
+        _check_points("transfer", self.transfer, 0)
+        if self.prefill and len({point.prompts * point.tokens for point in self.prefill}) < 2:
+            raise InvalidProfileError("prefill: needs two lengths or more, to draw a line")
+
+
+def read(path: str | Path) -> MeasuredProfile:
+    """The profile in a JSON or YAML file.
+
+    Raises InvalidProfileError, one line that begins with the path.
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise InvalidProfileError(f"is larger than {_LARGEST_BYTES >> 20} MiB")
+        return _profile(_parse(path))
+    except OSError as error:
+        raise InvalidProfileError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidProfileError(f"{path}: not UTF-8 text") from error
+    except InvalidProfileError as error:
+        raise InvalidProfileError(f"{path}: {error}") from error
+
+
+def write(profile: MeasuredProfile, path: str | Path) -> None:
+    """Write `profile` atomically, as JSON if the name ends in .json, else as YAML."""
+    path = Path(path)
+    body = encode(profile)
+    assert isinstance(body, dict)
+    document = {"kind": KIND, "version": VERSION, **body}
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(_text(document, path.suffix == ".json"), encoding="utf-8")
+    partial.replace(path)
+
+
+def _parse(path: Path) -> object:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidProfileError(f"not JSON: {error}") from error
+    import yaml  # here, because emulated engines with a profile by name do not need it
+
+    try:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InvalidProfileError(f"not YAML: {' '.join(str(error).split())}") from error
+
+
+def _text(document: Mapping[str, Any], as_json: bool) -> str:
+    if as_json:
+        return json.dumps(document, indent=1) + "\n"
+    import yaml
+
+    # None: lists and objects in block style, each point inside them on one line.
+    text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=120)
+    return text
+
+
+def _profile(document: object) -> MeasuredProfile:
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise InvalidProfileError(f"is no profile: kind must be {KIND}")
+    if document.get("version") != VERSION:
+        raise InvalidProfileError(
+            f"version: {document.get('version')!r} is unknown; this Cleave reads {VERSION}"
+        )
+    body = {key: value for key, value in document.items() if key not in ("kind", "version")}
+    profile = decode(MeasuredProfile, body, "")
+    assert isinstance(profile, MeasuredProfile)
+    return profile
+
+
+def _check_points(name: str, points: Sequence[Point], least: int) -> None:
+    if len(points) < least:
+        raise InvalidProfileError(f"{name}: has {len(points)} points; measure {least} or more")
+    for index, point in enumerate(points):
+        where = f"{name}[{index}]"
+        _check_number(f"{where}.ms", point.ms, 0)
+        if point.ms == 0:
+            raise InvalidProfileError(f"{where}.ms: 0 is not a measurement; must be above 0")
+        _check_number(f"{where}.repeats", point.repeats, 1)
+        _check_number(f"{where}.spreadMs", point.spread_ms, 0)
+        for part, value in zip(point.measured(), point.place, strict=True):
+            if isinstance(value, str):
+                _check_text(f"{where}.{camel(part)}", value)
+            else:
+                _check_number(f"{where}.{camel(part)}", value, 0 if part in _MAY_BE_ZERO else 1)
+        if index and points[index - 1].place >= point.place:
+            raise InvalidProfileError(
+                f"{where}: {point.place} comes after {points[index - 1].place}; "
+                "sort the points and measure each once"
+            )
+
+
+def _check_number(name: str, value: float, least: float) -> None:
+    if not math.isfinite(value) or not least <= value <= _LARGEST:
+        raise InvalidProfileError(
+            f"{name}: {value} is out of range; must be from {least} to {_LARGEST:g}"
+        )
+
+
+def _check_text(name: str, value: str) -> None:
+    if not value or len(value) > 256 or not value.isprintable():
+        raise InvalidProfileError(f"{name}: {value[:60]!r} must be 1 to 256 printable characters")

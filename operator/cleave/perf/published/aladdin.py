@@ -1,0 +1,201 @@
+"""Aladdin's performance models (section 3, Eq. 1 to 4), fitted online to production traffic.
+
+Used where iterations or requests are observed: KV use of requests (Eq. 1), prefill iterations
+(Eq. 2) and decode iterations (Eq. 3, solved for the context in Eq. 4). The coefficients are least
+squares over exponentially decaying sums, so that an update costs a few multiplications and no
+sample is stored. What is hard: samples of only one length, or of only one batch size, do not
+determine the coefficients, and a fit to them must be refused.
+"""
+
+import math
+from dataclasses import dataclass
+
+from cleave.perf.confidence import Basis, Trust
+from cleave.perf.profile import curve
+from cleave.perf.timing import Timing
+
+_FORGETTING = 0.998
+"""Factor on the sums at each sample: about the last 500 samples count."""
+_FEWEST = 8
+"""Smallest number of samples for a fit."""
+_ERROR_SAMPLES = 100
+"""About this many of the latest samples count in the error."""
+
+
+class TooFewSamplesError(ValueError):
+    """The samples do not determine the coefficients."""
+
+
+class OnlineFit:
+    """Least squares for value = coefficients . row, sample by sample; old samples decay.
+
+    Relative errors are minimised: a row has the weight 1 / value^2. `error` is measured on each
+    sample before the fit includes it, so it is the error of a prediction.
+    """
+
+    def __init__(self, size: int, forgetting: float = _FORGETTING) -> None:
+        self._forgetting = forgetting
+        self._moments = [[0.0] * size for _ in range(size)]
+        self._right = [0.0] * size
+        self._error_sum = 0.0
+        self._error_weight = 0.0
+        self.num_samples = 0
+
+    def add(self, row: tuple[float, ...], value: float) -> None:
+        """Include one sample. Raises ValueError for a value not above 0 or numbers not finite."""
+        if not all(math.isfinite(part) for part in (*row, value)) or value <= 0:
+            raise ValueError(f"sample {row} -> {value} is invalid; values must be above 0")
+        if self.num_samples >= _FEWEST:
+            self._judge(row, value)
+        weight = 1 / value**2
+        for i, part in enumerate(row):
+            self._right[i] = self._right[i] * self._forgetting + weight * part * value
+            for j, other in enumerate(row):
+                old = self._moments[i][j] * self._forgetting
+                self._moments[i][j] = old + weight * part * other
+        self.num_samples += 1
+
+    def coefficients(self) -> tuple[float, ...]:
+        """The coefficients in the rows' order, none below 0. Raises TooFewSamplesError."""
+        if self.num_samples < _FEWEST:
+            raise TooFewSamplesError(
+                f"{self.num_samples} samples are too few for a fit; {_FEWEST} are needed"
+            )
+        try:
+            return curve.solve_moments(self._moments, self._right)
+        except ValueError as error:
+            raise TooFewSamplesError(f"{error}; more diverse samples are needed") from error
+
+    @property
+    def error(self) -> float | None:
+        """Mean absolute percentage error of the latest predictions; None before the first one."""
+        return self._error_sum / self._error_weight if self._error_weight else None
+
+    def _judge(self, row: tuple[float, ...], value: float) -> None:
+        try:
+            coefficients = self.coefficients()
+        except TooFewSamplesError:
+            return
+        predicted = sum(part * each for part, each in zip(row, coefficients, strict=True))
+        fading = 1 - 1 / _ERROR_SAMPLES
+        self._error_sum = self._error_sum * fading + abs(predicted - value) / value
+        self._error_weight = self._error_weight * fading + 1
+
+
+class KvUse:
+    """Eq. 1: kv = h (l_in + l_out) + j, in the unit of the samples."""
+
+    def __init__(self) -> None:
+        self.fit = OnlineFit(2)
+
+    def add(self, tokens: int, kv: float) -> None:
+        """Include a request whose prompt and output so far are `tokens` and that holds `kv`."""
+        self.fit.add((float(tokens), 1.0), kv)
+
+    def kv(self, tokens: float) -> float:
+        """KV of a request with that many tokens. Raises TooFewSamplesError."""
+        h, j = self.fit.coefficients()
+        return h * tokens + j
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Coefficients of Eq. 2 and 3, in milliseconds and tokens."""
+
+    k1: float
+    """Prefill, per prompt token."""
+    c1: float
+    """Prefill, per iteration."""
+    k2: float
+    """Decode, per context token."""
+    c2: float
+    """Decode, per request in the batch."""
+    c3: float
+    """Decode, per iteration."""
+
+    def prefill_ms(self, prompt_tokens: float) -> float:
+        """Eq. 2: an iteration over prompts with that many tokens in total."""
+        return self.k1 * prompt_tokens + self.c1
+
+    def decode_ms(self, batch: int, context_tokens: float) -> float:
+        """Eq. 3: a decode iteration of `batch` requests; l_ave * b is the sum of their contexts."""
+        return self.k2 * context_tokens + self.c2 * batch + self.c3
+
+    def most_context_tokens(self, batch: int, itl_ms: float) -> float:
+        """Eq. 4: sum of contexts that a batch may have when an iteration takes `itl_ms`.
+
+        Below 0: even empty contexts exceed `itl_ms`. Infinite: contexts cost nothing.
+        """
+        spare_ms = itl_ms - self.c3 - self.c2 * batch
+        return spare_ms / self.k2 if self.k2 > 0 else math.copysign(math.inf, spare_ms)
+
+    def timing(self, largest_batch: int = 1024) -> Timing:
+        """The same model in the form that simulator and emulator use."""
+        return Timing(
+            prompt_step=1.0,
+            prompt_ms=(self.c1, self.c1 + self.k1),
+            prompt_square_ms=0.0,
+            decode_ms=tuple(self.c3 + self.c2 * batch for batch in range(largest_batch + 1)),
+            decode_context_ms=(self.k2,),
+        )
+
+
+def fit_timing(
+    timing: Timing, largest_batch: int = 256, longest_tokens: int = 4096
+) -> Coefficients:
+    """The coefficients that approximate `timing` best, by relative error.
+
+    Fitted over prompts up to `longest_tokens`, and over batches from two to `largest_batch` with
+    contexts up to `longest_tokens` per request.
+    """
+    lengths = [longest_tokens * step // 16 for step in range(1, 17)]
+    prompts = [((float(tokens), 1.0), timing.prefill_ms([tokens])) for tokens in lengths]
+    batches = [max(2, largest_batch >> shift) for shift in range(8)]
+    contexts = (longest_tokens // 16, longest_tokens // 4, longest_tokens)
+    decodes = [
+        ((float(batch * each), float(batch), 1.0), timing.decode_pass_ms(batch, batch * each))
+        for batch in batches
+        for each in contexts
+    ]
+    coefficients: list[float] = []
+    for samples in (prompts, decodes):
+        rows, values = zip(*samples, strict=True)
+        coefficients += curve.least_squares(rows, values, [value**-2 for value in values])
+    return Coefficients(*coefficients)
+
+
+class IterationTimes:
+    """Eq. 2 and 3 fitted online to observed iterations."""
+
+    def __init__(self) -> None:
+        self.prefill = OnlineFit(2)
+        self.decode = OnlineFit(3)
+
+    def add_prefill(self, prompt_tokens: int, ms: float) -> None:
+        """Include an iteration over prompts with that many tokens in total, which took `ms`."""
+        self.prefill.add((float(prompt_tokens), 1.0), ms)
+
+    def add_decode(self, batch: int, context_tokens: int, ms: float) -> None:
+        """Include a decode iteration of `batch` requests, which took `ms`.
+
+        The model holds for more than one request (b > 1); as in the paper, a batch of one is
+        ignored.
+        """
+        if batch > 1:
+            self.decode.add((float(context_tokens), float(batch), 1.0), ms)
+
+    def coefficients(self) -> Coefficients:
+        """The current coefficients, none below 0. Raises TooFewSamplesError with the phase."""
+        coefficients: list[float] = []
+        for phase, fit in (("prefill", self.prefill), ("decode", self.decode)):
+            try:
+                coefficients += fit.coefficients()
+            except TooFewSamplesError as error:
+                raise TooFewSamplesError(f"{phase}: {error}") from error
+        return Coefficients(*coefficients)
+
+    def trust(self) -> Trust:
+        """Source and error; the error is the one of the worse phase."""
+        errors = [each for each in (self.prefill.error, self.decode.error) if each is not None]
+        source = "Aladdin's models, fitted to observed passes"
+        return Trust(Basis.FITTED, source, max(errors, default=None))

@@ -1,0 +1,152 @@
+"""Simulates given pools: those of a plan, or those of spec.placement.manual.
+
+Called by `cleave simulate` and the report; the search simulates its own placements. All runs serve
+the requests of one seed, so plans and rates can be compared.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cleave.api.engine import Engine
+from cleave.api.role import Role
+from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.planner.placement import PlanError
+from cleave.planner.plan import EMULATED_GPU, Plan, PlannedPool
+from cleave.planner.problem import Problem
+from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
+from cleave.planner.search.candidates import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    Candidate,
+    Instance,
+)
+from cleave.simulator.fleet import Batching, Fleet
+from cleave.simulator.outcome import Outcome, Times
+from cleave.simulator.run import simulate
+
+IN_NODE = "Algorithm 2"
+"""Prefix of `Plan.algorithm`: the same pipeline stage of all instances of a cell lies in one
+node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Simulates fleets under the demand of one problem."""
+
+    problem: Problem
+    num_requests: int = 2000
+
+    def serve(self, plan: Plan, rate: float) -> Outcome:
+        """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of the
+        rate."""
+        placement = to_draft(self.problem, plan.pools, plan.algorithm)
+        return self.run(cell_fleet(self.problem, placement), rate / placement.copies)
+
+    def run(self, served: Fleet, rate: float) -> Outcome:
+        """Simulate any fleet at `rate` req/s."""
+        seed = self.problem.seed
+        return simulate(served, self.problem.demand.draw(self.num_requests, rate, seed), seed)
+
+
+def fleet(problem: Problem, pools: Iterable[PlannedPool]) -> Fleet:
+    """All instances of `pools` and the links between them, as a simulator fleet.
+
+    Raises PlanError when the model does not run with a pool's parallelism.
+    """
+    return cell_fleet(problem, to_draft(problem, pools))
+
+
+def mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: Outcome) -> Times:
+    """Model FLOPs utilisation of each instance of `fleet(problem, pools)`; nan: unknown."""
+    peaks = [
+        group.instance.candidate.estimate.peak_flops or math.nan
+        for group in to_draft(problem, pools).groups
+        for _ in range(group.replicas)
+    ]
+    return outcome.instances.mfu(problem.shape.flops_per_token, np.array(peaks))
+
+
+def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "") -> Draft:
+    """Convert pools to the search's type; those of Algorithm 2 to cells that lie in one node each.
+
+    Raises PlanError when the model does not run with a pool's parallelism.
+    """
+    order = list(Role)
+    groups = [
+        Group(pool.role, _instance(problem, pool), pool.replicas)
+        for pool in sorted(pools, key=lambda pool: order.index(pool.role))
+    ]
+    if not algorithm.startswith(IN_NODE):
+        return Draft(tuple(groups))
+    cells = math.gcd(*(group.replicas for group in groups))
+    cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)
+    return Draft(cell, copies=cells, is_in_node=True)
+
+
+def limited(pools: Iterable[PlannedPool], engine: Engine) -> tuple[PlannedPool, ...]:
+    """The pools with the step limits of the engine's arguments, as their pods run them.
+
+    Raises PlanError when such an argument is not a number.
+    """
+    seqs, tokens = _limit(engine, "--max-num-seqs"), _limit(engine, "--max-num-batched-tokens")
+    return tuple(
+        replace(
+            pool,
+            max_num_seqs=seqs or pool.max_num_seqs,
+            max_num_batched_tokens=tokens or pool.max_num_batched_tokens,
+        )
+        for pool in pools
+    )
+
+
+def _limit(engine: Engine, flag: str) -> int | None:
+    value = engine.value_of(flag)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise PlanError([f"spec.engine.args: {flag} {value}: must be a whole number above 0"])
+    return int(value)
+
+
+def _instance(problem: Problem, pool: PlannedPool) -> Instance:
+    return Instance(
+        candidate=_candidate(problem, pool),
+        batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
+        max_num_seqs=pool.max_num_seqs or MAX_NUM_SEQS,
+        max_num_batched_tokens=pool.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        policies=problem.policies,
+    )
+
+
+def _candidate(problem: Problem, pool: PlannedPool) -> Candidate:
+    kinds = {supply.gpu: supply for supply in problem.supplies}
+    gpu = _kind(pool, list(kinds))
+    size = pool.parallelism
+    estimate = problem.estimator.estimate(gpu, size.tensor, size.pipeline)
+    if estimate is None:
+        why = problem.estimator.why_not(gpu, size.tensor, size.pipeline)
+        raise PlanError([f"spec.placement.manual: {pool.role}: {why}"])
+    return Candidate(kinds[gpu], size, estimate)
+
+
+def _kind(pool: PlannedPool, kinds: list[str]) -> str:
+    """The estimator's name of the pool's GPU type. Raises PlanError."""
+    if kinds == [EMULATED_GPU]:
+        return EMULATED_GPU
+    field = f"spec.placement.manual: {pool.role}: gpu"
+    if pool.gpu is None:
+        if len(kinds) > 1:
+            raise PlanError([f"{field}: set one of {', '.join(kinds)}"])
+        return kinds[0]
+    if pool.gpu in kinds:
+        return pool.gpu
+    try:
+        gpu = find(pool.gpu).name
+    except UnknownGpuError as error:
+        raise PlanError([f"{field}: {error}"]) from error
+    if gpu not in kinds:
+        raise PlanError([f"{field}: the nodes have no {gpu}, only {', '.join(kinds)}"])
+    return gpu

@@ -1,0 +1,127 @@
+"""Builds the planner's `Problem` for emulated engines: no GPUs, one latency profile for all.
+
+Called by `cleave up`, `cleave plan` and `cleave simulate`. An emulated engine has the latencies of
+its profile whatever its parallelism, so only the number of instances is planned; an instance counts
+as one GPU.
+"""
+
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment
+from cleave.perf import named_profiles, pipeline
+from cleave.perf.confidence import Basis, Trust
+from cleave.perf.estimate import Estimate
+from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.model import model_shape
+from cleave.perf.model.model_shape import ModelShape
+from cleave.planner.placement import PlanError
+from cleave.planner.plan import EMULATED_GPU
+from cleave.planner.policies import policies
+from cleave.planner.problem import Problem, Supply
+from cleave.traffic import characterization, workload
+
+MAX_INSTANCES = 16
+"""Limit where spec.planning.maxGPUs is not set."""
+KIND = EMULATED_GPU
+_DEFAULT_SHAPE = "opt-13b"
+"""The emulated engine uses this model's KV size for a model that it does not know."""
+_TRANSFER_GB_PER_S = 25.0
+_TRANSFER_LATENCY_US = 1000.0
+"""The emulated engine's own defaults: 200 Gbit/s and 1 ms."""
+
+
+class ProfileEstimator:
+    """Implements `cleave.perf.estimate.Estimator` with one profile, without parallelism."""
+
+    def __init__(
+        self, profile: named_profiles.Profile, shape: ModelShape, time_scale: float
+    ) -> None:
+        timing = pipeline.scaled(profile.timing, prompt=time_scale, decode=time_scale)
+        self._estimate = Estimate(
+            timing=timing,
+            kv_capacity_tokens=profile.kv_capacity_tokens,
+            prefill_saturation_tokens=pipeline.prefill_saturation_tokens(
+                timing, shape.max_model_len
+            ),
+            max_model_len=shape.max_model_len,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            flops_per_token=shape.flops_per_token,
+            power_watts=0.0,
+            cost_per_hour=0.0,
+            trust=Trust(Basis.MEASURED, f"the emulated engine's own profile {profile.name}", 0.0),
+        )
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        """The profile's estimate for sizes 1 and 1; None for all other sizes."""
+        is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
+        return self._estimate if is_unsplit else None
+
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        """The reason in one sentence why `estimate` returns None; None: it does not."""
+        if self.estimate(gpu, tensor_parallel_size, pipeline_parallel_size) is not None:
+            return None
+        return "emulated instances are planned without parallelism; their profile has its own"
+
+
+def problem(
+    deployment: LLMDeployment,
+    folder: Path = Path(),
+    seed: int = 0,
+    cluster: Cluster | None = None,
+) -> Problem:
+    """The problem of planning emulated instances; a relative trace path starts at `folder`.
+
+    A cluster has room for one instance per GPU; without one the limit is MAX_INSTANCES. Raises
+    PlanError when the deployment has no workload or names an unknown profile.
+    """
+    spec = deployment.spec
+    emulation = spec.engine.emulation
+    if spec.workload is None:
+        raise PlanError(["spec.workload: required for planning; set rate and lengths"])
+    try:
+        profile = named_profiles.load(emulation.latency)
+        demand = workload.from_spec(spec.workload, folder)
+    except named_profiles.UnknownProfileError as error:
+        raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error
+    except workload.DemandError as error:
+        raise PlanError([f"spec.workload: {error}"]) from error
+    shape = _shape(deployment)
+    instances = spec.planning.max_gpus or (cluster.total_gpus if cluster else MAX_INSTANCES)
+    if cluster:
+        instances = min(instances, cluster.total_gpus)
+    link = _link(emulation.time_scale)
+    longest = spec.model.max_model_len or shape.max_model_len
+    return Problem(
+        demand=demand.limited(longest),
+        slo=spec.slo,
+        supplies=(Supply(KIND, 1, instances, instances, link, link),),
+        shape=shape,
+        # Emulated engines need no GPU, so the allowed GPU types do not apply.
+        planning=spec.planning.model_copy(update={"gpus": []}),
+        estimator=ProfileEstimator(profile, shape, emulation.time_scale),
+        policies=policies(spec.engine),
+        seed=seed,
+        notes=characterization.remarks(demand, longest),
+    )
+
+
+def _shape(deployment: LLMDeployment) -> ModelShape:
+    try:
+        return model_shape.load(deployment.spec.model.locator)
+    except model_shape.UnknownModelError:
+        return model_shape.load(_DEFAULT_SHAPE)
+
+
+def _link(time_scale: float) -> Link:
+    """A link with the effective bandwidth and latency of the emulated KV transfer."""
+    nominal = Link(LinkKind.INFINIBAND, 1.0)
+    return Link(
+        LinkKind.INFINIBAND,
+        _TRANSFER_GB_PER_S / nominal.effective_gb_per_s / time_scale,
+        _TRANSFER_LATENCY_US * time_scale - nominal.start_ms * 1e3,
+    )

@@ -1,0 +1,130 @@
+"""Builds the machine types of a cluster, and pairs of them, for `search`.
+
+Called by `cleave provision`. A machine is a node with one instance of the model on all its GPUs,
+like Splitwise's DGX machines (sections IV-D and V). The number of nodes in the cluster is ignored:
+it is the result.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cleave.api.cluster import Cluster
+from cleave.api.planning import GpuChoice
+from cleave.perf.estimate import Estimate
+from cleave.perf.estimator import for_cluster
+from cleave.perf.hardware.kv_transfer import kv_transfer
+from cleave.perf.hardware.link import Link, slower
+from cleave.perf.model.model_shape import ModelShape
+from cleave.planner.problem import Problem, Supply
+from cleave.planner.provision.search import Machine, Pair, ProvisioningError
+from cleave.simulator.fleet import Transfer
+from cleave.traffic.workload import Demand
+
+_NO_OVERLAP = 1 << 40
+_PROMPT_TOKENS = 1024
+"""Prompt length at which the compute time per token is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine with the properties that its KV transfers depend on."""
+
+    machine: Machine
+    sizes: tuple[int, int]
+    """Tensor and pipeline parallel size."""
+    network_link: Link
+
+
+def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
+    """One machine type per GPU type; `suffix` is added to their names.
+
+    Of the parallel sizes that use all GPUs of a node, the one with the most tensor parallelism is
+    used. Raises ProvisioningError when the model fits no type of node.
+    """
+    nodes_found, missing = [], []
+    for supply in {each.gpu: each for each in problem.supplies}.values():
+        node = _node(problem, supply, suffix)
+        if node is None:
+            reason = problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
+            missing.append(f"{supply.gpus_per_node} x {supply.gpu}: {reason}")
+        else:
+            nodes_found.append(node)
+    if not nodes_found:
+        raise ProvisioningError(f"the model fits no type of node ({'; '.join(missing)})")
+    return tuple(nodes_found)
+
+
+def capped(
+    problem: Problem, uncapped: Sequence[Node], cluster: Cluster, folder: Path, share: float
+) -> tuple[Node, ...]:
+    """The same machines with each GPU limited to `share` of its power (HHcap's token machines).
+
+    `folder` contains the cluster's profiles. Raises ManifestError for a share so low that its
+    effect is unknown.
+    """
+    choices = [
+        GpuChoice(
+            type=node.machine.name,
+            power_cap_watts=share * node.machine.estimate.power_watts / math.prod(node.sizes),
+            price_per_hour=node.machine.estimate.cost_per_hour / math.prod(node.sizes),
+        )
+        for node in uncapped
+    ]
+    estimator = for_cluster(problem.shape, cluster, choices, folder)
+    return nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
+
+
+def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> tuple[Pair, ...]:
+    """Every prompt type with every token type, and each prompt type with mixed machines."""
+    disaggregated = (
+        Pair(
+            f"{prompt_node.machine.name} + {other.machine.name}",
+            prompt_node.machine,
+            other.machine,
+            _transfer(shape, prompt_node, other),
+        )
+        for prompt_node in prompt
+        for other in token
+    )
+    mixed = (
+        Pair(f"{prompt_node.machine.name} mixed", prompt_node.machine, None)
+        for prompt_node in prompt
+    )
+    return (*disaggregated, *mixed)
+
+
+def slowest(candidates: Sequence[Node], demand: Demand) -> Machine:
+    """The machine with the highest unloaded latency of a mean request: the reference of
+    slowdowns."""
+    prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
+
+    def alone_ms(node: Node) -> float:
+        timing = node.machine.estimate.timing
+        return timing.prefill_ms([prompt]) + output * timing.decode_pass_ms(1, prompt)
+
+    return max(candidates, key=alone_ms).machine
+
+
+def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:
+    gpus = supply.gpus_per_node
+    for tensor in (size for size in range(gpus, 0, -1) if gpus % size == 0):
+        sizes = (tensor, gpus // tensor)
+        estimate: Estimate | None = problem.estimator.estimate(supply.gpu, *sizes)
+        if estimate is not None:
+            return Node(Machine(supply.gpu + suffix, estimate), sizes, supply.network_link)
+    return None
+
+
+def _transfer(shape: ModelShape, prompt: Node, token: Node) -> Transfer:
+    """Serialised for short prompts, layer-wise for long ones (Splitwise, section IV-C)."""
+    compute_ms = prompt.machine.estimate.timing.prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
+    link = slower(prompt.network_link, token.network_link)
+    moved = kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)
+    return Transfer(
+        latency_ms=moved.latency_ms,
+        token_ms=moved.token_ms,
+        overlapped_token_ms=moved.overlapped_token_ms,
+        overlap_from_tokens=moved.overlap_from_tokens or _NO_OVERLAP,
+    )

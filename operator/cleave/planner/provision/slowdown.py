@@ -1,0 +1,92 @@
+"""Latency targets as slowdowns: latency relative to an unloaded reference machine.
+
+Splitwise, section V-B and table VI: nine targets (P50, P90, P99 of TTFT, time between tokens and
+end to end). They suit any mix of lengths, where no single target in milliseconds does. Used by
+`search`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.perf.timing import Timing
+from cleave.planner.plan import Percentiles
+from cleave.simulator.outcome import Outcome
+from cleave.simulator.trace import Trace
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdowns:
+    """Latency divided by that of the same request on the unloaded reference machine; 1: equal."""
+
+    ttft: Percentiles
+    tpot: Percentiles
+    """Mean gap between a request's tokens; requests of one token have none."""
+    e2e: Percentiles
+
+    def within(self, limits: "Slowdowns") -> bool:
+        """Whether all nine are at most their limits."""
+        return all(
+            each <= limit
+            for mine, theirs in zip(self._all, limits._all, strict=True)
+            for each, limit in (
+                (mine.p50, theirs.p50),
+                (mine.p90, theirs.p90),
+                (mine.p99, theirs.p99),
+            )
+        )
+
+    @property
+    def _all(self) -> tuple[Percentiles, Percentiles, Percentiles]:
+        return self.ttft, self.tpot, self.e2e
+
+
+TABLE_VI = Slowdowns(
+    ttft=Percentiles(2.0, 3.0, 6.0),
+    tpot=Percentiles(1.25, 1.5, 5.0),
+    e2e=Percentiles(1.25, 1.5, 5.0),
+)
+"""Splitwise's targets, against a DGX-A100."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alone:
+    """Latencies of each request on an otherwise idle reference machine, in ms."""
+
+    ttft_ms: Values
+    tpot_ms: Values
+    e2e_ms: Values
+
+
+def alone(reference: Timing, trace: Trace) -> Alone:
+    """One prefill step, then decode steps of one request."""
+    prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
+    ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[index]
+    gaps = trace.output_tokens - 1
+    # Step time is linear in the context, so the mean step is the one in the middle.
+    first = reference.decode_pass_ms(1, 0)
+    context_ms = reference.decode_pass_ms(1, 1) - first
+    tpot_ms = first + context_ms * (trace.prompt_tokens + (gaps + 1) / 2)
+    return Alone(ttft_ms, tpot_ms, ttft_ms + gaps * tpot_ms)
+
+
+def measure(outcome: Outcome, reference: Alone, window: slice = slice(None)) -> Slowdowns:
+    """Slowdowns of the requests in `window`; an unfinished one is infinitely slow."""
+    e2e_ms = outcome.end_ms - outcome.arrival_ms
+    several = outcome.output_tokens[window] > 1
+    return Slowdowns(
+        _percentiles((outcome.ttft_ms / reference.ttft_ms)[window]),
+        _percentiles((outcome.tpot_ms / reference.tpot_ms)[window][several]),
+        _percentiles((e2e_ms / reference.e2e_ms)[window]),
+    )
+
+
+def _percentiles(ratios: Values) -> Percentiles:
+    if not len(ratios):
+        return Percentiles(0.0, 0.0, 0.0)
+    ended = np.where(np.isnan(ratios), np.inf, ratios)
+    # No interpolation, which is undefined between a finite and an infinite value.
+    return Percentiles(*np.percentile(ended, [50, 90, 99], method="higher").tolist())

@@ -1,0 +1,267 @@
+"""Checks the planner's model against the running plan, and corrects the model. Pure.
+
+Called for every review of the traffic, before replanning: a plan must not rest on a model that is
+wrong about the running fleet (Aladdin, section 5.1: continuous update). What is hard: near
+saturation a small error of the step times is a large one of the TTFT, so an error counts only if
+slightly longer or shorter steps do not explain it; and latencies contain queueing, so the step
+times of both phases cannot be read from them. The correction is therefore found by simulation: it
+is the one with which the same fleet under the same traffic shows the observed latencies, decode by
+the time per token, prefill by the time to the first token.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from cleave.api.role import Role
+from cleave.perf import latency_correction
+from cleave.perf.latency_correction import NONE, Correction
+from cleave.planner.problem import Problem
+from cleave.planner.replan.replay import Model, Running, Shown, find_attainment
+from cleave.simulator.outcome import Times
+from cleave.traffic.counters import Buckets
+from cleave.traffic.window import Window, join, list_settled
+
+FEWEST = 100
+"""With fewer responses, a prediction is not assessed."""
+SETTLE_S = 60.0
+"""For this long after a change, latencies still contain requests from before it."""
+THRESHOLD = 0.3
+"""Relative error above which a prediction is rejected."""
+_SLACK = 0.1
+"""Error of step times that is tolerated."""
+_STEP = 3.0
+"""Largest factor by which one correction changes step times."""
+_GENTLE = 0.3
+"""Share of the fitted correction that is applied where the prediction holds."""
+_CLOSE = 0.02
+"""Relative changes of a correction below this are ignored."""
+_SURPRISE = 0.2
+"""Observed attainment this far above the predicted one means that the model is too slow."""
+_HALVINGS = 8
+_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure, predicted and observed."""
+
+    name: str
+    predicted: float
+    observed: float
+    is_beyond: bool
+    """Whether the error is above the threshold, so that the model is wrong."""
+    is_judged: bool = True
+    """False: the error says nothing about the model, for example under overload."""
+
+    def excused(self) -> "Comparison":
+        """A copy that is not assessed."""
+        return replace(self, is_beyond=False, is_judged=False)
+
+    @property
+    def error(self) -> float:
+        """Relative to the prediction: 0.5 where 1.5 times the predicted value was observed."""
+        return self.observed / self.predicted - 1 if self.predicted else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.observed:.0f} ms where {self.predicted:.0f} ms were predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Assessment of the model by the running plan."""
+
+    comparisons: tuple[Comparison, ...]
+    """TTFT and TPOT, median and 90th percentile; empty: too few responses."""
+    attainment: float
+    """Predicted over the observed time; where nothing was assessed, the long-run prediction."""
+    correction: Correction
+    """The correction to plan with from now on."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction may be used; True where there are too few responses to tell."""
+        return not any(each.is_beyond for each in self.comparisons)
+
+    @property
+    def error(self) -> float | None:
+        """The largest by amount; None: nothing was assessed."""
+        assessed = (each.error for each in self.comparisons if each.is_judged)
+        return max(assessed, key=abs, default=None)
+
+    @property
+    def reason(self) -> str:
+        """One sentence for status."""
+        if not self.comparisons:
+            return "too few responses to assess the prediction"
+        if self.error is None:
+            return "latencies are changing, so the prediction is not assessed"
+        if self.holds:
+            return f"the prediction holds within {abs(self.error):.0%}"
+        worst = max(self.comparisons, key=lambda each: (each.is_beyond, abs(each.error)))
+        return f"the prediction does not hold: {worst}; step times {self.correction}"
+
+
+def judge(
+    problem: Problem,
+    running_plan: Running,
+    windows: Sequence[Window],
+    correction: Correction = NONE,
+    threshold: float = THRESHOLD,
+    settle_s: float = SETTLE_S,
+) -> Judgement:
+    """Compare the latencies of `running_plan` in `windows` with the model, and correct the model.
+
+    `problem` has the traffic of the windows and the uncorrected model; `correction` is the current
+    one. 1. Simulate the fleet over the settled windows, also with slightly faster and slower steps.
+    2. Compare quantiles, leaving out those that only depend on how long an overload lasts. 3. Fit a
+    correction and apply it in full if the model is wrong, else in part. Raises PlanError when the
+    pools cannot be simulated.
+    """
+    settled = list_settled(windows, settle_s)
+    observed = join(settled) if settled else Window(0.0, 0.0, 0.0)
+    model = Model(problem, running_plan, observed.length_s)
+    is_enough = min(observed.ttft.num, observed.tpot.num) >= FEWEST
+    expected = model.show(correction) if is_enough else None
+    if expected is None or len(expected.tpot_ms) < FEWEST:
+        return Judgement((), find_attainment(model.corrected(correction), running_plan), correction)
+    faster = model.show(correction.times(1 - _SLACK))
+    slower = model.show(correction.times(1 + _SLACK))
+    comparisons = tuple(_compare(observed, expected, faster, slower, threshold))
+    long_run = find_attainment(model.corrected(correction), running_plan)
+    is_better = (observed.attainment or 0.0) > expected.attainment + _SURPRISE
+    if expected.is_lending or _fails(long_run, observed, problem.slo.attainment):
+        comparisons = tuple(
+            each if is_better and each.error < 0 else each.excused() for each in comparisons
+        )
+        if not any(each.is_judged for each in comparisons):
+            return Judgement(comparisons, expected.attainment, correction)
+    if expected.is_overloaded and _is_late(model, observed):
+        comparisons = tuple(
+            each if each.name.endswith("TPOT") else each.excused() for each in comparisons
+        )
+    fitted = _seek(model, observed, correction)
+    weight = 1.0 if is_better or any(each.is_beyond for each in comparisons) else _GENTLE
+    return Judgement(comparisons, expected.attainment, _step(correction, fitted, weight, observed))
+
+
+def _fails(long_run: float, observed: Window, target: float) -> bool:
+    """Whether both prediction and observation miss badly; latencies then depend on the duration."""
+    return long_run < target / 2 and (observed.attainment or 0.0) < target
+
+
+def _compare(
+    observed: Window, expected: Shown, faster: Shown, slower: Shown, threshold: float
+) -> Iterable[Comparison]:
+    """Quantiles from equal histogram buckets, so that both sides have the same resolution."""
+    for name, buckets, times in (
+        ("TTFT", observed.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
+        ("TPOT", observed.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
+    ):
+        predicted = [Buckets.of((each / 1000).tolist(), buckets.bounds) for each in times]
+        for quantile in (0.5, 0.9):
+            middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in predicted)
+            observed_ms = buckets.find_quantile_ms(quantile) or 0.0
+            is_beyond = not low / (1 + threshold) <= observed_ms <= high * (1 + threshold)
+            yield Comparison(f"P{quantile * 100:.0f} {name}", middle, observed_ms, is_beyond)
+
+
+def _seek(model: Model, observed: Window, start: Correction) -> Correction:
+    """The correction with which the simulation matches the observation, at most one step from
+    `start`."""
+    tpot_s, middle = observed.tpot.mean or 0.0, _find_middle(observed.ttft)
+    # Where both phases share steps, the time per token depends on both, so they scale together.
+    is_disaggregated = any(pool.role is Role.DECODE for pool in model.running.pools)
+    ratio = start.prefill / start.decode
+    fitted = start
+    for _ in range(_ROUNDS):
+        prefill = fitted.prefill
+
+        def scale_decode(
+            factor: float, prefill: float = prefill, ratio: float = ratio
+        ) -> Correction:
+            shared = latency_correction.bound(factor * ratio)
+            return replace(start, decode=factor, prefill=prefill if is_disaggregated else shared)
+
+        def scale_prefill(factor: float, decode: float) -> Correction:
+            return replace(start, decode=decode, prefill=factor)
+
+        fitted = _solve(
+            scale_decode,
+            lambda candidate: _mean_s(model.show(candidate).tpot_ms),
+            start.decode,
+            tpot_s,
+        )
+        simulated = model.show(fitted)
+        if simulated.is_overloaded and _is_late(model, observed):
+            # Under overload the queue length depends on its duration, not on step times.
+            break
+        fitted = _solve(
+            partial(scale_prefill, decode=fitted.decode),
+            lambda candidate: _middle_of(model.show(candidate), observed),
+            start.prefill,
+            middle,
+        )
+        ratio = fitted.prefill / fitted.decode
+    return fitted
+
+
+def _is_late(model: Model, observed: Window) -> bool:
+    return (observed.ttft_p50_ms or 0.0) > model.problem.slo.ttft_ms
+
+
+def _solve(
+    make: Callable[[float], Correction],
+    show: Callable[[Correction], float],
+    start: float,
+    target: float,
+) -> Correction:
+    """Bisection on a logarithmic scale; `show` grows with the factor given to `make`."""
+    low, high = (
+        math.log(latency_correction.bound(each)) for each in (start / _STEP, start * _STEP)
+    )
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if show(make(math.exp(middle))) < target:
+            low = middle
+        else:
+            high = middle
+    return make(math.exp((low + high) / 2))
+
+
+def _step(start: Correction, fitted: Correction, weight: float, observed: Window) -> Correction:
+    def move(old: float, new: float) -> float:
+        part = (new / old) ** weight
+        return old if abs(part - 1) < _CLOSE else float(f"{old * part:.4g}")
+
+    prefill, decode = move(start.prefill, fitted.prefill), move(start.decode, fitted.decode)
+    if (prefill, decode) == (start.prefill, start.decode):
+        return start
+    return Correction(prefill, decode, start.num_requests + round(observed.ttft.num))
+
+
+def _middle_of(simulated: Shown, observed: Window) -> float:
+    return _find_middle(Buckets.of((simulated.ttft_ms / 1000).tolist(), observed.ttft.bounds))
+
+
+def _find_middle(buckets: Buckets) -> float:
+    """Mean of the logarithms, each value taken at the upper bound of its bucket.
+
+    A few very long waits change it little; unlike a quantile it changes with every part of the
+    distribution, so that it is not stuck inside a bucket.
+    """
+    if not buckets.num:
+        return math.inf
+    total, below, highest = 0.0, 0.0, buckets.bounds[-2]
+    for bound, count in zip(buckets.bounds, buckets.counts, strict=True):
+        total += (count - below) * math.log(min(bound, 2 * highest))
+        below = count
+    return total / below
+
+
+def _mean_s(times_ms: Times) -> float:
+    # No request ended in time, so steps are too long.
+    return float(np.mean(times_ms)) / 1000 if len(times_ms) else math.inf

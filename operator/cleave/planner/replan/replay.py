@@ -1,0 +1,133 @@
+"""Simulates the running plan over the observed time, and counts requests as gateways do.
+
+Called by the model check. What is hard: for a while after a change of traffic the fleet is in
+transition, and a steady-state simulation shows other latencies than can have been observed yet. The
+simulation therefore begins where the traffic began, as far as that is known: with a fleet that has
+just filled, and it counts only requests that ended within the observed time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.api.deployment import Slo
+from cleave.perf import latency_correction
+from cleave.perf.latency_correction import Correction
+from cleave.planner.plan import PlannedPool
+from cleave.planner.pool_simulation import to_draft
+from cleave.planner.problem import Problem
+from cleave.planner.search.candidate_placement import Draft, cell_fleet
+from cleave.planner.search.trials import Span, Targets, Trials
+from cleave.policy.role_flipping import Terms
+from cleave.simulator.fleet import Fleet
+from cleave.simulator.outcome import Outcome, Times
+from cleave.simulator.run import prepare
+
+_ENOUGH = 3_000
+"""Requests of all simulations together; a short window is simulated several times."""
+_MOST_TIMES = 8
+_MOST = 100_000
+"""Most requests of one simulation; with more, a shorter time gives the same accuracy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The pools that serve now."""
+
+    pools: tuple[PlannedPool, ...]
+    algorithm: str = ""
+    """The algorithm that found the plan, as in `Plan.algorithm`."""
+    flipping: Terms | None = None
+    """Thresholds of role flipping; None: roles are not flipped."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shown:
+    """The simulated requests that ended within the window."""
+
+    ttft_ms: Times
+    tpot_ms: Times
+    """Of requests with more than one output token."""
+    attainment: float
+    is_overloaded: bool
+    """Whether the median request waits longer than its TTFT target; latencies then depend on how
+    long the overload has lasted."""
+    is_lending: bool
+    """Whether instances flipped roles; latencies then depend on which were flipped at the time."""
+
+    @classmethod
+    def of(cls, rows: NDArray[np.float64], slo: Slo, is_lending: bool) -> Self:
+        """From an array of four rows (TTFT, TPOT, waiting time, output tokens), one column per
+        request."""
+        ttft_ms, tpot_ms, waited_ms, tokens = rows
+        if not len(ttft_ms):
+            return cls(ttft_ms, tpot_ms, 0.0, True, is_lending)
+        is_met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
+        middle_ms = float(np.median(ttft_ms))
+        is_overloaded = middle_ms > slo.ttft_ms and float(np.median(waited_ms)) > middle_ms / 2
+        attainment = float(np.mean(is_met))
+        return cls(ttft_ms, tpot_ms[tokens > 1], attainment, is_overloaded, is_lending)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Simulates the running plan with corrected step times."""
+
+    problem: Problem
+    """The problem with the observed traffic."""
+    running: Running
+    length_s: float
+    """Length of the window."""
+
+    def show(self, correction: Correction) -> Shown:
+        """Simulate what gateways would have counted in the window. Raises PlanError."""
+        problem = self.corrected(correction)
+        placement = draft_of(problem, self.running)
+        rate, fleet = (
+            problem.rate / placement.copies,
+            prepare(to_fleet(problem, self.running, placement)),
+        )
+        length_s = min(self.length_s, _MOST / rate)
+        counted = max(round(rate * length_s), 1)
+        rows, num_flips = [], 0
+        for seed in range(min(-(-_ENOUGH // counted), _MOST_TIMES)):
+            trials = Trials(problem.demand, seed)
+            ramp = trials.span(rate, Targets.of(problem.slo)).ramp
+            outcome = trials.serve(fleet, rate, Span(ramp, counted))
+            num_flips += outcome.num_flips
+            rows.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
+        return Shown.of(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
+
+    def corrected(self, correction: Correction) -> Problem:
+        """The problem with step times multiplied by the factors of `correction`."""
+        estimator = latency_correction.correct(self.problem.estimator, correction)
+        return replace(self.problem, estimator=estimator)
+
+
+def find_attainment(problem: Problem, running_plan: Running) -> float:
+    """Long-run attainment of `running_plan` under the problem's traffic. Raises PlanError."""
+    placement = draft_of(problem, running_plan)
+    rate, targets = problem.rate / placement.copies, Targets.of(problem.slo)
+    trials = Trials(problem.demand, problem.seed)
+    span = trials.span(rate, targets)
+    return trials.shares(to_fleet(problem, running_plan, placement), rate, targets, span).both
+
+
+def draft_of(problem: Problem, running_plan: Running) -> Draft:
+    """The pools in the search's type. Raises PlanError."""
+    return to_draft(problem, running_plan.pools, running_plan.algorithm)
+
+
+def to_fleet(problem: Problem, running_plan: Running, placement: Draft) -> Fleet:
+    """One cell of `placement` as a simulator fleet, with role flipping."""
+    return replace(cell_fleet(problem, placement), flipping=running_plan.flipping)
+
+
+def _count(outcome: Outcome, start_ms: float, length_ms: float) -> NDArray[np.float64]:
+    end_ms = outcome.end_ms - start_ms
+    waited_ms = outcome.prefill_start_ms - outcome.arrival_ms
+    waited_ms = waited_ms + outcome.transfer_start_ms - outcome.prefill_end_ms
+    rows = np.stack([outcome.ttft_ms, outcome.tpot_ms, waited_ms, outcome.output_tokens])
+    return np.asarray(rows[:, (end_ms >= 0) & (end_ms < length_ms)], np.float64)

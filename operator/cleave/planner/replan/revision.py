@@ -1,0 +1,312 @@
+"""Decides whether another plan replaces the running one. The entry point of replanning. Pure.
+
+Called by the operator, in the planner's process, after the traffic has changed or the model was
+corrected, and by the benchmark that simulates whole days. DistServe, section 4.3, replans when the
+pattern shifts; it does not treat the cost of a change, nor errors of the model. What is hard: to
+change plans seldom and rightly. A plan is applied only if the model is right about the running
+plan, if it is better by more than a minimum, if its gain exceeds the cost of the change, and not
+soon after the last change.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from cleave.perf import latency_correction
+from cleave.perf.latency_correction import NONE, Correction
+from cleave.planner import plan_search
+from cleave.planner.plan import Answer, Plan, PlannedPool
+from cleave.planner.pool_simulation import to_draft
+from cleave.planner.problem import Problem
+from cleave.planner.replan.model_check import FEWEST, SETTLE_S, THRESHOLD, Judgement, judge
+from cleave.planner.replan.replay import Running, draft_of, find_attainment
+from cleave.planner.replan.restarts import count_begun, count_kinds, spare
+from cleave.planner.result.prediction import predict
+from cleave.planner.result.text import percent, pool_label
+from cleave.planner.search.trials import CONFIRMED, Targets, Trials
+from cleave.traffic.refit import find_margin, to_demand
+from cleave.traffic.window import Window, list_settled
+
+_SPARE = 0.05
+"""Additional traffic that a plan with fewer resources must serve, beyond the statistical margin:
+the model may be a little fast."""
+_ROOM = 0.25
+"""A plan with fewer resources must exceed the attainment target by this share of the distance to 1;
+else the next burst would bring the former plan back."""
+
+
+class Verdict(StrEnum):
+    """What happens to the running plan."""
+
+    KEEP = "Keep"
+    """The running plan stays."""
+    CORRECT = "Correct"
+    """The running plan stays, because the model is wrong about it; the model is corrected first."""
+    PROPOSE = "Propose"
+    """Another plan is better; it is only reported."""
+    APPLY = "Apply"
+    """Another plan is better and replaces the running one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How readily plans are changed."""
+
+    is_advisory: bool = False
+    """Whether plans are reported but not applied."""
+    min_gain: float = 0.1
+    """Smallest relative gain that is worth a change."""
+    threshold: float = THRESHOLD
+    """Prediction error above which no plan is changed."""
+    horizon_s: float = 3600.0
+    """Assumed duration of the present traffic, in which a change has to pay for its cost."""
+    settle_s: float = SETTLE_S
+    """For this long after a change, latencies still contain requests from before it."""
+    start_s: float = 120.0
+    """From the creation of an instance to its first request."""
+    cooldown_s: float = 600.0
+    """Shortest time between two changes, and of observed traffic before scaling down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Pools of a plan that was replaced."""
+
+    pools: tuple[PlannedPool, ...]
+    at_s: float
+    """When it was replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Predicted attainment of some pools under the observed traffic, by the corrected model."""
+
+    pools: tuple[PlannedPool, ...]
+    attainment: float
+    resources: float
+    """In the unit of the objective: GPUs, price of an hour, or watts."""
+    seen: float = 1.0
+    """Observed attainment; 1 where nothing was observed, such as for a plan that does not run."""
+
+    @property
+    def worst(self) -> float:
+        """The lower of predicted and observed attainment."""
+        return min(self.attainment, self.seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with the running plan, and why."""
+
+    verdict: Verdict
+    reason: str
+    """One sentence for status."""
+    gain: float = 0.0
+    """Relative gain: requests in time, or, where both plans meet the targets, resources saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """Result of one review of the running plan."""
+
+    decision: Decision
+    judgement: Judgement
+    answer: Answer | None = None
+    """The planner's result; None: not planned, because the model is wrong."""
+    proposed: Plan | None = None
+    """The plan that was compared with the running one."""
+
+
+def revise(
+    problem: Problem,
+    running_plan: Running,
+    windows: Sequence[Window],
+    correction: Correction = NONE,
+    settings: Terms = Terms(),
+    replaced_plans: Sequence[Left] = (),
+) -> Revision:
+    """Assess the model by the running plan, replan if the model is right, and decide.
+
+    The traffic of `problem` is replaced by that of `windows`, during which only `running_plan`
+    served; its model is the uncorrected one. 1. Assess and correct the model; stop if it is wrong.
+    2. Plan for the observed traffic plus a margin. 3. Reuse limits of running instances where that
+    avoids restarts. 4. Compare both plans. Raises RefitError when too few requests came, and
+    PlanError.
+    """
+    demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
+    observed_problem = replace(problem, demand=demand)
+    judgement = judge(
+        observed_problem, running_plan, windows, correction, settings.threshold, settings.settle_s
+    )
+    if not judgement.holds:
+        return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
+    estimator = latency_correction.correct(problem.estimator, judgement.correction)
+    mean_problem = replace(problem, demand=demand, estimator=estimator)
+    # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
+    current = replace(
+        _look_at(mean_problem, running_plan), seen=_find_seen(windows, settings.settle_s)
+    )
+    margin = find_margin(windows) + (_SPARE if current.worst >= problem.slo.attainment else 0.0)
+    peak_problem = replace(mean_problem, demand=demand.at(demand.rate * (1 + margin)))
+    result = plan_search.plan(peak_problem)
+    best = result.best
+    if best is None:
+        return Revision(Decision(Verdict.KEEP, result.reason), judgement, result)
+    best = _spare_restarts(peak_problem, running_plan.pools, best, settings)
+    proposed = _look_at(
+        peak_problem, replace(running_plan, pools=best.pools, algorithm=best.algorithm)
+    )
+    seen_s = sum(each.length_s for each in windows)
+    decision = decide(
+        mean_problem, current, proposed, settings, windows[-1].end_s, replaced_plans, seen_s
+    )
+    return Revision(decision, judgement, result, best)
+
+
+def decide(
+    problem: Problem,
+    current: Outlook,
+    proposed: Outlook,
+    settings: Terms,
+    at_s: float,
+    replaced_plans: Sequence[Left] = (),
+    seen_s: float = math.inf,
+) -> Decision:
+    """Whether `proposed` replaces `current`; `seen_s` is for how long traffic was observed."""
+    if count_kinds(current.pools) == count_kinds(proposed.pools):
+        return Decision(Verdict.KEEP, "the current plan is still the best")
+    target = problem.slo.attainment
+    gain = _find_gain(current, proposed, target)
+    keep = (
+        _why_wait(current, target, settings, at_s, replaced_plans)
+        or _why_too_little(problem, current, proposed, settings, gain)
+        or (
+            _why_not_less(proposed, settings, at_s, replaced_plans, seen_s)
+            if current.worst >= target
+            else None
+        )
+    )
+    if keep is not None:
+        return Decision(Verdict.KEEP, keep, gain)
+    verdict = Verdict.PROPOSE if settings.is_advisory else Verdict.APPLY
+    return Decision(verdict, _tell(current, proposed, target), gain)
+
+
+def _spare_restarts(
+    problem: Problem, current: tuple[PlannedPool, ...], best: Plan, settings: Terms
+) -> Plan:
+    """`best`, or the same with limits of running instances where that serves as well.
+
+    An instance that restarts does not serve meanwhile; better limits have to make up for that.
+    """
+
+    def predict_pools(pools: tuple[PlannedPool, ...]) -> float:
+        return find_attainment(problem, Running(pools, best.algorithm))
+
+    target, at_best = problem.slo.attainment, predict_pools(best.pools)
+    min_attainment = min(at_best, target + _ROOM * (1 - target))
+
+    def serves(pools: tuple[PlannedPool, ...], avoided: int) -> bool:
+        lost = avoided / _count(pools) * settings.start_s / settings.horizon_s
+        return predict_pools(pools) >= max(min_attainment, at_best - lost)
+
+    pools = spare(current, best.pools, serves)
+    if pools == best.pools:
+        return best
+    placement = to_draft(problem, pools, best.algorithm)
+    trials, targets = Trials(problem.demand, problem.seed).at(CONFIRMED), Targets.of(problem.slo)
+    return predict(problem, trials, placement, targets, best.algorithm).plan
+
+
+def _look_at(problem: Problem, running_plan: Running) -> Outlook:
+    resources = draft_of(problem, running_plan).resources(problem.planning.objective)
+    return Outlook(running_plan.pools, find_attainment(problem, running_plan), resources)
+
+
+def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
+    """Attainment outside of draining backlogs; 1 where too few responses were measured."""
+    settled = list_settled(windows, settle_s)
+    measured = sum(each.judged for each in settled)
+    return sum(each.attained for each in settled) / measured if measured >= FEWEST else 1.0
+
+
+def _find_gain(current: Outlook, proposed: Outlook, target: float) -> float:
+    if current.worst >= target and proposed.attainment >= target:
+        return current.resources / proposed.resources - 1
+    return proposed.attainment / current.worst - 1 if current.worst else math.inf
+
+
+def _why_wait(
+    current: Outlook, target: float, settings: Terms, at_s: float, replaced_plans: Sequence[Left]
+) -> str | None:
+    """Why no change so soon after the last one; None where the running plan misses badly."""
+    since_s = at_s - max((each.at_s for each in replaced_plans), default=-math.inf)
+    if since_s >= settings.cooldown_s or current.worst < target / 2:
+        return None
+    return f"the plan was changed {since_s:.0f} s ago; it stays for {settings.cooldown_s:.0f} s"
+
+
+def _why_not_less(
+    proposed: Outlook, settings: Terms, at_s: float, replaced_plans: Sequence[Left], seen_s: float
+) -> str | None:
+    """Why not to scale down; strict, as missing instances cost more than superfluous ones."""
+    if seen_s < settings.cooldown_s:
+        required = f"{settings.cooldown_s:.0f} s are required to scale down"
+        return f"traffic was observed for {seen_s:.0f} s; {required}"
+    for each in replaced_plans:
+        age_s = at_s - each.at_s
+        if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(
+            proposed.pools
+        ):
+            return (
+                f"{_label(proposed.pools)} was replaced {age_s:.0f} s ago; traffic may swing back"
+            )
+    return None
+
+
+def _why_too_little(
+    problem: Problem, current: Outlook, proposed: Outlook, settings: Terms, gain: float
+) -> str | None:
+    target, starts = problem.slo.attainment, count_begun(current.pools, proposed.pools)
+    label, meets = _label(proposed.pools), "the current plan meets the targets"
+    if current.worst >= target and proposed.attainment < target + _ROOM * (1 - target):
+        return f"{meets}; {label} would have too little margin"
+    if current.worst >= target:
+        if gain < settings.min_gain:
+            return f"{meets}; {label} needs only slightly less"
+        start_cost = starts / _count(proposed.pools) * proposed.resources * settings.start_s
+        if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
+            return f"starting {starts} instances costs more than {label} saves"
+        return None
+    if current.attainment >= target and proposed.resources <= current.resources:
+        # The model does not explain it; it would be as wrong about another plan of that size.
+        return f"the current plan misses more than predicted; {label} needs no more resources"
+    if gain < settings.min_gain and proposed.attainment < target:
+        return f"{label} would serve {max(gain, 0):.0%} more in time; too little"
+    won = (proposed.attainment - current.worst) * problem.rate * settings.horizon_s
+    # Instances that stop before their replacements have started do not serve meanwhile.
+    replaced = min(starts, count_begun(proposed.pools, current.pools))
+    share = replaced / _count(current.pools)
+    cost = share * current.worst * problem.rate * settings.start_s
+    if won <= cost:
+        return f"the change would cost {cost:.0f} requests and win {max(won, 0):.0f}"
+    return None
+
+
+def _tell(current: Outlook, proposed: Outlook, target: float) -> str:
+    attained = (
+        f"{_label(proposed.pools)} has {percent(proposed.attainment)} of the requests in time"
+    )
+    if current.worst < target:
+        return f"{attained} where {_label(current.pools)} has {percent(current.worst)}"
+    taken = proposed.resources / current.resources
+    return f"{attained} for {percent(taken)} of what {_label(current.pools)} takes"
+
+
+def _label(pools: Iterable[PlannedPool]) -> str:
+    return " + ".join(map(pool_label, pools))
+
+
+def _count(pools: Iterable[PlannedPool]) -> int:
+    return sum(pool.replicas for pool in pools)

@@ -1,0 +1,147 @@
+"""Summary of one simulation: the figures that `cleave simulate` prints. Pure."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.api.deployment import Slo
+from cleave.api.role import Role
+from cleave.planner.plan import Percentiles
+from cleave.simulator.fleet import Fleet, Pool
+from cleave.simulator.latency_breakdown import Stage, stage_ms, stage_shares
+from cleave.simulator.outcome import Fate, Outcome, Times
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """Load of one instance over the complete simulation."""
+
+    name: str
+    """Role and number, such as `prefill-0`."""
+    busy: float
+    """Share of the time in which a step was running."""
+    passes: int
+    mean_batch: float
+    """Decoding requests per step that had any; nan without such steps."""
+    kv_usage: float
+    """Used share of its KV memory, averaged over the time."""
+    kv_peak: float
+    """Largest used share of its KV memory."""
+    preemptions: int
+    mfu: float
+    """Model FLOPs utilisation: work of the linear layers divided by what its GPUs could compute in
+    the complete time (Vidur, section 5.2); nan for unknown GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage of the life of requests."""
+
+    stage: Stage
+    mean_ms: float
+    share: float
+    """Share of the time of all requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The figures of one simulation."""
+
+    rate: float
+    num_requests: int
+    num_too_long: int
+    """Requests whose KV fits no instance."""
+    num_unfinished: int
+    """Requests that were still waiting when the simulation ended."""
+    attainment: float
+    ttft_attainment: float
+    """Share of requests that meet the TTFT target alone."""
+    tpot_attainment: float
+    throughput: float
+    """Output tokens per second of simulated time."""
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    latency_ms: Percentiles
+    """From arrival to the last token."""
+    stages: tuple[StageTime, ...]
+    instances: tuple[InstanceLoad, ...]
+
+
+def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo, mfu: Times) -> Digest:
+    """Summarize one outcome, with `mfu` per instance. Unfinished requests count as the slowest."""
+    seconds = outcome.instances.duration_ms / 1000
+    tokens = float(np.sum(outcome.instances.decode_tokens))
+    return Digest(
+        rate=rate,
+        num_requests=len(outcome.arrival_ms),
+        num_too_long=int(np.count_nonzero(outcome.fate == Fate.TOO_LONG)),
+        num_unfinished=int(np.count_nonzero(outcome.fate == Fate.UNFINISHED)),
+        attainment=outcome.attainment(slo.ttft_ms, slo.tpot_ms),
+        ttft_attainment=outcome.attainment(slo.ttft_ms, math.inf),
+        tpot_attainment=outcome.attainment(math.inf, slo.tpot_ms),
+        throughput=tokens / seconds if seconds else 0.0,
+        ttft_ms=percentiles(outcome.ttft_ms),
+        tpot_ms=percentiles(outcome.tpot_ms),
+        latency_ms=percentiles(outcome.end_ms - outcome.arrival_ms),
+        stages=tuple(_stages(outcome)),
+        instances=tuple(_instances(outcome, fleet, mfu)),
+    )
+
+
+def percentiles(values: Times) -> Percentiles:
+    """P50, P90 and P99; nan counts as infinite."""
+    latencies = np.where(np.isnan(values), np.inf, values)
+    p50, p90, p99 = np.quantile(latencies, (0.5, 0.9, 0.99), method="higher")
+    return Percentiles(float(p50), float(p90), float(p99))
+
+
+def instance_names(fleet: Fleet) -> list[str]:
+    """Role and number of every instance, in the order of the outcome's arrays."""
+    return [
+        f"{role}-{number}"
+        for role, pools in _by_role(fleet)
+        for number in range(sum(pool.replicas for pool in pools))
+    ]
+
+
+def _by_role(fleet: Fleet) -> tuple[tuple[Role, tuple[Pool, ...]], ...]:
+    return (
+        (Role.PREFILL, fleet.prefill),
+        (Role.DECODE, fleet.decode),
+        (Role.MIXED, fleet.mixed),
+    )
+
+
+def _stages(outcome: Outcome) -> Iterator[StageTime]:
+    shares = stage_shares(outcome)
+    ended = ~np.isnan(outcome.end_ms)
+    for stage, ms in stage_ms(outcome).items():
+        mean = float(np.nanmean(ms[ended])) if np.any(ended) else math.nan
+        yield StageTime(stage, mean, shares[stage])
+
+
+def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceLoad]:
+    counters = outcome.instances
+    capacity = np.array(
+        [
+            pool.engine.kv_capacity_tokens
+            for _, pools in _by_role(fleet)
+            for pool in pools
+            for _ in range(pool.replicas)
+        ]
+    )
+    duration_ms = counters.duration_ms or math.inf
+    usage = counters.kv_token_ms / (capacity * duration_ms)
+    for index, name in enumerate(instance_names(fleet)):
+        yield InstanceLoad(
+            name=name,
+            busy=float(counters.busy_ms[index]) / duration_ms,
+            passes=int(counters.passes[index]),
+            mean_batch=float(counters.mean_batch[index]),
+            kv_usage=float(usage[index]),
+            kv_peak=float(counters.kv_peak_tokens[index] / capacity[index]),
+            preemptions=int(counters.num_preemptions[index]),
+            mfu=float(mfu[index]),
+        )

@@ -1,0 +1,93 @@
+"""Formats plans and figures as text, the same in the report, the terminal and in status. Pure."""
+
+import math
+
+from cleave.api.role import Role
+from cleave.perf.confidence import Basis, Trust
+from cleave.planner.plan import Answer, Plan, PlannedPool, Verdict
+
+VERDICTS = {
+    Verdict.DISAGGREGATE: "disaggregate",
+    Verdict.COLOCATE: "do not disaggregate",
+    Verdict.INFEASIBLE: "infeasible",
+}
+_LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
+
+
+def pool_label(pool: PlannedPool) -> str:
+    """`2P tp4 pp2`: two prefill instances of tensor size 4 and pipeline size 2."""
+    parts = [f"{pool.replicas}{_LETTERS[pool.role]}", f"tp{pool.parallelism.tensor}"]
+    if pool.parallelism.pipeline > 1:
+        parts.append(f"pp{pool.parallelism.pipeline}")
+    return " ".join(parts)
+
+
+def plan_label(plan: Plan) -> str:
+    """`2P tp4 + 1D tp2`; GPU types are named where there were several to choose from."""
+    kinds = {pool.gpu for pool in plan.pools}
+    if len(kinds) == 1:
+        (kind,) = kinds
+        labels = " + ".join(pool_label(pool) for pool in plan.pools)
+        return f"{labels} on {kind}" if plan.is_gpu_chosen and kind else labels
+    return " + ".join(
+        pool_label(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in plan.pools
+    )
+
+
+def pool_sentence(pool: PlannedPool) -> str:
+    """`2 prefill instances, each on 8 A100-SXM-80GB (tensor 4, pipeline 2)`."""
+    size = pool.parallelism
+    instances = "instance" if pool.replicas == 1 else "instances, each"
+    device = pool.gpu or ("GPU" if size.gpus == 1 else "GPUs")
+    spread = [
+        f"{name} {value}"
+        for name, value in (("tensor", size.tensor), ("pipeline", size.pipeline))
+        if value > 1
+    ]
+    detail = f" ({', '.join(spread)})" if spread else ""
+    return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
+
+
+def reason_alone(result: Answer) -> str:
+    """The reason without the verdict, for places that show the verdict separately."""
+    return result.reason.removeprefix(f"{VERDICTS[result.verdict]}: ")
+
+
+def number(value: float) -> str:
+    """Three significant digits without an exponent: `0.0123`, `1.23`, `123`, `12,300`."""
+    if not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def milliseconds(value: float) -> str:
+    """`400 ms`, `1.25 s`; `never` for an infinite time."""
+    if not math.isfinite(value):
+        return "never"
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{number(value)} ms"
+
+
+def percent(share: float) -> str:
+    """`97.3 %`; never rounded up to 100."""
+    return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def power(watts: float) -> str:
+    """`2.4 kW`, `400 W`."""
+    return f"{watts / 1000:.1f} kW" if watts >= 1000 else f"{watts:.0f} W"
+
+
+def trust_sentence(trust: Trust) -> str:
+    """`fitted (DistServe, A100), 4 % off on average`."""
+    return f"{trust.basis} ({trust.source}), {_error(trust)}"
+
+
+def _error(trust: Trust) -> str:
+    if trust.error is not None:
+        return f"{percent(trust.error)} off on average"
+    if trust.basis is Basis.FITTED:
+        return "published, residuals not stated"
+    return "never compared with measured steps"

@@ -1,0 +1,176 @@
+"""How a plan scales with its traffic: Aladdin's laws for one problem.
+
+For `cleave plan --explain`, and for the operator's autoscaling of a running plan. Eq. 5 and 6 give
+the best number of GPUs per worker, Eq. 7 the number of workers at other rates. What is hard: a
+worker is the smallest unit that can be added to the plan. That is one mixed instance, or the
+smallest group of prefill and decode instances in the plan's proportion.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cleave.api.plan import PlanGrowth
+from cleave.perf.estimate import Estimate
+from cleave.planner.plan import Plan, PlannedPool
+from cleave.planner.pool_simulation import IN_NODE, to_draft
+from cleave.planner.problem import Problem
+from cleave.planner.result.text import pool_label
+from cleave.planner.scaling_law import aladdin
+from cleave.planner.scaling_law.aladdin import ScalingError, WorkerLaw, WorkerSize
+from cleave.planner.search.candidate_placement import Draft, cell_fleet, planned_pools
+from cleave.planner.search.capacity_bound import fleet_rate
+from cleave.planner.search.trials import Span, Targets, Trials
+
+HEARTBEAT_S = 60.0
+"""Interval at which an autoscaler reads the rate; Eq. 7's lower bound depends on it."""
+_AROUND = (0.5, 1.0, 2.0, 3.0, 4.0)
+"""Rates at which workers are counted, as factors on the plan's rate."""
+_RAMP, _COUNTED = 4000, 2000
+"""Most requests of a trial: fitting a law needs fewer than a prediction."""
+_MOST_WORKERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BestSize:
+    """The result of Eq. 6 for the GPU type with the highest decode throughput per GPU."""
+
+    gpu: str
+    sizes: tuple[WorkerSize, ...]
+    """Best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The result of Eq. 7 for one plan."""
+
+    worker: tuple[PlannedPool, ...]
+    """The unit that is added: the smallest part of the plan with its proportion of roles."""
+    counts: dict[float, int]
+    """Fewest workers that serve each rate (req/s), by simulation."""
+    law: WorkerLaw
+
+
+def best_size(problem: Problem) -> BestSize:
+    """Tensor parallel sizes within a node, ranked by Eq. 6; among equals the first GPU type wins.
+
+    Raises ScalingError when no size decodes within the TPOT target.
+    """
+    best_sizes: list[BestSize] = []
+    faults: list[ScalingError] = []
+    for gpu, workers in _workers(problem).items():
+        try:
+            sizes = aladdin.best_worker_size(workers, problem.demand, problem.slo.tpot_ms)
+        except ScalingError as error:
+            faults.append(error)
+        else:
+            best_sizes.append(BestSize(gpu, sizes))
+    if not best_sizes:
+        raise (
+            faults[0]
+            if faults
+            else ScalingError("the model fits no worker without pipeline parallelism")
+        )
+    return max(best_sizes, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
+
+
+def growth(problem: Problem, plan: Plan) -> Growth:
+    """Count workers of `plan` in short simulations at five rates, and fit a line through the
+    counts.
+
+    The rates lie around the requested one, or around the plan's goodput if that is higher: below it
+    one worker serves all of them. Raises ScalingError when even 1,024 do not serve a rate.
+    """
+    targets = Targets.of(problem.slo)
+    trials = Trials(problem.demand, problem.seed)
+    # `IN_NODE` divides the pools into cells, whatever algorithm found them.
+    cell = replace(to_draft(problem, plan.pools, IN_NODE), copies=1)
+    is_in_node = plan.algorithm.startswith(IN_NODE)
+    unit_rate = fleet_rate(cell_fleet(problem, cell), trials.lengths())
+
+    def holds(workers: int, rate: float) -> bool:
+        if rate > workers * unit_rate:
+            return False
+        served, share = (cell, rate / workers) if is_in_node else (_times(cell, workers), rate)
+        span = _short(trials.span(share, targets))
+        fleet = cell_fleet(problem, served)
+        return trials.shares(fleet, share, targets, span).both >= targets.attainment
+
+    middle = max(problem.rate, plan.prediction.goodput)
+    rates = [middle * factor for factor in _AROUND]
+    counts = aladdin.count_workers(holds, rates, _MOST_WORKERS)
+    lowest = aladdin.lowest_rate(problem.demand, HEARTBEAT_S)
+    law = replace(aladdin.fit_workers(counts), lowest_rate=lowest)
+    return Growth(planned_pools(cell), counts, law)
+
+
+def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
+    """Eq. 7 for a plan's status; None where the law cannot be fitted."""
+    try:
+        fitted = growth(problem, plan)
+    except ScalingError:
+        return None
+    worker, law = fitted.worker[0], fitted.law
+    planned = next(pool for pool in plan.pools if pool.role is worker.role)
+    return PlanGrowth(
+        workers=planned.replicas // worker.replicas,
+        per_rate=law.k5,
+        base=law.c5,
+        lowest_rate=law.lowest_rate,
+    )
+
+
+def document(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """Both laws for JSON; null for one that cannot be fitted."""
+    return {"workerSizes": _sizes_document(problem), "workers": _growth_document(problem, plan)}
+
+
+def _sizes_document(problem: Problem) -> dict[str, Any] | None:
+    try:
+        best = best_size(problem)
+    except ScalingError:
+        return None
+    sizes = [
+        {
+            "gpus": size.gpus,
+            "tokensPerSecondPerGPU": size.tokens_per_s_per_gpu,
+            "batch": size.batch,
+            "isBoundByKV": size.is_bound_by_kv,
+        }
+        for size in best.sizes
+    ]
+    return {"gpu": best.gpu, "sizes": sizes}
+
+
+def _growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
+    try:
+        fitted = growth(problem, plan)
+    except ScalingError:
+        return None
+    return {
+        "worker": " + ".join(pool_label(pool) for pool in fitted.worker),
+        "k5": fitted.law.k5,
+        "c5": fitted.law.c5,
+        "lowestRate": fitted.law.lowest_rate,
+        "counts": [{"rate": rate, "workers": count} for rate, count in fitted.counts.items()],
+    }
+
+
+def _workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
+    """Estimates by GPU type and number of GPUs, for the types on which the model fits."""
+    workers: dict[str, dict[int, Estimate]] = {}
+    for supply in problem.supplies:
+        max_gpus = min(supply.gpus_per_node, supply.max_gpus, problem.max_gpus)
+        for gpus in range(1, max_gpus + 1):
+            estimate = problem.estimator.estimate(supply.gpu, gpus, 1)
+            if estimate is not None:
+                workers.setdefault(supply.gpu, {})[gpus] = estimate
+    return workers
+
+
+def _times(cell: Draft, workers: int) -> Draft:
+    groups = (replace(group, replicas=group.replicas * workers) for group in cell.groups)
+    return replace(cell, groups=tuple(groups), is_in_node=False)
+
+
+def _short(span: Span) -> Span:
+    return Span(min(span.ramp, _RAMP), min(span.counted, _COUNTED))

@@ -1,0 +1,210 @@
+"""A placement before it is predicted: groups of instances, and the fleet that simulates them.
+
+The search creates, changes and compares these placements. What is hard: a large placement, or one
+whose prefill and decode instances must share nodes, consists of equal cells; one cell is simulated
+at its share of the rate. Real requests may choose among all cells and are never served worse.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from cleave.api.planning import Objective
+from cleave.api.role import Role
+from cleave.perf.hardware.kv_transfer import kv_transfer
+from cleave.perf.hardware.link import Link, slower
+from cleave.planner.plan import PlannedPool
+from cleave.planner.problem import Problem
+from cleave.planner.search.candidates import Instance
+from cleave.simulator.fleet import Fleet, Pool, Transfer
+
+_ROLES = tuple(Role)
+_HANDING = (Role.PREFILL, Role.DECODE)
+_PROMPT_TOKENS = 2048
+"""Prompt length at which the compute time per prompt token is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Equal instances of one role."""
+
+    role: Role
+    instance: Instance
+    replicas: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.instance.candidate.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Groups, at most one per role, in the order prefill, decode, mixed."""
+
+    groups: tuple[Group, ...]
+    copies: int = 1
+    """Number of equal cells; `groups` describes one of them."""
+    is_in_node: bool = False
+    """The same pipeline stage of all instances of a cell lies in one node (Algorithm 2)."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all cells."""
+        return self.copies * sum(group.gpus for group in self.groups)
+
+    @property
+    def cost_per_hour(self) -> float:
+        """Price of all cells."""
+        return self._sum(Objective.COST)
+
+    @property
+    def power_watts(self) -> float:
+        """Provisioned power of all cells."""
+        return self._sum(Objective.POWER)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether there are prefill instances."""
+        return self.replicas(Role.PREFILL) > 0
+
+    def resources(self, objective: Objective) -> float:
+        """Resources of all cells in the unit of the objective: GPUs, price of an hour, watts."""
+        return self._sum(objective)
+
+    def replicas(self, role: Role) -> int:
+        """Number of instances of `role` in one cell."""
+        return sum(group.replicas for group in self.groups if group.role is role)
+
+    def changed(self, changes: dict[Role, int]) -> "Draft":
+        """A copy with `changes` added to the replicas per role; a role without replicas is
+        dropped."""
+        counted = (
+            replace(group, replicas=group.replicas + changes.get(group.role, 0))
+            for group in self.groups
+        )
+        return replace(self, groups=tuple(group for group in counted if group.replicas > 0))
+
+    def joined(self, group: Group) -> "Draft":
+        """A copy with `group` added, merged with the group of the same role."""
+        if self.replicas(group.role):
+            return self.changed({group.role: group.replicas})
+        groups = sorted((*self.groups, group), key=lambda each: _ROLES.index(each.role))
+        return replace(self, groups=tuple(groups))
+
+    def copied(self, copies: int) -> "Draft":
+        """A copy that consists of `copies` cells."""
+        return replace(self, copies=copies)
+
+    def _sum(self, objective: Objective) -> float:
+        return self.copies * sum(
+            group.replicas * group.instance.candidate.resources(objective) for group in self.groups
+        )
+
+
+def weight_in(problem: Problem) -> Callable[[Draft], float]:
+    """A function that returns a placement's resources in the unit of the objective."""
+    objective = problem.planning.objective
+    return lambda placement: placement.resources(objective)
+
+
+def cell_fleet(problem: Problem, placement: Draft) -> Fleet:
+    """One cell as a simulator fleet; it serves the rate divided by `placement.copies`."""
+    policies = problem.policies
+    return Fleet(
+        prefill=_pools(placement, Role.PREFILL),
+        decode=_pools(placement, Role.DECODE),
+        mixed=_pools(placement, Role.MIXED),
+        transfer=transfer(problem, placement),
+        dispatch_ms=policies.dispatch_ms,
+        first_token_by_decode=policies.first_token_by_decode,
+    )
+
+
+def transfer(problem: Problem, placement: Draft) -> Transfer:
+    """The KV transfer from prefill to decode instances after the prompt, as vLLM's engines pull it.
+
+    Without cost when either role is missing.
+    """
+    sizes = [
+        _size(placement, role) for role in (Role.PREFILL, Role.DECODE) if placement.replicas(role)
+    ]
+    if len(sizes) < 2:
+        return Transfer()
+    moved = kv_transfer(problem.shape, link(placement), sizes[0], sizes[1], compute_token_ms=0.0)
+    return Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
+
+
+def ahead_from_tokens(problem: Problem, placement: Draft) -> int:
+    """Prompt tokens from which a layer-wise transfer beats one after the prompt; 0: never.
+
+    Splitwise, section IV-C. Rounded up to a power of two, so that small changes of the input do not
+    change it.
+    """
+    engines = {group.role: group.instance.engine for group in placement.groups}
+    if Role.PREFILL not in engines or Role.DECODE not in engines:
+        return 0
+    compute_ms = engines[Role.PREFILL].timing.prefill_ms([_PROMPT_TOKENS])
+    moved = kv_transfer(
+        problem.shape,
+        link(placement),
+        _size(placement, Role.PREFILL),
+        _size(placement, Role.DECODE),
+        compute_ms / _PROMPT_TOKENS,
+    )
+    min_tokens = moved.overlap_from_tokens
+    return 1 << (min_tokens - 1).bit_length() if min_tokens else 0
+
+
+def link(placement: Draft) -> Link:
+    """The link for KV: that inside a node when all of a cell shares a node, else the slowest
+    network."""
+    supplies = list({group.instance.candidate.supply for group in placement.groups})
+    first = supplies[0]
+    is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
+    if len(supplies) == 1 and (placement.is_in_node or is_small):
+        return first.node_link
+    return reduce(slower, [supply.network_link for supply in supplies])
+
+
+def planned_pools(placement: Draft) -> tuple[PlannedPool, ...]:
+    """The pools of all cells, as listed in a `Plan`."""
+    return tuple(
+        PlannedPool(
+            role=group.role,
+            replicas=group.replicas * placement.copies,
+            parallelism=group.instance.candidate.parallelism,
+            gpu=group.instance.candidate.supply.gpu,
+            batching=group.instance.batching.name,
+            max_num_seqs=group.instance.max_num_seqs,
+            max_num_batched_tokens=group.instance.max_num_batched_tokens,
+            per_cell=group.replicas if placement.is_in_node and group.role in _HANDING else None,
+        )
+        for group in placement.groups
+    )
+
+
+def describe(placement: Draft) -> str:
+    """A text such as `2 prefill (TP 2) + 1 decode (TP 1, PP 2)`."""
+    return " + ".join(
+        f"{group.replicas * placement.copies} {group.role} ({_spread(group.instance)})"
+        for group in placement.groups
+    )
+
+
+def _spread(instance: Instance) -> str:
+    size = instance.candidate.parallelism
+    return f"TP {size.tensor}" + (f", PP {size.pipeline}" if size.pipeline > 1 else "")
+
+
+def _pools(placement: Draft, role: Role) -> tuple[Pool, ...]:
+    return tuple(
+        Pool(group.instance.engine, group.replicas)
+        for group in placement.groups
+        if group.role is role
+    )
+
+
+def _size(placement: Draft, role: Role) -> tuple[int, int]:
+    size = next(g for g in placement.groups if g.role is role).instance.candidate.parallelism
+    return size.tensor, size.pipeline

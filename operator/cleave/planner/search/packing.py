@@ -1,0 +1,67 @@
+"""Whether the nodes have room for a placement: tensor parallel groups never cross nodes.
+
+Called by the search for every placement that it considers. First fit, largest first, over counts of
+equal nodes.
+"""
+
+from collections import Counter
+
+from cleave.planner.problem import Problem, Supply
+from cleave.planner.search.candidate_placement import Draft
+
+
+def fits(problem: Problem, placement: Draft) -> bool:
+    """Whether the nodes have room for all cells."""
+    if placement.gpus > problem.max_gpus:
+        return False
+    return all(
+        sum(size * count for size, count in pieces.items()) <= supply.max_gpus
+        and _is_packable(pieces, supply)
+        for supply, pieces in _pieces(placement).items()
+    )
+
+
+def most_copies(problem: Problem, placement: Draft, limit: int = 1 << 20) -> int:
+    """How many cells like this one the nodes have room for, at most `limit`."""
+    low, high = 0, min(limit, problem.max_gpus // max(placement.copied(1).gpus, 1)) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(problem, placement.copied(middle)) else (low, middle)
+    return low
+
+
+def _pieces(placement: Draft) -> dict[Supply, Counter[int]]:
+    """Per supply: GPUs that must share a node -> number of such groups."""
+    pieces: dict[Supply, Counter[int]] = {}
+    if placement.is_in_node:
+        first = placement.groups[0].instance.candidate
+        segment = sum(
+            group.replicas * group.instance.candidate.parallelism.tensor
+            for group in placement.groups
+        )
+        return {first.supply: Counter({segment: first.parallelism.pipeline * placement.copies})}
+    for group in placement.groups:
+        candidate = group.instance.candidate
+        stages = group.replicas * placement.copies * candidate.parallelism.pipeline
+        pieces.setdefault(candidate.supply, Counter())[candidate.parallelism.tensor] += stages
+    return pieces
+
+
+def _is_packable(pieces: Counter[int], supply: Supply) -> bool:
+    free = Counter({supply.gpus_per_node: supply.num_nodes})
+    return all(_place(size, pieces[size], free) for size in sorted(pieces, reverse=True))
+
+
+def _place(size: int, count: int, free: Counter[int]) -> bool:
+    """Take room for `count` groups of `size` GPUs out of `free` (free GPUs of a node -> nodes)."""
+    for room in sorted(room for room, nodes in free.items() if room >= size and nodes):
+        per_node = room // size
+        used = min(free[room], -(-count // per_node))
+        last = count - (used - 1) * per_node if count < used * per_node else per_node
+        free[room] -= used
+        free[room - size * per_node] += used - 1
+        free[room - size * last] += 1
+        count -= (used - 1) * per_node + last
+        if count == 0:
+            return True
+    return count == 0

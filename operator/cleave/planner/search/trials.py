@@ -1,0 +1,203 @@
+"""Simulations of one workload: the share of requests that a fleet serves within the targets.
+
+Every step of the search is a trial here, so that all fleets serve the same requests. What is hard:
+a simulation begins and ends with empty instances, which makes it look too good. A trial therefore
+counts only requests that arrive after the fleet has filled and before arrivals stop (the lifetime
+of a request under the targets is simulated at both ends and not counted). It also lasts long enough
+to show a small overload: a queue that grows by 1 % of the time exceeds the TTFT target after a
+hundred targets. Gaps are scaled so that the rate of the sample is exactly the requested rate.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.api.deployment import Slo
+from cleave.planner.search.capacity_bound import Lengths
+from cleave.simulator.fleet import Fleet
+from cleave.simulator.outcome import Outcome
+from cleave.simulator.run import Prepared, measure, simulate
+from cleave.simulator.trace import Trace
+from cleave.traffic.workload import Demand
+
+OVERLOAD = 100.0
+"""Shortest duration of a trial, in TTFT targets."""
+_LARGE = 4
+"""A trial need not cover `Precision.lives` when it has this many times the minimum number of
+requests: with many concurrent requests the variance is small anyway."""
+_MOST_REQUESTS = 200_000
+"""Most counted requests of a trial."""
+_LONGEST_DURATION_S = 600.0
+"""Longest duration that OVERLOAD may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How long trials are."""
+
+    min_requests: int
+    """Fewest counted requests."""
+    lives: float
+    """Shortest duration, in lifetimes of a request under the targets."""
+
+
+RANKING = Precision(min_requests=1000, lives=4.0)
+"""Enough to compare: all candidates serve the same requests and have similar errors. Instances that
+are short of memory look up to a fifth too good, because queues for memory grow slowly."""
+CONFIRMED = Precision(min_requests=10_000, lives=10.0)
+"""Enough to report: the remaining error is a few per cent, within the confidence interval."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Number of simulations and simulated requests."""
+
+    trials: int = 0
+    requests: int = 0
+    """Including requests that are not counted in a share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The targets of a request; an infinite one does not apply."""
+
+    ttft_ms: float
+    tpot_ms: float
+    attainment: float
+
+    @classmethod
+    def of(cls, slo: Slo) -> Self:
+        """The targets of a deployment's SLO."""
+        return cls(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+
+    def scaled(self, scale: float) -> "Targets":
+        """The same with both latencies multiplied by `scale`."""
+        return replace(self, ttft_ms=self.ttft_ms * scale, tpot_ms=self.tpot_ms * scale)
+
+    @property
+    def prefill_only(self) -> "Targets":
+        """For DistServe's simu_prefill: TTFT alone."""
+        return replace(self, tpot_ms=math.inf)
+
+    @property
+    def decode_only(self) -> "Targets":
+        """For DistServe's simu_decode: TPOT alone."""
+        return replace(self, ttft_ms=math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of the counted requests of one trial that met the targets."""
+
+    both: float
+    """Both targets."""
+    ttft: float
+    tpot: float
+
+
+@dataclass(slots=True)
+class Trials:
+    """Simulates fleets under one demand, and counts the simulated requests."""
+
+    demand: Demand
+    seed: int = 0
+    precision: Precision = RANKING
+    tally: Tally = field(default_factory=Tally)
+    _units: dict[tuple[int, int], Trace] = field(default_factory=dict)
+    _lengths: dict[int, Lengths] = field(default_factory=dict)
+
+    def reseeded(self, seed: int) -> "Trials":
+        """The same demand with other random requests."""
+        return replace(self, seed=seed, _lengths={})
+
+    def at(self, precision: Precision) -> "Trials":
+        """The same with longer or shorter trials."""
+        return replace(self, precision=precision)
+
+    def span(self, rate: float, targets: Targets) -> "Span":
+        """Number of requests of a trial at `rate`."""
+        life_s = self._life_ms(targets) / 1000
+        overload_s = targets.ttft_ms / 1000 * OVERLOAD if math.isfinite(targets.ttft_ms) else 0.0
+        min_requests = self.precision.min_requests
+        lives = min(rate * life_s * self.precision.lives, _LARGE * min_requests)
+        overload = rate * min(overload_s, _LONGEST_DURATION_S)
+        counted = int(min(max(lives, overload, min_requests), _MOST_REQUESTS))
+        return Span(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
+
+    def shares(
+        self, fleet: Fleet | Prepared, rate: float, targets: Targets, span: "Span"
+    ) -> Shares:
+        """Simulate `fleet` at `rate` and measure the shares of requests that met the targets."""
+        self._count(span)
+        ttft_ms, tpot_ms = measure(fleet, self.trace(span.total, rate), self.seed)
+        # nan (an unfinished request) compares as missing its target.
+        in_time = ttft_ms[span.window] <= targets.ttft_ms
+        fluent = tpot_ms[span.window] <= targets.tpot_ms
+        return Shares(_share(in_time & fluent), _share(in_time), _share(fluent))
+
+    def serve(self, fleet: Fleet | Prepared, rate: float, span: "Span") -> Outcome:
+        """Simulate `fleet` at `rate` and return the outcome of all requests."""
+        self._count(span)
+        return simulate(fleet, self.trace(span.total, rate), self.seed)
+
+    def trace(self, num: int, rate: float) -> Trace:
+        """`num` requests at exactly `rate`; another rate scales the gaps of the same requests."""
+        unit = self._unit(num)
+        return replace(unit, arrival_ms=unit.arrival_ms / rate)
+
+    def lengths(self, num: int | None = None) -> Lengths:
+        """Length statistics of the requests of a trial of `num` requests, for rate bounds."""
+        num_requests = num or self.precision.min_requests
+        if num_requests not in self._lengths:
+            self._lengths[num_requests] = Lengths.of(self._unit(num_requests))
+        return self._lengths[num_requests]
+
+    def sample(self) -> Trace:
+        """The requests of a short trial, at one per second."""
+        return self._unit(self.precision.min_requests)
+
+    def _count(self, span: "Span") -> None:
+        self.tally.trials += 1
+        self.tally.requests += span.total
+
+    def _unit(self, num: int) -> Trace:
+        unit = self._units.get((self.seed, num))
+        if unit is None:
+            drawn = self.demand.draw(num, 1.0, self.seed)
+            span_ms = float(drawn.arrival_ms[-1])
+            stretch = num * 1000.0 / span_ms if span_ms else 1.0
+            unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch)
+            self._units[self.seed, num] = unit
+        return unit
+
+    def _life_ms(self, targets: Targets) -> float:
+        lengths = self.lengths()
+        ttft_ms = targets.ttft_ms if math.isfinite(targets.ttft_ms) else 0.0
+        tpot_ms = targets.tpot_ms if math.isfinite(targets.tpot_ms) else 0.0
+        return ttft_ms + tpot_ms * lengths.decode_passes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Number of requests of a trial, in order of arrival."""
+
+    ramp: int
+    """Requests that are not counted, at the beginning and again at the end."""
+    counted: int
+
+    @property
+    def total(self) -> int:
+        """All simulated requests."""
+        return self.counted + 2 * self.ramp
+
+    @property
+    def window(self) -> slice:
+        """Slice of the counted requests among all."""
+        return slice(self.ramp, self.ramp + self.counted)
+
+
+def _share(is_met: NDArray[np.bool_]) -> float:
+    return float(np.count_nonzero(is_met)) / len(is_met)

@@ -1,0 +1,150 @@
+"""Best fit: each request goes to the fullest instance that satisfies all constraints (Aladdin).
+
+Called by the router and the simulator for the policy BestFit. Amounts are tokens and milliseconds.
+Functions of an `Amount` are arithmetic that holds for one instance's numbers and, as it stands, for
+arrays over all instances: compiled loops call them with numbers, the router with arrays. `fit`
+holds the coefficients and `packing` the limits; the simulator passes its state for both, which has
+fields of the same names. What is hard: constraint (e) bounds the KV at every moment until the last
+request has ended, which depends on how far each has come; so it is checked last, for few instances.
+
+Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 4. (a), each request
+at one instance, holds by construction.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.perf.published.aladdin import Coefficients
+from cleave.policy.admission import find_sorted_peak
+from cleave.policy.dispatch import NONE, STALE, Scores
+
+Amount = TypeVar("Amount", float, NDArray[np.float64])
+Request = TypeVar("Request")
+Checker = Callable[[int, Request, bool], bool]
+"""(slot, request, whether its prompt is computed there) -> `keeps_running` of the slot."""
+
+GAMMA = 0.5
+"""Share of an output that counts as context: 0 its first token only, 1 all of it."""
+THETA = 0.9
+"""Share of a limit that is used; the rest is a reserve for wrong predictions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The parameters of the constraints."""
+
+    coefficients: Coefficients
+    ttft_ms: float
+    """Limit of the time to compute all prompts that wait at an instance."""
+    tpot_ms: float
+    """Limit of a decode iteration."""
+    gamma: float = GAMMA
+    theta: float = THETA
+
+
+def weigh_context(prompt_tokens: float, output_tokens: float, gamma: float) -> float:
+    """Tokens that a request with these (predicted) lengths adds to an instance's context."""
+    return prompt_tokens + gamma * output_tokens
+
+
+def find_spare_context(
+    batch: Amount, context: Amount, k2: float, c2: float, c3: float, tpot_ms: float, theta: float
+) -> Amount:
+    """(b) Context that one more request may add to a `batch` with `context` tokens (Eq. 4)."""
+    return theta * (tpot_ms - c3 - c2 * (batch + 1)) / k2 - context
+
+
+def find_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float) -> Amount:
+    """(c), (d) Prompt tokens that may join `pending` ones so that all take `limit_ms` (Eq. 2).
+
+    The limit is the TTFT target for (c), and the result of `find_saved_ms` for (d).
+    """
+    return (limit_ms - c1) / k1 - pending
+
+
+def find_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: float) -> float:
+    """(d) ms that a request with `tokens` after `decoding_ms` can lose without missing its TPOT."""
+    return theta * (tpot_ms * tokens - decoding_ms)
+
+
+def find_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
+    """capacity_norm: how full an instance is, the L2 norm of its batch and its context.
+
+    Both are weighted by the ms that they add to an iteration, to make their units comparable.
+    """
+    norm: Amount = ((c2 * batch) ** 2 + (k2 * context) ** 2) ** 0.5
+    return norm
+
+
+def measure_fullness(
+    scores: Amount,
+    batch: Amount,
+    context: Amount,
+    pending: Amount,
+    prompt_tokens: float,
+    need: float,
+    prefills: bool,
+    fit: Coefficients,
+    packing: Packing,
+) -> Amount:
+    """How full an instance is that may take a request by (b) and (c), below 0 where it may not.
+
+    `pending`: prompt tokens that wait there; `need`: context that the request brings;
+    `prefills`: whether its prompt is computed there, too.
+    """
+    spare = find_spare_context(
+        batch, context, fit.k2, fit.c2, fit.c3, packing.tpot_ms, packing.theta
+    )
+    fits = (scores < STALE) & (spare >= need)
+    if prefills:
+        room = find_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms)
+        fits = fits & (room >= prompt_tokens)
+    fullness: Amount = (find_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
+    return fullness
+
+
+def find_best_fit(
+    fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
+) -> int:
+    """The fullest instance that keeps (d) and (e) as well; NONE: none does.
+
+    `fullness`: as `measure_fullness` gives it; changed.
+    """
+    for _ in range(len(fullness)):
+        slot = int(fullness.argmax())
+        if fullness[slot] < 0.0:
+            break
+        if check(checker, slot, request, prefills):
+            return slot
+        fullness[slot] = -1.0
+    return NONE
+
+
+def check(checker: Checker[Request], slot: int, request: Request, prefills: bool) -> bool:
+    """The caller's `keeps_running`; replaced in the simulator as `dispatch.find_for` is."""
+    return checker(slot, request, prefills)
+
+
+def keeps_running(
+    held: Scores | Sequence[float],
+    left: Scores | Sequence[float],
+    saved_ms: float,
+    pending: float,
+    prompt_tokens: float,
+    prefills: bool,
+    capacity: float,
+    fit: Coefficients,
+    packing: Packing,
+) -> bool:
+    """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended.
+
+    `held`, `left`: tokens of each running request and the new one by `lengths.guess_progress`, most
+    `left` first; `saved_ms`: the least that any can spare; `capacity`: tokens of KV that fit.
+    """
+    if prefills and find_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
+        return False
+    return find_sorted_peak(held, left) <= packing.theta * capacity

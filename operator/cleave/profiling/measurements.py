@@ -1,0 +1,224 @@
+"""Single measurements: one prompt, several prompts in one iteration, decoding mixed with prompts.
+
+A measurement runs once and yields samples: (point without its duration, milliseconds);
+`cleave.profiling.measurement_plan` repeats them. What is hard: a client cannot observe iterations
+directly, so it uses times that exclude the overhead of HTTP: gaps between tokens, and the engine's
+own clock for prompts that run alone. Every prompt is new, otherwise the prefix cache would falsify
+the times.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Protocol
+
+from cleave.profiling.client import Client
+from cleave.profiling.engine_info import read_counters
+from cleave.profiling.errors import ProfilingError, single_fault
+from cleave.profiling.streams import Streams, streaming
+
+_TOKEN_IDS = range(8, 250)
+"""Present in every vocabulary, and in most no special tokens."""
+_SETTLE_TOKENS = 3
+_WINDOW_TOKENS = 24
+_SAME_PASS = 0.2
+"""Tokens that arrive within this share of an iteration belong to the same iteration."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Prefill:
+    """One prefill iteration over `prompts` prompts of `tokens` each."""
+
+    prompts: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Decode:
+    """One decode iteration of `batch` requests."""
+
+    batch: int
+    prompt_tokens: int
+    """Prompt tokens of each request; its context is slightly longer when it is measured."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mixed:
+    """One iteration with a prompt and `batch` decoding requests."""
+
+    batch: int
+    context_prompt_tokens: int
+    """Prompt tokens of each decoding request, as in `Decode`."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Front:
+    """Overhead of HTTP and the engine's API server: the client's time minus the engine's own."""
+
+    tokens: int
+
+
+What = Prefill | Decode | Mixed | Front
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One observation."""
+
+    what: What
+    ms: float
+    context_tokens: int = 0
+    """Sum over all decoding requests in the iteration."""
+
+
+class Shot(Protocol):
+    """A measurement that runs once."""
+
+    @property
+    def label(self) -> str:
+        """A few words for the progress bar."""
+
+    async def run(self, client: Client, rng: random.Random) -> Sequence[Sample]:
+        """Run it; its samples, possibly none. Raises ProfilingError."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShot:
+    """One prompt alone, by the engine's clock from scheduling to the first token."""
+
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        """A few words for the progress bar."""
+        return f"a prompt of {self.tokens} tokens"
+
+    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+        """Two samples: the prefill, and the overhead of the client's time over it."""
+        samples, _ = await self.run_counted(client, rng)
+        return samples
+
+    async def run_counted(self, client: Client, rng: random.Random) -> tuple[list[Sample], int]:
+        """(the samples, number of iterations that the engine ran)."""
+        before = await read_counters(client)
+        completion = await client.complete(draw(rng, self.tokens), 1)
+        after = await read_counters(client, before.prefills + 1)
+        ms = (after.prefill_s - before.prefill_s) * 1e3 / (after.prefills - before.prefills)
+        samples = [
+            Sample(Prefill(1, self.tokens), ms),
+            Sample(Front(self.tokens), max(0.0, completion.ttft_ms - ms)),
+        ]
+        return samples, after.passes - before.passes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShot:
+    """Several prompts in one iteration: sent while another prompt, the plug, is computed."""
+
+    prompts: int
+    tokens: int
+    plug_tokens: int
+    wait_s: float
+    """Delay after which the plug's iteration runs."""
+
+    @property
+    def label(self) -> str:
+        """A few words for the progress bar."""
+        return f"{self.prompts} prompts of {self.tokens} tokens"
+
+    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+        """One sample of the largest group in one iteration; none when all prompts ran alone.
+
+        An engine that schedules the next iteration early takes the first prompt alone, so the group
+        may be smaller than the number of prompts.
+        """
+        prompts = [draw(rng, self.tokens) for _ in range(self.prompts)]
+        async with single_fault(), asyncio.TaskGroup() as group:
+            plug = group.create_task(client.complete(draw(rng, self.plug_tokens), 1))
+            await asyncio.sleep(self.wait_s)
+            tasks = [group.create_task(client.complete(prompt, 1)) for prompt in prompts]
+        ends = sorted([plug.result().token_s[0], *(task.result().token_s[0] for task in tasks)])
+        size, seconds = max(group_passes(ends), default=(0, 0.0))
+        return [Sample(Prefill(size, self.tokens), seconds * 1e3)] if size > 1 else []
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShot:
+    """Requests that decode together, first alone, then with prompts added."""
+
+    batch: int
+    prompt_tokens: int
+    mixed_tokens: tuple[int, ...]
+    output_tokens: int
+    """Tokens requested per stream; streams are aborted long before."""
+
+    @property
+    def label(self) -> str:
+        """A few words for the progress bar."""
+        return f"decoding {self.batch} x {self.prompt_tokens} tokens"
+
+    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+        """One sample of decoding and one for each added prompt."""
+        prompts = [draw(rng, self.prompt_tokens) for _ in range(self.batch)]
+        async with streaming(client, prompts, self.output_tokens, _SETTLE_TOKENS) as streams:
+            firsts = [len(times) for times in streams.token_s]
+            await streams.more(_WINDOW_TOKENS)
+            samples = [self._read_window(streams, firsts)]
+            for tokens in self.mixed_tokens:
+                samples.append(await self._throw_in(client, streams, tokens, rng))
+        return samples
+
+    def _read_window(self, streams: Streams, firsts: Sequence[int]) -> Sample:
+        gaps: list[float] = []
+        contexts: list[int] = []
+        for times, first in zip(streams.token_s, firsts, strict=True):
+            gaps += [after - before for before, after in pairwise(times[first - 1 :])]
+            # The iteration that yields token k + 1 reads the prompt and k tokens.
+            contexts += range(self.prompt_tokens + first, self.prompt_tokens + len(times))
+        context = round(sum(contexts) / len(contexts) * self.batch)
+        ms = median(gaps) * 1e3
+        if ms <= 0:
+            raise ProfilingError(
+                f"{self.batch} streams come in bursts, not token by token: the engine's front or "
+                "this machine is too slow to observe iterations; measure smaller batches"
+            )
+        return Sample(Decode(self.batch, self.prompt_tokens), ms, context)
+
+    async def _throw_in(
+        self, client: Client, streams: Streams, tokens: int, rng: random.Random
+    ) -> Sample:
+        """A sample with an added prompt: the median over streams of their longest token gap."""
+        firsts = [len(times) for times in streams.token_s]
+        await client.complete(draw(rng, tokens), 1)
+        await streams.more(_SETTLE_TOKENS)
+        longest = [
+            max(after - before for before, after in pairwise(times[first - 1 :]))
+            for times, first in zip(streams.token_s, firsts, strict=True)
+        ]
+        context = self.prompt_tokens * self.batch + sum(firsts)
+        what = Mixed(self.batch, self.prompt_tokens, tokens)
+        return Sample(what, median(longest) * 1e3, context)
+
+
+def draw(rng: random.Random, tokens: int) -> list[int]:
+    """A random prompt with that many tokens, which no prefix cache holds."""
+    return rng.choices(_TOKEN_IDS, k=tokens)
+
+
+def group_passes(end_s: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """(number of first tokens, seconds) of each iteration but the first.
+
+    `end_s`: ascending arrival times of first tokens, from iterations without pauses in between.
+    """
+    longest = max(after - before for before, after in pairwise(end_s))
+    groups = [[end_s[0]]]
+    for before, after in pairwise(end_s):
+        if after - before > longest * _SAME_PASS:
+            groups.append([])
+        groups[-1].append(after)
+    for former, group in pairwise(groups):
+        yield len(group), median(group) - median(former)

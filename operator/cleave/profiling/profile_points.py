@@ -1,0 +1,135 @@
+"""Conversion of samples to a profile: medians, spreads, and points that scatter too much."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median, quantiles
+from typing import TypedDict
+
+from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, MixedPoint, PrefillPoint
+from cleave.profiling.engine_info import EngineFacts
+from cleave.profiling.measurements import Decode, Front, Mixed, Prefill, Sample, What
+
+
+class Duration(TypedDict):
+    """The fields of a profile point for its duration."""
+
+    ms: float
+    repeats: int
+    spread_ms: float
+
+
+def spread_share(values: Sequence[float]) -> float:
+    """Distance of the quartiles divided by the median; 0 for a single value."""
+    return _spread(values) / median(values) if len(values) > 1 else 0.0
+
+
+def find_scattered(samples: Mapping[What, Sequence[Sample]], max_spread: float) -> list[str]:
+    """A line for each point whose samples scatter more than `max_spread`."""
+    lines = []
+    for what, group in samples.items():
+        share = spread_share([sample.ms for sample in group])
+        if not isinstance(what, Front) and share > max_spread:
+            lines.append(f"{_name(what)}: {share:.0%} of {median(s.ms for s in group):.2f} ms")
+    return lines
+
+
+def to_profile(
+    samples: Mapping[What, Sequence[Sample]],
+    facts: EngineFacts,
+    *,
+    device: str,
+    measured_at: str,
+    software: Mapping[str, str],
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+) -> MeasuredProfile:
+    """The profile of these samples. Raises cleave.perf.profile.codec.InvalidProfileError."""
+    return MeasuredProfile(
+        model=facts.source,
+        device=device,
+        engine=facts.engine,
+        measured_at=measured_at,
+        software=software,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        kv_capacity_tokens=facts.kv_capacity_tokens,
+        max_model_len=facts.max_model_len,
+        dispatch_ms=round(find_dispatch_ms(samples), 3),
+        prefill=tuple(_prefill(samples)),
+        decode=tuple(_decode(samples)),
+        mixed=tuple(_mixed(samples)),
+    )
+
+
+def find_dispatch_ms(samples: Mapping[What, Sequence[Sample]]) -> float:
+    """Median over all prompts of the client's time minus the engine's own time."""
+    overheads = [
+        median(sample.ms for sample in group)
+        for what, group in samples.items()
+        if isinstance(what, Front)
+    ]
+    return median(overheads) if overheads else 0.0
+
+
+def _prefill(samples: Mapping[What, Sequence[Sample]]) -> Iterable[PrefillPoint]:
+    points = [
+        PrefillPoint(prompts=what.prompts, tokens=what.tokens, **_duration(group))
+        for what, group in samples.items()
+        if isinstance(what, Prefill)
+    ]
+    return sorted(points, key=lambda point: point.place)
+
+
+def _decode(samples: Mapping[What, Sequence[Sample]]) -> Iterable[DecodePoint]:
+    points = [
+        DecodePoint(batch=what.batch, context_tokens=_context(group), **_duration(group))
+        for what, group in samples.items()
+        if isinstance(what, Decode)
+    ]
+    return sorted(points, key=lambda point: point.place)
+
+
+def _mixed(samples: Mapping[What, Sequence[Sample]]) -> Iterable[MixedPoint]:
+    points = [
+        MixedPoint(
+            prompt_tokens=what.prompt_tokens,
+            batch=what.batch,
+            context_tokens=_context(group),
+            **_duration(group),
+        )
+        for what, group in samples.items()
+        if isinstance(what, Mixed)
+    ]
+    return sorted(points, key=lambda point: point.place)
+
+
+def _duration(samples: Sequence[Sample]) -> Duration:
+    values = [sample.ms for sample in samples]
+    return {
+        "ms": round(median(values), 4),
+        "repeats": len(values),
+        "spread_ms": round(_spread(values), 4),
+    }
+
+
+def _context(samples: Sequence[Sample]) -> int:
+    return round(median(sample.context_tokens for sample in samples))
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
+def _name(what: What) -> str:
+    if isinstance(what, Prefill):
+        return f"prefill of {what.prompts} x {what.tokens} tokens"
+    if isinstance(what, Decode):
+        return f"decoding {what.batch} x {what.prompt_tokens} tokens"
+    if isinstance(what, Mixed):
+        return (
+            f"a prompt of {what.prompt_tokens} tokens beside {what.batch} x "
+            f"{what.context_prompt_tokens}"
+        )
+    return f"dispatch of {what.tokens} tokens"

@@ -1,0 +1,150 @@
+"""Watches every agent and updates the directory. Started by the gateway and the router service.
+
+One gRPC stream per agent; the list of agents is refreshed twice a second. What is hard: to
+distinguish a lost agent from a silent one. A broken stream closes its instance at once and is
+reconnected with back-off. A silent open stream makes the instance stale first and closes it later,
+because a busy machine starves agents whose engines work. An address is removed only when the source
+no longer lists it and its stream has ended, so that a failing name server removes nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import uuid
+from collections.abc import Callable
+
+import grpc
+
+from cleave.policy.queue_model import INTERVAL_MS, MAX_INTERVAL_MS
+from cleave.router.registry import Directory
+from cleave.router.watchdog import Rounds
+from cleave.rpc.agent_discovery import Agents, DiscoveryError
+from cleave.rpc.channel import dial
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+DISCOVERY_TIMEOUT_S = 5.0
+MEETING_S = 3.0
+"""How long `start` waits for the registrations of the agents that exist at the beginning."""
+FIRST_DELAY_S = 0.05
+LAST_DELAY_S = 2.0
+
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 5_000),
+    # Together as long as SILENCE_S, until which a silent agent's instance stays open.
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Not shared: a subchannel of an earlier channel would have its back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Fleet:
+    """Keeps one stream open to each agent."""
+
+    def __init__(
+        self,
+        source: str,
+        directory: Directory,
+        clock: Callable[[], float],
+        name: str = "",
+        processes: int = 1,
+    ) -> None:
+        """`name`: common name of all `processes` that share load accounting; empty: a new one."""
+        self._agents = Agents(source)
+        self._directory = directory
+        self._clock = clock
+        # Agents count routers by name and report their number to each of them.
+        self._name = name or uuid.uuid4().hex
+        # The processes share reports, so that together they request as many as a single one.
+        self._interval_ms = min(processes * INTERVAL_MS, MAX_INTERVAL_MS)
+        self._wanted: frozenset[str] = frozenset()
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._poller: asyncio.Task[None] | None = None
+        self._unmet: set[str] = set()
+        self._met = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start watching; returns when every agent has registered or failed, or after MEETING_S.
+
+        A router that knows only a part of the fleet would reject models of the other part.
+        Raises DiscoveryError when the source is malformed.
+        """
+        await self._look()
+        self._poller = asyncio.create_task(self._poll())
+        if self._unmet:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MEETING_S):
+                    await self._met.wait()
+
+    async def stop(self) -> None:
+        """End every stream."""
+        tasks = [*self._streams.values(), *([self._poller] if self._poller else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._agents.close()
+
+    async def _poll(self) -> None:
+        timer = Rounds(POLL_S)
+        while True:
+            await timer.wait()
+            if timer.is_fair:
+                self._directory.note_silence(self._clock())
+            try:
+                await self._look()
+            except (DiscoveryError, OSError, TimeoutError) as error:
+                log.warning("agents cannot be looked up: %s", error)
+            timer.begin()
+
+    async def _look(self) -> None:
+        # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.
+        async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
+            self._wanted = await self._agents.find()
+        for address in self._wanted - self._streams.keys():
+            self._unmet.add(address)
+            self._streams[address] = asyncio.create_task(self._follow(address))
+
+    async def _follow(self, address: str) -> None:
+        delay = FIRST_DELAY_S
+        try:
+            async with dial(address, _CHANNEL_OPTIONS) as channel:
+                while address in self._wanted:
+                    try:
+                        if await self._read(address, channel):
+                            delay = FIRST_DELAY_S
+                    except ValueError:
+                        # The agent may be of a newer version; other agents are not affected.
+                        log.exception("agent %s sent an event that is not understood", address)
+                    self._meet(address)
+                    self._directory.lose(address)
+                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                    delay = min(2 * delay, LAST_DELAY_S)
+        finally:
+            self._meet(address)
+            self._directory.forget(address)
+            self._streams.pop(address, None)
+
+    async def _read(self, address: str, channel: grpc.aio.Channel) -> bool:
+        """Read one stream to its end; whether any event came."""
+        has_event = False
+        agent = agent_pb2_grpc.AgentStub(channel)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for event in agent.Watch(
+                agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
+            ):
+                self._directory.hear(address, event, self._clock())
+                if not has_event:
+                    has_event = True
+                    self._meet(address)
+        return has_event
+
+    def _meet(self, address: str) -> None:
+        self._unmet.discard(address)
+        if not self._unmet:
+            self._met.set()

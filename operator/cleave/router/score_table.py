@@ -1,0 +1,241 @@
+"""The scores of the instances that may be paired: one deployment, one revision.
+
+Built by the directory whenever openness changes (rare), updated per dispatch, release and report
+(often), read by the router's pick. Unlike revisions sit on unlike boards, so that a prefill of one
+can never meet a decode of the other.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from cleave.api.enums import DispatchPolicy
+from cleave.policy.dispatch import (
+    BY_REQUESTS,
+    FULLEST,
+    LIGHTEST,
+    RULES,
+    STALE,
+    Cells,
+    is_by_score,
+    score,
+    weigh,
+)
+from cleave.policy.session_affinity import to_key
+from cleave.router.instance import Contact, Instance, Scoreboard
+from cleave.router.score_column import Line, LongLine, ShortLine
+from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
+
+_STALE = Contact.STALE
+"""Looked up for every request, which takes an enum a while."""
+
+_USES = ("prefill", "decode", "mixed", "whole", "spare")
+"""Boards have a line of scores for each."""
+FEW = 24
+"""Up to so many instances lists are faster than arrays."""
+
+
+class Board(Scoreboard):
+    """Scores, +inf where the instance is closed for a use, empty where all are.
+
+    They count tokens, or what else the policy compares: requests, or turns.
+
+    STALE is added to whatever an instance that is not heard scores: a busy machine starves agents
+    long before engines, so it is still better than none, and worse than any other.
+    """
+
+    __slots__ = (
+        "_compares_more",
+        "_counts",
+        "_lines",
+        "_places",
+        "away",
+        "batch",
+        "boots",
+        "cells",
+        "computing",
+        "context",
+        "decode",
+        "heaviness",
+        "instances",
+        "is_shared",
+        "keys",
+        "mixed",
+        "pending_prompt",
+        "prefill",
+        "room",
+        "spare",
+        "whole",
+    )
+
+    def __init__(
+        self, instances: list[Instance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+    ) -> None:
+        self.instances = instances
+        rule = RULES[policy]
+        self._counts = rule.counts
+        self._compares_more = rule.decode in (LIGHTEST, FULLEST)
+        size = len(instances)
+        is_short = size <= FEW and is_by_score(rule)
+        uses = [find_uses(instance) for instance in instances]
+        lines = _open_lines(uses, is_short)
+        self.prefill = lines["prefill"]
+        """Prompt of a split request: prefill instances with a verified KV path."""
+        self.decode = lines["decode"]
+        """Its decoding: decode and mixed instances with a verified KV path."""
+        self.mixed = lines["mixed"]
+        """Whole requests on mixed instances, which are meant for them."""
+        self.whole = lines["whole"]
+        """Whole requests on mixed and decode instances."""
+        self.spare = lines["spare"]
+        """Whole requests on prefill instances, when nothing else is left."""
+        self._lines = [_find_lines(lines, its) for its in uses]
+        self.pending_prompt = _make_line(size, is_short, 0.0)
+        """Prompt tokens that wait; nothing is closed."""
+        self.room = np.zeros(size)
+        """KV tokens that nobody has claimed; like all below for the policies that compare it."""
+        self.heaviness = np.zeros(size)
+        """Heavy to light decodes."""
+        self.batch = np.zeros(size)
+        """Requests that decode, or will."""
+        self.context = np.zeros(size)
+        """Their prompts and outputs, as Aladdin weighs them."""
+        self.keys = np.array([to_key(each.name) for each in instances], np.uint64)
+        """For sessions."""
+        self.away = np.zeros(size, np.bool_)
+        """Instances that are home to another router: all that follow them share them out."""
+        self.is_shared = False
+        """Whether any is away."""
+        self.cells = _number_cells(instances)
+        """Which cell each is in; None: nobody states one."""
+        self._places = _count_off(instances)
+        self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
+        """Slot of each boot of an engine."""
+        computes = "prefill" if self.prefill.size else "whole"
+        self.computing = [slot for slot, its in enumerate(uses) if computes in its]
+        """Slots of those that compute prompts."""
+        for slot in range(size):
+            self.update(slot)
+
+    def gather(self) -> None:
+        """Take in what others did that score on the same board; there are none here."""
+
+    def find_shortest_queue(self) -> float:
+        """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
+        pending = self.pending_prompt.to_list()
+        least = math.inf
+        for slot in self.computing:
+            least = min(least, pending[slot])
+        return least
+
+    def find_boot(self, slot: int) -> str:
+        """The boot of the engine on a slot."""
+        return self.instances[slot].target.boot_id
+
+    def update(self, slot: int) -> None:
+        """Score one instance anew from its books."""
+        instance = self.instances[slot]
+        if self._compares_more or self.is_shared or instance.num_routers > 1:
+            self._look_closely(slot, instance)
+        ledger = instance.ledger
+        by_prompt, by_all = self._lines[slot]
+        prefills = by_prompt is not None
+        doubt = STALE if instance.contact is _STALE else 0.0
+        counts = self._counts
+        by_requests = counts == BY_REQUESTS
+        prompt, prompts, resident = ledger.count_pending(prefills or by_requests)
+        requests = ledger.count_requests() + ledger.others if by_requests else 0.0
+        first, total = score(
+            counts,
+            prompt,
+            prompts,
+            resident,
+            requests,
+            ledger.last_turn,
+            ledger.queue,
+            doubt,
+            prefills,
+        )
+        self.pending_prompt.enter(slot, prompt + doubt)
+        if by_prompt is not None:
+            by_prompt.enter(slot, first)
+        for line in by_all:
+            line.enter(slot, total)
+
+    def _look_closely(self, slot: int, instance: Instance) -> None:
+        """What is compared besides scores."""
+        if self.is_shared or instance.num_routers > 1:
+            self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
+            self.is_shared = True
+        if self._compares_more:
+            self._measure(slot, instance)
+
+    def _measure(self, slot: int, instance: Instance) -> None:
+        """What only few policies look at."""
+        ledger, stated = instance.ledger, instance.registration
+        held = ledger.resident.pending
+        self.room[slot] = stated.kv_blocks_total * stated.kv_block_size - held
+        self.heaviness[slot] = weigh(ledger.heavy, len(ledger.running) - ledger.heavy)
+        self.batch[slot] = len(ledger.running)
+        self.context[slot] = ledger.context + held - ledger.resident.own
+
+
+def find_uses(instance: Instance) -> Collection[str]:
+    """What an instance is open for."""
+    if not instance.selectable:
+        return ()
+    role = instance.registration.role
+    split = instance.registration.kv_path.verified
+    if role == ROLE_PREFILL:
+        return ("prefill", "spare") if split else ("spare",)
+    if role == ROLE_DECODE:
+        return ("decode", "whole") if split else ("whole",)
+    if role == ROLE_MIXED:
+        return ("decode", "whole", "mixed") if split else ("whole", "mixed")
+    return ()
+
+
+def _open_lines(uses: Sequence[Collection[str]], is_short: bool) -> dict[str, Line]:
+    """By use, given those of each slot. What the same slots are open for is one line."""
+    lines: dict[str, Line] = {}
+    known: dict[tuple[bool, tuple[int, ...]], Line] = {}
+    for use in _USES:
+        slots = tuple(slot for slot, its in enumerate(uses) if use in its)
+        size = len(uses) if slots else 0
+        # Only this one counts the prompts alone.
+        alike = use == "prefill", slots
+        known.setdefault(alike, _make_line(size, is_short or not size))
+        lines[use] = known[alike]
+    return lines
+
+
+def _find_lines(lines: dict[str, Line], uses: Collection[str]) -> tuple[Line | None, list[Line]]:
+    """(the line that is scored by pending prompt tokens, lines scored by all pending tokens)"""
+    by_all = {id(lines[use]): lines[use] for use in uses if use != "prefill"}
+    return lines["prefill"] if "prefill" in uses else None, [*by_all.values()]
+
+
+def _count_off(instances: list[Instance]) -> list[int]:
+    """The place of each instance among those of its role."""
+    counts: Counter[int] = Counter()
+    places = []
+    for instance in instances:
+        role = instance.registration.role
+        places.append(counts[role])
+        counts[role] += 1
+    return places
+
+
+def _number_cells(instances: list[Instance]) -> Cells | None:
+    """Numbers for the names of cells; those without one are together in one more."""
+    names = [instance.registration.cell for instance in instances]
+    if not any(names):
+        return None
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.array([numbers[name] for name in names], np.int64)
+
+
+def _make_line(size: int, is_short: bool, score: float = math.inf) -> Line:
+    return ShortLine(size, score) if is_short else LongLine(np.full(size, score))

@@ -1,0 +1,134 @@
+"""Discovery of the agents' addresses. Used by gateways, and by agents that need a peer.
+
+A source is one string, so that it fits an environment variable in a pod:
+`file:PATH` (one host:port per line, read at each call; written by the process kubelet),
+`endpoints:NAMESPACE/SERVICE:PORT` (the EndpointSlices of a Service, from the API server),
+`dns:NAME:PORT` (all addresses of a headless Service) or `HOST:PORT[,HOST:PORT...]`.
+
+Gateways poll continuously; for them `Agents` uses a watch where the source supports one. Agents
+poll until they have results one peer: a few lists are far less work for the API server than a watch
+in every worker, each of which would receive the changes of all other workers.
+"""
+
+import asyncio
+import socket
+from pathlib import Path
+
+from cleave.rpc import endpointslices
+from cleave.rpc.endpointslices import Follower, Service
+from cleave.rpc.http_client import HttpError
+from cleave.rpc.kube_api import AccessError, ApiError, find_access
+
+ENV = "CLEAVE_AGENTS"
+"""Environment variable with the default source."""
+
+
+class DiscoveryError(ValueError):
+    """The source is malformed or not usable in this process."""
+
+
+class Unreachable(OSError):  # noqa: N818 - names the condition
+    """The API server cannot be reached now."""
+
+
+class Agents:
+    """The addresses of a source, for callers that poll continuously."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._follower: Follower | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def find(self) -> frozenset[str]:
+        """Addresses (host:port) known now; the first call starts a watch if possible.
+
+        Raises DiscoveryError on a malformed source, OSError when it cannot be read.
+        """
+        if not self._source.startswith("endpoints:"):
+            return await find_agents(self._source)
+        if self._follower is None or self._task is None:
+            self._follower = Follower(_parse_service(self._source.partition(":")[2]))
+            _check_access()
+            self._task = asyncio.create_task(self._follower.run())
+        elif self._task.done():
+            self._task.result()
+        return self._follower.addresses
+
+    async def close(self) -> None:
+        """Stop the watch."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+async def find_agents(source: str) -> frozenset[str]:
+    """Present addresses (host:port) of the agents of `source`.
+
+    A missing file and an unknown DNS name mean "none yet". Raises DiscoveryError on a malformed
+    source, Unreachable when the API server cannot be reached.
+    """
+    kind, _, rest = source.partition(":")
+    if kind == "file":
+        return _read(Path(rest))
+    if kind == "endpoints":
+        return await _list(_parse_service(rest))
+    if kind == "dns":
+        return await _resolve(rest)
+    return frozenset(_checked(address.strip()) for address in source.split(",") if address.strip())
+
+
+async def _list(service: Service) -> frozenset[str]:
+    _check_access()
+    try:
+        return await endpointslices.list_endpoints(service)
+    except (AccessError, ApiError, HttpError) as error:
+        raise Unreachable(str(error)) from None
+
+
+def _parse_service(text: str) -> Service:
+    """Parse NAMESPACE/SERVICE:PORT. Raises DiscoveryError."""
+    path, port = _split(text)
+    namespace, _, name = path.partition("/")
+    if not namespace or not name or "/" in name:
+        raise DiscoveryError(f"{text!r} is not NAMESPACE/SERVICE:PORT")
+    return Service(namespace, name, port)
+
+
+def _check_access() -> None:
+    """Raises DiscoveryError when no access to an API server is configured."""
+    try:
+        find_access()
+    except AccessError as error:
+        raise DiscoveryError(str(error)) from None
+
+
+def _read(path: Path) -> frozenset[str]:
+    try:
+        lines = path.read_text().split()
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(_checked(line) for line in lines)
+
+
+async def _resolve(name_and_port: str) -> frozenset[str]:
+    name, port = _split(name_and_port)
+    try:
+        results = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return frozenset()
+    return frozenset(
+        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+        for family, _, _, _, address in results
+    )
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise DiscoveryError(f"{address!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def _checked(address: str) -> str:
+    _split(address)
+    return address

@@ -1,0 +1,92 @@
+"""Whether an instance has room for a waiting request. Compiled.
+
+What is hard: reservations follow predicted output lengths, and a wrong prediction must not make a
+request wait for more room than the instance has; so predictions are capped at its capacity.
+"""
+
+from cleave.policy.admission import Admission, find_peak, may_join
+from cleave.policy.output_length import find_left
+from cleave.simulator.fleet import Batching
+from cleave.simulator.kv_blocks import count_blocks
+from cleave.simulator.queues import has_waiting
+from cleave.simulator.record_access import instance_at, key_at, request_at, scratch, slot_at
+from cleave.simulator.records import NONE, Record, State
+
+
+def has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
+    """Whether blocks are free for `tokens` of a waiting request, and admission accepts it."""
+    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
+    if count_blocks(inst, tokens) > inst.free:
+        return False
+    if request.prefill == i:
+        return True
+    used = request.prompt + request.made
+    remaining = request.output - request.made
+    if inst.batching == Batching.LIGHTLLM:
+        return _find_future_peak(state, s, used, remaining) <= inst.blocks * inst.block
+    if inst.admission == Admission.GREEDY:
+        return True
+    free = inst.free * inst.block
+    remaining = _foretell(inst, r, state, request.made)
+    shortest = remaining
+    if inst.admission == Admission.RESERVE_DYNAMIC and slot.batch:
+        shortest = _find_shortest(state, inst, s)
+    # The last token's KV is never written.
+    return may_join(inst.admission, free, used, remaining - 1, slot.batch, shortest)
+
+
+def _foretell(inst: Record, r: int, state: State, generated: int) -> int:
+    """Predicted output tokens still to come of a request that has generated `generated` tokens."""
+    request = request_at(state, r)
+    most = inst.blocks * inst.block - request.prompt - generated + 1
+    return min(int(find_left(request.predicted, generated)), most)
+
+
+def _find_shortest(state: State, inst: Record, s: int) -> int:
+    """Predicted output tokens still to come of the member of slot `s` that ends first."""
+    slot = slot_at(state, s)
+    top = s * state.heap_size
+    if not state.is_foretold:
+        return (key_at(state, top).value >> 32) - slot.steps
+    shortest = 1 << 60
+    for index in range(slot.batch):
+        r = key_at(state, top + index).value & 0xFFFFFFFF
+        request = request_at(state, r)
+        remaining = request.end_step - slot.steps
+        shortest = min(shortest, _foretell(inst, r, state, request.output - remaining))
+    return shortest
+
+
+def _find_future_peak(state: State, s: int, used: int, remaining: int) -> float:
+    """Peak of the KV tokens of the slot's members and a new request, until all have ended."""
+    slot = slot_at(state, s)
+    size = slot.batch + 1
+    r = slot.prompts
+    while r != NONE:
+        size += 1
+        r = request_at(state, r).next
+    tokens, rest = scratch(state, 0, size), scratch(state, size, size)
+    tokens[0] = used
+    rest[0] = remaining - 1
+    at = 1
+    r = slot.prompts
+    while r != NONE:
+        request = request_at(state, r)
+        tokens[at] = request.prompt + request.made
+        rest[at] = request.output - request.made - 1
+        r = request.next
+        at += 1
+    for index in range(slot.batch):
+        request = request_at(state, key_at(state, s * state.heap_size + index).value & 0xFFFFFFFF)
+        rest[at] = request.end_step - slot.steps - 1
+        tokens[at] = request.prompt + request.output - 1 - rest[at]
+        at += 1
+    return find_peak(tokens, rest)
+
+
+def may_let_in(state: State, i: int) -> bool:
+    """Whether a waiting request may be admitted later merely because members make progress."""
+    inst = instance_at(state, i)
+    if inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM:
+        return False
+    return has_waiting(state, i)

@@ -1,0 +1,286 @@
+"""What the next iteration of a micro-batch computes, by batching policy. Compiled.
+
+`form` is called between iterations, as an engine's scheduler is. What is hard: VLLM has to schedule
+the same requests as the emulated engine's scheduler, in this order and under one token budget:
+1. members, of which the youngest are preempted when blocks run out; 2. the partly computed prompt;
+3. requests whose KV has arrived; 4. waiting requests in order.
+"""
+
+import math
+
+from cleave.policy.prompt_batching import cut_chunk, joins_prompts
+from cleave.simulator.admission import has_room, may_let_in
+from cleave.simulator.completion import interrupt
+from cleave.simulator.fleet import Batching
+from cleave.simulator.iterations import start_pass
+from cleave.simulator.kv_blocks import count_blocks, count_growth, hold
+from cleave.simulator.queues import (
+    add_member,
+    find_phase,
+    find_waiting,
+    heap_remove,
+    pop,
+    push_first,
+    remove_member,
+)
+from cleave.simulator.record_access import (
+    instance_at,
+    queue_at,
+    request_at,
+    slot_at,
+    stage_at,
+)
+from cleave.simulator.records import HAND_OFFS, NONE, PREFILL, PROMPTS, Record, State
+from cleave.simulator.transfers import start_pull
+
+_UNLIMITED = 1 << 60
+
+
+def form(state: State, i: int, s: int, now: float) -> bool:
+    """Form and start the next iteration of slot `s` of instance `i`; False: nothing to compute."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    begin = now
+    if inst.stages > 1:
+        begin = max(now, stage_at(state, i * state.max_stages).value)
+    slot.tokens = 0
+    slot.squares = 0
+    slot.rows = 0
+    slot.contexts = 0
+    slot.prompts = NONE
+    slot.decodes = 0
+    slot.pulls = 0.0
+    if inst.batching == Batching.VLLM:
+        has_enough = _gather_chunks(state, i, s, now, begin)
+    else:
+        has_enough = _gather_whole(state, i, s, now, begin)
+    if slot.rows + slot.tokens == 0:
+        return False
+    interrupt(state, i, now, True)
+    is_alone = slot.prompts == NONE and inst.partial == NONE and has_enough
+    start_pass(state, i, s, begin, is_alone and not may_let_in(state, i))
+    return True
+
+
+def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """One iteration of vLLM v1; False when a request was preempted."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    has_enough = _grow(state, i, s, now)
+    limit = inst.max_tokens
+    if inst.partial != NONE and slot.rows < limit:
+        r = inst.partial
+        request = request_at(state, r)
+        count = cut_chunk(request.todo - request.computed, limit - slot.rows)
+        if _count_chunk_blocks(state, inst, r, count) > inst.free:
+            _preempt_partial(state, i, now)
+            has_enough = False
+        else:
+            inst.partial = NONE
+            _take_chunk(state, i, s, r, count, now, begin)
+    if not has_enough and slot.rows + slot.tokens > 0:
+        return False
+    while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
+        if not _join_loaded(state, i, s) and not _admit_chunk(state, i, s, now, begin):
+            break
+    return has_enough
+
+
+def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """Add the next waiting request to the iteration or start its transfer; False: no room."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    queue = find_waiting(state, i)
+    if queue == NONE:
+        return False
+    r = queue_at(state, queue).head
+    request = request_at(state, r)
+    if request.is_pulled:
+        return _admit_pull(state, i, s, queue, now)
+    count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
+    if not has_room(state, i, s, r, count):
+        return False
+    _pop(state, i, queue)
+    inst.running += 1
+    _take_chunk(state, i, s, r, count, now, begin)
+    return True
+
+
+def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """One iteration of a policy without chunked prefill; False when a request was preempted."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    policy = inst.batching
+    if policy == Batching.PREFILL_FIRST or policy == Batching.LIGHTLLM:
+        _admit_prompts(state, i, s, now, begin)
+        if slot.tokens > 0:
+            return True
+    has_enough = _grow(state, i, s, now)
+    if slot.rows > 0 and (policy == Batching.FASTER_TRANSFORMER or not has_enough):
+        return has_enough
+    while inst.running < inst.max_seqs and _join_loaded(state, i, s):
+        pass
+    if policy != Batching.PREFILL_FIRST and policy != Batching.LIGHTLLM:
+        _admit_prompts(state, i, s, now, begin)
+        while inst.running < inst.max_seqs and _join_loaded(state, i, s):
+            pass
+    return has_enough
+
+
+def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> None:
+    """Add waiting prompts to the iteration, unchunked, as many as the policy allows."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    limit = inst.max_tokens
+    if inst.batching != Batching.PREFILL_FIRST and inst.batching != Batching.LIGHTLLM:
+        limit = _UNLIMITED
+    while inst.running < inst.max_seqs:
+        queue = find_waiting(state, i)
+        if queue == NONE:
+            break
+        r = queue_at(state, queue).head
+        request = request_at(state, r)
+        if request.is_pulled:
+            if not _admit_pull(state, i, s, queue, now):
+                break
+            continue
+        count = request.todo
+        if not joins_prompts(slot.tokens, count, limit) or not has_room(state, i, s, r, count):
+            break
+        _pop(state, i, queue)
+        inst.running += 1
+        _take_chunk(state, i, s, r, count, now, begin)
+
+
+def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
+    """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
+    r = queue_at(state, queue).head
+    request = request_at(state, r)
+    if not has_room(state, i, s, r, request.prompt + request.made):
+        return False
+    _pop(state, i, queue)
+    inst = instance_at(state, i)
+    tokens = request.prompt + request.made
+    hold(inst, now, count_blocks(inst, tokens), tokens - 1)
+    start_pull(state, s, r, now)
+    return True
+
+
+def _pop(state: State, i: int, queue: int) -> None:
+    """Remove the first request of a queue; from a central queue it is assigned to instance `i`."""
+    request = request_at(state, pop(state, queue))
+    if queue < 2 * state.num_instances:
+        return
+    if instance_at(state, i).role == PREFILL:
+        request.prefill = i
+    else:
+        request.decode = i
+    # Another instance may have room for the new head of the queue.
+    hand_offs = 2 * state.num_instances + 1
+    if queue_at(state, queue).size > 0:
+        state.offered |= HAND_OFFS if queue == hand_offs else PROMPTS
+    elif queue_at(state, hand_offs + 1).size > 0:
+        # Mixed instances take prompts once no handoffs wait.
+        state.offered |= PROMPTS
+
+
+def _join_loaded(state: State, i: int, s: int) -> bool:
+    """Add the next request whose KV has arrived to the iteration; False when there is none."""
+    loaded = state.num_instances + i
+    if queue_at(state, loaded).size == 0:
+        return False
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    r = pop(state, loaded)
+    request = request_at(state, r)
+    add_member(state, i, s, r)
+    inst.running += 1
+    slot.decodes = 1
+    slot.rows += 1
+    slot.contexts += request.prompt + request.made
+    return True
+
+
+def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
+    """Add the next `count` tokens of a prompt, or of a preempted request, to the iteration."""
+    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
+    blocks = _count_chunk_blocks(state, inst, r, count)
+    hold(inst, now, blocks, count)
+    if math.isnan(request.prefill_start):
+        request.prefill_start = begin
+    start = request.computed
+    end = start + count
+    if count == 1 and inst.batching == Batching.VLLM:
+        # An engine computes a single prompt token exactly like a decoding request.
+        slot.rows += 1
+        slot.contexts += end
+    else:
+        slot.tokens += count
+        slot.squares += end * end - start * start
+    inst.prompt_tokens += count
+    request.computed = end
+    if end == request.todo:
+        request.next = NONE
+        if slot.prompts == NONE:
+            slot.prompts = r
+        else:
+            request_at(state, slot.last_prompt).next = r
+        slot.last_prompt = r
+    else:
+        inst.partial = r
+
+
+def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
+    """Additional blocks for the next `count` tokens of a prompt."""
+    request = request_at(state, r)
+    if request.computed == 0:
+        return count_blocks(inst, count)
+    return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
+
+
+def _grow(state: State, i: int, s: int, now: float) -> bool:
+    """Allocate blocks for one more token of each member; False: members were preempted for it."""
+    inst, slot = instance_at(state, i), slot_at(state, s)
+    has_enough = True
+    need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
+    while need > inst.free:
+        has_enough = False
+        if inst.partial != NONE:
+            _preempt_partial(state, i, now)
+            continue
+        r = slot.youngest
+        if slot.steps % inst.block == find_phase(state, i, r):
+            need -= 1
+        _preempt(state, i, s, r, now)
+    if slot.batch > 0:
+        slot.decodes = 1
+        inst.free -= need
+    slot.rows = slot.batch
+    slot.contexts = slot.context
+    return has_enough
+
+
+def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
+    """Preempt a member: free its KV and put it at the head of the queue, to be recomputed."""
+    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
+    heap_remove(state, s, slot.batch, request.end_step << 32 | r)
+    if slot.fresh == r:
+        slot.fresh = request.next
+    tokens = remove_member(state, i, s, r)
+    hold(inst, now, -count_blocks(inst, tokens), -tokens)
+    request.made = request.output - (request.end_step - slot.steps)
+    _wait_again(state, i, r)
+
+
+def _preempt_partial(state: State, i: int, now: float) -> None:
+    """Preempt the prompt that is partly computed, as `_preempt` does."""
+    inst = instance_at(state, i)
+    r = inst.partial
+    tokens = request_at(state, r).computed
+    hold(inst, now, -count_blocks(inst, tokens), -tokens)
+    inst.partial = NONE
+    _wait_again(state, i, r)
+
+
+def _wait_again(state: State, i: int, r: int) -> None:
+    inst, request = instance_at(state, i), request_at(state, r)
+    request.todo = request.prompt + request.made
+    request.computed = 0
+    request.preemptions += 1
+    inst.preemptions += 1
+    inst.running -= 1
+    push_first(state, i, r)

@@ -1,0 +1,202 @@
+"""A fleet as arrays for the compiled code. Built once by callers that simulate a fleet often."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.policy.dispatch import RULES, TO_DECODE, TO_PREFILL, TO_WHOLE, is_by_score
+from cleave.policy.queue_model import NOMINAL_SUMS, NOMINAL_TOKEN_MS
+from cleave.policy.role_flipping import make_members
+from cleave.simulator import records
+from cleave.simulator.errors import SimulationError
+from cleave.simulator.fleet import Batching, Engine, Fleet
+from cleave.simulator.role_flipping import PERIOD_MS
+from cleave.simulator.validation import check_engine, check_fleet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A fleet as arrays for the compiled code; simulations copy what they change."""
+
+    fleet: Fleet
+    instances: records.Records
+    slots: records.Records
+    state: records.Records
+    max_batch: int
+    """Upper bound of the batch of any instance: every request holds at least one block."""
+    max_block: int
+    max_stages: int
+    tables: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    tree: NDArray[np.int64]
+    members: records.Records
+
+
+def prepare(fleet: Fleet) -> Prepared:
+    """Validate a fleet and convert it to arrays. Raises SimulationError."""
+    roles = ((records.PREFILL, fleet.prefill), (records.DECODE, fleet.decode))
+    pools = [(role, pool) for role, some in (*roles, (records.MIXED, fleet.mixed)) for pool in some]
+    if not any(pool.replicas for _, pool in pools):
+        raise SimulationError("the fleet has no instances; give at least one pool with replicas")
+    for _, pool in pools:
+        check_engine(pool.engine)
+    check_fleet(fleet)
+    tables = _Tables()
+    kinds = [_lay_out_engine(role, pool.engine, tables) for role, pool in pools]
+    instances = np.concatenate(
+        [np.repeat(kind, pool.replicas) for kind, (_, pool) in zip(kinds, pools, strict=True)]
+    )
+    stages = instances["stages"]
+    instances["first_slot"] = np.cumsum(stages) - stages
+    slots = np.zeros(int(stages.sum()), records.SLOT)
+    for name in ("oldest", "youngest", "prompts", "fresh", "next"):
+        slots[name] = records.NONE
+    return Prepared(
+        fleet,
+        instances,
+        slots,
+        _lay_out_state(fleet, instances),
+        int(np.minimum(instances["max_seqs"], instances["blocks"]).max()),
+        int(instances["block"].max()),
+        int(stages.max()),
+        np.array(tables.points),
+        _lay_out_scores(instances),
+        _lay_out_tree(len(instances)),
+        _lay_out_members(instances["role"]),
+    )
+
+
+class _Tables:
+    """Points of latency models, one after another."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+
+    def add(self, points: tuple[float, ...]) -> tuple[int, int]:
+        """Append the points of one table; (index of the first, number of points)."""
+        start = len(self.points)
+        self.points += points
+        return start, len(points)
+
+
+def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> records.Records:
+    row = np.zeros(1, records.INSTANCE)
+    timing = engine.timing
+    blocks = engine.kv_capacity_tokens // engine.kv_block_size
+    prompt, decode = tables.add(timing.prompt_ms), tables.add(timing.decode_ms)
+    context = tables.add(timing.decode_context_ms)
+    values: dict[str, Any] = {
+        "prompt_step": timing.prompt_step,
+        "prompt_square": timing.prompt_square_ms,
+        "hop": timing.hop_ms,
+        "hop_token": timing.hop_token_ms,
+        "next": math.inf,
+        "wake": math.inf,
+        "role": role,
+        "batching": engine.batching,
+        "order": engine.order,
+        "admission": engine.admission,
+        "block": engine.kv_block_size,
+        "blocks": blocks,
+        "free": blocks,
+        "max_seqs": engine.max_num_seqs,
+        "max_tokens": engine.max_num_batched_tokens,
+        "sched_batch": engine.prefill_sched_batch,
+        "stages": timing.stages,
+        "partial": records.NONE,
+        "booked_first": records.NONE,
+        "token_ms": NOMINAL_TOKEN_MS,
+        "safe_token_ms": NOMINAL_TOKEN_MS,
+    }
+    sums = (name for name in row.dtype.names or () if name.startswith("learnt_"))
+    values |= zip(sums, NOMINAL_SUMS, strict=True)
+    values["prompt_table"], values["prompt_points"] = prompt
+    values["decode_table"], values["decode_points"] = decode
+    values["context_table"], values["context_points"] = context
+    if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
+        # -1: reserve for the longest request of the trace.
+        values["reserve"] = -(-(engine.max_model_len or 0) // engine.kv_block_size) or -1
+    for name, value in values.items():
+        row[name] = value
+    return row
+
+
+def _lay_out_state(fleet: Fleet, instances: records.Records) -> records.Records:
+    row = np.zeros(1, records.STATE)
+    transfer = fleet.transfer
+    role, rule = instances["role"], RULES[fleet.dispatch]
+    values: dict[str, Any] = {
+        "counts": rule.counts,
+        "prefill_pick": rule.prefill,
+        "decode_pick": rule.decode,
+        "is_by_score": is_by_score(rule),
+        "is_deferred": fleet.defers_dispatch,
+        "dispatch_ms": fleet.dispatch_ms,
+        "whole_below": fleet.whole_below_tokens,
+        "latency": transfer.latency_ms,
+        "token": transfer.token_ms,
+        "overlapped_token": transfer.overlapped_token_ms,
+        "receiver": transfer.receiver_ms,
+        "receiver_token": transfer.receiver_token_ms,
+        "overlap_from": transfer.overlap_from_tokens,
+        "is_shared": transfer.is_shared,
+        "first_by_decode": fleet.first_token_by_decode,
+        "has_prefill": bool((role != records.DECODE).any()),
+        "has_decode": bool((role != records.PREFILL).any()),
+        "num_instances": len(instances),
+        "num_leaves": _count_leaves(len(instances)),
+        "max_block": instances["block"].max(),
+        "max_stages": instances["stages"].max(),
+    }
+    values["look"] = math.inf
+    if fleet.flipping is not None:
+        thresholds = fleet.flipping
+        values |= {"look": PERIOD_MS, "wait": thresholds.wait_ms, "full": thresholds.full}
+        values |= {
+            "rise": thresholds.rise_ms,
+            "calm": thresholds.calm_ms,
+            "idle": thresholds.idle_ms,
+        }
+        values |= {"min_prefill": thresholds.min_prefill, "min_decode": thresholds.min_decode}
+    if fleet.packing is not None:
+        packing = fleet.packing
+        for name in ("k1", "c1", "k2", "c2", "c3"):
+            values[name] = getattr(packing.coefficients, name)
+        values |= {"ttft_ms": packing.ttft_ms, "tpot_ms": packing.tpot_ms}
+        values |= {"gamma": packing.gamma, "theta": packing.theta}
+    for name, value in values.items():
+        row[name] = value
+    return row
+
+
+def _lay_out_scores(instances: records.Records) -> NDArray[np.float64]:
+    role = instances["role"]
+    scores = np.zeros((records.NUM_COLUMNS, len(role)))
+    scores[records.ROOM] = instances["blocks"] * instances["block"]
+    scores[TO_PREFILL, role != records.PREFILL] = np.inf
+    scores[TO_DECODE, role == records.PREFILL] = np.inf
+    scores[TO_WHOLE, role != records.MIXED] = np.inf
+    return scores
+
+
+def _lay_out_members(roles: NDArray[np.int64]) -> records.Records:
+    members = make_members(len(roles))
+    members["home"] = members["role"] = roles
+    members["is_open"] = 1
+    return members
+
+
+def _count_leaves(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _lay_out_tree(count: int) -> NDArray[np.int64]:
+    leaves = _count_leaves(count)
+    tree = np.full(2 * leaves, records.NONE, np.int64)
+    tree[leaves : leaves + count] = range(count)
+    for at in range(leaves - 1, 0, -1):
+        tree[at] = tree[2 * at]
+    return tree

@@ -1,0 +1,192 @@
+# ruff: noqa: ANN401, ARG001, ARG005 - the values of a code generator have no types of their own
+"""Access to the rows of a simulation's state. Only compiled code calls these functions.
+
+What is hard: numba passes an array as seven values and counts its references atomically at each
+call, which costs more than the rest of a simulation, in run time and in compile time. So compiled
+functions pass one pointer, the STATE record, which holds the addresses of all arrays. The functions
+below are placeholders that `compiler` replaces by a few machine instructions.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.policy.dispatch import find_least
+from cleave.simulator import records
+from cleave.simulator.records import Record, State
+
+
+def request_at(state: State, row: int) -> Record:
+    """The REQUEST in that row."""
+    raise NotImplementedError
+
+
+def instance_at(state: State, row: int) -> Record:
+    """The INSTANCE in that row."""
+    raise NotImplementedError
+
+
+def slot_at(state: State, row: int) -> Record:
+    """The SLOT in that row."""
+    raise NotImplementedError
+
+
+def queue_at(state: State, row: int) -> Record:
+    """The QUEUE in that row."""
+    raise NotImplementedError
+
+
+def pull_at(state: State, row: int) -> Record:
+    """The PULL in that row of the heap of transfers in progress."""
+    raise NotImplementedError
+
+
+def key_at(state: State, row: int) -> Record:
+    """The key in that row of the members' heaps."""
+    raise NotImplementedError
+
+
+def phase_at(state: State, row: int) -> Record:
+    """The number of members in that row of `phases`, see `kv_blocks`."""
+    raise NotImplementedError
+
+
+def stage_at(state: State, row: int) -> Record:
+    """When the pipeline stage in that row is free, in ms."""
+    raise NotImplementedError
+
+
+def node_at(state: State, row: int) -> Record:
+    """The instance at that node of the tournament tree."""
+    raise NotImplementedError
+
+
+def score_at(state: State, row: int) -> Record:
+    """The score in that row."""
+    raise NotImplementedError
+
+
+def points(state: State, start: int, count: int) -> Any:
+    """`count` points of the latency models, from `start` on."""
+    raise NotImplementedError
+
+
+def scores(state: State, start: int, count: int) -> Any:
+    """`count` of the scores that dispatch compares; those of one column lie together."""
+    raise NotImplementedError
+
+
+def amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
+    """`count` fractions in the scratch memory."""
+    raise NotImplementedError
+
+
+def scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
+    """`count` numbers of the scratch memory."""
+    raise NotImplementedError
+
+
+def members(state: State, start: int, count: int) -> NDArray[np.void]:
+    """`count` MEMBER records, the instances as the role-flipping policy sees them."""
+    raise NotImplementedError
+
+
+def watch(state: State, start: int, count: int) -> NDArray[np.void]:
+    """`count` WATCH records: since when each side has been under pressure or relieved."""
+    raise NotImplementedError
+
+
+def build_intrinsics() -> dict[Any, Any]:
+    """Placeholder -> the numba intrinsic that replaces it; also gives arrays their methods."""
+    import numba
+    from numba import types
+
+    _add_methods()
+    return {
+        request_at: _rows_of("requests", records.REQUEST),
+        instance_at: _rows_of("instances", records.INSTANCE),
+        slot_at: _rows_of("slots", records.SLOT),
+        queue_at: _rows_of("queues", records.QUEUE),
+        pull_at: _rows_of("pulls", records.PULL),
+        key_at: _rows_of("heaps", records.NUMBER),
+        phase_at: _rows_of("phases", records.NUMBER),
+        stage_at: _rows_of("stages", records.TIME),
+        node_at: _rows_of("tree", records.NUMBER),
+        score_at: _rows_of("scores", records.TIME),
+        points: _slices_of("tables", types.float64),
+        scores: _slices_of("scores", types.float64),
+        amounts: _slices_of("scratch", types.float64),
+        scratch: _slices_of("scratch", types.int64),
+        members: _slices_of("members", numba.from_dtype(records.MEMBER), records.MEMBER.itemsize),
+        watch: _slices_of("watch", numba.from_dtype(records.WATCH), records.WATCH.itemsize),
+    }
+
+
+@functools.cache
+def _add_methods() -> None:
+    """Give compiled arrays the methods of `policy.dispatch.ScoreColumn`."""
+    from numba import types
+    from numba.extending import overload_method
+
+    overload_method(types.Array, "find")(lambda scores, slot: lambda scores, slot: scores[slot])
+    overload_method(types.Array, "find_least", strict=False)(lambda scores: find_least)
+
+
+def _rows_of(name: str, dtype: Any) -> Any:
+    """(state, row) -> the record in that row of the array whose address is in field `name`."""
+    import numba
+    from numba import types
+    from numba.extending import intrinsic
+
+    record = numba.from_dtype(dtype)
+
+    @intrinsic
+    def row_at(typing: Any, state: Any, row: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            target = context.get_value_type(signature.return_type)
+            pointer, index = values
+            return _point(context, builder, pointer, index, name, dtype.itemsize, target)
+
+        return record(state, types.int64), generate
+
+    return row_at
+
+
+def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
+    """(state, start, count) -> a view of those items of the array whose address is in `name`."""
+    from numba import types
+    from numba.extending import intrinsic
+    from numba.np.arrayobj import make_array, populate_array
+
+    array_type = types.Array(item, 1, "C")
+
+    @intrinsic
+    def slice_at(typing: Any, state: Any, start: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            pointer, start, count = values
+            size = context.get_constant(types.intp, itemsize)
+            target = context.get_data_type(item).as_pointer()
+            array = make_array(array_type)(context, builder)
+            data = _point(context, builder, pointer, start, name, itemsize, target)
+            populate_array(array, data, [count], [size], size, None)
+            return array._getvalue()
+
+        return array_type(state, types.int64, types.int64), generate
+
+    return slice_at
+
+
+def _point(
+    context: Any, builder: Any, state: Any, row: Any, name: str, itemsize: int, target: Any
+) -> Any:
+    """Emit code for a pointer: the address in field `name` of `state`, plus `row` items."""
+    from numba import types
+
+    word = context.get_value_type(types.int64)
+    fields = records.STATE.fields
+    assert fields
+    field = builder.add(builder.ptrtoint(state, word), word(fields[name][1]))
+    base = builder.load(builder.inttoptr(field, word.as_pointer()))
+    return builder.inttoptr(builder.add(base, builder.mul(row, word(itemsize))), target)

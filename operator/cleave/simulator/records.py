@@ -1,0 +1,130 @@
+"""The state of a running simulation, as flat arrays of records.
+
+Used only by the compiled modules of this package. Numba compiles fast, and the result runs fast,
+only with few simple types. So there is one record type for each noun, a reference is a row number,
+and a list is a chain of row numbers that ends with NONE.
+
+Names in all modules of this package: `r` is the row of a request, `i` of an instance, `s` of a slot
+(one micro-batch of an instance); `request`, `inst` and `slot` are these records, `state` the STATE.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.policy.role_flipping import DECODE as DECODE
+from cleave.policy.role_flipping import MEMBER as MEMBER
+from cleave.policy.role_flipping import MIXED as MIXED
+from cleave.policy.role_flipping import PREFILL as PREFILL
+from cleave.policy.role_flipping import WATCH as WATCH
+
+NONE = -1
+"""No row."""
+
+PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, NUM_COLUMNS = 3, 4, 5, 6, 7
+"""Columns of scores behind those for TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
+
+HAND_OFFS, PROMPTS = 1, 2
+"""Bit flags: which central queues have a new head."""
+
+Record = Any
+"""A row of one of the arrays below; compiled code reads and writes its fields."""
+
+Records = NDArray[np.void]
+
+
+def _dtype(floats: str, integers: str) -> np.dtype[np.void]:
+    fields = [(name, np.float64) for name in floats.split()]
+    return np.dtype(fields + [(name, np.int64) for name in integers.split()])
+
+
+REQUEST = _dtype(
+    "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end",
+    # made: output tokens generated when the request last joined a batch or a queue.
+    # todo, computed: tokens whose KV must be computed (again after a preemption), and is computed.
+    # is_pulled: its KV comes from a prefill instance and has not arrived yet.
+    # end_step: the step of its slot after which it ends.
+    # next: link in a queue, or in a slot's list of prompts; older, younger: links among members.
+    # predicted: output tokens that dispatch and admission assume.
+    # later, earlier: links in the decode instance's list of assigned requests.
+    "predicted later earlier "
+    "prompt output made todo computed is_pulled end_step next older younger "
+    "prefill decode preemptions fate",
+)
+"""One request. Times in ms, nan until reached."""
+
+QUEUE = _dtype("", "head tail size")
+"""Requests linked by `next`."""
+
+SLOT = _dtype(
+    # A leap is a series of decode iterations that is simulated in one event.
+    # first, change: ms of the leap's first iteration, and by how much each later one is longer.
+    # pulls: ms by which transfers that begin with the iteration lengthen it.
+    "begin finish first change pulls",
+    # batch, context: members, and the sum of their contexts in the next decode iteration.
+    # steps: decode iterations completed; passes: iterations in flight (0: the slot is idle).
+    # decodes: whether members take part; oldest, youngest: ends of the list of members.
+    # prompts, last_prompt: list of the prompts that end in the iteration.
+    # fresh: list of the members that have not decoded yet; next: the slot that started after it.
+    # tokens, squares, rows, contexts: what the iteration computes.
+    "batch context steps passes decodes oldest youngest prompts fresh next "
+    "last_prompt tokens squares rows contexts",
+)
+"""One micro-batch of an instance; an instance has as many slots as pipeline stages."""
+
+INSTANCE = _dtype(
+    # Constants of the engine:
+    "prompt_step prompt_square hop hop_token "
+    # next, wake: of its next event and of an idle slot; link: when its transfers are through;
+    # prompt_book, resident_book: what the router counts, in tokens;
+    # learnt*, *_ms: its `policy.queue_model.Queue`; kv_at, kv_area: integral.
+    "next wake link prompt_book resident_book context_book since_ms prompt_ms token_ms "
+    "safe_token_ms learnt_passes learnt_prompts learnt_tokens learnt_inverses learnt_ms "
+    "learnt_rates learnt_squares learnt_last learnt_last_ms turn kv_at kv_area busy",
+    # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
+    # decode there with long outputs, of `booked`; booked_first: the list of these.
+    "requests waiting heavy booked booked_first "
+    "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
+    "prompt_table prompt_points decode_table decode_points context_table context_points "
+    # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
+    # partial: the prompt that is partly computed; window: number of prompts already sorted.
+    "first_slot in_flight oldest newest partial free running window "
+    "kv_tokens kv_peak passes decode_passes batch_peak prompt_tokens decode_tokens preemptions",
+)
+"""One instance."""
+
+PULL = _dtype("time", "order request")
+"""A KV transfer in progress; the array is a heap by (time, order)."""
+
+NUMBER = _dtype("", "value")
+TIME = _dtype("value", "")
+
+STATE = _dtype(
+    # look: ms of the next role-flip check, inf: roles are fixed; wait .. idle: flip thresholds.
+    "dispatch_ms latency token overlapped_token receiver receiver_token now "
+    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta look wait full rise calm idle",
+    # counts, *_pick: the rule of policy.dispatch, is_by_score: whether it takes the least score,
+    # is_deferred: whether requests wait centrally instead; offered: central queues that have
+    # another head; is_foretold: outputs are predicted, not known.
+    "whole_below counts prefill_pick decode_pick is_by_score is_deferred overlap_from is_shared "
+    "is_foretold first_by_decode has_prefill "
+    "has_decode random turn num_pulls pull_order offered events max_events "
+    "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
+    "max_stages min_prefill min_decode num_flips "
+    # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
+    # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
+    # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
+    # max_block): members by when they next need a block, see `kv_blocks`. stages (instance,
+    # max_stages): when each is free. tables: points of all latency models. scores (column,
+    # instance): what policy.dispatch compares. tree: tournament over the instances' next events,
+    # the winner at 1, instance i at num_leaves + i.
+    # scratch: two numbers for each request and one more.
+    # members, watch: what policy.pooling looks at.
+    "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
+    "watch",
+)
+"""Everything that a simulation reads and writes."""
+
+State = Record
+"""The row of STATE."""

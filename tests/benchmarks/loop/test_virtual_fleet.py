@@ -1,0 +1,44 @@
+"""A world whose plan changes: looks tell what was, whatever comes later."""
+
+import numpy as np
+import pytest
+
+from cleave.planner.replan.replay import Running
+
+
+@pytest.fixture
+def world(module):
+    days, following = module("days"), module("following")
+    problem = days.ask(days.DAYS["small"][0])
+    fleet = following.to_fleet(problem, Running(pools(2, 2)))
+    trace = days.draw(days.DAYS["small"][:2], 60.0, seed=3)
+    return module("world").World(trace, problem.slo, fleet)
+
+
+def pools(prefill: int, decode: int):
+    from cleave.api.role import Role
+    from cleave.planner.plan import EMULATED_GPU, PlannedPool
+
+    return tuple(
+        PlannedPool(role, count, gpu=EMULATED_GPU)
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+    )
+
+
+def test_a_look_ahead_shows_what_a_look_at_that_moment_does(world) -> None:
+    early = list(world.look(0.0, 30.0))
+    world._ahead = None
+    later = list(world.look(0.0, 105.0))
+    assert later[:2] == early
+    assert sum(each.num_requests for each in early) > 100
+
+
+def test_who_came_before_a_change_ends_on_the_instances_of_then(world, module) -> None:
+    days, following = module("days"), module("following")
+    alone = world.close(60.0)
+    problem = days.ask(days.DAYS["small"][0])
+    world.change(following.to_fleet(problem, Running(pools(4, 4))), 60.0)
+    both = world.close(120.0)
+    assert np.array_equal(both.met[: len(alone.met)], alone.met)
+    assert np.all(both.arrival_s[: len(alone.met)] < 60.0)
+    assert len(both.met) == len(world.trace)

@@ -1,0 +1,54 @@
+"""What `cleave plan --explain` says of a loss."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from cleave.api.deployment import Slo
+from cleave.cli.planning.explanation import explain
+from cleave.perf.confidence import Basis, Trust
+from cleave.planner.plan import Answer, Percentiles, Plan, Prediction, Verdict
+from cleave.planner.scaling_law import growth
+from cleave.planner.scaling_law.aladdin import ScalingError
+from cleave.planner.search.candidate_placement import planned_pools
+
+from tests.support.known_problems import Kind, chat, nodes, of_size, problem, split
+
+
+def explained(gpu: str) -> str:
+    kinds = ((gpu, Kind()),)
+    supplies = (nodes(gpu=gpu),)
+    question = problem(chat(8.0), Slo(ttft_ms=1000, tpot_ms=60), supplies=supplies, kinds=kinds)
+    single = of_size(question)
+    tpot = Percentiles(30.0, 30.0, 30.0)
+    trust = Trust(Basis.FITTED, "DistServe's coefficients", None)
+    seen = Prediction(8.0, (8.0, 8.0), 0.9, tpot, tpot, 1.0, 1.0, trust)
+    plan = Plan(planned_pools(split(question, single, 2, single, 1)), seen, "Algorithm 1", 1.0)
+    answer = Answer(Verdict.DISAGGREGATE, plan, (), "", "", None, (), 1, 1, 0.1)
+    page = io.StringIO()
+    explain(Console(file=page, width=1000), question, answer)
+    return page.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _no_simulation(monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ScalingError("not asked here")
+
+    monkeypatch.setattr(growth, "growth", refuse)
+
+
+def test_a_loss_is_told_anew_and_from_checkpoints_with_what_those_take() -> None:
+    anew, restored, pays = (
+        next(line for line in explained("A100-SXM-80GB").splitlines() if text in line)
+        for text in ("recomputed", "from checkpoints", "save GPU time")
+    )
+    assert anew.startswith("recovery")
+    assert "where its prompt is still cached; all of an instance" in anew
+    assert "GB/s of each GPU's link" in restored
+    assert "only if an instance is lost at least every" in pays
+
+
+def test_of_unknown_gpus_nothing_is_told_of_losses() -> None:
+    assert "recovery" not in explained("unheard-of")

@@ -1,0 +1,240 @@
+"""`cleave plan`: what is printed, what is written, and with which exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cleave import distribution
+from cleave.api.manifest import load, validate
+from cleave.cli.main import app
+from cleave.cli.planning.inputs import Overrides, overridden
+from cleave.planner import plan_search
+
+MANIFEST = """\
+apiVersion: cleave.dev/v1alpha1
+kind: LLMDeployment
+metadata: {name: chat}
+spec:
+  model: facebook/opt-13b
+  slo: {ttftMs: 400, tpotMs: 40}
+  workload: {rate: 4, promptTokens: {mean: 300, p90: 600}, outputTokens: {mean: 60, p90: 120}}
+  planning: {maxGPUs: 4}
+  engine: {type: Emulated}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(MANIFEST)
+    return path
+
+
+@pytest.fixture
+def said(monkeypatch, answer):
+    """The planner's answers, replaced by one made by hand."""
+    questions = []
+
+    def told(reply=answer):
+        def plan(problem, progress=None):
+            questions.append(problem)
+            if progress:
+                progress(1, 2, "half-way")
+            return reply
+
+        monkeypatch.setattr(plan_search, "plan", plan)
+        return questions
+
+    return told
+
+
+def run(cli: CliRunner, file: Path, *options: str):
+    return cli.invoke(app, ["plan", "-f", str(file), *options])
+
+
+def test_the_verdict_comes_first_and_the_selected_plan_is_marked(cli, file, said, answer) -> None:
+    said()
+    done = run(cli, file)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("disaggregate: 2 prefill instances, each on 2 x A100-SXM-80GB")
+    assert lines[1] == answer.reason
+    (marked,) = [line for line in lines if line.lstrip().startswith("*")]
+    shown = "2P tp2 + 1D tp2 6 9.40 1.57 99.9 % 111/240/533 20.7/28.8/43.6 10.8 fitted"
+    assert " ".join(marked.split()[1:]) == shown
+    assert answer.what_would_change in lines
+    assert f"warning: {answer.warnings[0]}" in lines
+
+
+def test_as_many_plans_are_shown_as_asked(cli, file, said) -> None:
+    said()
+    rows = [line for line in run(cli, file, "--top", "2").stdout.splitlines() if "fitted" in line]
+    assert len(rows) == 2
+    assert len(json.loads(run(cli, file, "--top", "2", "-o", "json").stdout)["alternatives"]) == 1
+
+
+def test_json_holds_aladdins_laws_where_explanations_are_asked_for(cli, file) -> None:
+    told = json.loads(run(cli, file, "-o", "json", "--explain").stdout)
+    assert told["aladdin"]["workers"]["k5"] > 0
+    assert "aladdin" not in json.loads(run(cli, file, "-o", "json").stdout)
+
+
+def test_wide_adds_interval_limits_algorithm_and_source(cli, file, said) -> None:
+    said()
+    wide = run(cli, file, "-o", "wide").stdout
+    for text in ("9.12-9.59", "256/8192 256/8192", "Algorithm 2", "4.1 % off on average", "2.4 kW"):
+        assert text in wide
+        assert text not in run(cli, file).stdout
+
+
+def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> None:
+    told = run(cli, file.with_name("plan.yaml"), "--explain", "--slo-tpot", "22").stdout
+    facts = dict(line.split(maxsplit=1) for line in told.splitlines() if line[:1].isalpha())
+    assert facts["input"].startswith(
+        "opt-13b, 4.00 req/s, 90 % within TTFT 400 ms and TPOT 22.0 ms"
+    )
+    assert "P90 6" in facts["prompts"]
+    assert facts["machines"].startswith("1 x 4 emulated GPU; at most 4 GPUs in use")
+    assert facts["network"].startswith("InfiniBand, about 200 Gbit/s")
+    assert facts["prefill"].startswith("batches as vLLM does today, at most 256 requests")
+    assert "(DistServe, Eq. 1-2)" in told
+    assert "rounded up, times 1P tp1 + 2D tp1" in told
+    assert "best for decode: 1 x emulated GPU" in told
+    assert "distserve/opt-13b/tp1" in facts["latency"]
+
+
+def test_yaml_is_a_manifest_that_can_be_applied_with_the_plan_as_its_placement(
+    cli, file, said, answer
+) -> None:
+    said()
+    document = yaml.safe_load(run(cli, file, "-o", "yaml").stdout)
+    planned = validate(document)
+    assert [(p.role, p.replicas) for p in planned.spec.placement.manual] == [
+        ("prefill", 2),
+        ("decode", 1),
+    ]
+    assert planned.spec.workload == load(file).spec.workload
+    assert planned.status.plan.predicted.goodput == answer.selected.prediction.goodput
+    assert len(planned.status.plan.alternatives) == 3
+
+
+def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, infeasible) -> None:
+    said(infeasible)
+    done = run(cli, file)
+    assert done.exit_code == 1
+    first = done.stdout.splitlines()[0]
+    assert first == "infeasible: no plan meets TTFT 20 ms; nearest SLO that holds is TTFT 180 ms"
+    held = json.loads(run(cli, file, "-o", "json").stdout)
+    assert (held["verdict"], held["selected"]) == ("Infeasible", None)
+    assert "placement" not in yaml.safe_load(run(cli, file, "-o", "yaml").stdout)["spec"]
+
+
+def test_only_a_terminal_sees_the_progress_bar(cli, file, said) -> None:
+    said()
+    assert run(cli, file, "-o", "json").stderr == ""
+
+
+def test_the_question_may_differ_from_the_file(cli, file, said) -> None:
+    questions = said()
+    run(cli, file, "--rate", "9", "--slo-ttft", "250", "--slo-tpot", "30", "--seed", "5")
+    (problem,) = questions
+    assert (problem.rate, problem.slo.ttft_ms, problem.slo.tpot_ms) == (9, 250, 30)
+    assert (problem.slo.attainment, problem.seed) == (0.9, 5)
+
+
+def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_path) -> None:
+    stated = load(MANIFEST.replace("rate: 4", "rate: 4, burstiness: 2"))
+    asked = overridden(stated, Overrides(trace=tmp_path / "t.csv", rate=3))
+    traffic = asked.spec.workload
+    assert (traffic.trace.path, traffic.rate) == (str(tmp_path / "t.csv"), 3)
+    assert (traffic.prompt_tokens, traffic.burstiness) == (None, 2)
+    replayed = overridden(stated, Overrides(trace=tmp_path / "t.csv"))
+    assert replayed.spec.workload.burstiness is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "fault"),
+    [
+        ("ttftMs: 400", "ttftMs: -1", (), "spec.slo.ttftMs: must be > 0"),
+        ("type: Emulated", "type: vLLM", (), "--cluster: is required"),
+        ("  workload:", "  # workload:", (), "spec.workload: required"),
+        ("", "", ("--rate", "0"), "--rate: must be > 0"),
+        ("", "", ("--slo-ttft", "-1"), "--slo-ttft: must be > 0"),
+        ("", "", ("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),
+        ("", "", ("--trace", "/absent.csv"), "spec.workload: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(cli, file, said, old, new, options, fault) -> None:
+    said()
+    file.write_text(MANIFEST.replace(old, new) if old else MANIFEST)
+    done = run(cli, file, *options)
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2
+    assert line.startswith(f"error: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fault"),
+    [
+        ("nodes: [{gpu: A100-SXM-80GB, gpusPerNode: 0}]", "nodes[0].gpusPerNode: must be >= 1"),
+        ("nodes: []", "nodes: must have at least 1 entry"),
+        ("nodes: [{gpu: A100-SXM-80GX}]", "nodes[0].gpu: unknown GPU 'A100-SXM-80GX'"),
+        ("nodes: [{gpu: H100}]\nprofiles: [gone.yaml]", "profiles[0]: "),
+        ("- 1", "must be an object"),
+    ],
+)
+def test_a_faulty_cluster_is_one_line_and_exit_code_2(cli, file, tmp_path, cluster, fault) -> None:
+    machines = tmp_path / "cluster.yaml"
+    machines.write_text(cluster)
+    done = run(cli, file, "--cluster", str(machines))
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2
+    assert line.startswith(f"error: {fault}")
+
+
+def test_a_model_that_nothing_describes_is_one_line_and_exit_code_2(cli, file, tmp_path) -> None:
+    machines = tmp_path / "cluster.yaml"
+    machines.write_text("nodes: [{gpu: H100}]")
+    file.write_text(MANIFEST.replace("facebook/opt-13b", "nobody/knows-this"))
+    done = run(cli, file, "--cluster", str(machines))
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2
+    assert line.startswith("error: spec.model")
+
+
+def test_a_real_search_plans_emulated_engines_and_writes_the_page(cli, file, tmp_path) -> None:
+    report = tmp_path / "plan.html"
+    done = run(cli, file, "-o", "json", "--report", str(report))
+    assert done.exit_code == 0, done.stderr
+    held = json.loads(done.stdout)
+    chosen = held["selected"]
+    assert chosen["predicted"]["attainment"] >= 0.9
+    assert chosen["gpus"] <= 4
+    page = report.read_text()
+    assert "Plan for chat - Cleave" in page
+    assert "the emulated engine" in page
+
+
+def test_a_page_that_cannot_be_written_is_said_before_the_search(cli, file, said) -> None:
+    questions = said()
+    done = run(cli, file, "--report", "/absent/folder/plan.html")
+    assert (done.exit_code, questions) == (2, [])
+    fault = "--report /absent/folder/plan.html: folder /absent/folder does not exist"
+    assert done.stderr == f"error: {fault}\n"
+
+
+def test_a_folder_is_no_file_for_a_page(cli, file, tmp_path) -> None:
+    done = run(cli, file, "--report", str(tmp_path))
+    assert done.exit_code == 1
+    assert done.stderr == f"error: {tmp_path} cannot be written: Is a directory\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_without_the_planner_the_remedy_is_one_line(cli, file, monkeypatch, command) -> None:
+    monkeypatch.setattr(distribution, "missing", list)
+    done = cli.invoke(app, [command, "-f", str(file)])
+    assert done.exit_code == 1
+    assert done.stderr == f"error: 'cleave {command}' needs the extra \"planner\": make setup\n"

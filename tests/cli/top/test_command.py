@@ -1,0 +1,213 @@
+"""`cleave top` in front of a gateway that answers from a script."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from typer.testing import CliRunner
+
+from cleave.cli.main import app
+from cleave.gateway.metrics.gateway_metrics import Collector, Metrics, Slo
+from cleave.local import state
+from cleave.local.state import Snapshot
+from cleave.rpc.fleet_status import FleetPage, Instance
+
+COMMAND = [sys.executable, "-m", "cleave.cli.main", "top"]
+FLEET = FleetPage(
+    (
+        Instance("chat-prefill-0", "chat", "m", role="prefill", home="prefill", state="ready"),
+        Instance("chat-decode-0", "chat", "m", role="mixed", home="decode", state="ready"),
+    )
+)
+PATIENCE_S = 30
+
+
+class Gateway:
+    """Counts an answer at each look."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics(Slo(0.4, 0.04))
+        registry = CollectorRegistry()
+        registry.register(Collector(self.metrics))
+        ProcessCollector(registry=registry)
+        self.pages = {"/fleet": lambda: msgspec.json.encode(FLEET), "/metrics": self._tell}
+        self._registry = registry
+        self._port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def _tell(self) -> bytes:
+        self.metrics.requests["m", "ok"] += 1
+        self.metrics.attained["m", ""] += 1
+        self.metrics.models["m"].ttft["prefill"].observe(0.15)
+        return generate_latest(self._registry)
+
+    def start(self) -> None:
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = gateway.pages.get(self.path)
+                body = page() if page else b"no such path"
+                self.send_response(200 if page else 404)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    gateway = Gateway()
+    yield gateway
+    gateway.stop()
+
+
+def test_once_is_one_table_with_what_happened_between_two_looks(
+    cli: CliRunner, gateway: Gateway
+) -> None:
+    done = cli.invoke(app, ["top", "--gateway", gateway.url, "--once", "--interval", "0.2"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("chat  m\n")
+    assert done.stdout.count("INSTANCE") == 1
+    lines = [line.split() for line in done.stdout.splitlines()]
+    window = lines[lines.index(next(line for line in lines if line[:1] == ["WINDOW"])) + 1]
+    assert (window[4], window[6]) == ("100.0%", "150")
+    assert ["chat-decode-0", "decode→mixed"] in [line[:2] for line in lines]
+
+
+def test_programs_get_an_object(cli: CliRunner, gateway: Gateway) -> None:
+    asked = ["top", "chat", "--gateway", f"{gateway.url}/", "--once", "--interval", "0.2"]
+    done = cli.invoke(app, [*asked, "-o", "json"])
+    assert done.exit_code == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    told = json.loads(line)
+    assert told["deployments"] == ["chat"]
+    assert told["slo"] == {"ttft_ms": 400, "tpot_ms": 40}
+    assert told["minute"]["slo_attainment"] == 1.0
+    assert told["minute"]["tpot_p50_ms"] is None
+    assert [each["home"] for each in told["instances"]] == ["prefill", "decode"]
+
+
+def test_of_a_deployment_on_this_machine_the_gateway_is_known(
+    cli: CliRunner, gateway: Gateway
+) -> None:
+    folder = state.folder("chat")
+    with folder.lock():
+        folder.write(Snapshot("chat", os.getpid(), "http://127.0.0.1:1"))
+        done = cli.invoke(app, ["top", "--once"])
+        assert (done.exit_code, "try again" in done.stderr) == (1, True)
+        folder.write(Snapshot("chat", os.getpid(), "http://127.0.0.1:1", internal_url=gateway.url))
+        done = cli.invoke(app, ["top", "--once", "--interval", "0.2"])
+    assert (done.exit_code, done.stdout.startswith("chat  m\n")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 1, "no deployments running on this machine"),
+        (["chat"], 1, "chat is not running on this machine"),
+        (
+            ["--gateway", "127.0.0.1:8081"],
+            2,
+            "--gateway 127.0.0.1:8081: must be a URL such as http://",
+        ),
+        (["--gateway", "https://g:8081"], 2, "must be a URL such as http://"),
+        (["--gateway", "http://g:port"], 2, "must be a URL such as http://"),
+        (["--gateway", "http://127.0.0.1:9"], 1, "gateway at http://127.0.0.1:9: "),
+    ],
+)
+def test_what_cannot_be_watched_is_a_line_and_a_code(
+    cli: CliRunner, arguments: list[str], code: int, said: str
+) -> None:
+    done = cli.invoke(app, ["top", "--once", *arguments])
+    assert (done.exit_code, len(done.stderr.splitlines())) == (code, 1)
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+
+
+def test_the_port_of_clients_is_told_apart(cli: CliRunner, gateway: Gateway) -> None:
+    del gateway.pages["/fleet"]
+    done = cli.invoke(app, ["top", "--gateway", gateway.url])
+    assert done.exit_code == 1
+    assert "/fleet answers 404; --gateway needs its internal port, 8081" in done.stderr
+
+
+def test_another_server_and_another_deployment_are_told(cli: CliRunner, gateway: Gateway) -> None:
+    done = cli.invoke(app, ["top", "llama", "--gateway", gateway.url])
+    assert (done.exit_code, "serves chat, not llama" in done.stderr) == (1, True)
+    gateway.pages["/metrics"] = lambda: b"<html>"
+    done = cli.invoke(app, ["top", "--gateway", gateway.url])
+    assert done.exit_code == 1
+    assert "not that of a gateway: not a page of metrics" in done.stderr
+
+
+def test_a_gateway_may_go_away_and_come_back(gateway: Gateway) -> None:
+    command = [*COMMAND, "--gateway", gateway.url, "--interval", "0.2", "-o", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+        try:
+            assert top.stdout is not None
+            looks = (json.loads(line) for line in top.stdout)
+            assert next(look for look in looks if look["now"])["fault"] is None
+            gateway.stop()
+            gone = next(look for look in looks if look["fault"])
+            assert len(gone["instances"]) == 2, "what it said last"
+            gateway.start()
+            assert next(look for look in looks if not look["fault"])["minute"]
+            top.send_signal(signal.SIGINT)
+            assert top.wait(PATIENCE_S) == 130
+        finally:
+            top.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_terminal_is_left_as_it_was(
+    gateway: Gateway, number: signal.Signals, tmp_path: Path
+) -> None:
+    ours, its = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "CLEAVE_STATE_DIR": str(tmp_path)}
+    command = [*COMMAND, "--gateway", gateway.url, "--interval", "0.2"]
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment) as top:
+        os.close(its)
+        try:
+            seen = read_until(ours, b"", b"chat-decode-0")
+            assert b"\x1b[?1049h" in seen, "a screen of its own"
+            top.send_signal(number)
+            seen = read_until(ours, seen, b"\x1b[?1049l")
+            assert top.wait(PATIENCE_S) == 130
+            seen = read_until(ours, seen, b"\x1b[?25h")
+            assert b"Traceback" not in seen
+        finally:
+            top.kill()
+            os.close(ours)
+
+
+def read_until(terminal: int, seen: bytes, wanted: bytes) -> bytes:
+    while wanted not in seen:
+        assert select.select([terminal], [], [], PATIENCE_S)[0], f"not shown: {wanted!r}"
+        seen += os.read(terminal, 1 << 16)
+    return seen

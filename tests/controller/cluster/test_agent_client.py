@@ -1,0 +1,87 @@
+"""Orders to agents, by way of a real connection."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from cleave.api.role import Role
+from cleave.controller.cluster.agent_client import AgentError, set_home
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+
+class Agent(agent_pb2_grpc.AgentServicer):
+    """Takes newer orders; `outruns` times somebody else is faster."""
+
+    def __init__(self, outruns: int = 0) -> None:
+        self.stated = agent_pb2.Registration(
+            role=agent_pb2.ROLE_MIXED, home=agent_pb2.ROLE_DECODE, epoch=4, boot_id="b"
+        )
+        self.outruns = outruns
+        self.orders: list[agent_pb2.SetRoleRequest] = []
+
+    async def Health(self, request, context):  # noqa: N802
+        return agent_pb2.HealthResponse(registration=self.stated)
+
+    async def SetRole(self, request, context):  # noqa: N802
+        self.orders.append(request)
+        if self.outruns:
+            self.outruns -= 1
+            self.stated.epoch += 1
+        if request.epoch <= self.stated.epoch:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "epoch is not newer")
+        return agent_pb2.SetRoleResponse()
+
+
+class Served:
+    """An agent that listens."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.server = grpc.aio.server()
+        agent_pb2_grpc.add_AgentServicer_to_server(agent, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+
+@pytest.fixture
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    made = Served(Agent(getattr(request, "param", 0)))
+    await made.server.start()
+    yield made
+    await made.server.stop(0)
+
+
+async def test_the_order_is_lasting_and_newer_than_the_agents_own(served: Served) -> None:
+    await set_home(served.address, Role.PREFILL)
+    (order,) = served.agent.orders
+    assert (order.role, order.epoch, order.lasting) == (agent_pb2.ROLE_PREFILL, 5, True)
+
+
+async def test_an_agent_that_is_at_home_there_is_told_nothing(served: Served) -> None:
+    await set_home(served.address, Role.DECODE)
+    assert not served.agent.orders
+
+
+@pytest.mark.parametrize("served", [1], indirect=True)
+async def test_an_order_that_was_outrun_is_given_once_more(served: Served) -> None:
+    await set_home(served.address, Role.PREFILL)
+    assert [order.epoch for order in served.agent.orders] == [5, 6]
+
+
+@pytest.mark.parametrize("served", [9], indirect=True)
+async def test_an_agent_that_keeps_refusing_is_left_alone(served: Served) -> None:
+    with pytest.raises(AgentError, match="epoch is not newer"):
+        await set_home(served.address, Role.PREFILL)
+    assert len(served.agent.orders) == 2
+
+
+async def test_an_agent_with_the_last_epoch_there_is_is_told_nothing(served: Served) -> None:
+    served.agent.stated.epoch = 2**64 - 1
+    with pytest.raises(AgentError, match=r"epoch exhausted .*; delete the pod"):
+        await set_home(served.address, Role.PREFILL)
+    assert not served.agent.orders
+
+
+async def test_an_agent_that_is_not_there_is_an_error_of_one_line() -> None:
+    with pytest.raises(AgentError, match=r"^agent 127\.0\.0\.1:1: .+"):
+        await set_home("127.0.0.1:1", Role.PREFILL)

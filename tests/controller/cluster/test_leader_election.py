@@ -1,0 +1,140 @@
+"""The election: one writes at a time, and another takes over when it falls silent."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from cleave.controller.cluster.client import ApiError
+from cleave.controller.cluster.leader_election import Leader
+from cleave.manifests.labels import Manifest
+
+from tests.support.doubles import Clock
+
+
+class Leases:
+    """The API server as far as one Lease goes."""
+
+    def __init__(self) -> None:
+        self.lease: Manifest | None = None
+        self.down = False
+        self.writes = 0
+
+    async def get(self, _kind: str, _namespace: str, _name: str, **_: Any) -> Manifest:
+        self._must_be_up()
+        if self.lease is None:
+            raise ApiError(404, "NotFound", "no lease")
+        return copy.deepcopy(self.lease)
+
+    async def request(self, method: str, _path: str, *, body: Manifest, **_: Any) -> Manifest:
+        self._must_be_up()
+        version = body["metadata"].get("resourceVersion")
+        known = self.lease["metadata"]["resourceVersion"] if self.lease else None
+        if (method == "POST") != (self.lease is None) or version != known:
+            raise ApiError(409, "Conflict", "changed")
+        self.writes += 1
+        meta = {**body["metadata"], "resourceVersion": str(self.writes)}
+        self.lease = copy.deepcopy({**body, "metadata": meta})
+        return self.lease
+
+    def _must_be_up(self) -> None:
+        if self.down:
+            raise ApiError(0, "Unreachable", "down")
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+def candidate(name: str, leases: Leases, clock: Clock) -> Leader:
+    return Leader(leases, "cleave", "operator", name, clock=clock)  # type: ignore[arg-type]
+
+
+async def test_the_first_one_leads_and_the_second_waits(leases: Leases, clock: Clock) -> None:
+    one, two = (candidate(name, leases, clock) for name in ("one", "two"))
+    await one._try()
+    await two._try()
+    assert (one.is_leading, two.is_leading) == (True, False)
+    assert one.elected.is_set()
+    assert leases.lease
+    assert leases.lease["spec"]["holderIdentity"] == "one"
+
+
+async def test_a_silent_leader_stops_before_another_takes_over(
+    leases: Leases, clock: Clock
+) -> None:
+    one, two = (candidate(name, leases, clock) for name in ("one", "two"))
+    await one._try()
+    led_together = False
+    took_over_s = None
+    for _ in range(100):
+        await two._try()
+        led_together |= one.is_leading and two.is_leading
+        if two.is_leading and took_over_s is None:
+            took_over_s = clock.now_s
+        clock.now_s += 0.1
+    assert not led_together
+    assert took_over_s is not None
+    assert 4.0 <= took_over_s - 100.0 <= 4.5
+
+
+async def test_renewals_keep_the_others_waiting(leases: Leases, clock: Clock) -> None:
+    one, two = (candidate(name, leases, clock) for name in ("one", "two"))
+    for _ in range(30):
+        await one._try()
+        await two._try()
+        clock.now_s += 1.0
+        assert one.is_leading
+        assert not two.is_leading
+
+
+async def test_who_resigns_is_followed_at_once(leases: Leases, clock: Clock) -> None:
+    one, two = (candidate(name, leases, clock) for name in ("one", "two"))
+    await one._try()
+    await one.resign()
+    await two._try()
+    assert (one.is_leading, two.is_leading) == (False, True)
+    assert leases.lease
+    assert leases.lease["spec"]["leaseTransitions"] == 2
+
+
+async def test_nobody_writes_while_the_api_server_is_away_and_the_leader_goes_on_after(
+    leases: Leases, clock: Clock
+) -> None:
+    one = candidate("one", leases, clock)
+    await one._try()
+    leases.down = True
+    clock.now_s += 3.0
+    await one._try()
+    assert not one.is_leading
+    leases.down = False
+    await one._try()
+    assert one.is_leading
+
+
+async def test_two_that_see_the_same_free_lease_do_not_both_get_it(
+    leases: Leases, clock: Clock
+) -> None:
+    one, two = (candidate(name, leases, clock) for name in ("one", "two"))
+    await one._try()
+    await one.resign()
+    seen = await leases.get("Lease", "", "")
+    await two._put(two._lease(seen))
+    with pytest.raises(ApiError, match="409"):
+        await one._put(one._lease(seen))
+
+
+async def test_a_writer_that_was_slow_counts_from_before_it_asked(
+    leases: Leases, clock: Clock
+) -> None:
+    class Slow(Leases):
+        async def request(self, *args: Any, **options: Any) -> Manifest:
+            clock.now_s += 2.5
+            return await super().request(*args, **options)
+
+    one = candidate("one", Slow(), clock)
+    await one._try()
+    assert one.is_leading
+    clock.now_s += 0.6
+    assert not one.is_leading

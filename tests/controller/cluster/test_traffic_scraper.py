@@ -1,0 +1,134 @@
+"""Windows of traffic from gateways' pages: bounded, and whatever the gateways do."""
+
+import asyncio
+
+import pytest
+
+from cleave.controller.cluster.traffic_scraper import LATELY, MOST_WINDOWS, Counting
+from cleave.rpc import http_client
+
+PERIOD_S = 15.0
+GATEWAYS = ("10.0.0.1", "fd00::1")
+
+
+class Gateways:
+    """Pages by URL; none: does not answer."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.requests = {"http://10.0.0.1:8081/metrics": 0, "http://[fd00::1]:8081/metrics": 0}
+        self.under_way = self.most = 0
+
+    async def fetch(self, url: str) -> str:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        await asyncio.sleep(0)
+        self.under_way -= 1
+        if url not in self.requests:
+            raise http_client.HttpError("refused")
+        count = self.requests[url]
+        return (
+            f'cleave_gateway_requests_total{{model="m",outcome="ok"}} {count}\n'
+            "process_start_time_seconds 7\n"
+        )
+
+
+@pytest.fixture
+def gateways() -> Gateways:
+    return Gateways()
+
+
+@pytest.fixture
+def counting(gateways: Gateways) -> Counting[str]:
+    return Counting(lambda: gateways.now_s, gateways.fetch)
+
+
+async def turn(counting: Counting[str], gateways: Gateways, more: int = 0) -> bool:
+    gateways.now_s += PERIOD_S
+    for url in gateways.requests:
+        gateways.requests[url] += more
+    return await counting.look("chat", GATEWAYS)
+
+
+async def test_two_looks_make_a_window_of_all_gateways(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    assert not await turn(counting, gateways, 100)
+    assert counting.lately("chat") is None
+    assert await turn(counting, gateways, 30)
+    (window,) = counting.windows("chat")
+    assert (window.num_requests, window.length_s, window.rate) == (60, PERIOD_S, 4)
+
+
+async def test_a_gateway_that_does_not_answer_holds_the_window_open(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    await turn(counting, gateways)
+    silent = gateways.requests.pop("http://[fd00::1]:8081/metrics")
+    assert not await turn(counting, gateways, 30)
+    gateways.requests["http://[fd00::1]:8081/metrics"] = silent + 30
+    assert await turn(counting, gateways, 0)
+    (window,) = counting.windows("chat")
+    assert (window.num_requests, window.length_s) == (60, 2 * PERIOD_S)
+
+
+async def test_a_page_of_something_else_is_no_answer(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    async def fetch(_: str) -> str:
+        return "<html>"
+
+    other: Counting[str] = Counting(lambda: gateways.now_s, fetch)
+    assert not await turn(other, gateways)
+    assert not await turn(other, gateways)
+    assert other.windows("chat") == ()
+
+
+async def test_the_last_minute_is_told_and_a_bounded_number_of_windows_kept(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    for _ in range(MOST_WINDOWS + 9):
+        await turn(counting, gateways, 15)
+    assert len(counting.windows("chat")) == MOST_WINDOWS
+    lately = counting.lately("chat")
+    assert lately is not None
+    assert (lately.length_s, lately.rate) == (LATELY * PERIOD_S, 2)
+    gateways.now_s += 100
+    assert counting.lately("chat") is None
+    counting.forget("chat")
+    assert counting.windows("chat") == ()
+
+
+async def test_what_was_counted_long_ago_is_forgotten(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    for _ in range(3):
+        await turn(counting, gateways, 15)
+    gateways.now_s += 3600
+    assert not await turn(counting, gateways, 15)
+    assert counting.windows("chat") == ()
+    assert await turn(counting, gateways, 15)
+
+
+async def test_few_pages_are_under_way_at_a_time(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    keys = [f"chat-{number}" for number in range(50)]
+    await asyncio.gather(*(counting.look(key, GATEWAYS) for key in keys))
+    assert gateways.most <= 16
+
+
+async def test_it_has_been_quiet_since_the_last_request(
+    counting: Counting[str], gateways: Gateways
+) -> None:
+    assert counting.quiet_s("chat") == 0
+    await turn(counting, gateways)
+    for _ in range(3):
+        await turn(counting, gateways)
+    assert counting.quiet_s("chat") == 3 * PERIOD_S
+    await turn(counting, gateways, 1)
+    assert counting.quiet_s("chat") == 0
+    await turn(counting, gateways)
+    assert counting.quiet_s("chat") == PERIOD_S
+    counting.stir("chat")
+    assert counting.quiet_s("chat") == 0

@@ -1,0 +1,349 @@
+"""Reconcile of a deployment: exact actions."""
+
+from dataclasses import replace
+from typing import Any
+
+from cleave.api.deployment import Fallback, LLMDeployment
+from cleave.api.pool import InstancePool, ReplicasOwner
+from cleave.api.role import Role
+from cleave.controller.cluster.actions import (
+    Action,
+    Apply,
+    Ask,
+    Delete,
+    Emit,
+    PatchStatus,
+    SetFinalizers,
+)
+from cleave.controller.cluster.inventory import inventory
+from cleave.controller.cluster.objects import ObservedChild, ObservedPod
+from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.manifests.labels import Manifest
+from cleave.rpc.fleet_status import Instance, KvPath
+
+from tests.support.fake_cluster import by_hand, chat
+
+NOW_S = 1_000_000.0
+FIXED = ["chat-discovery", "chat-discovery", "chat-workers", "chat", "chat-gateway", "chat-gateway"]
+
+
+def deployment(deleted: str = "", finalizers: tuple[str, ...] = ("cleave.dev/drain",), **spec: Any):
+    made = chat(**{"placement": by_hand(prefill=1, decode=2), **spec})
+    meta = {**made["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
+    meta["finalizers"] = list(finalizers)
+    if deleted:
+        meta["deletionTimestamp"] = deleted
+    return LLMDeployment.model_validate({**made, "metadata": meta})
+
+
+def view(asked: LLMDeployment, **fields: Any) -> DeploymentView:
+    return DeploymentView(asked, inventory([]), NOW_S, **fields)
+
+
+def names(actions: list[Action], kind: str = "") -> list[str]:
+    return [
+        each.manifest["metadata"]["name"]
+        for each in actions
+        if isinstance(each, Apply) and kind in ("", each.manifest["kind"])
+    ]
+
+
+def pool(manifest: Manifest, **spec: Any) -> InstancePool:
+    meta = {**manifest["metadata"], "uid": f"p-{manifest['metadata']['name']}"}
+    meta |= {"resourceVersion": "9"}
+    whole = {**manifest, "metadata": meta, "spec": {**manifest["spec"], **spec}}
+    return InstancePool.model_validate(whole)
+
+
+def made_pools(asked: LLMDeployment, **spec: Any) -> tuple[InstancePool, ...]:
+    applied = [e.manifest for e in reconcile(view(asked)) if isinstance(e, Apply)]
+    return tuple(pool(each, **spec) for each in applied if each["kind"] == "InstancePool")
+
+
+def pods(pools: tuple[InstancePool, ...], ready: bool = True) -> tuple[ObservedPod, ...]:
+    return tuple(
+        ObservedPod(
+            name=f"{each.name}-{number}",
+            uid=f"i-{each.name}-{number}",
+            role=each.spec.role,
+            revision=each.spec.revision,
+            ready=ready,
+            pool=each.name,
+        )
+        for each in pools
+        for number in range(each.spec.replicas)
+    )
+
+
+def status_of(actions: list[Action]) -> Manifest:
+    (written,) = [each.status for each in actions if isinstance(each, PatchStatus)]
+    return written
+
+
+def condition(actions: list[Action], kind: str) -> tuple[str, str]:
+    found = next(c for c in status_of(actions)["conditions"] if c["type"] == kind)
+    return found["status"], found["reason"]
+
+
+def rollouts(actions: list[Action]) -> dict[str, dict[str, int] | None]:
+    applied = [e.manifest for e in actions if isinstance(e, Apply)]
+    return {
+        each["metadata"]["name"]: each["spec"].get("rollout")
+        for each in applied
+        if each["kind"] == "InstancePool"
+    }
+
+
+def test_first_of_all_a_deployment_is_kept_from_going_without_a_drain() -> None:
+    action, *_ = reconcile(view(deployment(finalizers=())))
+    assert isinstance(action, SetFinalizers)
+    assert action.finalizers == ("cleave.dev/drain",)
+
+
+def test_everything_is_made_in_one_go_and_told_first() -> None:
+    actions = reconcile(view(deployment()))
+    assert isinstance(actions[0], PatchStatus)
+    assert names(actions) == [*FIXED, "chat-prefill", "chat-decode"]
+    assert all(
+        each.manifest["metadata"]["ownerReferences"][0]["uid"] == "u1"
+        for each in actions
+        if isinstance(each, Apply)
+    )
+    assert rollouts(actions) == {"chat-prefill": None, "chat-decode": None}
+
+
+def test_what_is_there_as_it_was_applied_is_left_alone() -> None:
+    asked = deployment()
+    first = reconcile(view(asked))
+    children = {
+        (m["kind"], m["metadata"]["name"]): ObservedChild(
+            m["kind"], "default", m["metadata"]["name"], "x",
+            m["metadata"]["annotations"]["cleave.dev/applied"],
+        )
+        for m in (e.manifest for e in first if isinstance(e, Apply))
+        if m["kind"] != "InstancePool"
+    }  # fmt: skip
+    pools = made_pools(asked)
+    here = view(asked, children=children, pools=pools, status=status_of(first))
+    again = reconcile(here)
+    assert {type(each) for each in again} <= {PatchStatus, Emit}
+    gateway = children["Deployment", "chat-gateway"]
+    other = {**children, ("Deployment", "chat-gateway"): replace(gateway, applied="other")}
+    assert names(reconcile(replace(here, children=other))) == ["chat-gateway"]
+
+
+def test_a_new_revision_moves_all_roles_together() -> None:
+    before = deployment()
+    pools = made_pools(before)
+    after = deployment(engine={"type": "Emulated", "args": ["--seed", "1"]})
+    actions = reconcile(view(after, pools=pools, pods=pods(pools)))
+    steps = rollouts(actions)
+    assert set(steps) == {"chat-prefill", "chat-decode"}
+    old = pools[0].spec.revision
+    assert steps["chat-prefill"] == {"new": 1, "old": 1, "older": {old: 1}}
+    assert steps["chat-decode"] == {"new": 1, "old": 2, "older": {old: 2}}
+    assert condition(actions, "Progressing") == ("True", "RollingOut")
+
+
+def test_a_number_that_is_another_owners_stays() -> None:
+    asked = deployment()
+    pools = made_pools(asked, owner="Autoscaler", replicas=9)
+    after = deployment(engine={"type": "Emulated", "args": ["--seed", "1"]})
+    for actions in (
+        reconcile(view(asked, pools=pools, pods=pods(pools))),
+        reconcile(view(after, pools=pools, pods=pods(pools))),
+    ):
+        for each in actions:
+            if isinstance(each, Apply) and each.manifest["kind"] == "InstancePool":
+                assert each.manifest["spec"]["replicas"] == 9
+                assert each.manifest["spec"]["owner"] == "Autoscaler"
+                # Whoever owns it may have changed it just now.
+                assert each.manifest["metadata"]["resourceVersion"] == "9"
+
+
+def test_the_plans_number_is_put_right() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    other = tuple(
+        each.model_copy(update={"spec": each.spec.model_copy(update={"replicas": 7})})
+        for each in pools
+    )
+    actions = reconcile(view(asked, pools=other))
+    assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
+
+
+def set_back(actions: list[Action]) -> list[Emit]:
+    return [e for e in actions if isinstance(e, Emit) and e.reason == "ReplicasSetBack"]
+
+
+def test_whoever_scales_a_pool_of_the_plan_is_told_why_it_comes_to_nothing() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    first = status_of(reconcile(view(asked)))
+    decode = next(each for each in pools if each.spec.role is Role.DECODE)
+    scaled = decode.model_copy(update={"spec": decode.spec.model_copy(update={"replicas": 7})})
+    (told,) = set_back(reconcile(view(asked, pools=(scaled,), status=first)))
+    assert (told.target.kind, told.target.name) == ("InstancePool", "chat-decode")
+    assert told.message.startswith("replicas: 7 set back to 2, the plan's number")
+    # A plan that has changed is nobody's fault.
+    more = deployment(placement=by_hand(prefill=1, decode=3))
+    assert not set_back(reconcile(view(more, pools=pools, status=first)))
+
+
+def test_a_dropped_role_is_emptied_and_then_deleted() -> None:
+    before = made_pools(deployment())
+    asked = deployment(placement=by_hand(mixed=2))
+    actions = reconcile(view(asked, pools=before, pods=pods(before)))
+    assert names(actions, "InstancePool") == ["chat-mixed", "chat-prefill", "chat-decode"]
+    kept = rollouts(actions)
+    assert kept["chat-prefill"] is not None
+    assert kept["chat-prefill"]["new"] == 1
+    assert not [each for each in actions if isinstance(each, Delete)]
+    empty = reconcile(view(asked, pools=before))
+    assert [each.target.name for each in empty if isinstance(each, Delete)] == [
+        "chat-prefill",
+        "chat-decode",
+    ]
+
+
+def test_pools_go_first_and_the_deployment_when_they_have() -> None:
+    pools = made_pools(deployment())
+    asked = deployment(deleted="1970-01-12T13:46:40Z")
+    actions = reconcile(view(asked, pools=pools))
+    deleted = [each.target.name for each in actions if isinstance(each, Delete)]
+    assert deleted == ["chat-prefill", "chat-decode"]
+    assert not any(isinstance(each, SetFinalizers) for each in actions)
+    (last,) = reconcile(view(asked))
+    assert isinstance(last, SetFinalizers)
+    assert last.finalizers == ()
+
+
+def test_while_paused_it_only_tells() -> None:
+    actions = reconcile(view(deployment(paused=True)))
+    assert [each for each in actions if isinstance(each, Apply | Ask)] == []
+    assert condition(actions, "Progressing") == ("False", "Paused")
+
+
+def test_it_serves_when_every_role_and_a_gateway_are_ready() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=1)
+    there = {("Deployment", "chat-gateway"): gateway}
+    # Its present generation was rolled out before.
+    status = {"rolledOutGeneration": 2}
+    ready = view(asked, pools=pools, pods=pods(pools), children=there, status=status)
+    assert both(ready) == [("True", "Serving")] * 2
+    assert both(replace(ready, children={})) == [("False", "GatewayNotReady")] * 2
+    some = replace(ready, pods=ready.pods[:2])
+    assert both(some) == [("True", "Serving")] * 2
+    for each in (some, replace(some, status={})):
+        # Whether or not its generation is rolled out.
+        assert condition(reconcile(each), "Degraded") == ("True", "TooFew")
+    none = replace(ready, pods=ready.pods[:1])
+    assert both(none) == [("False", "DecodeNotReady")] * 2
+
+
+def both(here: DeploymentView) -> list[tuple[str, str]]:
+    actions = reconcile(here)
+    return [condition(actions, kind) for kind in ("Ready", "Available")]
+
+
+def test_a_pair_of_unlike_revisions_serves_nothing() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=1)
+    there = {("Deployment", "chat-gateway"): gateway}
+    prefill, *decode = pods(pools)
+    mixed_up = (replace(prefill, revision="other"), *decode)
+    here = view(asked, pools=pools, pods=mixed_up, children=there)
+    assert condition(reconcile(here), "Available") == ("False", "NoPairReady")
+    one = replace(prefill, name="x", role=Role.MIXED)
+    assert condition(reconcile(replace(here, pods=(*mixed_up, one))), "Available")[0] == "True"
+
+
+def scaled(**counts: int) -> DeploymentView:
+    """A deployment that was rolled out, and whose pools somebody has scaled since."""
+    asked = deployment()
+    pools = tuple(
+        each.model_copy(
+            update={
+                "spec": each.spec.model_copy(
+                    update={"replicas": counts[each.spec.role], "owner": ReplicasOwner.MANUAL}
+                )
+            }
+        )
+        for each in made_pools(asked)
+    )
+    gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=2)
+    there = {("Deployment", "chat-gateway"): gateway}
+    status = {"rolledOutGeneration": 2}
+    return view(asked, pools=pools, pods=pods(pools), children=there, status=status)
+
+
+def test_a_role_that_is_scaled_to_zero_is_not_needed_where_the_other_may_do_both_phases() -> None:
+    for here in (scaled(prefill=0, decode=2), scaled(prefill=1, decode=0)):
+        assert both(here) == [("True", "Serving")] * 2
+    alone = scaled(prefill=0, decode=2)
+    assert both(replace(alone, pods=())) == [("False", "DecodeNotReady")] * 2
+    never = alone.deployment.spec.routing.model_copy(update={"fallback": Fallback.NEVER})
+    spec = alone.deployment.spec.model_copy(update={"routing": never})
+    strict = alone.deployment.model_copy(update={"spec": spec})
+    assert both(replace(alone, deployment=strict)) == [("False", "PrefillNotReady")] * 2
+
+
+def test_another_revision_within_a_generation_that_was_rolled_out_leaves_it_ready() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=2)
+    old = tuple(replace(pod, revision="older") for pod in pods(pools))
+    here = view(asked, pools=pools, pods=old, children={("Deployment", "chat-gateway"): gateway})
+    assert condition(reconcile(here), "Ready") == ("False", "RollingOut")
+    before = replace(here, status={"rolledOutGeneration": 2})
+    assert condition(reconcile(before), "Ready") == ("True", "Serving")
+    assert condition(reconcile(before), "Progressing") == ("True", "RollingOut")
+
+
+def test_the_kv_path_is_what_the_gateways_say() -> None:
+    asked = deployment()
+    pools = made_pools(asked)
+    here = view(asked, pools=pools, pods=pods(pools))
+    assert condition(reconcile(here), "KVPathVerified") == ("Unknown", "NotReported")
+    good = KvPath(verified=True, transport="nixl over tcp", detail="p -> d: 1.2 MB for 9 tokens")
+    known = {each.name: Instance(each.name, kv_path=good) for each in here.pods}
+    told = reconcile(replace(here, instances=known))
+    assert condition(told, "KVPathVerified") == ("True", "Verified")
+    message = next(c for c in status_of(told)["conditions"] if c["type"] == "KVPathVerified")
+    assert "nixl over tcp, p -> d: 1.2 MB for 9 tokens" in message["message"]
+    bad = {**known, here.pods[0].name: Instance(here.pods[0].name)}
+    assert condition(reconcile(replace(here, instances=bad)), "KVPathVerified")[0] == "False"
+
+
+def test_what_its_pools_say_is_passed_on() -> None:
+    asked = deployment()
+    limited = {
+        "type": "ScalingLimited",
+        "status": "True",
+        "reason": "Unschedulable",
+        "message": "no",
+    }
+    here = view(asked, pool_status={Role.DECODE: {"conditions": [limited]}})
+    assert condition(reconcile(here), "ScalingLimited") == ("True", "Unschedulable")
+
+
+def test_a_fault_is_told() -> None:
+    assert condition(reconcile(view(deployment(), fault="quota")), "Degraded") == ("True", "Failed")
+
+
+def test_a_model_that_the_planner_does_not_know_is_deployed_and_the_condition_says_how() -> None:
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    asked = deployment(
+        placement=None, model="openai/gpt-oss-120b", engine={"type": "vLLM"}, workload=workload
+    )
+    actions = reconcile(view(asked))
+    assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
+    assert not [each for each in actions if isinstance(each, Ask)]
+    (patch,) = (each for each in actions if isinstance(each, PatchStatus))
+    said = next(each for each in patch.status["conditions"] if each["type"] == "PlanReady")
+    assert (said["status"], said["reason"]) == ("False", "ModelUnknown")
+    assert "nothing is planned" in said["message"]
+    assert len(said["message"]) < 1024

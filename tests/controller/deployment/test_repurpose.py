@@ -1,0 +1,227 @@
+"""Which instances change pools: pure decisions, and the operator against a cluster in memory."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.api.role import Role
+from cleave.controller.cluster import apply
+from cleave.controller.cluster.actions import Create, Delete, Repurpose
+from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.deployment import repurpose
+from cleave.manifests.labels import Manifest
+from cleave.manifests.pool import pools as make_pools
+from cleave.planner.placement import plan
+from cleave.rpc.fleet_status import Instance
+
+from tests.controller.test_convergence import World, ready, world
+from tests.support.fake_cluster import by_hand, chat
+
+
+def pool(role: Role, replicas: int, **spec: Any) -> InstancePool:
+    meta = {"name": f"chat-{role}", "namespace": "default", "uid": f"p-{role}"}
+    told = {"deployment": "chat", "role": str(role), "revision": "a", "model": "org/model"}
+    return InstancePool.model_validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "InstancePool",
+            "metadata": meta,
+            "spec": {**told, "replicas": replicas, **spec},
+        }
+    )
+
+
+def pools(**spec: Any) -> Any:
+    """Pools by role, from their numbers."""
+    return lambda **counts: {
+        Role(role): pool(Role(role), count, **spec) for role, count in counts.items()
+    }
+
+
+def pods(of: InstancePool, **fields: Any) -> list[ObservedPod]:
+    told = {"ready": True, "ip": "10.0.0.1", "template": apply.template(of), "load": 1.0}
+    told |= fields
+    return [
+        ObservedPod(f"{of.name}-{n}", f"u{n}", of.spec.role, "a", pool=of.name, **told)
+        for n in range(of.spec.replicas)
+    ]
+
+
+def everybody(there: dict[Role, InstancePool], **fields: Any) -> list[ObservedPod]:
+    return [pod for each in there.values() for pod in pods(each, **fields)]
+
+
+def chosen(there: Any, goals: Any, **fields: Any) -> list[tuple[str, Role]]:
+    found = repurpose.choose(everybody(there, **fields), goals, there)
+    return [(move.pod.name, move.role) for move in found]
+
+
+count = pools()
+
+
+def test_one_too_many_here_goes_where_one_is_missing() -> None:
+    there, goals = count(prefill=1, decode=3), count(prefill=2, decode=2)
+    ((name, role),) = chosen(there, goals)
+    assert name.startswith("chat-decode")
+    assert role is Role.PREFILL
+
+
+def test_the_emptiest_one_moves() -> None:
+    there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
+    busy, idle = pods(there[Role.DECODE])
+    everyone = [*pods(there[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
+    (move,) = repurpose.choose(everyone, goals, there)
+    assert move.pod.name == idle.name
+
+
+def test_a_role_that_only_shrinks_gives_nobody_away() -> None:
+    assert chosen(count(prefill=1, decode=3), count(prefill=1, decode=1)) == []
+
+
+def test_no_more_move_than_are_missing() -> None:
+    assert len(chosen(count(prefill=1, decode=5), count(prefill=3, decode=1))) == 2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"parallelism": {"tensor": 2}},
+        {"engine": {"args": ["--max-num-seqs", "8"]}},
+        {"template": {"drainTimeoutS": 7}},
+        {"revision": "b"},
+    ],
+)
+def test_what_is_made_otherwise_does_not_move(spec: dict[str, Any]) -> None:
+    there = count(prefill=1, decode=3)
+    goals = {Role.PREFILL: pool(Role.PREFILL, 2, **spec), Role.DECODE: pool(Role.DECODE, 2)}
+    assert chosen(there, goals) == []
+
+
+@pytest.mark.parametrize(("engine", "alike"), [({}, False), ({"scheduling": {}}, True)])
+def test_engines_that_follow_their_role_are_alike_whatever_limits_the_roles_have(
+    engine: dict[str, Any], alike: bool
+) -> None:
+    limits = [
+        {"role": "prefill", "maxNumSeqs": 256, "maxNumBatchedTokens": 8192},
+        {"role": "decode", "maxNumSeqs": 512, "maxNumBatchedTokens": 2048},
+    ]
+    asked = chat(placement={"manual": limits}, engine={"type": "Emulated", **engine})
+    deployment = LLMDeployment.model_validate(asked)
+    prefill, decode = make_pools(deployment, plan(deployment))
+    assert repurpose.are_alike(prefill, decode) is alike
+
+
+@pytest.mark.parametrize("spec", [{"nodes": 2, "parallelism": {"tensor": 2}},
+                                  {"colocation": {"perCell": 1}}])  # fmt: skip
+def test_what_is_bound_to_its_place_does_not_move(spec: dict[str, Any]) -> None:
+    bound = pools(**spec)
+    assert chosen(bound(prefill=1, decode=3), bound(prefill=2, decode=2)) == []
+
+
+@pytest.mark.parametrize("fields", [{"ready": False}, {"ip": ""}, {"template": "older"},
+                                    {"deleting": True}, {"phase": "Failed"}])  # fmt: skip
+def test_an_instance_that_cannot_be_told_does_not_move(fields: dict[str, Any]) -> None:
+    assert chosen(count(prefill=1, decode=3), count(prefill=2, decode=2), **fields) == []
+
+
+def test_nobody_moves_while_revisions_change() -> None:
+    there, goals = count(prefill=1, decode=3), count(prefill=2, decode=2)
+    everyone = [*everybody(there), replace(pods(there[Role.DECODE])[0], name="x", revision="old")]
+    assert repurpose.choose(everyone, goals, there) == []
+
+
+counts = st.fixed_dictionaries({str(role): st.integers(0, 6) for role in Role})
+
+
+@given(counts, counts)
+def test_moves_bring_every_pool_closer_and_none_past_its_goal(
+    now: dict[str, int], goal: dict[str, int]
+) -> None:
+    there, goals = count(**now), count(**goal)
+    everyone = everybody(there)
+    moves = repurpose.choose(everyone, goals, there)
+    after = Counter(pod.role for pod in repurpose.after(everyone, moves))
+    assert len({move.pod.name for move in moves}) == len(moves)
+    for role in Role:
+        low, high = sorted((now[role], goal[role]))
+        assert low <= after[role] <= high
+    # What could move has moved: nothing is left over here and missing there.
+    over = any(after[role] > goal[role] for role in Role)
+    short = any(after[role] < goal[role] for role in Role)
+    assert not (over and short)
+
+
+def test_an_order_names_the_pod_its_agent_and_its_new_owner() -> None:
+    there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
+    moves = repurpose.choose(everybody(there), goals, there)
+    (order,) = repurpose.moved(moves, there)
+    assert order.agent == "10.0.0.1:9000"
+    assert order.role is Role.PREFILL
+    meta = order.metadata
+    assert meta["labels"] == {"cleave.dev/pool": "chat-prefill", "cleave.dev/role": "prefill"}
+    assert meta["annotations"]["cleave.dev/template"] == apply.template(goals[Role.PREFILL])
+    assert [owner["uid"] for owner in meta["ownerReferences"]] == ["p-prefill"]
+
+
+def test_an_agent_that_takes_itself_for_something_else_is_told() -> None:
+    there = count(prefill=1, decode=1)
+    known = {
+        "chat-decode-0": Instance("chat-decode-0", role="prefill", home="prefill"),
+        # Lent, not moved.
+        "chat-prefill-0": Instance("chat-prefill-0", role="mixed", home="prefill"),
+    }
+    (order,) = repurpose.corrected(everybody(there), known, there)
+    assert order.target.name == "chat-decode-0"
+    assert order.role is Role.DECODE
+    assert not order.metadata
+
+
+def moved_world(before: Manifest, after: Manifest) -> tuple[World, set[str], int]:
+    """A settled world, its pods, and how long its log was before the edit; edited and settled."""
+    here = world(placement=before)
+    here.converge()
+    uids = {pod["metadata"]["uid"] for pod in here.cluster.pods()}
+    length = len(here.cluster.log)
+    here.cluster.edit("LLMDeployment", "chat", placement=after)
+    here.converge()
+    return here, uids, length
+
+
+def test_counts_that_move_from_one_role_to_the_other_restart_nothing() -> None:
+    here, uids, length = moved_world(by_hand(prefill=1, decode=3), by_hand(prefill=2, decode=2))
+    assert ready(here.cluster) == {"prefill": 2, "decode": 2}
+    assert {pod["metadata"]["uid"] for pod in here.cluster.pods()} == uids
+    done = here.cluster.log[length:]
+    assert sum(isinstance(each, Repurpose) for each in done) == 1
+    assert not any(isinstance(each, Create) for each in done)
+
+
+def test_a_plan_without_hand_offs_keeps_all_instances() -> None:
+    here, uids, length = moved_world(by_hand(prefill=1, decode=2), by_hand(mixed=3))
+    assert ready(here.cluster) == {"mixed": 3}
+    assert {pod["metadata"]["uid"] for pod in here.cluster.pods()} == uids
+    gone = [each for each in here.cluster.log[length:] if isinstance(each, Delete)]
+    assert {each.target.kind for each in gone} == {"InstancePool"}
+
+
+def test_a_name_that_has_moved_away_is_not_given_twice() -> None:
+    here, uids, _ = moved_world(by_hand(prefill=1, decode=3), by_hand(prefill=2, decode=2))
+    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=2, decode=4))
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 2, "decode": 4}
+    assert {pod["metadata"]["uid"] for pod in here.cluster.pods()} > uids
+
+
+def test_an_instance_whose_agent_refuses_is_replaced() -> None:
+    here = world(placement=by_hand(prefill=1, decode=3))
+    here.converge()
+    here.cluster.refuses_orders = True
+    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=2, decode=2))
+    here.converge()
+    assert ready(here.cluster) == {"prefill": 2, "decode": 2}

@@ -1,0 +1,178 @@
+"""Instances without room: when they are given up, and when they are tried again."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.api.role import Role
+from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.pool.unschedulable import Limit, Trial, limit
+
+WHY = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+NOW_S = 1_000.0
+TIMEOUT_S = 120.0
+
+
+def placed(name: str) -> ObservedPod:
+    return ObservedPod(name, name, Role.DECODE, "a", ready=True)
+
+
+def waiting(name: str, age_s: float = 500.0, why: str = WHY) -> ObservedPod:
+    return replace(
+        placed(name),
+        ready=False,
+        phase="Pending",
+        scheduled=False,
+        unschedulable_reason=why,
+        created_s=NOW_S - age_s,
+    )
+
+
+def trial(again_s: float, fits: int = 2, attempts: int = 1, nodes: str = "n1") -> Trial:
+    return Trial(fits, attempts, again_s, nodes, WHY.rstrip("."))
+
+
+def decide(
+    wanted: int, *pods: ObservedPod, last: Trial | None = None, now_s: float = NOW_S, nodes="n1"
+) -> Limit:
+    return limit(wanted, pods, now_s=now_s, timeout_s=TIMEOUT_S, nodes=nodes, last=last)
+
+
+def names(found: Limit) -> list[str]:
+    return [pod.name for pod in found.give_up]
+
+
+def test_nothing_is_said_of_a_pool_that_fits() -> None:
+    assert decide(2, placed("a"), placed("b")) == Limit()
+
+
+def test_a_pod_may_wait_for_a_node_for_its_time() -> None:
+    found = decide(2, placed("a"), waiting("b", age_s=100))
+    assert found == Limit(again_after_s=20.0)
+
+
+def test_a_pod_that_nobody_has_tried_to_place_is_left_alone() -> None:
+    unseen = waiting("b", why="")
+    assert decide(2, placed("a"), unseen) == Limit()
+
+
+def test_after_its_time_it_is_given_up_and_the_pool_stays_at_what_fits() -> None:
+    found = decide(4, placed("a"), placed("b"), waiting("c"), waiting("d"))
+    assert names(found) == ["c", "d"]
+    assert found.most == 2
+    assert found.again_after_s == 60.0
+    assert found.reason == (
+        "nodes have room for 2 of 4 instances: 0/2 nodes are available: 2 Insufficient "
+        "nvidia.com/gpu; tried again at 1970-01-01T00:17:40Z or when nodes change"
+    )
+
+
+def test_until_the_next_trial_all_stays_as_it_is() -> None:
+    last = decide(4, placed("a"), placed("b"), waiting("c"), waiting("d")).trial
+    found = decide(4, placed("a"), placed("b"), last=last, now_s=NOW_S + 10)
+    assert (found.give_up, found.most, found.again_after_s) == ((), 2, 50.0)
+    assert found.trial == last
+    assert "room for 2 of 4" in found.reason
+
+
+def test_a_lost_instance_is_replaced_meanwhile() -> None:
+    assert decide(4, placed("a"), last=trial(NOW_S + 30)).most == 2
+
+
+def test_the_next_trial_may_have_them_all_and_is_still_told() -> None:
+    found = decide(4, placed("a"), placed("b"), last=trial(NOW_S))
+    assert found.most is None
+    assert found.reason.endswith("; being tried again")
+
+
+def test_pauses_grow_up_to_ten_minutes() -> None:
+    pauses, last, now_s = [], None, NOW_S
+    for _ in range(6):
+        found = decide(2, placed("a"), waiting("b", age_s=500), last=last, now_s=now_s)
+        assert found.trial is not None
+        pauses.append(found.trial.again_s - now_s)
+        last, now_s = found.trial, found.trial.again_s
+    assert pauses == [60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
+
+
+def test_other_nodes_begin_the_next_trial_at_once() -> None:
+    found = decide(4, placed("a"), placed("b"), last=trial(NOW_S + 600, attempts=5), nodes="n2")
+    assert found.most is None
+    assert found.trial == replace(trial(NOW_S, attempts=0), nodes="n2")
+    # With nodes that have not been tried the pauses begin anew.
+    again = decide(3, placed("a"), placed("b"), waiting("c"), last=found.trial, nodes="n2")
+    assert again.trial is not None
+    assert again.trial.again_s == NOW_S + 60
+    at_once = decide(3, placed("a"), waiting("c"), last=trial(NOW_S, attempts=5), nodes="n3")
+    assert at_once.trial is not None
+    assert at_once.trial.again_s == NOW_S + 60
+
+
+def test_a_trial_that_found_room_ends_the_limit() -> None:
+    assert decide(3, placed("a"), placed("b"), placed("c"), last=trial(NOW_S)) == Limit()
+
+
+def test_wanting_no_more_than_fits_ends_the_limit() -> None:
+    assert decide(2, placed("a"), placed("b"), last=trial(NOW_S + 600)) == Limit()
+    assert decide(2, placed("a"), last=trial(NOW_S + 600)) == Limit()
+
+
+def test_a_pool_without_any_instance_leaves_the_eldest_waiting() -> None:
+    found = decide(3, waiting("b", age_s=400), waiting("a", age_s=500), waiting("c", age_s=300))
+    assert names(found) == ["b", "c"]
+    assert found.most == 1
+    later = decide(3, waiting("a", age_s=500), last=found.trial)
+    assert later.give_up == ()
+    assert "room for 0 of 3 instances" in later.reason
+
+
+def test_a_single_instance_waits_as_long_as_it_takes_and_says_why() -> None:
+    found = decide(1, waiting("a"))
+    assert found.give_up == ()
+    assert found.trial is None
+    assert found.reason.startswith("nodes have room for 0 of 1 instances: 0/2 nodes are available")
+
+
+def test_pods_that_go_or_are_over_count_for_nothing() -> None:
+    going, over = replace(waiting("b"), deleting=True), replace(placed("c"), phase="Failed")
+    assert decide(1, placed("a"), going, over) == Limit()
+
+
+def test_what_most_of_them_wait_for_is_told() -> None:
+    other = "0/2 nodes are available: 2 node(s) had untolerated taint."
+    pods = [placed("a"), waiting("b", why=other), waiting("c"), waiting("d")]
+    assert WHY.rstrip(".") in decide(4, *pods).reason
+
+
+pods = st.lists(
+    st.one_of(
+        st.uuids().map(lambda name: placed(str(name))),
+        st.builds(waiting, st.uuids().map(str), st.floats(0, 500)),
+    ),
+    max_size=6,
+)
+trials = st.none() | st.builds(
+    trial, st.floats(500, 1500), st.integers(0, 6), st.integers(0, 6), st.sampled_from(["n1", "n2"])
+)
+
+
+@given(st.integers(0, 8), pods, trials)
+def test_a_decision_that_was_carried_out_is_not_taken_again(
+    wanted: int, found: list[ObservedPod], last: Trial | None
+) -> None:
+    first = decide(wanted, *found, last=last)
+    left = [pod for pod in found if pod not in first.give_up]
+    second = decide(wanted, *left, last=first.trial)
+    assert second.give_up == ()
+    assert second.most is None or second.most == first.most
+
+
+@given(st.integers(0, 8), pods, trials)
+def test_instances_with_a_node_are_never_given_up(
+    wanted: int, found: list[ObservedPod], last: Trial | None
+) -> None:
+    decided = decide(wanted, *found, last=last)
+    assert not any(pod.scheduled for pod in decided.give_up)
+    assert len(decided.give_up) < max(1, len(found))
+    assert bool(decided.reason) == (decided.trial is not None or decided.reason.endswith("a node"))

@@ -1,0 +1,51 @@
+"""What Prometheus learns of plans that follow traffic."""
+
+from collections import defaultdict
+
+from cleave.controller.replan.metrics import collect
+from cleave.manifests.labels import Manifest
+
+
+def series(status: Manifest) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by metric and by labels but for those that say whose they are."""
+    found: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for family in collect({"default/chat": {"model": "m", **status}}):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("deployment"), labels.pop("model")) == ("default/chat", "m")
+            found[sample.name.removeprefix("cleave_operator_")][*labels.values()] = sample.value
+    return found
+
+
+def condition(kind: str, status: str) -> Manifest:
+    return {"type": kind, "status": status, "reason": "X"}
+
+
+def test_predictions_stand_beside_what_was_seen() -> None:
+    told = series(
+        {
+            "observed": {"attainment": 0.7, "ttftMs": {"p50": 200, "p90": 500, "p99": 900}},
+            "prediction": {"attainment": 0.9, "ttftMs": {"p50": 100, "p90": 250}, "error": 1.0},
+        }
+    )
+    assert told["attainment"] == {("predicted",): 0.9, ("observed",): 0.7}
+    assert told["latency_seconds"] == {
+        ("ttft", "0.5", "predicted"): 0.1,
+        ("ttft", "0.9", "predicted"): 0.25,
+        ("ttft", "0.5", "observed"): 0.2,
+        ("ttft", "0.9", "observed"): 0.5,
+    }
+    assert told["prediction_error"] == {(): 1.0}
+
+
+def test_conditions_and_corrections_are_numbers() -> None:
+    conditions = [condition("PlanDrifted", "True"), condition("PredictionHolds", "False")]
+    told = series({"conditions": conditions, "correction": {"prefill": 1.5}})
+    assert told["plan_drifted"] == {(): 1}
+    assert told["prediction_holds"] == {(): 0}
+    assert told["correction"] == {("prefill",): 1.5, ("decode",): 1.0}
+
+
+def test_what_is_not_known_has_no_series() -> None:
+    assert series({"conditions": [condition("PlanDrifted", "Unknown")]}).keys() <= {"correction"}
+    assert not series({})

@@ -1,0 +1,136 @@
+"""The planner's desk: one question at a time, bounded, in a process of its own."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cleave.api.manifest import validate
+from cleave.controller.cluster.actions import PlanOutcome, Review
+from cleave.controller.replan import planner_process
+from cleave.controller.replan.planner_process import Desk, answer
+from cleave.planner.replan.revision import Terms
+
+from tests.support.fake_cluster import chat
+
+WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+QUESTION = PlanOutcome("digest", "numbers")
+
+
+def text(**spec: Any) -> str:
+    return validate(chat(**spec)).model_dump_json(exclude_none=True)
+
+
+def test_a_question_without_gpus_is_answered_with_what_is_missing() -> None:
+    said = answer(text(workload=WORKLOAD, engine={"type": "vLLM"}), None, QUESTION)
+    assert said.plan is None
+    assert said.faults == ("no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)",)
+    assert (said.inputs, said.numbers) == ("digest", "numbers")
+
+
+def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> None:
+    asked = {"workload": WORKLOAD, "planning": {"maxGPUs": 4}}
+    alone = answer(text(**asked), None, QUESTION)
+    assert alone.plan is not None
+    assert "growth" not in alone.plan
+    roles = [{"role": pool["role"], "maxReplicas": 9} for pool in alone.plan["pools"]]
+    said = answer(text(**asked, scaling={"roles": roles}), None, QUESTION)
+    assert said.plan is not None
+    assert said.plan["growth"]["workers"] >= 1
+
+
+@pytest.mark.parametrize("engine", [{"type": "vLLM"}, {"type": "Emulated"}])
+def test_no_file_is_opened_that_a_deployment_names(
+    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real = open
+
+    def watched(path: Any, *args: Any, **options: Any) -> Any:
+        opened.append(str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", watched)
+    spec = {"model": "/run/secrets", "workload": {**WORKLOAD, "trace": None}, "engine": engine}
+    answer(text(**spec), None, QUESTION)
+    assert not [path for path in opened if path.startswith("/run/secrets")]
+
+
+class Answers:
+    """Stands in for the process."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.asked: list[str] = []
+
+    async def __call__(self, _deployment: Any, _cluster: Any, question: PlanOutcome) -> PlanOutcome:
+        self.asked.append(question.inputs)
+        await self.release.wait()
+        return question.as_infeasible("no")
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_same_question_is_asked_once_and_another_one_replaces_it() -> None:
+    answered: list[str] = []
+    desk: Desk[str] = Desk(answered.append)
+    answers = Answers()
+    desk._answer = answers  # type: ignore[method-assign]
+    asked = validate(chat(workload=WORKLOAD))
+    for inputs in ("one", "one", "two"):
+        desk.ask("chat", asked, None, PlanOutcome(inputs))
+        await settle()
+    assert answers.asked == ["one", "two"]
+    answers.release.set()
+    await settle()
+    assert answered == ["chat"]
+    last = desk.last("chat")
+    assert last is not None
+    assert last.inputs == "two"
+    desk.forget("chat")
+    assert desk.last("chat") is None
+    await desk.close()
+
+
+async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None:
+    desk: Desk[str] = Desk(lambda _: None)
+    answers = Answers()
+    desk._answer = answers  # type: ignore[method-assign]
+    asked = validate(chat(workload=WORKLOAD))
+    review = Review(0.0, (), "", (), Terms())
+    for number in range(3):
+        look = replace(QUESTION, inputs=f"look {number}", review=review)
+        desk.ask(f"chat-{number}", asked, None, look)
+    await settle()
+    desk.ask("new", asked, None, QUESTION)
+    await settle()
+    answers.release.set()
+    await settle()
+    assert answers.asked[:2] == ["look 0", "digest"]
+    await desk.close()
+
+
+async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = asyncio.Event()
+    desk: Desk[str] = Desk(lambda _: answered.set(), limit_s=0.2)
+    monkeypatch.setattr(planner_process, "answer", sleeps)
+    # The planner's process imports `sleeps` from here.
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+    desk.ask("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    await asyncio.wait_for(answered.wait(), 30)
+    last = desk.last("chat")
+    assert last is not None
+    assert last.faults == ("the planner has not finished within 0 s",)
+    await desk.close()
+
+
+def sleeps(_text: str, _cluster: object, question: PlanOutcome) -> PlanOutcome:
+    import time
+
+    time.sleep(60)
+    return question

@@ -1,0 +1,36 @@
+"""Requests that wait for deployments without instances."""
+
+import pytest
+
+from cleave.controller.activator import Sleepers
+from cleave.rpc import http_client
+
+PAGES = {
+    "http://10.0.0.1:8081/health": b'{"status": "ok", "requests_in_flight": 2}',
+    "http://10.0.0.2:8081/health": b'{"requests_in_flight": 1, "models": {}}',
+    "http://10.0.0.3:8081/health": b"<html>",
+}
+
+
+async def fetch(url: str) -> bytes:
+    try:
+        return PAGES[url]
+    except KeyError as error:
+        raise http_client.HttpError("refused") from error
+
+
+@pytest.fixture
+def sleepers() -> Sleepers[str]:
+    return Sleepers(fetch)
+
+
+async def test_those_of_all_gateways_count(sleepers: Sleepers[str]) -> None:
+    assert sleepers.waiting("chat") == 0
+    assert await sleepers.look("chat", ["10.0.0.1", "10.0.0.2"]) == 3
+    assert sleepers.waiting("chat") == 3
+    sleepers.forget("chat")
+    assert sleepers.waiting("chat") == 0
+
+
+async def test_who_says_nothing_of_use_says_that_nobody_waits(sleepers: Sleepers[str]) -> None:
+    assert await sleepers.look("chat", ["10.0.0.3", "10.0.0.4"]) == 0

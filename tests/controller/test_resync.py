@@ -1,0 +1,101 @@
+"""The sweep: what watches missed is put right, and a watch that misses things is told of."""
+
+from typing import Any
+
+from cleave.controller.cluster.cache import Key
+from cleave.controller.controller import Controller
+from cleave.controller.metrics import Metrics
+from cleave.controller.resync import Sweep, Watched
+from cleave.controller.settings import Settings
+from cleave.manifests.labels import Manifest
+
+from tests.support.fake_cluster import chat
+
+DEPLOYMENTS = Watched("LLMDeployment")
+
+
+class Lists:
+    """Answers lists, two objects a page."""
+
+    def __init__(self) -> None:
+        self.items: list[Manifest] = []
+        self.version = 10
+        self.asked: list[tuple[str, dict[str, str]]] = []
+
+    async def request(self, _method: str, path: str, query: dict[str, str]) -> Manifest:
+        self.asked.append((path, dict(query)))
+        begin = int(query.get("continue", 0))
+        rest = str(begin + 2) if begin + 2 < len(self.items) else ""
+        meta = {"resourceVersion": str(self.version), "continue": rest}
+        return {"items": self.items[begin : begin + 2], "metadata": meta}
+
+
+def named(name: str, version: int) -> Manifest:
+    made = chat()
+    meta = {"name": name, "namespace": "llm", "uid": f"u-{name}", "resourceVersion": str(version)}
+    return {**made, "metadata": meta}
+
+
+def setup(*names: str) -> tuple[Lists, Controller, Sweep]:
+    lists, controller = Lists(), Controller(Settings(), Metrics())
+    lists.items = [named(name, 5) for name in names]
+    sweep = Sweep(lists, controller, patience_s=0)  # type: ignore[arg-type]
+    return lists, controller, sweep
+
+
+def known(controller: Controller) -> set[str]:
+    return {key.name for key in controller.store.resources()}
+
+
+async def test_everything_is_seen_once_before_the_work_begins() -> None:
+    lists, controller, sweep = setup("a", "b", "c")
+    await sweep.fill()
+    assert known(controller) == {"a", "b", "c"}
+    paths = [path for path, _ in lists.asked]
+    assert paths.index("/api/v1/nodes") < paths.index("/api/v1/pods")
+    assert ("/api/v1/pods", "cleave.dev/component") in [
+        (path, query.get("labelSelector", "")) for path, query in lists.asked
+    ]
+
+
+async def test_a_watch_that_keeps_up_misses_nothing() -> None:
+    _, controller, sweep = setup("a", "b")
+    controller.seen(named("a", 5))
+    controller.seen(named("b", 6))
+    assert await sweep.sweep(DEPLOYMENTS) == 0
+    assert sweep.dead == []
+
+
+async def test_what_was_missed_is_put_right() -> None:
+    lists, controller, sweep = setup("a", "b")
+    controller.seen(named("a", 4))
+    controller.seen(named("gone", 4))
+    assert await sweep.sweep(DEPLOYMENTS) == 3
+    assert known(controller) == {"a", "b"}
+    assert controller.store.version("LLMDeployment", "llm", "a") == 5
+    assert Key("LLMDeployment", "llm", "gone") not in controller.store.resources()
+    assert lists.asked
+
+
+async def test_a_watch_that_misses_things_twice_is_dead_until_it_keeps_up() -> None:
+    lists, _, sweep = setup("a")
+    await sweep.sweep(DEPLOYMENTS)
+    assert sweep.dead == []
+    lists.items = [named("a", 7)]
+    await sweep.sweep(DEPLOYMENTS)
+    assert sweep.dead == ["LLMDeployment"]
+    await sweep.sweep(DEPLOYMENTS)
+    assert sweep.dead == []
+
+
+async def test_only_the_stated_namespaces_are_listed_and_all_nodes() -> None:
+    lists = Lists()
+    controller = Controller(Settings(), Metrics())
+    sweep = Sweep(lists, controller, ["one", "two"], patience_s=0)  # type: ignore[arg-type]
+    asked: list[Any] = lists.asked
+    await sweep.fill()
+    paths = [path for path, _ in asked]
+    assert "/api/v1/nodes" in paths
+    assert "/api/v1/namespaces/one/pods" in paths
+    assert "/api/v1/namespaces/two/pods" in paths
+    assert "/api/v1/pods" not in paths

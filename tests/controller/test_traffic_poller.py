@@ -1,0 +1,75 @@
+"""Who is looked at again when gateways have counted something."""
+
+from cleave.api.deployment import LLMDeployment
+from cleave.controller.cluster.cache import DEPLOYMENTS, Key, Store
+from cleave.controller.cluster.traffic_scraper import Counting
+from cleave.controller.traffic_poller import Watching
+from cleave.manifests.labels import Manifest
+from cleave.traffic.window import Window
+
+from tests.support.deployment_views import NOW_S, deployment, status, traffic
+
+CHAT = Key(DEPLOYMENTS, "default", "chat")
+CHANGED = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
+
+
+class Counted(Counting[Key]):
+    """Gateways that have just told of these windows."""
+
+    def __init__(self, windows: tuple[Window, ...], is_minute: bool) -> None:
+        super().__init__(lambda: NOW_S)
+        self.found, self.is_minute, self.looks = windows, is_minute, 0
+
+    async def look(self, key: Key, gateways: object) -> bool:
+        self.looks += 1
+        return True
+
+    def windows(self, key: Key) -> tuple[Window, ...]:
+        return self.found
+
+    def is_news(self, key: Key) -> bool:
+        return self.is_minute
+
+
+async def look(
+    windows: tuple[Window, ...], asked: LLMDeployment | None = None, is_minute: bool = False
+) -> tuple[list[Key], int]:
+    """(Who is looked at again, how often gateways were asked.)"""
+    asked = asked or deployment()
+    store, again = Store(), list[Key]()
+    store.put({**written(asked), "status": status(asked)})
+    store.put(gateway())
+    watching = Watching(store, again.append, lambda: NOW_S)
+    counted = Counted(windows, is_minute)
+    watching.counting = counted
+    await watching.look(CHAT)
+    return again, counted.looks
+
+
+def written(asked: LLMDeployment) -> Manifest:
+    made: Manifest = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
+    made["metadata"]["resourceVersion"] = "1"
+    return made
+
+
+def gateway() -> Manifest:
+    labels = {"cleave.dev/deployment": "chat", "cleave.dev/component": "gateway"}
+    meta = {"name": "g", "namespace": "default", "uid": "g", "labels": labels}
+    return {
+        "kind": "Pod",
+        "metadata": {**meta, "resourceVersion": "1"},
+        "status": {"podIP": "10.0.0.9"},
+    }
+
+
+async def test_a_change_is_taken_up_with_the_window_that_shows_it() -> None:
+    assert await look(CHANGED) == ([CHAT], 1)
+
+
+async def test_steady_traffic_is_taken_up_once_in_a_minute() -> None:
+    assert await look(traffic(4)) == ([], 1)
+    assert await look(traffic(4), is_minute=True) == ([CHAT], 1)
+
+
+async def test_gateways_are_not_asked_for_what_nobody_wants_to_know() -> None:
+    assert await look(CHANGED, deployment({"mode": "Off"})) == ([], 0)

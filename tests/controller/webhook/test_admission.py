@@ -1,0 +1,120 @@
+import pytest
+
+from cleave.api.cluster import Cluster, NodeGroup
+from cleave.controller.webhook import admission
+from cleave.controller.webhook.admission import ReviewError, answer, judge
+
+CLUSTER = Cluster(nodes=[NodeGroup(count=2, gpu="A100-SXM-80GB", gpus_per_node=8)])
+
+
+def deployment(**spec):
+    smallest = {"model": "meta-llama/Llama-3.1-8B-Instruct", "slo": {"ttftMs": 400, "tpotMs": 40}}
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat", "namespace": "default"},
+        "spec": {**smallest, **spec},
+    }
+
+
+def pool(**spec):
+    whole = {
+        "deployment": "chat",
+        "role": "decode",
+        "revision": "abc",
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
+    }
+    return {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "InstancePool",
+        "metadata": {"name": "chat-decode", "namespace": "default"},
+        "spec": {**whole, **spec},
+    }
+
+
+def review(resource):
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {"uid": "u-1", "operation": "CREATE", "object": resource},
+    }
+
+
+def test_a_good_resource_is_let_in() -> None:
+    said = answer(review(deployment()), None)
+    assert said["response"] == {"uid": "u-1", "allowed": True}
+    assert said["apiVersion"] == "admission.k8s.io/v1"
+
+
+def test_a_bad_one_is_refused_with_every_fault_in_the_words_of_validate() -> None:
+    said = answer(review(deployment(slo={"ttftMs": -1, "tpotMs": "x"})), None)["response"]
+    assert said["allowed"] is False
+    assert said["status"]["reason"] == "Invalid"
+    assert said["status"]["message"] == (
+        "spec.slo.ttftMs: must be > 0 (got -1); spec.slo.tpotMs: must be a number (got 'x')"
+    )
+
+
+def test_what_cannot_be_planned_and_what_looks_like_seconds_is_let_in_with_whole_warnings() -> None:
+    workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
+    slo = {"ttftMs": 0.4, "tpotMs": 0.04}
+    resource = deployment(model="openai/gpt-oss-120b", workload=workload, slo=slo)
+    said = answer(review(resource), CLUSTER)["response"]
+    assert said["allowed"] is True
+    fields = ["spec.slo.ttftMs", "spec.slo.tpotMs", "spec.model.source", "spec.placement.manual"]
+    assert [each.partition(":")[0] for each in said["warnings"]] == fields
+    assert not any(each.endswith("...") for each in said["warnings"])
+
+
+def test_what_the_api_server_writes_into_metadata_is_not_looked_at() -> None:
+    resource = deployment()
+    resource["metadata"] |= {
+        "selfLink": "/x",
+        "uid": "1",
+        "managedFields": [{"manager": "kubectl"}],
+    }
+    assert answer(review(resource), None)["response"]["allowed"]
+
+
+def test_a_status_that_is_older_than_the_types_is_not_looked_at() -> None:
+    resource = {**deployment(), "status": {"unknown": 1}}
+    assert not judge(resource, None).faults
+
+
+def test_pools_are_judged_too() -> None:
+    assert not judge(pool(), None).faults
+    assert judge(pool(role="prefil"), None).faults == (
+        "spec.role: must be one of prefill, decode, mixed; did you mean prefill? (got 'prefil')",
+    )
+
+
+@pytest.mark.parametrize("resource", [None, {}, {"kind": "Pod"}])
+def test_what_is_none_of_ours_is_let_in(resource) -> None:
+    assert answer(review(resource), None)["response"]["allowed"]
+
+
+@pytest.mark.parametrize("body", [{}, {"request": None}, {"request": {"uid": 1}}])
+def test_what_is_no_review_is_no_question(body) -> None:
+    with pytest.raises(ReviewError):
+        answer(body, None)
+
+
+def test_what_today_s_nodes_lack_is_a_warning() -> None:
+    stated = {"manual": [{"role": "mixed", "gpu": "H100-SXM-80GB"}]}
+    said = answer(review(deployment(placement=stated)), CLUSTER)["response"]
+    assert said["allowed"]
+    (warning,) = said["warnings"]
+    assert warning == (
+        "spec.placement.manual[0].gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; "
+        "instances will wait"
+    )
+
+
+def test_long_warnings_are_cut_before_the_api_server_cuts_them(monkeypatch) -> None:
+    monkeypatch.setattr(
+        admission, "judge", lambda *_: admission.Judgement(warnings=("x" * 300,) * 20)
+    )
+    said = answer(review(deployment()), None)["response"]["warnings"]
+    assert len(said) == 8
+    assert {len(text) for text in said} == {250}
+    assert said[0].endswith("...")

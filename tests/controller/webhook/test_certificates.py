@@ -1,0 +1,84 @@
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from cleave.controller.webhook import certificates
+from cleave.controller.webhook.certificates import Certificate, CertificateError, check, issue
+
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+NAMES = ("cleave-webhook.cleave-system.svc",)
+
+
+def test_a_new_certificate_is_good_for_its_names() -> None:
+    check(issue(NAMES, NOW), NAMES, NOW)
+
+
+def test_the_tls_library_takes_it(tmp_path: Path) -> None:
+    made = issue(NAMES, datetime.now(UTC))
+    (tmp_path / "crt").write_text(made.chain)
+    (tmp_path / "key").write_text(made.key)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "crt", tmp_path / "key")
+    client = ssl.create_default_context(cadata=made.trusted)
+    assert client.cert_store_stats()["x509_ca"] == 1
+
+
+def test_it_is_renewed_a_month_before_its_end() -> None:
+    made = issue(NAMES, NOW)
+    check(made, NAMES, NOW + timedelta(days=59))
+    with pytest.raises(CertificateError, match="ends at 2026-07-30"):
+        check(made, NAMES, NOW + timedelta(days=61))
+
+
+def test_it_is_made_anew_when_the_service_has_another_name() -> None:
+    with pytest.raises(CertificateError, match=r"is not for other\.svc"):
+        check(issue(NAMES, NOW), (*NAMES, "other.svc"), NOW)
+
+
+def test_a_key_of_another_certificate_is_noticed() -> None:
+    one, other = issue(NAMES, NOW), issue(NAMES, NOW)
+    with pytest.raises(CertificateError, match="not the key"):
+        check(Certificate(one.trusted, one.chain, other.key), NAMES, NOW)
+
+
+def test_an_authority_that_signed_something_else_is_noticed() -> None:
+    one, other = issue(NAMES, NOW), issue(NAMES, NOW)
+    with pytest.raises(CertificateError, match="no CA that signed"):
+        check(Certificate(other.trusted, one.chain, one.key), NAMES, NOW)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "-----BEGIN CERTIFICATE-----\nx\n"])
+def test_what_is_no_certificate_is_said_to_be_none(text: str) -> None:
+    good = issue(NAMES, NOW)
+    with pytest.raises(CertificateError, match="holds no certificate"):
+        check(Certificate(good.trusted, text, good.key), NAMES, NOW)
+
+
+def test_operators_that_show_the_old_certificate_stay_trusted() -> None:
+    old = issue(NAMES, NOW)
+    later = NOW + timedelta(days=61)
+    new = issue(NAMES, later, old.trusted)
+    check(new, NAMES, later)
+    mixed = Certificate(new.trusted, old.chain, old.key)
+    check(mixed, NAMES, NOW)
+
+
+def test_authorities_that_have_ended_are_forgotten() -> None:
+    old = issue(NAMES, NOW)
+    new = issue(NAMES, NOW + timedelta(days=91), old.trusted)
+    assert new.trusted.count("BEGIN CERTIFICATE") == 1
+
+
+def test_a_secret_gives_back_what_was_put_into_it() -> None:
+    made = issue(NAMES, NOW)
+    assert certificates.from_secret({"data": certificates.to_secret(made)}) == made
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [{}, {"data": None}, {"data": {}}, {"data": {"tls.crt": "!", "tls.key": "", "ca.crt": ""}}],
+)
+def test_an_empty_secret_holds_none(secret: dict[str, object]) -> None:
+    assert certificates.from_secret(secret) is None

@@ -1,0 +1,222 @@
+import asyncio
+import base64
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+
+import aiohttp
+import pytest
+
+from cleave.controller.webhook import certificates, server
+from cleave.controller.webhook.certificates import CertificateError
+from cleave.controller.webhook.server import Keeper, StoreError, Webhook, WebhookConfig
+
+NAMES = ("localhost",)
+NOW = datetime(2026, 5, 1, tzinfo=UTC)
+
+
+class Shelf:
+    """A Secret and a configuration in memory; replaces are checked against the version."""
+
+    def __init__(self) -> None:
+        self.secret = {"metadata": {"resourceVersion": "1"}}
+        self.bundles = [""]
+        self.writes = 0
+        self.faults: list[Exception] = []
+
+    async def read_secret(self):
+        if self.faults:
+            raise self.faults.pop(0)
+        return {**self.secret, "metadata": dict(self.secret["metadata"])}
+
+    async def replace_secret(self, secret):
+        await asyncio.sleep(0)
+        version = self.secret["metadata"]["resourceVersion"]
+        if secret["metadata"]["resourceVersion"] != version:
+            return False
+        self.secret = {**secret, "metadata": {"resourceVersion": str(int(version) + 1)}}
+        self.writes += 1
+        return True
+
+    async def read_bundles(self):
+        return list(self.bundles)
+
+    async def write_bundle(self, bundle, count):
+        self.bundles = [bundle] * count
+
+
+def keeper(shelf, *, issues=True, now=NOW, names=NAMES) -> Keeper:
+    return Keeper(shelf, names, issues=issues, now=lambda: now)
+
+
+async def test_an_empty_secret_is_filled_and_the_api_server_told_whom_to_trust() -> None:
+    shelf = Shelf()
+    made = await keeper(shelf).keep()
+    certificates.check(made, NAMES, NOW)
+    assert certificates.from_secret(shelf.secret) == made
+    assert base64.b64decode(shelf.bundles[0]).decode() == made.trusted
+
+
+async def test_nothing_is_written_while_the_certificate_is_good() -> None:
+    shelf = Shelf()
+    first = await keeper(shelf).keep()
+    assert await keeper(shelf, now=NOW + timedelta(days=30)).keep() == first
+    assert shelf.writes == 1
+
+
+async def test_it_is_renewed_before_its_end() -> None:
+    shelf = Shelf()
+    first = await keeper(shelf).keep()
+    second = await keeper(shelf, now=NOW + timedelta(days=70)).keep()
+    assert second.chain != first.chain
+    assert first.trusted in second.trusted
+
+
+async def test_operators_that_start_together_show_one_certificate() -> None:
+    shelf = Shelf()
+    made = await asyncio.gather(*(keeper(shelf).keep() for _ in range(4)))
+    assert len(set(made)) == 1
+    assert shelf.writes == 1
+
+
+async def test_a_bundle_that_somebody_emptied_is_written_again() -> None:
+    shelf = Shelf()
+    await keeper(shelf).keep()
+    shelf.bundles = ["", ""]
+    made = await keeper(shelf).keep()
+    assert [base64.b64decode(each).decode() for each in shelf.bundles] == [made.trusted] * 2
+
+
+async def test_cert_managers_secret_is_read_and_never_written() -> None:
+    shelf = Shelf()
+    with pytest.raises(CertificateError, match="cert-manager has not written"):
+        await keeper(shelf, issues=False).keep()
+    theirs = certificates.issue(NAMES, NOW - timedelta(days=80))
+    shelf.secret["data"] = certificates.to_secret(theirs)
+    assert await keeper(shelf, issues=False).keep() == theirs
+    assert shelf.writes == 0
+    assert shelf.bundles == [""]
+
+
+async def test_a_secret_that_is_always_changed_by_others_is_given_up() -> None:
+    shelf = Shelf()
+
+    async def lose(secret):
+        return False
+
+    shelf.replace_secret = lose
+    with pytest.raises(CertificateError, match="changed 5 times"):
+        await keeper(shelf).keep()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@asynccontextmanager
+async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, Webhook]]:
+    monkeypatch.setattr(server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(server, "_LOOK_S", 0.02)
+    port = free_port()
+    config = WebhookConfig(("127.0.0.1",), port, NAMES, issues=True)
+    served = Webhook(config, Keeper(shelf, NAMES, issues=True), lambda: None)
+    task = asyncio.create_task(served.run())
+    try:
+        async with asyncio.timeout(10):
+            while not served.is_listening:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        yield f"https://localhost:{port}/validate", served
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def trusting(shelf) -> ssl.SSLContext:
+    """As the API server trusts: what the configuration holds, and nobody else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=base64.b64decode(shelf.bundles[0]).decode())
+    return context
+
+
+REVIEW = {
+    "request": {
+        "uid": "u",
+        "object": {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "a/b", "slo": {"ttftMs": 0, "tpotMs": 1}},
+        },
+    }
+}
+
+
+async def test_it_answers_over_tls_that_the_configuration_trusts(monkeypatch) -> None:
+    shelf = Shelf()
+    async with (
+        serving(shelf, monkeypatch) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer,
+    ):
+        said = (await answer.json())["response"]
+    assert said["allowed"] is False
+    assert said["status"]["message"] == "spec.slo.ttftMs: must be > 0 (got 0)"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}"])
+async def test_what_is_no_question_is_answered_400(monkeypatch, body) -> None:
+    shelf = Shelf()
+    async with (
+        serving(shelf, monkeypatch) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, ssl=trusting(shelf)) as answer,
+    ):
+        assert answer.status == 400
+
+
+async def test_an_api_server_that_is_away_at_the_start_is_asked_again(monkeypatch) -> None:
+    shelf = Shelf()
+    shelf.faults = [StoreError("away"), StoreError("away")]
+    async with serving(shelf, monkeypatch) as (_, served):
+        assert served.is_listening
+    assert not served.is_listening
+
+
+async def test_a_new_certificate_is_shown_without_a_restart(monkeypatch) -> None:
+    shelf = Shelf()
+    async with serving(shelf, monkeypatch) as (url, _):
+        new = certificates.issue(NAMES, datetime.now(UTC))
+        shelf.secret = {
+            "metadata": {"resourceVersion": "9"},
+            "data": certificates.to_secret(new),
+        }
+        only_new = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        only_new.load_verify_locations(cadata=new.trusted)
+        async with asyncio.timeout(10):
+            while not await shows(url, only_new):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+async def shows(url: str, context: ssl.SSLContext) -> bool:
+    async with aiohttp.ClientSession() as session:
+        try:
+            async with session.post(url, json=REVIEW, ssl=context) as answer:
+                return answer.status == 200
+        except aiohttp.ClientConnectorCertificateError:
+            return False
+
+
+async def test_what_takes_too_long_is_left_to_the_failure_policy(monkeypatch) -> None:
+    shelf = Shelf()
+    monkeypatch.setattr(server, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(server, "answer", lambda *_: __import__("time").sleep(0.2))
+    async with (
+        serving(shelf, monkeypatch) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(url, json=REVIEW, ssl=trusting(shelf)) as answer,
+    ):
+        assert answer.status == 503

@@ -1,0 +1,236 @@
+"""Faults hold whatever nodes come; warnings speak of the nodes there are."""
+
+import json
+
+import pytest
+
+from cleave.api.cluster import Cluster, NodeGroup
+from cleave.api.manifest import validate
+from cleave.api.pool import InstancePool
+from cleave.controller.webhook.validation import Findings, of_deployment, of_pool
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+WORKLOAD = {"rate": 2, "promptTokens": {"mean": 500}, "outputTokens": {"mean": 100}}
+A100 = Cluster(nodes=[NodeGroup(count=2, gpu="A100-SXM-80GB", gpus_per_node=8)])
+SMALL = Cluster(nodes=[NodeGroup(count=1, gpu="A10G", gpus_per_node=1)])
+
+
+def find(cluster=None, **spec) -> Findings:
+    whole = {"model": LLAMA, "slo": {"ttftMs": 400, "tpotMs": 40}, **spec}
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat"},
+        "spec": whole,
+    }
+    return of_deployment(validate(document), cluster)
+
+
+def manual(*pools):
+    return {"manual": list(pools)}
+
+
+def parallel(role, tensor=1, pipeline=1, **more):
+    return {"role": role, "parallelism": {"tensor": tensor, "pipeline": pipeline}, **more}
+
+
+def test_the_smallest_deployment_is_possible_anywhere() -> None:
+    assert find() == find(A100) == find(SMALL) == Findings()
+
+
+def test_heads_that_cannot_be_shared_are_a_fault() -> None:
+    found = find(placement=manual(parallel("mixed", tensor=3)))
+    (said,) = found.faults
+    assert said == (
+        "spec.placement.manual[0].parallelism: llama-3.1-8b: "
+        "32 attention heads cannot be shared by 3 GPUs"
+    )
+
+
+def test_more_stages_than_layers_are_a_fault() -> None:
+    (fault,) = find(placement=manual(parallel("mixed", pipeline=33))).faults
+    assert "32 layers cannot fill 33 pipeline stages" in fault
+
+
+def test_roles_whose_sizes_the_connector_cannot_match_are_a_fault() -> None:
+    found = find(
+        model="facebook/opt-13b",
+        placement=manual(parallel("prefill", tensor=4), parallel("decode", tensor=10)),
+    )
+    (said,) = found.faults
+    assert said == (
+        "spec.placement.manual[1].parallelism.tensor: 10 cannot take KV from prefill instances "
+        "with 4: one must be a multiple of the other, or spec.engine.connector Cleave"
+    )
+
+
+def test_cleaves_own_connector_matches_any_two_sizes_that_the_model_takes() -> None:
+    pools = manual(
+        parallel("prefill", tensor=4, pipeline=2), parallel("decode", tensor=10, pipeline=5)
+    )
+    engine = {"connector": "Cleave"}
+    assert find(model="facebook/opt-13b", engine=engine, placement=pools) == Findings()
+    pools = manual(parallel("prefill", tensor=3), parallel("decode"))
+    (fault,) = find(engine=engine, placement=pools).faults
+    assert "32 attention heads cannot be shared by 3 GPUs" in fault
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 2), (2, 8)])
+def test_sizes_of_which_one_is_a_multiple_of_the_other_pass(prefill, decode) -> None:
+    pools = manual(parallel("prefill", tensor=prefill), parallel("decode", tensor=decode))
+    assert find(placement=pools) == Findings()
+
+
+def test_fewer_gpus_that_would_read_copies_of_kv_heads_are_a_fault() -> None:
+    # Qwen3-30B-A3B has 4 KV heads: 8 GPUs keep two copies of each.
+    pools = manual(parallel("prefill", tensor=8), parallel("decode", tensor=4))
+    (said,) = find(model="Qwen/Qwen3-30B-A3B", placement=pools).faults
+    assert said == (
+        "spec.placement.manual[1].parallelism.tensor: 4 cannot take KV from prefill instances "
+        "with 8, which keep copies of the model's 4 KV heads: state at least 8, or at most 4 for "
+        "prefill, or spec.engine.connector Cleave"
+    )
+    own = {"connector": "Cleave"}
+    assert find(model="Qwen/Qwen3-30B-A3B", engine=own, placement=pools) == Findings()
+    # MLA keeps its latent whole on every GPU.
+    assert find(model="deepseek-ai/DeepSeek-V3", placement=pools) == Findings()
+
+
+def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
+    pools = manual(parallel("prefill", tensor=8), parallel("decode", tensor=4))
+    found = find(model="somebody/something-new", placement=pools)
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said.startswith(
+        "spec.placement.manual[1].parallelism.tensor: it is not in Cleave's model table"
+    )
+    assert "fewer than 8 KV heads" in said
+    turned = manual(parallel("prefill", tensor=4), parallel("decode", tensor=8))
+    assert find(model="somebody/something-new", placement=turned) == Findings()
+
+
+def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
+    unknown = "somebody/something-new"
+    for cluster in (None, A100):
+        found = find(cluster, model=unknown, workload=WORKLOAD)
+        assert found.faults == ()
+        said, remedy = found.warnings
+        assert said.startswith("spec.model.source: it is not in Cleave's model table")
+        assert "one prefill and one decode instance of one GPU each" in said
+        assert remedy.startswith("spec.placement.manual: ")
+    assert find(model=unknown) == Findings()
+    by_hand = manual(parallel("mixed", tensor=3))
+    assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == Findings()
+
+
+def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
+    (tmp_path / "config.json").write_text("not JSON")
+    found = find(A100, model=str(tmp_path), workload=WORKLOAD)
+    assert found.faults == ()
+    assert found.warnings[0].startswith(
+        "spec.model.source: it is a folder, which the operator does not read: "
+    )
+    assert find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))) == Findings()
+
+
+def test_targets_that_look_like_seconds_are_a_warning() -> None:
+    found = find(slo={"ttftMs": 0.4, "tpotMs": 40})
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said.startswith("spec.slo.ttftMs: 0.4 is 0.4 milliseconds; are these seconds?")
+    assert find(slo={"ttftMs": 10, "tpotMs": 1}) == Findings()
+    emulated = find(slo={"ttftMs": 400, "tpotMs": 0.04}, engine={"type": "Emulated"})
+    assert len(emulated.warnings) == 1
+
+
+def test_the_operator_opens_no_file_that_a_deployment_names(tmp_path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("hush\nhush\n")
+    (fault,) = find(A100, workload={"rate": 1, "trace": {"path": str(secret)}}).faults
+    assert fault.startswith("spec.workload.trace.path: no file is read in a cluster; state rate")
+    secret = secret.rename(tmp_path / "token.yaml")
+    engine = {"type": "Emulated", "emulated": {"latency": str(secret)}}
+    (fault,) = find(engine=engine, workload=WORKLOAD).faults
+    assert fault.startswith("spec.engine.emulated.latency: no file is read in a cluster")
+    assert "hush" not in fault
+
+
+def test_an_emulated_engine_asks_for_a_latency_profile_and_nothing_else() -> None:
+    engine = {"type": "Emulated", "emulated": {"latency": "distserve/opt-13b/tp9"}}
+    (fault,) = find(engine=engine).faults
+    assert fault.startswith("spec.engine.emulated.latency: no latency profile")
+    fine = {"type": "Emulated"}
+    odd = manual(parallel("mixed", tensor=3, gpu="H100-SXM-80GB"))
+    assert find(SMALL, model="x/y", engine=fine, placement=odd) == Findings()
+
+
+def test_a_profile_in_a_file_may_be_in_the_workers_image_only() -> None:
+    engine = {"type": "Emulated", "emulated": {"latency": "/profiles/mine.yaml"}}
+    assert find(engine=engine) == Findings()
+
+
+def test_an_instance_larger_than_all_nodes_is_a_warning() -> None:
+    found = find(A100, placement=manual(parallel("mixed", tensor=32)))
+    assert found.faults == ()
+    (said,) = found.warnings
+    assert said == (
+        "spec.placement.manual[0].parallelism: an instance takes 32 GPUs, all nodes together have "
+        "16 x A100-SXM-80GB now; instances will wait"
+    )
+
+
+def test_an_instance_over_several_nodes_is_none() -> None:
+    assert find(A100, placement=manual(parallel("mixed", tensor=16))) == Findings()
+
+
+def test_nodes_of_the_wanted_kind_count() -> None:
+    mixed = Cluster(nodes=[*A100.nodes, NodeGroup(gpu="H100-SXM-80GB", gpus_per_node=4)])
+    wanted = manual(parallel("mixed", tensor=8, gpu="H100-SXM-80GB"))
+    (warning,) = find(mixed, placement=wanted).warnings
+    assert "takes 8 GPUs, all nodes together have 4 x H100-SXM-80GB now" in warning
+
+
+def test_a_gpu_may_be_named_as_its_nodes_are_labelled() -> None:
+    labelled = Cluster(nodes=[NodeGroup(gpu="NVIDIA-A100-SXM4-80GB", gpus_per_node=8)])
+    assert find(labelled, placement=manual(parallel("mixed", gpu="A100-SXM-80GB"))) == Findings()
+
+
+def test_a_model_too_large_for_the_nodes_is_a_warning_with_the_reason() -> None:
+    found = find(SMALL, model="meta-llama/Llama-3.1-70B-Instruct", workload=WORKLOAD)
+    (warning,) = found.warnings
+    assert warning.startswith("spec.model.source: no instance fits the nodes there are now (A10G: ")
+
+
+def test_kinds_that_the_cluster_lacks_are_a_warning() -> None:
+    (warning,) = find(
+        A100, workload=WORKLOAD, planning={"gpus": [{"type": "H100-SXM-80GB"}]}
+    ).warnings
+    assert "the cluster has no H100-SXM-80GB" in warning
+
+
+def test_what_fits_is_not_spoken_of() -> None:
+    assert find(A100, workload=WORKLOAD) == Findings()
+
+
+def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
+    document = {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "InstancePool",
+        "metadata": {"name": "mine"},
+        "spec": {
+            "deployment": "chat",
+            "role": "mixed",
+            "revision": "r1",
+            "model": LLAMA,
+            "parallelism": {"tensor": 5},
+            "gpu": "H100-SXM-80GB",
+        },
+    }
+    pool = InstancePool.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
+    found = of_pool(pool, A100)
+    assert found.faults == (
+        "spec.parallelism: llama-3.1-8b: 32 attention heads cannot be shared by 5 GPUs",
+    )
+    assert found.warnings == (
+        "spec.gpu: no node has H100-SXM-80GB now, there is A100-SXM-80GB; instances will wait",
+    )

@@ -1,0 +1,66 @@
+"""Keys that change while the gateway runs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cleave.gateway import server
+from cleave.gateway.admission.api_keys import KeysError, KeysFile, read_keys
+
+
+def mount(folder: Path, version: str, text: str) -> Path:
+    """As kubelet updates a mounted Secret: a new folder, and a link that is swapped."""
+    (folder / version).mkdir(parents=True)
+    (folder / version / "keys").write_text(text)
+    (folder / "..new").symlink_to(version)
+    os.rename(folder / "..new", folder / "..data")
+    if not (folder / "keys").is_symlink():
+        (folder / "keys").symlink_to("..data/keys")
+    return folder / "keys"
+
+
+def accepts(file: KeysFile, key: str) -> bool:
+    return file.keys.accept(f"Bearer {key}".encode())
+
+
+def test_a_replaced_secret_is_read_again(tmp_path: Path) -> None:
+    file = KeysFile(mount(tmp_path, "v1", "first\n"))
+    assert (accepts(file, "first"), accepts(file, "second")) == (True, False)
+    mount(tmp_path, "v2", "secnd\n")
+    file.refresh()
+    assert (accepts(file, "first"), accepts(file, "secnd")) == (False, True)
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n"])
+def test_an_emptied_secret_opens_nothing_and_closes_nothing(tmp_path: Path, text: str) -> None:
+    file = KeysFile(mount(tmp_path, "v1", "first\n"))
+    mount(tmp_path, "v2", text)
+    file.refresh()
+    assert (accepts(file, "first"), accepts(file, "")) == (True, False)
+
+
+def test_a_secret_that_is_gone_leaves_its_keys(tmp_path: Path) -> None:
+    path = mount(tmp_path, "v1", "first\n")
+    file = KeysFile(path)
+    path.unlink()
+    file.refresh()
+    assert accepts(file, "first")
+    with pytest.raises(KeysError):
+        read_keys(path)
+
+
+def test_without_a_file_everybody_is_served() -> None:
+    file = KeysFile(None)
+    file.refresh()
+    assert file.keys.accept(None)
+
+
+async def test_a_running_gateway_takes_new_keys(make_stage, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server, "FILES_S", 0.02)
+    path = mount(tmp_path, "v1", "first\n")
+    stage = await make_stage({"x": "mixed"}, api_keys=path)
+    mount(tmp_path, "v2", "second\n")
+    await stage.until(lambda: stage.context.keys.accept(b"Bearer second"), "new keys")
+    assert (await stage.ask(None, "/v1/models", Authorization="Bearer first")).status == 401
+    assert (await stage.ask(None, "/v1/models", Authorization="Bearer second")).status == 200

@@ -1,0 +1,259 @@
+"""Tenants at a real gateway: limits, turns and lateness; nothing to ask where there are none."""
+
+import asyncio
+import json
+
+import pytest
+
+from cleave.gateway import server
+from cleave.gateway.admission import controller
+from cleave.gateway.config import Late
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+STREAM = ASK | {"stream": True}
+
+
+def write_tenants(tmp_path, *tenants: dict):
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"tenants: {json.dumps(tenants)}\n")
+    return path
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+class Gate:
+    """A script whose answers wait until it opens; keeps the order in which prompts came."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.order: list[str] = []
+
+    async def __call__(self, engine, request, writer) -> None:
+        self.order.append(request.body["prompt"])
+        await self.opened.wait()
+        await type(engine).answer(engine, request, writer)
+
+
+async def test_without_tenants_the_door_is_open(single) -> None:
+    assert single.context.door.open
+    await single.ask(ASK)
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [
+        ({"requestsPerMinute": 2}, "request_rate_limit"),
+        ({"tokensPerMinute": 5}, "token_rate_limit"),
+        ({"maxConcurrent": 2}, "concurrency_limit"),
+    ],
+    ids=str,
+)
+async def test_above_its_limit_a_tenant_is_told_when_to_come_back(
+    make_stage, tmp_path, limit, code
+) -> None:
+    keys = write_tenants(
+        tmp_path, {"name": "small", "keys": ["s"], **limit}, {"name": "big", "keys": ["b"]}
+    )
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    gate = stage.engines["x"].script = Gate()
+    clients = [await stage.connect() for _ in range(2)]
+    for client in clients:
+        client.send(ASK, **bearer("s"))
+    await stage.until(lambda: len(gate.order) == 2, "two are in")
+    refused = await stage.ask(ASK, **bearer("s"))
+    assert (refused.status, refused.error["code"]) == (429, code)
+    assert refused.error["message"].startswith("tenant 'small': more than")
+    assert int(refused.headers["retry-after"]) >= 1
+    gate.opened.set()
+    assert (await stage.ask(ASK, **bearer("b"))).status == 200, "others are not concerned"
+    assert [(await client.read()).status for client in clients] == [200, 200]
+    metrics = stage.context.metrics
+    assert metrics.shed == {("small", code): 1}
+    assert metrics.tenants == {("small", "ok"): 2, ("small", "shed"): 1, ("big", "ok"): 1}
+    await stage.until_idle()
+
+
+async def test_a_request_that_is_cut_off_frees_its_place(make_stage, tmp_path) -> None:
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "maxConcurrent": 1})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    gate = stage.engines["x"].script = Gate()
+    client = await stage.connect()
+    client.send(ASK, **bearer("a"))
+    await stage.until(lambda: len(gate.order) == 1, "it is in")
+    client.close()
+    await stage.until_idle()
+    gate.opened.set()
+    assert (await stage.ask(ASK, **bearer("a"))).status == 200
+
+
+@pytest.mark.interpreted
+async def test_tenants_take_turns_once_engines_have_enough_to_do(
+    make_stage, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    keys = write_tenants(
+        tmp_path,
+        {"name": "loud", "keys": ["l"]},
+        {"name": "quiet", "keys": ["q"]},
+        {"name": "first", "keys": ["f"], "priority": 1},
+    )
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    gate = stage.engines["x"].script = Gate()
+    clients = []
+
+    async def send(prompt: str, key: str) -> None:
+        client = await stage.connect()
+        before = stage.context.metrics.in_flight
+        client.send(STREAM | {"prompt": prompt}, **bearer(key))
+        await stage.until(lambda: stage.context.metrics.in_flight == before + 1, "it has come")
+        clients.append(client)
+
+    for number in range(4):
+        await send(f"loud{number}", "l")
+    await send("quiet", "q")
+    await send("first", "f")
+    assert gate.order == ["loud0"]
+    assert stage.context.door.count_waiting() == {"m": 5}
+    gate.opened.set()
+    assert [(await client.read()).status for client in clients] == [200] * 6
+    assert gate.order[:2] == ["loud0", "first"]
+    assert gate.order.index("quiet") < gate.order.index("loud2")
+    await stage.until_idle()
+
+
+@pytest.mark.interpreted
+async def test_a_client_that_leaves_the_queue_is_forgotten(
+    make_stage, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "maxQueued": 1})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    gate = stage.engines["x"].script = Gate()
+    first, second = await stage.connect(), await stage.connect()
+    first.send(ASK, **bearer("a"))
+    await stage.until(lambda: len(gate.order) == 1, "one is in")
+    second.send(ASK, **bearer("a"))
+    await stage.until(lambda: stage.context.door.count_waiting() == {"m": 1}, "one waits")
+    await stage.until(lambda: stage.context.metrics.waiting == 1, "the sweeper has looked")
+    page = await stage.ask(path="/metrics", **bearer("a"))
+    assert "cleave_gateway_requests_waiting 1.0" in page.body.decode()
+    refused = await stage.ask(ASK, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "tenant_queue_full")
+    second.close()
+    await stage.until(lambda: not stage.context.door.count_waiting(), "it is gone")
+    gate.opened.set()
+    assert (await first.read()).status == 200
+    await stage.until_idle()
+
+
+async def test_who_waits_is_let_in_once_others_requests_have_ended(
+    make_stage, tmp_path, monkeypatch
+) -> None:
+    """Those of siblings and other gateways, of which nothing is heard but that they are gone."""
+    monkeypatch.setattr(server, "SWEEP_S", 60.0)
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    directory = stage.context.router.directory
+    instance = directory.instances["x"]
+    instance.ledger.prompt.enter(controller.HOLD_TOKENS)
+    directory.refresh(instance)
+    client = await stage.connect()
+    client.send(ASK, **bearer("a"))
+    await stage.until(lambda: stage.context.door.count_waiting() == {"m": 1}, "it waits")
+    instance.ledger.prompt.close(controller.HOLD_TOKENS)
+    directory.refresh(instance)
+    assert (await client.read()).status == 200
+    await stage.until(lambda: not stage.context.door.waited_for.is_set(), "nobody is looked after")
+
+
+@pytest.mark.interpreted
+async def test_nobody_waits_for_ever(make_stage, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
+    stage = await make_stage({"x": "mixed"}, api_keys=keys, first_byte_s=0.4, answer_s=20.0)
+    gate = stage.engines["x"].script = Gate()
+    first = await stage.connect()
+    first.send(ASK, **bearer("a"))
+    await stage.until(lambda: len(gate.order) == 1, "one is in")
+    refused = await stage.ask(ASK, **bearer("a"))
+    assert (refused.status, refused.error["code"]) == (429, "waited_too_long")
+    gate.opened.set()
+    assert (await first.read()).status == 200
+    await stage.until_idle()
+
+
+async def teach(stage, seconds_per_token: float) -> None:
+    """As if requests of many lengths had passed."""
+    await stage.ask(STREAM)
+    model = stage.context.door._models["m"]
+    for tokens in range(10, 4_000, 10):
+        model.observe(tokens, tokens * seconds_per_token)
+
+
+@pytest.mark.parametrize("late", [Late.REFUSE, Late.SERVE])
+async def test_what_would_be_late_is_refused_early_where_that_is_wanted(make_stage, late) -> None:
+    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, late=late)
+    gate = Gate()
+    if late is Late.REFUSE:
+        await teach(stage, 0.001)
+    stage.engines["x"].script = gate
+    first = await stage.connect()
+    first.send(STREAM | {"prompt": "x" * 1_600})
+    await stage.until(lambda: len(gate.order) == 1, "400 tokens are before")
+    gate.opened.set() if late is Late.SERVE else None
+    response = await stage.ask(STREAM | {"prompt": "y" * 800})
+    assert response.status == (429 if late is Late.REFUSE else 200)
+    if late is Late.REFUSE:
+        assert response.error["code"] == "late"
+        assert "too late" in response.error["message"]
+        gate.opened.set()
+    assert (await first.read()).status == 200
+    await stage.until_idle()
+
+
+async def test_a_tenants_own_rule_goes_before_the_gateways(make_stage, tmp_path) -> None:
+    keys = write_tenants(
+        tmp_path,
+        {"name": "eager", "keys": ["e"], "late": "Refuse"},
+        {"name": "calm", "keys": ["c"]},
+    )
+    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, api_keys=keys)
+    await stage.ask(STREAM, **bearer("c"))
+    for tokens in range(10, 4_000, 10):
+        stage.context.door._models["m"].observe(tokens, tokens * 0.001)
+    gate = stage.engines["x"].script = Gate()
+    first, second = await stage.connect(), await stage.connect()
+    first.send(STREAM | {"prompt": "x" * 1_600}, **bearer("c"))
+    await stage.until(lambda: len(gate.order) == 1, "400 tokens are before")
+    assert (await stage.ask(STREAM | {"prompt": "y" * 800}, **bearer("e"))).status == 429
+    second.send(STREAM | {"prompt": "y" * 800}, **bearer("c"))
+    await stage.until(lambda: len(gate.order) == 2, "the calm one is served late")
+    gate.opened.set()
+    assert [(await client.read()).status for client in (first, second)] == [200, 200]
+
+
+async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=200, tpot_slo_ms=50)
+    engine = stage.engines["x"]
+
+    def script(first_s: float, gap_s: float):
+        async def answer(_, request, writer) -> None:
+            await asyncio.sleep(first_s)
+            await engine.stream(writer, ["a", "b", "c"], pause_s=gap_s)
+
+        return answer
+
+    async def fail(_, request, writer) -> None:
+        engine.send_json(writer, {"error": "boom"}, status=500)
+
+    scripts = [script(0, 0), script(0.3, 0), script(0, 0.15), script(0.3, 0.15), fail]
+    for number, each in enumerate(scripts):
+        engine.script = each
+        assert (await stage.ask(STREAM)).status == (200 if number < 4 else 502)
+    missed = {what: count for (_, what), count in stage.context.metrics.attained.items()}
+    assert missed == {"": 1, "ttft": 1, "tpot": 1, "ttft_and_tpot": 1, "unserved": 1}
+    page = (await stage.ask(None, "/metrics")).body
+    assert b'cleave_gateway_slo_total{missed="ttft",model="m"} 1.0' in page
+    assert b'cleave_gateway_slo_target_seconds{slo="ttft"} 0.2' in page

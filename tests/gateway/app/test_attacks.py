@@ -1,0 +1,337 @@
+"""What one client can take of a gateway: memory, connections, and the others' turn."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import time
+
+import pytest
+
+from cleave.gateway.app import client_connection as client_module
+from cleave.gateway.app.client_connection import FEED_BYTES, LARGE_BODY_BYTES, WRITE_BUFFER_BYTES
+from cleave.gateway.http.request_parser import Request
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+KEYED = HEAD + b"Authorization: Bearer secret\r\n"
+PAGE = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    return file
+
+
+async def find_connection(stage):
+    """The gateway's side of the only client."""
+    await stage.until(lambda: len(stage.context.clients) == 1, "it is connected")
+    (connection,) = stage.context.clients
+    return connection
+
+
+def count_written(connection) -> int:
+    return connection.transport.get_write_buffer_size()
+
+
+async def test_requests_wait_until_the_answers_before_them_are_taken(single) -> None:
+    client = await single.connect()
+    client.writer.transport.pause_reading()
+    connection = await find_connection(single)
+    client.writer.write(PAGE * 2_000)
+    most = 0
+    for _ in range(100):
+        most = max(most, count_written(connection))
+        await asyncio.sleep(0.01)
+    assert connection.blocked
+    assert 0 < most < 2 * WRITE_BUFFER_BYTES
+    assert (await single.ask(ASK)).status == 200
+    client.writer.transport.resume_reading()
+    for _ in range(2_000):
+        assert (await client.read()).status == 200
+
+
+async def test_few_of_many_pipelined_requests_are_made_at_a_time(single) -> None:
+    opened = single.hold()
+    client = await single.connect()
+    connection = await find_connection(single)
+    shortest = b"GET /x HTTP/1.1\r\n\r\n"
+    client.writer.write(client.build(ASK) + shortest * 20_000)
+    await single.until(lambda: bool(single.engines["x"].requests), "the first one runs")
+    await asyncio.sleep(0.2)
+    assert len(connection._reader.ready) <= FEED_BYTES / len(shortest)
+    assert single.context.partial_bytes < 1 << 20, "the rest is left unread"
+    opened.set()
+    assert (await client.read()).status == 200
+    for _ in range(20_000):
+        assert (await client.read()).status == 404
+
+
+@pytest.mark.parametrize("begun", [b"0\r\nX: ", b"1;a="], ids=["trailer", "extension"])
+async def test_framing_without_an_end_is_refused(single, begun: bytes) -> None:
+    client = await single.connect()
+    client.writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + begun)
+
+    async def go_on() -> None:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1_000):
+                client.writer.write(b"a" * 10_000)
+                await client.writer.drain()
+
+    sending = asyncio.create_task(go_on())
+    assert (await client.read()).status == 400
+    sending.cancel()
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HEAD, 401),
+        (KEYED.replace(b"secret", b"other"), 401),
+        (KEYED.replace(b"/v1/completions", b"/nowhere"), 404),
+        (KEYED.replace(b"POST", b"PUT"), 405),
+    ],
+)
+async def test_a_request_is_refused_by_its_head_before_its_body_has_come(
+    make_stage, keys, head: bytes, status: int
+) -> None:
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    client = await stage.connect()
+    client.writer.write(head + b"Content-Length: 1000000\r\n\r\n")
+    response = await client.read()
+    assert (response.status, response.headers["connection"]) == (status, "close")
+    assert stage.context.partial_bytes == 0
+    assert await client.is_closed()
+
+
+async def test_with_a_key_the_body_is_read(make_stage, keys) -> None:
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    client = await stage.connect()
+    raw = json.dumps(ASK).encode()
+    client.writer.write(KEYED + b"Content-Length: %d\r\n\r\n" % len(raw))
+    await asyncio.sleep(0.05)
+    client.writer.write(raw)
+    assert (await client.read()).status == 200
+
+
+async def test_bodies_that_are_not_whole_share_a_limit(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_partial_bytes=1 << 20, max_body_bytes=1 << 20)
+    first, second = await stage.connect(), await stage.connect()
+    half = HEAD + b"Content-Length: 1000000\r\n\r\n" + b"x" * 700_000
+    first.writer.write(half)
+    await stage.until(lambda: stage.context.partial_bytes >= 700_000, "the first has its part")
+    second.writer.write(half)
+    refused = await second.read()
+    assert (refused.status, refused.error["code"]) == (503, "receiving_too_much")
+    assert int(refused.headers["retry-after"]) > 0
+    assert stage.context.partial_bytes < 1 << 20
+    assert (await stage.ask(ASK)).status == 200, "what comes in one read is served"
+    first.close()
+    await stage.until(lambda: stage.context.partial_bytes == 0, "the first has gone")
+    third = await stage.connect()
+    third.writer.write(half)
+    await stage.until(lambda: stage.context.partial_bytes >= 700_000, "there is room again")
+
+
+async def test_what_waits_behind_an_answer_counts_as_well(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_partial_bytes=20_000, max_body_bytes=20_000)
+    opened = stage.hold()
+    client = await stage.connect()
+    client.send(ASK)
+    await stage.until(lambda: bool(stage.engines["x"].requests), "it runs")
+    client.writer.write(PAGE * 10_000)
+    await asyncio.sleep(0.1)
+    assert stage.context.partial_bytes <= 20_000
+    opened.set()
+    assert (await client.read()).status == 200, "the answer that runs is not lost"
+    assert (await client.read()).status == 503
+    assert await client.is_closed()
+
+
+async def test_the_bodies_of_whole_requests_are_not_counted(single) -> None:
+    client = await single.connect()
+    for size in (10, 100_000, 3_000_000, 0):
+        assert (await client.ask(ASK | {"prompt": "x" * size})).status == 200
+        assert single.context.partial_bytes == 0
+
+
+@pytest.mark.interpreted
+async def test_a_body_that_comes_too_slowly_is_refused(make_stage, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "LEAST_BODY_RATE", 1 << 20)
+    stage = await make_stage({"x": "mixed"}, idle_s=0.5)
+    client = await stage.connect()
+    client.writer.write(HEAD + b"Content-Length: 1000000\r\n\r\n")
+
+    async def drip() -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                client.writer.write(b"x")
+                await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    refused = await client.read()
+    assert (refused.status, refused.error["code"]) == (408, "request_timeout")
+    dripping.cancel()
+
+
+@pytest.mark.interpreted
+async def test_a_large_body_may_take_longer_than_a_pause_may(make_stage, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "LEAST_BODY_RATE", 1_000)
+    stage = await make_stage({"x": "mixed"}, idle_s=0.5)
+    client = await stage.connect()
+    raw = json.dumps(ASK | {"prompt": "x" * 10_000}).encode()
+    client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(raw))
+    for start in range(0, len(raw), 1_000):
+        client.writer.write(raw[start : start + 1_000])
+        await asyncio.sleep(0.15)
+    assert (await client.read()).status == 200
+
+
+async def test_a_refused_body_is_freed_at_once(single) -> None:
+    client = await single.connect()
+    gc.collect()
+    gc.disable()
+    try:
+        for body in (ASK | {"model": "other"}, ASK | {"prompt": ["x"] * 2_000}):
+            assert (await client.ask(body)).status in (400, 404)
+        await asyncio.sleep(0)
+        assert not [each for each in gc.get_objects() if type(each) is Request]
+    finally:
+        gc.enable()
+
+
+async def test_large_bodies_wait_for_each_other_and_small_ones_do_not(single) -> None:
+    context, waits_s = single.context, 0.6
+    large = ASK | {"prompt": "x" * (LARGE_BODY_BYTES + 1)}
+    before = context.clock()
+    assert (await single.ask(large)).status == 200
+    assert context.large_body_at > before, "it has cost something"
+    context.large_body_at = context.clock() + waits_s
+    began = time.monotonic()
+    waiting = asyncio.create_task(single.ask(large))
+    assert (await single.ask(ASK)).status == 200
+    assert not waiting.done()
+    assert context.partial_bytes > LARGE_BODY_BYTES, "it counts while it waits"
+    assert (await waiting).status == 200
+    assert time.monotonic() - began >= waits_s
+    assert context.partial_bytes == 0
+
+
+async def test_a_large_body_is_forgotten_when_its_client_leaves(single) -> None:
+    context = single.context
+    context.large_body_at = context.clock() + 60
+    client = await single.connect()
+    client.send(ASK | {"prompt": "x" * 600_000})
+    await single.until(lambda: context.partial_bytes > 600_000, "it waits")
+    client.close()
+    await single.until(lambda: context.partial_bytes == 0, "it is forgotten")
+
+
+async def test_large_bodies_that_wait_share_a_limit(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_partial_bytes=1_000_000)
+    stage.context.large_body_at = stage.context.clock() + 0.6
+    large = ASK | {"prompt": "x" * 600_000}
+    first, second = [asyncio.create_task(stage.ask(large)) for _ in range(2)]
+    statuses = sorted([(await first).status, (await second).status])
+    assert statuses == [200, 503]
+    assert stage.context.partial_bytes == 0
+
+
+async def test_what_a_refused_client_still_sends_is_read_slowly(make_stage, keys) -> None:
+    stage = await make_stage({"x": "mixed"}, api_keys=keys)
+    client = await stage.connect()
+    client.writer.write(HEAD + b"Content-Length: 16000000\r\n\r\n")
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while sent < 200 << 20:
+                client.writer.write(b"x" * (1 << 20))
+                await client.writer.drain()
+                sent += 1 << 20
+    assert sent < 100 << 20
+    assert (await client.read()).status == 401
+
+
+@pytest.mark.interpreted
+async def test_a_client_that_sends_much_has_one_read_a_turn(single, monkeypatch) -> None:
+    """The event loop would read 32 times in a row from it, while others wait."""
+    client = await single.connect()
+    connection = await find_connection(single)
+    reads, most = 0, 0
+    feed = connection._reader.feed
+
+    def count(data: bytes) -> None:
+        nonlocal reads, most
+        if not reads:
+            asyncio.get_running_loop().call_soon(end_turn)
+        reads += len(data)
+        most = max(most, reads)
+        feed(data)
+
+    def end_turn() -> None:
+        nonlocal reads
+        reads = 0
+
+    monkeypatch.setattr(connection._reader, "feed", count)
+    client.send(ASK | {"prompt": "x" * 8_000_000})
+    assert (await client.read()).status == 200
+    assert most <= 300_000
+
+
+# --- connections ---
+
+
+async def test_clients_cannot_keep_others_from_the_internal_port(make_stage, internal_port) -> None:
+    stage = await make_stage({"x": "mixed"}, max_clients=3, internal_port=internal_port)
+    opened = stage.hold()
+    for _ in range(3):
+        (await stage.connect()).send(ASK)
+    await stage.until(lambda: len(stage.engines["x"].requests) == 3, "all of them run")
+    assert await (await stage.connect()).is_closed(), "the port is full"
+    public, stage.gateway.port = stage.gateway.port, internal_port
+    for path in ("/livez", "/health", "/metrics", "/fleet"):
+        assert (await stage.ask(None, path)).status == 200
+    stage.gateway.port = public
+    opened.set()
+
+
+async def test_a_full_port_closes_who_is_idle_longest(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_clients=3)
+    opened = stage.hold()
+    busy = await stage.connect()
+    busy.send(ASK)
+    await stage.until(lambda: bool(stage.engines["x"].requests), "it runs")
+    silent, used = await stage.connect(), await stage.connect()
+    await used.ask(None, "/health")
+    assert (await stage.ask(None, "/health")).status == 200
+    assert await silent.is_closed()
+    assert (await used.ask(None, "/health")).status == 200
+    opened.set()
+    assert (await busy.read()).status == 200
+
+
+async def test_half_a_head_does_not_keep_a_place(make_stage) -> None:
+    stage = await make_stage({"x": "mixed"}, max_clients=2)
+    for _ in range(2):
+        (await stage.connect()).writer.write(b"GET /")
+    begun = 2 * len(b"GET /")
+    await stage.until(lambda: stage.context.partial_bytes > begun, "they have begun")
+    await asyncio.sleep(0.05)
+    assert (await stage.ask(None, "/health")).status == 200
+
+
+async def test_the_liveness_page_tells_whether_deadlines_are_kept(
+    make_stage, internal_port
+) -> None:
+    stage = await make_stage({}, internal_port=internal_port)
+    assert (await stage.ask(None, "/livez")).status == 404, "it is no client's business"
+    stage.gateway.port = internal_port
+    assert (await stage.ask(None, "/health")).status == 503
+    assert (await stage.ask(None, "/livez")).body == b"ok\n"
+    for task in stage.gateway._tasks:
+        task.cancel()
+    await asyncio.sleep(0)
+    stage.context.swept_at -= 6
+    assert (await stage.ask(None, "/livez")).status == 503

@@ -1,0 +1,110 @@
+"""What the operator is told of the fleet, and that nobody else is."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from cleave.gateway.app import fleet_status
+from cleave.rpc.fleet_status import FleetPage, Instance, KvPath
+from cleave.rpc.v1 import agent_pb2
+
+
+@pytest.fixture
+async def stage(make_stage, internal_port):
+    """A gateway with keys, asked at its internal port."""
+    stage = await make_stage({"p": "prefill", "d": "decode"}, internal_port=internal_port)
+    stage.gateway.port = internal_port
+    return stage
+
+
+async def read_page(stage) -> FleetPage:
+    response = await stage.ask(None, "/fleet")
+    assert response.status == 200
+    return msgspec.json.decode(response.body, type=FleetPage)
+
+
+async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
+    kv_path = agent_pb2.KvPath(
+        verified=True, transport="nixl over tcp", transfer_ms=3.5, bytes_per_s=1.2e9
+    )
+    stage.state(stage.engines["d"], epoch=4, kv_path=kv_path, restarts=2, home=agent_pb2.ROLE_MIXED)
+    report = agent_pb2.LoadReport(
+        boot_id="boot-d", num_running=3, num_waiting=1, kv_cache_usage=0.25
+    )
+    directory = stage.context.router.directory
+    directory.hear("d", agent_pb2.WatchEvent(load=report), stage.context.clock() - 1.5)
+    pick = stage.context.router.pick("m", 100, 20)
+    page = await read_page(stage)
+    assert [instance.name for instance in page.instances] == ["d", "p"]
+    told = page.instances[0]
+    assert 1.5 <= told.report_age_s < 60
+    assert msgspec.structs.replace(told, report_age_s=0.0) == Instance(
+        name="d",
+        deployment="d",
+        model="m",
+        revision="r1",
+        role="decode",
+        home="mixed",
+        state="ready",
+        epoch=4,
+        contact="heard",
+        selectable=True,
+        restarts=2,
+        num_running=3,
+        num_waiting=1,
+        pending_tokens=120,
+        kv_cache_usage=0.25,
+        requests_in_flight=1,
+        kv_path=KvPath(True, "nixl over tcp", 3.5, 1.2e9),
+    )
+    stage.context.router.release(pick)
+
+
+async def test_why_an_instance_is_not_ready_is_told_in_bounded_words(stage) -> None:
+    starting = agent_pb2.STATE_STARTING
+    stage.state(stage.engines["p"], state=starting, reason="engine lost: " + "x" * 9_000)
+    told = (await read_page(stage)).instances[1]
+    assert (told.state, told.selectable) == ("starting", False)
+    assert told.reason.startswith("engine lost: xxx")
+    assert len(told.reason) <= 300
+
+
+async def test_a_page_holds_so_many_instances_and_counts_the_rest(stage, monkeypatch) -> None:
+    monkeypatch.setattr(fleet_status, "MAX_INSTANCES", 1)
+    page = await read_page(stage)
+    assert ([instance.name for instance in page.instances], page.left_out) == (["d"], 1)
+
+
+async def test_a_gateway_says_that_it_ends(stage) -> None:
+    assert not (await read_page(stage)).draining
+    stage.context.draining = True
+    assert (await read_page(stage)).draining
+
+
+async def test_clients_do_not_see_the_fleet(pair) -> None:
+    assert (await pair.ask(None, "/fleet")).status == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/"])
+async def test_the_internal_port_serves_no_models(stage, path: str) -> None:
+    assert (await stage.ask(None, path)).status == 404
+
+
+@pytest.mark.parametrize("path", ["/fleet", "/health", "/metrics"])
+async def test_the_internal_port_asks_for_no_key(make_stage, internal_port, tmp_path, path) -> None:
+    (tmp_path / "keys").write_text("secret")
+    stage = await make_stage(
+        {"x": "mixed"}, internal_port=internal_port, api_keys=tmp_path / "keys"
+    )
+    assert (await stage.ask(None, "/v1/models")).status == 401
+    stage.gateway.port = internal_port
+    response = await stage.ask(None, path)
+    assert response.status == 200
+    assert b'"m"' in response.body
+
+
+async def test_both_ports_close_at_the_end(stage, internal_port) -> None:
+    await stage.gateway.stop()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", internal_port)

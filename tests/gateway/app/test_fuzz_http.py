@@ -1,0 +1,373 @@
+"""Whatever bytes a client sends: engines get whole, clear requests, and the gateway lives on.
+
+Requests are made from a grammar, in pipelines, cut anywhere. What is clear must reach the engine as
+it is; what two parsers could read differently must be refused, with all that follows it. What the
+engine gets is read by a second parser, h11, which is known to be strict; so are our answers.
+
+For a long run: pytest tests/gateway/app/test_fuzz_http.py --hypothesis-profile=long
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import h11
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cleave.gateway.config import GatewayConfig, Timeouts
+from cleave.gateway.http.request_parser import RequestReader
+from cleave.gateway.server import Gateway
+from cleave.rpc.v1 import agent_pb2
+
+from tests.support.ambiguous_requests import (
+    AMBIGUOUS,
+    BODY,
+    CANARY,
+    LENGTH,
+    build,
+    build_body,
+    chunk,
+)
+
+PATIENCE_S = 20
+REFUSALS = {400, 413, 417, 431}
+THOROUGH = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@dataclass
+class Engine:
+    """Answers every request alike, and keeps what a strict parser makes of them."""
+
+    prompts: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while await self._answer(reader, writer):
+                pass
+        writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        parser, body = h11.Connection(h11.SERVER), b""
+        while True:
+            try:
+                event = parser.next_event()
+            except h11.ProtocolError as error:
+                self.faults.append(str(error))
+                return False
+            if event is h11.NEED_DATA:
+                data = await reader.read(1 << 16)
+                if not data:
+                    return False
+                parser.receive_data(data)
+            elif isinstance(event, h11.Data):
+                body += bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                break
+        if parser.trailing_data[0]:
+            self.faults.append(f"more than one request: {parser.trailing_data[0]!r}")
+        status = 200
+        try:
+            self.prompts.append(json.loads(body)["prompt"])
+        except (ValueError, KeyError):
+            status = 400
+        answer = b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}'
+        writer.write(
+            b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            % (status, len(answer), answer)
+        )
+        return True
+
+
+class World:
+    """A gateway before one engine."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.engine = Engine()
+        self.run = runner.run
+        self.run(self._start())
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self.engine.serve, "127.0.0.1")
+        port = self._server.sockets[0].getsockname()[1]
+        config = GatewayConfig(
+            agents="", port=0, max_body_bytes=1 << 16, timeouts=Timeouts(drain_s=1)
+        )
+        self.gateway = Gateway(config)
+        await self.gateway.start()
+        registration = agent_pb2.Registration(
+            instance="x",
+            model="m",
+            boot_id="boot",
+            role=agent_pb2.ROLE_MIXED,
+            state=agent_pb2.STATE_READY,
+            engine_url=f"http://127.0.0.1:{port}",
+        )
+        event = agent_pb2.WatchEvent(registration=registration)
+        self.gateway.context.router.directory.hear("x", event, 1e12)
+
+    async def stop(self) -> None:
+        await self.gateway.stop()
+        self._server.close()
+        await self._server.wait_closed()
+
+    def send(self, pieces: list[bytes], expected: int | None) -> list[int]:
+        """The statuses of the answers: so many, or all until the gateway closes."""
+        self.engine.prompts.clear()
+        return self.run(asyncio.wait_for(self._send(pieces, expected), PATIENCE_S))
+
+    async def _send(self, pieces: list[bytes], expected: int | None) -> list[int]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.gateway.port)
+        writing = asyncio.create_task(write(writer, pieces))
+        try:
+            return await read_statuses(reader, expected)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            writer.transport.abort()
+
+
+async def write(writer: asyncio.StreamWriter, pieces: list[bytes]) -> None:
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+
+async def read_statuses(reader: asyncio.StreamReader, expected: int | None) -> list[int]:
+    statuses: list[int] = []
+    data = b""
+    while expected is None or len(statuses) < expected:
+        parser = h11.Connection(h11.CLIENT)
+        parser.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+        parser.send(h11.EndOfMessage())
+        if data:
+            parser.receive_data(data)
+        while not isinstance(event := parser.next_event(), h11.EndOfMessage):
+            if isinstance(event, h11.Response):
+                statuses.append(event.status_code)
+            elif event is h11.NEED_DATA:
+                more = await reader.read(1 << 16)
+                if not more:
+                    assert expected is None, f"closed after {statuses}"
+                    assert parser.their_state is h11.SEND_RESPONSE, "closed inside an answer"
+                    assert not parser.trailing_data[0]
+                    return statuses
+                parser.receive_data(more)
+        data = parser.trailing_data[0]
+    return statuses
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        made = World(runner)
+        yield made
+        made.run(made.stop())
+
+
+# --- the grammar ---
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request, or what looks like one, and what must become of it."""
+
+    raw: bytes
+    prompt: str | None = None
+    """Reaches the engine; None: nothing does."""
+    status: int = 200
+
+
+def in_any_case(name: bytes) -> st.SearchStrategy[bytes]:
+    return st.sampled_from([name, name.upper(), name.title()])
+
+
+spaces = st.sampled_from([b"", b" ", b"\t", b"  \t "])
+targets = st.sampled_from(
+    [b"/v1/completions", b"/v1/completions?a=b", b"http://h:1/v1/completions"]
+)
+extensions = st.sampled_from([b"", b";a", b";a=b", b';a="b c"', b";a=1;b=2"])
+values = st.binary(max_size=40).map(
+    lambda raw: bytes(b for b in raw if b == 9 or (b >= 32 and b != 127))
+)
+names = st.text("abcXYZ09!#$%&'*+-.^_`|~", min_size=1, max_size=20).map(lambda n: f"z{n}".encode())
+others = st.lists(st.tuples(names, values), max_size=5).map(
+    lambda pairs: [b"%b: %b" % pair for pair in pairs]
+)
+
+
+@st.composite
+def clear_framing(draw: st.DrawFn, body: bytes) -> tuple[list[bytes], bytes]:
+    """The lines that tell a body's length, and the body as it goes over the wire."""
+    before, after = draw(spaces), draw(spaces)
+    if draw(st.booleans()):
+        name = draw(in_any_case(b"content-length"))
+        return [b"%b:%b%d%b" % (name, before, len(body), after)], body
+    # The parser takes no tab after a coding, which is its right.
+    after = after.replace(b"\t", b"")
+    name, value = draw(in_any_case(b"transfer-encoding")), draw(in_any_case(b"chunked"))
+    raw, rest = b"", body
+    while rest:
+        size = draw(st.integers(1, len(rest)))
+        written = draw(st.sampled_from([b"%x", b"%X", b"00%x"])) % size
+        raw += chunk(rest[:size], written, draw(extensions))
+        rest = rest[size:]
+    trailers = b"".join(line + b"\r\n" for line in draw(others))
+    last = draw(st.sampled_from([b"0", b"000", b"0;a=b"]))
+    return [b"%b:%b%b%b" % (name, before, value, after)], raw + last + b"\r\n" + trailers + b"\r\n"
+
+
+@st.composite
+def clear(draw: st.DrawFn) -> Sent:
+    """A request that everybody reads alike."""
+    prompt = draw(st.text(max_size=30))
+    lines, raw = draw(clear_framing(build_body(prompt)))
+    lines = [*draw(others), *lines, *draw(others)]
+    first = draw(st.sampled_from([b"POST %b HTTP/1.1", b"POST  %b  HTTP/1.1"])) % draw(targets)
+    return Sent(draw(st.sampled_from([b"", b"\r\n"])) + build(lines, raw, first), prompt)
+
+
+ANSWERED_HERE = [
+    (b"POST /v1/completions HTTP/1.1", b'{"model":', 400),
+    (b"POST /v1/completions HTTP/1.1", b"\xff\x00", 400),
+    (b"POST /v1/completions HTTP/1.1", b"[" * 50_000, 400),
+    (b"POST /v1/completions HTTP/1.1", build_body(CANARY)[:-1], 400),
+    (b"POST /v1/nowhere HTTP/1.1", b"", 404),
+    (b"POST /v1/models/m HTTP/1.1", b"", 405),
+    (b"GET /v1/models/%FF%00 HTTP/1.1", b"", 404),
+    (b"PUT /v1/completions HTTP/1.1", b"", 405),
+    (b"DELETE * HTTP/1.1", b"", 404),
+    (b"CONNECT x:1 HTTP/1.1", b"", 404),
+    (b"GET /health HTTP/1.1", build_body(CANARY), 200),
+]
+
+
+@st.composite
+def answered_here(draw: st.DrawFn) -> Sent:
+    """Good HTTP of which no engine hears; the connection goes on."""
+    first, body, status = draw(st.sampled_from(ANSWERED_HERE))
+    lines, raw = draw(clear_framing(body)) if body else ([], b"")
+    return Sent(build([*draw(others), *lines], raw, first), None, status)
+
+
+REFUSED_BY_HEAD = [(b"POST /v1/nowhere HTTP/1.1", 404), (b"PUT /v1/completions HTTP/1.1", 405)]
+
+
+@st.composite
+def refused_by_head(draw: st.DrawFn) -> Sent:
+    """A body follows, which is not read unless it has come with the head."""
+    first, status = draw(st.sampled_from(REFUSED_BY_HEAD))
+    lines, raw = draw(clear_framing(build_body(CANARY)))
+    return Sent(build(lines, raw, first), None, status)
+
+
+ambiguous = st.sampled_from([(k, i) for k, raws in AMBIGUOUS.items() for i in range(len(raws))])
+"""Where it is found; some are too long to be shown."""
+follower = build([b"content-length: " + LENGTH], BODY)
+NOISE = b"\0" * 70_000
+"""Longer than any body may be, so that whatever is still open ends in it."""
+pieces_of = st.lists(st.integers(0, 3_000), max_size=12)
+
+
+def cut(raw: bytes, places: list[int]) -> list[bytes]:
+    """Pieces; the places count from the front and from the back, where bodies end."""
+    at = sorted({abs(place if place % 2 else len(raw) - place) for place in places})
+    return [raw[a:b] for a, b in zip([0, *at], [*at, len(raw)], strict=True) if raw[a:b]]
+
+
+# --- what must hold ---
+
+
+@settings(THOROUGH, max_examples=4 * settings.default.max_examples)
+@given(st.lists(clear() | answered_here(), min_size=1, max_size=6), pieces_of)
+def test_clear_requests_reach_the_engine_as_they_are(world: World, sent, places) -> None:
+    statuses = world.send(cut(b"".join(one.raw for one in sent), places), len(sent))
+    assert statuses == [one.status for one in sent]
+    assert world.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
+    assert not world.engine.faults
+
+
+@settings(THOROUGH, max_examples=2 * settings.default.max_examples)
+@given(refused_by_head(), pieces_of)
+def test_a_body_that_is_not_read_is_no_request(world: World, refused, places) -> None:
+    """Either all of it was there, and the next request is answered; or the connection ends."""
+    status, *others = world.send([*cut(refused.raw + follower, places), NOISE], None)
+    assert status == refused.status
+    assert (others, world.engine.prompts) in (([], []), ([200, 400], [json.loads(BODY)["prompt"]]))
+
+
+@settings(THOROUGH, max_examples=4 * settings.default.max_examples)
+@given(st.lists(clear() | answered_here(), max_size=2), ambiguous, pieces_of)
+def test_the_ambiguous_is_refused_with_all_that_follows(world: World, sent, bad, places) -> None:
+    kind, index = bad
+    raw = b"".join([*(one.raw for one in sent), AMBIGUOUS[kind][index], follower, follower])
+    *statuses, refusal = world.send(cut(raw, places), None)
+    assert refusal in REFUSALS
+    assert statuses == [one.status for one in sent]
+    assert world.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
+    assert not world.engine.faults
+
+
+@pytest.mark.parametrize("kind", AMBIGUOUS)
+def test_every_known_ambiguity_is_refused(world: World, kind: str) -> None:
+    for raw in AMBIGUOUS[kind]:
+        statuses = world.send([raw + follower], None)
+        assert len(statuses) == 1, (raw[:300], statuses)
+        assert statuses[0] in REFUSALS, raw[:300]
+        assert world.engine.prompts == [], raw[:300]
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> bytes:
+    """A pipeline of which some bytes were changed."""
+    raw = bytearray(b"".join(one.raw for one in draw(st.lists(clear(), min_size=1, max_size=3))))
+    strange = st.sampled_from(b"\r\n\0 \t:;,0159afAF\x7f\xff-+") | st.integers(0, 255)
+    for _ in range(draw(st.integers(1, 6))):
+        place = draw(st.integers(0, len(raw) - 1))
+        how = draw(st.integers(0, 2))
+        if how == 0:
+            raw[place] = draw(strange)
+        elif how == 1:
+            raw.insert(place, draw(strange))
+        else:
+            del raw[place]
+    return bytes(raw)
+
+
+@settings(THOROUGH, max_examples=4 * settings.default.max_examples)
+@given(spoilt(), pieces_of)
+def test_no_spoilt_bytes_break_anything(world: World, caplog, raw, places) -> None:
+    with caplog.at_level(logging.WARNING):
+        statuses = world.send([*cut(raw, places), NOISE], None)
+    assert set(statuses) <= {200, 404, 405, *REFUSALS}
+    assert not world.engine.faults
+    assert not caplog.records
+
+
+def read(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bool]:
+    reader = RequestReader(1 << 16, lambda request: None)
+    for piece in pieces:
+        if reader.refusal is None:
+            reader.feed(piece)
+    return [(one.path, one.body) for one in reader.ready], reader.refusal is not None
+
+
+@settings(THOROUGH, max_examples=5 * settings.default.max_examples)
+@given(spoilt(), pieces_of)
+def test_where_bytes_are_cut_changes_nothing(raw, places) -> None:
+    assert read(cut(raw, places)) == read([raw])
+
+
+@settings(THOROUGH, max_examples=settings.default.max_examples)
+@given(ambiguous, pieces_of)
+def test_where_an_ambiguity_is_cut_changes_nothing(bad, places) -> None:
+    raw = AMBIGUOUS[bad[0]][bad[1]] + follower
+    assert read(cut(raw, places)) == read([raw])

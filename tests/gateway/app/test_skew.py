@@ -1,0 +1,64 @@
+"""Agents of a newer version: shown on every page, given no requests, and no page fails for them."""
+
+import math
+
+import msgspec
+import pytest
+
+from cleave.rpc.fleet_status import FleetPage
+from cleave.rpc.v1 import agent_pb2
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+ODD = {"role": {"role": 9}, "state": {"state": 9}, "home": {"home": 9}, "all": {}}
+ODD["all"] = ODD["role"] | ODD["state"] | ODD["home"]
+
+
+@pytest.fixture(params=ODD)
+async def odd(make_stage, internal_port, request):
+    """One instance as always, and one that states what is not known here."""
+    stage = await make_stage({"x": "mixed", "y": "mixed"}, internal_port=internal_port)
+    event = stage.engines["y"].registration()
+    event.registration.MergeFrom(agent_pb2.Registration(**ODD[request.param]))
+    stage.context.router.directory.hear("y", event, stage.context.clock())
+    return stage, ODD[request.param]
+
+
+async def test_every_page_shows_it(odd, internal_port: int) -> None:
+    stage, fields = odd
+    words = dict.fromkeys(fields, "unknown_9")
+    health = (await stage.ask(None, "/health")).json()
+    told = next(each for each in health["models"]["m"]["instances"] if each["name"] == "y")
+    assert told["role"] == words.get("role", "mixed")
+    assert told["state"] == words.get("state", "ready")
+    stage.gateway.port = internal_port
+    metrics = await stage.ask(None, "/metrics")
+    role, state = words.get("role", "mixed"), words.get("state", "ready")
+    assert metrics.status == 200
+    line = f'cleave_gateway_instances{{model="m",role="{role}",state="{state}"}}'
+    assert line in metrics.body.decode()
+    page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetPage)
+    told = page.instances[1]
+    assert (told.role, told.state) == (role, state)
+    assert told.home == words.get("home", role)
+
+
+@pytest.mark.parametrize("odd", ["role", "state", "all"], indirect=True)
+async def test_requests_go_to_the_others(odd) -> None:
+    stage, _ = odd
+    assert [(await stage.ask(ASK)).status for _ in range(4)] == [200] * 4
+    assert len(stage.engines["x"].requests) == 4
+
+
+async def test_numbers_that_json_does_not_have_leave_the_page_readable(
+    make_stage, internal_port: int
+) -> None:
+    stage = await make_stage({"x": "mixed"}, internal_port=internal_port)
+    kv_path = agent_pb2.KvPath(verified=True, transfer_ms=math.inf, bytes_per_s=math.nan)
+    stage.state(stage.engines["x"], kv_path=kv_path)
+    load = agent_pb2.LoadReport(boot_id="boot-x", kv_cache_usage=math.nan)
+    stage.context.router.directory.hear("x", agent_pb2.WatchEvent(load=load), 0.0)
+    stage.gateway.port = internal_port
+    page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetPage)
+    (told,) = page.instances
+    assert (told.kv_cache_usage, told.kv_path.transfer_ms, told.kv_path.bytes_per_s) == (0, 0, 0)
+    assert (await stage.ask(None, "/metrics")).status == 200

@@ -1,0 +1,502 @@
+"""The endpoint picker over a real gRPC channel, told what Envoy tells, in its order.
+
+e2e/test_envoy.py has a real Envoy.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cleave.gateway.admission import controller
+from cleave.gateway.admission.api_keys import Keys
+from cleave.gateway.config import GatewayConfig
+from cleave.gateway.context import Context
+from cleave.gateway.endpoint_picker.credentials import PickerError
+from cleave.gateway.endpoint_picker.ext_proc import CHUNK_BYTES, ENDPOINT, NAMESPACE
+from cleave.gateway.endpoint_picker.server import PickerServer, name_gateway
+from cleave.router.registry import Directory
+from cleave.router.router import Router
+from cleave.rpc.v1 import external_processor_pb2 as pb
+
+from tests.support.ext_proc_client import (
+    ASK,
+    BUFFERED,
+    DUPLEX,
+    NONE,
+    PATIENCE_S,
+    Placed,
+    Proxy,
+    headers_of,
+)
+
+MODES = [pytest.param(DUPLEX, id="full-duplex"), pytest.param(BUFFERED, id="buffered")]
+
+
+def find_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+async def asked(make_stage):
+    """Makes a stage with a picker; what it gives makes a Proxy for each request."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(engines: dict[str, str], *, direct: bool = True, **options: object):
+            port = find_port()
+            stage = await make_stage(
+                engines,
+                endpoint_picker_port=port,
+                endpoint_picker_direct=direct,
+                endpoint_picker_plain=True,
+                **options,
+            )
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            await stack.enter_async_context(channel)
+            stage.channel = channel
+            stage.address = f"127.0.0.1:{stage.gateway.port}"
+            stage.proxy = lambda *modes: Proxy(stage, channel, *modes)
+            stage.endpoint_of = lambda name: f"127.0.0.1:{stage.engines[name].port}"
+            return stage
+
+        yield make
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_whole_request_goes_to_an_instance_and_is_in_its_books(asked, mode) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy(mode)
+    placed = await proxy.ask()
+    assert placed.endpoints == [stage.endpoint_of("x"), stage.address]
+    assert json.loads(placed.body) == ASK
+    ledger = stage.context.router.directory.instances["x"].ledger
+    assert ledger.requests == 1
+    assert ledger.prompt.own > 0
+    seen = await proxy.answer(200, b'{"usage":{"completion', b'_tokens": 3}}')
+    assert seen == b'{"usage":{"completion_tokens": 3}}'
+    assert await proxy.is_left_alone()
+    await stage.until_idle()
+    assert stage.context.metrics.requests["m", "ok"] == 1
+
+
+async def test_the_prompt_leaves_the_books_with_the_first_bytes_of_the_answer(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy()
+    await proxy.ask({**ASK, "stream": True})
+    ledger = stage.context.router.directory.instances["x"].ledger
+    await proxy.send(response_headers=headers_of({":status": "200"}, False))
+    await proxy.hear()
+    assert ledger.prompt.own > 0
+    await proxy.pass_on(b"data: {}\n\n")
+    assert ledger.prompt.own == 0
+    assert ledger.requests == 1
+    proxy.stream.cancel()
+    await stage.until_idle()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_can_be_split_goes_to_the_gateway_as_it_came(asked, mode) -> None:
+    stage = await asked({"p": "prefill", "d": "decode"})
+    proxy = stage.proxy(mode)
+    raw = json.dumps({**ASK, "kv_transfer_params": {}}).encode()
+    placed = await proxy.ask(raw)
+    assert placed.endpoints == [stage.address]
+    assert placed.body == (raw if mode == DUPLEX else b"")
+    assert mode != DUPLEX or await proxy.stays()
+    assert await proxy.is_left_alone()
+    assert stage.is_idle()
+
+
+async def test_what_cannot_be_split_goes_to_a_decode_instance(asked) -> None:
+    stage = await asked({"p": "prefill", "d": "decode"})
+    placed = await stage.proxy().ask({**ASK, "n": 2})
+    assert placed.endpoints[0] == stage.endpoint_of("d")
+
+
+async def test_by_default_everything_goes_to_the_gateway_piece_by_piece(asked) -> None:
+    stage = await asked({"x": "mixed"}, direct=False)
+    proxy = stage.proxy()
+    await proxy.head()
+    assert Placed(await proxy.hear()).endpoints == [stage.address]
+    for end, piece in enumerate((b"not even ", b"JSON")):
+        await proxy.send(request_body=pb.HttpBody(body=piece, end_of_stream=bool(end)))
+        streamed = (await proxy.hear()).request_body.response.body_mutation.streamed_response
+        assert (streamed.body, streamed.end_of_stream) == (piece, bool(end))
+    assert await proxy.stays()
+    assert await proxy.is_left_alone()
+
+
+@pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL])
+async def test_where_the_proxy_keeps_the_body_the_gateway_is_named_without_it(asked, mode) -> None:
+    stage = await asked({"x": "mixed"}, direct=False)
+    proxy = stage.proxy(mode)
+    await proxy.head()
+    assert Placed(await proxy.hear()).endpoints == [stage.address]
+    assert await proxy.is_left_alone()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"path": "/v1/models", "method": "GET", "bodiless": True},
+        {"path": "/v1/embeddings", "bodiless": True},
+        {"path": "/somewhere", "bodiless": True},
+    ],
+    ids=["models", "embeddings", "unknown"],
+)
+async def test_what_is_no_completion_goes_to_the_gateway(asked, head) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy()
+    await proxy.head(**head)
+    assert Placed(await proxy.hear()).endpoints == [stage.address]
+    assert await proxy.stays()
+    assert await proxy.is_left_alone()
+
+
+async def test_a_body_that_ends_with_trailers_is_placed_as_well(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy()
+    await proxy.head()
+    await proxy.send(request_body=pb.HttpBody(body=json.dumps(ASK).encode()))
+    await proxy.send(request_trailers=pb.HttpTrailers())
+    assert Placed(await proxy.hear()).endpoints[0] == stage.endpoint_of("x")
+    streamed = (await proxy.hear()).request_body.response.body_mutation.streamed_response
+    assert not streamed.end_of_stream
+    assert (await proxy.hear()).HasField("request_trailers")
+
+
+async def test_engines_see_neither_the_hand_off_nor_the_request_id_of_clients(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    body = {**ASK, "stream": True, "kv_transfer_params": {"remote_engine_id": "b"}}
+    placed = await stage.proxy().ask(body, **{"x-request-id": "mine"})
+    assert json.loads(placed.body) == {**ASK, "stream": True}
+    assert placed.headers["x-request-id"] not in ("", "mine")
+
+
+async def test_long_bodies_come_back_in_pieces_that_proxies_take(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    body = {**ASK, "prompt": "x" * (2 * CHUNK_BYTES)}
+    placed = await stage.proxy().ask(body)
+    assert json.loads(placed.body) == body
+
+
+async def test_the_length_of_a_buffered_body_is_stated_anew(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    placed = await stage.proxy(BUFFERED).ask({**ASK, "kv_transfer_params": {}})
+    assert placed.headers["content-length"] == str(len(placed.body))
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_bad_body_is_refused_in_the_form_of_openai(asked, mode) -> None:
+    stage = await asked({"x": "mixed"})
+    placed = await stage.proxy(mode).ask(b"[]")
+    status, error = placed.refused
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert placed.headers["content-type"] == "application/json"
+    assert stage.is_idle()
+
+
+async def test_an_unknown_model_is_refused_with_404(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    status, error = (await stage.proxy().ask({**ASK, "model": "other"})).refused
+    assert (status, error["code"]) == (404, "model_not_found")
+    await stage.until_idle()
+
+
+async def test_without_an_instance_a_request_is_refused_with_503(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    stage.context.router.directory.lose("x")
+    placed = await stage.proxy().ask()
+    status, error = placed.refused
+    assert (status, error["code"]) == (503, "no_instance")
+    assert placed.headers["retry-after"] == "1"
+    await stage.until_idle()
+
+
+async def test_where_requests_may_wait_for_an_instance_they_do_so_at_the_gateway(asked) -> None:
+    stage = await asked({}, wake_s=5.0)
+    assert (await stage.proxy().ask()).endpoints == [stage.address]
+
+
+async def test_a_full_queue_refuses_with_429(asked) -> None:
+    stage = await asked({"x": "mixed"}, queue_limit=1)
+    first = stage.proxy()
+    await first.ask()
+    placed = await stage.proxy().ask()
+    status, error = placed.refused
+    assert (status, error["code"]) == (429, "queue_full")
+    assert placed.headers["retry-after"] == "1"
+    await first.answer(200, b"{}")
+    assert (await stage.proxy().ask()).endpoints
+
+
+async def test_a_tenant_above_its_limit_is_refused_with_429(asked, tmp_path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 1}\n")
+    stage = await asked({"x": "mixed"}, api_keys=keys)
+    known = {"authorization": "Bearer secret"}
+    first = stage.proxy()
+    assert (await first.ask(**known)).endpoints[0] == stage.endpoint_of("x")
+    status, error = (await stage.proxy().ask(**known)).refused
+    assert (status, error["code"]) == (429, "concurrency_limit")
+    await first.answer(200, b"{}")
+    assert (await stage.proxy().ask(**known)).endpoints
+
+
+async def test_without_a_key_the_gateway_is_named_which_refuses(asked, tmp_path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    stage = await asked({"x": "mixed"}, api_keys=keys)
+    assert (await stage.proxy().ask()).endpoints == [stage.address]
+
+
+async def test_a_body_above_the_limit_is_refused_with_413(asked) -> None:
+    stage = await asked({"x": "mixed"}, max_body_bytes=100)
+    proxy = stage.proxy()
+    await proxy.head()
+    await proxy.send(request_body=pb.HttpBody(body=b"x" * 101))
+    status, error = Placed(await proxy.hear()).refused
+    assert (status, error["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["list", "text"])
+async def test_only_endpoints_that_the_proxy_allows_are_named(asked, as_text) -> None:
+    stage = await asked({"a": "mixed", "b": "mixed", "c": "mixed"})
+    subset = [stage.endpoint_of("b"), "10.0.0.1:80"]
+    for _ in range(3):
+        placed = await stage.proxy().ask(subset=",".join(subset) if as_text else subset)
+        assert placed.endpoints == [stage.endpoint_of("b")]
+
+
+async def test_where_the_gateway_is_not_allowed_nothing_is_split(asked) -> None:
+    stage = await asked({"p": "prefill", "d": "decode"})
+    placed = await stage.proxy().ask(subset=[stage.endpoint_of("d"), stage.endpoint_of("p")])
+    assert placed.endpoints == [stage.endpoint_of("d")]
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "gateway"])
+async def test_where_nothing_of_ours_is_allowed_the_answer_is_503(asked, direct) -> None:
+    stage = await asked({"x": "mixed"}, direct=direct)
+    proxy = stage.proxy()
+    await proxy.head(subset=[])
+    await proxy.body(json.dumps(ASK).encode())
+    assert Placed(await proxy.hear()).refused[0] == 503
+
+
+async def test_a_proxy_that_vanishes_leaves_nothing_in_the_books(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    for phase in ("asked", "answered"):
+        proxy = stage.proxy()
+        await proxy.ask()
+        if phase == "answered":
+            await proxy.send(response_headers=headers_of({":status": "200"}, False))
+            await proxy.hear()
+        assert stage.context.metrics.in_flight == 1
+        proxy.stream.cancel()
+        await stage.until_idle()
+    assert stage.context.metrics.requests["m", "cancelled"] == 2
+
+
+async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) -> None:
+    stage = await asked({"x": "mixed"}, answer_s=0.3)
+    proxy = stage.proxy()
+    await proxy.ask()
+    await stage.until_idle()
+    assert await proxy.answer(200, b"late") == b"late"
+    assert stage.is_idle()
+
+
+@pytest.mark.interpreted
+async def test_a_request_that_waits_past_its_deadline_is_answered(
+    asked, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(controller, "HOLD_TOKENS", 0.0)
+    keys = tmp_path / "keys"
+    keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 9}\n")
+    stage = await asked({"x": "mixed"}, api_keys=keys, answer_s=0.3)
+    status, error = (await stage.proxy().ask(authorization="Bearer secret")).refused
+    assert (status, error["code"]) == (504, "engine_timeout")
+    await stage.until_idle()
+
+
+async def test_a_queue_that_siblings_have_filled_refuses_as_well(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    stage.context.queue_limit = 0
+    assert (await stage.proxy().ask()).refused[0] == 429
+
+
+async def test_a_request_that_does_not_go_on_is_given_up(asked) -> None:
+    stage = await asked({"x": "mixed"}, idle_s=0.2)
+    proxy = stage.proxy()
+    await proxy.head()
+    with pytest.raises(grpc.aio.AioRpcError) as given_up:
+        await proxy.stream.read()
+    assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_proxy_that_does_not_tell_of_answers_ends_them_with_its_stream(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy(DUPLEX, NONE)
+    await proxy.ask()
+    await proxy.send(response_headers=headers_of({":status": "200"}, False))
+    await proxy.hear()
+    await proxy.stream.done_writing()
+    await stage.until_idle()
+    assert stage.context.metrics.requests["m", "ok"] == 1
+
+
+@pytest.mark.interpreted
+async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    lengths = stage.context.router.lengths
+    learnt = []
+    lengths.learn = lambda prompt, output: learnt.append(output)
+    for pieces in (
+        [b'{"choices":[],"usage":{"completion_tokens":41}}'],
+        [b'data: {"a":1}\n', b'\ndata: {"a":2}\n\n', b"data: [DONE]\n\n"],
+        [b'data: {"a":1}\n\n', b'data: {"usage":{"completion_tokens": 7}}\n\ndata: [DONE]\n\n'],
+    ):
+        proxy = stage.proxy()
+        await proxy.ask()
+        await proxy.answer(200, *pieces)
+    assert learnt == [41, 2, 7]
+
+
+@pytest.mark.interpreted
+async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    stage.context.router.lengths.learn = lambda *_: pytest.fail("learnt from an error")
+    for _ in range(3):
+        proxy = stage.proxy()
+        await proxy.ask()
+        await proxy.answer(503, b'{"a":1}\n\n')
+    assert stage.context.breaker.doubted(stage.context.clock()) == {"x"}
+    assert stage.context.metrics.requests["m", "failed"] == 3
+
+
+async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_first(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy()
+    await proxy.ask()
+    await proxy.send(
+        response_headers=headers_of({":status": "200"}, False),
+        metadata_context=served_by(stage.address),
+    )
+    await proxy.hear()
+    assert stage.context.router.directory.instances["x"].ledger.requests == 0
+    assert await proxy.pass_on(b'{"usage":{"completion_tokens":3}}', True)
+    await stage.until_idle()
+    # It is told by who served it.
+    assert sum(stage.context.metrics.requests.values()) == 0
+    assert stage.context.metrics.models["m"].output_tokens == 0
+
+
+def served_by(address: str) -> pb.Metadata:
+    metadata = pb.Metadata()
+    metadata.filter_metadata[NAMESPACE].update({f"{ENDPOINT}-served": address})
+    return metadata
+
+
+async def test_a_proxy_that_only_watches_is_left_alone(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy()
+    await proxy.send(
+        request_headers=headers_of({":method": "POST"}, False), observability_mode=True
+    )
+    assert await proxy.is_left_alone()
+
+
+async def test_picks_follow_instances_that_come_and_go(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    await stage.proxy().ask()
+    stage.context.router.directory.forget("x")
+    await stage.add("y", "mixed")
+    assert (await stage.proxy().ask()).endpoints[0] == stage.endpoint_of("y")
+
+
+async def test_health_is_told_as_the_protocol_names_it(asked) -> None:
+    stage = await asked({})
+    stub = health_pb2_grpc.HealthStub(stage.channel)
+
+    async def check(service: str) -> int:
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+    serving, not_serving = (
+        health_pb2.HealthCheckResponse.ServingStatus.Value(name)
+        for name in ("SERVING", "NOT_SERVING")
+    )
+    process = "envoy.service.ext_proc.v3.ExternalProcessor"
+    assert [await check(s) for s in ("liveness", "readiness", process)] == [
+        serving,
+        not_serving,
+        not_serving,
+    ]
+    await stage.add("x", "mixed")
+    assert [await check(s) for s in ("", "readiness", process)] == [serving] * 3
+    stage.context.draining = True
+    assert await check("readiness") == not_serving
+    stage.context.draining = False
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await check("other")
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_can_be_watched(asked) -> None:
+    stage = await asked({})
+    stub = health_pb2_grpc.HealthStub(stage.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await stage.add("x", "mixed")
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+
+
+async def test_who_watches_health_does_not_keep_a_gateway_from_ending(asked) -> None:
+    stage = await asked({"x": "mixed"}, drain_s=600.0)
+    stub = health_pb2_grpc.HealthStub(stage.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    await asyncio.wait_for(stage.gateway.stop(), PATIENCE_S)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await watch.read() is grpc.aio.EOF
+
+
+def test_a_picker_needs_an_address_that_proxies_can_reach() -> None:
+    assert name_gateway("10.0.0.7", 8080) == "10.0.0.7:8080"
+    assert name_gateway("fd00::7", 8080) == "[fd00::7]:8080"
+    for host in ("0.0.0.0", "::", "localhost"):
+        with pytest.raises(PickerError, match=f"--host {host}"):
+            name_gateway(host, 8080)
+
+
+async def test_a_picker_cannot_name_a_gateway_that_speaks_https() -> None:
+    config = GatewayConfig(agents="", tls_certificate=Path("tls.crt"), tls_key=Path("tls.key"))
+    router = Router(Directory())
+    with pytest.raises(PickerError, match="leave out --tls-cert"):
+        await PickerServer(Context(config, router, Keys(None))).start(0, 8080)
+
+
+async def test_at_its_end_a_gateway_waits_for_answers_that_pass_by_it(asked) -> None:
+    stage = await asked({"x": "mixed"})
+    proxy = stage.proxy()
+    await proxy.ask()
+    ending = asyncio.create_task(stage.gateway.stop())
+    await asyncio.sleep(0.1)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stage.proxy().ask()
+    assert not ending.done()
+    assert await proxy.answer(200, b"to the ", b"end") == b"to the end"
+    await asyncio.wait_for(ending, PATIENCE_S)
+    assert stage.context.metrics.requests["m", "ok"] == 1
+
+
+def test_nothing_is_offered_unless_it_is_asked_for() -> None:
+    assert GatewayConfig(agents="").endpoint_picker_port == 0

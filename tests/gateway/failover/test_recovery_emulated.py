@@ -1,0 +1,288 @@
+"""Engines that fail as real ones do, seen through the gateway: no KV to pull, streams cut."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+
+from cleave.gateway.upstream import circuit_breaker
+from cleave.rpc.v1 import agent_pb2
+
+BLOCK_TOKENS = 16
+NO_PORT = 1
+"""Nobody listens there."""
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS], ids=["chat", "completion"])
+STREAM = {"model": "m", "stream": True, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    """Two prefill and two decode engines."""
+    return await make_fleet({"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"})
+
+
+def ask(path: str, **fields: Any) -> dict[str, Any]:
+    prompt = "tell me a story " * 20
+    asked = (
+        {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    )
+    return STREAM | asked | fields
+
+
+def read(response) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """(text by choice, events) of a stream that came to its end."""
+    assert response.status == 200
+    *events, done = response.events
+    assert done == b"data: [DONE]", events[-1]
+    values = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    texts: dict[int, str] = {}
+    for value in values:
+        for choice in value["choices"]:
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts, values
+
+
+async def ask_and_lose(fleet, body: dict[str, Any], path: str, tokens: int):
+    """What a client reads whose decode engine is lost after so many tokens."""
+    stage, engines = fleet
+    for name in ("d1", "d2"):
+        engines[name].engine.faults.drop = tokens
+    client = await stage.connect()
+    client.send(body, path)
+    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
+    for emulated in engines.values():
+        emulated.engine.faults.clear()
+    return read(await client.read())
+
+
+@PATHS
+@pytest.mark.parametrize("tokens", [1, 2, 9, 23])
+async def test_a_stream_goes_on_elsewhere_and_the_client_sees_nothing(fleet, path, tokens) -> None:
+    stage, _ = fleet
+    body = ask(path, temperature=0.7, stream_options={"include_usage": True})
+    expected, undisturbed = read(await stage.ask(body, path))
+    texts, events = await ask_and_lose(fleet, body, path, tokens)
+    assert texts == expected
+    assert len({(event["id"], event["created"], event["object"]) for event in events}) == 1
+    assert events[-1]["usage"] == undisturbed[-1]["usage"]
+    assert events[0]["choices"][0].keys() == undisturbed[0]["choices"][0].keys()
+    assert sum(stage.context.metrics.recoveries.values()) >= 1
+    assert {how for _, how in stage.context.metrics.recoveries} == {"continued"}
+    assert stage.context.metrics.requests == {("m", "ok"): 2}
+    await stage.until_idle()
+
+
+@PATHS
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+async def test_a_client_that_asks_for_ids_gets_each_of_them_once(fleet, path, tokens) -> None:
+    stage, _ = fleet
+    body = ask(path, temperature=0.7, return_token_ids=True)
+
+    def ids_of(events: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
+        choices = [choice for event in events for choice in event["choices"]]
+        prompts = [part.get("prompt_token_ids") for part in (*events, *choices)]
+        made = [number for choice in choices for number in choice.get("token_ids") or ()]
+        return made, [prompt for prompt in prompts if prompt]
+
+    _, undisturbed = read(await stage.ask(body, path))
+    _, events = await ask_and_lose(fleet, body, path, tokens)
+    assert ids_of(events) == ids_of(undisturbed)
+    assert [len(each) > 0 for each in ids_of(events)] == [True, True]
+    assert {how for _, how in stage.context.metrics.recoveries} <= {"continued"}
+
+
+@PATHS
+async def test_the_rest_of_an_answer_is_not_generated_twice(fleet, path) -> None:
+    stage, engines = fleet
+    engines["d1"].engine.faults.drop = 20
+    read(await stage.ask(ask(path, temperature=0.7), path))
+    made = engines["d2"].engine.metrics.generation_tokens
+    assert made == STREAM["max_tokens"] - 20
+
+
+@PATHS
+async def test_a_stream_that_goes_on_is_not_computed_anew_where_its_prompt_was(fleet, path) -> None:
+    stage, engines = fleet
+    engines["d1"].engine.faults.drop = 20
+    read(await stage.ask(ask(path), path))
+    sources = [engines[name].engine.metrics.prompt_tokens_by_source for name in ("p1", "p2")]
+    prompt = sum(engines["d1"].engine.metrics.prompt_tokens_by_source.values())
+    computed = sum(each["local_compute"] for each in sources)
+    assert 0 < computed - prompt <= 20 + BLOCK_TOKENS
+    assert sorted(bool(sum(each.values())) for each in sources) == [False, True]
+
+
+@PATHS
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "logprobs": True, "top_logprobs": 1},
+        {"temperature": 0.7, "seed": 7},
+        {"temperature": 0, "n": 3},
+        {"temperature": 0.7, "seed": 7, "n": 2},
+        {"temperature": 0, "stop": ["never said"]},
+        {"temperature": 0, "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ],
+    ids=str,
+)
+async def test_what_hangs_on_its_engine_is_replayed(fleet, path, fields) -> None:
+    stage, _ = fleet
+    body = ask(path, stream_options={"include_usage": True}, **fields)
+    if path == COMPLETIONS and "logprobs" in fields:
+        body |= {"logprobs": 1, "top_logprobs": None}
+    expected, undisturbed = read(await stage.ask(body, path))
+    texts, events = await ask_and_lose(fleet, body, path, 10)
+    assert texts == expected
+    assert len(set(expected.values())) == fields.get("n", 1), "each choice is another"
+    assert events[-1]["usage"] == undisturbed[-1]["usage"]
+    assert [e["choices"][0].get("logprobs") for e in events[:-1] if e["choices"]] == [
+        e["choices"][0].get("logprobs") for e in undisturbed[:-1] if e["choices"]
+    ]
+    assert {how for _, how in stage.context.metrics.recoveries} == {"replayed"}
+    await stage.until_idle()
+
+
+async def test_what_cannot_be_resumed_says_why_and_what_would_help(fleet) -> None:
+    stage, engines = fleet
+    for name in ("d1", "d2"):
+        engines[name].engine.faults.drop = 5
+    response = await stage.ask(ask(CHAT, temperature=0.7, n=2), CHAT)
+    error = json.loads(response.events[-1].removeprefix(b"data: "))["error"]
+    assert "temperature 0 or a seed" in error["message"]
+    assert stage.context.metrics.requests == {("m", "broken"): 1}
+    await stage.until_idle()
+
+
+@PATHS
+async def test_a_stream_outlives_many_engines(make_fleet, path) -> None:
+    roles = {"p": "prefill", **{f"d{i}": "decode" for i in range(6)}}
+    stage, engines = await make_fleet(roles)
+    expected, _ = read(await stage.ask(ask(path, max_tokens=40), path))
+    for number in range(6):
+        engines[f"d{number}"].engine.faults.drop = None if number == 5 else 3 + number
+    texts, _ = read(await stage.ask(ask(path, max_tokens=40), path))
+    assert texts == expected
+    await stage.until_idle()
+
+
+async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None:
+    stage, engines = await make_fleet({"x": "mixed"})
+    expected, _ = read(await stage.ask(ask(CHAT), CHAT))
+    engines["x"].engine.faults.drop = 7
+    client = await stage.connect()
+    client.send(ask(CHAT), CHAT)
+    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
+    engines["x"].engine.faults.clear()
+    texts, _ = read(await client.read())
+    assert texts == expected
+    await stage.until_idle()
+
+
+async def test_it_does_not_wait_for_ever(make_fleet) -> None:
+    stage, engines = await make_fleet({"x": "mixed"}, resume_s=0.5)
+    engines["x"].engine.faults.drop = 7
+    client = await stage.connect()
+    client.send(ask(CHAT), CHAT)
+    await stage.until(lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost")
+    stage.state(stage.engines["x"], engine_url=engines["x"].url, state=agent_pb2.STATE_DRAINING)
+    response = await client.read()
+    error = json.loads(response.events[-1].removeprefix(b"data: "))["error"]
+    assert "instance x closed the connection" in error["message"]
+    await stage.until_idle()
+
+
+async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> None:
+    monkeypatch.setattr(circuit_breaker, "LEAST_PATIENCE_S", 0.5)
+    stage, engines = await make_fleet({"a": "mixed", "b": "mixed"})
+    expected, _ = read(await stage.ask(ask(CHAT, max_tokens=400), CHAT))
+    client = await stage.connect()
+    client.send(ask(CHAT, max_tokens=400), CHAT)
+    await client.read_head()
+    running = next(e for e in engines.values() if e.engine.num_requests)
+    running.engine.faults.apply(b'{"hang": true}')
+    for exchange in stage.context.exchanges:
+        exchange._attempt.pulse.pause_s = 0.01
+    pieces = []
+    while piece := await client.read_chunk():
+        pieces.append(piece)
+    client_saw = type(
+        "Response", (), {"status": 200, "events": b"".join(pieces).split(b"\n\n")[:-1]}
+    )
+    texts, _ = read(client_saw)
+    assert texts == expected
+    assert stage.context.metrics.retries[("decode", "stall")] == 1
+    assert len(stage.context.breaker.doubted(stage.context.clock())) == 1
+    running.engine.faults.clear()
+    await stage.until_idle()
+
+
+async def test_streams_stay_exact_while_engines_fail_at_random(make_fleet) -> None:
+    """Many streams of all kinds, each decode engine cut again and again."""
+    roles = {"p1": "prefill", "p2": "prefill", **{f"d{i}": "decode" for i in range(4)}}
+    stage, engines = await make_fleet(roles)
+    kinds = [
+        (CHAT, {}),
+        (COMPLETIONS, {}),
+        (CHAT, {"temperature": 0, "n": 2}),
+        (COMPLETIONS, {"temperature": 1, "seed": 3}),
+        (CHAT, {"temperature": 0, "stop": ["zz"]}),
+    ]
+    expected = [read(await stage.ask(ask(path, **more), path))[0] for path, more in kinds]
+    chance = random.Random(5)
+    clients = []
+    for number in range(40):
+        client = await stage.connect()
+        path, more = kinds[number % len(kinds)]
+        client.send(ask(path, **more), path)
+        clients.append(client)
+
+    async def disturb() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            for name in ("d0", "d1", "d2"):
+                drop = chance.choice([None, None, 0, 1, 5, 11])
+                engines[name].engine.faults.drop = drop
+
+    disturbing = asyncio.create_task(disturb())
+    responses = await asyncio.gather(*(client.read() for client in clients))
+    disturbing.cancel()
+    for number, response in enumerate(responses):
+        assert read(response)[0] == expected[number % len(kinds)], number
+    await stage.until_idle()
+
+
+@pytest.fixture
+async def decode_url(emulate) -> str:
+    """An emulated engine."""
+    return (await emulate("boot-d")).url
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+async def test_kv_that_is_gone_is_computed_anew_and_the_client_sees_nothing(
+    pair, decode_url, stream, chat
+) -> None:
+    async def offer_what_is_gone(engine, request, writer):
+        handoff = engine.handoff() | {
+            "remote_block_ids": [list(range(20))],
+            "remote_port": NO_PORT,
+            "remote_num_tokens": 200,
+        }
+        engine.send_json(writer, engine.prefill_answer() | {"kv_transfer_params": handoff})
+
+    prompt = "word " * 100
+    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    pair.engines["p"].script = offer_what_is_gone
+    pair.state(pair.engines["d"], engine_url=decode_url)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    response = await pair.ask({"model": "m", "max_tokens": 4, "stream": stream} | asked, path)
+    assert response.status == 200
+    assert b"error" not in response.body
+    assert pair.context.metrics.retries == {("decode", "status"): 1}
+    assert pair.context.metrics.requests == {("m", "ok"): 1}
+    await pair.until_idle()

@@ -1,0 +1,154 @@
+"""Another engine's events as the rest of a stream."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.gateway.failover.splice import Continued, Replayed, SpliceError
+from cleave.gateway.failover.transcript import DONE, Transcript
+
+HEAD = {"id": "first", "created": 1, "model": "m"}
+
+
+def event(*choices: dict[str, Any], **fields: Any) -> bytes:
+    value = {**HEAD, "choices": list(choices), **fields}
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def chat(content: str, ids: list[int] | None = None, index: int = 0, **fields: Any) -> dict:
+    return {"index": index, "delta": {"content": content}, "token_ids": ids, **fields}
+
+
+def transcript(*events: bytes) -> Transcript:
+    seen = Transcript()
+    seen.read(b"".join(events))
+    return seen
+
+
+def turn_all(splice: Continued | Replayed, *events: bytes) -> list[Any]:
+    turned = b"".join(splice.turn(one.removesuffix(b"\n\n")) for one in events)
+    parts = turned.split(b"\n\n")[:-1]
+    return [
+        "[DONE]" if part.endswith(b"[DONE]") else json.loads(part.removeprefix(b"data: "))
+        for part in parts
+    ]
+
+
+def test_a_continued_chat_keeps_its_form_and_its_head() -> None:
+    seen = transcript(event(chat("one", [7])))
+    splice = Continued(seen, chat=True, tokens=1)
+    other = {"id": "other", "created": 9, "object": "text_completion", "model": "m"}
+    choice = {"index": 0, "text": " two", "prompt_token_ids": [1, 7], "token_ids": [8]}
+    last = {**choice, "text": "", "finish_reason": "stop", "stop_reason": 2}
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    events = [
+        event(choice, **other),
+        event(last, **other),
+        event(**other, usage=usage),
+        DONE,
+    ]
+    first, second, third, done = turn_all(splice, *events)
+    assert {first[key] for key in ("id", "object")} == {"first", "chat.completion.chunk"}
+    assert first["choices"] == [
+        {"index": 0, "delta": {"content": " two"}, "logprobs": None, "finish_reason": None}
+        | {"token_ids": [8]}
+    ]
+    assert second["choices"][0]["finish_reason"] == "stop"
+    assert third["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert done == "[DONE]"
+
+
+def test_a_continued_completion_hides_the_longer_prompt() -> None:
+    splice = Continued(transcript(event({"index": 0, "text": "a"})), chat=False, tokens=1)
+    (turned,) = turn_all(splice, event({"index": 0, "text": "b", "prompt_token_ids": [1, 2]}))
+    assert turned["choices"] == [{"index": 0, "text": "b", "prompt_token_ids": None}]
+
+
+words = st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=8)
+
+
+def cut(text: str, sizes: list[int]) -> list[str]:
+    """The text in pieces of about these sizes."""
+    pieces, start = [], 0
+    for size in [*sizes, len(text)]:
+        pieces.append(text[start : start + size])
+        start += size
+    return pieces
+
+
+@given(words, st.lists(st.integers(0, 4), max_size=10), st.integers(0, 30), st.integers(1, 2))
+def test_a_replay_adds_what_is_missing_however_its_events_are_cut(made, sizes, place, n) -> None:
+    """Seen: a part of the first run's events. Replayed: the same text in other pieces."""
+    text = "".join(made)
+    first = [event(chat(piece, [1], index)) for piece in made for index in range(n)]
+    seen = transcript(event({"index": 0, "delta": {"role": "assistant"}}), *first[:place])
+    known = {i: c.texts.get(("delta", "content"), "") for i, c in seen.choices.items()}
+    again = [event(chat(piece, [1], index)) for piece in cut(text, sizes) for index in range(n)]
+    ends = [event(chat("", [2], index, finish_reason="stop")) for index in range(n)]
+    rest = turn_all(Replayed(seen), *again, *ends, DONE)
+    assert rest.pop() == "[DONE]"
+    for index in range(n):
+        choices = [c for value in rest for c in value["choices"] if c["index"] == index]
+        added = "".join(choice["delta"].get("content", "") for choice in choices)
+        assert known.get(index, "") + added == text
+        assert [c["finish_reason"] for c in choices if c.get("finish_reason")] == ["stop"]
+
+
+def test_a_replay_that_says_something_else_is_refused() -> None:
+    splice = Replayed(transcript(event(chat("one two"))))
+    assert splice.turn(event(chat("one")).strip()) == b""
+    with pytest.raises(SpliceError):
+        splice.turn(event(chat(" tin")).strip())
+
+
+def test_a_replayed_tool_call_goes_on_within_its_arguments() -> None:
+    def call(**function: str) -> dict[str, Any]:
+        return {"index": 0, "function": function}
+
+    begun = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+    seen = transcript(
+        event({"index": 0, "delta": {"tool_calls": [begun]}}),
+        event({"index": 0, "delta": {"tool_calls": [call(arguments='{"x": ')]}}),
+    )
+    rest = turn_all(
+        Replayed(seen),
+        event({"index": 0, "delta": {"tool_calls": [begun | {"id": "b"}]}}),
+        event({"index": 0, "delta": {"tool_calls": [call(arguments='{"x": 1')]}}),
+        event({"index": 0, "delta": {"tool_calls": [call(arguments="}")]}}),
+    )
+    calls = [value["choices"][0]["delta"]["tool_calls"] for value in rest]
+    assert calls == [[call(arguments="1")], [call(arguments="}")]]
+
+
+def test_a_replay_counts_tokens_and_log_probabilities_off() -> None:
+    def one(tokens: list[str]) -> dict[str, Any]:
+        return {"index": 0, "text": "".join(tokens), "logprobs": {"tokens": tokens}}
+
+    splice = Replayed(transcript(event(one(["a"])), event(one(["b"]))))
+    (rest,) = turn_all(splice, event(one(["a", "b", "c"])))
+    assert rest["choices"] == [one(["c"])]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_prompts_ids_come_with_a_replay_if_they_have_not_come_before(seen: bool) -> None:
+    first = event({"index": 0, "text": "a", "prompt_token_ids": [1]}, prompt_token_ids=[1])
+    splice = Replayed(transcript(first) if seen else transcript())
+    again = event({"index": 0, "text": "ab", "prompt_token_ids": [1]}, prompt_token_ids=[1])
+    (turned,) = turn_all(splice, again)
+    assert ("prompt_token_ids" in turned) is not seen
+    assert ("prompt_token_ids" in turned["choices"][0]) is not seen
+
+
+def test_usage_is_told_once() -> None:
+    usage = event(usage={"prompt_tokens": 1})
+    assert turn_all(Replayed(transcript(event(chat("a")))), usage)
+    assert turn_all(Replayed(transcript(event(chat("a")), usage)), usage) == []
+
+
+def test_an_error_stays_one() -> None:
+    error = b'data: {"error": {"message": "no"}}'
+    assert Replayed(transcript()).turn(error) == error + b"\n\n"
+    assert Continued(transcript(), chat=True, tokens=0).turn(error) == error + b"\n\n"

@@ -1,0 +1,378 @@
+"""Reading a request and writing it anew for engines."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from cleave.gateway.http.completion_request import (
+    MAX_FIELDS,
+    MAX_NESTED_BYTES,
+    MAX_PROMPTS,
+    BodyScan,
+    build_decode,
+    build_prefill,
+    build_whole,
+    read_completion,
+    read_other,
+)
+from cleave.gateway.http.errors import ApiError
+from cleave.gateway.http.large_json import SLICE_BYTES
+
+
+def read(**fields: object):
+    return read_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+def test_unknown_fields_and_values_reach_the_engine_byte_for_byte() -> None:
+    body = b'{"model":"m", "prompt":"h\\u0069", "future":{"a" : [1.50, 1e3, -0]}}'
+    whole = build_whole(read_completion(body))
+    assert b'"prompt":"h\\u0069"' in whole
+    assert b'"future":{"a" : [1.50, 1e3, -0]}' in whole
+
+
+def test_prefill_computes_one_token_and_keeps_its_kv() -> None:
+    completion = read(
+        stream=True, stream_options={"include_usage": True}, max_tokens=50, min_tokens=3, top_k=5
+    )
+    assert json.loads(build_prefill(completion)) == {
+        "model": "m",
+        "prompt": "hi",
+        "top_k": 5,
+        "stream": False,
+        "max_tokens": 1,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+def test_prefill_overrides_the_newer_name_of_the_limit_too() -> None:
+    prefill = json.loads(build_prefill(read(max_completion_tokens=50)))
+    assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
+
+
+def test_decode_is_the_original_plus_exactly_the_hand_off() -> None:
+    handoff = b'{"remote_block_ids": [[1, 2]],  "x":1.0}'
+    completion = read(stream=True, max_tokens=50)
+    decode = build_decode(completion, msgspec.Raw(handoff))
+    assert handoff in decode
+    body = json.loads(decode)
+    del body["kv_transfer_params"]
+    assert body == json.loads(build_whole(completion))
+
+
+@pytest.mark.parametrize(
+    "smuggled",
+    [
+        b'"kv_transfer_params":{"remote_engine_id":"e"}',
+        b'"kv_transfer_params":1,"kv_transfer_params":{"remote_engine_id":"e"}',
+        b'"kv_transf\\u0065r_params":{"remote_engine_id":"e"}',
+        b'"vllm_xargs":{"kv_transfer_params":"remote_engine_id"}',
+        b'"vllm_xargs":{"kv_\\u0074ransfer_params":"remote_engine_id"}',
+        b'"vllm_xargs":{"kv_transfer_params":1},"vllm_xargs":{"kv_transfer_params":"remote_engine_id"}',
+    ],
+)
+def test_no_client_can_bring_a_hand_off(smuggled: bytes) -> None:
+    completion = read_completion(b'{"model":"m","prompt":"hi",' + smuggled + b"}")
+    whole = build_whole(completion)
+    assert b"remote_engine_id" not in whole
+    assert b"params" not in whole
+    decoded = json.loads(build_prefill(completion))
+    assert decoded["kv_transfer_params"]["remote_engine_id"] is None
+
+
+def test_other_engine_arguments_pass() -> None:
+    completion = read(vllm_xargs={"session_id": "s", "kv_transfer_params": "x"})
+    assert json.loads(build_whole(completion))["vllm_xargs"] == {"session_id": "s"}
+
+
+def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:
+    completion = read_completion(b'{"model":"a","model":"m","prompt":"hi"}')
+    assert completion.model == "m"
+    assert build_whole(completion).count(b'"model"') == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"echo": True, "logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"use_beam_search": True},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        # Invalid ones: an engine shall say so itself, before another has worked for nothing.
+        {"max_tokens": -1},
+        {"max_tokens": 0},
+        {"max_tokens": "5"},
+        {"max_tokens": True},
+        {"n": "2"},
+        {"min_tokens": 9, "max_tokens": 3},
+        {"stream_options": {"include_usage": True}},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_split_is_recognised(fields: dict) -> None:
+    assert not read(**fields).splittable
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 1},
+        {"n": None},
+        {"best_of": 1},
+        {"echo": True},
+        {"logprobs": 3},
+        {"prompt_logprobs": None},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"prompt": ["a"]},
+        {"prompt": [1, 2, 3]},
+        {"prompt": [[1, 2, 3]]},
+        {"min_tokens": 2, "max_tokens": 3},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"max_tokens": None},
+    ],
+    ids=str,
+)
+def test_what_can_be_split_is(fields: dict) -> None:
+    assert read(**fields).splittable
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("x" * 400, 100),
+        ([5] * 100, 100),
+        ([[5] * 100], 100),
+        (["x" * 400], 100),
+        (["x" * 200, "y" * 200], 100),
+    ],
+    ids=["text", "token ids", "list of token ids", "list of one text", "two texts"],
+)
+def test_prompt_tokens_are_estimated(prompt: object, tokens: int) -> None:
+    assert read(prompt=prompt).prompt_tokens == pytest.approx(tokens, abs=3)
+
+
+def test_prompt_tokens_of_a_chat_are_estimated_from_its_messages() -> None:
+    messages = [{"role": "user", "content": "x" * 4_000}]
+    completion = read_completion(json.dumps({"model": "m", "messages": messages}).encode())
+    assert completion.prompt_tokens == pytest.approx(1_000, abs=20)
+
+
+def test_the_limit_is_read_from_either_name() -> None:
+    assert read(max_tokens=5).output_tokens == 5
+    assert read(max_completion_tokens=6).output_tokens == 6
+    assert read().output_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"[1]", None),
+        (b'"text"', None),
+        (b'{"model":"m"} trailing', None),
+        (b'{"model":"m","prompt":}', None),
+        (b"\xff\xfe", None),
+        (b'{"\xff":1}', None),
+        (b"[" * 100_000, None),
+        (b'{"model":"m","a":' + b"[" * 100_000, None),
+        (b'{"prompt":"hi"}', "model"),
+        (b'{"model":7}', "model"),
+        (b'{"model":null}', "model"),
+        (b'{"model":"m","stream":"yes"}', "stream"),
+        (b'{"model":"m","stream":1}', "stream"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_no_request_is_refused_with_the_field_at_fault(body: bytes, param) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_completion(body)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+
+
+MIB = 1 << 20
+
+
+def fill(before: bytes, unit: bytes, after: bytes, size: int = 4 * MIB) -> bytes:
+    """A body of `size` bytes, or nearly."""
+    return before + unit * ((size - len(before) - len(after)) // len(unit)) + after
+
+
+HOSTILE = {
+    "text": fill(b'{"model":"m","prompt":"', b"a 1 ", b'"}'),
+    "escapes": fill(b'{"model":"m","prompt":"', b"\\\\", b'"}'),
+    "token ids": fill(b'{"model":"m","prompt":[', b"1,", b"1]}"),
+    "prompts": fill(b'{"model":"m","prompt":[', b'"",', b'""]}'),
+    "prompts of token ids": fill(b'{"model":"m","prompt":[', b"[1],", b"[1]]}"),
+    "equal fields": fill(b'{"model":"m","prompt":"a",', b'"k":1,', b'"k":1}'),
+    "fields": b'{"model":"m","prompt":"a",%b}' % b",".join(b'"k%d":1' % n for n in range(300_000)),
+    "messages": fill(b'{"model":"m","messages":[', b"{},", b"{}]}"),
+    "parts": fill(b'{"model":"m","messages":[{"content":[', b'{"type":"text"},', b"{}]}]}"),
+    "nesting": fill(b'{"model":"m","messages":[', b"[" * 900 + b"]" * 900 + b",", b"1]}"),
+    "stop": fill(b'{"model":"m","prompt":"a","stream":true,"stop":[', b'"",', b'""]}'),
+    "tools": fill(b'{"model":"m","prompt":"a","stream":true,"tools":[', b'{"a":{}},', b"{}]}"),
+    "n": fill(b'{"model":"m","prompt":"a","n":[', b"{},", b"{}]}"),
+    "max_tokens": fill(b'{"model":"m","prompt":"a","max_tokens":[', b"[],", b"1]}"),
+    "stream_options": fill(b'{"model":"m","prompt":"a","stream_options":[', b"[],", b"1]}"),
+    "logit_bias": b'{"model":"m","prompt":"a","logit_bias":{%b}}'
+    % b",".join(b'"%d":1' % n for n in range(300_000)),
+    "vllm_xargs": b'{"model":"m","prompt":"a","vllm_xargs":{%b}}'
+    % b",".join(b'"%d":1' % n for n in range(300_000)),
+    "equal vllm_xargs": fill(b'{"model":"m","prompt":"a","vllm_xargs":{', b'"k":1,', b'"k":1}}'),
+    "model": fill(b'{"prompt":"a","model":"', b"\\u00e9", b'"}'),
+    "seed": fill(b'{"model":"m","prompt":"a","stream":true,"seed":', b"9", b"}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_body_costs_more_than_a_few_scans_of_it(name: str) -> None:
+    body = HOSTILE[name]
+
+    def measure(work: Callable[[], object]) -> float:
+        costs = []
+        for _ in range(3):
+            began = time.thread_time()
+            with contextlib.suppress(ApiError):
+                work()
+            costs.append(time.thread_time() - began)
+        return min(costs)
+
+    scan = measure(lambda: msgspec.json.decode(body, type=msgspec.Raw))
+    for read_it in (lambda: read_completion(body), lambda: read_other(body, "m")):
+        assert measure(read_it) < 5 * scan + 0.03
+
+
+@pytest.mark.parametrize("size", [0, MIB])
+@pytest.mark.parametrize("count", [MAX_FIELDS, MAX_FIELDS + 1])
+def test_a_request_has_a_bounded_number_of_fields(count: int, size: int) -> None:
+    fields = {f"k{number}": 1 for number in range(count - 2)} | {"model": "m", "prompt": "a" * size}
+    body = json.dumps(fields).encode()
+    if count == MAX_FIELDS:
+        assert json.loads(build_whole(read_completion(body))) == fields
+        return
+    with pytest.raises(ApiError, match="the body has more than 1024 fields"):
+        read_completion(body)
+
+
+def test_so_have_arguments_of_the_engine() -> None:
+    assert read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS)})
+    with pytest.raises(ApiError, match="vllm_xargs has more than 1024 fields") as refused:
+        read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS + 1)})
+    assert refused.value.param == "vllm_xargs"
+
+
+def test_arguments_of_the_engine_have_a_bounded_length() -> None:
+    assert read(vllm_xargs={"k": "a" * (MAX_NESTED_BYTES - 100)})
+    with pytest.raises(ApiError, match="vllm_xargs is longer than 262144 bytes"):
+        read(vllm_xargs={"k": "a" * MAX_NESTED_BYTES})
+
+
+FACTS = ("asks_ids", "model", "numbered", "output_tokens", "prompt_tokens", "splittable", "stream")
+
+
+def scan(body: bytes) -> tuple[BodyScan, int]:
+    """The finished scan of a body, and in how many steps."""
+    found, steps = BodyScan(body), 1
+    while not found.step():
+        steps += 1
+    return found, steps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "a, b " * 300_000},
+        {"prompt": ["a, b", "c" * 1_200_000], "stream": True},
+        {"prompt": [[1, 2, 3], list(range(200_000))], "min_tokens": 2},
+        {"prompt": list(range(200_000)), "max_tokens": 7},
+        {"messages": [{"role": "user", "content": "\\\u00e9" * 200_000}], "stream": True},
+        {"prompt": "a", "tools": [{}] * 400_000, "stream": True, "kv_transfer_params": {"a": 1}},
+        {"prompt": "a" * 1_100_000, "vllm_xargs": {"kv_transfer_params": 1, "k": 2}},
+    ],
+)
+def test_a_large_body_is_read_alike_in_slices_and_at_once(fields: dict[str, object]) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    found, steps = scan(body)
+    assert steps >= len(body) // SLICE_BYTES
+    at_once, in_slices = read_completion(body), read_completion(body, found)
+    assert build_whole(in_slices) == build_whole(at_once)
+    for name in FACTS:
+        assert getattr(in_slices, name) == getattr(at_once, name), name
+    other = read_other(body, "m", scan(body)[0])
+    assert build_whole(other) == build_whole(read_other(body, "m"))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str) -> None:
+    body = HOSTILE[name]
+
+    def judge(read_it: Callable[[], object]) -> tuple[int, str | None] | None:
+        try:
+            read_it()
+        except ApiError as error:
+            return error.status, error.param
+        return None
+
+    found, _ = scan(body)
+    at_once = judge(lambda: read_completion(body))
+    assert judge(lambda: read_completion(body, found)) == at_once
+
+
+@pytest.mark.parametrize("prompt", ["a, b", [1, 2, 3]])
+def test_a_completion_has_a_bounded_number_of_prompts(prompt: object) -> None:
+    completion = read(prompt=[prompt] * MAX_PROMPTS)
+    assert json.loads(build_whole(completion))["prompt"] == [prompt] * MAX_PROMPTS
+    assert completion.prompt_tokens > MAX_PROMPTS
+    with pytest.raises(ApiError, match="prompt is a list of more than 1024 prompts") as refused:
+        read(prompt=[prompt] * (MAX_PROMPTS + 1))
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+
+
+def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
+    said = set()
+    # At some depth the body is still read and its prompt no more: the stack of the test decides at
+    # which, and there is none where functions are compiled.
+    for depth in range(700, 1_001):
+        try:
+            read_completion(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
+        except ApiError as error:
+            said.add((error.status, error.param))
+    assert (400, None) in said
+    assert said <= {(400, None), (400, "prompt")}
+
+
+@pytest.mark.parametrize("first", [b"1", b"-1"])
+def test_token_ids_are_one_prompt_however_they_are_written(first: bytes) -> None:
+    body = b'{"model":"m","prompt":[' + b" " * 100 + first + b", 1" * 4_999 + b"]}"
+    assert read_completion(body).prompt_tokens == 5_000
+    assert read_completion(body).splittable
+
+
+def test_long_values_tie_a_request_to_its_engine_and_pass_as_they_are() -> None:
+    tools = [{"type": "function", "function": {"name": "f" * 2_000}}]
+    completion = read(stream=True, tools=tools, n="1" * 2_000)
+    assert (completion.numbered, completion.splittable) == (False, False)
+    assert json.loads(build_whole(completion))["tools"] == tools
+
+
+def test_a_name_of_a_model_has_a_bounded_length() -> None:
+    with pytest.raises(ApiError, match="model is longer than 4096 bytes"):
+        read(model="m" * 5_000)

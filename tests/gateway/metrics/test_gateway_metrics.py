@@ -1,0 +1,79 @@
+"""Own counters against prometheus_client's."""
+
+import random
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Histogram as Reference
+
+from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, Collector, Metrics
+from cleave.rpc.v1 import agent_pb2
+
+ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
+STREAM = ASK | {"stream": True}
+
+
+def test_histograms_are_written_as_prometheus_itself_would() -> None:
+    rng = random.Random(7)
+    metrics, registry, own = Metrics(), CollectorRegistry(), CollectorRegistry()
+    name, text = "cleave_gateway_ttft_seconds", "Request read to first byte of stream"
+    labels = ["model", "role"]
+    reference = Reference(name, text, labels, buckets=TTFT_BOUNDS_S, registry=registry)
+    for value in [*TTFT_BOUNDS_S, *(rng.expovariate(1.0) for _ in range(1_000)), 0.0, 1e6]:
+        metrics.models["m"].ttft["prefill"].observe(value)
+        reference.labels("m", "prefill").observe(value)
+    own.register(Collector(metrics))
+    lines = [
+        {line for line in generate_latest(r).decode().splitlines() if line.startswith(name)}
+        for r in (own, registry)
+    ]
+    assert lines[0] == {line for line in lines[1] if "_created" not in line}
+
+
+async def read_page(stage) -> str:
+    return (await stage.ask(path="/metrics")).body.decode()
+
+
+async def test_latencies_are_told_by_role(make_stage) -> None:
+    stage = await make_stage({"p": "prefill", "d": "decode"})
+    await stage.ask(STREAM)
+    # One stream in eight has its gaps timed.
+    for _ in range(8):
+        await stage.ask(STREAM)
+    page = await read_page(stage)
+    assert 'cleave_gateway_ttft_seconds_count{model="m",role="prefill"} 9.0' in page
+    assert 'cleave_gateway_tpot_seconds_count{model="m",role="decode"} 9.0' in page
+    assert 'cleave_gateway_itl_seconds_count{model="m",role="decode"}' in page
+    assert page.count("cleave_gateway_ttft_seconds_count") == 1
+
+
+async def test_an_instance_of_both_phases_is_told_as_such(single) -> None:
+    await single.ask(STREAM)
+    page = await read_page(single)
+    assert 'cleave_gateway_ttft_seconds_count{model="m",role="mixed"} 1.0' in page
+    assert 'cleave_gateway_tpot_seconds_count{model="m",role="mixed"} 1.0' in page
+
+
+async def test_tokens_that_were_handed_over_are_counted(pair, single) -> None:
+    await pair.ask(ASK)
+    await single.ask(ASK)
+    assert 'cleave_gateway_handoff_tokens_total{model="m"} 7.0' in await read_page(pair)
+    assert 'cleave_gateway_handoff_tokens_total{model="m"} 0.0' in await read_page(single)
+
+
+async def test_instances_are_told_by_role_and_state_also_where_none_is_ready(pair) -> None:
+    pair.state(pair.engines["p"], state=agent_pb2.STATE_DRAINING)
+    page = await read_page(pair)
+    name = "cleave_gateway_instances"
+    assert f'{name}{{model="m",role="prefill",state="draining"}} 1.0' in page
+    assert f'{name}{{model="m",role="prefill",state="ready"}} 0.0' in page
+    assert f'{name}{{model="m",role="decode",state="ready"}} 1.0' in page
+
+
+async def test_lengths_are_told_of_requests_that_were_answered(pair) -> None:
+    await pair.ask(ASK)
+    await pair.ask(ASK | {"model": "nobody"})
+    page = await read_page(pair)
+    name = "cleave_gateway_request"
+    assert f'{name}_prompt_tokens_sum{{model="m"}} 7.0' in page
+    assert f'{name}_output_tokens_count{{model="m"}} 1.0' in page
+    assert f'{name}_output_tokens_bucket{{le="4.0",model="m"}} 1.0' in page

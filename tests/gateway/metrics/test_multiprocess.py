@@ -1,0 +1,90 @@
+"""One page of metrics for several processes."""
+
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cleave.gateway.metrics.gateway_metrics import Metrics, Slo
+from cleave.gateway.metrics.multiprocess import SummedCollector, restore, save
+from cleave.gateway.shared_state import Siblings
+
+
+@pytest.fixture
+def siblings(tmp_path: Path):
+    made = Siblings(2, tmp_path)
+    yield made
+    made.close()
+
+
+def count(metrics: Metrics, times: int) -> None:
+    for _ in range(times):
+        metrics.requests["m", "ok"] += 1
+        metrics.handoffs["used"] += 1
+        metrics.models["m"].output_tokens += 10
+        metrics.models["m"].ttft["mixed"].observe(0.02)
+        metrics.models["m"].phases["prefill"].observe(100.0)
+        metrics.streams += 1
+
+
+def scrape(metrics: Metrics, siblings: Siblings) -> dict[tuple[str, tuple[str, ...]], float]:
+    registry = CollectorRegistry()
+    registry.register(SummedCollector(metrics, siblings))
+    return {
+        (sample.name, tuple(sorted(sample.labels.values()))): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> None:
+    first, second = siblings.seen_by(0), siblings.seen_by(1)
+    ours, theirs = Metrics(Slo(0.4, 0.04)), Metrics(Slo(0.4, 0.04))
+    count(ours, 2)
+    count(theirs, 3)
+    theirs.requests["n", "failed"] += 1
+    save(theirs, second)
+    second.beat(0.0, 1, 4)
+    first.beat(0.0, 1, 3)
+    page = scrape(ours, first)
+    assert page["cleave_gateway_requests_total", ("m", "ok")] == 5
+    assert page["cleave_gateway_requests_total", ("failed", "n")] == 1
+    assert page["cleave_gateway_handoffs_total", ("used",)] == 5
+    assert page["cleave_gateway_output_tokens_total", ("m",)] == 50
+    assert page["cleave_gateway_ttft_seconds_count", ("m", "mixed")] == 5
+    assert page["cleave_gateway_ttft_seconds_bucket", ("0.025", "m", "mixed")] == 5
+    assert page["cleave_gateway_ttft_seconds_sum", ("m", "mixed")] == pytest.approx(0.1)
+    assert page["cleave_gateway_phase_seconds_sum", ("m", "prefill")] == 500
+    assert page["cleave_gateway_slo_target_seconds", ("ttft",)] == 0.4
+    assert page["cleave_gateway_requests_in_flight", ()] == 7
+
+
+def test_nothing_that_was_told_goes_down_when_a_process_is_killed(siblings) -> None:
+    first, second = siblings.seen_by(0), siblings.seen_by(1)
+    dying, other = Metrics(), Metrics()
+    count(dying, 5)
+    told = scrape(dying, first)
+    count(dying, 2)
+    siblings.forget(0)
+    after = scrape(other, second)
+    successor = Metrics()
+    restore(successor, first.read_counts(0))
+    count(successor, 1)
+    later = scrape(successor, first)
+    name = "cleave_gateway_requests_total", ("m", "ok")
+    assert (told[name], after[name], later[name]) == (5, 5, 6)
+    assert later["cleave_gateway_ttft_seconds_count", ("m", "mixed")] == 6
+    assert successor.streams == 6
+
+
+def test_processes_that_serve_and_were_replaced_are_counted(siblings) -> None:
+    first = siblings.seen_by(0)
+    first.begin(os.getpid())
+    siblings.note_restart()
+    page = scrape(Metrics(), first)
+    assert page["cleave_gateway_processes", ()] == 1
+    assert page["cleave_gateway_process_restarts_total", ()] == 1
+    assert page["process_resident_memory_bytes", ()] > 0
+    assert page["process_cpu_seconds_total", ()] > 0

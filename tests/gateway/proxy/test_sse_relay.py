@@ -1,0 +1,136 @@
+"""A stream goes by: whole events only, nothing secret, and an end that everybody notices."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.gateway.http.errors import fail_engine
+from cleave.gateway.proxy.sse_relay import KEPT_MASK, Relay, StreamLostError
+from cleave.gateway.upstream.kv_transfer_params import HandoffError
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+SECRET = b'data: {"text":"a","kv_transfer_params": {"remote_engine_id":"e"}}\n\n'
+DONE = b"data: [DONE]\n\n"
+borders = st.lists(st.integers(0, 10_000), max_size=30)
+
+
+def event(text: str, **fields: object) -> bytes:
+    value = {"id": "c", "choices": [{"index": 0, "text": text, **fields}]}
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def cut(stream: bytes, borders: list[int]) -> list[bytes]:
+    marks = [0, *sorted(b % len(stream) for b in borders), len(stream)]
+    return [stream[a:b] for a, b in itertools.pairwise(marks) if b > a]
+
+
+def relay(**options: bool) -> Relay:
+    return Relay(b"", False, 0.0, **options)
+
+
+def pass_all(stream: Relay, pieces: list[bytes]) -> bytes:
+    sent = [stream.pass_on(piece, False) for piece in pieces]
+    return b"".join([*sent, stream.pass_on(b"", True)])
+
+
+@given(borders)
+def test_a_hand_off_is_found_wherever_the_stream_is_cut(borders: list[int]) -> None:
+    stream, passed = relay(), b""
+    *before, last = cut(event("x") + SECRET, borders)
+    for piece in before:
+        passed += stream.pass_on(piece, False)
+    with pytest.raises(HandoffError):
+        stream.pass_on(last, False)
+    assert b"remote_engine_id" not in passed
+
+
+@pytest.mark.parametrize("odd", [b": %b\n\n", b"data: {%b}  \n\n", b"%b\n\n"])
+def test_a_hand_off_is_found_in_what_is_no_event_of_ours(odd: bytes) -> None:
+    with pytest.raises(HandoffError):
+        relay().pass_on(odd % b'"kv_transfer_params": {"remote_engine_id": 1}', False)
+
+
+@given(borders, st.integers(0, 6))
+def test_events_pass_unchanged_and_whole_wherever_the_stream_is_cut(borders, events: int) -> None:
+    whole = event("data: \n\n {}") * events + DONE
+    stream, sent = relay(), b""
+    for piece in cut(whole, borders):
+        sent += stream.pass_on(piece, False)
+        assert sent.endswith(b"\n\n") or not sent
+    assert sent + stream.pass_on(b"", True) == whole
+    assert stream.events == events
+
+
+def test_the_head_goes_before_the_first_event() -> None:
+    stream = Relay(HEAD, True, 0.0)
+    assert stream.pass_on(b"data: {", False) == HEAD
+    assert stream.pass_on(b"}\n\n", False) == b"a\r\ndata: {}\n\n\r\n"
+
+
+@pytest.mark.parametrize("events", [b"", event("one")], ids=["at first", "after a token"])
+@pytest.mark.parametrize("code", [500, None], ids=str)
+def test_an_engines_error_ends_its_stream_and_is_not_the_clients(events: bytes, code) -> None:
+    error = b"data: " + json.dumps({"error": {"message": "no", "code": code}}).encode() + b"\n\n"
+    with pytest.raises(StreamLostError, match="reported an error") as lost:
+        relay().pass_on(events + error + DONE, False)
+    assert lost.value.data == events
+
+
+def test_an_engine_that_aborts_the_request_has_not_ended_it() -> None:
+    with pytest.raises(StreamLostError, match="gave the request up") as lost:
+        relay().pass_on(event("one") + event("", finish_reason="abort") + DONE, True)
+    assert lost.value.data == event("one")
+
+
+def test_a_refusal_passes() -> None:
+    error = b'data: {"error": {"message": "no", "code": 400}}\n\n'
+    assert relay().pass_on(error + DONE, True) == error + DONE
+
+
+@pytest.mark.parametrize("rest", [b"", b'data: {"ha'], ids=["between events", "within one"])
+def test_a_stream_that_ends_without_done_is_lost(rest: bytes) -> None:
+    stream = relay()
+    assert stream.pass_on(event("one") + rest, False) == event("one")
+    with pytest.raises(StreamLostError, match="early"):
+        stream.pass_on(b"", True)
+
+
+def test_of_other_answers_nothing_is_known_and_all_passes() -> None:
+    whole = b"event: ping\ndata: 1"
+    assert relay(opaque=True).pass_on(whole, True) == whole
+
+
+def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
+    first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6,7],"token_ids":[8]}]}\n\n'
+    stream = Relay(HEAD, False, 0.0, has_token_ids=True)
+    sent = stream.pass_on(first[:30], False) + stream.pass_on(first[30:], False)
+    assert sent == HEAD + first.replace(b"[5,6,7]", b"null")
+    assert stream.prompt_ids == b"5,6,7"
+
+
+def test_a_client_that_asked_for_ids_gets_them() -> None:
+    first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6]}]}\n\n'
+    stream = relay(has_token_ids=True, return_token_ids=True)
+    assert stream.pass_on(first, False) == first
+    assert stream.prompt_ids == b"5,6"
+
+
+def test_a_break_is_told_after_the_last_whole_event() -> None:
+    stream = relay()
+    stream.pass_on(event("one") + b'data: {"half', False)
+    told = stream.break_off(fail_engine(502, "gone"))
+    assert json.loads(told.removeprefix(b"data: "))["error"]["message"] == "gone"
+
+
+def test_long_streams_are_kept_as_text() -> None:
+    stream = relay()
+    for _ in range(3 * KEPT_MASK):
+        stream.pass_on(event("ab", token_ids=[1]), False)
+    assert len(stream._kept) <= KEPT_MASK + 1
+    seen = stream.read().choices[0]
+    assert seen.texts["text",] == "ab" * 3 * KEPT_MASK
+    assert len(seen.ids) == 3 * KEPT_MASK
+    assert stream.pass_on(DONE, True) == DONE

@@ -1,0 +1,39 @@
+"""The limit of open files, raised in processes of their own."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import logging, os, resource, sys
+from cleave.gateway.file_limit import raise_limit
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+soft, hard, clients = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+raise_limit(clients)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def run(soft: int, hard: int, clients: int) -> list[str]:
+    command = [sys.executable, "-c", SCRIPT, *map(str, (soft, hard, clients))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one_and_the_log_says_so() -> None:
+    assert run(64, 1_000, 500) == ["up to 1000 files may be open instead of 64", "1000 1000"]
+
+
+def test_a_limit_that_is_as_high_as_it_may_be_stays_and_nothing_is_said() -> None:
+    assert run(900, 900, 500) == ["900 900"]
+
+
+@pytest.mark.parametrize("soft", [64, 900])
+def test_too_few_files_for_the_clients_are_told_with_the_remedy(soft: int) -> None:
+    *_, told, limits = run(soft, 900, 16_384)
+    assert told.startswith("900 files may be open, too few for --max-clients 16384")
+    assert "ulimit -Hn" in told
+    assert limits == "900 900"

@@ -1,0 +1,171 @@
+"""The parent of a gateway's processes, with processes that do what the test wants.
+
+Each runs in a Python of its own: it forks, which a test process with threads had better not do.
+"""
+
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from cleave.gateway.main import main
+from cleave.gateway.process_supervisor import reserve
+
+PROGRAM = """
+import os, signal, sys, time
+from cleave.gateway import processes
+from cleave.gateway.config import GatewayConfig, Timeouts
+
+processes.WATCH_S = processes.FIRST_DELAY_S = processes.LAST_DELAY_S = 0.02
+processes.END_SLACK_S = 0.2
+
+def live(siblings):
+    siblings.begin(os.getpid())
+    while True:
+        siblings.beat(time.monotonic(), 0, 0)
+        time.sleep(0.01)
+
+def end_parent():
+    os.kill(os.getppid(), signal.SIGTERM)
+
+{serve}
+
+config = GatewayConfig("", port=0, processes=2, timeouts=Timeouts(drain_s=0.0))
+sys.exit(processes.run(config, serve))
+"""
+
+
+def run(serve: str) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(serve=textwrap.dedent(serve))
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_all_end_with_the_parent_on_sigterm() -> None:
+    done = run(
+        """
+        def serve(config, siblings):
+            def tell(*_):
+                os.write(1, b"told %d\\n" % siblings.process)
+                os._exit(0)
+            signal.signal(signal.SIGTERM, tell)
+            siblings.begin(os.getpid())
+            while siblings.process == 0 and len(siblings.list_pids()) < 2:
+                time.sleep(0.01)
+            if siblings.process == 0:
+                end_parent()
+            signal.pause()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["told 0", "told 1"]
+
+
+def test_who_does_not_end_is_killed() -> None:
+    done = run(
+        """
+        def serve(config, siblings):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if siblings.process == 1:
+                end_parent()
+            live(siblings)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_that_is_killed_is_replaced_and_its_share_of_the_books_cleared() -> None:
+    done = run(
+        """
+        def serve(config, siblings):
+            table = siblings.accounts
+            row = table.claim(b"tenant")
+            if siblings.restarts:
+                print(table.read(row, 0), siblings.restarts)
+                end_parent()
+            table.cells[table.own_at(row, 0)] = 5.0
+            siblings.begin(os.getpid())
+            if siblings.process == 1:
+                while len(siblings.list_pids()) < 2 or table.read(row, 0) != (5.0, 5.0):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+            live(siblings)
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "(5.0, 0.0) 1\n"), done.stderr
+    assert "process 2 was killed by signal 9" in done.stderr
+
+
+def test_a_process_that_hangs_is_killed_and_replaced() -> None:
+    done = run(
+        """
+        processes.HUNG_S = 0.3
+        def serve(config, siblings):
+            if siblings.process == 0:
+                live(siblings)
+            if siblings.restarts:
+                end_parent()
+            siblings.begin(os.getpid())
+            signal.pause()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert "killing it" in done.stderr
+
+
+def test_a_gateway_whose_processes_keep_dying_ends() -> None:
+    done = run(
+        """
+        def serve(config, siblings):
+            siblings.begin(os.getpid())
+            while not siblings.restarts and len(siblings.list_pids()) < 2:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            return 3
+        """
+    )
+    assert done.returncode == 1
+    assert "giving up" in done.stderr
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_what_one_cannot_do_at_the_start_no_other_can(code: int) -> None:
+    done = run(
+        f"def serve(config, siblings): return {code} if siblings.process else live(siblings)"
+    )
+    assert done.returncode == code
+
+
+def test_only_one_process_gives_out_tickets() -> None:
+    done = run(
+        """
+        config = None
+        def serve(config, siblings):
+            os.write(1, b"%d\\n" % config.router_port)
+            siblings.begin(os.getpid())
+            if len(siblings.list_pids()) == 2:
+                end_parent()
+            live(siblings)
+        GatewayConfig = __import__("functools").partial(GatewayConfig, router_port=9)
+        """
+    )
+    assert sorted(done.stdout.splitlines()) == ["0", "9"], done.stderr
+
+
+def test_a_port_that_another_gateway_serves_is_not_shared() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(OSError, match="in use"):
+            reserve("127.0.0.1", other.getsockname()[1])
+
+
+@pytest.mark.parametrize("count", ["0", "65", "-1"])
+def test_a_senseless_number_of_processes_is_refused(count: str, capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--agents", "", "--processes", count])
+    assert refused.value.code == 2
+    assert "--processes must be 1 to 64" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Hand-offs are read from the right boot only and never reach a client."""
+
+import json
+
+import pytest
+
+from cleave.gateway.upstream.kv_transfer_params import (
+    HandoffError,
+    leaks_handoff,
+    read_handoff,
+    read_usage,
+    strip_handoff,
+)
+
+REQUEST = b"5e1f-1"
+HANDOFF = (
+    b'{"remote_engine_id":"boot-1", "remote_request_id":"chatcmpl-5e1f-1-82a6113c",'
+    b' "remote_block_ids":[[2, 3]], "later": 1.50}'
+)
+SECRET = b'data: {"text":"a","kv_transfer_params": {"remote_engine_id":"e"}}\n\n'
+
+
+def answer(handoff: bytes) -> bytes:
+    return b'{"usage":{"prompt_tokens":7},"kv_transfer_params":%b}' % handoff
+
+
+def test_the_hand_off_is_passed_on_byte_for_byte() -> None:
+    handoff, tokens = read_handoff(answer(HANDOFF), "boot-1", REQUEST)
+    assert (bytes(handoff), tokens) == (HANDOFF, 7)
+
+
+@pytest.mark.parametrize("boot_id", ["boot-2", ""])
+def test_a_hand_off_of_another_boot_is_refused(boot_id: str) -> None:
+    with pytest.raises(HandoffError, match="boot-1"):
+        read_handoff(answer(HANDOFF), boot_id, REQUEST)
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-5e1f-1", "cmpl-5e1f-1-0", "cmpl-5e1f-1-0-82a6113c"])
+def test_a_hand_off_names_the_request_in_the_engines_own_ways(name: str) -> None:
+    handoff = HANDOFF.replace(b"chatcmpl-5e1f-1-82a6113c", name.encode())
+    assert read_handoff(answer(handoff), "boot-1", REQUEST)[0] is not None
+
+
+@pytest.mark.parametrize("name", ["cmpl-5e1f-12-0", "cmpl-95e1f-1-0", "cmpl-5e1f-2-0", ""])
+def test_a_hand_off_of_another_request_is_refused(name: str) -> None:
+    handoff = HANDOFF.replace(b"chatcmpl-5e1f-1-82a6113c", name.encode())
+    with pytest.raises(HandoffError, match="another request"):
+        read_handoff(answer(handoff), "boot-1", REQUEST)
+
+
+@pytest.mark.parametrize("handoff", [b"{}", b"1", b'"x"', b"[]", b'{"remote_engine_id":3}'])
+def test_a_hand_off_that_names_no_engine_is_refused(handoff: bytes) -> None:
+    with pytest.raises(HandoffError):
+        read_handoff(answer(handoff), "boot-1", REQUEST)
+
+
+def test_no_hand_off_is_told_apart_from_a_wrong_one() -> None:
+    assert read_handoff(answer(b"null"), "boot-1", REQUEST) == (None, 7)
+    assert read_handoff(b"{}", "boot-1", REQUEST) == (None, 0)
+
+
+def test_an_answer_that_is_not_json_is_refused() -> None:
+    with pytest.raises(HandoffError):
+        read_handoff(b"<html>", "boot-1", REQUEST)
+
+
+def test_stripping_keeps_everything_else_byte_for_byte() -> None:
+    body = b'{"id":"a","choices":[{"text":"\\u00e9 1.0 "}],"kv_transfer_params":null,"x":1.50}'
+    assert strip_handoff(body) == b'{"id":"a","choices":[{"text":"\\u00e9 1.0 "}],"x":1.50}'
+
+
+def test_stripping_removes_equal_keys_all_of_them() -> None:
+    body = b'{"kv_transfer_params":{"a":1},"id":1,"kv_transfer_params":{"a":2}}'
+    assert strip_handoff(body) == b'{"id":1}'
+
+
+def test_an_answer_without_one_is_not_touched() -> None:
+    body = b'{ "id" : 1 }'
+    assert strip_handoff(body) is body
+
+
+def test_one_that_lies_deeper_is_refused() -> None:
+    with pytest.raises(HandoffError):
+        strip_handoff(b'{"choices":[{"kv_transfer_params": {"a":1}}]}')
+
+
+def test_an_answer_that_only_speaks_of_it_passes() -> None:
+    body = json.dumps({"text": '{"kv_transfer_params": 1}', "kv_transfer_params": None}).encode()
+    assert json.loads(strip_handoff(body)) == {"text": '{"kv_transfer_params": 1}'}
+
+
+@pytest.mark.parametrize("body", [b"not json", b"{}", b'{"usage":null}', b'{"usage":{"x":1}}'])
+def test_usage_is_zero_when_none_is_stated(body: bytes) -> None:
+    usage = read_usage(body)
+    assert (usage.prompt_tokens, usage.completion_tokens or 0) == (0, 0)
+
+
+def test_an_event_that_holds_a_hand_off_is_told_from_text_that_speaks_of_one() -> None:
+    assert leaks_handoff(SECRET)
+    for text in ('"kv_transfer_params":', "kv_transfer_params", 'x "kv_transfer_params": {}'):
+        event = b"data: " + json.dumps({"text": text}).encode() + b"\n\n"
+        assert not leaks_handoff(event), text

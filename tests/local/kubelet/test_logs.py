@@ -1,0 +1,39 @@
+from pathlib import Path
+
+from cleave.local.kubelet import logs
+
+
+def test_a_log_that_grew_too_long_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    with log.open("a") as writer:
+        writer.write("old\n")
+        writer.flush()
+        logs.bound(log, limit_bytes=100)
+        assert log.read_text() == "old\n"
+        logs.bound(log, limit_bytes=3)
+        writer.write("new\n")
+    assert log.read_text() == "new\n"
+    assert (tmp_path / "p.log.1").read_text() == "old\n"
+
+
+def test_the_tail_is_the_last_lines_that_say_something(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    assert logs.tail(log, 5) == []
+    log.write_text("a\n\nb\n   \nc")
+    assert logs.tail(log, 2) == ["b", "c"]
+
+
+def test_the_tail_is_as_long_as_asked_and_made_of_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    lines = [f"{number} {'x' * 50}" for number in range(5000)]
+    log.write_text("\n".join(lines) + "\n")
+    for count in (0, 1, 2, 1500, 4999, 5000, 6000):
+        assert logs.tail(log, count) == lines[max(0, 5000 - count) :]
+
+
+def test_a_log_that_cannot_be_moved_aside_is_cut_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "p.log"
+    log.write_text("old\n")
+    (tmp_path / "p.log.1").symlink_to(tmp_path / "absent" / "file")
+    logs.bound(log, limit_bytes=3)
+    assert log.read_text() == ""

@@ -1,0 +1,24 @@
+"""Which ports of this machine are given out."""
+
+import socket
+
+import pytest
+
+from cleave.local.kubelet.network import HOST_IP, busy_ports, find_internal_port
+
+
+@pytest.mark.parametrize("port", [1, 8080, 55_535, 55_536, 65_535])
+def test_a_gateway_has_an_internal_port_far_from_its_own(port: int) -> None:
+    found = find_internal_port(port)
+    assert 9_000 < abs(found - port) <= 10_100
+    assert 0 < found < 65_536
+
+
+def test_an_internal_port_that_somebody_has_is_not_taken() -> None:
+    first = find_internal_port(8080)
+    with socket.socket() as taken:
+        taken.bind((HOST_IP, first))
+        taken.listen()
+        second = find_internal_port(8080)
+    assert second > first
+    assert not busy_ports(HOST_IP, [second])

@@ -1,0 +1,55 @@
+"""Deployments and pools for the tests of pod manifests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.manifest import validate
+from cleave.api.pool import InstancePool
+from cleave.manifests.pool import pools
+from cleave.manifests.topology import Machines
+from cleave.planner.placement import plan
+
+MakeDeployment = Callable[..., LLMDeployment]
+MakePool = Callable[..., InstancePool]
+MakePools = Callable[..., list[InstancePool]]
+
+
+@pytest.fixture
+def deployment() -> MakeDeployment:
+    """Makes a deployment named chat with further spec fields."""
+
+    def make(namespace: str = "llm", **spec: Any) -> LLMDeployment:
+        return validate(
+            {
+                "apiVersion": "cleave.dev/v1alpha1",
+                "kind": "LLMDeployment",
+                "metadata": {"name": "chat", "namespace": namespace},
+                "spec": {"model": "org/model", "slo": {"ttftMs": 400, "tpotMs": 40}, **spec},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def pool(deployment: MakeDeployment) -> MakePool:
+    """Makes the decode pool of such a deployment."""
+
+    def make(**spec: Any) -> InstancePool:
+        chat = deployment(**spec)
+        return next(p for p in pools(chat, plan(chat)) if p.spec.role == "decode")
+
+    return make
+
+
+@pytest.fixture
+def pools_of() -> MakePools:
+    """Makes all pools of a deployment, on nodes of which nothing is known unless stated."""
+
+    def make(deployment: LLMDeployment, *machines: Machines) -> list[InstancePool]:
+        return pools(deployment, plan(deployment), *machines)
+
+    return make

@@ -1,0 +1,206 @@
+"""Pools from a placement, and the revision that binds their instances."""
+
+from dataclasses import replace
+
+import pytest
+
+from cleave.api.plan import ManualPool, SelectedPlan
+from cleave.api.pool import Colocation, InstancePool
+from cleave.api.role import Role
+from cleave.manifests.pool import pools, revision, selected_plan
+from cleave.manifests.topology import Machines
+from cleave.planner.placement import Placement, plan
+
+
+def test_there_is_one_pool_per_role_named_after_it(deployment) -> None:
+    chat = deployment()
+    prefill, decode = pools(chat, plan(chat))
+    assert (prefill.name, prefill.namespace, prefill.spec.role) == (
+        "chat-prefill",
+        "llm",
+        Role.PREFILL,
+    )
+    assert decode.name == "chat-decode"
+    assert decode.metadata.labels == {"cleave.dev/deployment": "chat", "cleave.dev/role": "decode"}
+
+
+def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment) -> None:
+    chat = deployment(
+        placement={"manual": [{"role": "mixed", "replicas": 3, "parallelism": {"tensor": 2}}]},
+        engine={"type": "Emulated"},
+        template={"nodeSelector": {"a": "b"}},
+    )
+    (mixed,) = pools(chat, plan(chat))
+    assert (mixed.spec.replicas, mixed.spec.parallelism.tensor) == (3, 2)
+    assert mixed.spec.engine == chat.spec.engine
+    assert mixed.spec.template == chat.spec.template
+    assert mixed.spec.model == chat.spec.model
+
+
+def test_a_pool_survives_the_way_through_json(deployment) -> None:
+    chat = deployment(placement={"manual": [{"role": "mixed"}]})
+    (mixed,) = pools(chat, plan(chat))
+    assert InstancePool.model_validate_json(mixed.model_dump_json()) == mixed
+
+
+def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(deployment) -> None:
+    chat = deployment(
+        placement={
+            "manual": [
+                {"role": "prefill", "maxNumBatchedTokens": 2048},
+                {"role": "decode", "maxNumSeqs": 512, "maxNumBatchedTokens": 512},
+            ]
+        },
+        engine={"scheduling": {"limits": [{"role": "mixed", "maxNumBatchedTokens": 1024}]}},
+    )
+    prefill, decode = (pool.spec.engine for pool in pools(chat, plan(chat)))
+    assert prefill.args == ["--max-num-batched-tokens", "2048"]
+    assert decode.args == ["--max-num-seqs", "512", "--max-num-batched-tokens", "2048"]
+    assert prefill.scheduling == decode.scheduling
+    assert {
+        each.role: (each.max_num_seqs, each.max_num_batched_tokens)
+        for each in prefill.scheduling.limits
+    } == {Role.PREFILL: (None, 2048), Role.DECODE: (512, 512), Role.MIXED: (None, 1024)}
+
+
+def test_scheduling_is_part_of_the_revision(deployment) -> None:
+    assert revision(deployment(engine={"scheduling": {}})) != revision(deployment())
+
+
+def test_all_pools_of_a_deployment_share_one_revision(deployment) -> None:
+    chat = deployment(
+        placement={
+            "manual": [
+                {"role": "prefill", "parallelism": {"tensor": 4}},
+                {"role": "decode", "parallelism": {"pipeline": 2}},
+            ]
+        }
+    )
+    assert len({pool.spec.revision for pool in pools(chat, plan(chat))}) == 1
+
+
+def test_a_default_that_is_written_out_leaves_the_revision(deployment) -> None:
+    spelled_out = deployment(model={"source": "org/model"}, engine={"type": "vLLM", "args": []})
+    assert revision(spelled_out) == revision(deployment())
+
+
+def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
+    deployment, monkeypatch
+) -> None:
+    stated = deployment(engine={"image": "registry.example/vllm:1"})
+    before = revision(deployment()), revision(stated)
+    monkeypatch.setattr("cleave.distribution.version", lambda: "99.0")
+    assert revision(deployment()) != before[0]
+    assert revision(stated) == before[1]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": "org/other"},
+        {"model": {"source": "org/model", "revision": "v2"}},
+        {"model": {"source": "org/model", "dtype": "float16"}},
+        {"engine": {"type": "Emulated"}},
+        {"engine": {"image": "registry.example/vllm:1"}},
+        {"engine": {"args": ["--block-size", "32"]}},
+        {"engine": {"env": [{"name": "A"}]}},
+    ],
+)
+def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
+    assert revision(deployment(**spec)) != revision(deployment())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"slo": {"ttftMs": 1, "tpotMs": 1}},
+        {"placement": {"manual": [{"role": "mixed", "replicas": 9, "parallelism": {"tensor": 2}}]}},
+        {"routing": {"fallback": "Never"}},
+        {"template": {"nodeSelector": {"a": "b"}}},
+        {"model": {"source": "org/model", "cache": {"hostPath": {"path": "/models"}}}},
+    ],
+)
+def test_what_leaves_kv_alike_leaves_the_revision(deployment, spec) -> None:
+    assert revision(deployment(**spec)) == revision(deployment())
+
+
+def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
+    chat = deployment(
+        placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]}
+    )
+    (mixed,) = pools(chat, plan(chat))
+    assert mixed.spec.engine.args == ["--max-num-seqs", "64", "--max-num-batched-tokens", "512"]
+    assert mixed.spec.revision == revision(deployment())
+
+
+@pytest.mark.parametrize("stated", ["--max-num-seqs=7", "--max_num_seqs"])
+def test_limits_that_the_user_states_are_left_alone(deployment, stated) -> None:
+    chat = deployment(
+        placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]},
+        engine={"args": [stated]},
+    )
+    (mixed,) = pools(chat, plan(chat))
+    assert mixed.spec.engine.args == ["--max-num-batched-tokens", "512", stated]
+
+
+def test_status_tells_plan_predictions_and_at_most_three_alternatives(deployment, answer) -> None:
+    placement = Placement(answer.selected.pools, answer.reason, answer)
+    told = selected_plan(deployment(), placement)
+    assert (told.verdict, told.gpus) == ("Disaggregate", answer.selected.gpus)
+    assert told.predicted.goodput == answer.selected.prediction.goodput
+    # 239.787...: four digits are told.
+    assert told.predicted.ttft_ms.p90 == 239.8
+    assert len(told.alternatives) == 3
+    assert SelectedPlan.model_validate_json(told.model_dump_json()) == told
+
+
+def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
+    chat = deployment(placement={"manual": [{"role": "mixed"}]})
+    told = selected_plan(chat, plan(chat))
+    assert (told.verdict, told.predicted, told.alternatives) == (None, None, [])
+    assert told.reason == "set in spec.placement.manual"
+    assert told.pools == [ManualPool(role=Role.MIXED)]
+    assert told.algorithm == ""
+
+
+def test_status_tells_pools_from_which_the_placement_can_be_made_again(deployment, answer) -> None:
+    told = selected_plan(deployment(), Placement(answer.selected.pools, answer.reason, answer))
+    assert (told.algorithm, len(told.pools)) == ("Algorithm 2", len(answer.selected.pools))
+    by_hand = [pool.model_dump(mode="json", exclude_none=True) for pool in told.pools]
+    again = plan(deployment(placement={"manual": by_hand}))
+    assert [replace(pool, batching=None) for pool in answer.selected.pools] == list(again.pools)
+
+
+def test_what_the_deployment_says_of_changes_reaches_its_pools(deployment) -> None:
+    chat = deployment(rollout={"pendingTimeoutS": 30}, deletionPolicy="Immediate")
+    for pool in pools(chat, plan(chat)):
+        assert pool.spec.pending_timeout_s == 30
+        assert pool.spec.deletion_policy == "Immediate"
+        assert pool.spec.owner == "Plan"
+
+
+def test_cells_of_a_plan_reach_its_pools(deployment) -> None:
+    manual = [
+        {"role": "prefill", "replicas": 4, "perCell": 2},
+        {"role": "decode", "replicas": 2, "perCell": 1},
+        {"role": "mixed"},
+    ]
+    chat = deployment(placement={"manual": manual})
+    prefill, decode, mixed = pools(chat, plan(chat), Machines(domain="nvidia.com/gpu.clique"))
+    assert prefill.spec.colocation == Colocation(per_cell=2, topology_key="nvidia.com/gpu.clique")
+    assert decode.spec.colocation.per_cell == 1
+    assert mixed.spec.colocation is None
+
+
+def test_cells_that_fit_a_node_together_are_one_that_fills_it(deployment) -> None:
+    manual = [
+        {"role": "prefill", "replicas": 4, "perCell": 1},
+        {"role": "decode", "replicas": 12, "perCell": 3},
+    ]
+    chat = deployment(placement={"manual": manual})
+    prefill, decode = pools(chat, plan(chat), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    assert prefill.spec.colocation == Colocation(per_cell=2, exclusive=True)
+    assert decode.spec.colocation == Colocation(per_cell=6, exclusive=True)
+    emulated = deployment(placement={"manual": manual}, engine={"type": "Emulated"})
+    first, _ = pools(emulated, plan(emulated), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    assert first.spec.colocation == Colocation(per_cell=1)

@@ -1,0 +1,79 @@
+"""What one worker asks of its node."""
+
+import pytest
+
+from cleave.local.kubelet.pod_spec import parse
+from cleave.manifests.worker import worker_pod
+
+
+def resources(pool, device: str = "cpu"):
+    return worker_pod(pool, 0, device=device)["spec"]["containers"][0]["resources"]
+
+
+def test_vllm_on_cpu_has_a_core_to_itself(pool) -> None:
+    assert resources(pool()) == {
+        "requests": {"cpu": "1", "memory": "6Gi"},
+        "limits": {"cpu": "1", "memory": "6Gi"},
+    }
+
+
+def test_vllm_on_cpu_has_a_core_per_rank(pool) -> None:
+    manual = [{"role": "decode", "parallelism": {"tensor": 2}}]
+    found = resources(pool(placement={"manual": manual}))
+    assert found["limits"] == {"cpu": "2", "memory": "12Gi"}
+
+
+def test_vllm_on_gpus_asks_for_the_product_of_its_parallelism(pool) -> None:
+    manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
+    found = resources(pool(placement={"manual": manual}), "gpu")
+    assert found["limits"] == {"nvidia.com/gpu": "8", "cpu": "10", "memory": "72Gi"}
+
+
+def test_a_pod_of_an_instance_over_two_nodes_asks_for_half_of_its_gpus(pool) -> None:
+    manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
+    whole = pool(placement={"manual": manual})
+    halved = whole.model_copy(update={"spec": whole.spec.model_copy(update={"nodes": 2})})
+    assert resources(halved, "gpu")["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_vllm_on_gpus_gets_cores_of_its_own_from_the_static_cpu_policy(pool) -> None:
+    # Which asks for whole cores, and requests that are the limits for cores and memory.
+    found = resources(pool(), "gpu")
+    assert found["requests"] == found["limits"]
+    assert found["limits"]["cpu"].isdigit()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_emulated_engine_takes_no_core_and_no_gpu(pool, device) -> None:
+    found = resources(pool(engine={"type": "Emulated"}), device)
+    assert "nvidia.com/gpu" not in found["limits"]
+    assert "cpu" not in found["limits"]
+
+
+def test_an_override_replaces_the_default_of_that_resource_only(pool) -> None:
+    override = {"resources": {"limits": {"cpu": 2}}}
+    assert resources(pool(template=override)) == {
+        "requests": {"cpu": "2", "memory": "6Gi"},
+        "limits": {"cpu": "2", "memory": "6Gi"},
+    }
+
+
+def test_a_request_alone_takes_the_default_limit_away(pool) -> None:
+    # Otherwise the request could be above the limit, which the API server refuses.
+    override = {"resources": {"requests": {"cpu": 2}}}
+    found = resources(pool(template=override))
+    assert found["requests"]["cpu"] == "2"
+    assert "cpu" not in found["limits"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "cores"),
+    [
+        ({}, 1),
+        ({"template": {"resources": {"limits": {"cpu": 3}}}}, 3),
+        ({"template": {"resources": {"limits": {"cpu": "1500m"}}}}, 0),
+        ({"engine": {"type": "Emulated"}}, 0),
+    ],
+)
+def test_the_process_kubelet_reads_exclusive_cores_from_them(pool, spec, cores) -> None:
+    assert parse(worker_pod(pool(**spec), 0, device="cpu")).exclusive_cores == cores

@@ -1,0 +1,214 @@
+"""Worker pods, as the API server and the kubelets read them."""
+
+import itertools
+import json
+
+import pytest
+
+from cleave.api.engine import RESERVED_ENV
+from cleave.manifests.labels import AGENT_PORT
+from cleave.manifests.worker import command, worker_pod
+
+
+def container(pod):
+    (only,) = pod["spec"]["containers"]
+    return only
+
+
+def option(line: list[str], name: str) -> str:
+    """The value of an option of the agent, not of the engine."""
+    own = list(itertools.takewhile(lambda word: word != "--", line))
+    return own[own.index(name) + 1]
+
+
+def engine_args(line: list[str]) -> list[str]:
+    return line[line.index("--") + 1 :] if "--" in line else []
+
+
+def test_a_connector_is_named_where_it_is_not_vllms_own(pool) -> None:
+    line = command(pool(engine={"connector": "Cleave"}), "x")
+    assert option(line, "--connector") == "cleave"
+    assert "--transfer" not in line
+
+
+def test_the_time_of_a_transfer_is_told_where_it_is_not_after_the_prefill(pool) -> None:
+    line = command(pool(engine={"connector": "Cleave", "transfer": "PerLayer"}), "x")
+    assert option(line, "--transfer") == "perlayer"
+
+
+def test_names_count_up_from_the_pools_name(pool) -> None:
+    names = [worker_pod(pool(), ordinal)["metadata"]["name"] for ordinal in range(3)]
+    assert names == ["chat-decode-0", "chat-decode-1", "chat-decode-2"]
+
+
+def test_a_pod_takes_the_name_that_it_is_given(pool) -> None:
+    pod = worker_pod(pool(), "chat-decode-x7k2p")
+    assert pod["metadata"]["name"] == "chat-decode-x7k2p"
+    assert option(container(pod)["command"], "--name") == "chat-decode-x7k2p"
+
+
+def test_labels_say_to_whom_a_worker_belongs(pool) -> None:
+    assert worker_pod(pool(), 0)["metadata"]["labels"] == {
+        "cleave.dev/deployment": "chat",
+        "cleave.dev/pool": "chat-decode",
+        "cleave.dev/role": "decode",
+        "cleave.dev/component": "worker",
+        "cleave.dev/revision": pool().spec.revision,
+        "cleave.dev/instance": "chat-decode-0",
+    }
+
+
+def test_the_command_line_is_the_agents(pool) -> None:
+    assert command(pool(), "chat-decode-0") == [
+        *("python", "-m", "cleave_worker.agent.main"),
+        *("--name", "chat-decode-0", "--deployment", "chat"),
+        *("--revision", pool().spec.revision, "--role", "$(CLEAVE_ROLE)"),
+        *("--model", "org/model", "--served-model-name", "org/model"),
+        *("--tensor-parallel-size", "1", "--pipeline-parallel-size", "1"),
+        *("--engine", "vllm", "--host", "$(POD_IP)", "--port", "9000", "--engine-port", "9001"),
+        *("--drain-timeout", "600"),
+    ]
+
+
+def test_the_agent_is_told_the_cell_of_its_pod_if_it_has_one(pool) -> None:
+    assert option(container(worker_pod(pool(), 0, cell=0))["command"], "--cell") == "0"
+    assert "--cell" not in container(worker_pod(pool(), 0))["command"]
+
+
+def test_a_model_with_all_its_settings_reaches_agent_and_engine(pool) -> None:
+    model = {
+        "source": "hf://org/model",
+        "revision": "v2",
+        "dtype": "bfloat16",
+        "maxModelLen": 4096,
+        "servedName": "chat",
+    }
+    line = command(pool(model=model, engine={"args": ["--seed", "1"]}), "x")
+    assert option(line, "--model") == "org/model"
+    assert option(line, "--served-model-name") == "chat"
+    assert option(line, "--max-model-len") == "4096"
+    assert engine_args(line) == ["--dtype", "bfloat16", "--revision", "v2", "--seed", "1"]
+
+
+def test_the_emulated_engine_gets_its_timing_and_no_weights(pool) -> None:
+    line = command(
+        pool(
+            model={"source": "org/model", "revision": "v2"},
+            engine={
+                "type": "Emulated",
+                "emulated": {"latency": "vllm/opt-13b/tp1", "timeScale": 0.1},
+            },
+        ),
+        "x",
+    )
+    assert option(line, "--engine") == "emulated"
+    assert engine_args(line) == ["--latency", "vllm/opt-13b/tp1", "--time-scale", "0.1"]
+
+
+def test_the_emulated_engine_has_default_timing(pool) -> None:
+    line = command(pool(engine={"type": "Emulated"}), "x")
+    assert engine_args(line) == ["--latency", "distserve/opt-13b/tp1", "--time-scale", "1"]
+
+
+def test_parallelism_reaches_the_agent(pool) -> None:
+    manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
+    line = command(pool(placement={"manual": manual}), "x")
+    assert option(line, "--tensor-parallel-size") == "4"
+    assert option(line, "--pipeline-parallel-size") == "2"
+
+
+def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
+    spec = pool(engine={"env": [{"name": "A", "value": "b"}]})
+    assert container(worker_pod(spec, 0))["env"] == [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "CLEAVE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "CLEAVE_AGENTS", "value": "endpoints:llm/chat-workers:9000"},
+        {
+            "name": "CLEAVE_ROLE",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['cleave.dev/role']"}},
+        },
+        {"name": "A", "value": "b"},
+    ]
+
+
+def test_what_pods_are_told_of_themselves_nobody_may_state_otherwise(pool) -> None:
+    found = container(worker_pod(pool(), 0))["env"]
+    assert {each["name"] for each in found} <= set(RESERVED_ENV)
+
+
+def test_readiness_is_the_engines_and_liveness_the_agents(pool) -> None:
+    worker = container(worker_pod(pool(), 0))
+    assert worker["readinessProbe"]["grpc"] == {"port": AGENT_PORT, "service": "ready"}
+    assert worker["livenessProbe"]["grpc"] == {"port": AGENT_PORT}
+
+
+@pytest.mark.parametrize("timeout_s", [0, 30, 600])
+def test_a_drain_ends_before_kubernetes_kills(pool, timeout_s) -> None:
+    pod = worker_pod(pool(template={"drainTimeoutS": timeout_s}), 0)
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= timeout_s + 11
+    assert option(container(pod)["command"], "--drain-timeout") == str(timeout_s)
+
+
+def test_pods_meet_the_restricted_security_standard(pool) -> None:
+    pod = worker_pod(pool(), 0)
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert pod["spec"]["securityContext"]["runAsUser"] > 0
+    assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container(pod)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+
+
+def test_pods_have_an_account_that_may_look_for_agents_only(pool) -> None:
+    spec = worker_pod(pool(), 0)["spec"]
+    assert spec["serviceAccountName"] == "chat-discovery"
+    assert spec["automountServiceAccountToken"] is True
+
+
+def test_only_workers_with_rdma_may_lock_memory(pool) -> None:
+    template = {"resources": {"limits": {"rdma/ib": 1}}}
+    worker = container(worker_pod(pool(template=template), 0))
+    assert worker["resources"]["limits"]["rdma/ib"] == "1"
+    assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_a_service_named_vllm_does_not_reach_the_engines_environment(pool) -> None:
+    assert worker_pod(pool(), 0)["spec"]["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "image"),
+    [
+        ({}, "gpu", "cleave-worker-cuda:"),
+        ({}, "cpu", "cleave-worker-cpu:"),
+        ({"type": "Emulated"}, "gpu", "cleave-worker-emulated:"),
+        ({"image": "registry.example/x:1"}, "gpu", "registry.example/x:1"),
+    ],
+)
+def test_the_image_fits_engine_and_device(pool, engine, device, image) -> None:
+    assert container(worker_pod(pool(engine=engine), 0, device=device))["image"].startswith(image)
+
+
+def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
+    first, second = worker_pod(pool(), 0), worker_pod(pool(), 0)
+    before = json.dumps(second)
+    first["spec"]["topologySpreadConstraints"][0].clear()
+    first["spec"]["securityContext"].clear()
+    container(first)["securityContext"].clear()
+    container(first)["env"][0].clear()
+    assert json.dumps(second) == before
+
+
+def test_the_image_comes_from_where_the_operator_says_unless_it_is_stated(pool) -> None:
+    prefix = "registry.example/team/"
+    own = container(worker_pod(pool(), 0, image_prefix=prefix))["image"]
+    assert own.startswith("registry.example/team/cleave-worker-cuda:")
+    stated = pool(engine={"image": "vllm:1"})
+    assert container(worker_pod(stated, 0, image_prefix=prefix))["image"] == "vllm:1"
+
+
+def test_a_key_comes_from_a_secret(pool) -> None:
+    env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
+    assert container(worker_pod(pool(engine={"env": env}), 0))["env"][-1] == env[0]

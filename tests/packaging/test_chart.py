@@ -1,0 +1,236 @@
+"""What values change; needs helm."""
+
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from cleave.api.manifest import load_cluster, validate
+from cleave.controller import main
+from cleave.manifests.labels import ENGINE_PORT
+from cleave.manifests.pool import pools
+from cleave.manifests.worker import worker_pod
+from cleave.planner.placement import plan
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def find(manifests, kind):
+    return [each for each in manifests if each["kind"] == kind]
+
+
+def operator(manifests):
+    (deployment,) = find(manifests, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_the_chart_is_of_this_version(chart) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = yaml.safe_load((chart / "Chart.yaml").read_text())
+    assert stated["version"] == stated["appVersion"] == project["version"]
+
+
+def test_the_schema_knows_every_value(chart) -> None:
+    values = yaml.safe_load((chart / "values.yaml").read_text())
+    schema = json.loads((chart / "values.schema.json").read_text())
+    jsonschema.validate(values, schema)
+
+    def compare(given, node, path):
+        known = node.get("properties", {})
+        assert set(given) == set(known) - {"global"} or not known, path
+        for key, value in given.items():
+            if isinstance(value, dict) and key in known:
+                compare(value, known[key], f"{path}.{key}")
+
+    compare(values, schema, "")
+
+
+def test_helm_finds_nothing_to_complain_about(helm, chart) -> None:
+    told = subprocess.run(
+        [helm, "lint", "--strict", str(chart)], capture_output=True, text=True, timeout=60
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("operator.replicas=0", "replicas"),
+        ("operator.replica=2", "replica"),
+        ("webhook.failurePolicy=Never", "failurePolicy"),
+        ("webhook.certificate=none", "certificate"),
+        ("images.prefix=registry", "prefix"),
+        ("metrics.podMonitor.interval=often", "interval"),
+        ("typo=1", "typo"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(render, value, complaint) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        render(value)
+    assert complaint in error.value.stderr
+
+
+def test_the_plain_manifests_are_what_the_chart_renders(helm, scripts) -> None:
+    assert scripts.render(helm) == (ROOT / "manifests" / "cleave.yaml").read_text()
+
+
+def test_the_crds_come_with_the_release_unless_told_otherwise(render) -> None:
+    crds = find(render(), "CustomResourceDefinition")
+    assert {each["metadata"]["annotations"]["helm.sh/resource-policy"] for each in crds} == {"keep"}
+    assert len(crds) == 2
+    assert not find(render("crds.enabled=false"), "CustomResourceDefinition")
+
+
+def test_images_come_from_where_the_values_say(render) -> None:
+    container = operator(render("images.prefix=registry.local/ai/", "images.tag=1.2"))
+    assert container["image"] == "registry.local/ai/cleave-operator:1.2"
+    assert "--image-prefix=registry.local/ai/" in container["args"]
+
+
+def test_a_narrowed_operator_has_rights_in_its_namespaces_only(render) -> None:
+    manifests = render("operator.namespaces={team-a,team-b}")
+    bound = {each["metadata"]["namespace"] for each in find(manifests, "RoleBinding")}
+    assert bound == {"team-a", "team-b", "cleave-system"}
+    wide = {each["roleRef"]["name"] for each in find(manifests, "ClusterRoleBinding")}
+    assert wide == {"cleave-operator-cluster"}
+    args = operator(manifests)["args"]
+    assert {"--namespace=team-a", "--namespace=team-b"} <= set(args)
+    (hooks,) = find(manifests, "ValidatingWebhookConfiguration")
+    (term,) = hooks["webhooks"][0]["namespaceSelector"]["matchExpressions"]
+    assert term["values"] == ["team-a", "team-b"]
+
+
+def test_without_the_webhook_nothing_of_it_is_left(render) -> None:
+    text = yaml.safe_dump_all(render("webhook.enabled=false", "crds.enabled=false"))
+    assert "webhook" not in text
+    assert "secrets" not in text
+
+
+def test_with_cert_manager_the_operator_may_not_write_the_secret(render) -> None:
+    manifests = render("webhook.certificate=cert-manager")
+    assert find(manifests, "Certificate")
+    assert find(manifests, "Issuer")
+    assert not find(manifests, "Secret")
+    (role,) = find(manifests, "Role")
+    (rule,) = [rule for rule in role["rules"] if "secrets" in rule["resources"]]
+    assert rule["verbs"] == ["get"]
+    (hooks,) = find(manifests, "ValidatingWebhookConfiguration")
+    injected = hooks["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
+    assert injected == "cleave-system/cleave-webhook"
+    assert "validatingwebhookconfigurations" not in yaml.safe_dump_all(
+        find(manifests, "ClusterRole")
+    )
+
+
+def test_two_releases_share_no_name(render) -> None:
+    def names(release, namespace):
+        manifests = render("crds.enabled=false", release=release, namespace=namespace)
+        return {(each["kind"], each["metadata"]["name"]) for each in manifests}
+
+    assert not names("cleave", "a") & names("other", "b")
+
+
+def test_what_nodes_do_not_tell_of_themselves_reaches_the_planner(render, tmp_path) -> None:
+    manifests = render(
+        "planning.network.kind=Ethernet",
+        "planning.network.bandwidthGbps=25",
+        "planning.gpus[0].name=Own-1,planning.gpus[0].memoryGib=24,planning.gpus[0].memoryGbps=900"
+        ",planning.gpus[0].denseTflops=100",
+        "planning.profiles.mine\\.yaml=kind: Profile",
+    )
+    (found,) = find(manifests, "ConfigMap")
+    for name, text in found["data"].items():
+        (tmp_path / name).write_text(text)
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    assert cluster.network.bandwidth_gbps == 25
+    assert [gpu.name for gpu in cluster.gpus] == ["Own-1"]
+    assert cluster.profiles == [str(tmp_path / "mine.yaml")]
+    assert found["data"]["mine.yaml"] == "kind: Profile\n"
+    assert "--cluster=/etc/cleave/planning/cluster.yaml" in operator(manifests)["args"]
+
+
+def test_nodes_without_gpus_compute_on_cores_when_told_so(render) -> None:
+    assert "--device=cpu" in operator(render("workers.device=cpu"))["args"]
+
+
+def test_every_argument_is_one_that_the_operator_takes(render) -> None:
+    values = ("operator.namespaces={a,b}", "images.prefix=r/", "planning.network.kind=Ethernet")
+    args = operator(render(*values, "workers.device=cpu"))["args"]
+    # Ends the test with its complaint about one that it does not know.
+    main._build_parser("operator").parse_args(args)
+
+
+def test_pod_monitors_find_operators_gateways_and_engines(render) -> None:
+    monitors = find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
+    selectors = [each["spec"]["selector"]["matchLabels"] for each in monitors]
+    assert {"cleave.dev/component": "gateway"} in selectors
+    assert {"cleave.dev/component": "worker"} in selectors
+    assert len(monitors) == 3
+
+
+def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render) -> None:
+    deployment = validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
+        }
+    )
+    (engines,) = (
+        each
+        for each in find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
+        if each["metadata"]["name"] == "cleave-engines"
+    )
+    pod = worker_pod(pools(deployment, plan(deployment))[0], 0)
+    assert engines["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (endpoint,) = engines["spec"]["podMetricsEndpoints"]
+    (container,) = pod["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    listens = container["command"][container["command"].index("--engine-port") + 1]
+    assert listens == str(ports[endpoint["port"]])
+
+
+def test_one_operator_alone_has_no_budget_that_would_block_every_drain(render) -> None:
+    assert not find(render("operator.replicas=1"), "PodDisruptionBudget")
+
+
+def test_the_guides_policy_lets_prometheus_reach_the_port_of_engines_only(render) -> None:
+    guide = (ROOT / "docs" / "observe.md").read_text()
+    (text,) = re.findall(r"```yaml\n(apiVersion: networking[^`]*)```", guide)
+    spec = yaml.safe_load(text)["spec"]
+    (engines,) = (
+        each
+        for each in find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
+        if each["metadata"]["name"] == "cleave-engines"
+    )
+    assert spec["podSelector"] == engines["spec"]["selector"]
+    (rule,) = spec["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": ENGINE_PORT}]
+    assert {"namespaceSelector", "podSelector"} == set(rule["from"][0])
+
+
+@pytest.mark.parametrize("isolated", ["true", "false"])
+def test_who_turns_pod_monitors_on_is_told_that_workers_are_closed(
+    helm, chart, tmp_path, isolated: str
+) -> None:
+    told = subprocess.run(
+        [
+            *(helm, "install", "cleave", str(chart), "--dry-run=client"),
+            *("--set", f"metrics.podMonitor.enabled=true,networkPolicy.workers={isolated}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"HOME": str(tmp_path), "KUBECONFIG": "/dev/null"},
+    ).stdout
+    notes = told.partition("NOTES:")[2]
+    assert notes
+    assert ("Prometheus does not reach engines yet" in notes) is (isolated == "true")

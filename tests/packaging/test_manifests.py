@@ -1,0 +1,238 @@
+"""What a default installation is made of: read from manifests/, so that helm is not needed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cleave.api.manifest import validate
+from cleave.controller.cluster.actions import Apply
+from cleave.controller.cluster.apply import FINALIZER
+from cleave.controller.cluster.client import KINDS
+from cleave.controller.cluster.inventory import inventory
+from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.controller.resync import WATCHED
+from cleave.controller.settings import Settings
+from cleave.manifests.container import UID
+from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
+
+ROOT = Path(__file__).parent.parent.parent
+
+APPLIED = {"list", "watch", "create", "patch"}
+RIGHTS = {
+    ("cleave.dev", "llmdeployments"): {"list", "watch", "patch"},
+    ("cleave.dev", "llmdeployments/status"): {"patch"},
+    ("cleave.dev", "llmdeployments/finalizers"): {"update"},
+    ("cleave.dev", "instancepools"): {*APPLIED, "delete"},
+    ("cleave.dev", "instancepools/status"): {"patch"},
+    ("cleave.dev", "instancepools/finalizers"): {"update"},
+    ("", "pods"): {"get", *APPLIED, "delete"},
+    ("", "services"): {"get", *APPLIED},
+    ("apps", "deployments"): APPLIED,
+    ("policy", "poddisruptionbudgets"): APPLIED,
+    ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "create", "delete"},
+    ("networking.k8s.io", "networkpolicies"): {"create", "patch"},
+    ("", "serviceaccounts"): {"create", "patch"},
+    ("rbac.authorization.k8s.io", "rolebindings"): {"create", "patch"},
+    ("rbac.authorization.k8s.io", "clusterroles"): {"bind"},
+    ("", "events"): {"create"},
+}
+"""Everything the operator may do in the namespaces of deployments."""
+
+
+def one(manifests, kind, name=None):
+    (found,) = [
+        each
+        for each in manifests
+        if each["kind"] == kind and name in (None, each["metadata"]["name"])
+    ]
+    return found
+
+
+def rights(role):
+    found = {}
+    for rule in role["rules"]:
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                found.setdefault((group, resource), set()).update(rule["verbs"])
+    return found
+
+
+def test_the_operator_may_do_exactly_what_it_does(plain) -> None:
+    assert rights(one(plain, "ClusterRole", "cleave-operator")) == RIGHTS
+
+
+def test_beyond_namespaces_the_operator_sees_nodes_and_its_own_webhook(plain) -> None:
+    role = one(plain, "ClusterRole", "cleave-operator-cluster")
+    assert rights(role) == {
+        ("", "nodes"): {"list", "watch"},
+        ("admissionregistration.k8s.io", "validatingwebhookconfigurations"): {"get", "patch"},
+    }
+    (webhook,) = [rule for rule in role["rules"] if "patch" in rule["verbs"]]
+    assert webhook["resourceNames"] == ["cleave-webhook"]
+
+
+def test_no_rule_of_the_operator_has_a_wildcard(plain) -> None:
+    for role in plain:
+        if role["kind"] in ("Role", "ClusterRole"):
+            for rule in role["rules"]:
+                assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+
+
+def test_the_only_secret_that_the_operator_reads_is_its_certificate(plain) -> None:
+    rules = [
+        rule
+        for role in plain
+        if role["kind"] in ("Role", "ClusterRole")
+        for rule in role["rules"]
+        if "secrets" in rule["resources"]
+    ]
+    (rule,) = rules
+    assert rule["resourceNames"] == ["cleave-webhook"]
+    assert set(rule["verbs"]) == {"get", "update"}
+    assert "data" not in one(plain, "Secret", "cleave-webhook")
+
+
+def test_the_operator_binds_one_role_which_reads_addresses_only(plain) -> None:
+    (bind,) = [
+        rule
+        for rule in one(plain, "ClusterRole", "cleave-operator")["rules"]
+        if "bind" in rule["verbs"]
+    ]
+    assert bind["resourceNames"] == ["cleave-discovery"]
+    assert rights(one(plain, "ClusterRole", "cleave-discovery")) == {
+        ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"}
+    }
+
+
+def test_whatever_the_operator_watches_it_may_list_and_watch(plain) -> None:
+    granted = {
+        key: verbs for role in plain if "rules" in role for key, verbs in rights(role).items()
+    }
+    for watched in WATCHED:
+        api = KINDS[watched.kind]
+        verbs = granted[api.version.rpartition("/")[0], api.plural]
+        assert {"list", "watch"} <= verbs, watched.kind
+
+
+def test_the_operator_is_hardened(plain) -> None:
+    spec = one(plain, "Deployment")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == UID
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+    assert container["readinessProbe"] != container["livenessProbe"]
+
+
+def test_a_second_operator_stands_by_and_one_survives_a_drained_node(plain) -> None:
+    deployment = one(plain, "Deployment")
+    budget = one(plain, "PodDisruptionBudget")
+    assert deployment["spec"]["replicas"] == 2
+    assert budget["spec"]["minAvailable"] == 1
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_selectors_find_the_operator(plain) -> None:
+    labels = one(plain, "Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    assert one(plain, "Service")["spec"]["selector"].items() <= labels
+    assert one(plain, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"].items() <= labels
+    ports = one(plain, "Deployment")["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert {port["name"] for port in ports} == {"http", "webhook"}
+
+
+def test_an_operator_that_is_away_holds_up_no_deletion(plain) -> None:
+    (hook,) = one(plain, "ValidatingWebhookConfiguration")["webhooks"]
+    (rule,) = hook["rules"]
+    assert rule["operations"] == ["CREATE", "UPDATE"]
+    assert not [name for name in rule["resources"] if "/" in name]
+    conditions = {each["name"]: each["expression"] for each in hook["matchConditions"]}
+    # Taking a finalizer off is an update: with failurePolicy Fail it would hang without these.
+    assert "deletionTimestamp" in conditions["is-wanted"]
+    assert "oldObject.spec" in conditions["spec-changes"]
+    assert "cleave-system:cleave-operator" in conditions["not-by-the-operator"]
+    assert hook["sideEffects"] == "None"
+    assert "caBundle" not in hook["clientConfig"]
+
+
+def test_the_manifests_bring_their_namespace_which_allows_restricted_pods_only(plain) -> None:
+    namespace = one(plain, "Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    inside = {each["metadata"].get("namespace", "cleave-system") for each in plain}
+    assert inside == {namespace["metadata"]["name"]}
+
+
+@pytest.mark.parametrize("folder", ["charts/cleave/files/crds", "manifests"])
+def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder) -> None:
+    wanted = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").iterdir())]
+    carried = [
+        document
+        for path in sorted((ROOT / folder).glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text())
+        if document["kind"] == "CustomResourceDefinition"
+    ]
+    assert len(carried) == len(wanted) == 2
+    for there, want in zip(carried, wanted, strict=True):
+        assert there["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert there == want
+
+
+def test_removing_the_operators_manifest_keeps_the_crds(plain) -> None:
+    assert not [each for each in plain if each["kind"] == "CustomResourceDefinition"]
+
+
+def test_the_operator_reaches_agents_and_what_gateways_know(plain) -> None:
+    egress = one(plain, "NetworkPolicy", "cleave-operator")["spec"]["egress"]
+    open_to = {
+        rule["to"][0]["podSelector"]["matchLabels"]["cleave.dev/component"]: rule["ports"][0][
+            "port"
+        ]
+        for rule in egress
+        if "to" in rule
+    }
+    assert open_to == {"gateway": INTERNAL_PORT, "worker": AGENT_PORT}
+
+
+def test_isolated_workers_get_a_policy_and_others_none() -> None:
+    deployment = validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat", "uid": "u", "finalizers": [FINALIZER]},
+            "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
+        }
+    )
+    made = {
+        isolates: {
+            action.manifest["kind"]
+            for action in reconcile(
+                DeploymentView(deployment, inventory([]), 0.0, settings=Settings(isolates=isolates))
+            )
+            if isinstance(action, Apply)
+        }
+        for isolates in (True, False)
+    }
+    assert made[True] - made[False] == {"NetworkPolicy"}
+
+
+def test_without_helm_manifests_are_kept_as_long_as_the_chart_is(
+    scripts, chart, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(scripts, "find_helm", lambda: None)
+    shutil.copytree(chart, tmp_path / "chart")
+    monkeypatch.setattr(scripts, "_CHART", tmp_path / "chart")
+    assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 0
+    there = (ROOT / "manifests" / "cleave.yaml").read_text()
+    assert (tmp_path / "manifests" / "cleave.yaml").read_text() == there
+
+    values = tmp_path / "chart" / "values.yaml"
+    values.write_text(values.read_text().replace("replicas: 2", "replicas: 3"))
+    assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 1

@@ -1,0 +1,74 @@
+"""From a cluster file and a deployment's choices to described GPUs."""
+
+import pytest
+
+from cleave.api.cluster import Cluster, Network, NetworkKind, NodeGroup
+from cleave.api.manifest import ManifestError, load_cluster
+from cleave.api.planning import GpuChoice
+from cleave.perf.hardware.gpu import Gpu
+from cleave.perf.hardware.inventory import kinds, network_link, to_gpu
+from cleave.perf.hardware.link import LinkKind
+
+MIXED = load_cluster(
+    "nodes: [{gpu: H100}, {gpu: A100-80GB, count: 2}, {gpu: nvidia-h100-80gb-hbm3}]"
+)
+OWN = """
+nodes: [{gpu: Trainer-X}]
+gpus:
+- {name: Trainer-X, memoryGib: 64, memoryGbps: 2000, denseTflops: 400, powerWatts: 500}
+"""
+
+
+def faults(cluster: Cluster, *choices: GpuChoice) -> tuple[str, ...]:
+    with pytest.raises(ManifestError) as raised:
+        kinds(cluster, choices)
+    return raised.value.faults
+
+
+def test_names_and_labels_of_one_gpu_are_one_kind() -> None:
+    assert list(kinds(MIXED)) == ["H100-SXM-80GB", "A100-SXM-80GB"]
+
+
+def test_a_gpu_of_ones_own_is_read_field_by_field() -> None:
+    cluster = load_cluster(OWN)
+    wanted = Gpu("Trainer-X", 64, 2000, 400, None, None, 32, 500, 0)
+    assert kinds(cluster) == {"Trainer-X": wanted}
+    assert to_gpu(cluster.gpus[0]) == wanted
+
+
+def test_every_unknown_gpu_is_named_with_its_place_and_a_remedy() -> None:
+    cluster = load_cluster("nodes: [{gpu: H100}, {gpu: A100-SXM-80G}, {gpu: abacus}]")
+    first, second = faults(cluster)
+    assert first == (
+        "nodes[1].gpu: unknown GPU 'A100-SXM-80G'; did you mean A100-SXM-80GB?; "
+        "or describe it under gpus"
+    )
+    assert second.startswith("nodes[2].gpu: unknown GPU 'abacus'; known: A100-SXM-40GB, ")
+
+
+def test_choices_narrow_down_and_set_prices_and_caps() -> None:
+    choice = GpuChoice(type="H100", price_per_hour=2.5, power_cap_watts=350)
+    (gpu,) = kinds(MIXED, [choice]).values()
+    assert (gpu.name, gpu.price_per_hour, gpu.power_watts) == ("H100-SXM-80GB", 2.5, 350)
+    assert gpu.dense_tflops < 989
+
+
+def test_every_fault_of_the_choices_is_told() -> None:
+    told = faults(
+        MIXED,
+        GpuChoice(type="L40S"),
+        GpuChoice(type="H1000"),
+        GpuChoice(type="A100-80GB", power_cap_watts=100),
+    )
+    assert told[0] == (
+        "spec.planning.gpus[0].type: the cluster has no L40S; it has H100-SXM-80GB, A100-SXM-80GB"
+    )
+    assert told[1].startswith("spec.planning.gpus[1].type: unknown GPU 'H1000'; did you mean H100")
+    assert told[2].startswith("spec.planning.gpus[2]: powerCapWatts 100 is below half of the 400 W")
+
+
+def test_the_network_of_the_file_is_one_gpus_link() -> None:
+    network = Network(bandwidth_gbps=100, latency_us=20, kind=NetworkKind.ETHERNET)
+    cluster = Cluster(nodes=[NodeGroup(gpu="H100")], network=network)
+    link = network_link(cluster, kinds(cluster)["H100-SXM-80GB"])
+    assert (link.kind, link.gb_per_s, link.latency_us) == (LinkKind.ETHERNET, 12.5, 20)

@@ -1,0 +1,116 @@
+"""Measured passes as timings."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.perf.confidence import Basis
+from cleave.perf.profile import iteration_fit
+from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, PrefillPoint
+
+from tests.support import measured_profiles
+
+TRUTH = measured_profiles.TRUTH
+
+
+def test_points_without_noise_give_back_what_made_them() -> None:
+    timing = iteration_fit.to_timing(measured_profiles.from_fit())
+    for prompts in ([64], [700], [2048], [512, 512], [300] * 4):
+        assert timing.prefill_ms(prompts) == pytest.approx(TRUTH.prefill_ms(prompts), rel=1e-3)
+    for batch, context in ((1, 64), (3, 900), (48, 20_000), (64, 65_536)):
+        assert timing.decode_pass_ms(batch, context) == pytest.approx(
+            TRUTH.decode_pass_ms(batch, context), rel=1e-6
+        )
+
+
+def test_batches_tell_the_attention_of_prompts_from_their_linear_layers() -> None:
+    timing = iteration_fit.to_timing(measured_profiles.from_fit())
+    assert timing.prompt_square_ms == pytest.approx(TRUTH.prompt_square_ms, rel=1e-3)
+
+
+def test_without_batches_the_curvature_does() -> None:
+    singles = tuple(point for point in measured_profiles.from_fit().prefill if point.prompts == 1)
+    timing = iteration_fit.to_timing(measured_profiles.from_fit(prefill=singles))
+    assert timing.prompt_square_ms == pytest.approx(TRUTH.prompt_square_ms, rel=1e-3)
+
+
+def test_noise_of_two_percent_leaves_an_error_of_about_as_much() -> None:
+    noisy = measured_profiles.from_fit(0.02)
+    trust = iteration_fit.trust(noisy)
+    assert trust.basis is Basis.MEASURED
+    assert trust.source == "vllm on A100-SXM-80GB, measured 2026-11-21"
+    assert trust.error == pytest.approx(0.02, abs=0.012)
+
+
+def test_the_error_is_that_of_the_worst_part() -> None:
+    whole = measured_profiles.from_fit()
+    off = replace(whole, mixed=(replace(whole.mixed[0], ms=whole.mixed[0].ms * 2),))
+    assert iteration_fit.held_out_errors(off).mixed == pytest.approx(0.5, abs=0.01)
+    assert iteration_fit.trust(off).error == pytest.approx(0.5, abs=0.01)
+
+
+def test_two_points_have_no_error_to_tell() -> None:
+    few = measured_profiles.from_fit(
+        prefill=(PrefillPoint(tokens=1, ms=1.0), PrefillPoint(tokens=100, ms=2.0)),
+        decode=(
+            DecodePoint(batch=1, context_tokens=10, ms=1.0),
+            DecodePoint(batch=8, context_tokens=10, ms=2.0),
+        ),
+        mixed=(),
+    )
+    assert iteration_fit.trust(few).error is None
+    assert iteration_fit.to_timing(few).prefill_ms([50]) == pytest.approx(1 + 49 / 99, rel=1e-6)
+
+
+def test_a_profile_of_one_batch_is_a_line_over_its_contexts() -> None:
+    points = tuple(DecodePoint(batch=4, context_tokens=c, ms=2 + c / 100) for c in (0, 100, 500))
+    timing = iteration_fit.to_timing(measured_profiles.from_fit(decode=points))
+    assert timing.decode_pass_ms(4, 300) == pytest.approx(5.0)
+    assert timing.decode_pass_ms(1, 300) == pytest.approx(5.0)
+
+
+def test_each_batch_has_its_own_slope_where_that_predicts_better() -> None:
+    points = tuple(
+        DecodePoint(batch=b, context_tokens=b * c, ms=10 + b * c / (100 * b))
+        for b in (1, 4, 16)
+        for c in (100, 200, 400, 800)
+    )
+    timing = iteration_fit.to_timing(measured_profiles.from_fit(decode=points))
+    assert timing.decode_context_ms[1] == pytest.approx(1 / 100)
+    assert timing.decode_context_ms[16] == pytest.approx(1 / 1600)
+
+
+def test_stages_that_were_measured_keep_their_hops_inside() -> None:
+    timing = iteration_fit.to_timing(measured_profiles.from_fit(pipeline_parallel_size=2))
+    assert (timing.stages, timing.hop_ms) == (2, 0.0)
+    assert timing.prefill_ms([512]) == pytest.approx(TRUTH.prefill_ms([512]), rel=1e-6)
+
+
+@st.composite
+def any_profile(draw: st.DrawFn) -> MeasuredProfile:
+    ms = st.floats(0.01, 1e4)
+    tokens = draw(st.sets(st.integers(1, 20_000), min_size=2, max_size=12))
+    places = draw(
+        st.sets(st.tuples(st.integers(1, 300), st.integers(0, 10**6)), min_size=2, max_size=20)
+    )
+    return measured_profiles.from_fit(
+        prefill=tuple(PrefillPoint(tokens=n, ms=draw(ms)) for n in sorted(tokens)),
+        decode=tuple(
+            DecodePoint(batch=b, context_tokens=c, ms=draw(ms)) for b, c in sorted(places)
+        ),
+        mixed=(),
+    )
+
+
+@given(any_profile(), st.integers(1, 40_000), st.integers(1, 600))
+def test_whatever_was_measured_longer_passes_are_never_shorter(
+    found: MeasuredProfile, tokens: int, batch: int
+) -> None:
+    timing = iteration_fit.to_timing(found)
+    assert 0 <= timing.prefill_ms([tokens]) <= timing.prefill_ms([tokens + 100]) * (1 + 1e-9)
+    once, later = (timing.decode_pass_ms(batch, context) for context in (0, 10_000))
+    assert 0 <= once <= later * (1 + 1e-9)
+    assert once <= timing.decode_pass_ms(batch + 50, 0) * (1 + 1e-9)
+    iteration_fit.trust(found)

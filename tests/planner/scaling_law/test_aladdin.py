@@ -1,0 +1,165 @@
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.perf import named_profiles
+from cleave.perf.confidence import Basis, Trust
+from cleave.perf.estimate import Estimate
+from cleave.perf.published import distserve
+from cleave.planner.scaling_law import aladdin
+from cleave.planner.scaling_law.aladdin import ComputeLaw, ScalingError, WorkerLaw
+from cleave.planner.search.trials import Targets, Trials
+from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.traffic import workload
+from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal
+
+CHAT = Demand(1.0, Drawn(Independent(LogNormal.through(300, 600), LogNormal.through(100, 200))))
+
+
+def opt_66b(gpus: int, kv_capacity_tokens: int | None = None) -> Estimate:
+    name = f"distserve/opt-66b/tp{gpus}"
+    tokens = kv_capacity_tokens or distserve.KV_CAPACITY_TOKENS["opt-66b"][gpus, 1]
+    timing = named_profiles.to_timing(distserve.FITS[name])
+    trust = Trust(Basis.FITTED, name, None)
+    return Estimate(timing, tokens, 512, 2048, 1 << 20, 1e11, 400 * gpus, gpus, trust)
+
+
+WORKERS = {gpus: opt_66b(gpus) for gpus in (2, 4, 8)}
+
+
+def test_the_best_size_is_the_largest_of_equation_6() -> None:
+    tpot_ms = 60.0
+    context = CHAT.mean_prompt_tokens + CHAT.mean_output_tokens / 2
+    by_hand = {}
+    for gpus, worker in WORKERS.items():
+        batch = max(
+            n for n in range(2000) if worker.timing.decode_pass_ms(n, round(n * context)) <= tpot_ms
+        )
+        batch = min(batch, int(worker.kv_capacity_tokens / context))
+        pass_ms = worker.timing.decode_pass_ms(batch, round(batch * context))
+        by_hand[gpus] = batch * 1000 / pass_ms / gpus
+    sizes = aladdin.best_worker_size(WORKERS, CHAT, tpot_ms)
+    assert {size.gpus: size.tokens_per_s_per_gpu for size in sizes} == pytest.approx(by_hand)
+    assert sizes[0].gpus == max(by_hand, key=by_hand.__getitem__)
+
+
+def test_little_memory_asks_for_more_gpus_per_worker_than_compute_alone() -> None:
+    roomy = {gpus: opt_66b(gpus, 10_000_000) for gpus in (2, 4, 8)}
+    assert aladdin.best_worker_size(roomy, CHAT, 200.0)[0].gpus == 2
+    best, *_ = aladdin.best_worker_size(WORKERS, CHAT, 200.0)
+    assert best.gpus > 2
+    (two,) = (size for size in aladdin.best_worker_size(WORKERS, CHAT, 200.0) if size.gpus == 2)
+    assert two.is_bound_by_kv
+    assert two.batch == int(
+        WORKERS[2].kv_capacity_tokens / (CHAT.mean_prompt_tokens + CHAT.mean_output_tokens / 2)
+    )
+
+
+def test_a_tight_target_leaves_only_large_workers() -> None:
+    sizes = aladdin.best_worker_size(WORKERS, CHAT, 27.0)
+    assert [size.gpus for size in sizes] == [8]
+    assert not sizes[0].is_bound_by_kv
+    with pytest.raises(ScalingError, match="tpot_ms 5: no worker of 2, 4, 8 GPUs decodes"):
+        aladdin.best_worker_size(WORKERS, CHAT, 5.0)
+
+
+def test_compute_times_follow_equation_5() -> None:
+    law = ComputeLaw.fit({gpus: 80 / gpus + 7 for gpus in (1, 2, 4, 8)})
+    assert (law.k4, law.c4) == pytest.approx((80, 7))
+    assert law.iteration_ms(4) == pytest.approx(27)
+    assert law.iteration_ms(4, all_reduce_ms=8) == pytest.approx(27 + 6)
+    assert law.iteration_ms(1, all_reduce_ms=8) == pytest.approx(87)
+    with pytest.raises(ScalingError, match="a fit of Eq"):
+        ComputeLaw.fit({1: 5.0})
+
+
+@given(
+    k5=st.floats(0.01, 5),
+    c5=st.floats(-3, 5),
+    rates=st.lists(st.integers(1, 1000), min_size=2, max_size=12, unique=True),
+)
+def test_a_fitted_law_never_undercuts_a_count(k5: float, c5: float, rates: list[int]) -> None:
+    counts = {float(rate): max(1, math.ceil(k5 * rate + c5)) for rate in rates}
+    law = aladdin.fit_workers(counts)
+    for rate, count in counts.items():
+        assert law.workers(rate) >= count
+
+
+def test_a_fitted_law_finds_the_line_that_made_the_counts() -> None:
+    true = WorkerLaw(0.37, 0.8, 0.0)
+    law = aladdin.fit_workers({float(rate): true.workers(rate) for rate in range(5, 200, 5)})
+    assert law.k5 == pytest.approx(true.k5, rel=0.02)
+    assert all(abs(law.workers(rate) - true.workers(rate)) <= 1 for rate in range(5, 400))
+
+
+def test_rates_below_the_lower_bound_do_not_count() -> None:
+    law = aladdin.fit_workers({1.0: 50, 20.0: 2, 40.0: 4}, lowest_rate=10.0)
+    assert law.workers(40) == 4
+    assert law.holds_at(11)
+    assert not law.holds_at(10)
+    with pytest.raises(ScalingError, match="1 rates above 30"):
+        aladdin.fit_workers({20.0: 2, 40.0: 4}, lowest_rate=30.0)
+
+
+def test_workers_for_no_traffic_are_one_and_bad_rates_are_refused() -> None:
+    assert WorkerLaw(0.5, -3, 0).workers(0) == 1
+    for rate in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ScalingError, match="rate"):
+            WorkerLaw(0.5, 0, 0).workers(rate)
+
+
+@given(
+    needed=st.lists(st.integers(1, 60), min_size=1, max_size=8).map(sorted),
+    most=st.integers(60, 100),
+)
+def test_counts_are_the_fewest_that_hold(needed: list[int], most: int) -> None:
+    need = {float(at): count for at, count in enumerate(needed, 1)}
+    asked = []
+
+    def holds(workers: int, rate: float) -> bool:
+        asked.append(workers)
+        return workers >= need[rate]
+
+    assert aladdin.count_workers(holds, list(need)[::-1], most) == need
+    assert max(asked) <= most
+
+
+def test_a_rate_that_no_number_of_workers_holds_is_told() -> None:
+    with pytest.raises(ScalingError, match="rate 3: 8 workers do not serve it"):
+        aladdin.count_workers(lambda workers, rate: rate < 3, [1.0, 3.0], max_workers=8)
+
+
+def test_the_lower_bound_comes_from_the_standard_error_of_the_lengths() -> None:
+    regular = replace(CHAT, source=workload.fixed(100, 100, 1.0).source)
+    assert aladdin.lowest_rate(regular, heartbeat_s=1) == 0
+    drawn = CHAT.draw(20_000)
+    variation = max(
+        drawn.prompt_tokens.std() / drawn.prompt_tokens.mean(),
+        drawn.output_tokens.std() / drawn.output_tokens.mean(),
+    )
+    bound = aladdin.lowest_rate(CHAT, heartbeat_s=30, error=0.05)
+    assert variation / math.sqrt(bound * 30) == pytest.approx(0.05)
+    with pytest.raises(ScalingError, match="heartbeat_s 0 must be above 0"):
+        aladdin.lowest_rate(CHAT, 0)
+
+
+def test_simulated_counts_of_workers_lie_on_a_line() -> None:
+    """The claim of section 5.2, with the simulator in the place of the paper's Algorithm 1."""
+    profile = named_profiles.load("vllm/opt-13b/tp1")
+    engine = Engine(profile.timing, profile.kv_capacity_tokens)
+    trials, targets = Trials(CHAT), Targets(1000.0, 60.0, 0.9)
+
+    def holds(workers: int, rate: float) -> bool:
+        fleet = Fleet(mixed=(Pool(engine, workers),))
+        span = trials.span(rate, targets)
+        return trials.shares(fleet, rate, targets, span).both >= targets.attainment
+
+    counts = aladdin.count_workers(holds, [5.0, 10.0, 20.0, 30.0, 40.0])
+    law = aladdin.fit_workers(counts)
+    assert all(law.workers(rate) - count in (0, 1) for rate, count in counts.items())
+    predicted = law.workers(60.0)
+    assert holds(predicted + 1, 60.0)
+    assert not holds(predicted - 2, 60.0)

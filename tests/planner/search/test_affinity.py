@@ -1,0 +1,43 @@
+"""Which algorithm: what the network allows."""
+
+from cleave.api.planning import Affinity, Planning
+from cleave.planner.problem import Problem
+from cleave.planner.search import affinity
+from cleave.planner.search.affinity import Choice
+from cleave.planner.search.candidates import candidates
+from cleave.planner.search.trials import Trials
+
+from tests.support import known_problems
+
+
+def choose(asked: Problem) -> Choice:
+    return affinity.choose(asked, Trials(asked.demand), candidates(asked))
+
+
+def test_infiniband_is_high_affinity_and_the_papers_25_gigabit_is_low() -> None:
+    # DistServe, section 6.1: 25 Gbit/s between nodes, so Algorithm 2 in most experiments.
+    assert choose(known_problems.problem()).affinity is Affinity.HIGH
+    slow = choose(
+        known_problems.problem(
+            supplies=(known_problems.nodes(4, network=known_problems.SLOW_NETWORK),)
+        )
+    )
+    assert slow.affinity is Affinity.LOW
+    assert "ms over the network" in slow.reason
+
+
+def test_longer_prompts_or_a_tighter_target_lower_the_affinity() -> None:
+    assert choose(known_problems.problem(known_problems.chat(prompt=900))).affinity is Affinity.LOW
+    tight = known_problems.problem(slo=known_problems.Slo(ttft_ms=80, tpot_ms=100))
+    assert choose(tight).affinity is Affinity.LOW
+
+
+def test_one_node_needs_no_network() -> None:
+    slow = known_problems.nodes(1, network=known_problems.SLOW_NETWORK)
+    assert choose(known_problems.problem(supplies=(slow,))).affinity is Affinity.HIGH
+
+
+def test_what_is_asked_for_is_done() -> None:
+    for asked in (Affinity.HIGH, Affinity.LOW):
+        choice = choose(known_problems.problem(planning=Planning(affinity=asked)))
+        assert choice == Choice(asked, f"{asked.value} affinity as requested")

@@ -1,0 +1,125 @@
+"""Drafts: what they take, the fleet they stand for, the way of their KV."""
+
+import pytest
+
+from cleave.api.planning import Objective
+from cleave.api.role import Role
+from cleave.perf.hardware.kv_transfer import kv_transfer
+from cleave.perf.hardware.link import Link, LinkKind
+from cleave.planner.search import candidate_placement as drafts
+from cleave.planner.search.candidate_placement import Draft, Group
+
+from tests.support import known_problems
+
+
+def pair(asked, n=1, m=1, **kinds) -> Draft:
+    first = known_problems.of_size(asked, 2)
+    second = known_problems.of_size(asked, 1)
+    return known_problems.split(asked, first, n, second, m)
+
+
+def test_a_draft_takes_gpus_money_and_power_of_all_its_cells() -> None:
+    draft = pair(known_problems.problem(), 3, 2).copied(5)
+    assert draft.gpus == 5 * (3 * 2 + 2)
+    assert draft.cost_per_hour == 2.0 * draft.gpus
+    assert draft.power_watts == 400.0 * draft.gpus
+    assert draft.resources(Objective.GOODPUT_PER_GPU) == draft.gpus
+
+
+def test_instances_are_added_taken_away_and_joined_in_the_order_of_roles() -> None:
+    asked = known_problems.problem()
+    draft = pair(asked, 2, 1)
+    mixed = known_problems.whole(asked, known_problems.of_size(asked)).groups[0]
+    joined = draft.joined(mixed).joined(mixed)
+    assert [(g.role, g.replicas) for g in joined.groups] == [
+        (Role.PREFILL, 2),
+        (Role.DECODE, 1),
+        (Role.MIXED, 2),
+    ]
+    assert not draft.changed({Role.PREFILL: -2}).is_disaggregated
+
+
+def test_the_fleet_is_one_cell_and_the_pools_are_all_of_them() -> None:
+    asked = known_problems.problem()
+    draft = pair(asked, 2, 1).copied(3)
+    fleet = drafts.cell_fleet(asked, draft)
+    assert [pool.replicas for pool in (*fleet.prefill, *fleet.decode)] == [2, 1]
+    pools = drafts.planned_pools(draft)
+    assert [(pool.role, pool.replicas) for pool in pools] == [(Role.PREFILL, 6), (Role.DECODE, 3)]
+    assert pools[0].batching == "PREFILL_FIRST"
+    assert pools[0].max_num_batched_tokens == 512
+    assert drafts.describe(draft) == "6 prefill (TP 2) + 3 decode (TP 1)"
+
+
+def test_pools_of_algorithm_2_tell_which_instances_share_a_node() -> None:
+    asked = known_problems.problem()
+    groups = (
+        *pair(asked, 2, 1).groups,
+        *known_problems.whole(asked, known_problems.of_size(asked)).groups,
+    )
+    cells = drafts.planned_pools(Draft(groups, copies=3, is_in_node=True))
+    assert [(pool.role, pool.replicas, pool.per_cell) for pool in cells] == [
+        (Role.PREFILL, 6, 2),
+        (Role.DECODE, 3, 1),
+        (Role.MIXED, 3, None),
+    ]
+    anywhere = drafts.planned_pools(Draft(groups, copies=3))
+    assert [pool.per_cell for pool in anywhere] == [None, None, None]
+
+
+def test_kv_stays_on_the_nodes_links_when_one_node_holds_the_plan_or_algorithm_2_says_so() -> None:
+    asked = known_problems.problem(
+        supplies=(known_problems.nodes(4, network=known_problems.SLOW_NETWORK),)
+    )
+    small, large = pair(asked), pair(asked, 6, 6)
+    assert drafts.link(small) == known_problems.NVLINK
+    assert drafts.link(large) == known_problems.SLOW_NETWORK
+    assert drafts.link(Draft(large.groups, is_in_node=True)) == known_problems.NVLINK
+    alone = known_problems.problem(supplies=(known_problems.nodes(1, gpus_per_node=64),))
+    assert drafts.link(pair(alone, 6, 6)) == known_problems.NVLINK
+
+
+def test_between_unlike_nodes_the_slower_network_counts() -> None:
+    fast = Link(LinkKind.INFINIBAND, 50.0)
+    asked = known_problems.problem(
+        supplies=(known_problems.nodes(2), known_problems.nodes(2, gpu="H100", network=fast)),
+    )
+    first, second = asked.supplies
+    found = {each.supply: each for each in known_problems.candidates(asked) if each.gpus == 1}
+    draft = known_problems.split(asked, found[second], 1, found[first], 1)
+    assert drafts.link(draft).gb_per_s == known_problems.INFINIBAND.gb_per_s
+
+
+def test_a_hand_off_takes_as_long_as_its_kv_over_the_links_of_the_smaller_side() -> None:
+    asked = known_problems.problem(supplies=(known_problems.nodes(4),))
+    draft = pair(asked, 6, 6)
+    moved = drafts.transfer(asked, draft)
+    # OPT-13B: 2 * 40 layers * 5,120 * 2 bytes per token, through one decode GPU.
+    bytes_per_ms = known_problems.INFINIBAND.effective_gb_per_s * 1e6
+    assert moved.token_ms == pytest.approx(819_200 / bytes_per_ms)
+    assert moved.latency_ms == known_problems.INFINIBAND.start_ms
+
+
+def test_mixed_instances_move_nothing() -> None:
+    asked = known_problems.problem()
+    draft = known_problems.whole(asked, known_problems.of_size(asked), 3)
+    assert drafts.transfer(asked, draft).token_ms == 0
+    group = draft.groups[0]
+    assert draft.joined(Group(Role.MIXED, group.instance, 2)).replicas(Role.MIXED) == 5
+
+
+def test_prompts_gain_by_a_transfer_per_layer_from_a_power_of_two_of_tokens_on() -> None:
+    asked = known_problems.problem()
+    draft = pair(asked)
+    found = drafts.ahead_from_tokens(asked, draft)
+    assert found.bit_count() == 1
+    prefill = draft.groups[0].instance.engine.timing
+    moved = kv_transfer(
+        asked.shape, drafts.link(draft), (2, 1), (1, 1), prefill.prefill_ms([2048]) / 2048
+    )
+    assert moved.per_layer_ms(found) < moved.serialised_ms(found)
+    assert moved.per_layer_ms(found // 4) > moved.serialised_ms(found // 4)
+    assert (
+        drafts.ahead_from_tokens(asked, known_problems.whole(asked, known_problems.of_size(asked)))
+        == 0
+    )

@@ -1,0 +1,77 @@
+"""Branch and bound: what is skipped would not have won."""
+
+import math
+
+import pytest
+
+from cleave.planner.problem import Problem
+from cleave.planner.search import goodput, ranking
+from cleave.planner.search.candidate_placement import Draft, cell_fleet, weight_in
+from cleave.planner.search.candidates import candidates
+from cleave.planner.search.trials import Targets, Trials
+
+from tests.support import known_problems
+
+SLOS = [(200, 100), (400, 40), (120, 30)]
+
+
+def drafts(asked: Problem) -> list[Draft]:
+    small = [each for each in candidates(asked) if each.gpus <= 8]
+    return [known_problems.whole(asked, each) for each in small] + [
+        known_problems.split(asked, one, 1, other, 1) for one in small[:4] for other in small[:4]
+    ]
+
+
+def everything(asked: Problem, trials: Trials, targets: Targets) -> dict[Draft, float]:
+    return {
+        draft: goodput.find(trials, cell_fleet(asked, draft), targets).rate
+        for draft in drafts(asked)
+    }
+
+
+@pytest.mark.parametrize("slo", SLOS)
+def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, float]) -> None:
+    asked = known_problems.problem()
+    trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
+    entries = ranking.entries(asked, trials, drafts(asked))
+    found = ranking.best(trials, entries, targets, weight_in(asked))
+    rates = everything(asked, trials, targets)
+    assert found is not None
+    assert found.per_resource == pytest.approx(
+        max(rate / draft.gpus for draft, rate in rates.items()), rel=0.015
+    )
+
+
+@pytest.mark.parametrize("rate", [1.0, 7.0, 40.0])
+@pytest.mark.parametrize("slo", SLOS)
+def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
+    rate: float, slo: tuple[float, float]
+) -> None:
+    asked = known_problems.problem()
+    trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
+    entries = ranking.entries(asked, trials, drafts(asked))
+    found = ranking.fewest(trials, entries, targets, weight_in(asked), rate)
+    rates = everything(asked, trials, targets)
+    least = min(
+        math.ceil(rate / served / 1.01) * draft.gpus for draft, served in rates.items() if served
+    )
+    assert found is not None
+    assert round(rate / found.goodput.rate) * found.draft.gpus == pytest.approx(least, rel=0.02)
+
+
+def test_skipping_saves_most_simulations() -> None:
+    asked = known_problems.problem()
+    targets = Targets(200, 100, 0.9)
+    pruned, exhaustive = Trials(asked.demand), Trials(asked.demand)
+    entries = ranking.entries(asked, pruned, drafts(asked))
+    ranking.best(pruned, entries, targets, weight_in(asked))
+    everything(asked, exhaustive, targets)
+    assert pruned.tally.trials < exhaustive.tally.trials / 2
+
+
+def test_where_no_draft_meets_the_targets_there_is_no_best() -> None:
+    asked = known_problems.problem()
+    trials, targets = Trials(asked.demand), Targets(10, 5, 0.9)
+    entries = ranking.entries(asked, trials, drafts(asked))
+    assert ranking.best(trials, entries, targets, weight_in(asked)) is None
+    assert ranking.fewest(trials, entries, targets, weight_in(asked), 5.0) is None

@@ -1,0 +1,264 @@
+"""The whole search: verdicts, reasons, limits, known outcomes."""
+
+import pytest
+
+from cleave.api.deployment import Slo
+from cleave.api.planning import Affinity, Disaggregation, Objective, Planning
+from cleave.api.role import Role
+from cleave.planner import plan_search
+from cleave.planner.placement import PlanError
+from cleave.planner.plan import Answer, Plan, Verdict
+from cleave.planner.problem import Policies, Problem
+
+from tests.support import known_problems
+
+
+def replicas(plan: Plan) -> dict[Role, int]:
+    return {pool.role: pool.replicas for pool in plan.pools}
+
+
+def best(answer: Answer) -> Plan:
+    assert answer.selected is not None
+    return answer.selected
+
+
+def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> None:
+    # "Throughput is not all you need": split, one GPU per phase beats colocated GPUs.
+    answer = plan_search.plan(known_problems.blog(rate=10.0))
+    assert answer.verdict is Verdict.DISAGGREGATE
+    assert replicas(best(answer)) == {Role.PREFILL: 1, Role.DECODE: 1}
+    (colocated,) = (plan for plan in answer.alternatives if not plan.is_disaggregated)
+    assert colocated.gpus > 2
+    assert "the best colocated plan takes 3 GPUs instead of 2 GPUs" in answer.reason
+    assert "from a TPOT target of" in answer.what_would_change
+
+
+def test_one_request_per_second_is_not_worth_splitting() -> None:
+    answer = plan_search.plan(known_problems.blog(rate=1.0))
+    assert answer.verdict is Verdict.COLOCATE
+    assert best(answer).gpus == 1
+    assert answer.reason.startswith("do not disaggregate: ")
+    assert "takes 2 GPUs instead of 1 GPU" in answer.reason
+    assert any(plan.is_disaggregated for plan in answer.alternatives)
+
+
+def test_the_selected_plan_holds_the_rate_and_its_prediction_hangs_together() -> None:
+    for asked in (known_problems.blog(rate=10.0), known_problems.problem(policies=Policies())):
+        plan = best(plan_search.plan(asked))
+        seen = plan.prediction
+        low, high = seen.goodput_interval
+        assert seen.attainment >= 0.9
+        assert low <= seen.goodput <= high
+        assert seen.goodput >= asked.rate * 0.97
+        assert seen.ttft_ms.p50 <= seen.ttft_ms.p90 <= seen.ttft_ms.p99
+        assert seen.tpot_ms.p50 <= seen.tpot_ms.p90 <= seen.tpot_ms.p99
+        assert plan.score == pytest.approx(min(seen.goodput, asked.rate) / plan.gpus)
+        assert plan.pools[0].max_num_seqs is not None
+
+
+def test_predicted_percentiles_and_attainment_agree() -> None:
+    plan = best(plan_search.plan(known_problems.blog(rate=10.0)))
+    seen = plan.prediction
+    assert (seen.ttft_ms.p90 <= 400 and seen.tpot_ms.p90 <= 40) == (seen.attainment >= 0.9)
+
+
+def test_an_slo_that_nothing_meets_is_refused_and_the_nearest_one_is_not() -> None:
+    asked = known_problems.problem(slo=Slo(ttft_ms=20, tpot_ms=10))
+    answer = plan_search.plan(asked)
+    assert answer.verdict is Verdict.INFEASIBLE
+    assert answer.selected is None
+    assert answer.reason.startswith("infeasible: no plan meets TTFT 20.0 ms and TPOT 10.0 ms")
+    nearest = answer.nearest_slo
+    assert nearest is not None
+    assert nearest.scale > 1
+    assert nearest.ttft_ms / 20 == pytest.approx(nearest.scale)
+    looser = Slo(ttft_ms=nearest.ttft_ms * 1.1, tpot_ms=nearest.tpot_ms * 1.1)
+    assert plan_search.plan(known_problems.problem(slo=looser)).verdict is not Verdict.INFEASIBLE
+
+
+def test_too_few_gpus_are_said_with_what_they_serve_and_how_many_it_would_take() -> None:
+    asked = known_problems.problem(
+        known_problems.chat(rate=60.0), supplies=(known_problems.nodes(1),)
+    )
+    answer = plan_search.plan(asked)
+    assert answer.verdict is Verdict.INFEASIBLE
+    assert "is more than 8 GPUs serve" in answer.reason
+    assert "about 11 GPUs" in answer.what_would_change
+    assert all(plan.gpus <= 8 for plan in answer.alternatives)
+    assert answer.alternatives[0].prediction.goodput < 60
+
+
+def test_targets_in_seconds_are_asked_about_and_their_thousandfold_is_found() -> None:
+    answer = plan_search.plan(known_problems.problem(slo=Slo(ttft_ms=0.4, tpot_ms=0.03)))
+    assert answer.nearest_slo is not None
+    assert answer.nearest_slo.scale > 100
+    assert answer.reason.endswith("TTFT and TPOT targets are in milliseconds: are these seconds?")
+    assert "times as long would make it feasible" in answer.what_would_change
+
+
+def test_where_no_multiple_was_found_to_hold_no_single_remedy_is_promised() -> None:
+    slo = Slo(ttft_ms=20, tpot_ms=10)
+    asked = known_problems.problem(
+        known_problems.chat(rate=500.0), slo, supplies=(known_problems.nodes(1),)
+    )
+    answer = plan_search.plan(asked)
+    assert answer.nearest_slo is None
+    assert answer.reason.endswith("no multiple of this SLO was found that 8 GPUs hold at this rate")
+    assert answer.what_would_change == (
+        "faster GPUs, or a longer SLO together with a lower rate or more GPUs, would make it "
+        "feasible"
+    )
+
+
+@pytest.mark.parametrize("ask", [Disaggregation.ALWAYS, Disaggregation.NEVER])
+def test_what_is_asked_of_disaggregation_is_done_and_said(ask: Disaggregation) -> None:
+    for rate in (1.0, 10.0):
+        asked = known_problems.blog(rate=rate)
+        answer = plan_search.plan(
+            known_problems.problem(asked.demand, asked.slo, planning=Planning(disaggregation=ask))
+        )
+        assert best(answer).is_disaggregated == (ask is Disaggregation.ALWAYS)
+        assert f"disaggregation: {ask.value} was requested" in answer.reason
+
+
+def test_the_best_colocated_plan_stands_beside_even_when_splitting_was_asked_for() -> None:
+    asked = known_problems.blog(rate=10.0)
+    planning = Planning(disaggregation=Disaggregation.ALWAYS)
+    answer = plan_search.plan(known_problems.problem(asked.demand, asked.slo, planning=planning))
+    assert any(not plan.is_disaggregated for plan in answer.alternatives)
+
+
+def test_a_slow_network_keeps_kv_in_its_node_and_a_fast_one_does_not() -> None:
+    always = Planning(disaggregation=Disaggregation.ALWAYS)
+    slow = known_problems.nodes(2, network=known_problems.SLOW_NETWORK, gpus_per_node=4)
+    algorithms = {
+        name: best(plan_search.plan(asked)).algorithm
+        for name, asked in {
+            "slow": known_problems.problem(supplies=(slow,), planning=always),
+            "fast": known_problems.problem(
+                supplies=(known_problems.nodes(2, gpus_per_node=4),), planning=always
+            ),
+            "told": known_problems.problem(
+                supplies=(slow,),
+                planning=Planning(
+                    disaggregation=Disaggregation.ALWAYS, affinity=Affinity.HIGH, max_gpus=8
+                ),
+            ),
+        }.items()
+    }
+    assert algorithms == {"slow": "Algorithm 2", "fast": "Algorithm 1", "told": "Algorithm 1"}
+
+
+def unlike(objective: Objective) -> Problem:
+    """H100: prompts in half the time, decoding hardly faster, 1.5 times the price."""
+    return known_problems.problem(
+        known_problems.blog().demand.at(60.0),
+        known_problems.blog().slo,
+        supplies=(known_problems.nodes(2), known_problems.nodes(2, gpu="H100")),
+        planning=Planning(objective=objective),
+        kinds=(("H100", known_problems.Kind(0.5, 0.95, power_watts=700.0, price_per_hour=3.0)),),
+    )
+
+
+def test_unlike_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least() -> None:
+    # Splitwise, section VI: H100 for prompts, A100 for tokens (Splitwise-HA).
+    plan = best(plan_search.plan(unlike(Objective.COST)))
+    assert {pool.role: pool.gpu for pool in plan.pools} == {
+        Role.PREFILL: "H100",
+        Role.DECODE: "A100",
+    }
+    assert plan.score == pytest.approx(60 / plan.prediction.cost_per_hour)
+
+
+def test_unlike_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phases() -> None:
+    asked = known_problems.problem(
+        known_problems.chat(rate=60.0),
+        supplies=(
+            known_problems.nodes(1, gpus_per_node=1),
+            known_problems.nodes(1, gpus_per_node=1, gpu="H100"),
+        ),
+        planning=Planning(disaggregation=Disaggregation.ALWAYS),
+    )
+    answer = plan_search.plan(asked)
+    (split,) = (plan for plan in answer.alternatives if plan.is_disaggregated)
+    assert {pool.gpu for pool in split.pools} == {"A100", "H100"}
+    assert split.prediction.goodput > 5
+
+
+def test_the_objective_decides() -> None:
+    plans = {each: best(plan_search.plan(unlike(each))) for each in Objective}
+    least_gpus, cheapest = plans[Objective.GOODPUT_PER_GPU], plans[Objective.COST]
+    least_power = plans[Objective.POWER]
+    assert least_gpus.gpus <= min(cheapest.gpus, least_power.gpus)
+    assert cheapest.prediction.cost_per_hour <= least_gpus.prediction.cost_per_hour
+    assert least_power.prediction.power_watts <= least_gpus.prediction.power_watts
+
+
+def test_limits_on_gpus_are_kept() -> None:
+    asked = known_problems.problem(known_problems.chat(rate=20.0), planning=Planning(max_gpus=5))
+    for plan in (answer := plan_search.plan(asked)).alternatives:
+        assert plan.gpus <= 5
+    assert answer.selected is None or answer.selected.gpus <= 5
+
+
+def test_equal_questions_get_equal_answers() -> None:
+    one, other = (plan_search.plan(known_problems.problem(seed=5)) for _ in range(2))
+    assert one.selected == other.selected
+    assert one.alternatives == other.alternatives
+    assert (one.reason, one.num_simulated_requests) == (other.reason, other.num_simulated_requests)
+
+
+def test_progress_only_rises_and_never_reaches_the_end_too_soon() -> None:
+    seen: list[tuple[int, int, str]] = []
+    plan_search.plan(known_problems.problem(), lambda *step: seen.append(step))
+    done = [step[0] for step in seen]
+    assert done == sorted(done)
+    assert all(step[0] < step[1] and step[2] for step in seen)
+
+
+def test_many_gpus_take_simulation_in_proportion_to_the_rate_and_not_a_gpu_too_many() -> None:
+    slo = Slo(ttft_ms=300, tpot_ms=45)
+    answers = {
+        num: plan_search.plan(
+            known_problems.problem(
+                known_problems.chat(25.0 * num), slo, supplies=(known_problems.nodes(num),)
+            )
+        )
+        for num in (4, 16)
+    }
+    assert best(answers[16]).gpus > 64
+    # Large fleets even chance out: they never take more per request.
+    assert best(answers[16]).gpus <= 4 * best(answers[4]).gpus
+    assert answers[16].num_simulated_requests < 4 * answers[4].num_simulated_requests
+    assert best(answers[16]).prediction.goodput < 400 * 1.03
+
+
+def test_a_model_that_fits_nowhere_is_one_fault_with_the_miss() -> None:
+    asked = known_problems.problem(
+        model="opt-66b", supplies=(known_problems.nodes(1, gpus_per_node=1),)
+    )
+    with pytest.raises(PlanError) as raised:
+        plan_search.plan(asked)
+    (fault,) = raised.value.faults
+    assert fault.startswith("spec.model: opt-66b: ")
+
+
+def test_an_objective_without_prices_is_one_fault_with_the_remedy() -> None:
+    asked = known_problems.problem(
+        planning=Planning(objective=Objective.COST),
+        kinds=(("A100", known_problems.Kind(price_per_hour=0.0)),),
+    )
+    with pytest.raises(PlanError) as raised:
+        plan_search.plan(asked)
+    assert raised.value.faults == (
+        "spec.planning.objective: Cost needs the price of A100; set it, or choose GoodputPerGPU",
+    )
+
+
+def test_notes_of_whoever_asks_come_back_as_warnings() -> None:
+    asked = known_problems.problem()
+    noted = type(asked)(
+        **{name: getattr(asked, name) for name in asked.__slots__ if name != "notes"},
+        notes=("few requests",),
+    )
+    assert "few requests" in plan_search.plan(noted).warnings

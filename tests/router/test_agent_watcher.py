@@ -1,0 +1,168 @@
+"""Following real gRPC agents on loopback."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import pytest
+
+from cleave.router import agent_watcher as fleet_module
+from cleave.router.agent_watcher import Fleet
+from cleave.router.instance import Contact
+from cleave.router.registry import Directory
+from cleave.rpc.agent_discovery import DiscoveryError
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+
+
+class FakeAgent(agent_pb2_grpc.AgentServicer):
+    """States what it is told, then reports until silenced."""
+
+    def __init__(self, registration: agent_pb2.WatchEvent) -> None:
+        self.registration = registration
+        self.silent = False
+        self.routers: set[str] = set()
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        agent_pb2_grpc.add_AgentServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def Watch(self, request, context):  # noqa: N802
+        stated = None
+        self.routers.add(request.router)
+        while True:
+            if self.registration is not stated:
+                stated = self.registration
+                yield stated
+            if not self.silent:
+                boot_id = stated.registration.boot_id
+                yield agent_pb2.WatchEvent(load=agent_pb2.LoadReport(boot_id=boot_id))
+            await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def following(source: str, directory: Directory) -> AsyncIterator[Fleet]:
+    fleet = Fleet(source, directory, time.monotonic)
+    await fleet.start()
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(300):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"not within 15 s: {what}")
+
+
+def is_open(directory: Directory, name: str) -> bool:
+    return name in directory.instances and directory.instances[name].selectable
+
+
+async def test_agents_are_followed_as_they_come_and_go(tmp_path, directory, stated) -> None:
+    one, two = FakeAgent(stated("p", "prefill")), FakeAgent(stated("d", "decode"))
+    await one.start()
+    await two.start()
+    agents = tmp_path / "agents"
+    agents.write_text(f"127.0.0.1:{one.port}\n")
+    async with following(f"file:{agents}", directory):
+        await until(lambda: is_open(directory, "p"), "the first agent is followed")
+        agents.write_text(f"127.0.0.1:{one.port}\n127.0.0.1:{two.port}\n")
+        await until(lambda: is_open(directory, "d"), "the second agent is followed")
+        agents.write_text(f"127.0.0.1:{two.port}\n")
+        await asyncio.sleep(0.7)
+        assert is_open(directory, "p"), "an address that is gone but still talks is kept"
+        await one.stop()
+        await until(lambda: "p" not in directory.instances, "it is forgotten once it is silent")
+        assert is_open(directory, "d")
+    await two.stop()
+
+
+async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(
+    directory, stated
+) -> None:
+    agents = [FakeAgent(stated(name, "mixed")) for name in ("one", "two", "gone")]
+    for agent in agents:
+        await agent.start()
+    await agents[2].stop()
+    source = ",".join(f"127.0.0.1:{agent.port}" for agent in agents)
+    async with following(source, directory):
+        assert is_open(directory, "one")
+        assert is_open(directory, "two")
+    for agent in agents[:2]:
+        await agent.stop()
+
+
+async def test_a_start_does_not_wait_long_for_an_agent_that_says_nothing(
+    directory, monkeypatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "MEETING_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with following(f"127.0.0.1:{mute.getsockname()[1]}", directory):
+            assert not directory.instances
+
+
+async def test_an_agent_that_dies_is_suspended_and_followed_again(directory, stated) -> None:
+    agent = FakeAgent(stated("d", "decode"))
+    await agent.start()
+    async with following(f"127.0.0.1:{agent.port}", directory):
+        await until(lambda: is_open(directory, "d"), "followed")
+        await agent.stop()
+        await until(lambda: not is_open(directory, "d"), "suspended")
+        assert "d" in directory.instances
+        again = FakeAgent(stated("d", "decode", boot_id="second"))
+        await again.start(agent.port)
+        await until(lambda: is_open(directory, "d"), "open again")
+        assert directory.instances["d"].target.boot_id == "second"
+    await again.stop()
+
+
+async def test_a_silent_agent_is_doubted_until_it_speaks(directory, stated) -> None:
+    agent = FakeAgent(stated("d", "decode"))
+    await agent.start()
+    async with following(f"127.0.0.1:{agent.port}", directory):
+        await until(lambda: is_open(directory, "d"), "followed")
+        agent.silent = True
+        instance = directory.instances["d"]
+        await until(lambda: instance.contact is Contact.STALE, "in doubt")
+        assert instance.selectable
+        agent.silent = False
+        await until(lambda: instance.contact is Contact.HEARD, "heard again")
+    await agent.stop()
+
+
+async def test_a_new_registration_is_taken_over(directory, stated) -> None:
+    agent = FakeAgent(stated("d", "decode"))
+    await agent.start()
+    async with following(f"127.0.0.1:{agent.port}", directory):
+        await until(lambda: is_open(directory, "d"), "followed")
+        agent.registration = stated("d", "decode", state=agent_pb2.STATE_DRAINING)
+        await until(lambda: not is_open(directory, "d"), "closed")
+    await agent.stop()
+
+
+async def test_a_malformed_source_is_refused_at_once(directory) -> None:
+    with pytest.raises(DiscoveryError):
+        await Fleet("nowhere", directory, time.monotonic).start()
+
+
+async def test_every_fleet_follows_under_a_name_of_its_own(directory, stated) -> None:
+    agent = FakeAgent(stated("d", "decode"))
+    await agent.start()
+    source = f"127.0.0.1:{agent.port}"
+    async with following(source, directory), following(source, Directory()):
+        await until(lambda: len(agent.routers) == 2, "both are counted")
+        assert "" not in agent.routers
+    await agent.stop()

@@ -1,0 +1,76 @@
+"""The Router service over a real gRPC channel."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from cleave.router.grpc_service import RouterServer, RouterService
+from cleave.router.router import Fallback, Router
+from cleave.rpc.v1 import router_pb2, router_pb2_grpc
+
+
+@pytest.fixture
+async def stub(directory) -> AsyncIterator[router_pb2_grpc.RouterStub]:
+    server = RouterServer(Router(directory, Fallback.ON_PREFILL_LOSS), lambda: 0.0)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield router_pb2_grpc.RouterStub(channel)
+    await server.stop()
+
+
+async def test_a_ticket_is_in_the_books_until_it_is_released(stub, fleet_of) -> None:
+    directory = fleet_of(p="prefill", d="decode")
+    picked = await stub.Pick(router_pb2.PickRequest(model="m", prompt_tokens=100, output_tokens=10))
+    assert (picked.prefill.instance, picked.decode.instance) == ("p", "d")
+    assert picked.reason == "disaggregated"
+    assert directory.instances["d"].ledger.resident.own == 110
+    prefill = router_pb2.PHASE_PREFILL
+    await stub.Release(router_pb2.ReleaseRequest(ticket=picked.ticket, phase=prefill))
+    assert directory.instances["p"].ledger.prompt.own == 0
+    for _ in range(2):
+        await stub.Release(router_pb2.ReleaseRequest(ticket=picked.ticket))
+    assert directory.instances["d"].ledger.resident.own == 0
+
+
+async def test_a_whole_request_has_no_prefill_target(stub, fleet_of) -> None:
+    fleet_of(p="prefill", d="decode")
+    picked = await stub.Pick(router_pb2.PickRequest(model="m", single_instance=True))
+    assert not picked.HasField("prefill")
+
+
+async def test_errors_are_told_apart_by_their_codes(stub, fleet_of) -> None:
+    fleet_of(d="decode")
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await stub.Pick(router_pb2.PickRequest(model="other"))
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.aio.AioRpcError) as none_left:
+        await stub.Pick(router_pb2.PickRequest(model="m"))
+    assert none_left.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_avoided_prefill_instance_counts_as_a_lost_prefill(stub, fleet_of) -> None:
+    fleet_of(p="prefill", d="decode")
+    picked = await stub.Pick(router_pb2.PickRequest(model="m", avoid=["p"]))
+    assert picked.reason == "no-prefill"
+
+
+async def test_the_fleet_is_listed_with_the_routers_own_estimates(stub, fleet_of) -> None:
+    fleet_of(p="prefill", d="decode")
+    await stub.Pick(router_pb2.PickRequest(model="m", prompt_tokens=100, output_tokens=10))
+    snapshot = await stub.Fleet(router_pb2.FleetRequest())
+    seen = {i.registration.instance: (i.pending_tokens, i.selectable) for i in snapshot.instances}
+    assert seen == {"p": (100, True), "d": (110, True)}
+    assert not (await stub.Fleet(router_pb2.FleetRequest(model="other"))).instances
+
+
+async def test_a_ticket_that_is_never_released_lapses(fleet_of) -> None:
+    directory = fleet_of(p="prefill", d="decode")
+    now = 100.0
+    service = RouterService(Router(directory), lambda: now)
+    await service.Pick(router_pb2.PickRequest(model="m", prompt_tokens=5, lease_ms=1_000), None)
+    service.expire(100.9)
+    assert directory.instances["p"].ledger.prompt.own == 5
+    service.expire(101.0)
+    assert directory.instances["p"].ledger.prompt.own == 0
+    assert directory.instances["d"].ledger.requests == 0

@@ -1,0 +1,374 @@
+"""What each policy picks, and what a pick learns from."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from cleave.api.enums import DispatchPolicy
+from cleave.policy.prefix_cache import BLOCK_BYTES, TOKENS_PER_BLOCK
+from cleave.router.errors import NoInstance
+from cleave.router.registry import Directory
+from cleave.router.router import Phase, Router, Rules
+from cleave.router.selection import Cached
+from cleave.rpc.v1 import agent_pb2
+
+from tests.support.doubles import Clock
+
+
+@pytest.fixture
+def routed(stated, clock):
+    """A router with a policy over `name=role` instances."""
+
+    def make(policy: DispatchPolicy, rules: Rules | None = None, **roles: str) -> Router:
+        directory = Directory(policy)
+        for name, role in roles.items():
+            directory.hear(name, stated(name, role), 0.0)
+        return Router(directory, rules=rules, clock=clock, seed=5)
+
+    return make
+
+
+def names(pick) -> tuple[str | None, str]:
+    return pick.prefill.instance if pick.prefill else None, pick.decode.instance
+
+
+def prefills(router: Router, count: int, **request: object) -> Counter[str]:
+    return Counter(router.pick("m", 100, **request).prefill.instance for _ in range(count))
+
+
+FOUR = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
+
+
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
+    routed, policy: DispatchPolicy
+) -> None:
+    rng = random.Random(3)
+    router = routed(policy, Rules(ttft_ms=2_000, tpot_ms=50), **FOUR)
+    seen, running = set(), []
+    for _ in range(200):
+        running.append(router.pick("m", rng.randint(1, 2_000), rng.randint(1, 500)))
+        seen.update(names(running[-1]))
+        if len(running) > 10:
+            router.release(running.pop(rng.randrange(len(running))))
+    for pick in running:
+        router.release(pick)
+    assert seen == set(FOUR)
+    for instance in router.directory.instances.values():
+        ledger = instance.ledger
+        assert (ledger.prompt.own, ledger.resident.own) == (0, pytest.approx(0))
+        assert (ledger.requests, ledger.heavy, ledger.context) == (0, 0, pytest.approx(0))
+        assert not ledger.running
+
+
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_no_policy_picks_what_is_avoided(routed, policy: DispatchPolicy) -> None:
+    router = routed(policy, **FOUR)
+    picks = [router.pick("m", 100, avoid={"p1", "d2"}) for _ in range(20)]
+    assert {names(pick) for pick in picks} == {("p2", "d1")}
+    with pytest.raises(NoInstance):
+        router.pick("m", 100, single=True, avoid=set(FOUR))
+
+
+def test_round_robin_takes_turns_whatever_the_load(routed) -> None:
+    router = routed(DispatchPolicy.ROUND_ROBIN, **FOUR)
+    router.pick("m", 1_000_000)
+    assert prefills(router, 4) == {"p1": 2, "p2": 2}
+
+
+def test_the_shortest_queue_counts_requests(routed) -> None:
+    router = routed(DispatchPolicy.LEAST_REQUESTS, **FOUR)
+    router.pick("m", 1_000_000)
+    assert prefills(router, 1) == {"p2": 1}
+    assert prefills(router, 2) == {"p1": 1, "p2": 1}
+
+
+def test_the_shortest_wait_sees_that_a_prompt_is_half_computed(routed, clock) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    first = router.pick("m", 4_000)
+    clock.now_s += 0.3
+    second = router.pick("m", 2_000)
+    assert (first.prefill.instance, second.prefill.instance) == ("p1", "p2")
+    # 0.1 ms a token: p1 has 100 ms left, p2 200, though p1 holds more tokens.
+    assert router.pick("m", 100).prefill.instance == "p1"
+
+
+def test_the_shortest_wait_learns_how_fast_each_instance_is(routed, clock) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    for _ in range(40):
+        pick = router.pick("m", 1_000)
+        clock.now_s += 0.02 if pick.prefill.instance == "p1" else 0.2
+        router.release(pick, Phase.PREFILL)
+        router.release(pick)
+    assert prefills(router, 22)["p1"] > 16
+
+
+def test_a_cached_beginning_draws_a_prompt_until_the_queue_costs_more(routed) -> None:
+    router = routed(DispatchPolicy.PREFIX_AWARE, **FOUR)
+    text = b"x" * BLOCK_BYTES * 8
+    home = router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance
+    other = "p2" if home == "p1" else "p1"
+    ledgers = router.directory.instances
+    ledgers[home].ledger.prompt.close(8 * TOKENS_PER_BLOCK)
+    router.directory.refresh(ledgers[home])
+    router.pick("m", 50, text=b"")
+    router.pick("m", 50, text=b"")
+    again = router.pick("m", 8 * TOKENS_PER_BLOCK + 10, text=text + b"more")
+    assert again.prefill.instance == home
+    assert again._prefill_entry[2] == 10, "only what is not cached waits"
+    ledgers[home].ledger.prompt.enter(9 * TOKENS_PER_BLOCK)
+    router.directory.refresh(ledgers[home])
+    assert router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance == other
+
+
+def test_an_engine_that_restarts_has_cached_nothing(routed, stated) -> None:
+    router = routed(DispatchPolicy.PREFIX_AWARE, **FOUR)
+    text = b"x" * BLOCK_BYTES * 8
+    pick = router.pick("m", 1_000, text=text)
+    name = pick.prefill.instance
+    router.release(pick)
+    router.directory.hear(name, stated(name, "prefill", boot_id="another"), 0.0)
+    again = router.pick("m", 1_000, text=text)
+    assert again._prefill_entry[2] == 1_000
+
+
+def test_a_session_comes_back_unless_that_takes_longer(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    homes = {}
+    for number in range(20):
+        session = b"s%d" % number
+        pick = router.pick("m", 100, session=session)
+        homes[session] = pick.prefill.instance
+        router.release(pick)
+    assert set(homes.values()) == {"p1", "p2"}
+    for session, home in homes.items():
+        router.release(again := router.pick("m", 100, session=session))
+        assert again.prefill.instance == home
+    session = next(each for each, home in homes.items() if home == "p1")
+    router.directory.instances["p1"].ledger.prompt.enter(5_000)
+    router.directory.refresh(router.directory.instances["p1"])
+    assert router.pick("m", 100, session=session).prefill.instance == "p2"
+
+
+def test_heavy_decodes_are_spread(routed) -> None:
+    router = routed(DispatchPolicy.LEAST_HEAVY, **FOUR)
+    picks = [router.pick("m", 10, 1_000 if n % 2 else 10) for n in range(8)]
+    heavy = Counter(pick.decode.instance for pick in picks[1::2])
+    assert set(heavy) == {"d1", "d2"}
+
+
+def teach(router: Router, clock: Clock, size: int) -> None:
+    """Passes of 15 ms and a bit for each request and its context."""
+    for number in range(60):
+        picks = [router.pick("m", 100 + number * 97 % 900, 100) for _ in range(size + number % 5)]
+        for pick in picks:
+            clock.now_s += 0.005 + 0.0001 * pick.prompt_tokens
+            router.release(pick, Phase.PREFILL)
+            pick.decoding_since = None
+        for pick in picks:
+            ledger = router.directory.instances[pick.decode.instance].ledger
+            step_s = 0.015 + 0.0005 * len(ledger.running) + 1e-6 * ledger.context
+            pick.decoding_since = clock.now_s - 99 * step_s
+            router.learn(pick, 100)
+        for pick in picks:
+            router.release(pick)
+
+
+def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
+    routed, clock
+) -> None:
+    router = routed(DispatchPolicy.BEST_FIT, Rules(ttft_ms=2_000, tpot_ms=30), **FOUR)
+    spread = Counter(router.pick("m", 100, 100).decode.instance for _ in range(6))
+    assert spread == {"d1": 3, "d2": 3}, "it knows nothing yet"
+    teach(router, clock, 8)
+    counts = Counter(router.pick("m", 100, 100).decode.instance for _ in range(6))
+    assert len(counts) == 1
+    counts = Counter(router.pick("m", 100, 100).decode.instance for _ in range(30))
+    assert len(counts) == 2, "a pass would take too long"
+
+
+def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, Rules(whole_below_tokens=200), **FOUR)
+    assert router.pick("m", 150).reason == "disaggregated", "nothing waits"
+    for _ in range(2):
+        router.pick("m", 5_000)
+    short = router.pick("m", 150)
+    assert (short.prefill, short.reason) == (None, "short-prompt")
+    assert router.pick("m", 201).reason == "disaggregated"
+    for _ in range(20):
+        router.pick("m", 150)
+    for name in ("d1", "d2"):
+        assert router.directory.instances[name].ledger.prompt.own in (0, 150), "one at a time"
+
+
+def test_predictions_come_from_answers_not_from_limits(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    for _ in range(50):
+        pick = router.pick("m", 100, 4_000)
+        router.learn(pick, 20)
+        router.release(pick)
+    assert router.pick("m", 100, 4_000).output_tokens == pytest.approx(20, rel=0.2)
+
+
+def follow(router: Router, num_routers: int, rank: int, **pending: int) -> None:
+    for name in FOUR:
+        load = agent_pb2.LoadReport(
+            boot_id=f"{name}-boot",
+            pending_prompt_tokens=pending.get(name, 0),
+            kv_blocks_free=1_000,
+            num_routers=num_routers,
+            router_rank=rank,
+        )
+        router.directory.hear(name, agent_pb2.WatchEvent(load=load), 0.0)
+
+
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PENDING_TOKENS])
+def test_routers_that_share_a_fleet_prefer_instances_of_their_own(routed, policy) -> None:
+    picked = []
+    for rank in range(2):
+        router = routed(policy, **FOUR)
+        follow(router, 2, rank)
+        picked.append(names(router.pick("m", 100)))
+        assert names(router.pick("m", 100)) != picked[-1], "one prompt ahead is enough to leave"
+    assert picked == [("p1", "d1"), ("p2", "d2")]
+
+
+def test_a_router_left_alone_has_all_instances(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    follow(router, 2, 1)
+    follow(router, 1, 0)
+    picks = []
+    for _ in range(4):
+        router.release(pick := router.pick("m", 100))
+        picks.append(names(pick))
+    assert picks == [("p1", "d1"), ("p2", "d2")] * 2
+
+
+@pytest.fixture
+def celled(routed, stated):
+    """Like `routed`, with the instances of FOUR in two cells, and what else is stated of them."""
+
+    def make(
+        policy: DispatchPolicy, rules: Rules | None = None, **told: dict[str, object]
+    ) -> Router:
+        router = routed(policy, rules, **FOUR)
+        for name, role in FOUR.items():
+            fields = {"cell": name[-1], **told.get(name, {})}
+            router.directory.hear(name, stated(name, role, **fields), 0.0)
+        return router
+
+    return make
+
+
+DRAINS = {"state": agent_pb2.STATE_DRAINING}
+
+
+@pytest.mark.parametrize("session", [None, b"s"])
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_under_every_policy_pairs_stay_in_their_cell(
+    celled, policy: DispatchPolicy, session
+) -> None:
+    rng = random.Random(3)
+    router = celled(policy, Rules(ttft_ms=2_000, tpot_ms=50))
+    seen, running = Counter(), []
+    for _ in range(200):
+        running.append(
+            router.pick("m", rng.randint(1, 2_000), rng.randint(1, 500), session=session)
+        )
+        seen[names(running[-1])] += 1
+        assert running[-1].reason == "disaggregated"
+        if len(running) > 10:
+            router.release(running.pop(rng.randrange(len(running))))
+    assert set(seen) == {("p1", "d1"), ("p2", "d2")}
+
+
+def test_routers_that_share_a_fleet_keep_pairs_in_their_cell(celled) -> None:
+    router = celled(DispatchPolicy.SHORTEST_WAIT)
+    follow(router, 2, 1)
+    picks = {names(router.pick("m", 100)) for _ in range(20)}
+    assert picks == {("p1", "d1"), ("p2", "d2")}
+
+
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_hand_offs_leave_a_cell_that_has_no_decode_instance_and_are_told_apart(
+    celled, policy: DispatchPolicy
+) -> None:
+    router = celled(policy, d1=DRAINS, p2=DRAINS)
+    pick = router.pick("m", 100)
+    assert (names(pick), pick.reason) == (("p1", "d2"), "cross-cell")
+
+
+def test_a_decode_instance_without_a_verified_path_is_none_for_its_cell(celled) -> None:
+    router = celled(DispatchPolicy.SHORTEST_WAIT, d1={"verified": False}, p2=DRAINS)
+    assert names(router.pick("m", 100)) == ("p1", "d2")
+    router = celled(DispatchPolicy.SHORTEST_WAIT, d1=DRAINS, d2={"verified": False})
+    assert router.pick("m", 100).reason == "no-prefill"
+
+
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PENDING_TOKENS])
+def test_whole_cells_go_first_until_their_queue_is_longer_than_the_prompt(celled, policy) -> None:
+    router = celled(policy, d1=DRAINS)
+    picks = [router.pick("m", tokens) for tokens in (500, 1_000, 1_000)]
+    assert [names(pick) for pick in picks] == [("p2", "d2"), ("p2", "d2"), ("p1", "d2")]
+    assert [pick.reason for pick in picks] == ["disaggregated", "disaggregated", "cross-cell"]
+
+
+def test_a_request_that_lost_its_decode_instance_may_leave_the_cell(celled) -> None:
+    router = celled(DispatchPolicy.SHORTEST_WAIT, p2=DRAINS)
+    assert names(router.pick("m", 100)) == ("p1", "d1")
+    assert names(router.pick("m", 100, avoid={"d1"})) == ("p1", "d2")
+
+
+def test_cells_share_requests_by_what_their_decode_instances_hold(celled, loaded) -> None:
+    router = celled(DispatchPolicy.SHORTEST_WAIT)
+    router.directory.hear("d1", loaded("d1", blocks_used=900), 0.0)
+    picks = []
+    for _ in range(10):
+        picks.append(pick := router.pick("m", 100))
+        router.release(pick, Phase.PREFILL)
+    assert {names(pick) for pick in picks} == {("p2", "d2")}
+
+
+def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    assert all(board.cells is None for board in router.directory.models["m"].boards)
+    router.directory.instances["d1"].ledger.resident.enter(9_000)
+    router.directory.refresh(router.directory.instances["d1"])
+    pick = router.pick("m", 100)
+    assert (names(pick), pick.reason) == (("p1", "d2"), "disaggregated")
+
+
+CACHED = Cached("p2-boot", 300)
+
+
+@pytest.mark.parametrize("policy", list(DispatchPolicy))
+def test_a_prompt_that_was_computed_before_goes_back_whatever_the_policy(routed, policy) -> None:
+    router = routed(policy, **FOUR)
+    assert prefills(router, 3, cached=Cached("p2-boot", 100_000)) == {"p2": 3}
+
+
+def test_going_back_is_worth_as_many_tokens_of_queue_as_are_cached_there(routed) -> None:
+    router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
+    waits = router.pick("m", 301, avoid={"p1"})
+    assert prefills(router, 1, cached=CACHED) == {"p1": 1}
+    router.release(waits)
+    router.pick("m", 299, avoid={"p1"})
+    assert prefills(router, 1, cached=CACHED) == {"p2": 1}
+
+
+def test_only_what_is_not_cached_is_entered_in_the_books(routed) -> None:
+    router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
+    router.pick("m", 340, cached=CACHED)
+    assert router.directory.instances["p2"].ledger.prompt.own == 40
+
+
+@pytest.mark.parametrize("avoid", [{"p2"}, {"p2", "d1"}])
+def test_nobody_goes_back_to_an_instance_that_is_avoided(routed, avoid) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
+    assert prefills(router, 2, cached=CACHED, avoid=avoid) == {"p1": 2}
+
+
+def test_an_engine_that_was_started_again_has_nothing_cached(routed) -> None:
+    router = routed(DispatchPolicy.SHORTEST_WAIT, p1="prefill", p2="prefill", d1="decode")
+    assert prefills(router, 2, cached=Cached("p2-boot-before", 300)) == {"p1": 1, "p2": 1}

@@ -1,0 +1,352 @@
+"""Books that several processes keep together: here several routers on one table."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cleave.api.enums import DispatchPolicy
+from cleave.router.registry import Directory
+from cleave.router.router import Phase, Pick, Router
+from cleave.router.score_table import Board
+from cleave.router.shared_load import MAX_BOOTS, SharedBooks, SharedLedger, make_table
+from cleave.router.shared_router import SharedRouter
+from cleave.router.shared_score_table import LongSharedBoard
+from cleave.rpc.v1 import agent_pb2
+
+PROCESSES = 3
+FLEET = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode", "m1": "mixed"}
+MANY = FLEET | {
+    f"{role[0]}{number}": role for role in ("prefill", "decode") for number in range(3, 7)
+}
+"""More than are all scored for each pick."""
+
+
+class Together:
+    """The routers of all processes of one gateway, and what each has under way."""
+
+    def __init__(
+        self,
+        stated: Callable[..., agent_pb2.WatchEvent],
+        policy: DispatchPolicy,
+        fleet: dict[str, str],
+    ) -> None:
+        self.table = make_table(PROCESSES)
+        self.now = 100.0
+        self._stated, self._policy, self._roles = stated, policy, fleet
+        self._boots = {name: f"{name}-1" for name in fleet}
+        self.routers = [self.start(process) for process in range(PROCESSES)]
+        self.under_way: list[list[Pick]] = [[] for _ in self.routers]
+
+    def start(self, process: int) -> Router:
+        directory = Directory(self._policy, SharedBooks(self.table.seen_by(process)))
+        for name, role in self._roles.items():
+            event = self._stated(name, role, boot_id=self._boots[name])
+            directory.hear(name, event, self.now)
+        return SharedRouter(directory, clock=lambda: self.now, seed=1)
+
+    def pick(self, process: int, prompt: int, output: int = 100) -> Pick:
+        picked = self.routers[process].pick("m", prompt, output)
+        self.under_way[process].append(picked)
+        return picked
+
+    def release(self, process: int, which: int, phase: Phase) -> None:
+        if some := self.under_way[process]:
+            picked = some[which % len(some)]
+            self.routers[process].release(picked, phase)
+            if not picked.open:
+                some.remove(picked)
+
+    def die(self, process: int) -> None:
+        self.table.forget(process)
+        self.under_way[process] = []
+        self.routers[process] = self.start(process)
+
+    def reboot(self, name: str, boot: int) -> None:
+        self._boots[name] = f"{name}-{boot + 2}"
+        for router in self.routers:
+            event = self._stated(name, self._roles[name], boot_id=self._boots[name])
+            router.directory.hear(name, event, self.now)
+
+    def ledger(self, name: str, process: int = 0) -> SharedLedger:
+        found = self.routers[process].directory.instances[name].ledger
+        assert isinstance(found, SharedLedger)
+        return found
+
+    def board(self, process: int) -> Board:
+        (board,) = self.routers[process].directory.models["m"].boards
+        board.gather()
+        return board
+
+
+@pytest.fixture
+def together(stated) -> Iterator[Callable[..., Together]]:
+    made: list[Together] = []
+
+    def make(
+        policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT, fleet: dict[str, str] = FLEET
+    ) -> Together:
+        made.append(Together(stated, policy, fleet))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.table.close()
+
+
+def test_each_process_sees_at_once_what_the_others_have_sent(together) -> None:
+    fleet = together()
+    assert {fleet.pick(process, 1000).prefill.instance for process in (0, 1)} == {"p1", "p2"}
+    assert fleet.pick(2, 10).reason == "mixed"
+
+
+def test_idle_instances_are_taken_in_turn_over_all_processes(together) -> None:
+    """Each begins with the first otherwise, and the last ones never get anything."""
+    for policy in (
+        DispatchPolicy.ROUND_ROBIN,
+        DispatchPolicy.SHORTEST_WAIT,
+        DispatchPolicy.LEAST_REQUESTS,
+    ):
+        fleet = together(policy)
+        for turn in range(6):
+            picked = fleet.pick(turn % PROCESSES, 10)
+            assert picked.prefill.instance == ("p1", "p2")[turn % 2]
+            fleet.release(turn % PROCESSES, 0, Phase.WHOLE)
+
+
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, roles) -> None:
+    fleet = together(fleet=roles)
+    for process in range(PROCESSES):
+        for _ in range(4):
+            fleet.pick(process, 500)
+    before = [fleet.ledger(name).prompt.pending for name in roles]
+    fleet.table.forget(1)
+    after = [fleet.ledger(name).prompt.pending for name in roles]
+    assert sum(after) == pytest.approx(sum(before) * 2 / 3)
+    assert sorted(fleet.board(2).pending_prompt.to_list()) == sorted(after)
+    for process in (0, 2):
+        while fleet.under_way[process]:
+            fleet.release(process, 0, Phase.WHOLE)
+    assert [fleet.ledger(name).resident.pending for name in roles] == [0.0] * len(roles)
+
+
+def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -> None:
+    fleet = together()
+    picked = fleet.pick(0, 1000).prefill.instance
+    for router in fleet.routers:
+        router.directory.hear(picked, loaded(picked, 1000, boot_id=f"{picked}-1"), fleet.now)
+    assert fleet.ledger(picked).prompt.pending == 1000
+    event = loaded(picked, 1700, boot_id=f"{picked}-1")
+    fleet.routers[1].directory.hear(picked, event, fleet.now)
+    assert [fleet.ledger(picked, process).prompt.pending for process in range(3)] == [1700] * 3
+
+
+@pytest.mark.interpreted
+def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monkeypatch) -> None:
+    """The second one has read the scores before the first one has entered its choice."""
+    fleet = together(fleet=MANY)
+    gather, faster = LongSharedBoard.gather, []
+
+    def gather_early(board: LongSharedBoard) -> None:
+        gather(board)
+        monkeypatch.setattr(LongSharedBoard, "gather", gather)
+        faster.append(fleet.pick(1, 1000).prefill.instance)
+
+    monkeypatch.setattr(LongSharedBoard, "gather", gather_early)
+    assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
+
+
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+def test_what_the_door_saw_serves_no_pick_after_a_change(together, roles) -> None:
+    fleet = together(fleet=roles)
+    fleet.pick(0, 10)
+    fleet.board(0).find_shortest_queue()
+    busy = fleet.pick(1, 1000).prefill.instance
+    fleet.release(0, 0, Phase.WHOLE)
+    assert find_first(fleet.pick(0, 10)) != busy
+
+
+def test_late_releases_of_an_earlier_boot_change_nothing(together) -> None:
+    fleet = together()
+    picked = fleet.pick(0, 1000)
+    name = picked.prefill.instance
+    fleet.reboot(name, 2)
+    assert fleet.ledger(name).prompt.pending == 0.0
+    fleet.now += 1
+    since = fleet.ledger(name).queue.since_ms
+    fleet.routers[0].release(picked, Phase.PREFILL)
+    assert (fleet.ledger(name).prompt.pending, fleet.ledger(name).queue.since_ms) == (0.0, since)
+    assert fleet.ledger(name).count_requests() == 0
+
+
+def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
+    fleet = together()
+    for _ in range(50):
+        picked = fleet.pick(0, 1000)
+        fleet.now += 1.0
+        fleet.routers[0].release(picked)
+        picked = fleet.pick(0, 1000)
+        fleet.now += 1.0
+        fleet.routers[0].release(picked, Phase.PREFILL)
+        fleet.routers[0].release(picked)
+    for process in (0, 2):
+        fleet.ledger("p2", process).sync()
+    assert fleet.ledger("p2", 2).queue.token_ms > 0.5
+    assert fleet.ledger("p2", 2).queue.token_ms == fleet.ledger("p2", 0).queue.token_ms
+
+
+def test_an_instance_that_one_process_does_not_hear_is_still_open_to_the_others(together) -> None:
+    fleet = together()
+    for router in fleet.routers[:1]:
+        router.directory.lose("p1")
+    assert "p1" not in {find_first(fleet.pick(0, 10)) for _ in range(4)}
+    assert "p1" in {find_first(fleet.pick(1, 10)) for _ in range(4)}
+
+
+def find_both(pick: Pick) -> tuple[str, str]:
+    return find_first(pick), pick.decode.instance
+
+
+def find_first(pick: Pick) -> str:
+    return (pick.prefill or pick.decode).instance
+
+
+def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) -> None:
+    table = make_table(1)
+    for number in range(MAX_BOOTS - 2):
+        assert table.seen_by(0).claim(b"%d" % number) is not None
+    directory = Directory(books=SharedBooks(table.seen_by(0)))
+    for name in ("a", "b"):
+        directory.hear(name, stated(name, "mixed"), 0.0)
+    router = SharedRouter(directory, clock=lambda: 1.0, seed=1)
+    picks = [router.pick("m", 100) for _ in range(4)]
+    for name in ("a", "b"):
+        directory.forget(name)
+    for pick in picks:
+        router.release(pick)
+    assert sum(table.read(0, 0)) == sum(table.read(0, 2)) == 0
+    table.close()
+
+
+def test_what_is_written_anew_is_never_seen_as_nothing() -> None:
+    """As if places were cleared before they are filled, which Struct.pack_into() does."""
+    subprocess.run([sys.executable, "-c", WRITING], check=True, timeout=120)
+
+
+WRITING = """
+import os
+import signal
+
+from cleave.router.shared_load import SharedBooks, make_table
+
+table = make_table(2)
+child = os.fork()
+if not child:
+    ledger = SharedBooks(table.seen_by(0)).open("a", "1")
+    ledger.prompt.enter(1000.0)
+    while True:
+        ledger.tell()
+        ledger.queue.answer(1000.0, 1.0)
+try:
+    ledger = SharedBooks(table.seen_by(1)).open("a", "1")
+    while not ledger.prompt.pending:
+        assert not os.waitpid(child, os.WNOHANG)[0]
+    for _ in range(50_000):
+        assert ledger.prompt.pending == 1000.0
+        assert ledger.queue.count_prompts(1000.0) > 0.0
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["pick", "pick", "pick", "prefill", "whole", "whole", "die", "reboot"]),
+        st.integers(0, PROCESSES - 1),
+        st.integers(1, 3000),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.LEAST_REQUESTS])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(actions=ACTIONS)
+def test_sums_are_never_negative_and_all_processes_agree(stated, policy, roles, actions) -> None:
+    fleet = Together(stated, policy, roles)
+    try:
+        for boot, (action, process, number) in enumerate(actions):
+            fleet.now += 0.01
+            if action == "pick":
+                fleet.pick(process, number, number)
+            elif action in ("prefill", "whole"):
+                phase = Phase.PREFILL if action == "prefill" else Phase.WHOLE
+                fleet.release(process, number, phase)
+            elif action == "die":
+                fleet.die(process)
+            else:
+                fleet.reboot(sorted(roles)[number % len(roles)], boot)
+            check(fleet, roles)
+        for process in range(PROCESSES):
+            while fleet.under_way[process]:
+                fleet.release(process, 0, Phase.WHOLE)
+        for name in roles:
+            ledger = fleet.ledger(name)
+            assert ledger.prompt.pending < 1e-6
+            assert ledger.resident.pending < 1e-6
+            assert ledger.count_requests() == 0
+            assert ledger.count_prompts(0.0) == pytest.approx(0, abs=1e-6)
+    finally:
+        fleet.table.close()
+
+
+def check(fleet: Together, names: Collection[str]) -> None:
+    for name in names:
+        views = {
+            (
+                each.prompt.pending,
+                each.count_prompts(each.prompt.pending),
+                each.resident.pending,
+                each.count_requests(),
+            )
+            for each in (fleet.ledger(name, process) for process in range(PROCESSES))
+        }
+        assert len(views) == 1
+        assert min(views.pop()) >= 0
+    first, *others = (fleet.board(process) for process in range(PROCESSES))
+    for other in others:
+        assert first.prefill.to_list() == other.prefill.to_list()
+        assert first.decode.to_list() == other.decode.to_list()
+
+
+@pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
+def test_together_they_choose_as_one_would(stated, roles) -> None:
+    """The same requests through one router and through three that share their books."""
+    fleet = Together(stated, DispatchPolicy.SHORTEST_WAIT, roles)
+    directory = Directory()
+    for name, role in roles.items():
+        directory.hear(name, stated(name, role), fleet.now)
+    alone = Router(directory, clock=lambda: fleet.now, seed=1)
+    rng = random.Random(5)
+    under_way: list[tuple[int, Pick, Pick]] = []
+    for number in range(400):
+        fleet.now += rng.expovariate(20)
+        if under_way and rng.random() < 0.5:
+            process, shared, single = under_way.pop(rng.randrange(len(under_way)))
+            for phase in (Phase.PREFILL, Phase.DECODE):
+                fleet.routers[process].release(shared, phase)
+                alone.release(single, phase)
+        process, prompt = rng.randrange(PROCESSES), rng.randrange(1, 4000)
+        shared, single = fleet.routers[process].pick("m", prompt, 64), alone.pick("m", prompt, 64)
+        assert find_both(shared) == find_both(single), number
+        under_way.append((process, shared, single))
+    fleet.table.close()

@@ -1,0 +1,127 @@
+"""Endpoints of a Service through an API server that comes, goes and misbehaves."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cleave.rpc import endpointslices
+from cleave.rpc.endpointslices import Follower, Service, list_endpoints, read_slice
+from cleave.rpc.kube_api import ApiError
+
+WORKERS = Service("prod", "chat-workers", 9000)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpointslices, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(endpointslices, "LAST_DELAY_S", 0.05)
+
+
+@contextlib.asynccontextmanager
+async def following() -> AsyncIterator[Follower]:
+    follower = Follower(WORKERS)
+    task = asyncio.create_task(follower.run())
+    try:
+        yield follower
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_list_names_every_endpoint_ready_or_not(server, make_slice) -> None:
+    server.slices = {
+        "one": make_slice("one", "10.0.0.1", "10.0.0.2"),
+        "two": make_slice("two", "fd00::1", kind="IPv6"),
+    }
+    found = await list_endpoints(WORKERS)
+    assert found == {"10.0.0.1:9000", "10.0.0.2:9000", "[fd00::1]:9000"}
+    assert server.paths == ["/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"]
+    assert server.queries[0]["labelSelector"] == "kubernetes.io/service-name=chat-workers"
+    assert "Authorization: Bearer secret\r\n" in server.headers[0]
+
+
+async def test_a_refusal_is_told_in_the_servers_words(server) -> None:
+    server.status = 403
+    with pytest.raises(ApiError, match="403: not for you"):
+        await list_endpoints(WORKERS)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"addressType": "FQDN", "endpoints": [{"addresses": ["a.example"]}]},
+        {"addressType": "IPv4"},
+        {"addressType": "IPv4", "endpoints": None},
+    ],
+)
+def test_a_slice_may_name_nobody(item: dict) -> None:
+    assert read_slice(item, 9000) == frozenset()
+
+
+async def test_changes_are_followed_without_another_list(server, make_slice, until) -> None:
+    server.slices = {"one": make_slice("one", "10.0.0.1")}
+    async with following() as follower:
+        await until(lambda: server.is_watched, "it watches")
+        assert follower.addresses == {"10.0.0.1:9000"}
+        server.put(make_slice("two", "10.0.0.2"), "ADDED")
+        await until(lambda: len(follower.addresses) == 2, "a new slice")
+        server.put(make_slice("one", "10.0.0.1", "10.0.0.3"))
+        await until(lambda: len(follower.addresses) == 3, "a changed slice")
+        server.tell({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
+        server.delete("one")
+        await until(lambda: follower.addresses == {"10.0.0.2:9000"}, "a slice that is gone")
+        assert (server.lists, server.watches) == (1, 1)
+    assert server.queries[1]["resourceVersion"] == "7"
+    assert server.queries[1]["allowWatchBookmarks"] == "true"
+    assert 0 < int(server.queries[1]["timeoutSeconds"]) <= endpointslices.WATCH_S
+
+
+async def test_the_end_of_a_watch_brings_a_new_list(server, make_slice, until) -> None:
+    async with following() as follower:
+        await until(lambda: server.is_watched, "it watches")
+        server.slices["one"] = make_slice("one", "10.0.0.1")
+        server.end_watches()
+        await until(lambda: follower.addresses == {"10.0.0.1:9000"}, "what the watch missed")
+        await until(lambda: server.is_watched, "it watches again")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}},
+        {"type": "ERROR", "object": {"code": 500, "message": "etcd"}},
+        {"type": "MODIFIED", "object": {}},
+        "nonsense",
+        7,
+    ],
+    ids=["gone", "fault", "nameless", "text", "number"],
+)
+async def test_a_watch_that_fails_is_begun_again(server, make_slice, until, event) -> None:
+    async with following() as follower:
+        await until(lambda: server.is_watched, "it watches")
+        server.slices["one"] = make_slice("one", "10.0.0.1")
+        server.tell(event)
+        await until(lambda: follower.addresses == {"10.0.0.1:9000"}, "a new list")
+
+
+async def test_what_was_known_stays_while_the_server_is_away(server, make_slice, until) -> None:
+    server.slices = {"one": make_slice("one", "10.0.0.1")}
+    async with following() as follower:
+        await until(lambda: server.is_watched, "it watches")
+        await server.stop()
+        await asyncio.sleep(0.2)
+        assert follower.addresses == {"10.0.0.1:9000"}
+        server.slices = {"one": make_slice("one", "10.0.0.2")}
+        await server.start()
+        await until(lambda: follower.addresses == {"10.0.0.2:9000"}, "it has come back")
+
+
+async def test_a_refused_follower_asks_less_and_less_often(server, until) -> None:
+    server.status = 403
+    async with following():
+        await asyncio.sleep(0.5)
+        # 0.05 s between any two once the delay has grown, halved at most by chance.
+        assert 3 <= len(server.queries) <= 25

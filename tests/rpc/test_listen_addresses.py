@@ -1,0 +1,18 @@
+"""What `--host` takes."""
+
+import argparse
+
+import pytest
+
+from cleave.rpc.listen_addresses import parse_hosts
+
+
+def test_hosts_are_separated_by_commas() -> None:
+    assert parse_hosts("10.0.0.7") == ("10.0.0.7",)
+    assert parse_hosts("fd00::7, 127.0.0.1") == ("fd00::7", "127.0.0.1")
+
+
+@pytest.mark.parametrize("text", ["", ",127.0.0.1", "127.0.0.1,"])
+def test_an_empty_address_is_refused_not_listened_on_everywhere(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="empty address"):
+        parse_hosts(text)

@@ -1,0 +1,126 @@
+"""Rows of cells in one memory, as several processes see them."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from cleave.shm.table import SharedTable
+
+
+@pytest.fixture
+def table() -> Iterator[SharedTable]:
+    made = SharedTable(4, 3, own=2, common=2)
+    yield made
+    made.close()
+
+
+def test_a_key_has_the_same_row_in_all_processes(table) -> None:
+    rows = [table.seen_by(process).claim(b"one") for process in range(3)]
+    assert rows == [rows[0]] * 3
+    assert table.seen_by(1).claim(b"two") != rows[0]
+
+
+def test_a_row_that_nobody_needs_any_more_is_had_by_another_key_with_nothing_in_it(table) -> None:
+    first, second = table.seen_by(0), table.seen_by(1)
+    row = first.claim(b"old")
+    assert second.claim(b"old") == row
+    first.cells[first.own_at(row, 1)] = 5.0
+    first.cells[first.common_at(row, 0)] = 7.0
+    first.release(row)
+    others = {first.claim(b"%d" % number) for number in range(3)}
+    assert row not in others
+    assert first.claim(b"too many") is None
+    second.release(row)
+    assert first.claim(b"too many") == row
+    assert first.cells[first.common_at(row, 0)] == 0.0
+    assert first.read(row, 1) == (0.0, 0.0, 0.0)
+
+
+def test_what_the_maker_claims_stays_when_all_processes_have_died(table) -> None:
+    row = table.claim(b"for ever")
+    for process in range(3):
+        table.seen_by(process).claim(b"for ever")
+        table.forget(process)
+    assert all(table.seen_by(0).claim(b"%d" % number) not in (row, None) for number in range(3))
+
+
+def test_cells_of_one_process_are_beside_those_of_the_others(table) -> None:
+    row = table.claim(b"a")
+    for process in range(3):
+        one = table.seen_by(process)
+        one.cells[one.own_at(row, 0)] += process + 1
+    assert table.read(row, 0) == (1.0, 2.0, 3.0)
+    table.forget(1)
+    assert table.read(row, 0) == (1.0, 0.0, 3.0)
+
+
+def test_another_process_sees_what_is_written_at_once() -> None:
+    run_forking(
+        """
+        row = table.claim(b"a")
+        child = os.fork()
+        if not child:
+            one = table.seen_by(2)
+            one.cells[one.own_at(one.claim(b"a"), 0)] = 42.0
+            os.write(writing, b"x")
+            os._exit(0)
+        assert os.read(reading, 1) == b"x"
+        assert table.read(row, 0) == (0.0, 0.0, 42.0)
+        os.waitpid(child, 0)
+        """
+    )
+
+
+def test_another_process_reads_which_rows_have_changed() -> None:
+    run_forking(
+        """
+        follower, changed = table.seen_by(0).log.follow(), set()
+        child = os.fork()
+        if not child:
+            table.seen_by(2).log.note(3)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert follower.take(changed, 1) and changed == {3}
+        table.forget(2)
+        assert not follower.take(changed, 1)
+        """
+    )
+
+
+def test_a_lock_that_is_not_given_back_is_not_waited_for_long() -> None:
+    run_forking(
+        """
+        child = os.fork()
+        if not child:
+            with table._locked():
+                os.write(writing, b"x")
+                signal.alarm(30)
+                signal.pause()
+        assert os.read(reading, 1) == b"x"
+        assert table.seen_by(0).claim(b"a") is None
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert table.seen_by(0).claim(b"a") is not None
+        """
+    )
+
+
+def run_forking(script: str) -> None:
+    """In a process of one thread, as gateways fork: others' threads may hold locks for ever."""
+    subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(script)], check=True, timeout=60
+    )
+
+
+PRELUDE = """
+import os
+import signal
+
+from cleave.shm.table import SharedTable
+
+table = SharedTable(4, 3, own=2, common=2)
+reading, writing = os.pipe()
+"""

@@ -1,0 +1,55 @@
+"""The five stages of a request's life."""
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from cleave.simulator.latency_breakdown import Stage, stage_ms, stage_shares
+from cleave.simulator.outcome import Instances, Outcome
+
+NO_INSTANCES = Instances(**{field.name: np.zeros(0) for field in fields(Instances)})
+TIMES = {
+    "arrival_ms": [0.0, 10.0],
+    "prefill_start_ms": [5.0, 20.0],
+    "prefill_end_ms": [25.0, 40.0],
+    "transfer_start_ms": [30.0, math.nan],
+    "transfer_end_ms": [31.0, math.nan],
+    "decode_start_ms": [34.0, math.nan],
+    "first_token_ms": [50.0, math.nan],
+    "end_ms": [100.0, math.nan],
+}
+
+
+def outcome(times=TIMES) -> Outcome:
+    counts = {
+        field.name: np.ones(2, np.int64)
+        for field in fields(Outcome)
+        if field.name not in (*times, "instances")
+    }
+    arrays = {name: np.array(values) for name, values in times.items()}
+    return Outcome(**arrays, **counts, instances=NO_INSTANCES)
+
+
+def test_the_stages_of_a_request_add_up_to_its_time() -> None:
+    stages = {stage: ms[0] for stage, ms in stage_ms(outcome()).items()}
+    assert stages == {
+        Stage.PREFILL_QUEUE: 5.0,
+        Stage.PREFILL: 20.0,
+        Stage.TRANSFER: 1.0,
+        Stage.DECODE_QUEUE: 5.0 + 3.0,
+        Stage.DECODE: 66.0,
+    }
+    assert sum(stages.values()) == 100.0
+
+
+def test_requests_that_never_end_count_in_no_stage() -> None:
+    assert stage_shares(outcome()) == pytest.approx(
+        dict(zip(Stage, (0.05, 0.20, 0.01, 0.08, 0.66), strict=True))
+    )
+
+
+def test_without_any_end_there_are_no_shares() -> None:
+    never = {**TIMES, "end_ms": [math.nan, math.nan]}
+    assert set(stage_shares(outcome(never)).values()) == {0.0}

@@ -1,0 +1,153 @@
+"""Problems whose answers are known: DistServe's measured instances on nodes of A100."""
+
+import math
+from dataclasses import dataclass
+
+from cleave.api.deployment import Slo
+from cleave.api.planning import Planning
+from cleave.api.role import Role
+from cleave.perf.confidence import Basis, Trust
+from cleave.perf.estimate import Estimate
+from cleave.perf.hardware.link import Link, LinkKind
+from cleave.perf.model.model_shape import load
+from cleave.perf.named_profiles import to_timing
+from cleave.perf.pipeline import scaled
+from cleave.perf.published import distserve
+from cleave.planner.problem import PAPER, Policies, Problem, Supply
+from cleave.planner.search.candidate_placement import Draft, Group
+from cleave.planner.search.candidates import (
+    Candidate,
+    candidates,
+    decode_instance,
+    mixed_instance,
+    prefill_instance,
+)
+from cleave.planner.search.trials import Targets
+from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal, fixed
+
+NVLINK = Link(LinkKind.NVLINK, 300.0)
+INFINIBAND = Link(LinkKind.INFINIBAND, 25.0, 5.0)
+SLOW_NETWORK = Link(LinkKind.ETHERNET, 25 / 8, 50.0)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of GPU beside DistServe's A100, and how much it shortens passes."""
+
+    prompt: float = 1.0
+    decode: float = 1.0
+    power_watts: float = 400.0
+    price_per_hour: float = 2.0
+
+
+@dataclass(frozen=True)
+class Fits:
+    """DistServe's coefficients; a kind of GPU that is not named is the A100 they are from."""
+
+    engine: str = "distserve"
+    model: str = "opt-13b"
+    kinds: tuple[tuple[str, Kind], ...] = ()
+
+    def estimate(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> Estimate | None:
+        size = tensor_parallel_size, pipeline_parallel_size
+        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor_parallel_size}")
+        capacity = distserve.KV_CAPACITY_TOKENS[self.model].get(size)
+        if fit is None or capacity is None:
+            return None
+        kind = dict(self.kinds).get(gpu, Kind())
+        shape = load(self.model)
+        timing = to_timing(fit, pipeline_parallel_size)
+        return Estimate(
+            timing=scaled(timing, prompt=kind.prompt, decode=kind.decode),
+            kv_capacity_tokens=capacity,
+            prefill_saturation_tokens=512,
+            max_model_len=shape.max_model_len,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            flops_per_token=shape.flops_per_token,
+            power_watts=kind.power_watts * math.prod(size),
+            cost_per_hour=kind.price_per_hour * math.prod(size),
+            trust=Trust(Basis.FITTED, "DistServe's coefficients", 0.1),
+        )
+
+    def why_not(
+        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> str | None:
+        size = tensor_parallel_size, pipeline_parallel_size
+        return None if self.estimate(gpu, *size) else f"{self.model}: no fit for {size}"
+
+
+def nodes(
+    num_nodes: int = 4,
+    network: Link = INFINIBAND,
+    gpus_per_node: int = 8,
+    gpu: str = "A100",
+    max_gpus: int | None = None,
+) -> Supply:
+    there = num_nodes * gpus_per_node
+    return Supply(gpu, num_nodes, gpus_per_node, max_gpus or there, NVLINK, network)
+
+
+def chat(rate: float = 10.0, prompt: float = 330, output: float = 240) -> Demand:
+    """Log-normal lengths in the region of ShareGPT's."""
+    lengths = Independent(
+        LogNormal.through(prompt, prompt * 2.1), LogNormal.through(output, output * 2.0)
+    )
+    return Demand(rate, Drawn(lengths)).limited(2048)
+
+
+def problem(
+    demand: Demand | None = None,
+    slo: Slo | None = None,
+    *,
+    engine: str = "distserve",
+    model: str = "opt-13b",
+    supplies: tuple[Supply, ...] | None = None,
+    policies: Policies = PAPER,
+    planning: Planning | None = None,
+    kinds: tuple[tuple[str, Kind], ...] = (),
+    seed: int = 0,
+) -> Problem:
+    return Problem(
+        demand=demand or chat(),
+        slo=slo or Slo(ttft_ms=200, tpot_ms=100),
+        supplies=supplies or (nodes(),),
+        shape=load(model),
+        estimator=Fits(engine, model, kinds),
+        planning=planning or Planning(),
+        policies=policies,
+        seed=seed,
+    )
+
+
+def blog(rate: float = 1.0, engine: str = "distserve", policies: Policies = PAPER) -> Problem:
+    """The DistServe blog's 13B case: 512 in, 64 out on A100."""
+    slo = Slo(ttft_ms=400, tpot_ms=40, attainment=0.9)
+    return problem(fixed(512, 64, rate), slo, engine=engine, policies=policies)
+
+
+def targets(asked: Problem) -> Targets:
+    return Targets(asked.slo.ttft_ms, asked.slo.tpot_ms, asked.slo.attainment)
+
+
+def of_size(asked: Problem, tensor: int = 1, pipeline: int = 1) -> Candidate:
+    return next(
+        each
+        for each in candidates(asked)
+        if (each.parallelism.tensor, each.parallelism.pipeline) == (tensor, pipeline)
+    )
+
+
+def split(asked: Problem, prefill: Candidate, n: int, decode: Candidate, m: int) -> Draft:
+    return Draft(
+        (
+            Group(Role.PREFILL, prefill_instance(asked, prefill), n),
+            Group(Role.DECODE, decode_instance(asked, decode), m),
+        )
+    )
+
+
+def whole(asked: Problem, candidate: Candidate, n: int = 1) -> Draft:
+    instance = mixed_instance(asked, candidate, asked.policies.mixed[0])
+    return Draft((Group(Role.MIXED, instance, n),))

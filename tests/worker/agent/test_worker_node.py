@@ -1,0 +1,171 @@
+"""The share of an engine on another node than its agent."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cleave_worker.agent import worker_node
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.drain import Drained
+from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.launch import Launch, free_port
+from cleave_worker.agent.service import AgentServer
+from cleave_worker.agent.worker_node import Follower, FollowerConfig, Patience, launched, parse
+
+LINE = [
+    *("--leader", "x.chat-workers.llm.svc:9000", "--host", "127.0.0.1", "--model", "org/model"),
+    *("--tensor-parallel-size", "8", "--pipeline-parallel-size", "2", "--drain-timeout", "30"),
+    *("--", "--nnodes", "2", "--node-rank", "1", "--master-addr", "x.chat-workers.llm.svc"),
+]
+
+
+class Leader:
+    """An agent whose engine the test starts."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self.instance = Instance(config)
+        self.server = AgentServer(self.instance, self._drain, self._prove, config.address)
+        self.num_drains = 0
+
+    def boots(self, boot_id: str) -> None:
+        self.instance.boot(boot_id, "http://127.0.0.1:1", None)
+
+    async def _prove(self, role: int) -> None:
+        """Nobody asks."""
+
+    async def _drain(self, seconds: float | None) -> Drained:
+        self.num_drains += 1
+        return Drained(empty=True, num_left=0)
+
+
+class Shares:
+    """Processes that stand in for vLLM, and for which boots they were started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+        self.boots: list[str] = []
+        self._program = program
+        monkeypatch.setattr(worker_node, "launched", self._launched)
+
+    def _launched(self, config, boot_id, folder, gpu, env) -> Launch:
+        self.boots.append(boot_id)
+        return Launch((sys.executable, "-c", self._program), dict(env))
+
+
+@pytest.fixture
+async def leader(config: AgentConfig) -> AsyncIterator[Leader]:
+    made = Leader(AgentConfig(**{**_fields(config), "port": free_port(config.host)}))
+    await made.server.start()
+    yield made
+    made.instance.end()
+    await made.server.stop(0)
+
+
+def _fields(config: AgentConfig) -> dict:
+    return {name: getattr(config, name) for name in AgentConfig.__dataclass_fields__}
+
+
+def following(leader: Leader, lost: float = 60.0) -> Follower:
+    engine = AgentConfig(**{**_fields(leader._config), "engine": "vllm"})
+    patience = Patience(poll=0.01, lost=lost)
+    return Follower(FollowerConfig(leader._config.address, engine, patience), gpu=False)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - of another task, which tells nobody
+            await asyncio.sleep(0.01)
+
+
+def test_a_share_is_a_part_of_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
+    told = launched(parse(LINE), "boot1", tmp_path, True, {})
+    line = list(told.argv)
+    assert line[line.index("-m") + 1] == "cleave_worker.vllm.headless"
+    assert line[line.index("--model") + 1] == "org/model"
+    assert json.loads(line[line.index("--kv-transfer-config") + 1])["engine_id"] == "boot1"
+    assert line[line.index("--tensor-parallel-size") + 1] == "8"
+    assert line[-6:] == LINE[-6:]
+
+
+def test_without_a_leader_it_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--host", "127.0.0.1", "--model", "org/model"])
+    assert ended.value.code == 2
+    assert "--leader" in capsys.readouterr().err
+
+
+async def test_a_share_waits_for_the_leaders_engine_and_follows_it_to_the_next(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = Shares(monkeypatch, "import time; time.sleep(60)")
+    one = following(leader)
+    running = asyncio.create_task(one.run())
+    await asyncio.sleep(0.1)
+    assert shares.boots == []
+    leader.boots("a")
+    await until(lambda: shares.boots == ["a"])
+    leader.boots("b")
+    await until(lambda: shares.boots == ["a", "b"])
+    one.stop()
+    assert await running == 0
+
+
+async def test_told_to_end_it_has_the_leader_drained_first(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = Shares(monkeypatch, "import time; time.sleep(60)")
+    one = following(leader)
+    running = asyncio.create_task(one.run())
+    leader.boots("a")
+    await until(lambda: shares.boots)
+    one.stop()
+    assert await running == 0
+    assert leader.num_drains == 1
+
+
+async def test_a_share_that_ends_by_itself_ends_the_follower(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Shares(monkeypatch, "import sys; sys.exit(3)")
+    leader.boots("a")
+    async with asyncio.timeout(30):
+        assert await following(leader).run() == 1
+    assert leader.num_drains == 0
+
+
+async def test_a_share_ends_with_its_leader_and_waits_for_the_next(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = Shares(monkeypatch, "import time; time.sleep(60)")
+    one = following(leader, lost=0.2)
+    running = asyncio.create_task(one.run())
+    leader.boots("a")
+    await until(lambda: shares.boots == ["a"])
+    leader.instance.end()
+    await leader.server.stop(0)
+    again = Leader(leader._config)
+    await again.server.start()
+    again.boots("b")
+    await until(lambda: shares.boots == ["a", "b"])
+    one.stop()
+    assert await running == 0
+    again.instance.end()
+    await again.server.stop(0)
+
+
+async def test_a_share_follows_a_leader_of_a_newer_version(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = Shares(monkeypatch, "import time; time.sleep(60)")
+    leader.instance._registration.role = 9
+    one = following(leader)
+    running = asyncio.create_task(one.run())
+    leader.instance._registration.boot_id = "a"
+    leader.instance._enter(9, "of a newer version")
+    await until(lambda: shares.boots == ["a"])
+    one.stop()
+    assert await running == 0

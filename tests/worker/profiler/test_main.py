@@ -1,0 +1,176 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch comes with the engine")
+
+from cleave.perf.model.mla import LatentAttention  # noqa: E402
+from cleave.perf.profile import operator_fit, profile  # noqa: E402
+from cleave_worker.profiler import collectives, grid  # noqa: E402
+from cleave_worker.profiler.__main__ import main  # noqa: E402
+from cleave_worker.profiler.attention import Attention  # noqa: E402
+from cleave_worker.profiler.clock import CpuClock, summarize  # noqa: E402
+from cleave_worker.profiler.linear import Place, layer_operators, once_operators  # noqa: E402
+from cleave_worker.profiler.measure import measure  # noqa: E402
+from cleave_worker.profiler.shard import Shard, ShardError  # noqa: E402
+
+ROWS = 5
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place(torch.device("cpu"), torch.float32)
+
+
+def sizes(shard: Shard, place: Place) -> dict[str, tuple[int, ...]]:
+    """Operator -> shape of what it makes of ROWS rows."""
+    return {op.name: tuple(op.make(ROWS)(0).shape) for op in layer_operators(shard, place)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_shard_has_its_share_of_heads_and_of_the_mlp(shape, place: Place, size: int) -> None:
+    kv_heads = max(1, 2 // size)
+    assert sizes(Shard(shape, size), place) == {
+        "norm": (ROWS, 64),
+        "qkv": (ROWS, (4 // size + 2 * kv_heads) * 16),
+        "rotary": (ROWS, 4 // size + kv_heads, 16),
+        "attention_out": (ROWS, 64),
+        "mlp_up": (ROWS, 2 * 96 // size),
+        "mlp_activation": (ROWS, 96 // size),
+        "mlp_down": (ROWS, 64),
+    }
+
+
+def test_what_only_some_layers_have_counts_for_its_share(sparse, place: Place) -> None:
+    weights = {op.name: op.weight for op in layer_operators(Shard(sparse, 1), place)}
+    assert weights["mlp_up"] == 0.25
+    assert weights["experts_up"] == weights["router"] == weights["shared_down"] == 0.75
+    assert weights["norm"] == 2
+
+
+@pytest.mark.parametrize(("rows", "touched", "each"), [(1, 2, 1), (4, 5, 2), (400, 8, 100)])
+def test_experts_run_together_as_many_as_are_touched(
+    sparse, place: Place, rows: int, touched: int, each: int
+) -> None:
+    (up,) = [op for op in layer_operators(Shard(sparse, 1), place) if op.name == "experts_up"]
+    assert tuple(up.make(rows)(0).shape) == (touched, each, 2 * 32)
+
+
+def test_the_lm_head_is_split_over_the_vocabulary(shape, place: Place) -> None:
+    made = {op.name: tuple(op.make(3)(0).shape) for op in once_operators(Shard(shape, 2), place)}
+    assert made == {"embedding": (3, 64), "lm_head": (3, 64)}
+
+
+def test_a_chunk_attends_to_what_is_cached_and_to_itself_up_to_each_row(
+    shape, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.Tensor] = []
+    empty = Place.empty
+
+    def keep(self: Place, *sizes: int) -> torch.Tensor:
+        drawn.append(empty(self, *sizes))
+        return drawn[-1]
+
+    monkeypatch.setattr(Place, "empty", keep)
+    got = Attention(Shard(shape, 1), place).prefill(3, 5)(0)
+    q, k, v = drawn
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    for row in range(3):
+        seen = 5 + row + 1
+        weights = torch.softmax(q[:, :, row : row + 1] @ k[:, :, :seen].mT / 4, dim=-1)
+        torch.testing.assert_close(got[:, :, row : row + 1], weights @ v[:, :, :seen])
+
+
+def test_decoding_makes_one_row_for_each_query_head(shape, place: Place) -> None:
+    made = Attention(Shard(shape, 1), place).decode(batch=3, context_tokens=20)(0)
+    assert tuple(made.shape) == (3 * 2, 2, 16), "requests x KV heads, heads of a group, size"
+
+
+def test_what_cannot_be_measured_is_refused(shape) -> None:
+    with pytest.raises(ShardError, match="4 attention heads cannot be sharded over 3"):
+        Shard(shape, 3)
+    latent = LatentAttention(0, 32, 16, 8, 16)
+    with pytest.raises(ShardError, match="MLA"):
+        Shard(replace(shape, latent=latent), 1)
+
+
+def test_every_point_of_the_grid_is_measured_once(shape, place: Place, clock) -> None:
+    small = replace(grid.quick(64), collective_bytes=())
+    found = measure(shape, (1, 2), clock, place, small, 1, lambda _: None)
+    operators = 7 * len(small.rows) + len(small.rows) + len(small.head_rows)
+    attention = len(small.chunks) + len(small.batches) * len(small.contexts)
+    assert len(clock.results) == 2 * (operators + attention)
+    norms = [point for point in found.layer if point.operator == "norm"]
+    assert norms[0].ms == 2.0, "the first measured, used twice in a layer"
+    assert len(norms) == 2 * len(small.rows)
+    assert operator_fit.tensor_parallel_sizes(found) == (1,), "no collectives for 2"
+
+
+def test_the_full_grid_ascends_and_has_no_point_twice() -> None:
+    full = grid.full(8192)
+    for values in (full.rows, full.head_rows, full.batches, full.contexts):
+        assert list(values) == sorted(set(values))
+    assert len(set(full.chunks)) == len(full.chunks)
+    assert max(full.rows) == 8192
+
+
+def test_repeats_become_a_median_and_the_distance_of_their_quartiles() -> None:
+    assert summarize([5.0]).spread_ms == 0
+    found = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.ms, found.spread_ms) == (3.0, 2.0)
+
+
+def test_the_clock_of_a_cpu_gives_as_many_times_as_asked() -> None:
+    taken = CpuClock().measure(lambda _: sum(range(1000)), 4)
+    assert len(taken) == 4
+    assert min(taken) > 0
+
+
+# Tests of the agent kill every child of this process, multiprocessing's own helper too.
+@pytest.mark.filterwarnings("ignore:resource_tracker")
+def test_collectives_run_between_processes() -> None:
+    reduced, sent = collectives.measure(2, [1024, 4096], repeats=2, on_gpu=False)
+    assert set(reduced) == set(sent) == {1024, 4096}
+    assert all(len(times) == 2 and min(times) > 0 for times in reduced.values())
+
+
+def test_the_command_writes_a_profile_that_gives_passes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,'
+        ' "max_position_embeddings": 256, "torch_dtype": "float32"}'
+    )
+    out = tmp_path / "operators.json"
+    words = ["--cpu", "--quick", "--longest", "64", "--tensor-parallel-sizes", "1"]
+    words += ["--dtype", "float32", "--model", str(tmp_path), "-O", str(out)]
+    assert main(words) == 0
+    found = profile.read(out)
+    assert (found.engine, found.operators.num_layers) == ("torch", 2)
+    timing = operator_fit.to_timing(found.operators, 1)
+    assert timing.prefill_ms([64]) > 0
+    assert timing.decode_pass_ms(4, 256) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fault"),
+    [
+        (["--model", "nobody/nothing", "--cpu"], 1, "nobody/nothing"),
+        (["--model", "opt-13b"], 1, "no GPU; --cpu"),
+        (["--model", "opt-13b", "--longest", "9"], 2, "must be 64 or more"),
+        (["--model", "opt-13b", "--tensor-parallel-sizes", "0,1"], 2, "must be 1 or more"),
+        (["--model", "opt-13b", "--tensor-parallel-sizes", "3", "--cpu"], 1, "cannot be sharded"),
+    ],
+)
+def test_a_fault_is_one_line(
+    words: list[str], code: int, fault: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if torch.cuda.is_available() and "no GPU" in fault:
+        pytest.skip("there is a GPU")
+    try:
+        ended = main([*words, "-O", str(tmp_path / "x.json")])
+    except SystemExit as end:
+        ended = end.code
+    assert ended == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert fault in line

@@ -1,0 +1,377 @@
+"""Hand-offs between processes: what goes well, and every way in which they fail."""
+
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch comes with the engine")
+
+from cleave_worker.transfer import client, protocol  # noqa: E402
+from cleave_worker.transfer.block_leases import Held, Holds  # noqa: E402
+from cleave_worker.transfer.handoff import HandOff, Layout, Reason, RefusedError  # noqa: E402
+from cleave_worker.transfer.server import Owner  # noqa: E402
+from cleave_worker.transfer.sharding import Part, Shape, Source  # noqa: E402
+from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.transports import shared_memory  # noqa: E402
+
+from tests.support.kv_server_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
+
+Start = Callable[..., OwnerProcess]
+BOUND_S = 60.0
+PROMPT = [5, 6, 7, 8]
+WAYS = [Way.SHARED_MEMORY, Way.GLOO]
+
+
+class Engine:
+    """The decode side: own KV, and a reader."""
+
+    def __init__(self, *ways: Way, check_bytes: bool = False, layout: Layout = LAYOUT) -> None:
+        self.tensors = caches(0)
+        kept = replace(kept_as("boot-d", self.tensors), layout=layout)
+        self.reader = client.Reader(kept, ways or WAYS, BOUND_S, check_bytes=check_bytes)
+
+    def pull(self, hand_off: HandOff, blocks: list[int], first: int = 0) -> Way:
+        return self.reader.pull(hand_off, hand_off.prompt_digest, first, blocks)
+
+    def refused(self, hand_off: HandOff, blocks: list[int]) -> Reason:
+        with pytest.raises(RefusedError) as caught:
+            self.pull(hand_off, blocks)
+        return caught.value.reason
+
+    def values(self, block: int) -> list[float]:
+        return [layer[block, 0, 0, 0].item() for layer in self.tensors]
+
+
+def written(block: int) -> list[float]:
+    """What the owner's prefill wrote, by layer."""
+    return [1000.0 + layer * 100 + block for layer in range(LAYERS)]
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(*ways: Way, **settings: object) -> Engine:
+        made.append(Engine(*ways, **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.reader.close()
+
+
+Make = Callable[..., Engine]
+
+
+def test_blocks_arrive_where_they_belong_and_are_freed(
+    start_owner: Start, engines: Make, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    owner, engine = start_owner(), engines(way, check_bytes=True)
+    hand_off = owner.hold("r", PROMPT, [3, 4, 9])
+    assert engine.pull(hand_off, [10, 11, 2]) is way
+    for there, here in ((3, 10), (4, 11), (9, 2)):
+        assert engine.values(here) == written(there)
+    assert engine.values(5) == caches_value(5), "no other block is touched"
+    assert owner.tell("freed") == {"freed": ["r"], "held": 0}
+    (line,) = [line for line in caplog.messages if "GB/s" in line]
+    assert line.startswith(f"KV from boot-p arrives over {way} at ")
+
+
+def caches_value(block: int) -> list[float]:
+    return [float(layer * 100 + block) for layer in range(LAYERS)]
+
+
+def test_what_a_prefix_cache_has_is_not_pulled(start_owner: Start, engines: Make, way: Way) -> None:
+    owner, engine = start_owner(), engines(way)
+    engine.pull(owner.hold("r", PROMPT, [3, 4, 9]), [7], first=2)
+    assert engine.values(7) == written(9)
+
+
+def test_the_best_way_that_works_is_taken(start_owner: Start, engines: Make) -> None:
+    owner, engine = start_owner(shared=False), engines()
+    assert engine.pull(owner.hold("r", PROMPT, [1]), [1]) is Way.GLOO
+
+
+def test_many_requests_of_many_owners_side_by_side(start_owner: Start, engines: Make) -> None:
+    owners = [start_owner(boot_id="boot-a"), start_owner(boot_id="boot-b", shared=False)]
+    engine = engines()
+    jobs = [
+        threading.Thread(
+            target=engine.pull, args=(owners[n % 2].hold(f"r{n}", [n], [n]), [n]), daemon=True
+        )
+        for n in range(BLOCKS)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(BOUND_S)
+    assert [engine.values(n) for n in range(BLOCKS)] == [written(n) for n in range(BLOCKS)]
+
+
+MISMATCHES: list[tuple[dict[str, object], Reason]] = [
+    ({"boot_id": "boot-before"}, Reason.BOOT),
+    ({"epoch": 2}, Reason.EPOCH),
+    ({"request_id": "other"}, Reason.NOT_HELD),
+    ({"prompt_digest": "0" * 32}, Reason.PROMPT),
+    ({"addresses": (("127.0.0.1", 1),)}, Reason.LOST),
+    ({"addresses": ()}, Reason.LAYOUT),
+    ({"addresses": (("no such host", 1),)}, Reason.LOST),
+    ({"boot_id": "boot-d"}, Reason.BOOT),
+]
+
+
+def test_a_hand_off_that_does_not_match_is_refused_and_nothing_moves(
+    start_owner: Start, engines: Make
+) -> None:
+    owner, engine = start_owner(), engines()
+    hand_off = owner.hold("r", PROMPT, [3])
+    for changed, reason in MISMATCHES:
+        assert engine.refused(msgspec.structs.replace(hand_off, **changed), [3]) is reason
+        assert engine.values(3) == caches_value(3)
+    assert engine.pull(hand_off, [3]), "the true one still works"
+
+
+def test_kv_of_another_prompt_is_refused_by_the_reader_itself(
+    start_owner: Start, engines: Make
+) -> None:
+    owner, engine = start_owner(), engines()
+    hand_off = owner.hold("r", PROMPT, [3])
+    with pytest.raises(RefusedError) as caught:
+        engine.reader.pull(hand_off, "digest of other tokens", 0, [3])
+    assert caught.value.reason is Reason.PROMPT
+
+
+def test_another_layout_is_refused_and_named(start_owner: Start, engines: Make) -> None:
+    hand_off = start_owner().hold("r", PROMPT, [3])
+    for field in LAYOUT.__struct_fields__:
+        value = "x" if isinstance(getattr(LAYOUT, field), str) else 99
+        engine = engines(layout=msgspec.structs.replace(LAYOUT, **{field: value}))
+        with pytest.raises(RefusedError, match=field) as caught:
+            engine.pull(hand_off, [3])
+        assert caught.value.reason is Reason.LAYOUT
+
+
+def test_a_hand_off_serves_once(start_owner: Start, engines: Make, way: Way) -> None:
+    owner, engine = start_owner(), engines(way)
+    hand_off = owner.hold("r", PROMPT, [3])
+    engine.pull(hand_off, [3])
+    assert engine.refused(hand_off, [4]) is Reason.NOT_HELD
+    assert engine.values(4) == caches_value(4)
+
+
+def test_more_blocks_than_are_held_is_refused_and_the_connection_lives(
+    start_owner: Start, engines: Make
+) -> None:
+    owner, engine = start_owner(), engines()
+    hand_off = owner.hold("r", PROMPT, [3])
+    assert engine.refused(hand_off, [3, 4]) is Reason.MALFORMED
+    engine.pull(hand_off, [3])
+
+
+def test_a_hand_off_after_its_lease_is_refused(start_owner: Start, engines: Make) -> None:
+    owner, engine = start_owner(lease_s=0.01), engines()
+    hand_off = owner.hold("r", PROMPT, [3])
+    until(lambda: owner.tell("freed")["freed"])
+    assert engine.refused(hand_off, [3]) is Reason.NOT_HELD
+
+
+def test_heartbeats_keep_a_hand_off(start_owner: Start, engines: Make) -> None:
+    owner, engine = start_owner(lease_s=9.0), engines()
+    hand_off, other = owner.hold("r", PROMPT, [3]), owner.hold("s", PROMPT, [4])
+
+    def beaten() -> bool:
+        assert engine.reader.beat([hand_off]) == 0
+        return "s" in owner.tell("freed")["freed"]
+
+    until(beaten)
+    engine.pull(hand_off, [3])
+    assert engine.refused(other, [4]) is Reason.NOT_HELD
+
+
+def test_owners_that_are_gone_or_silent_do_not_end_the_heartbeats_of_others(
+    start_owner: Start, engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_BEAT_S", 0.5)
+    dead, owner, engine = start_owner(boot_id="boot-dead"), start_owner(), engines()
+    gone = dead.hold("g", PROMPT, [3])
+    dead.end()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = ("127.0.0.1", silent.getsockname()[1])
+        mute = HandOff("boot-mute", "m", 1, "d", 4, (address,))
+        assert engine.reader.beat([gone, mute, owner.hold("r", PROMPT, [3])]) == 2
+
+
+def test_a_declined_hand_off_is_freed_at_once(start_owner: Start, engines: Make) -> None:
+    owner, engine = start_owner(), engines()
+    engine.reader.decline(owner.hold("r", PROMPT, [3]))
+    assert owner.tell("freed") == {"freed": ["r"], "held": 0}
+
+
+def test_what_was_read_after_the_owner_gave_it_up_is_void(
+    start_owner: Start, engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, engine = start_owner(reading_s=0.01), engines()
+    read = shared_memory.SharedMemory.read
+
+    def late(link: shared_memory.SharedMemory, *told: object) -> None:
+        until(lambda: owner.tell("freed")["freed"])
+        owner.tell("overwrite", block=3)
+        read(link, *told)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shared_memory.SharedMemory, "read", late)
+    assert engine.refused(owner.hold("r", PROMPT, [3]), [3]) is Reason.LAPSED
+
+
+def test_bytes_that_changed_on_the_way_are_noticed(
+    start_owner: Start, engines: Make, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, engine = start_owner(), engines(way, check_bytes=True)
+    move = client._Pair._move
+
+    def damage(pair: client._Pair, grant: protocol.Grant, blocks: list[int]) -> None:
+        move(pair, grant, blocks)
+        engine.tensors[1][blocks[-1]].view(-1)[17] += 1
+
+    monkeypatch.setattr(client._Pair, "_move", damage)
+    assert engine.refused(owner.hold("r", PROMPT, [3, 4]), [3, 4]) is Reason.CHECKSUM
+    assert owner.tell("freed")["held"] == 0
+
+
+def test_an_owner_that_dies_while_it_sends_is_an_error(
+    start_owner: Start, engines: Make, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, engine = start_owner(), engines(way)
+    engine.pull(owner.hold("first", PROMPT, [3]), [3])
+    move = client._Pair._move
+
+    def bereaved(pair: client._Pair, *told: object) -> None:
+        owner.tell("die")
+        owner.process.wait(BOUND_S)
+        move(pair, *told)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(client._Pair, "_move", bereaved)
+    hand_off = owner.hold("r", PROMPT, [4])
+    assert engine.refused(hand_off, [4]) is Reason.LOST
+    assert engine.refused(hand_off, [4]) is Reason.LOST
+
+
+def test_an_owner_that_stands_still_costs_a_bounded_time(
+    start_owner: Start, engines: Make, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, engine = start_owner(), engines(way)
+    engine.pull(owner.hold("first", PROMPT, [3]), [3])
+    hand_off = owner.hold("r", PROMPT, [4])
+    monkeypatch.setattr(client, "ANSWER_S", 0.3)
+    os.kill(owner.process.pid, signal.SIGSTOP)
+    until(lambda: states_of(owner.process.pid) == {"T"})
+    assert engine.refused(hand_off, [4]) is Reason.TIME_OUT
+    os.kill(owner.process.pid, signal.SIGCONT)
+    # The reader has left, so that what it had asked for is free, whenever that is noticed.
+    until(lambda: owner.tell("freed")["held"] == 0)
+
+
+def states_of(pid: int) -> set[str]:
+    """States of all threads: each of them stops at a moment of its own."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}
+
+
+def test_a_connection_that_was_idle_too_long_is_made_again(
+    start_owner: Start, engines: Make
+) -> None:
+    owner, engine = start_owner(), engines()
+    engine.pull(owner.hold("r", PROMPT, [3]), [3])
+    (pair,) = engine.reader._pairs.values()
+    assert pair._connection
+    pair._connection.close()
+    engine.pull(owner.hold("s", PROMPT, [4]), [4])
+    assert engine.values(4) == written(4)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"\0\0\0", b"\0\0\0\x09truncated"[:9], b"\xff\xff\xff\xff", b"\0\0\0\x03abc"]
+)
+def test_an_owner_that_talks_nonsense_is_an_error(engines: Make, answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connected, _ = listening.accept()
+            with connected:
+                connected.recv(1 << 16)
+                connected.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = listening.getsockname()[1]
+        hand_off = HandOff("boot-p", "r", 1, "d", 4, (("127.0.0.1", port),))
+        assert engines().refused(hand_off, [3]) is Reason.LOST
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"", b"\0\0\0\x03abc", b"\xff\xff\xff\xff", b"GET / HTTP/1.1"]
+)
+def test_a_reader_that_talks_nonsense_does_not_disturb_others(
+    start_owner: Start, engines: Make, greeting: bytes
+) -> None:
+    owner, engine = start_owner(), engines()
+    with socket.create_connection(("127.0.0.1", owner.port)) as connected:
+        connected.sendall(greeting)
+        engine.pull(owner.hold("r", PROMPT, [3]), [3])
+
+
+def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
+    start_owner: Start, engines: Make
+) -> None:
+    owner = start_owner()
+    hand_off = owner.hold("r", PROMPT, [3])
+    with socket.create_connection(("127.0.0.1", owner.port)) as connected:
+        connection = protocol.Wire(connected)
+        source = Source(0, Part(0, LAYERS, 0, 2), 1)
+        hello = protocol.Hello("boot-p", LAYOUT, Shape(), source, "boot-d", 0)
+        connection.send(hello, BOUND_S)
+        connection.receive(BOUND_S)
+        pull = protocol.Pull("r", 1, hand_off.prompt_digest, 0, 1, send=False, checksums=False)
+        connection.send(pull, BOUND_S)
+        assert isinstance(connection.receive(BOUND_S), protocol.Grant)
+    until(lambda: owner.tell("freed")["held"] == 0)
+
+
+def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
+    engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+
+    def scarce(listening: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    holds = Holds(BOUND_S, BOUND_S)
+    holds.hold("r", Held(1, "d", (3,)))
+    owner = Owner(kept_as("boot-p", caches(1000)), holds, (), 0, BOUND_S)
+    engine = engines()
+    try:
+        hand_off = HandOff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))
+        assert engine.pull(hand_off, [3]) is Way.GLOO
+    finally:
+        owner.close()
+    assert not failures
+    assert engine.values(3) == written(3)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,138 @@
+"""Every way that bytes can take, with both ends in this process."""
+
+import concurrent.futures
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch comes with the engine")
+
+from cleave_worker.transfer.memory import Memory, Move, Span  # noqa: E402
+from cleave_worker.transfer.transport import LinkError, Meter, Way  # noqa: E402
+from cleave_worker.transfer.transports import torch_distributed  # noqa: E402
+from cleave_worker.transfer.transports.shared_memory import SharedMemory, SharedRegion, share  # noqa: E402
+
+HOST = "127.0.0.1"
+SIZE = 20 << 20
+BOUND_S = 60.0
+
+
+def random_memory() -> Memory:
+    return Memory([torch.randint(0, 255, (SIZE,), dtype=torch.uint8)])
+
+
+def empty_memory() -> Memory:
+    return Memory([torch.zeros(SIZE, dtype=torch.uint8)])
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def met(
+    pool: concurrent.futures.ThreadPoolExecutor, one: Memory, other: Memory
+) -> tuple[torch_distributed.Group, torch_distributed.Group]:
+    meeting = torch_distributed.Meeting(HOST, BOUND_S)
+    entering = pool.submit(meeting.enter, one, Way.GLOO, HOST, BOUND_S)
+    joined = torch_distributed.join(other, Way.GLOO, (HOST, meeting.port), HOST, BOUND_S)
+    return entering.result(BOUND_S), joined
+
+
+def test_shared_memory_is_read_and_written_without_the_owner() -> None:
+    theirs, ours = random_memory(), empty_memory()
+    alias = theirs.regions[0][100:200]
+    before = alias.clone()
+    link = SharedMemory(ours, share(theirs))
+    assert torch.equal(alias, before), "moving into shared memory keeps contents and views"
+    link.read([Move(Span(0, 100, 100), Span(0, 0, 100))], BOUND_S)
+    assert torch.equal(ours.regions[0][:100], before)
+    link.write([Move(Span(0, 100, 100), Span(0, 500, 100))], BOUND_S)
+    assert not alias.any()
+    with pytest.raises(LinkError, match="region"):
+        link.read([Move(Span(0, SIZE, 1), Span(0, 0, 1))], BOUND_S)
+    link.close()
+
+
+def test_a_file_that_took_the_place_of_another_is_not_mapped() -> None:
+    memory = random_memory()
+    (region,) = share(memory)
+    other = SharedRegion(region.pid, region.file, region.device, region.inode + 1, region.size)
+    with pytest.raises(LinkError, match="another file"):
+        SharedMemory(empty_memory(), [other])
+
+
+def test_a_process_that_is_gone_cannot_be_mapped() -> None:
+    with pytest.raises(LinkError, match="cannot be mapped"):
+        SharedMemory(empty_memory(), [SharedRegion(2**22 - 1, 3, 0, 0, 10)])
+
+
+def test_a_group_moves_scattered_spans_larger_than_a_piece(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    source, target = random_memory(), empty_memory()
+    sender, receiver = met(pool, source, target)
+    there = [Span(0, 5, 10 << 20), Span(0, 15 << 20, 3), Span(0, 1, 2)]
+    here = [Span(0, 7, 5), Span(0, 100, 10 << 20)]
+    for _ in range(2):
+        sending = pool.submit(sender.send, there, BOUND_S)
+        receiver.receive(here, BOUND_S)
+        sending.result(BOUND_S)
+    sent = torch.cat([source.view(span) for span in there])
+    assert torch.equal(torch.cat([target.view(span) for span in here]), sent)
+
+
+def test_groups_of_different_pairs_do_not_wait_for_each_other(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    source, target = random_memory(), empty_memory()
+    late, idle = met(pool, source, target)
+    waiting = pool.submit(idle.receive, [Span(0, 0, 10)], BOUND_S)
+    sender, receiver = met(pool, source, target)
+    sending = pool.submit(sender.send, [Span(0, 50, 10)], BOUND_S)
+    receiver.receive([Span(0, 50, 10)], BOUND_S)
+    sending.result(BOUND_S)
+    assert not waiting.done()
+    sender.close()
+    late.send([Span(0, 0, 10)], BOUND_S)
+    waiting.result(BOUND_S)
+
+
+def test_a_peer_that_sends_too_late_is_an_error_and_touches_nothing_any_more(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    source, target = random_memory(), empty_memory()
+    sender, receiver = met(pool, source, target)
+    with pytest.raises(LinkError, match="receiving failed"):
+        receiver.receive([Span(0, 0, 100)], 0.2)
+    with pytest.raises(LinkError):
+        sender.send([Span(0, 0, SIZE)], BOUND_S)
+    assert not target.regions[0].any()
+
+
+def test_less_than_expected_is_an_error(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    sender, receiver = met(pool, random_memory(), target := empty_memory())
+    sending = pool.submit(sender.send, [Span(0, 0, 50)], BOUND_S)
+    with pytest.raises(LinkError):
+        receiver.receive([Span(0, 0, 9 << 20)], 1.0)
+    assert not target.regions[0].any()
+    sender.close()
+    sending.exception(BOUND_S)
+
+
+def test_nobody_at_the_meeting_is_an_error_within_the_bound() -> None:
+    meeting = torch_distributed.Meeting(HOST, 0.5)
+    with pytest.raises(LinkError, match="no gloo group"):
+        meeting.enter(empty_memory(), Way.GLOO, HOST, 0.5)
+
+
+def test_only_transfers_that_end_well_are_measured() -> None:
+    meter = Meter()
+    assert meter.bytes_per_s == 0
+    with meter.measure(1000):
+        pass
+    with pytest.raises(LinkError), meter.measure(9000):
+        raise LinkError("broken")
+    assert meter.num_bytes == 1000
+    assert meter.bytes_per_s > 0

@@ -1,0 +1,184 @@
+"""From an engine that answers to a ready instance: finds a peer and runs the KV test with it.
+
+Run by the supervisor beside the health checks, once per boot. The cases:
+- A peer exists and the test passes: ready, KV path verified.
+- A peer exists and the test fails: not ready, retried with growing delay. A worker that is ready
+  unverified stays ready: it serves colocated requests, and the fault may be the peer's.
+- A peer exists, but its engine does not count pulled bytes, or other handoffs hide the result: the
+  test can show nothing, so ready unverified, and retried.
+- A peer exists, but its engine still starts: wait, as long as an engine may take to start.
+- No peer exists: after a while ready unverified, and the search goes on.
+
+After the direction of the role the opposite direction is tested, too, as the role may change. A
+direction that failed or was skipped is tested again before a role that needs it is announced.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from cleave.rpc.agent_discovery import DiscoveryError
+from cleave.rpc.v1 import agent_pb2
+from cleave_worker.agent import peers
+from cleave_worker.agent.config import AgentConfig
+from cleave_worker.agent.instance import Flow, Instance, flow_of
+from cleave_worker.agent.kv_self_test import (
+    Endpoint,
+    InconclusiveError,
+    TransferError,
+    UncountedError,
+    verify_transfer,
+)
+from cleave_worker.agent.launch import has_gpu
+
+_log = logging.getLogger(__name__)
+_NO_PEER = "no peer yet"
+_FIRST_DELAY = 1.0
+
+Look = Callable[[], Awaitable[peers.Sight]]
+Test = Callable[[agent_pb2.Registration, Flow], Awaitable[agent_pb2.KvPath]]
+
+
+async def prove(config: AgentConfig, instance: Instance) -> None:
+    """Bring an instance whose engine answers to ready; return once its KV path is verified."""
+    if not config.peers:
+        instance.unverified(_NO_PEER)
+        return
+    look = _looker(config, instance, peers.suits)
+    await pursue(config, instance, look, _tester(config, instance))
+
+
+async def pursue(config: AgentConfig, instance: Instance, search: Look, run_test: Test) -> None:
+    """Search peers and test with them until a test passes."""
+    clock = asyncio.get_running_loop().time
+    timing = config.timing
+    started_at = seen_at = clock()
+    delay = _FIRST_DELAY
+    while True:
+        scan = await search()
+        if scan.peer:
+            seen_at = clock()
+            if await _attempt(instance, scan.peer, run_test):
+                return
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, timing.verify_delay_max)
+            continue
+        if scan.starting and clock() - started_at < timing.start_timeout:
+            seen_at = clock()
+        elif clock() - seen_at >= timing.peer_wait:
+            instance.unverified(_NO_PEER)
+        ready = instance.state == agent_pb2.STATE_READY
+        await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
+
+
+async def prove_role(
+    config: AgentConfig, instance: Instance, role: "agent_pb2.Role.ValueType"
+) -> None:
+    """Test the KV direction of a role before a ready instance takes it. Raises TransferError.
+
+    Any compatible engine serves as peer; without one nothing is tested. Where engines do not count
+    bytes the role is taken unverified, as no later test would show more.
+    """
+    flow = flow_of(role)
+    ready = instance.state == agent_pb2.STATE_READY
+    if instance.is_proven(flow) or not ready or not config.peers:
+        return
+    look = _looker(config, instance, peers.is_akin)
+    boot_id = instance.registration().boot_id
+    if peer := (await look()).peer:
+        try:
+            kv_path = await _tester(config, instance)(peer, flow)
+        except UncountedError:
+            return
+        if instance.registration().boot_id == boot_id:
+            instance.verified(kv_path, flow)
+
+
+async def _attempt(instance: Instance, peer: agent_pb2.Registration, run_test: Test) -> bool:
+    flow = flow_of(instance.registration().role)
+    try:
+        kv_path = await run_test(peer, flow)
+    except InconclusiveError as error:
+        instance.unverified(str(error))
+        return False
+    except TransferError as error:
+        reason = f"KV test with {peer.instance} failed: {error}"
+        _log.warning(reason)
+        instance.verification_failed(reason)
+        return False
+    await _try_other_way(instance, peer, run_test, flow.other)
+    instance.verified(kv_path, flow)
+    # The role may have changed meanwhile.
+    return instance.is_proven(flow_of(instance.registration().role))
+
+
+async def _try_other_way(
+    instance: Instance, peer: agent_pb2.Registration, run_test: Test, flow: Flow
+) -> None:
+    try:
+        instance.verified(await run_test(peer, flow), flow)
+    except TransferError as error:
+        _log.warning("KV test with %s failed in the opposite direction: %s", peer.instance, error)
+
+
+def _looker(config: AgentConfig, instance: Instance, matches: peers.Matches) -> Look:
+    addresses = peers.Addresses(config.peers, config.address)
+
+    async def look() -> peers.Sight:
+        try:
+            known = await addresses.find()
+        except (DiscoveryError, OSError) as error:
+            _log.error("cannot search peers: %s", error)
+            return peers.Sight()
+        return await peers.look(known, instance.registration(), matches)
+
+    return look
+
+
+def _tester(config: AgentConfig, instance: Instance) -> Test:
+    # System randomness: two workers that start together must not generate the same prompts.
+    rng = random.SystemRandom()
+    transport = _name_transport(config)
+
+    async def test(peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
+        own = instance.registration()
+        prefill, decode = (own, peer) if flow is Flow.OUT else (peer, own)
+        transfer = await verify_transfer(
+            _endpoint(prefill),
+            _endpoint(decode),
+            config.served_model_name,
+            seconds=config.timing.verify_timeout,
+            random_words=rng,
+        )
+        kv_path = agent_pb2.KvPath(
+            verified=True,
+            transport=f"{transport} over {transfer.after.way}" if transfer.after.way else transport,
+            transfer_ms=transfer.first_token_ms,
+            bytes_per_s=transfer.bytes_per_s,
+            detail=f"{prefill.instance} -> {decode.instance}: {transfer.describe()}",
+        )
+        _log.info("KV path verified: %s, %s", kv_path.transport, kv_path.detail)
+        return kv_path
+
+    return test
+
+
+def _name_transport(config: AgentConfig) -> str:
+    """Name what transfers the KV, as far as the devices of this container show.
+
+    Without RDMA a GPU's KV may go over NVLink or TCP, which only the measured speed tells apart;
+    without a GPU it goes over TCP, or shared memory between engines of one machine.
+    """
+    if config.engine != "vllm":
+        return "emulated"
+    if config.connector == "cleave":
+        return "cleave"
+    if any(Path("/dev/infiniband").glob("uverbs*")):
+        return "nixl over rdma"
+    return "nixl" if has_gpu() else "nixl over tcp"
+
+
+def _endpoint(of: agent_pb2.Registration) -> Endpoint:
+    return Endpoint(of.instance, of.engine_url, of.boot_id, of.max_model_len)

@@ -1,0 +1,234 @@
+"""Runs the ranks of an engine on a node other than its agent's.
+
+The container command of the further pods of a multi-node instance. What is hard: the ranks of all
+nodes live and die together. A worker node starts its ranks when the leader's agent has started an
+engine, with that engine's boot id. It ends them when the leader has another engine or is gone. When
+it must stop, it has the leader drained first.
+
+Exit codes: 0 the leader is drained; 2 bad usage; 1 the ranks ended by themselves, or other errors.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from cleave import logs
+from cleave.rpc.channel import dial
+from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
+from cleave_worker.agent import subreaper
+from cleave_worker.agent.config import CONNECTORS, TRANSFERS, AgentConfig
+from cleave_worker.agent.launch import Boot, Launch, LaunchError, free_port, has_gpu, share
+from cleave_worker.agent.peers import ask
+from cleave_worker.agent.process import EngineProcess, find_sink
+
+_log = logging.getLogger(__name__)
+
+_SLACK_S = 5.0
+"""Time for the leader to answer, beyond its drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Periods and time limits, in seconds."""
+
+    poll: float = 1.0
+    """Interval between requests to the leader."""
+    lost: float = 15.0
+    """Time without an answer after which the leader counts as gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerConfig:
+    """The command line of one worker node."""
+
+    leader: str
+    """host:port of the leader's agent."""
+    engine: AgentConfig
+    """Model, parallelism and the engine's own arguments."""
+    patience: Patience = Patience()
+
+
+class Follower:
+    """The ranks of one node, through all boots of the leader's engine."""
+
+    def __init__(self, config: FollowerConfig, gpu: bool) -> None:
+        self._config = config
+        self._gpu = gpu
+        self._told = asyncio.Event()
+
+    def stop(self) -> None:
+        """Have the leader drained, then end."""
+        self._told.set()
+
+    async def run(self) -> int:
+        """Run until stopped (returns 0) or until the ranks end (1). Raises LaunchError."""
+        engines = asyncio.create_task(self._follow())
+        stopping = asyncio.create_task(self._told.wait())
+        try:
+            await asyncio.wait({engines, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if engines.done():
+                return engines.result()
+            await self._drain_leader()
+            return 0
+        finally:
+            for task in (engines, stopping):
+                task.cancel()
+            await asyncio.wait({engines, stopping})
+
+    async def _follow(self) -> int:
+        while True:
+            boot_id = await self._boot_id()
+            if boot_id and not await self._life(boot_id):
+                return 1
+            await asyncio.sleep(self._config.patience.poll)
+
+    async def _life(self, boot_id: str) -> bool:
+        """Run the ranks of one boot; return whether they ended because the boot did."""
+        config = self._config
+        with tempfile.TemporaryDirectory(
+            prefix="cleave-share-", ignore_cleanup_errors=True
+        ) as folder:
+            process = await EngineProcess.start(
+                launched(config, boot_id, Path(folder), self._gpu, os.environ),
+                agent_pid=os.getpid(),
+                cores=(),
+                scratch=Path(folder),
+                stop_grace=config.engine.timing.stop_grace,
+                sink=find_sink(config.engine.log_format),
+            )
+            _log.info("ranks of engine %s start", boot_id)
+            ended = asyncio.create_task(process.wait())
+            over = asyncio.create_task(self._until_over(boot_id))
+            try:
+                await asyncio.wait({ended, over}, return_when=asyncio.FIRST_COMPLETED)
+                if over.done():
+                    over.result()
+                    return True
+                _log.error("ranks of engine %s ended: %s", boot_id, process.last_words)
+                return False
+            finally:
+                for task in (ended, over):
+                    task.cancel()
+                await asyncio.gather(ended, over, return_exceptions=True)
+                await process.stop()
+
+    async def _until_over(self, boot_id: str) -> None:
+        """Return when the leader has another engine, or has not answered for `lost` seconds."""
+        clock, timing = asyncio.get_running_loop().time, self._config.patience
+        answered_at = clock()
+        while clock() - answered_at < timing.lost:
+            await asyncio.sleep(timing.poll)
+            current = await self._boot_id()
+            if current == boot_id:
+                answered_at = clock()
+            elif current:
+                _log.info("the leader has started engine %s", current)
+                return
+        _log.warning("the leader has not answered for %g s", timing.lost)
+
+    async def _boot_id(self) -> str:
+        """Return the boot id of the leader's engine; empty without an answer or an engine."""
+        registration = await ask(self._config.leader)
+        return registration.boot_id if registration else ""
+
+    async def _drain_leader(self) -> None:
+        limit = self._config.engine.drain_timeout
+        async with dial(self._config.leader) as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await agent_pb2_grpc.AgentStub(channel).Drain(
+                    agent_pb2.DrainRequest(), timeout=limit + _SLACK_S
+                )
+
+
+def launched(
+    config: FollowerConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
+) -> Launch:
+    """Build the process of the ranks of this node. Raises LaunchError."""
+    host = config.engine.host
+    boot = Boot(boot_id, engine_port=0, kv_port=free_port(host), load_page=folder / "load", gpu=gpu)
+    return share(config.engine, boot, env)
+
+
+def parse(argv: Sequence[str]) -> FollowerConfig:
+    """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
+    arguments = [*argv]
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:separator])
+    return FollowerConfig(
+        leader=options.leader,
+        engine=AgentConfig(
+            name=options.leader,
+            deployment="",
+            revision="",
+            role=agent_pb2.ROLE_UNSPECIFIED,
+            model=options.model,
+            served_model_name=options.served_model_name or options.model,
+            engine="vllm",
+            host=options.host,
+            tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
+            max_model_len=options.max_model_len,
+            connector=options.connector,
+            transfer=options.transfer,
+            drain_timeout=options.drain_timeout,
+            log_format=options.log_format,
+            engine_args=tuple(arguments[separator + 1 :]),
+        ),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until stopped; return the exit code."""
+    config = parse(sys.argv[1:] if argv is None else argv)
+    named = logs.TextLines("%(asctime)s %(levelname)s %(message)s")
+    logs.set_up(config.engine.log_format, text=named, always={"instance": config.engine.name})
+    subreaper.become_subreaper()
+    try:
+        return asyncio.run(_run(config))
+    except LaunchError as error:
+        print(f"cleave-follower: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+async def _run(config: FollowerConfig) -> int:
+    follower = Follower(config, has_gpu())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, follower.stop)
+    return await follower.run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cleave-follower",
+        description="Runs the ranks of a multi-node engine on this node.",
+        epilog="Arguments after -- go to the engine, including the rank of this node.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--leader", required=True, metavar="HOST:PORT", help="agent of the instance")
+    add("--host", required=True, help="this pod's own address")
+    add("--model", required=True, metavar="FOLDER_OR_ID")
+    add("--served-model-name", metavar="NAME")
+    add("--tensor-parallel-size", type=int, default=1)
+    add("--pipeline-parallel-size", type=int, default=1)
+    add("--max-model-len", type=int, default=0, metavar="TOKENS")
+    add("--connector", choices=CONNECTORS, default="nixl")
+    add("--transfer", choices=TRANSFERS, default=TRANSFERS[0])
+    add("--drain-timeout", type=float, default=600.0, metavar="SECONDS")
+    logs.add_option(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

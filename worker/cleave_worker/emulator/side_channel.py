@@ -1,0 +1,318 @@
+"""The KV side channel of an emulated engine, both ends of a handoff; the engine owns one.
+
+As producer it leases the blocks of finished prefills and serves them over TCP. As consumer it pulls
+blocks from another engine, for as long as the real bytes would take. What is hard: the producer
+must refuse what it does not lease any more (another boot, an expired lease, another prompt) instead
+of serving what the blocks contain now. The consumer must not use KV that is not what the prefill
+wrote. Every failure must reach the waiting request.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from cleave_worker.emulator import side_channel_messages
+from cleave_worker.emulator.config import KvTransfer
+from cleave_worker.emulator.faults import Faults
+from cleave_worker.emulator.metrics import Metrics
+from cleave_worker.emulator.scheduler import Scheduler
+from cleave_worker.emulator.sequence import HandOff, Sequence
+from cleave_worker.transfer.leases import Leases
+
+_CONNECT_S = 5.0
+_ANSWER_S = 5.0
+_IDLE_CONNECTION_S = 60.0
+_CORRUPTION = 0x5A5A5A5A
+
+
+class TransferError(Exception):
+    """The KV could not be pulled; the message says why."""
+
+
+class Held(NamedTuple):
+    """A finished prefill whose blocks can be pulled."""
+
+    prompt_digest: bytes
+    written: dict[int, int]
+    """Content of each block when the prefill ended."""
+
+
+class KvDoor:
+    """Serves leased blocks and pulls those of other engines."""
+
+    def __init__(
+        self,
+        config: KvTransfer,
+        scheduler: Scheduler,
+        faults: Faults,
+        metrics: Metrics,
+        on_freed: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self._scheduler = scheduler
+        self._faults = faults
+        self._metrics = metrics
+        self._on_freed = on_freed
+        self._leases = Leases(config.lease_s)
+        self._held: dict[str, Held] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
+        self._port = config.port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._awaiting: dict[Sequence, HandOff] = {}
+        self._heart: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen on the side channel. Raises OSError when the address is taken."""
+        self._server = await asyncio.start_server(self._serve, self.config.host, self.config.port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close the side channel and cancel its tasks."""
+        if self._timer:
+            self._timer.cancel()
+        if self._server:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Start the lease of a prefill that has just finished."""
+        request = sequence.request
+        written = self._scheduler.held_contents(request.id) or {}
+        self._held[request.id] = Held(request.prompt_digest, written)
+        self._leases.grant(request.id, self._now())
+        self._set_timer()
+
+    def params_of(self, sequence: Sequence) -> dict[str, object]:
+        """Return vLLM's kv_transfer_params, which a consumer needs to pull a leased prefill."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [sequence.blocks],
+            "remote_engine_id": self.config.engine_id,
+            "remote_request_id": sequence.request.id,
+            "remote_host": self.config.host,
+            "remote_port": self._port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": sequence.num_computed,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": sequence.cached_tokens,
+        }
+
+    def expect(self, sequence: Sequence, handoff: HandOff) -> None:
+        """Send heartbeats to the producer until the sequence is scheduled."""
+        self._awaiting[sequence] = handoff
+        if self._heart is None:
+            self._heart = self._spawn(self._beat())
+
+    def forget(self, sequence: Sequence) -> None:
+        """Send no more heartbeats for a sequence: its pull ended or was dropped."""
+        self._awaiting.pop(sequence, None)
+
+    def decline(self, handoff: HandOff) -> None:
+        """Tell the producer, in the background, that its blocks will not be pulled."""
+        self._spawn(
+            self._notify(handoff, side_channel_messages.Done(handoff.engine_id, handoff.request_id))
+        )
+
+    async def pull(
+        self, handoff: HandOff, prompt_digest: bytes, num_blocks: int, duration_s: float
+    ) -> list[int]:
+        """Return the last `num_blocks` contents of a prompt, after `duration_s` of transfer.
+
+        Raises TransferError when the producer refuses, does not answer or dies meanwhile, and when
+        the contents are not what it wrote.
+        """
+        if handoff.engine_id == self.config.engine_id:
+            raise TransferError("an engine cannot pull KV from itself")
+        if len(handoff.block_ids) < num_blocks:
+            raise TransferError(f"{len(handoff.block_ids)} blocks offered, {num_blocks} needed")
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                reader, writer = await asyncio.open_connection(handoff.host, handoff.port)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise TransferError("the prefill instance cannot be reached") from error
+        try:
+            block_ids = list(handoff.block_ids[-num_blocks:])
+            pull = side_channel_messages.Pull(
+                handoff.engine_id, handoff.request_id, block_ids, prompt_digest
+            )
+            return await self._read(reader, writer, pull, duration_s)
+        except (side_channel_messages.WireError, OSError, TimeoutError) as error:
+            raise TransferError(f"the prefill instance was lost: {error}") from error
+        finally:
+            writer.close()
+
+    async def _read(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pull: side_channel_messages.Pull,
+        duration_s: float,
+    ) -> list[int]:
+        side_channel_messages.send(writer, pull)
+        async with asyncio.timeout(_ANSWER_S):
+            response = await side_channel_messages.receive(reader)
+        if isinstance(response, side_channel_messages.Refusal):
+            raise TransferError(response.reason)
+        if not isinstance(response, side_channel_messages.Contents) or len(
+            response.contents
+        ) != len(pull.block_ids):
+            raise side_channel_messages.WireError("unexpected response")
+        # The producer sends nothing more: data or an end of the stream means that it is gone.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(duration_s):
+                await reader.read(1)
+                raise side_channel_messages.WireError("connection closed during the transfer")
+        side_channel_messages.send(
+            writer, side_channel_messages.Done(pull.engine_id, pull.request_id)
+        )
+        if side_channel_messages.sum_up(response.contents) != response.checksum:
+            self._metrics.corrupt_transfers += 1
+            raise TransferError("the KV is not what the prefill instance wrote")
+        return response.contents
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            while True:
+                async with asyncio.timeout(_IDLE_CONNECTION_S):
+                    message = await side_channel_messages.receive(reader)
+                if isinstance(message, side_channel_messages.Pull):
+                    side_channel_messages.send(writer, self._answer(message))
+                    await writer.drain()
+                else:
+                    self._note(message)
+        except (side_channel_messages.WireError, OSError, TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            # Only `stop` cancels; asyncio's stream server would log a cancelled handler.
+            pass
+        finally:
+            writer.close()
+
+    def _answer(
+        self, pull: side_channel_messages.Pull
+    ) -> side_channel_messages.Contents | side_channel_messages.Refusal:
+        if pull.engine_id != self.config.engine_id:
+            return side_channel_messages.Refusal(
+                f"engine {pull.engine_id} does not run here any more"
+            )
+        leased = self._held.get(pull.request_id)
+        if leased is None:
+            return side_channel_messages.Refusal(f"no KV is leased for {pull.request_id}")
+        if pull.prompt_digest not in (b"", leased.prompt_digest):
+            self._metrics.foreign_pulls += 1
+            return side_channel_messages.Refusal(
+                f"the KV of {pull.request_id} is of another prompt"
+            )
+        if not leased.written.keys() >= set(pull.block_ids):
+            return side_channel_messages.Refusal(
+                f"the requested blocks do not belong to {pull.request_id}"
+            )
+        checksum = side_channel_messages.sum_up([leased.written[block] for block in pull.block_ids])
+        return self._spoil(side_channel_messages.Contents(self._read_blocks(pull), checksum))
+
+    def _read_blocks(self, pull: side_channel_messages.Pull) -> list[int]:
+        """Return the present contents of a leased request's blocks."""
+        stale = self._faults.spend("stale_handoff")
+        contents = self._scheduler.held_contents(pull.request_id, stale) or {}
+        return [contents[block] for block in pull.block_ids]
+
+    def _spoil(self, response: side_channel_messages.Contents) -> side_channel_messages.Contents:
+        """Return the response, changed by the active faults."""
+        faults, contents, checksum = self._faults, response.contents, response.checksum
+        if faults.spend("wrong_kv"):
+            contents = [content ^ _CORRUPTION for content in contents]
+            checksum = side_channel_messages.sum_up(contents)
+        if faults.spend("corrupt_handoff"):
+            contents = [content ^ _CORRUPTION for content in contents]
+        if faults.spend("short_handoff"):
+            contents = contents[:-1]
+        return side_channel_messages.Contents(contents, checksum)
+
+    def _note(self, message: side_channel_messages.Message) -> None:
+        if (
+            isinstance(message, side_channel_messages.Done)
+            and message.engine_id == self.config.engine_id
+        ):
+            if self._leases.end(message.request_id):
+                self._release(message.request_id)
+                self._on_freed()
+        elif (
+            isinstance(message, side_channel_messages.Heartbeat)
+            and message.engine_id == self.config.engine_id
+        ):
+            for request_id in message.request_ids:
+                self._leases.extend(request_id, self._now())
+
+    def _release(self, request_id: str) -> None:
+        del self._held[request_id]
+        self._scheduler.release(request_id)
+
+    async def _beat(self) -> None:
+        while self._awaiting:
+            await asyncio.sleep(self.config.lease_s / 6)
+            await asyncio.gather(
+                *(self._notify(owner, beat) for owner, beat in _beats(self._awaiting.values()))
+            )
+        self._heart = None
+
+    async def _notify(self, handoff: HandOff, message: side_channel_messages.Message) -> None:
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, writer = await asyncio.open_connection(handoff.host, handoff.port)
+                try:
+                    side_channel_messages.send(writer, message)
+                    await writer.drain()
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, UnicodeError):
+            self._metrics.failed_notifications += 1
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _set_timer(self) -> None:
+        if self._timer is None and (expiry := self._leases.next_expiry) is not None:
+            self._timer = asyncio.get_running_loop().call_at(expiry, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        expired = self._leases.expire(self._now())
+        for request_id in expired:
+            self._release(request_id)
+        if expired:
+            self._metrics.kv_expired += len(expired)
+            self._on_freed()
+        self._set_timer()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _beats(handoffs: Iterable[HandOff]) -> list[tuple[HandOff, side_channel_messages.Heartbeat]]:
+    """Build one heartbeat per producer, with a handoff that has its address."""
+    by_producer: dict[tuple[str, str, int], list[HandOff]] = {}
+    for handoff in handoffs:
+        by_producer.setdefault((handoff.engine_id, handoff.host, handoff.port), []).append(handoff)
+    return [
+        (
+            group[0],
+            side_channel_messages.Heartbeat(engine_id, [member.request_id for member in group]),
+        )
+        for (engine_id, _, _), group in by_producer.items()
+    ]

@@ -1,0 +1,99 @@
+"""How an engine orders, chunks and admits requests, by its current role.
+
+Set on the agent's command line (`--scheduling`), sent to the engine through the scheduling page,
+and applied by the schedulers of the emulated engine and of vLLM.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+from cleave.policy.admission import Admission
+from cleave.policy.prompt_order import Order
+from cleave.rpc.v1 import agent_pb2
+
+Role: TypeAlias = "agent_pb2.Role.ValueType"
+
+ROLES: dict[str, Role] = {
+    "prefill": agent_pb2.ROLE_PREFILL,
+    "decode": agent_pb2.ROLE_DECODE,
+    "mixed": agent_pb2.ROLE_MIXED,
+}
+"""Role names in command lines and resources."""
+
+
+class TermsError(ValueError):
+    """The configuration is invalid; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The scheduling configuration of one role. 0: as the engine was started, or no limit."""
+
+    order: Order = Order.FCFS
+    """Order of waiting prompts."""
+    prefill_sched_batch: int = 16
+    """How many of the oldest prompts SJF and LJF sort at a time, which prevents starvation."""
+    max_num_seqs: int = 0
+    """Most requests in a step, at most what the engine was started with."""
+    max_num_batched_tokens: int = 0
+    """Most tokens in a step (L_m, Sarathi's chunk), at most what the engine was started with."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in a step while others wait, so that these are not blocked."""
+    admission: Admission = Admission.GREEDY
+    """Admission of requests that decode here."""
+    preemption_limit: int = 0
+    """After so many preemptions a request is preempted only after those with fewer."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < (least := int(field.name == "prefill_sched_batch")):
+                raise TermsError(f"{field.name} must be at least {least}")
+
+
+DEFAULT = Terms()
+"""First come first served, and every request that fits is admitted."""
+
+
+def find_limit(configured: int, initial: int) -> int:
+    """Return a limit of the configuration, capped by the engine's `initial` one; 0: that one."""
+    return min(configured or initial, initial)
+
+
+def parse(text: str) -> dict[Role, Terms]:
+    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations. Raises TermsError."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        raise TermsError("is not JSON") from None
+    if not isinstance(document, dict):
+        raise TermsError("is not a JSON object with a role for each name")
+    configs: dict[Role, Terms] = {}
+    for role, values in document.items():
+        if role not in ROLES or not isinstance(values, dict):
+            raise TermsError(f"{role}: must be one of {', '.join(ROLES)}, with an object")
+        configs[ROLES[role]] = _read(role, values)
+    return configs
+
+
+def _read(role: str, values: Mapping[str, object]) -> Terms:
+    names = {field.name for field in fields(Terms)}
+    settings: dict[str, int] = {}
+    for name, value in values.items():
+        if name not in names:
+            raise TermsError(f"{role}.{name}: unknown; must be one of {', '.join(sorted(names))}")
+        choices = {"order": Order, "admission": Admission}.get(name)
+        if choices is not None:
+            choices_by_name = {choice.name.lower().replace("_", "-"): choice for choice in choices}
+            if value not in choices_by_name:
+                raise TermsError(f"{role}.{name}: must be one of {', '.join(choices_by_name)}")
+            settings[name] = choices_by_name[str(value)]
+        elif type(value) is not int:
+            raise TermsError(f"{role}.{name}: must be a whole number")
+        else:
+            settings[name] = value
+    try:
+        return Terms(**settings)  # type: ignore[arg-type]
+    except TermsError as error:
+        raise TermsError(f"{role}.{error}") from None

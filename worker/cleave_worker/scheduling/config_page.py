@@ -1,0 +1,60 @@
+"""The scheduling page: a memory-mapped file through which the agent configures its engine.
+
+The agent writes it when the engine starts and at each change of role. The engine's scheduler checks
+it before each step, which costs a fraction of a microsecond and needs no thread or socket.
+"""
+
+import struct
+from pathlib import Path
+from typing import Self
+
+from cleave.policy.admission import Admission
+from cleave.policy.prompt_order import Order
+from cleave.shm.page import Page
+from cleave_worker.scheduling.config import Terms
+
+ENV = "CLEAVE_TERMS_PAGE"
+"""Environment variable with the path of the page, for the engine."""
+
+_BODY = struct.Struct("<7Q")
+
+
+class TermsPage:
+    """A scheduling page, opened for writing (agent) or reading (engine)."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = Page(path, _BODY)
+        self._seen = 0
+
+    def write(self, config: Terms) -> None:
+        """Write a configuration, which the engine applies from its next step on."""
+        self._page.write(
+            config.order,
+            config.prefill_sched_batch,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.long_prefill_token_threshold,
+            config.admission,
+            config.preemption_limit,
+        )
+
+    def news(self) -> Terms | None:
+        """Return the configuration if it has changed since the last call, else None."""
+        version = self._page.version
+        if version == self._seen or (values := self._page.read()) is None:
+            return None
+        self._seen = version
+        order, batch, seqs, tokens, threshold, admission, preemptions = values
+        return Terms(
+            Order(order), batch, seqs, tokens, threshold, Admission(admission), preemptions
+        )
+
+    def close(self) -> None:
+        """Unmap the page; the file stays."""
+        self._page.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

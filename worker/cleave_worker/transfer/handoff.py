@@ -1,0 +1,108 @@
+"""What identifies a KV handoff, and the reasons for which one is refused.
+
+An engine attends to whatever a block contains. So a handoff names boot, request, epoch, prompt and
+layout; both ends compare them, and the first difference is the reason of a refusal.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+from cleave_worker.transfer.sharding import Shape
+
+_DIGEST_BYTES = 16
+
+
+class Reason(StrEnum):
+    """Why a handoff failed; values are labels of the metric cleave_kv_lost."""
+
+    MALFORMED = "malformed"
+    """A field is missing, or the handoff covers fewer tokens than the prompt has."""
+    BOOT = "boot"
+    """The producer was restarted since."""
+    LAYOUT = "layout"
+    """The model, data type or block size differs, or a rank does not have the expected KV."""
+    PROMPT = "prompt"
+    """The KV is of other prompt tokens."""
+    NOT_HELD = "not_held"
+    """Pulled already, expired, or never leased."""
+    EPOCH = "epoch"
+    """The request is leased, but under another epoch than that of the handoff."""
+    BUSY = "busy"
+    """Another consumer reads it now."""
+    LAPSED = "lapsed"
+    """The lease ended while the blocks were read."""
+    TIME_OUT = "time_out"
+    LOST = "peer_lost"
+    """The connection failed or broke."""
+    CHECKSUM = "checksum"
+    """The received bytes differ from those sent."""
+
+
+class RefusedError(Exception):
+    """The KV must not be used; the engine has to compute the prompt itself."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How a model's KV lies in blocks; nothing is transferred unless both ends are equal.
+
+    The parallelism may differ, see `Shape`.
+    """
+
+    model: str
+    """Model source and revision."""
+    dtype: str
+    block_size: int
+    """Tokens per block."""
+    num_layers: int
+    """Layers of the whole model."""
+    num_kv_heads: int
+    """KV heads of the whole model; 1 with MLA, where every rank has the whole latent KV."""
+    head_size: int
+    arrangement: str
+    """Order of the bytes of one head within a block."""
+
+    def difference(self, other: "Layout") -> str:
+        """Return the first field that differs, with both values; empty when none does."""
+        for name in self.__struct_fields__:
+            own, its = getattr(self, name), getattr(other, name)
+            if own != its:
+                return f"{name} is {its!r} at the producer and {own!r} at the consumer"
+        return ""
+
+
+class HandOff(msgspec.Struct, frozen=True):
+    """A leased prompt, as the producer describes it to a consumer."""
+
+    boot_id: str
+    request_id: str
+    epoch: int
+    """Number of the lease within this boot, from 1; 0: see `ahead`."""
+    prompt_digest: str
+    num_tokens: int
+    addresses: tuple[tuple[str, int], ...]
+    """(host, port) of each rank of the producer, in the order of ranks."""
+    shape: Shape = Shape()
+    """Parallelism of the producer."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether it was made before the prefill, when epoch, digest and length are unknown.
+
+        `request_id` is then a name that the gateway gave to prefill and decode request alike.
+        """
+        return not self.epoch
+
+
+def prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:
+    """Hash the tokens and what else decides their KV (`kind`: adapter, images, cache salt)."""
+    hasher = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES)
+    hasher.update(kind.encode())
+    return hasher.hexdigest()

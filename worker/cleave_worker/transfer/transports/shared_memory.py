@@ -1,0 +1,115 @@
+"""One-sided link between processes of one host: the consumer maps the producer's memory.
+
+The producer moves its regions into shared memory once. A peer that can see its process (same user,
+same process namespace) maps them and copies at memory speed. What is hard: process ids and file
+descriptors are reused, so an opened file counts only if device, inode and size are the stated ones.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from cleave_worker.transfer.memory import Memory, Move
+from cleave_worker.transfer.transport import LinkError, Way
+
+
+class SharedRegion(msgspec.Struct, frozen=True):
+    """Where a peer can open a region: /proc/`pid`/fd/`file`."""
+
+    pid: int
+    file: int
+    device: int
+    inode: int
+    size: int
+
+
+def share(memory: Memory) -> tuple[SharedRegion, ...]:
+    """Move regions into shared memory, in place: tensors on them keep their contents.
+
+    Returns () when that is impossible: GPU memory, or more than /dev/shm has free. Must be called
+    before any address of the regions is used.
+    """
+    if any(region.device.type != "cpu" for region in memory.regions):
+        return ()
+    needed = sum(region.untyped_storage().nbytes() for region in memory.regions)
+    if needed > _free_bytes():
+        return ()
+    return tuple(_share(region) for region in memory.regions)
+
+
+def _share(region: torch.Tensor) -> SharedRegion:
+    file, size = region.untyped_storage()._share_fd_cpu_()
+    status = os.fstat(file)
+    return SharedRegion(os.getpid(), file, status.st_dev, status.st_ino, size)
+
+
+def _free_bytes() -> int:
+    try:
+        filesystem = os.statvfs("/dev/shm")  # noqa: S108
+    except OSError:
+        return 0
+    return filesystem.f_bavail * filesystem.f_frsize
+
+
+class SharedMemory:
+    """A OneSided link over mapped memory."""
+
+    way = Way.SHARED_MEMORY
+
+    def __init__(self, local: Memory, remote_regions: Sequence[SharedRegion]) -> None:
+        """Map the peer's regions. Raises LinkError when this process cannot open them."""
+        self._local = local
+        self._maps: list[mmap.mmap] = []
+        try:
+            for region in remote_regions:
+                self._maps.append(_map(region))
+        except OSError as error:
+            self.close()
+            raise LinkError(f"the peer's memory cannot be mapped: {error}") from error
+        self._remote = Memory(
+            [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self._maps]
+        )
+
+    def read(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
+        """Copy from remote to local memory; needs no time limit, as memory does not block."""
+        remote = self._remote  # Keeps the mapping during the copy, even if the link is closed.
+        try:
+            self._local.fill(remote, ((local, remote_range) for remote_range, local in moves))
+        except ValueError as error:
+            raise LinkError(str(error)) from error
+
+    def write(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
+        """Copy from local to remote memory."""
+        remote = self._remote
+        try:
+            remote.fill(self._local, moves)
+        except ValueError as error:
+            raise LinkError(str(error)) from error
+
+    def close(self) -> None:
+        """Release the peer's memory."""
+        self._remote = Memory([])
+        for mapping in self._maps:
+            # A copy that still runs unmaps it at its end.
+            with suppress(BufferError):
+                mapping.close()
+        self._maps = []
+
+
+def _map(region: SharedRegion) -> mmap.mmap:
+    file = os.open(f"/proc/{region.pid}/fd/{region.file}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if (status.st_dev, status.st_ino, status.st_size) != (
+            region.device,
+            region.inode,
+            region.size,
+        ):
+            raise OSError("the file descriptor refers to another file")
+        return mmap.mmap(file, region.size)
+    finally:
+        os.close(file)

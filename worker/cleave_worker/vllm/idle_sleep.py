@@ -1,0 +1,62 @@
+"""Makes vLLM's CPU processes sleep while they wait, which leaves the cores to computation.
+
+Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
+agent started the engine, and nothing on GPUs, where no step computes on the waiting cores. What is
+hard: two waits of vLLM look idle and are not.
+
+- Scheduler and workers wait for messages by calling `sched_yield` in a loop. Beside a busy process
+  on the same core (Linux 6.18) such a waiter hardly ever runs: it checks 600 times a second, a
+  waiter that sleeps checks 12,000 times.
+- NIXL's progress thread polls its sockets without a timeout, which takes a quarter of the worker's
+  core and more. Its events end a longer poll just as well.
+"""
+
+import os
+import time
+from typing import Any
+
+from cleave.shm.load_page import ENV
+
+WAIT_S = 20e-6
+"""Interval between checks for a message; a step takes milliseconds."""
+
+POLL_US = 1000
+"""Longest sleep of the progress thread without an event."""
+
+
+def sleep_while_waiting() -> None:
+    """Replace both waits in this process."""
+    if ENV not in os.environ:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _calm_messages()
+        _calm_nixl()
+
+
+def _calm_messages() -> None:
+    from vllm.distributed import utils
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    utils.sched_yield = shm_broadcast.sched_yield = _doze
+
+
+def _doze() -> None:
+    time.sleep(WAIT_S)
+
+
+def _calm_nixl() -> None:
+    try:
+        from nixl import _api
+    except ImportError:
+        return  # Mixed instances need no transfers.
+    base = _api.nixlBind.nixlAgentConfig
+
+    class SleepingAgentConfig(base):  # type: ignore[misc, valid-type]
+        """NIXL's Python API sets the delay to 0 and offers no other value."""
+
+        def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+            super().__setattr__(name, POLL_US if name == "pthrDelay" else value)
+
+    _api.nixlBind.nixlAgentConfig = SleepingAgentConfig

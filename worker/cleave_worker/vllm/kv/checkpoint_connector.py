@@ -1,0 +1,210 @@
+"""CleaveConnector with checkpoints: KV of running requests survives their engine.
+
+Loaded instead of CleaveConnector where `kv_connector_extra_config` has `checkpoints`. An engine
+copies each full block that it decodes into a folder in host memory. An engine of the same host that
+resumes a request, given prompt and output so far, restores the blocks. See `Keeper` for the
+scheduler side and `Saver` for the worker side.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from cleave_worker.transfer.checkpoints import Checkpoints
+from cleave_worker.transfer.memory import register
+from cleave_worker.vllm.kv.checkpoint_scheduler import Keeper, KeepOrders
+from cleave_worker.vllm.kv.checkpoint_worker import Saver
+from cleave_worker.vllm.kv.connector import CleaveConnector
+from cleave_worker.vllm.kv.layout import layout_of
+from cleave_worker.vllm.kv.metadata import Orders
+from cleave_worker.vllm.kv.metrics import Transfers
+
+_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - memory is what it is for
+_MOST_GIB = 4.0
+
+
+@dataclass
+class CheckpointOrders(Orders):
+    """Metadata of handoffs and checkpoints."""
+
+    keep: KeepOrders = field(default_factory=KeepOrders)
+
+
+class CheckpointedConnector(CleaveConnector):
+    """The scheduler side or a worker side of the connector, as `role` says."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: Any,  # noqa: ANN401
+    ) -> None:
+        """Raises ValueError for invalid settings."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_attention(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        self._kept_at, self._most_bytes = read_settings(
+            self._kv_transfer_config.get_from_extra_config("checkpoints", {})
+        )
+        self._saver: Saver | None = None
+        self._keeper: Keeper | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            block_size = vllm_config.cache_config.block_size
+            # The scheduler only checks whether a block exists; rank 0 stands for all ranks.
+            checkpoints = Checkpoints(self._kept_at, 0, bytes(32), 0)
+            self._keeper = Keeper(self._identity(), block_size, checkpoints)
+
+    # Scheduler side
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Any,  # noqa: ANN401
+        num_computed_tokens: int,
+    ) -> tuple[int, bool]:
+        """Return the tokens to pull, else to restore, and whether that happens between steps."""
+        to_pull = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if to_pull[0]:
+            return to_pull
+        count = self._told_keeper().tokens_to_restore(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(
+        self,
+        request: Any,  # noqa: ANN401
+        blocks: Any,  # noqa: ANN401
+        num_external_tokens: int,
+    ) -> None:
+        """Pull or restore into the blocks that a request got."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._told_keeper().allocated(request, blocks.blocks[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> CheckpointOrders:  # noqa: ANN401
+        """Return what the workers have to do in this step."""
+        metadata = super().build_connector_meta(scheduler_output)
+        inherited = {spec.name: getattr(metadata, spec.name) for spec in fields(metadata)}
+        return CheckpointOrders(**inherited, keep=self._told_keeper().take_orders(self._block_ids))
+
+    def request_finished(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: list[int],
+    ) -> tuple[bool, dict[str, object] | None]:
+        """End a request; return whether its blocks stay leased, and the handoff."""
+        self._told_keeper().finished(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: tuple[list[int], ...],
+    ) -> tuple[bool, dict[str, object] | None]:
+        """End a request of a model with several KV cache groups, of which there is only one
+        here."""
+        self._told_keeper().finished(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the checkpoint folder for the allocated KV cache."""
+        super().register_kv_caches(kv_caches)
+        # The base class has moved the caches into shared memory.
+        memory, layers = register(kv_caches.values(), self._kv_cache_config.num_blocks)
+        rank = get_pp_group().rank_in_group * get_tp_group().world_size
+        rank += get_tp_group().rank_in_group
+        first = next(iter(kv_caches.values()))
+        sizes = [layer.block_bytes for layer in layers]
+        identity = [layout_of(self._vllm_config, first), list(kv_caches), sizes, rank]
+        layout = msgspec.json.encode(identity)
+        digest = hashlib.blake2b(layout, digest_size=32).digest()
+        self._saver = Saver(
+            memory, layers, Checkpoints(self._kept_at, rank, digest, self._most_bytes)
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Start to pull and restore, and copy full blocks."""
+        super().start_load_kv(forward_context, **kwargs)
+        metadata: KVConnectorMetadata = self._get_connector_metadata()
+        assert isinstance(metadata, CheckpointOrders)
+        self._told_saver().start(metadata.keep)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose transfers or restores have ended."""
+        results = super().get_transfer_results(finished_req_ids)
+        ended, failed = self._told_saver().take_restored()
+        results.finished_recving.update(ended)
+        results.failed_recving.update(failed)
+        return results
+
+    def get_kv_connector_stats(self) -> Transfers | None:
+        """Return statistics since the last step."""
+        transfers = super().get_kv_connector_stats()
+        own = self._saver.take_transfers() if self._saver else None
+        if own is None or own.is_empty():
+            return transfers
+        return own.aggregate(transfers) if transfers else own
+
+    def shutdown(self) -> None:
+        """Stop; checkpoints of running requests stay."""
+        super().shutdown()
+        if self._saver:
+            self._saver.close()
+
+    def _block_ids(self, request_id: str) -> list[int]:
+        ids: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
+        return ids[0]
+
+    def _identity(self) -> str:
+        config = self._vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        return (
+            f"{model.model}@{model.revision or ''}|{model.dtype}|{config.cache_config.cache_dtype}"
+            f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
+        )
+
+    def _told_keeper(self) -> Keeper:
+        assert self._keeper, "called on a worker, not on the scheduler"
+        return self._keeper
+
+    def _told_saver(self) -> Saver:
+        assert self._saver, "the KV cache is not registered yet"
+        return self._saver
+
+
+def check_attention(spec: object) -> None:
+    """Raises ValueError for models that free blocks of a running request."""
+    layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
+    for layer in layers:
+        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise ValueError(
+                f"checkpoints: the model has KV cache layers of type {type(layer).__name__}, which "
+                "frees blocks of running requests: leave checkpoints out"
+            )
+
+
+def read_settings(value: object) -> tuple[Path, int]:
+    """Return (folder, maximum bytes) from the setting `checkpoints`. Raises ValueError."""
+    settings = value if isinstance(value, Mapping) else {}
+    unknown = settings.keys() - {"folder", "most_gib"}
+    if value != settings or unknown:
+        raise ValueError(
+            f"checkpoints {value!r}: must be an object with folder and most_gib, or empty"
+        )
+    folder, max_gib = settings.get("folder", _FOLDER), settings.get("most_gib", _MOST_GIB)
+    if not isinstance(folder, str) or not Path(folder).is_absolute():
+        raise ValueError(f"checkpoints.folder {folder!r}: must be an absolute path")
+    if not isinstance(max_gib, int | float) or not max_gib > 0:
+        raise ValueError(f"checkpoints.most_gib {max_gib!r}: must be a number above 0")
+    return Path(folder), int(max_gib * 2**30)

@@ -1,0 +1,125 @@
+"""Copies blocks of running requests to checkpoints and back; the worker side, in each rank.
+
+What is hard: a block may be reused as soon as its request has ended. So it is copied in the step
+whose metadata names it, before that step computes; a thread writes the copy to its file.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from cleave_worker.transfer.checkpoints import Checkpoints
+from cleave_worker.transfer.handoff import Reason, RefusedError
+from cleave_worker.transfer.memory import Memory, Plane
+from cleave_worker.vllm.kv.checkpoint_scheduler import KeepOrders, Restore
+from cleave_worker.vllm.kv.metrics import Transfers
+
+_log = logging.getLogger(__name__)
+_RESTORES = 2
+"""Restores at a time."""
+_WAITING = 64
+"""Copies that wait to be written; further blocks are not checkpointed."""
+KEEP_S = 300.0
+"""How long checkpoints of a dead engine stay; a request is resumed within 30 s or not at all."""
+
+
+class Saver:
+    """The checkpoints of one rank."""
+
+    def __init__(self, memory: Memory, planes: Sequence[Plane], checkpoints: Checkpoints) -> None:
+        self._memory = memory
+        self._planes = tuple(planes)
+        self._block_bytes = sum(plane.block_bytes for plane in self._planes)
+        self._checkpoints = checkpoints
+        self._work: queue.Queue[tuple[str, bytes] | list[str] | None] = queue.Queue()
+        self._ended: queue.SimpleQueue[tuple[str, RefusedError | None]] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(_RESTORES, "kv-restore")
+        self._transfers = Transfers()
+        self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
+        self._thread.start()
+
+    def start(self, metadata: KeepOrders) -> None:
+        """Begin a step, before it computes."""
+        # Drops first: they are older than blocks of this step that may have the same keys.
+        if metadata.drop:
+            self._work.put(metadata.drop)
+        for key, block in metadata.save.items():
+            # A missing block only ends the restorable prefix of its request.
+            if self._work.qsize() < _WAITING:
+                self._work.put((key, self._copy(block)))
+        for request_id, restore in metadata.restore.items():
+            self._pool.submit(self._restore, request_id, restore)
+
+    def take_restored(self) -> tuple[set[str], set[str]]:
+        """Return (requests whose restores have ended, those of them whose restore failed)."""
+        ended: set[str] = set()
+        failed: set[str] = set()
+        while not self._ended.empty():
+            request_id, refused = self._ended.get()
+            ended.add(request_id)
+            if refused is not None:
+                failed.add(request_id)
+                self._transfers.refused(refused.reason)
+        return ended, failed
+
+    def take_transfers(self) -> Transfers:
+        """Return statistics since the last step."""
+        return self._transfers.clone_and_reset()
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """End the threads. Checkpoints stay: an engine may end before its requests are resumed."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._work.put(None)
+        self._thread.join(wait_s)
+
+    def _copy(self, block: int) -> bytes:
+        views = (self._memory.view(layer.span(block)) for layer in self._planes)
+        return b"".join(memoryview(view.cpu().numpy()) for view in views)
+
+    def _restore(self, request_id: str, restore: Restore) -> None:
+        refused: RefusedError | None = RefusedError(Reason.LOST, "an unexpected error")
+        try:
+            for key, block in zip(restore.keys, restore.blocks, strict=True):
+                self._fill(block, self._checkpoints.load(key, self._block_bytes))
+            refused = None
+        except RefusedError as error:
+            refused = error
+            _log.warning("KV of %s was not restored: %s", request_id, error)
+        except Exception:  # noqa: BLE001
+            # Unexpected, but the request must not wait for ever.
+            _log.exception("KV of %s was not restored", request_id)
+        finally:
+            self._ended.put((request_id, refused))
+
+    def _fill(self, block: int, body: memoryview) -> None:
+        offset = 0
+        for layer in self._planes:
+            content = torch.frombuffer(
+                bytearray(body[offset : offset + layer.block_bytes]), dtype=torch.uint8
+            )
+            self._memory.view(layer.span(block)).copy_(content)
+            offset += layer.block_bytes
+
+    def _run(self) -> None:
+        collected_at = 0.0
+        while True:
+            with suppress(queue.Empty):
+                work = self._work.get(timeout=KEEP_S / 10)
+                if work is None:
+                    return
+                self._do(work)
+            if time.monotonic() - collected_at > KEEP_S / 10:
+                collected_at = time.monotonic()
+                self._checkpoints.sweep(KEEP_S)
+
+    def _do(self, work: tuple[str, bytes] | list[str]) -> None:
+        if isinstance(work, tuple):
+            self._checkpoints.save(*work)
+        else:
+            self._checkpoints.drop(work)

@@ -1,0 +1,212 @@
+"""The scheduler side of the connector: which prompts are leased, pulled or declined.
+
+Runs in vLLM's scheduler, between steps. A finished prefill keeps its blocks until a decode engine
+with free blocks has pulled them, or the lease ends; so prefill memory is the queue between the two.
+What is hard: vLLM reports the end of a request in several ways, and each of them must free the
+blocks on the other side.
+"""
+
+import itertools
+from typing import Any
+
+import msgspec
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from cleave_worker.transfer.block_leases import Begun, Held
+from cleave_worker.transfer.handoff import HandOff, Reason, prompt_digest
+from cleave_worker.transfer.sharding import Shape
+from cleave_worker.vllm.kv.layerwise_scheduler import Running
+from cleave_worker.vllm.kv.metadata import Orders, Wanted
+from cleave_worker.vllm.kv.metrics import Transfers
+
+KEY = "cleave"
+"""Key of a handoff in vLLM's kv_transfer_params."""
+_FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class SchedulerSide:
+    """The handoffs of one engine."""
+
+    def __init__(
+        self,
+        boot_id: str,
+        block_size: int,
+        shape: Shape,
+    ) -> None:
+        """`shape`: parallelism of this engine."""
+        self._boot_id = boot_id
+        self._block_size = block_size
+        self._shape = shape
+        self._addresses: tuple[tuple[str, int], ...] = ()
+        self._epochs = itertools.count(1)
+        self._running = Running(block_size)
+        self._coming: dict[str, HandOff] = {}
+        self._orders = Orders()
+        self._transfers = Transfers()
+
+    def locate(self, addresses: tuple[tuple[str, int], ...]) -> None:
+        """Set the address of each rank, in the order of ranks, once all have started.
+
+        Ranks receive it, too: a consumer of an overlapped prefill knows only rank 0.
+        """
+        self._addresses = self._orders.addresses = addresses
+
+    def on_new_request(self, request: Request) -> None:
+        """Read the handoff of a decode request, and have its lease extended until it is pulled.
+
+        For a prefill request, read the name under which consumers may pull it while it runs.
+        """
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            self._begin(request, params)
+            return
+        if not params or not params.get("do_remote_prefill"):
+            return
+        handoff = _read(params)
+        if (
+            handoff is None
+            or (not handoff.ahead and handoff.num_tokens < request.num_prompt_tokens)
+            or request.prompt_token_ids is None
+        ):
+            params["do_remote_prefill"] = False
+            self._transfers.refused(Reason.MALFORMED)
+            return
+        self._coming[request.request_id] = handoff
+        self._orders.expect[request.request_id] = handoff
+
+    def tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
+        """Return the tokens of the prompt that are not in the prefix cache."""
+        if request.request_id not in self._coming:
+            return 0
+        prompt_tokens: int = request.num_prompt_tokens
+        return max(0, prompt_tokens - num_computed_tokens)
+
+    def allocated(self, request: Request, blocks: list[Any], num_external_tokens: int) -> None:
+        """Pull into the blocks that the request got beyond those of the prefix cache."""
+        handoff = self._coming.pop(request.request_id, None)
+        if handoff is None:
+            return
+        # Only once: if the pull fails, the prompt is computed here.
+        request.kv_transfer_params["do_remote_prefill"] = False
+        if not num_external_tokens:
+            self._orders.decline[request.request_id] = handoff
+            return
+        first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
+        last = -(-request.num_prompt_tokens // self._block_size)
+        self._orders.pull[request.request_id] = Wanted(
+            handoff,
+            _digest(request),
+            first,
+            tuple(block.block_id for block in blocks[first:last]),
+        )
+
+    def finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """Return (whether the blocks stay leased, the handoff for the response)."""
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        handoff = self._coming.pop(request.request_id, None)
+        if handoff is not None:
+            # The request ended while it was queued.
+            self._orders.decline[request.request_id] = handoff
+        num_blocks = self._count_blocks(request)
+        started = self._running.end(request.request_id)
+        if (
+            not params.get("do_remote_decode")
+            or request.status not in _FINISHED
+            or len(block_ids) < num_blocks
+            # A prompt of embeddings has no tokens that identify it.
+            or request.prompt_token_ids is None
+            # Its layerwise consumer was refused, and no other consumer knows of it.
+            or (started is None and _name(params))
+        ):
+            if started:
+                self._orders.give_up.add(request.request_id)
+            return False, None
+        epoch = started.epoch if started else next(self._epochs)
+        prefill = Held(epoch, _digest(request), tuple(block_ids[:num_blocks]))
+        self._orders.hold[request.request_id] = prefill
+        return True, self._params(request, prefill)
+
+    def take_orders(self, output: SchedulerOutput | None = None) -> Orders:
+        """Return what has changed since the last step, and what the next (`output`) computes."""
+        metadata, self._orders = self._orders, Orders()
+        if output is not None:
+            metadata.compute, preempted = self._running.step(output)
+            metadata.give_up |= preempted
+        return metadata
+
+    def take_transfers(self) -> Transfers:
+        """Return the refusals of the scheduler side since the last step."""
+        return self._transfers.clone_and_reset()
+
+    def _begin(self, request: Request, params: dict[str, Any]) -> None:
+        name = _name(params)
+        if not name or request.prompt_token_ids is None:
+            return
+        prefill = Begun(next(self._epochs), _digest(request), self._count_blocks(request), name)
+        self._running.begin(request.request_id, prefill, request.num_prompt_tokens)
+        self._orders.begin[request.request_id] = prefill
+
+    def _count_blocks(self, request: Request) -> int:
+        count: int = -(-request.num_prompt_tokens // self._block_size)
+        return count
+
+    def _params(self, request: Request, prefill: Held) -> dict[str, object]:
+        handoff = HandOff(
+            self._boot_id,
+            request.request_id,
+            prefill.epoch,
+            prefill.prompt_digest,
+            request.num_prompt_tokens,
+            self._addresses,
+            self._shape,
+        )
+        # As vLLM's NixlConnector writes it, for readers of any connector's handoffs.
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(prefill.blocks)],
+            "remote_engine_id": self._boot_id,
+            "remote_request_id": request.request_id,
+            "remote_host": self._addresses[0][0],
+            "remote_port": self._addresses[0][1],
+            "tp_size": self._shape.tensor_parallel_size,
+            "pp_size": len(self._shape.stages),
+            "remote_num_tokens": request.num_prompt_tokens,
+            "transfer_mode": "pull",
+            KEY: msgspec.to_builtins(handoff),
+        }
+
+
+def _name(params: dict[str, Any]) -> str:
+    """Return the name under which a prefill may be pulled; empty when it may not."""
+    handoff = params.get(KEY)
+    name = handoff.get("name") if isinstance(handoff, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _read(params: dict[str, Any]) -> HandOff | None:
+    try:
+        handoff = msgspec.convert(params.get(KEY), HandOff)
+    except msgspec.ValidationError:
+        return None
+    identity = (params.get("remote_engine_id"), params.get("remote_request_id"))
+    # vLLM's fields and ours must be of one handoff.
+    return handoff if identity == (handoff.boot_id, handoff.request_id) else None
+
+
+def _digest(request: Request) -> str:
+    """Hash what decides the KV of a request's prompt, as in vLLM's prefix cache."""
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    media = ",".join(
+        f"{feature.identifier}@{feature.mm_position.offset}"
+        for feature in request.mm_features or ()
+    )
+    return prompt_digest(
+        (request.prompt_token_ids or ())[: request.num_prompt_tokens],
+        f"{adapter}|{request.cache_salt or ''}|{media}",
+    )
