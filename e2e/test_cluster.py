@@ -6,12 +6,16 @@ import urllib.request
 import grpc
 import pytest
 
-from cleave.api.engine import Engine, EngineType
+from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
-from cleave.manifests.discovery import role_binding, service_account, workers_service
-from cleave.manifests.worker import worker_pod
+from cleave.manifests.discovery import (
+    build_role_binding,
+    build_service_account,
+    build_workers_service,
+)
+from cleave.manifests.worker import build_worker_pod
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
@@ -43,13 +47,13 @@ def test_workers_are_scheduled_on_nodes_with_gpus_and_answer(
 ) -> None:
     owner = pool("chat", namespace)
     cluster.apply(
-        service_account(owner),
-        role_binding(owner, "view"),
-        workers_service(owner),
+        build_service_account(owner),
+        build_role_binding(owner, "view"),
+        build_workers_service(owner),
         namespace=namespace,
     )
     # Two, as a worker waits a while for peers to try a hand-off with.
-    pods = [worker_pod(owner, number) for number in range(2)]
+    pods = [build_worker_pod(owner, number) for number in range(2)]
     for pod in pods:
         pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] = "1"
     cluster.apply(*pods, namespace=namespace)
@@ -158,7 +162,7 @@ def pool(name: str, namespace: str) -> InstancePool:
             role=Role.MIXED,
             revision="r1",
             model={"source": "facebook/opt-13b", "servedName": name},
-            engine=Engine(type=EngineType.EMULATED),
+            engine=EngineSpec(type=EngineType.EMULATED),
         ),
     )
 

@@ -9,13 +9,13 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.manifests.discovery import service_account
+from cleave.manifests.discovery import build_service_account
 from cleave.manifests.labels import CELL
-from cleave.manifests.multi_node import follower_pods
-from cleave.manifests.pool import pools
-from cleave.manifests.topology import CLIQUE, HOSTNAME, INFINIBAND, Machines, free_cells
-from cleave.manifests.worker import worker_pod
-from cleave.planner.placement import plan
+from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import CLIQUE, HOSTNAME, INFINIBAND, NodeTopology, assign_cells
+from cleave.manifests.worker import build_worker_pod
+from cleave.planner.placement import choose_placement
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import gpu_node
@@ -51,16 +51,16 @@ def _are_open(cluster: Cluster, names: list[str]) -> bool:
     return all(name in nodes and not nodes[name]["spec"].get("taints") for name in names)
 
 
-def made(namespace: str, machines: Machines, *manual: dict[str, Any]) -> list[dict[str, Any]]:
+def made(namespace: str, machines: NodeTopology, *manual: dict[str, Any]) -> list[dict[str, Any]]:
     """All pods of a placement, in the order in which two pools' controllers might make them."""
     document = manifest(placement={"manual": list(manual)})
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate(document)
     pods = []
-    for pool in pools(chat, plan(chat), machines):
+    for pool in build_pools(chat, choose_placement(chat), machines):
         for ordinal, cell in enumerate(_cells(pool)):
-            leader = worker_pod(pool, ordinal, cell=cell)
-            pods += [leader, *follower_pods(pool, leader)]
+            leader = build_worker_pod(pool, ordinal, cell=cell)
+            pods += [leader, *build_node_pods(pool, leader)]
     return [_asleep(pod) for pod in pods]
 
 
@@ -68,7 +68,7 @@ def _cells(pool: InstancePool) -> list[int | None]:
     count = pool.spec.replicas
     if pool.spec.colocation is None:
         return [None] * count
-    return list(free_cells([], pool.spec.colocation.per_cell, count))
+    return list(assign_cells([], pool.spec.colocation.per_cell, count))
 
 
 def _asleep(pod: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def placed(cluster: Cluster, namespace: str, pods: list[dict[str, Any]]) -> dict
     """Node of each pod, once all have one."""
     document = manifest()
     document["metadata"]["namespace"] = namespace
-    account = service_account(LLMDeployment.model_validate(document))
+    account = build_service_account(LLMDeployment.model_validate(document))
     cluster.apply(account, *pods, namespace=namespace)
 
     def found() -> dict[str, str] | None:
@@ -106,7 +106,7 @@ def test_both_phases_of_a_cell_share_a_node(cluster: Cluster, nodes, namespace: 
     nodes(*(gpu_node(f"cell-{number}") for number in range(3)))
     pods = made(
         namespace,
-        Machines({H100: 8}),
+        NodeTopology({H100: 8}),
         {"role": "prefill", "replicas": 3, "perCell": 1, "parallelism": {"tensor": 2}},
         {"role": "decode", "replicas": 9, "perCell": 3, "parallelism": {"tensor": 2}},
     )
@@ -126,7 +126,7 @@ def test_equal_stages_share_a_node_where_an_instance_takes_two(
     size = {"tensor": 4, "pipeline": 2}
     pods = made(
         namespace,
-        Machines({H100: 8}),
+        NodeTopology({H100: 8}),
         {"role": "prefill", "gpu": "H100", "perCell": 1, "parallelism": size},
         {"role": "decode", "gpu": "H100", "perCell": 1, "parallelism": size},
     )
@@ -141,7 +141,7 @@ def test_a_cell_larger_than_a_node_shares_a_clique(cluster: Cluster, nodes, name
     nodes(*(gpu_node(name, gpus=4, clique=clique) for name, clique in racks.items()))
     pods = made(
         namespace,
-        Machines({H100: 4}, CLIQUE),
+        NodeTopology({H100: 4}, CLIQUE),
         {"role": "prefill", "perCell": 1, "parallelism": {"tensor": 4}},
         {"role": "decode", "perCell": 1, "parallelism": {"tensor": 4}},
     )
@@ -160,7 +160,7 @@ def test_without_cells_pods_keep_to_one_infiniband_domain_while_there_is_room(
         cluster.kubectl("label", "node", shape.name, label)
     pods = made(
         namespace,
-        Machines({H100: 8}, HOSTNAME),
+        NodeTopology({H100: 8}, HOSTNAME),
         {"role": "prefill", "replicas": 1, "parallelism": {"tensor": 8}},
         {"role": "decode", "replicas": 1, "parallelism": {"tensor": 8}},
     )
@@ -173,7 +173,7 @@ def test_roles_go_to_their_own_kinds_of_gpu(cluster: Cluster, nodes, namespace: 
     nodes(gpu_node("large"), gpu_node("small", product=L40S))
     pods = made(
         namespace,
-        Machines({H100: 8, L40S: 8}),
+        NodeTopology({H100: 8, L40S: 8}),
         {"role": "prefill", "replicas": 2, "gpu": "L40S"},
         {"role": "decode", "replicas": 2, "gpu": "H100"},
     )

@@ -11,14 +11,18 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.manifests.discovery import role_binding, service_account, workers_service
-from cleave.manifests.disruption_budget import disruption_budget, gateway_budget
-from cleave.manifests.gateway import gateway_deployment, gateway_service
-from cleave.manifests.multi_node import follower_pods
-from cleave.manifests.pool import pools
-from cleave.manifests.topology import CLIQUE, Machines
-from cleave.manifests.worker import worker_pod
-from cleave.planner.placement import plan
+from cleave.manifests.discovery import (
+    build_role_binding,
+    build_service_account,
+    build_workers_service,
+)
+from cleave.manifests.disruption_budget import build_gateway_budget, build_pool_budget
+from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
+from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import CLIQUE, NodeTopology
+from cleave.manifests.worker import build_worker_pod
+from cleave.planner.placement import choose_placement
 
 from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
 from tests.support.resource_cases import REFUSED, UNUSUAL, Case, manifest, said
@@ -107,20 +111,22 @@ def test_everything_that_is_made_is_taken_without_a_warning(
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate_json(json.dumps(document))
     made = [
-        workers_service(chat),
-        role_binding(chat, "view"),
-        gateway_service(chat),
-        gateway_deployment(chat),
-        gateway_budget(chat),
+        build_workers_service(chat),
+        build_role_binding(chat, "view"),
+        build_gateway_service(chat),
+        build_gateway_deployment(chat),
+        build_gateway_budget(chat),
     ]
-    for pool in pools(chat, plan(chat), Machines({H100: 8}, domain)):
-        leader = worker_pod(pool, f"{pool.name}-x7k2p", cell=0 if pool.spec.colocation else None)
-        made += [disruption_budget(pool), leader, *follower_pods(pool, leader)]
+    for pool in build_pools(chat, choose_placement(chat), NodeTopology({H100: 8}, domain)):
+        leader = build_worker_pod(
+            pool, f"{pool.name}-x7k2p", cell=0 if pool.spec.colocation else None
+        )
+        made += [build_pool_budget(pool), leader, *build_node_pods(pool, leader)]
         stored = pool.model_dump(mode="json", exclude_none=True, exclude={"metadata"})
         meta = {"name": pool.name, "namespace": namespace, "labels": pool.metadata.labels}
         made.append({**stored, "metadata": meta})
     # Pods are not even tried without it.
-    server.apply(service_account(chat), namespace=namespace)
+    server.apply(build_service_account(chat), namespace=namespace)
     assert len(tried(server, *made, namespace=namespace)) == len(made)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cleave.local.tiny_model import Shape
+from cleave.local.tiny_model import TinyModelShape
 
 from e2e.support.deployments import deployed, tiny_vllm
 
@@ -19,7 +19,7 @@ RANK = 8
 
 def write_adapter(folder: Path, seed: int) -> None:
     """One that changes queries and values a lot, as `peft` would store it."""
-    shape, rng = Shape(), np.random.default_rng(seed)
+    shape, rng = TinyModelShape(), np.random.default_rng(seed)
     weights = {}
     for layer in range(shape.layers):
         for name, size in (("q_proj", shape.hidden), ("v_proj", shape.kv_size)):

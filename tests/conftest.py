@@ -8,15 +8,15 @@ import pytest
 from hypothesis import settings
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.planner.plan import (
-    Answer,
     NearestSlo,
     Percentiles,
     Plan,
     PlannedPool,
+    PlanningResult,
+    PlanVerdict,
     Prediction,
-    Verdict,
 )
 
 from tests.support.doubles import Answering, Clock
@@ -28,7 +28,9 @@ settings.register_profile("cleave", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.load_profile("cleave")
 
-TRUST = Trust(Basis.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041)
+TRUST = Confidence(
+    LatencySource.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041
+)
 A100 = "A100-SXM-80GB"
 
 
@@ -85,9 +87,9 @@ OTHERS = (
 
 
 @pytest.fixture
-def answer() -> Answer:
-    return Answer(
-        verdict=Verdict.DISAGGREGATE,
+def answer() -> PlanningResult:
+    return PlanningResult(
+        verdict=PlanVerdict.DISAGGREGATE,
         selected=DISAGGREGATED,
         alternatives=OTHERS,
         reason="Two prefill instances of tensor size 2 and one decode instance carry 1.57 req/s "
@@ -103,9 +105,9 @@ def answer() -> Answer:
 
 
 @pytest.fixture
-def infeasible(answer: Answer) -> Answer:
-    return Answer(
-        verdict=Verdict.INFEASIBLE,
+def infeasible(answer: PlanningResult) -> PlanningResult:
+    return PlanningResult(
+        verdict=PlanVerdict.INFEASIBLE,
         selected=None,
         alternatives=(),
         reason="infeasible: no plan meets TTFT 20 ms; nearest SLO that holds is TTFT 180 ms",

@@ -18,14 +18,14 @@ EDITABLE = '{"url": "file:///a%20b", "dir_info": {"editable": true}}'
 
 def test_the_distribution_is_the_projects_and_its_version_too() -> None:
     assert PROJECT["name"] == distribution.NAME
-    assert distribution.version() == PROJECT["version"]
+    assert distribution.get_version() == PROJECT["version"]
 
 
 def test_an_extra_is_missing_while_one_requirement_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distribution.missing(["gateway", "planner"]) == []
+    assert distribution.find_missing_extras(["gateway", "planner"]) == []
     extras = {"whole": ["numpy"], "part": ["numpy", "no-such-thing"]}
-    monkeypatch.setattr(distribution, "_extras", lambda: extras)
-    assert distribution.missing(extras) == ["part"]
+    monkeypatch.setattr(distribution, "_read_extras", lambda: extras)
+    assert distribution.find_missing_extras(extras) == ["part"]
     distribution.require("whole")
     with pytest.raises(
         distribution.MissingExtraError, match=r'^needs the extra "part": make setup$'
@@ -46,12 +46,12 @@ def test_an_extra_is_missing_while_one_requirement_is(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_module_is_found_in_the_smallest_extra_that_brings_it(module: str, extra: str) -> None:
-    assert distribution.extras_with(module)[0] == extra
+    assert distribution.find_extras_with(module)[0] == extra
 
 
 @pytest.mark.parametrize("module", ["cleave.absent", "typing", "", "num"])
 def test_a_module_of_no_extra_is_found_in_none(module: str) -> None:
-    assert distribution.extras_with(module) == []
+    assert distribution.find_extras_with(module) == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_command_is_one_that_this_environment_has(
     installed = SimpleNamespace(read_text=lambda _: origin)
     monkeypatch.setattr(distribution, "distribution", lambda _: installed)
     monkeypatch.setattr(sys, "prefix", prefix)
-    assert distribution.install(["gateway", "worker"]) == command
+    assert distribution.build_install_command(["gateway", "worker"]) == command
 
 
 def test_every_page_and_source_names_this_distribution_and_its_extras() -> None:

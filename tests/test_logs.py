@@ -17,7 +17,7 @@ def make_record(message: str = "a\nb %s", **extra: object) -> logging.LogRecord:
 
 
 def test_a_line_of_json_is_one_object() -> None:
-    line = logs.JsonLines().format(make_record())
+    line = logs.JsonFormatter().format(make_record())
     assert "\n" not in line
     said = json.loads(line)
     assert (said["message"], said["level"], said["logger"]) == ("a\nb c", "info", "cleave")
@@ -25,14 +25,14 @@ def test_a_line_of_json_is_one_object() -> None:
 
 def test_fields_stand_beside_the_message_in_both_forms() -> None:
     record = make_record("took %s", fields={"request_id": "r1", "ttft_ms": 1.5})
-    said = json.loads(logs.JsonLines({"instance": "p0"}).format(record))
+    said = json.loads(logs.JsonFormatter({"instance": "p0"}).format(record))
     assert (said["request_id"], said["ttft_ms"], said["instance"]) == ("r1", 1.5, "p0")
-    assert logs.TextLines("%(message)s").format(record) == "took c request_id=r1 ttft_ms=1.5"
+    assert logs.TextFormatter("%(message)s").format(record) == "took c request_id=r1 ttft_ms=1.5"
 
 
 def test_only_fields_that_were_meant_for_the_log_are_in_it() -> None:
     record = make_record(settings=object(), prompt="secret")
-    assert set(json.loads(logs.JsonLines().format(record))) == {
+    assert set(json.loads(logs.JsonFormatter().format(record))) == {
         "time",
         "level",
         "logger",
@@ -46,7 +46,7 @@ def test_an_error_is_part_of_its_line() -> None:
     except ValueError as error:
         record = make_record()
         record.exc_info = (ValueError, error, error.__traceback__)
-    line = logs.JsonLines().format(record)
+    line = logs.JsonFormatter().format(record)
     assert "\n" not in line
     assert "ValueError: wrong" in json.loads(line)["error"]
 
@@ -91,7 +91,7 @@ def test_lines_written_aside_come_in_order_and_before_the_end(sink) -> None:
     sink.open.set()
     log = logging.getLogger("cleave.test")
     log.setLevel(logging.INFO)
-    with logs.write_aside("cleave.test"):
+    with logs.write_in_background("cleave.test"):
         for number in range(100):
             log.info("%d", number)
     assert sink.messages == [str(number) for number in range(100)]
@@ -100,10 +100,10 @@ def test_lines_written_aside_come_in_order_and_before_the_end(sink) -> None:
 
 
 def test_a_reader_that_stands_still_holds_up_nobody(sink, monkeypatch) -> None:
-    monkeypatch.setattr(logs, "END_S", 0.01)
+    monkeypatch.setattr(logs, "STOP_TIMEOUT_S", 0.01)
     log = logging.getLogger("cleave.test")
     log.setLevel(logging.INFO)
-    with logs.write_aside("cleave.test", lines=4):
+    with logs.write_in_background("cleave.test", lines=4):
         for number in range(100):
             log.info("%d", number)
         # The last word of all is about what was lost, and waits for the reader, too.

@@ -7,7 +7,7 @@ to read the table.
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from rich.table import Table
 
 from cleave.perf import named_profiles
 from cleave.perf.hardware import gpu
-from cleave.perf.hardware.link import within_node
+from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.profile import curve, iteration_fit, operator_fit
 from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.published import aladdin, distserve, splitwise
 from cleave.perf.roofline import operators, roofline
-from cleave.perf.roofline.roofline import Engine, Kernels, Roofline
-from cleave.perf.timing import Timing
+from cleave.perf.roofline.roofline import EngineOverhead, KernelEfficiency, Roofline
+from cleave.perf.timing import EngineTiming
 
 PROMPTS = ((128,), (256,), (512,), (1024,), (2048,), (256,) * 4, (512,) * 4)
 BATCHES = tuple(
@@ -65,8 +65,8 @@ def main() -> None:
 
 def interpolation() -> Iterator[Line]:
     """Splitwise's runs, each point from the others."""
-    for key in splitwise.measured():
-        errors = iteration_fit.held_out_errors(splitwise.profile(*key))
+    for key in splitwise.list_profiles():
+        errors = iteration_fit.compute_validation_errors(splitwise.find_profile(*key))
         yield Line(
             "interpolation", f"splitwise {label(*key)}", errors.prefill, errors.decode, "held out"
         )
@@ -74,14 +74,14 @@ def interpolation() -> Iterator[Line]:
 
 def affine() -> Iterator[Line]:
     """Aladdin's Eq. 2 and 3 on the same runs, in sample: what straight lines can do at best."""
-    for key in splitwise.measured():
-        found = splitwise.profile(*key)
-        times = aladdin.IterationTimes()
+    for key in splitwise.list_profiles():
+        found = splitwise.find_profile(*key)
+        times = aladdin.IterationTimeModel()
         for point in found.prefill:
             times.add_prefill(point.prompts * point.tokens, point.ms)
         for point in found.decode:
             times.decode.add((point.context_tokens, point.batch, 1.0), point.ms)
-        timing = times.coefficients().timing()
+        timing = times.solve().to_timing()
         yield line("Aladdin Eq. 2-3", f"splitwise {label(*key)}", timing, found, "in sample")
 
 
@@ -89,23 +89,25 @@ def roofline_of_distserve() -> Iterator[Line]:
     """DistServe's own engine; both vLLMs of the time are slower than their kernels."""
     for name, fit in distserve.FITS.items():
         engine, model_name, size = name.split("/")
-        engine = roofline.GRAPHS if engine == "distserve" else roofline.VLLM_2023
+        engine = roofline.CUDA_GRAPHS if engine == "distserve" else roofline.VLLM_2023
         timing = computed(model_name, "A100-SXM-80GB", int(size.removeprefix("tp")), engine)
         published = named_profiles.to_timing(fit)
         yield Line(
             "roofline",
             name,
-            curve.mean_error((timing.prefill_ms(p), published.prefill_ms(p)) for p in PROMPTS),
-            curve.mean_error(
-                (timing.decode_pass_ms(*b), published.decode_pass_ms(*b)) for b in BATCHES
+            curve.compute_mean_error(
+                (timing.predict_prefill_ms(p), published.predict_prefill_ms(p)) for p in PROMPTS
+            ),
+            curve.compute_mean_error(
+                (timing.predict_decode_ms(*b), published.predict_decode_ms(*b)) for b in BATCHES
             ),
             engine.name,
         )
 
 
 def roofline_of_splitwise() -> Iterator[Line]:
-    for name, device, tensor in splitwise.measured():
-        found = splitwise.profile(name, device, tensor)
+    for name, device, tensor in splitwise.list_profiles():
+        found = splitwise.find_profile(name, device, tensor)
         engine = replace(roofline.VLLM_2023, host_layer_ms=HOSTS[device])
         timing = computed(name, device, tensor, engine)
         whole = [p for p in found.prefill if p.prompts * p.tokens <= LONGEST_WHOLE_PASS]
@@ -121,8 +123,8 @@ def products(folder: Path) -> Iterator[Line]:
     by_gpu = {name: list(samples(folder, name)) for name in vidur.GPUS.values()}
     for name, found in by_gpu.items():
         other = next(each for each in by_gpu if each != name)
-        held_out = curve.mean_error(predicted(found, refit(by_gpu[other])))
-        in_use = curve.mean_error(predicted(found, of_gpu(name)))
+        held_out = curve.compute_mean_error(predicted(found, refit(by_gpu[other])))
+        in_use = curve.compute_mean_error(predicted(found, of_gpu(name)))
         yield Line("matrix products", f"vidur {name}", in_use, None, "constants in use")
         yield Line("matrix products", f"vidur {name}", held_out, None, f"fitted on {other}")
 
@@ -131,35 +133,41 @@ def element_wise(folder: Path) -> Line:
     def pairs() -> Iterator[tuple[float, float]]:
         for layer in vidur.layers(folder):
             if layer.rows >= 512:
-                shape, device = model_shape.load(layer.model), gpu.find(layer.gpu)
-                moved = layer.rows * operators.element_wise_bytes(shape, layer.tensor)
-                rate = device.memory_gbps * 1e6 * roofline.KERNELS.element_wise
-                kernels = operators.ELEMENT_WISE_KERNELS * roofline.KERNELS.kernel_ms
+                shape, device = model_shape.load_shape(layer.model), gpu.find_gpu(layer.gpu)
+                moved = layer.rows * operators.compute_element_wise_bytes(shape, layer.tensor)
+                rate = device.memory_gbps * 1e6 * roofline.KERNEL_EFFICIENCY.element_wise
+                kernels = operators.ELEMENT_WISE_KERNELS * roofline.KERNEL_EFFICIENCY.kernel_ms
                 yield moved / shape.num_layers / rate + kernels, layer.element_wise_ms
 
-    return Line("element-wise", "vidur, 512 rows and more", curve.mean_error(pairs()), None)
+    return Line("element-wise", "vidur, 512 rows and more", curve.compute_mean_error(pairs()), None)
 
 
 def operator_passes(folder: Path) -> Line:
     """Passes from Vidur's operators against Splitwise's of the same model, GPU and size."""
     found = vidur.operators_of_llama_70b(folder)
     timing = operator_fit.to_timing(replace(found, pass_overhead_ms=5.0), 2)
-    target = splitwise.profile("llama-2-70b", "A100-SXM-80GB", 2)
+    target = splitwise.find_profile("llama-2-70b", "A100-SXM-80GB", 2)
     return line("operators summed", "vidur -> splitwise llama-2-70b A100 tp2", timing, target)
 
 
-def computed(name: str, device: str, tensor: int, engine: Engine) -> Timing:
-    found = gpu.find(device)
-    return Roofline(model_shape.load(name), found, tensor, within_node(found), engine).timing()
+def computed(name: str, device: str, tensor: int, engine: EngineOverhead) -> EngineTiming:
+    found = gpu.find_gpu(device)
+    return Roofline(
+        model_shape.load_shape(name), found, tensor, build_node_link(found), engine
+    ).to_timing()
 
 
-def line(kind: str, source: str, timing: Timing, found: MeasuredProfile, note: str = "") -> Line:
+def line(
+    kind: str, source: str, timing: EngineTiming, found: MeasuredProfile, note: str = ""
+) -> Line:
     return Line(
         kind,
         source,
-        curve.mean_error((timing.prefill_ms([p.tokens] * p.prompts), p.ms) for p in found.prefill),
-        curve.mean_error(
-            (timing.decode_pass_ms(p.batch, p.context_tokens), p.ms) for p in found.decode
+        curve.compute_mean_error(
+            (timing.predict_prefill_ms([p.tokens] * p.prompts), p.ms) for p in found.prefill
+        ),
+        curve.compute_mean_error(
+            (timing.predict_decode_ms(p.batch, p.context_tokens), p.ms) for p in found.decode
         ),
         note,
     )
@@ -175,9 +183,9 @@ def samples(folder: Path, name: str) -> Iterator[Sample]:
     for layer in vidur.layers(folder):
         if layer.gpu != name or layer.rows not in ROWS:
             continue
-        device = gpu.find(name)
-        for product in operators.matrix_products(
-            model_shape.load(layer.model), layer.tensor, layer.rows
+        device = gpu.find_gpu(name)
+        for product in operators.iter_matrix_products(
+            model_shape.load_shape(layer.model), layer.tensor, layer.rows
         ):
             compute_ms = product.flops / (device.dense_tflops * 1e9)
             memory_ms = product.size_bytes / (device.memory_gbps * 1e6)
@@ -185,7 +193,7 @@ def samples(folder: Path, name: str) -> Iterator[Sample]:
 
 
 def of_gpu(name: str) -> Constants:
-    kernels: Kernels = roofline.KERNELS
+    kernels: KernelEfficiency = roofline.KERNEL_EFFICIENCY
     memory = kernels.memory_hbm3 if name.startswith("H100") else kernels.memory
     return kernels.compute, memory, kernels.kernel_ms, kernels.sharpness
 
@@ -200,7 +208,10 @@ def predicted(found: Iterable[Sample], constants: Constants) -> Iterator[tuple[f
 def refit(found: list[Sample]) -> Constants:
     """Least mean error, by steps along each constant that shrink when none helps."""
     best, factor = list(of_gpu("A100")), 1.2
-    score: Callable[[list[float]], float] = lambda c: curve.mean_error(predicted(found, tuple(c)))  # noqa: E731
+    def score(c: list[float]) -> float:
+        return curve.compute_mean_error(
+            predicted(found, tuple(c))
+        )
     least = score(best)
     while factor > 1.005:
         moves = [

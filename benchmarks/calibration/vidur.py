@@ -109,7 +109,7 @@ def _all_reduces(folder: Path, gpus: int) -> Iterator[CommunicationPoint]:
 
 def _sorted(points):
     """Ascending and each place once, as a profile wants them."""
-    return [point for _, point in sorted({point.place: point for point in points}.items())]
+    return [point for _, point in sorted({point.key: point for point in points}.items())]
 
 
 def _is_prefill(row: dict[str, str]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from traffic import Lengths, Phase
 
 from cleave.api.deployment import LLMDeployment
-from cleave.manifests.pool import selected_plan
+from cleave.manifests.pool import build_selected_plan
 from cleave.planner import plan_search, problem_from_profile
 from cleave.planner.placement import Placement
 
@@ -79,8 +79,8 @@ def plan(workload: Any, time_scale: float, instances: int) -> Pools:
     """The planner's best placement on that many instances; the nearest one where none will do."""
     spec = make_spec(time_scale) | {"workload": workload, "planning": {"maxGPUs": instances}}
     deployment = LLMDeployment.model_validate(wrap(spec))
-    told = plan_search.plan(problem_from_profile.problem(deployment))
-    placed = selected_plan(deployment, Placement(told.best.pools, told.reason, told))
+    told = plan_search.plan(problem_from_profile.build_problem(deployment))
+    placed = build_selected_plan(deployment, Placement(told.best.pools, told.reason, told))
     # The planner counts emulated instances as GPUs; a placement by hand knows no such kind.
     return [
         pool.model_dump(mode="json", exclude={"gpu"}, exclude_none=True, by_alias=True)

@@ -19,7 +19,7 @@ import load
 import scoring
 from deployment import NAME
 
-from cleave.profiling.client import Answer, Client
+from cleave.profiling.client import OpenAIClient, TimedCompletion
 from cleave.simulator.trace import Trace
 
 PATIENCE_S = 20.0
@@ -30,17 +30,17 @@ class InTurns:
     """Spreads requests over gateways, as a Service does."""
 
     def __init__(self, urls: list[str], span_s: float) -> None:
-        self._clients = itertools.cycle([Client(url, NAME, 2 * span_s) for url in urls])
+        self._clients = itertools.cycle([OpenAIClient(url, NAME, 2 * span_s) for url in urls])
         self._end_s = asyncio.get_running_loop().time() + span_s
 
-    async def complete(self, prompt: list[int], output_tokens: int) -> Answer:
+    async def complete(self, prompt: list[int], output_tokens: int) -> TimedCompletion:
         """One answer of the next gateway."""
         sent_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout_at(self._end_s):
                 return await next(self._clients).complete(prompt, output_tokens)
         except TimeoutError:
-            return Answer(sent_s, (math.inf,), 0)
+            return TimedCompletion(sent_s, (math.inf,), 0)
 
 
 async def ask(trace: Trace, time_scale: float, urls: list[str]) -> load.Seen:

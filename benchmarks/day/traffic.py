@@ -82,7 +82,7 @@ def read_lengths(folder: Path, max_model_len: int) -> dict[str, Lengths]:
     """By service; requests that are too long for the model are left out."""
     found = {}
     for service, name in FILES.items():
-        recorded = history.read(folder / name)
+        recorded = history.read_trace(folder / name)
         # Two tokens at least: a request without a second one has no time per output token.
         output = np.maximum(2, recorded.output_tokens)
         fits = recorded.prompt_tokens + output <= max_model_len

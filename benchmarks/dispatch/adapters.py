@@ -2,7 +2,7 @@
 
 Called by run.py. Instances compute one prompt after another and hold few adapters; bringing another
 one takes a while, in which nothing is computed. Its place is found by
-`policy.session_affinity.find_kept`, as the router finds it.
+`policy.session_affinity.find_session_instance`, as the router finds it.
 """
 
 import heapq
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from queueing import WARM_UP, Load, draw_load
 
-from cleave.policy.dispatch import RECENCY, find_least
-from cleave.policy.session_affinity import find_kept, to_key
+from cleave.policy.dispatch import TIE_WEIGHT, find_least
+from cleave.policy.session_affinity import find_session_instance, to_key
 
 SLOTS = 4
 """Adapters that an instance holds."""
@@ -62,7 +62,7 @@ def _serve(
     """(mean delay in ms, share of requests with an adapter brought), least pending tokens."""
     keys = np.array([to_key(f"chat-{n}") for n in range(instances)], np.uint64)
     names = [to_key(f"adapter-{n}") for n in range(int(asked.max()) + 1)]
-    pending = np.arange(instances) * RECENCY
+    pending = np.arange(instances) * TIE_WEIGHT
     free_at = [0.0] * instances
     held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(instances)]
     ends: list[tuple[float, int, float]] = []
@@ -74,7 +74,11 @@ def _serve(
         while ends and ends[0][0] <= now:
             _, ended, done = heapq.heappop(ends)
             pending[ended] -= done
-        i = find_kept(pending, keys, names[adapter], worth) if worth else find_least(pending)
+        i = (
+            find_session_instance(pending, keys, names[adapter], worth)
+            if worth
+            else find_least(pending)
+        )
         begin = max(free_at[i], now)
         if adapter in held[i]:
             held[i].move_to_end(adapter)
@@ -87,6 +91,6 @@ def _serve(
         free_at[i] = begin + service_ms
         delays[r] = begin - now
         # A tie goes to who had its last request longest ago.
-        pending[i] += tokens + RECENCY
+        pending[i] += tokens + TIE_WEIGHT
         heapq.heappush(ends, (free_at[i], i, tokens))
     return float(delays[int(WARM_UP * len(delays)) :].mean()), brought / len(delays)

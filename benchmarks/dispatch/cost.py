@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from registrations import state
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.registry import Directory
-from cleave.router.router import Phase, Router, Rules
+from cleave.router.registry import InstanceRegistry
+from cleave.router.router import RequestPhase, Router, RoutingRules
 from cleave.rpc.v1 import agent_pb2
 
 IN_FLIGHT = 8
@@ -27,7 +27,7 @@ class Row:
 def measure(policy: DispatchPolicy, instances: int, rounds: int = 7, picks: int = 200) -> Row:
     """The best of some rounds: CPU time of a pick, and of a release."""
     clock = Clock()
-    rules = Rules(0, 2_000.0, 100.0)
+    rules = RoutingRules(0, 2_000.0, 100.0)
     router = Router(fill(instances, policy), rules=rules, clock=lambda: clock.now_s, seed=1)
     teach(router, clock, instances)
     for number in range(IN_FLIGHT * instances):
@@ -59,18 +59,18 @@ def teach(router: Router, clock: Clock, instances: int) -> None:
         picks = [router.pick("m", 100 + number * 97 % 900, 300) for _ in range(total)]
         for pick in picks:
             clock.now_s += 0.01 + 0.0001 * pick.prompt_tokens
-            router.release(pick, Phase.PREFILL)
+            router.release(pick, RequestPhase.PREFILL)
         clock.now_s += 300 * (0.015 + 0.0001 * size)
         for pick in picks:
-            router.learn(pick, 300)
+            router.observe_completion(pick, 300)
             router.release(pick)
 
 
-def fill(instances: int, policy: DispatchPolicy) -> Directory:
+def fill(instances: int, policy: DispatchPolicy) -> InstanceRegistry:
     """Half of the instances prefill, half decode."""
-    directory = Directory(policy)
+    directory = InstanceRegistry(policy)
     for number in range(instances):
         name = f"chat-{number:04d}"
         role = agent_pb2.ROLE_DECODE if number % 2 else agent_pb2.ROLE_PREFILL
-        directory.hear(name, state(name, role), 0.0)
+        directory.on_event(name, state(name, role), 0.0)
     return directory

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from cleave.api.cluster import Cluster, Network, NodeGroup
+from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.perf.estimate import Estimate
-from cleave.perf.estimator import for_cluster
+from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import inventory
-from cleave.perf.hardware.gpu import find
-from cleave.perf.hardware.kv_transfer import kv_transfer
+from cleave.perf.hardware.gpu import find_gpu
+from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.model import model_shape
 from cleave.perf.published.aladdin import Coefficients, fit_timing
-from cleave.simulator.fleet import Batching, Engine, Transfer
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedTransfer
 
 NETWORK_GBPS = 200.0
 SHORT_TOKENS = 500
@@ -25,11 +25,13 @@ class Worker:
     gpus: int
     estimate: Estimate
     coefficients: Coefficients
-    transfer: Transfer
+    transfer: SimulatedTransfer
     """To another one of its kind."""
 
-    def engine(self, batching: Batching = Batching.VLLM, most_tokens: int = 2048) -> Engine:
-        return Engine(
+    def engine(
+        self, batching: Batching = Batching.VLLM, most_tokens: int = 2048
+    ) -> SimulatedEngine:
+        return SimulatedEngine(
             timing=self.estimate.timing,
             kv_capacity_tokens=self.estimate.kv_capacity_tokens,
             batching=batching,
@@ -38,19 +40,19 @@ class Worker:
 
 
 def worker(name: str, gpu: str, tensor: int) -> Worker:
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     cluster = Cluster(
         nodes=[NodeGroup(count=4, gpu=gpu, gpus_per_node=8)],
-        network=Network(bandwidth_gbps=NETWORK_GBPS),
+        network=NetworkSpec(bandwidth_gbps=NETWORK_GBPS),
     )
-    estimate = for_cluster(shape, cluster).estimate(gpu, tensor, 1)
+    estimate = build_estimator(shape, cluster).estimate(gpu, tensor, 1)
     assert estimate is not None
-    link = inventory.network_link(cluster, find(gpu))
-    moved = kv_transfer(shape, link, (tensor, 1), (tensor, 1), compute_token_ms=0.0)
+    link = inventory.find_network_link(cluster, find_gpu(gpu))
+    moved = build_kv_transfer(shape, link, (tensor, 1), (tensor, 1), compute_token_ms=0.0)
     return Worker(
         f"{name}, TP {tensor} on {gpu}",
         tensor,
         estimate,
         fit_timing(estimate.timing, min(256, estimate.kv_capacity_tokens // SHORT_TOKENS)),
-        Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms),
+        SimulatedTransfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms),
     )

@@ -11,9 +11,9 @@ import numpy as np
 import traces
 from fleets import Worker
 
-from cleave.policy.best_fit import Packing
-from cleave.simulator.fleet import Batching, DispatchPolicy, Fleet, Pool
-from cleave.simulator.run import prepare, simulate
+from cleave.policy.best_fit import BestFitModel
+from cleave.simulator.fleet import Batching, DispatchPolicy, SimulatedFleet, SimulatedPool
+from cleave.simulator.run import prepare_fleet, simulate
 from cleave.simulator.trace import Trace
 
 MOST_TOKENS = 4096
@@ -51,24 +51,24 @@ class Row:
     """The same when outputs are known instead of predicted."""
 
 
-def colocated(worker: Worker, instances: int, targets: Targets) -> Fleet:
-    return Fleet(
-        mixed=(Pool(worker.engine(), instances),),
-        packing=Packing(worker.coefficients, targets.ttft_ms, targets.tpot_ms),
+def colocated(worker: Worker, instances: int, targets: Targets) -> SimulatedFleet:
+    return SimulatedFleet(
+        mixed=(SimulatedPool(worker.engine(), instances),),
+        best_fit=BestFitModel(worker.coefficients, targets.ttft_ms, targets.tpot_ms),
     )
 
 
-def split(worker: Worker, prefill: int, decode: int, targets: Targets) -> Fleet:
-    return Fleet(
-        prefill=(Pool(worker.engine(Batching.PREFILL_FIRST), prefill),),
-        decode=(Pool(worker.engine(), decode),),
+def split(worker: Worker, prefill: int, decode: int, targets: Targets) -> SimulatedFleet:
+    return SimulatedFleet(
+        prefill=(SimulatedPool(worker.engine(Batching.PREFILL_FIRST), prefill),),
+        decode=(SimulatedPool(worker.engine(), decode),),
         transfer=worker.transfer,
-        packing=Packing(worker.coefficients, targets.ttft_ms, targets.tpot_ms),
+        best_fit=BestFitModel(worker.coefficients, targets.ttft_ms, targets.tpot_ms),
     )
 
 
 def compare(
-    name: str, fleet: Fleet, gpus: int, lengths: Trace, targets: Targets, requests: int
+    name: str, fleet: SimulatedFleet, gpus: int, lengths: Trace, targets: Targets, requests: int
 ) -> list[Row]:
     """A row for each policy."""
     rows = []
@@ -83,10 +83,15 @@ def compare(
 
 
 def find_goodput(
-    fleet: Fleet, lengths: Trace, targets: Targets, requests: int, knows: bool, seeds: int = 3
+    fleet: SimulatedFleet,
+    lengths: Trace,
+    targets: Targets,
+    requests: int,
+    knows: bool,
+    seeds: int = 3,
 ) -> float:
     """Highest rate at which the targets hold, mean attainment of a few seeds."""
-    prepared = prepare(fleet)
+    prepared = prepare_fleet(fleet)
 
     def attainment(rate: float) -> float:
         shares = []

@@ -15,11 +15,11 @@ import numpy as np
 from queueing import WARM_UP, Delay, Load
 from registrations import state
 
-from cleave.policy.queue_model import INTERVAL_MS, MAX_INTERVAL_MS, find_interval_ms
-from cleave.router.registry import Directory
-from cleave.router.router import Phase, Pick
-from cleave.router.score_table import Board
-from cleave.router.shared_load import SharedBooks, make_table
+from cleave.policy.queue_model import INTERVAL_MS, MAX_INTERVAL_MS, choose_report_interval_ms
+from cleave.router.registry import InstanceRegistry
+from cleave.router.router import Pick, RequestPhase
+from cleave.router.score_table import ScoreTable
+from cleave.router.shared_load import SharedLoad, build_table
 from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.table import SharedTable
@@ -30,7 +30,7 @@ BLIND_MS = 0.02
 
 def measure(load: Load, *, instances: int, processes: int, seed: int) -> Delay:
     """Delay of `load` when each request comes to one of the processes at random."""
-    table = make_table(processes)
+    table = build_table(processes)
     fleet = _Fleet(table, instances, processes)
     whose = np.random.default_rng(seed + 1).integers(0, processes, len(load.tokens))
     waits = np.zeros(len(load.tokens))
@@ -54,19 +54,19 @@ def measure(load: Load, *, instances: int, processes: int, seed: int) -> Delay:
 
 
 @contextmanager
-def _gathering_before(board: Board) -> Iterator[None]:
+def _gathering_before(board: ScoreTable) -> Iterator[None]:
     """The first gathering of a pick has already been done, by `gather`."""
     kind = type(board)
-    gather = kind.gather
+    gather = kind.refresh
 
-    def skip(_board: Board) -> None:
-        kind.gather = gather
+    def skip(_board: ScoreTable) -> None:
+        kind.refresh = gather
 
-    kind.gather = skip
+    kind.refresh = skip
     try:
         yield
     finally:
-        kind.gather = gather
+        kind.refresh = gather
 
 
 class _Fleet:
@@ -76,12 +76,12 @@ class _Fleet:
         self._now_ms = 0.0
         self._names = [f"p-{number:04d}" for number in range(instances)]
         self._routers = [
-            self._start(SharedBooks(table.seen_by(process))) for process in range(processes)
+            self._start(SharedLoad(table.for_process(process))) for process in range(processes)
         ]
         self._free_at = dict.fromkeys(self._names, 0.0)
         self._todo = dict.fromkeys(self._names, 0)
         self._ends: list[tuple[float, int, int, Pick]] = []
-        interval_ms = find_interval_ms(min(processes * INTERVAL_MS, MAX_INTERVAL_MS), 1)
+        interval_ms = choose_report_interval_ms(min(processes * INTERVAL_MS, MAX_INTERVAL_MS), 1)
         phases = np.random.default_rng(1).uniform(0.0, interval_ms, instances * processes)
         self._reports = [
             (float(at), number % processes, self._names[number // processes])
@@ -103,8 +103,8 @@ class _Fleet:
                 _, _, process, pick = heapq.heappop(self._ends)
                 assert pick.prefill is not None
                 self._todo[pick.prefill.instance] -= pick.prompt_tokens
-                self._routers[process].release(pick, Phase.PREFILL)
-                self._routers[process].release(pick, Phase.DECODE)
+                self._routers[process].release(pick, RequestPhase.PREFILL)
+                self._routers[process].release(pick, RequestPhase.DECODE)
             else:
                 _, process, name = self._reports[0]
                 again = report + self._interval_ms, process, name
@@ -114,7 +114,7 @@ class _Fleet:
 
     def gather(self, process: int) -> None:
         """Its pick begins."""
-        self._find_board(process).gather()
+        self._find_board(process).refresh()
 
     def send(self, process: int, tokens: int, service_ms: float, is_blind: bool) -> float:
         """How long a request waits."""
@@ -129,18 +129,18 @@ class _Fleet:
         heapq.heappush(self._ends, (self._free_at[name], self._sent, process, pick))
         return start - self._now_ms
 
-    def _find_board(self, process: int) -> Board:
-        (board,) = self._routers[process].directory.models["m"].boards
+    def _find_board(self, process: int) -> ScoreTable:
+        (board,) = self._routers[process].registry.models["m"].score_tables
         return board
 
-    def _start(self, books: SharedBooks) -> SharedRouter:
-        directory = Directory(books=books)
+    def _start(self, books: SharedLoad) -> SharedRouter:
+        directory = InstanceRegistry(books=books)
         for name in [*self._names, "d"]:
             role = agent_pb2.ROLE_DECODE if name == "d" else agent_pb2.ROLE_PREFILL
-            directory.hear(name, state(name, role, 1 << 30), 0.0)
+            directory.on_event(name, state(name, role, 1 << 30), 0.0)
         return SharedRouter(directory, clock=lambda: self._now_ms / 1_000, seed=1)
 
     def _report(self, process: int, name: str) -> None:
         load = agent_pb2.LoadReport(boot_id=f"{name}-boot", pending_prompt_tokens=self._todo[name])
-        directory = self._routers[process].directory
-        directory.hear(name, agent_pb2.WatchEvent(load=load), self._now_ms / 1_000)
+        directory = self._routers[process].registry
+        directory.on_event(name, agent_pb2.WatchEvent(load=load), self._now_ms / 1_000)

@@ -22,7 +22,7 @@ from cleave.policy import dispatch, queue_model
 REPORT_MS = float(queue_model.INTERVAL_MS)
 WARM_UP = 0.2
 """Share of the requests that fills the queues and is not counted."""
-TIE = dispatch.RECENCY
+TIE = dispatch.TIE_WEIGHT
 
 
 class Way(IntEnum):
@@ -109,19 +109,19 @@ def _compile(function, **names):
 
 
 _find_least = _compile(dispatch.find_least)
-_find_at_home = _compile(dispatch.find_at_home, find_least=_find_least)
+_find_at_home = _compile(dispatch.prefer_own, find_least=_find_least)
 _draw = _compile(dispatch.draw)
-_find_sampled = _compile(dispatch.find_sampled, find_least=_find_least, draw=_draw)
+_find_sampled = _compile(dispatch.sample_least, find_least=_find_least, draw=_draw)
 _predict_end_ms = _compile(queue_model.predict_end_ms)
-_add_answer = _compile(queue_model.add_answer)
-_fit_line = _compile(queue_model.fit_line)
+_add_answer = _compile(queue_model.add_completion)
+_fit_line = _compile(queue_model.fit_prompt_times)
 _PROMPT_MS, _TOKEN_MS, _SAFE_MS, _SUMS = 0, 1, 2, 3
 """What a gateway has learnt of an instance."""
 
 
 @numba.njit(cache=False)
 def _learn(learnt, tokens, ms, way):
-    """As `queue_model.Queue` does."""
+    """As `queue_model.PrefillQueueModel` does."""
     a, b, c, d, e, f, g, h, i = learnt[_SUMS:]
     sums = _add_answer((a, b, c, d, e, f, g, h, i), tokens, ms)
     for at in range(len(sums)):
@@ -162,9 +162,9 @@ def serve(arrival, service, tokens, gateway, phases, gateways, way, seed):
     away = np.zeros((gateways, count), np.bool_)
     scores = np.zeros((gateways, count))
     learnt = np.zeros((gateways, count, 12))
-    for at, value in enumerate(queue_model.NOMINAL_SUMS):
+    for at, value in enumerate(queue_model.DEFAULT_SUMS):
         learnt[:, :, _SUMS + at] = value
-    learnt[:, :, _TOKEN_MS:_SUMS] = queue_model.NOMINAL_TOKEN_MS
+    learnt[:, :, _TOKEN_MS:_SUMS] = queue_model.DEFAULT_TOKEN_MS
     for g in range(gateways):
         for i in range(count):
             # Gateways that start together must not all begin with the first instance.

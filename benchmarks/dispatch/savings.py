@@ -12,8 +12,8 @@ import traces
 from fleets import Worker
 from goodput import MOST_TOKENS
 
-from cleave.policy.best_fit import Packing
-from cleave.simulator.fleet import DispatchPolicy, Fleet, Pool
+from cleave.policy.best_fit import BestFitModel
+from cleave.simulator.fleet import DispatchPolicy, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
@@ -43,14 +43,16 @@ def count_at(
     oracle = replace(trace, predicted_tokens=None)
 
     def fewest(dispatch: DispatchPolicy, served: Trace) -> int:
-        fleet = Fleet(
+        fleet = SimulatedFleet(
             dispatch=dispatch,
             first_token_by_decode=False,
-            packing=Packing(worker.coefficients, float("inf"), tpot_ms),
+            best_fit=BestFitModel(worker.coefficients, float("inf"), tpot_ms),
         )
 
         def holds(count: int) -> bool:
-            outcome = simulate(replace(fleet, decode=(Pool(worker.engine(), count),)), served, 1)
+            outcome = simulate(
+                replace(fleet, decode=(SimulatedPool(worker.engine(), count),)), served, 1
+            )
             passes = np.maximum(outcome.output_tokens - 1, 1)
             waited = outcome.decode_start_ms - outcome.arrival_ms
             mean_ms = (outcome.end_ms - outcome.decode_start_ms) / passes

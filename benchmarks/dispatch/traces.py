@@ -17,7 +17,7 @@ BEHIND = 500
 
 def read(service: str) -> Trace:
     """`code` or `conv`: an hour of Azure's traffic in November 2023."""
-    return history.read(DATA / f"AzureLLMInferenceTrace_2023_{service}.csv")
+    return history.read_trace(DATA / f"AzureLLMInferenceTrace_2023_{service}.csv")
 
 
 def draw(lengths: Trace, rate: float, requests: int, seed: int, most: int) -> Trace:
@@ -37,5 +37,5 @@ def predict(prompt: NDArray[np.int64], output: NDArray[np.int64]) -> NDArray[np.
     for at in range(len(prompt)):
         predicted[at] = max(round(lengths.predict(int(prompt[at]))), 1)
         if at >= BEHIND:
-            lengths.learn(int(prompt[at - BEHIND]), int(output[at - BEHIND]))
+            lengths.observe(int(prompt[at - BEHIND]), int(output[at - BEHIND]))
     return predicted

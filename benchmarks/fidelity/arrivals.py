@@ -29,7 +29,7 @@ class Lengths:
 
 def read_lengths(folder: Path, scale: float, max_model_len: int) -> Lengths:
     """The trace's lengths times `scale`; requests that are still too long are left out."""
-    recorded = history.read(folder / FILE)
+    recorded = history.read_trace(folder / FILE)
     prompt = np.maximum(1, np.rint(recorded.prompt_tokens * scale)).astype(np.int64)
     # Two tokens at least: a request without a second one has no time per output token.
     output = np.maximum(2, np.rint(recorded.output_tokens * scale)).astype(np.int64)
@@ -68,7 +68,7 @@ def foresee(trace: Trace, lengths: Lengths) -> Trace:
     """
     mean = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
     for pair in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True):
-        mean.learn(*map(int, pair))
+        mean.observe(*map(int, pair))
     asked = zip(trace.prompt_tokens, trace.output_tokens, strict=True)
     # Each asks for exactly as many tokens as it gets.
     predicted = [mean.predict(int(prompt), int(limit)) for prompt, limit in asked]

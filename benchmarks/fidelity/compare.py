@@ -8,7 +8,7 @@ from iteration_times import Pace
 from load import Seen
 from numpy.typing import NDArray
 
-from cleave.simulator.outcome import Outcome
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
 PERCENTILES = (50, 90, 95, 99)
@@ -59,7 +59,12 @@ class Comparison:
 
 
 def compare(
-    share: float, trace: Trace, seen: Seen, outcomes: Sequence[Outcome], slo: Slo, pace: Pace
+    share: float,
+    trace: Trace,
+    seen: Seen,
+    outcomes: Sequence[SimulationResult],
+    slo: Slo,
+    pace: Pace,
 ) -> Comparison:
     """Both sides of one load; failed requests meet no target.
 
@@ -104,11 +109,11 @@ def compare(
     )
 
 
-def _times(outcome: Outcome) -> dict[str, NDArray[np.float64]]:
+def _times(outcome: SimulationResult) -> dict[str, NDArray[np.float64]]:
     return {
         "ttft_ms": outcome.ttft_ms,
         "tpot_ms": outcome.tpot_ms,
-        "normalised_ms": outcome.normalised_latency_ms,
+        "normalised_ms": outcome.normalized_latency_ms,
     }
 
 

@@ -10,8 +10,8 @@ from idle import find_dispatch, fit_transfer, measure_idle, read_idle
 from iteration_times import Pace
 
 from cleave.perf import named_profiles
-from cleave.perf.timing import Timing
-from cleave.simulator.fleet import Engine, Fleet, Transfer
+from cleave.perf.timing import EngineTiming
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedTransfer
 
 CASES = (Case(prefill=1, decode=1), Case(prefill=2, decode=2), Case(mixed=2))
 PROFILE = "distserve/opt-13b/tp1"
@@ -50,20 +50,20 @@ class Emulated:
         """Times of an idle fleet: they tell what HTTP, the gateway and pulls cost."""
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
-    def timing(self, folder: Path) -> Timing:
+    def timing(self, folder: Path) -> EngineTiming:
         """What the engines were told to take."""
-        return named_profiles.load(PROFILE).timing
+        return named_profiles.load_profile(PROFILE).timing
 
-    def twin(self, folder: Path, pace: Pace) -> Fleet:
+    def twin(self, folder: Path, pace: Pace) -> SimulatedFleet:
         """The same engines for the simulator; ways and pulls from an idle fleet."""
-        profile = named_profiles.load(PROFILE)
-        engine = Engine(
+        profile = named_profiles.load_profile(PROFILE)
+        engine = SimulatedEngine(
             pace.apply(profile.timing),
             profile.kv_capacity_tokens // BLOCK_SIZE * BLOCK_SIZE,
             BLOCK_SIZE,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
         )
         idle = read_idle(folder / "idle.json")
-        transfer = fit_transfer(idle) if self.case.decode else Transfer()
+        transfer = fit_transfer(idle) if self.case.decode else SimulatedTransfer()
         dispatch_ms = find_dispatch(idle, self.case.ways)
         return make_fleet(self.case, engine, transfer, dispatch_ms)

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from deployments import Case, Stage
 from iteration_times import Pace
 
-from cleave.perf.timing import Timing
-from cleave.simulator.fleet import Engine, Fleet, Pool, Transfer
+from cleave.perf.timing import EngineTiming
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool, SimulatedTransfer
 
 
 class Subject(Protocol):
@@ -29,23 +29,25 @@ class Subject(Protocol):
     def prepare(self, stage: Stage, folder: Path) -> None:
         """Measure on the idle fleet what the twin needs, unless `folder` has it."""
 
-    def timing(self, folder: Path) -> Timing:
+    def timing(self, folder: Path) -> EngineTiming:
         """Passes of an engine by itself, from what `prepare` left in `folder`.
 
         Raises FileNotFoundError before `prepare` has run.
         """
 
-    def twin(self, folder: Path, pace: Pace) -> Fleet:
+    def twin(self, folder: Path, pace: Pace) -> SimulatedFleet:
         """The fleet for the simulator, its passes at `pace`. Raises as `timing` does."""
 
 
-def make_fleet(case: Case, engine: Engine, transfer: Transfer, dispatch_ms: float) -> Fleet:
+def make_fleet(
+    case: Case, engine: SimulatedEngine, transfer: SimulatedTransfer, dispatch_ms: float
+) -> SimulatedFleet:
     """Like engines in the roles of `case`."""
 
-    def pools(replicas: int) -> tuple[Pool, ...]:
-        return (Pool(engine, replicas),) if replicas else ()
+    def pools(replicas: int) -> tuple[SimulatedPool, ...]:
+        return (SimulatedPool(engine, replicas),) if replicas else ()
 
-    return Fleet(
+    return SimulatedFleet(
         prefill=pools(case.prefill),
         decode=pools(case.decode),
         mixed=pools(case.mixed),

@@ -16,10 +16,10 @@ from statistics import median
 import numpy as np
 from deployments import Stage
 
-from cleave.profiling.client import Client
-from cleave.profiling.engine_info import Counters, read_counters
-from cleave.profiling.measurements import draw
-from cleave.simulator.fleet import Transfer
+from cleave.profiling.client import OpenAIClient
+from cleave.profiling.engine_info import EngineCounters, read_counters
+from cleave.profiling.measurements import draw_prompt
+from cleave.simulator.fleet import SimulatedTransfer
 
 TOKENS = (16, 128, 512, 1024, 2000)
 OUTPUT_TOKENS = 2
@@ -55,24 +55,24 @@ def find_dispatch(idle: Sequence[Alone], ways: int) -> float:
     return max(0.0, median(each.front_ms for each in idle) / ways)
 
 
-def fit_transfer(idle: Sequence[Alone]) -> Transfer:
+def fit_transfer(idle: Sequence[Alone]) -> SimulatedTransfer:
     """A straight line through the pulls; they do not wait for each other: most of it is latency."""
     tokens, pulls = [each.tokens for each in idle], [each.pull_ms for each in idle]
     token_ms, latency_ms = np.polyfit(tokens, pulls, 1)
-    return Transfer(
+    return SimulatedTransfer(
         is_shared=False, latency_ms=max(0.0, float(latency_ms)), token_ms=max(0.0, float(token_ms))
     )
 
 
 async def _ask(stage: Stage, model: str, time_scale: float) -> list[Alone]:
     rng = random.Random(0)
-    client = Client(stage.url, model)
-    engines = [Client(url) for urls in stage.engines.values() for url in urls]
+    client = OpenAIClient(stage.url, model)
+    engines = [OpenAIClient(url) for urls in stage.engines.values() for url in urls]
     taken: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in TOKENS}
     for turn in range(REPEATS + 1):
         for tokens, times in taken.items():
             before = await _count(engines, 0)
-            answer = await client.complete(draw(rng, tokens), OUTPUT_TOKENS)
+            answer = await client.complete(draw_prompt(rng, tokens), OUTPUT_TOKENS)
             # Each role that a request passes counts it once.
             after = await _count(engines, before.prefills + len(stage.engines))
             pull_ms = (after.queue_s - before.queue_s) * 1e3
@@ -89,16 +89,16 @@ async def _ask(stage: Stage, model: str, time_scale: float) -> list[Alone]:
     ]
 
 
-async def _count(engines: Sequence[Client], prefills: int) -> Counters:
+async def _count(engines: Sequence[OpenAIClient], prefills: int) -> EngineCounters:
     """All engines together, when `prefills` requests are counted."""
     async with asyncio.timeout(COUNT_TIMEOUT_S):
         while True:
             counted = await asyncio.gather(*map(read_counters, engines))
-            total = Counters(
+            total = EngineCounters(
                 prefills=sum(each.prefills for each in counted),
                 prefill_s=sum(each.prefill_s for each in counted),
                 queue_s=sum(each.queue_s for each in counted),
-                passes=sum(each.passes for each in counted),
+                iterations=sum(each.iterations for each in counted),
             )
             if total.prefills >= prefills:
                 return total

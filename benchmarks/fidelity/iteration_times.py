@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.perf.timing import Timing, pass_ms
+from cleave.perf.timing import EngineTiming, compute_iteration_ms
 
 Passes = NDArray[np.float64]
 """One row per pass: begin_s, end_s, tokens, squares, batch, contexts, pulled blocks."""
@@ -35,7 +35,7 @@ class Pace:
     pull_block_ms: float = 0.0
     """The same per block."""
 
-    def apply(self, timing: Timing) -> Timing:
+    def apply(self, timing: EngineTiming) -> EngineTiming:
         """`timing` at this pace."""
         return replace(
             timing,
@@ -53,7 +53,7 @@ def read_passes(folder: Path, since_s: float, until_s: float) -> Passes:
     return passes[(passes[:, BEGIN] >= since_s) & (passes[:, END] <= until_s)]
 
 
-def find_pace(passes: Passes, timing: Timing) -> Pace:
+def find_pace(passes: Passes, timing: EngineTiming) -> Pace:
     """Of sums, not medians: a queue feels every millisecond. A kind that did not occur is as was.
 
     Passes without prompts and pulls tell of decoding; then those with prompts, less their decoding,
@@ -72,8 +72,8 @@ def find_pace(passes: Passes, timing: Timing) -> Pace:
     return Pace(prompt, decode, *_fit_pulls(passes[pulls, PULLED], with_next_ms[pulls]))
 
 
-def _predict(timing: Timing, row: Passes, *, has_prompts: bool) -> float:
-    return pass_ms(
+def _predict(timing: EngineTiming, row: Passes, *, has_prompts: bool) -> float:
+    return compute_iteration_ms(
         timing.prompt_step,
         timing.prompt_ms,
         timing.prompt_square_ms,

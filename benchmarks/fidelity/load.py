@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.profiling.client import Client
+from cleave.profiling.client import OpenAIClient
 from cleave.profiling.errors import ProfilingError
-from cleave.profiling.measurements import draw
+from cleave.profiling.measurements import draw_prompt
 from cleave.simulator.trace import Trace
 
 Times = NDArray[np.float64]
@@ -48,7 +48,7 @@ def as_sent(trace: Trace, seen: Seen) -> tuple[Trace, Seen]:
     return sent, replace(seen, first_token_ms=first_ms, end_ms=end_ms, lag_ms=seen.lag_ms[order])
 
 
-async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> Seen:
+async def offer(client: OpenAIClient, trace: Trace, time_scale: float, seed: int) -> Seen:
     """Send `trace`, its clock stretched by `time_scale`; no other rate has these prompts."""
     loop = asyncio.get_running_loop()
     # Another load of the same seed must not ask the same prompts: caches would answer.
@@ -59,7 +59,7 @@ async def offer(client: Client, trace: Trace, time_scale: float, seed: int) -> S
     faults: list[str] = []
 
     async def send(index: int, due_s: float) -> None:
-        prompt = draw(rng, int(trace.prompt_tokens[index]))
+        prompt = draw_prompt(rng, int(trace.prompt_tokens[index]))
         await asyncio.sleep(max(0.0, due_s - loop.time()))
         try:
             answer = await client.complete(prompt, int(trace.output_tokens[index]))

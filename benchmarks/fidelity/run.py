@@ -29,7 +29,7 @@ from report import Report, describe_machine, print_report
 from vllm_cpu import CASES as VLLM_CASES
 from vllm_cpu import Vllm
 
-from cleave.profiling.client import Client
+from cleave.profiling.client import OpenAIClient
 from cleave.simulator.run import simulate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -82,7 +82,7 @@ def serve(
     say(f"{name}: bringing it up")
     with deployed(subject.spec(folder), subject.case, folder) as stage:
         subject.prepare(stage, folder)
-        client = Client(stage.url, subject.model, timeout_s=600.0)
+        client = OpenAIClient(stage.url, subject.model, timeout_s=600.0)
 
         def offer_at(rate: float, seed: int, file: Path) -> None:
             trace = draw_trace(lengths, rate, settings.requests, seed)

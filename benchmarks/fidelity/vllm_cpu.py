@@ -19,17 +19,17 @@ from cleave.local import tiny_model
 from cleave.perf import named_profiles
 from cleave.perf.profile import profile as profiles
 from cleave.perf.profile.profile import MeasuredProfile
-from cleave.perf.timing import Timing
-from cleave.profiling.client import Client
-from cleave.profiling.engine_info import EngineFacts, inspect
-from cleave.profiling.measurement_plan import Settings, Taken, measure
-from cleave.profiling.measurements import Decode, draw
-from cleave.profiling.profile_points import find_scattered, to_profile
-from cleave.simulator.fleet import Engine, Fleet, Transfer
+from cleave.perf.timing import EngineTiming
+from cleave.profiling.client import OpenAIClient
+from cleave.profiling.engine_info import EngineInfo, inspect_engine
+from cleave.profiling.measurement_plan import ProfilingSettings, SamplesByCase, measure
+from cleave.profiling.measurements import DecodeCase, draw_prompt
+from cleave.profiling.profile_points import build_profile, list_scattered
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedTransfer
 
 PROFILE = "profile.yaml"
 CASES = (Case(mixed=1), Case(prefill=1, decode=1))
-SHAPE = tiny_model.Shape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
+SHAPE = tiny_model.TinyModelShape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
 """Passes of some 5 to 200 ms, as real models have them on GPUs. With the smallest model fronts have
 thousands of tokens a second to send, and are what limits the fleet; one whose weights fit the cache
 (32 MB here) decodes faster the longer it is let alone; with larger hidden sizes the kernels of two
@@ -42,13 +42,13 @@ WARM_TOKENS = 600
 """Few of the scaled prompts are longer, and a kernel is a small part of such a pass."""
 KERNELS = 65536
 """Compiled kernels that oneDNN keeps; its 1,024 are too few for passes of all lengths."""
-FULL = Settings(
+FULL = ProfilingSettings(
     repeats=3,
     batches=(1, 2, 4, 8, 16, 32),
     contexts=(64, 256, 1024),
-    longest_fill_s=10.0,
+    max_fill_s=10.0,
 )
-QUICK = Settings(repeats=3, batches=(1, 4, 16), contexts=(64, 512), steps_per_octave=1)
+QUICK = ProfilingSettings(repeats=3, batches=(1, 4, 16), contexts=(64, 512), steps_per_octave=1)
 SHORT_PROMPTS = 64
 """Longest that are measured where only decoding counts."""
 CLOCK = Path(__file__).parent / "engine"
@@ -100,17 +100,17 @@ class Vllm:
         asyncio.run(_warm(urls, self.model))
         file = folder / PROFILE
         if not file.exists():
-            profiles.write(asyncio.run(self._profile(stage)), file)
+            profiles.write_profile(asyncio.run(self._profile(stage)), file)
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
-    def timing(self, folder: Path) -> Timing:
+    def timing(self, folder: Path) -> EngineTiming:
         """As profiled."""
-        return named_profiles.load(str(folder / PROFILE)).timing
+        return named_profiles.load_profile(str(folder / PROFILE)).timing
 
-    def twin(self, folder: Path, pace: Pace) -> Fleet:
+    def twin(self, folder: Path, pace: Pace) -> SimulatedFleet:
         """Engines as profiled; ways and pulls from an idle fleet."""
-        profile = named_profiles.load(str(folder / PROFILE))
-        engine = Engine(
+        profile = named_profiles.load_profile(str(folder / PROFILE))
+        engine = SimulatedEngine(
             pace.apply(profile.timing),
             profile.kv_capacity_tokens,
             BLOCK_SIZE,
@@ -118,7 +118,7 @@ class Vllm:
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
         )
         idle = read_idle(folder / "idle.json")
-        transfer = Transfer()
+        transfer = SimulatedTransfer()
         if self.case.decode:
             transfer = replace(
                 fit_transfer(idle),
@@ -139,11 +139,11 @@ class Vllm:
             (facts, samples), (_, others) = await asyncio.gather(
                 self._measure(stage.engines["prefill"][0], replace(full, batches=())),
                 self._measure(
-                    stage.engines["decode"][0], replace(full, longest_prompt=SHORT_PROMPTS)
+                    stage.engines["decode"][0], replace(full, max_prompt_tokens=SHORT_PROMPTS)
                 ),
             )
-            samples |= {what: of for what, of in others.items() if isinstance(what, Decode)}
-        return to_profile(
+            samples |= {what: of for what, of in others.items() if isinstance(what, DecodeCase)}
+        return build_profile(
             samples,
             replace(facts, source="tiny-llama"),
             device="CPU",
@@ -153,11 +153,13 @@ class Vllm:
             pipeline_parallel_size=1,
         )
 
-    async def _measure(self, url: str, settings: Settings) -> tuple[EngineFacts, Taken]:
-        client = Client(url)
-        facts = await inspect(client, self.model)
+    async def _measure(
+        self, url: str, settings: ProfilingSettings
+    ) -> tuple[EngineInfo, SamplesByCase]:
+        client = OpenAIClient(url)
+        facts = await inspect_engine(client, self.model)
         samples = await measure(replace(client, model=self.model), facts, settings, _say)
-        for line in find_scattered(samples, settings.max_spread):
+        for line in list_scattered(samples, settings.max_spread):
             print(f"scatters: {line}", file=sys.stderr)
         return facts, samples
 
@@ -174,9 +176,9 @@ async def _warm(urls: list[str], model: str) -> None:
 
     async def warm(url: str) -> None:
         rng = random.Random(0)
-        client = Client(url, model)
+        client = OpenAIClient(url, model)
         for tokens in range(1, WARM_TOKENS):
-            await client.complete(draw(rng, tokens), 1)
+            await client.complete(draw_prompt(rng, tokens), 1)
 
     await asyncio.gather(*map(warm, urls))
 

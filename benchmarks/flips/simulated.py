@@ -7,15 +7,21 @@ import numpy as np
 
 from cleave.perf import named_profiles
 from cleave.perf.published import distserve
-from cleave.policy.role_flipping import make_terms
-from cleave.simulator.fleet import Engine, Fleet, Pool, Terms, Transfer
+from cleave.policy.role_flipping import build_thresholds
+from cleave.simulator.fleet import (
+    FlipThresholds,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
+)
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
 TTFT_MS, TPOT_MS = 400.0, 60.0
-TERMS = make_terms(TTFT_MS)
+TERMS = build_thresholds(TTFT_MS)
 GPUS = 8
-_ENGINE = Engine(
+_ENGINE = SimulatedEngine(
     named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp1"]),
     kv_capacity_tokens=60_000,
     max_num_batched_tokens=2_048,
@@ -76,13 +82,13 @@ def run(quick: bool) -> Iterator[dict[str, object]]:
 
 
 def _attain(
-    phases: list[Phase], prefill: int, decode: int, terms: Terms | None
+    phases: list[Phase], prefill: int, decode: int, terms: FlipThresholds | None
 ) -> tuple[float, int]:
     """(share within both targets, flips)."""
-    pools = (Pool(_ENGINE, prefill),), (Pool(_ENGINE, decode),)
-    fleet = Fleet(*pools, transfer=Transfer(1.0, 0.002), flipping=terms)
+    pools = (SimulatedPool(_ENGINE, prefill),), (SimulatedPool(_ENGINE, decode),)
+    fleet = SimulatedFleet(*pools, transfer=SimulatedTransfer(1.0, 0.002), flipping=terms)
     outcome = simulate(fleet, _draw(phases))
-    return outcome.attainment(TTFT_MS, TPOT_MS), outcome.num_flips
+    return outcome.compute_attainment(TTFT_MS, TPOT_MS), outcome.num_flips
 
 
 def _draw(phases: list[Phase], seed: int = 0) -> Trace:

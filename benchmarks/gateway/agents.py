@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from cleave.policy.queue_model import INTERVAL_MS, find_interval_ms
+from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 KV_BLOCKS = 1 << 20
@@ -41,7 +41,9 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
         yield agent_pb2.WatchEvent(registration=describe(self._instance))
         while True:
             yield agent_pb2.WatchEvent(load=report(self._instance))
-            await asyncio.sleep(find_interval_ms(request.interval_ms or INTERVAL_MS, 1) / 1000)
+            await asyncio.sleep(
+                choose_report_interval_ms(request.interval_ms or INTERVAL_MS, 1) / 1000
+            )
 
     async def Health(  # noqa: N802
         self, request: agent_pb2.HealthRequest, context: grpc.aio.ServicerContext

@@ -27,17 +27,17 @@ from processes import build_gateway
 from rich.console import Console
 from rich.table import Table
 
-from cleave.gateway.admission.api_keys import Keys
-from cleave.gateway.admission.rate_limit import Limits
-from cleave.gateway.admission.tenants import Tenant, digest
+from cleave.gateway.admission.api_keys import ApiKeys
+from cleave.gateway.admission.rate_limit import TenantLimits
+from cleave.gateway.admission.tenants import Tenant, hash_key
 from cleave.gateway.app.client_connection import ClientConnection
-from cleave.gateway.app.handlers import Pages
-from cleave.gateway.config import GatewayConfig, Late
-from cleave.gateway.context import Context
-from cleave.gateway.http.write_batcher import Outbox
+from cleave.gateway.app.handlers import GatewayRequestHandler
+from cleave.gateway.config import GatewayConfig, LateRequestPolicy
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.proxy import proxied_request
 from cleave.gateway.upstream.connection_pool import EngineConnection
-from cleave.router.registry import Directory
+from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
 
@@ -85,10 +85,12 @@ class Bench:
     def __init__(self, roles: tuple[str, ...], *, everything: bool) -> None:
         """`everything`: a tenant with limits, and targets to measure against."""
         self._context = _build_context(everything)
-        self._outbox = self._context.outbox = Outbox(do_later=_leave)
+        self._outbox = self._context.write_batcher = WriteBatcher(schedule=_leave)
         # The hand-off in the prefill engine's answer names its request: each has the first id.
-        self._prefill = _write_prefill(self._context.make_id())
-        self._client = ClientConnection(self._context, Pages(self._context), self._context.public)
+        self._prefill = _write_prefill(self._context.make_request_id())
+        self._client = ClientConnection(
+            self._context, GatewayRequestHandler(self._context), self._context.client_limiter
+        )
         self._wire = _connect(self._client)
         self._engines: dict[str, tuple[EngineConnection, Wire]] = {}
         for place, role in enumerate(roles):
@@ -120,16 +122,16 @@ class Bench:
             self._outbox.flush()
 
     def _start_engine(self, role: str, place: int) -> tuple[EngineConnection, Wire]:
-        directory = self._context.router.directory
+        directory = self._context.router.registry
         address = f"127.0.0.1:{7001 + place}"
         stated = describe(Mock(role, f"boot-{role}", address, address))
-        directory.hear(address, agent_pb2.WatchEvent(registration=stated), 0.0)
+        directory.on_event(address, agent_pb2.WatchEvent(registration=stated), 0.0)
         load = agent_pb2.LoadReport(boot_id=stated.boot_id, kv_blocks_free=KV_BLOCKS)
-        directory.hear(address, agent_pb2.WatchEvent(load=load), 0.0)
-        pool = self._context.find_pool(directory.instances[stated.instance].target)
+        directory.on_event(address, agent_pb2.WatchEvent(load=load), 0.0)
+        pool = self._context.get_pool(directory.instances[stated.instance].target)
         connection = EngineConnection(pool)
         wire = _connect(connection)
-        pool.keep(connection)
+        pool.return_idle(connection)
         return connection, wire
 
 
@@ -137,14 +139,18 @@ def _leave(work: Callable[[], None]) -> None:
     """There is no event loop: each turn is ended by hand."""
 
 
-def _build_context(everything: bool) -> Context:
+def _build_context(everything: bool) -> GatewayContext:
     if not everything:
         config = GatewayConfig(agents="")
-        return Context(config, Router(Directory(), seed=1), Keys(None))
-    config = GatewayConfig(agents="", ttft_slo_ms=200.0, tpot_slo_ms=50.0, late=Late.SERVE)
-    limits = Limits(1_000_000_000, 1_000_000_000, 1_000_000)
+        return GatewayContext(config, Router(InstanceRegistry(), seed=1), ApiKeys(None))
+    config = GatewayConfig(
+        agents="", ttft_slo_ms=200.0, tpot_slo_ms=50.0, late_policy=LateRequestPolicy.SERVE
+    )
+    limits = TenantLimits(1_000_000_000, 1_000_000_000, 1_000_000)
     tenant = Tenant("bench", limits)
-    return Context(config, Router(Directory(), seed=1), Keys({digest(KEY.encode()): tenant}))
+    return GatewayContext(
+        config, Router(InstanceRegistry(), seed=1), ApiKeys({hash_key(KEY.encode()): tenant})
+    )
 
 
 def _connect(connection: ClientConnection | EngineConnection) -> Wire:

@@ -28,12 +28,12 @@ import overlapped_prefill  # noqa: E402
 from result_table import show  # noqa: E402
 from subprocesses import guarded  # noqa: E402
 
-from cleave.api.engine import Transfer  # noqa: E402
-from cleave.local.tiny_model import Shape, build  # noqa: E402
+from cleave.api.engine import TransferMode  # noqa: E402
+from cleave.local.tiny_model import TinyModelShape, build  # noqa: E402
 from cleave.rpc.v1.agent_pb2 import Registration  # noqa: E402
 from cleave_worker.agent.config import parse  # noqa: E402
-from cleave_worker.agent.launch import Boot, free_port, launch  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.agent.launch import Boot, build_engine_launch, find_free_port  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from e2e.support import handoffs  # noqa: E402
 from e2e.support.deployments import until  # noqa: E402
@@ -43,7 +43,7 @@ PAIRS = ("tp2:tp1", "pp2:pp2", "pp2:tp2")
 HOST = "127.0.0.1"
 UP_S = 420
 LONGEST_PROMPT = 1_500
-MODEL = Shape(kv_heads=4)
+MODEL = TinyModelShape(kv_heads=4)
 SIZES = {"tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size"}
 
 Row = dict[str, object]
@@ -53,9 +53,15 @@ def main() -> None:
     """Print one row for each pair and direction."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="such as tp2:tp1")
-    parser.add_argument("--way", choices=(Way.SHARED_MEMORY, Way.GLOO), default=Way.SHARED_MEMORY)
     parser.add_argument(
-        "--transfers", nargs="+", type=Transfer, default=[Transfer.PULL], help="such as PerLayer"
+        "--way", choices=(Transport.SHARED_MEMORY, Transport.GLOO), default=Transport.SHARED_MEMORY
+    )
+    parser.add_argument(
+        "--transfers",
+        nargs="+",
+        type=TransferMode,
+        default=[TransferMode.PULL],
+        help="such as PerLayer",
     )
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
@@ -74,7 +80,9 @@ def main() -> None:
                     (":".join(reversed(pair.split(":"))), engines[::-1]),
                 ):
                     asked = list(itertools.islice(numbers, args.prompts))
-                    found = ask_all(source, decoding, asked, follows=transfer is not Transfer.PULL)
+                    found = ask_all(
+                        source, decoding, asked, follows=transfer is not TransferMode.PULL
+                    )
                     told = {"way": str(args.way), "transfer": str(transfer)}
                     rows.append({"prefill:decode": names} | told | found)
     show({"pairs": rows}, args.output, 120, lambda _, value: str(value))
@@ -83,7 +91,7 @@ def main() -> None:
 
 @contextmanager
 def pair_up(
-    pair: str, how: tuple[str, Transfer], model: Path, folder: Path
+    pair: str, how: tuple[str, TransferMode], model: Path, folder: Path
 ) -> Iterator[tuple[Registration, Registration]]:
     """Two engines that are ready, on two cores each; `how`: KV moves."""
     with ExitStack() as stack:
@@ -98,7 +106,7 @@ def pair_up(
 
 @contextmanager
 def engine(
-    sizes: str, cores: tuple[int, int], how: tuple[str, Transfer], model: Path, folder: Path
+    sizes: str, cores: tuple[int, int], how: tuple[str, TransferMode], model: Path, folder: Path
 ) -> Iterator[Registration]:
     """One engine, as an agent registers it; `sizes`: tp2, pp2, ..."""
     way, transfer = how
@@ -114,12 +122,12 @@ def engine(
     config = parse([*told, "--", "--dtype", "float32", *arguments])
     boot = Boot(
         boot_id=config.name,
-        engine_port=free_port(HOST),
-        kv_port=free_port(HOST),
+        engine_port=find_free_port(HOST),
+        kv_port=find_free_port(HOST),
         load_page=folder / config.name,
         cores=cores[:size],
     )
-    started = launch(config, boot, os.environ)
+    started = build_engine_launch(config, boot, os.environ)
     with guarded(started.argv, started.env, folder / f"{config.name}.log"):
         yield Registration(
             instance=config.name,

@@ -32,7 +32,7 @@ import overlapped_prefill  # noqa: E402
 from result_table import show  # noqa: E402
 
 from cleave.local.tiny_model import build  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from e2e.support import handoffs  # noqa: E402
 from e2e.support.deployments import Deployment, deployed, tiny_vllm, until  # noqa: E402
@@ -41,7 +41,7 @@ from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric  #
 NIXL = "nixl"
 OVER_NIXL = "cleave nixl"
 """Cleave's connector, where NIXL is vLLM's own."""
-WAYS = (Way.SHARED_MEMORY.value, Way.GLOO.value, OVER_NIXL, NIXL)
+WAYS = (Transport.SHARED_MEMORY.value, Transport.GLOO.value, OVER_NIXL, NIXL)
 UP_S = 420
 LONGEST_PROMPT = 3_000
 LATE, TWICE, KILLED = 20, 20, 20

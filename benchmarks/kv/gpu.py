@@ -21,8 +21,14 @@ from pair import BLOCK_TOKENS, BOUND_S, SHAPES, Shape, blocks_of
 from rich.console import Console
 from rich.table import Table
 
-from cleave_worker.transfer.memory import Memory, Plane, Span, register, spans_of
-from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.memory import (
+    ByteRange,
+    LayerRegion,
+    Memory,
+    list_ranges,
+    register_tensors,
+)
+from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports import torch_distributed
 
 HOST = "127.0.0.1"
@@ -57,7 +63,7 @@ def main() -> None:
     )
     lines = [*gathered(device), *beside_products(device)]
     if torch.cuda.device_count() > 1:
-        lines += between(Way.NCCL, [torch.device("cuda", number) for number in (0, 1)])
+        lines += between(Transport.NCCL, [torch.device("cuda", number) for number in (0, 1)])
     else:
         print("One GPU: NCCL between two is left out.")
     show(lines)
@@ -77,7 +83,7 @@ def gathered(device: torch.device) -> Iterator[Line]:
             packed = Memory([one[:size]])
             for scattered in (False, True):
                 blocks = blocks_of(tokens, scattered=scattered)
-                spans = list(spans_of(planes, blocks))
+                spans = list(list_ranges(planes, blocks))
                 where = places(spans)
                 expected = [layer[blocks] for layer in layers]
                 label = f"{shape.name}, {tokens:,}, {'scattered' if scattered else 'in one piece'}"
@@ -86,7 +92,7 @@ def gathered(device: torch.device) -> Iterator[Line]:
                     ("scatter", memory, packed, list(zip(spans, where, strict=True))),
                 )
                 for what, target, source, pairs in steps:
-                    ms = timed_ms(device, partial(target.fill, source, pairs))
+                    ms = timed_ms(device, partial(target.copy_from, source, pairs))
                     note = f"{len(pairs):,} copies"
                     yield Line(f"{what}: {label}", ms, size, size / ms / limit, note)
                     if target is packed:
@@ -132,7 +138,7 @@ def beside_products(device: torch.device) -> Iterator[Line]:
     )
 
 
-def between(way: Way, devices: list[torch.device]) -> list[Line]:
+def between(way: Transport, devices: list[torch.device]) -> list[Line]:
     """Prompts from one process's device to another's, one link for all."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
@@ -146,7 +152,7 @@ def between(way: Way, devices: list[torch.device]) -> list[Line]:
         process.join(BOUND_S)
 
 
-def taken(orders: Connection, way: Way, devices: list[torch.device]) -> Iterator[Line]:
+def taken(orders: Connection, way: Transport, devices: list[torch.device]) -> Iterator[Line]:
     """The receiving end."""
     device = devices[1]
     use(device)
@@ -158,7 +164,7 @@ def taken(orders: Connection, way: Way, devices: list[torch.device]) -> Iterator
         memory, planes, layers = filled(shape, max(TOKENS), device, seed=2)
         orders.send(shape)
         assert orders.poll(BOUND_S), "the other process says nothing"
-        link = torch_distributed.join(memory, way, (HOST, orders.recv()), HOST, BOUND_S)
+        link = torch_distributed.join_rendezvous(memory, way, (HOST, orders.recv()), HOST, BOUND_S)
         for tokens in TOKENS:
             size, blocks = shape.kv_bytes(tokens), blocks_of(tokens, scattered=True)
             ms = timed_ms(device, partial(take, orders, link, planes, tokens))
@@ -171,30 +177,33 @@ def taken(orders: Connection, way: Way, devices: list[torch.device]) -> Iterator
 
 
 def take(
-    orders: Connection, link: torch_distributed.Group, planes: list[Plane], tokens: int
+    orders: Connection,
+    link: torch_distributed.ProcessGroupLink,
+    planes: list[LayerRegion],
+    tokens: int,
 ) -> None:
     """Have a prompt sent, and receive it."""
     orders.send(tokens)
-    link.receive(spans_of(planes, blocks_of(tokens, scattered=True)), BOUND_S)
+    link.receive(list_ranges(planes, blocks_of(tokens, scattered=True)), BOUND_S)
 
 
-def give(orders: Connection, way: Way, device: torch.device) -> None:
+def give(orders: Connection, way: Transport, device: torch.device) -> None:
     """The sending process: a link for each shape, a prompt for each number of tokens."""
     use(device)
     while True:
         shape: Shape = orders.recv()
         memory, planes, _ = filled(shape, max(TOKENS), device)
-        meeting = torch_distributed.Meeting(HOST, BOUND_S)
+        meeting = torch_distributed.Rendezvous(HOST, BOUND_S)
         orders.send(meeting.port)
-        link = meeting.enter(memory, way, HOST, BOUND_S)
+        link = meeting.create_link(memory, way, HOST, BOUND_S)
         while (tokens := orders.recv()) is not None:
-            link.send(spans_of(planes, blocks_of(tokens, scattered=True)), BOUND_S)
+            link.send(list_ranges(planes, blocks_of(tokens, scattered=True)), BOUND_S)
         link.close()
 
 
 def filled(
     shape: Shape, tokens: int, device: torch.device, seed: int = 1
-) -> tuple[Memory, list[Plane], list[torch.Tensor]]:
+) -> tuple[Memory, list[LayerRegion], list[torch.Tensor]]:
     """Random KV with room for so many tokens: equal where shape, seed and device are."""
     num_blocks = tokens // BLOCK_TOKENS
     generator = torch.Generator().manual_seed(seed)
@@ -202,7 +211,7 @@ def filled(
         0, 255, (num_blocks, shape.block_bytes), dtype=torch.uint8, generator=generator
     )
     layers = [numbers.to(device, copy=True) + number for number in range(shape.num_layers)]
-    memory, planes = register(layers, num_blocks)
+    memory, planes = register_tensors(layers, num_blocks)
     return memory, planes, layers
 
 
@@ -211,11 +220,11 @@ def pick(layers: list[torch.Tensor], index: torch.Tensor) -> list[torch.Tensor]:
     return [layer[index] for layer in layers]
 
 
-def places(spans: list[Span]) -> list[Span]:
+def places(spans: list[ByteRange]) -> list[ByteRange]:
     """One after the other in a buffer."""
     found, at = [], 0
     for span in spans:
-        found.append(Span(0, at, span.length))
+        found.append(ByteRange(0, at, span.length))
         at += span.length
     return found
 

@@ -28,7 +28,7 @@ from pair import (
 from rich.console import Console
 from rich.table import Table
 
-from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def measure(shape: Shape, cable: Cable, args: argparse.Namespace) -> Iterator[Li
     """All ways, rates and sizes of a shape: those that fit, and that the link moves in time."""
     room = int(args.gib * 2**30)
     with opened(shape, max(shape.sizes(room)) // BLOCK_TOKENS, cable.place) as pair:
-        for way in [Way.GLOO.value] + ([OVER_NIXL, NIXL] if nixl_pull else []):
+        for way in [Transport.GLOO.value] + ([OVER_NIXL, NIXL] if nixl_pull else []):
             pull = Counted(pair, way)
             for gbps in args.gbps:
                 cable.hold_to(gbps)

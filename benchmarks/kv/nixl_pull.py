@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-from cleave_worker.transfer.server import Kept
+from cleave_worker.transfer.server import RegisteredKv
 
 _BOUND_S = 120.0
 _DEVICE = 0
@@ -20,13 +20,13 @@ _DEVICE = 0
 class Side:
     """One process's agent, with its memory registered."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: RegisteredKv) -> None:
         self._name = kept.boot_id
         self._agent = nixl_agent(self._name, nixl_agent_config())
         regions = [(one.data_ptr(), one.numel(), _DEVICE, "") for one in kept.memory.regions]
         self._agent.register_memory(self._agent.get_reg_descs(regions, "DRAM"))
         self._blocks = _describe(kept)
-        self._num_blocks = len(self._blocks) // len(kept.planes)
+        self._num_blocks = len(self._blocks) // len(kept.layers)
 
     @property
     def told(self) -> tuple[str, bytes, Any]:
@@ -61,10 +61,10 @@ class Side:
         return (layers[:, None] + np.asarray(blocks)[None, :]).ravel()
 
 
-def _describe(kept: Kept) -> Any:
+def _describe(kept: RegisteredKv) -> Any:
     """Address, length and device of every block, layer by layer."""
     found = []
-    for plane in kept.planes:
+    for plane in kept.layers:
         region = kept.memory.regions[plane.region]
         starts = np.arange(
             region.data_ptr() + plane.offset, region.data_ptr() + region.numel(), plane.stride

@@ -22,13 +22,13 @@ from pair import BLOCK_TOKENS, BOUND_S, SHAPES, Hold, Pair, Shape, blocks_of, op
 from rich.console import Console
 from rich.table import Table
 
-from cleave.perf.hardware.kv_transfer import KvTransfer
-from cleave_worker.transfer.block_leases import Begun, Held, Holds
-from cleave_worker.transfer.client import Reader
-from cleave_worker.transfer.handoff import HandOff, prompt_digest
-from cleave_worker.transfer.layerwise_client import Follower
+from cleave.perf.hardware.kv_transfer import KvTransferModel
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill, PrefillInProgress
+from cleave_worker.transfer.client import KvClient
+from cleave_worker.transfer.handoff import Handoff, compute_prompt_digest
+from cleave_worker.transfer.layerwise_client import LayerwiseClient
 from cleave_worker.transfer.progress import Progress
-from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transport import Transport
 
 TOKENS = (512, 2_048, 8_192)
 
@@ -53,11 +53,13 @@ class Prefill:
     block_s: float
     """Computation of a block's tokens."""
 
-    def __call__(self, holds: Holds) -> float:
+    def __call__(self, holds: BlockLeases) -> float:
         """When it was through."""
-        digest = prompt_digest([])
+        digest = compute_prompt_digest([])
         if self.mode is not Mode.PULL:
-            holds.begin(self.name, Begun(1, digest, len(self.blocks), self.name))
+            holds.begin_prefill(
+                self.name, PrefillInProgress(1, digest, len(self.blocks), self.name)
+            )
         until = time.monotonic()
         for first in range(0, len(self.blocks), self.chunk_blocks):
             end = min(len(self.blocks), first + self.chunk_blocks)
@@ -65,11 +67,11 @@ class Prefill:
                 until += (end - first) * self.block_s / self.num_layers
                 time.sleep(max(0.0, until - time.monotonic()))
                 if self.mode is Mode.LAYER and layer < self.num_layers:
-                    holds.grow(self.name, self.blocks[:end], Progress(first, end, layer))
+                    holds.update_progress(self.name, self.blocks[:end], Progress(first, end, layer))
             if self.mode is not Mode.PULL:
-                holds.grow(self.name, self.blocks[:end], Progress(end, end, 0))
+                holds.update_progress(self.name, self.blocks[:end], Progress(end, end, 0))
         over = time.monotonic()
-        holds.hold(self.name, Held(1, digest, self.blocks))
+        holds.grant(self.name, FinishedPrefill(1, digest, self.blocks))
         return over
 
 
@@ -102,7 +104,7 @@ def main() -> None:
 
 def measure(shape: Shape, cable: Cable, args: argparse.Namespace) -> Iterator[Line]:
     """All links, sizes and modes."""
-    links = [(Way.SHARED_MEMORY, 0.0), *((Way.GLOO, gbps) for gbps in args.gbps)]
+    links = [(Transport.SHARED_MEMORY, 0.0), *((Transport.GLOO, gbps) for gbps in args.gbps)]
     with opened(shape, max(TOKENS) // BLOCK_TOKENS, cable.place) as pair:
         for way, gbps in links:
             link = f"{gbps:g} Gb/s" if gbps else way.value
@@ -122,7 +124,7 @@ def compare(mover: "Mover", link: str, tokens: int, args: argparse.Namespace) ->
             mover.visible_ms(tokens, mode, args.chunk, args.token_ms) for _ in range(args.rounds)
         )
         token_ms = 1e3 * shape.kv_bytes(tokens) / tokens / mover.limit()
-        model = KvTransfer(latency_ms, token_ms, shape.num_layers, args.token_ms)
+        model = KvTransferModel(latency_ms, token_ms, shape.num_layers, args.token_ms)
         yield Line(
             link,
             shape.name,
@@ -134,26 +136,26 @@ def compare(mover: "Mover", link: str, tokens: int, args: argparse.Namespace) ->
         )
 
 
-def predicted_ms(model: KvTransfer, mode: Mode, tokens: int, chunk: int) -> float:
+def predicted_ms(model: KvTransferModel, mode: Mode, tokens: int, chunk: int) -> float:
     """What the planner reckons with."""
     match mode:
         case Mode.PULL:
-            return model.serialised_ms(tokens)
+            return model.compute_serialized_ms(tokens)
         case Mode.CHUNK:
-            return model.per_chunk_ms(tokens, chunk)
+            return model.compute_per_chunk_ms(tokens, chunk)
         case Mode.LAYER:
-            return model.per_layer_ms(tokens)
+            return model.compute_per_layer_ms(tokens)
 
 
 class Mover:
     """Takes prompts from the owner one way, in any mode."""
 
-    def __init__(self, pair: Pair, way: Way, link: str) -> None:
+    def __init__(self, pair: Pair, way: Transport, link: str) -> None:
         self.pair = pair
-        self.limit = pair.copied if way is Way.SHARED_MEMORY else pair.streamed
+        self.limit = pair.copied if way is Transport.SHARED_MEMORY else pair.streamed
         """Bytes per second of the link itself."""
-        self._reader = Reader(pair.kept, [way], BOUND_S)
-        self._follower = Follower(self._reader, BOUND_S)
+        self._reader = KvClient(pair.kept, [way], BOUND_S)
+        self._follower = LayerwiseClient(self._reader, BOUND_S)
         self._names = (f"{link}: {number}" for number in itertools.count())
 
     def visible_ms(self, tokens: int, mode: Mode, chunk: int, token_ms: float) -> float:
@@ -175,7 +177,7 @@ class Mover:
             self._pull(name, blocks)
             return 1e3 * (time.monotonic() - computed)
         hand_off = self._hand_off(name, 0)
-        self._follower.follow(hand_off, hand_off.prompt_digest, 0, sorted(blocks))
+        self._follower.pull(hand_off, hand_off.prompt_digest, 0, sorted(blocks))
         done = time.monotonic()
         computed = orders.recv()
         return 1e3 * (done - computed)
@@ -187,7 +189,7 @@ class Mover:
     def first_byte_ms(self) -> float:
         """A pull of one block: all that does not depend on size."""
         name = next(self._names)
-        self.pair.orders.send(Hold(name, Held(1, prompt_digest([]), (0,))))
+        self.pair.orders.send(Hold(name, FinishedPrefill(1, compute_prompt_digest([]), (0,))))
         self.pair.orders.recv()
         begun = time.monotonic()
         self._pull(name, [0])
@@ -197,8 +199,8 @@ class Mover:
         hand_off = self._hand_off(name, 1)
         self._reader.pull(hand_off, hand_off.prompt_digest, 0, sorted(blocks))
 
-    def _hand_off(self, name: str, epoch: int) -> HandOff:
-        return HandOff("boot-p", name, epoch, prompt_digest([]), 0, (self.pair.owner,))
+    def _hand_off(self, name: str, epoch: int) -> Handoff:
+        return Handoff("boot-p", name, epoch, compute_prompt_digest([]), 0, (self.pair.owner,))
 
 
 def show(lines: list[Line]) -> None:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from cleave.gateway.upstream.kv_transfer_params import ask_ahead, promise
+from cleave.gateway.upstream.kv_transfer_params import (
+    build_overlapped_prefill_params,
+    build_pending_handoff,
+)
 from cleave.router.instance import Target
 from cleave.rpc.v1.agent_pb2 import Registration
 
@@ -70,7 +73,7 @@ def follow(
     with ThreadPoolExecutor(1) as pool:
         decoded = pool.submit(handoffs.decode, decoding, case, told, called)
         if prompt:
-            asked = json.loads(bytes(ask_ahead(called.encode())))
+            asked = json.loads(bytes(build_overlapped_prefill_params(called.encode())))
             handoffs.post(source, prompt, called, max_tokens=1, kv_transfer_params=asked)
         return decoded.result()
 
@@ -81,5 +84,5 @@ def promised(told: Registration, name: str) -> dict[str, Any]:
     target = Target(
         *(told.instance, host, 0, told.engine_url, told.boot_id, 0), kv_port=told.kv_port
     )
-    found: dict[str, Any] = json.loads(bytes(promise(target, name.encode())))
+    found: dict[str, Any] = json.loads(bytes(build_pending_handoff(target, name.encode())))
     return found

@@ -19,13 +19,17 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from cleave_worker.transfer.block_leases import Held, Holds
-from cleave_worker.transfer.client import Reader
-from cleave_worker.transfer.handoff import HandOff, Layout, prompt_digest
-from cleave_worker.transfer.memory import Memory, Move, Span, register
-from cleave_worker.transfer.server import Kept, Owner
-from cleave_worker.transfer.transport import Way
-from cleave_worker.transfer.transports.shared_memory import SharedMemory, SharedRegion, share
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill
+from cleave_worker.transfer.client import KvClient
+from cleave_worker.transfer.handoff import Handoff, KvLayout, compute_prompt_digest
+from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy, register_tensors
+from cleave_worker.transfer.server import KvServer, RegisteredKv
+from cleave_worker.transfer.transport import Transport
+from cleave_worker.transfer.transports.shared_memory import (
+    SharedMemoryLink,
+    SharedRegion,
+    share_memory,
+)
 
 try:
     import nixl_pull
@@ -97,7 +101,7 @@ class Timed:
 class Pair:
     """The puller's process is this one."""
 
-    kept: Kept
+    kept: RegisteredKv
     shape: Shape
     orders: Connection
     owner: tuple[str, int]
@@ -122,9 +126,9 @@ class Pair:
         return streamed(self.stream)
 
 
-def way_of(name: str) -> Way:
+def way_of(name: str) -> Transport:
     """One of our ways by its name in tables."""
-    return Way.NIXL if name == OVER_NIXL else Way(name)
+    return Transport.NIXL if name == OVER_NIXL else Transport(name)
 
 
 @contextmanager
@@ -178,28 +182,30 @@ class Hold:
     """An order to the owner's process: a prefill that has ended."""
 
     request_id: str
-    held: Held
+    held: FinishedPrefill
 
-    def __call__(self, holds: Holds) -> None:
-        holds.hold(self.request_id, self.held)
+    def __call__(self, holds: BlockLeases) -> None:
+        holds.grant(self.request_id, self.held)
 
 
 class Puller:
     """Has prompts held by the other process, and pulls them."""
 
-    def __init__(self, orders: Connection, owner: tuple[str, int], kept: Kept, way: Way) -> None:
+    def __init__(
+        self, orders: Connection, owner: tuple[str, int], kept: RegisteredKv, way: Transport
+    ) -> None:
         self._orders = orders
         self._owner = owner
-        self._reader = Reader(kept, [way], BOUND_S)
+        self._reader = KvClient(kept, [way], BOUND_S)
         self._epochs = itertools.count(1)
 
     def pull(self, blocks: list[int]) -> float:
         """Seconds from the question to the owner's last word."""
         epoch = next(self._epochs)
-        request_id, digest = f"r{epoch}", prompt_digest([epoch])
-        self._orders.send(Hold(request_id, Held(epoch, digest, tuple(blocks))))
+        request_id, digest = f"r{epoch}", compute_prompt_digest([epoch])
+        self._orders.send(Hold(request_id, FinishedPrefill(epoch, digest, tuple(blocks))))
         self._orders.recv()
-        hand_off = HandOff("boot-p", request_id, epoch, digest, 0, (self._owner,))
+        hand_off = Handoff("boot-p", request_id, epoch, digest, 0, (self._owner,))
         begun = time.perf_counter()
         self._reader.pull(hand_off, digest, 0, sorted(blocks))
         return time.perf_counter() - begun
@@ -211,9 +217,9 @@ def own(orders: Connection, shape: Shape, num_blocks: int, place: Place) -> None
         place.prepare()
     torch.set_num_threads(1)
     kept = keep("boot-p", shape, num_blocks, place.owner_host)
-    shared = share(kept.memory)
-    holds = Holds(BOUND_S, BOUND_S)
-    owner = Owner(kept, holds, shared, 0, BOUND_S)
+    shared = share_memory(kept.memory)
+    holds = BlockLeases(BOUND_S, BOUND_S)
+    owner = KvServer(kept, holds, shared, 0, BOUND_S)
     with socket.create_server((place.owner_host, 0)) as listening:
         threading.Thread(target=stream, args=(listening,), daemon=True).start()
         orders.send((owner.port, shared, listening.getsockname()[1]))
@@ -237,27 +243,27 @@ def stream(listening: socket.socket) -> None:
                 connected.sendall(block)
 
 
-def keep(boot_id: str, shape: Shape, num_blocks: int, host: str) -> Kept:
+def keep(boot_id: str, shape: Shape, num_blocks: int, host: str) -> RegisteredKv:
     """KV of a shape, every page written once."""
     layers = [
         torch.ones(num_blocks, shape.block_bytes, dtype=torch.uint8)
         for _ in range(shape.num_layers)
     ]
-    memory, planes = register(layers, num_blocks)
+    memory, planes = register_tensors(layers, num_blocks)
     sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
-    layout = Layout(shape.name, "bfloat16", BLOCK_TOKENS, *sizes, "benchmark")
-    return Kept(boot_id, layout, memory, tuple(planes), host)
+    layout = KvLayout(shape.name, "bfloat16", BLOCK_TOKENS, *sizes, "benchmark")
+    return RegisteredKv(boot_id, layout, memory, tuple(planes), host)
 
 
 def copied(memory: Memory, shared: tuple[SharedRegion, ...]) -> float:
     """Bytes per second of plain copies out of the other process's memory, a layer at a time."""
-    link = SharedMemory(memory, shared)
-    whole: list[Move] = []
+    link = SharedMemoryLink(memory, shared)
+    whole: list[RangeCopy] = []
     size = 0
     for number, region in enumerate(memory.regions):
         if size < LIMIT_BYTES:
-            span = Span(number, 0, region.numel())
-            whole.append(Move(span, span))
+            span = ByteRange(number, 0, region.numel())
+            whole.append(RangeCopy(span, span))
             size += span.length
     link.read(whole, BOUND_S)  # Maps the pages.
     begun = time.perf_counter()

@@ -28,7 +28,7 @@ from pair import (
 from rich.console import Console
 from rich.table import Table
 
-from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transport import Transport
 
 HOST = "127.0.0.1"
 
@@ -75,8 +75,8 @@ def measure(shape: Shape, room: int, rounds: int, *, over_tcp: bool) -> Iterator
     sizes = shape.sizes(room)
     with opened(shape, max(sizes) // BLOCK_TOKENS, Place(HOST, HOST)) as pair:
         limits: dict[str, Callable[[], float]] = {
-            Way.SHARED_MEMORY: pair.copied,
-            Way.GLOO: pair.streamed,
+            Transport.SHARED_MEMORY: pair.copied,
+            Transport.GLOO: pair.streamed,
         }
         if nixl_pull:
             limits |= dict.fromkeys((OVER_NIXL, NIXL), pair.streamed if over_tcp else pair.copied)

@@ -16,8 +16,14 @@ from fleets import worker
 from goodput import Targets, bisect, colocated, split
 from one_engine import BURST, ENGINE
 
-from cleave.simulator.fleet import Admission, DispatchPolicy, Fleet, Pool, Transfer
-from cleave.simulator.run import prepare, simulate
+from cleave.simulator.fleet import (
+    Admission,
+    DispatchPolicy,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
+)
+from cleave.simulator.run import prepare_fleet, simulate
 from cleave.simulator.trace import Trace
 
 MOST_TOKENS = 4_096
@@ -65,7 +71,7 @@ def dispatch(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
     }
     for name, (fleet, instances) in fleets.items():
         for policy in POLICIES[: 1 if quick else None]:
-            prepared = prepare(replace(fleet, dispatch=policy))
+            prepared = prepare_fleet(replace(fleet, dispatch=policy))
             found = {
                 by: _goodput(prepared, told, tokens, targets, 300 if quick else 4_000)
                 / (instances * one.gpus)
@@ -85,7 +91,7 @@ def admissions(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
             if admission is Admission.GREEDY and greedy:
                 continue
             engine = replace(ENGINE, admission=admission, max_num_batched_tokens=2_048)
-            fleet = Fleet(decode=(Pool(engine, 1),), transfer=Transfer())
+            fleet = SimulatedFleet(decode=(SimulatedPool(engine, 1),), transfer=SimulatedTransfer())
             times, preempted = [], []
             for seed in range(1 if quick else BURSTS):
                 trace = _draw(told, tokens, BURST, seed)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cleave.traffic import length_scores, length_training
 from cleave.traffic.length_file import GRANULARITIES, LengthFile, Score
-from cleave.traffic.length_scores import Answers
+from cleave.traffic.length_scores import CompletedRequests
 
 SERVICES = {"code": "code", "conversation": "conv"}
 ERRORS = (0.0, length_training.PROMPT_ERROR)
@@ -19,7 +19,7 @@ ERRORS = (0.0, length_training.PROMPT_ERROR)
 class Foretold:
     """The requests that judge, and their outputs as foretold; arrays of equal length."""
 
-    answers: Answers
+    answers: CompletedRequests
     mean: NDArray[np.float64]
     """By the mean by prompt length."""
     tree: NDArray[np.float64]
@@ -47,14 +47,14 @@ def score(data: Path, service: str, error: float) -> tuple[LengthFile, dict[str,
 def foretell(data: Path, service: str, error: float) -> Foretold:
     """Of the requests that judge."""
     found, _ = score(data, service, error)
-    answers, _ = length_training.read(find(data, service), error)
+    answers, _ = length_training.read_requests(find(data, service), error)
     begin = found.trained_on
-    judged = answers.part(begin, len(answers))
+    judged = answers.select(begin, len(answers))
     leaves = [found.tree.find_leaf(prompt) for prompt in judged.prompt_tokens.tolist()]
     width = GRANULARITIES[1]
     return Foretold(
         judged,
-        length_scores.play_mean(answers)[begin:],
+        length_scores.predict_by_mean(answers)[begin:],
         np.array(found.tokens)[leaves],
         np.maximum(np.array(found.ranges)[leaves, 1] * width, 1),
     )

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from result_table import show
 
 from cleave.policy import length_ranges
-from cleave.policy.output_length import ConditionalMean, Predictor
+from cleave.policy.output_length import ConditionalMean, LengthPredictor
 from cleave.traffic.length_file import GRANULARITIES
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -70,7 +70,7 @@ def cost(data: Path, quick: bool) -> Iterator[dict[str, object]]:
         }
 
 
-def _time(predictor: Predictor) -> float:
+def _time(predictor: LengthPredictor) -> float:
     predict = predictor.predict
     prompts = [31 * number % 4_000 for number in range(CALLS)]
     start = time.process_time()

@@ -9,7 +9,7 @@ from cleave.api.manifest import validate
 from cleave.planner import problem_from_profile
 from cleave.planner.problem import Problem
 from cleave.simulator.trace import Trace
-from cleave.traffic.published import find
+from cleave.traffic.published import get_workload
 from cleave.traffic.workload import Demand
 
 TTFT_MS, TPOT_MS = 2_500.0, 60.0
@@ -31,7 +31,11 @@ class Phase:
     @property
     def demand(self) -> Demand:
         """As the planner takes it."""
-        return find(self.workload).demand(self.rate, self.burstiness).limited(LONGEST)
+        return (
+            get_workload(self.workload)
+            .build_demand(self.rate, self.burstiness)
+            .with_max_model_len(LONGEST)
+        )
 
 
 Phases = Sequence[Phase]
@@ -83,7 +87,7 @@ def ask(first: Phase) -> Problem:
             },
         },
     }
-    return for_phase(problem_from_profile.problem(validate(document)), first)
+    return for_phase(problem_from_profile.build_problem(validate(document)), first)
 
 
 def for_phase(problem: Problem, phase: Phase) -> Problem:

@@ -7,23 +7,23 @@ from replanning import START_S, Step, to_fleet
 from virtual_fleet import PERIOD_S, World
 
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import Running
-from cleave.traffic.drift_detector import Detector, watch
+from cleave.planner.replan.replay import RunningPlan
+from cleave.traffic.drift_detector import DriftDetector, update_detector
 
 
 def wait_for(
-    world: World, real: Problem, plans: Sequence[Running], edges: Sequence[float]
+    world: World, real: Problem, plans: Sequence[RunningPlan], edges: Sequence[float]
 ) -> list[Step]:
     """Each phase's plan is ordered when the operator's detector sees its change, and then starts.
 
     What it wants for the new phase is known at once, and a false alarm is known for one.
     """
     steps: list[Step] = []
-    detector, ordered = Detector(), 0
+    detector, ordered = DriftDetector(), 0
     pending: Step | None = None
     for now_s in np.arange(PERIOD_S, edges[-1], PERIOD_S).tolist():
         (window,) = world.look(now_s - PERIOD_S, now_s)
-        detector, change = watch(detector, window)
+        detector, change = update_detector(detector, window)
         if pending is not None and now_s >= pending.at_s:
             world.change(to_fleet(real, pending.running), now_s)
             steps.append(pending)

@@ -9,16 +9,16 @@ from virtual_fleet import PERIOD_S, World
 
 from cleave.api.workload import Workload
 from cleave.controller.replan import drift
-from cleave.perf.latency_correction import NONE, Correction
+from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.replan import replay
 from cleave.planner.replan.model_check import SETTLE_S
-from cleave.planner.replan.replay import Running
-from cleave.planner.replan.revision import Left, Terms, Verdict, revise
-from cleave.simulator.fleet import Fleet
+from cleave.planner.replan.replay import RunningPlan
+from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings, ReplanVerdict, revise
+from cleave.simulator.fleet import SimulatedFleet
 from cleave.traffic.refit import RefitError, refit
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 
 START_S = 120.0
 """From a plan to its first request."""
@@ -37,7 +37,7 @@ class Step:
     decided_s: float
     at_s: float
     """When it was in force."""
-    running: Running
+    running: RunningPlan
 
 
 @dataclass(eq=False)
@@ -49,12 +49,12 @@ class Follower:
     real: Problem
     """With the passes that the world takes."""
     world: World
-    running: Running
+    running: RunningPlan
     steps: list[Step] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
-    _left: list[Left] = field(default_factory=list)
-    _course: drift.Course = drift.Course()  # noqa: RUF009 - a frozen value
-    _correction: Correction = NONE
+    windows: list[TrafficWindow] = field(default_factory=list)
+    _left: list[ReplacedPlan] = field(default_factory=list)
+    _course: drift.DriftState = drift.DriftState()  # noqa: RUF009 - a frozen value
+    _correction: Correction = NO_CORRECTION
     _pending: Step | None = None
     _is_corrected: bool = False
     _settled_s: float = 0.0
@@ -67,7 +67,7 @@ class Follower:
             self.windows += self.world.look(now_s - PERIOD_S, now_s)
             if self._pending is not None and not self._take_over(now_s):
                 continue
-            self._course = drift.follow(self._course, planned_for, self.windows, self._settled_s)
+            self._course = drift.update(self._course, planned_for, self.windows, self._settled_s)
             if self._is_time(now_s):
                 planned_for = self._revise(now_s, planned_for)
 
@@ -82,42 +82,42 @@ class Follower:
 
     def _is_time(self, now_s: float) -> bool:
         change, last_s = self._course.change, max(self._asked_s, self._settled_s)
-        if change and change.at_s > last_s:
+        if change and change.detected_s > last_s:
             return True
-        is_soon = self._is_corrected or self._course.is_fresh(now_s, INTERVAL_S)
+        is_soon = self._is_corrected or self._course.has_recent_change(now_s, INTERVAL_S)
         late_s = now_s - last_s - INTERVAL_S / (SOON if is_soon else 1)
-        return late_s >= 0 and not self._course.puts_off(late_s, INTERVAL_S)
+        return late_s >= 0 and not self._course.should_defer_review(late_s, INTERVAL_S)
 
     def _revise(self, now_s: float, planned_for: Workload | None) -> Workload | None:
         """Ask the planner; the traffic that is planned for from now on."""
         change, settled_s = self._course.change, self._settled_s
-        since_s = drift.find_start(self.windows, change, settled_s)
+        since_s = drift.find_current_start_s(self.windows, change, settled_s)
         settle_s = drift.find_settle_s(self.windows, change, since_s, SETTLE_S)
-        terms = Terms(start_s=START_S, cooldown_s=INTERVAL_S, settle_s=settle_s)
+        terms = ReplanSettings(start_s=START_S, cooldown_s=INTERVAL_S, settle_s=settle_s)
         recent = drift.list_recent(self.windows, since_s, INTERVAL_S, terms.settle_s)
         try:
             workload = refit(recent)
             found = revise(self.problem, self.running, recent, self._correction, terms, self._left)
         except RefitError:
             return planned_for
-        self._asked_s, self._correction = now_s, found.judgement.correction
-        told, best = found.decision, found.proposed
-        self._is_corrected = told.verdict is Verdict.CORRECT
+        self._asked_s, self._correction = now_s, found.assessment.correction
+        told, best = found.decision, found.proposal
+        self._is_corrected = told.verdict is ReplanVerdict.CORRECT
         print(
             f"  {now_s:6.0f} s  {told.verdict}: {told.reason}; {self._correction}", file=sys.stderr
         )
-        if told.verdict is not Verdict.APPLY or best is None:
+        if told.verdict is not ReplanVerdict.APPLY or best is None:
             return planned_for or workload
-        self._left.append(Left(self.running.pools, now_s))
+        self._left.append(ReplacedPlan(self.running.pools, now_s))
         running = replace(self.running, pools=best.pools, algorithm=best.algorithm)
-        seen_s = change.at_s if change and change.at_s > self._settled_s else now_s
+        seen_s = change.detected_s if change and change.detected_s > self._settled_s else now_s
         self._pending = Step(seen_s, now_s, now_s + START_S, running)
         return workload
 
 
-def to_fleet(problem: Problem, running: Running) -> Fleet:
+def to_fleet(problem: Problem, running: RunningPlan) -> SimulatedFleet:
     """As the simulator takes it."""
-    return replay.to_fleet(problem, running, replay.draft_of(problem, running))
+    return replay.build_fleet(problem, running, replay.build_placement(problem, running))
 
 
 def gpus(pools: Sequence[PlannedPool]) -> int:

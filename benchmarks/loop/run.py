@@ -21,13 +21,13 @@ from rich.table import Table
 from slo_violations import STAGES, find_losses
 from virtual_fleet import Score, World
 
-from cleave.perf.latency_correction import Correction, correct
+from cleave.perf.latency_correction import Correction, apply_correction
 from cleave.planner import plan_search
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import Running
-from cleave.policy.role_flipping import Terms as Lending
-from cleave.policy.role_flipping import make_terms
+from cleave.planner.replan.replay import RunningPlan
+from cleave.policy.role_flipping import FlipThresholds as Lending
+from cleave.policy.role_flipping import build_thresholds
 from cleave.simulator.trace import Trace
 
 PHASE_S, QUICK_PHASE_S = 2_400.0, 600.0
@@ -58,7 +58,7 @@ class Lived:
 
     mode: str
     score: Score
-    first: Running
+    first: RunningPlan
     steps: Sequence[Step]
 
 
@@ -91,24 +91,24 @@ def main() -> None:
 def make_day(phases: Phases, phase_s: float, seed: int, truth: Correction) -> Day:
     """`truth`: what passes really take, by the model's."""
     problem = ask(phases[0])
-    real = replace(problem, estimator=correct(problem.estimator, truth))
+    real = replace(problem, estimator=apply_correction(problem.estimator, truth))
     return Day(phases, phase_s, problem, real, draw(phases, phase_s, seed))
 
 
-def plan_phases(day: Day) -> list[Running]:
+def plan_phases(day: Day) -> list[RunningPlan]:
     """What an oracle runs in each phase."""
     return [plan(for_phase(day.real, phase)) for phase in day.phases]
 
 
-def plan(problem: Problem) -> Running:
+def plan(problem: Problem) -> RunningPlan:
     """The planner's answer, or the best that it has where none holds the targets."""
     best = plan_search.plan(problem).best
     if best is None:
         sys.exit("the planner has no plan for a phase")
-    return Running(best.pools, best.algorithm)
+    return RunningPlan(best.pools, best.algorithm)
 
 
-def live(mode: str, day: Day, plans: Sequence[Running]) -> Lived:
+def live(mode: str, day: Day, plans: Sequence[RunningPlan]) -> Lived:
     """The day in one mode; `plans`: the oracle's."""
     began = time.perf_counter()
     knows = mode in ("oracle", "late")
@@ -131,9 +131,9 @@ def live(mode: str, day: Day, plans: Sequence[Running]) -> Lived:
     return Lived(mode, score, first, steps)
 
 
-def lending(mode: str, running: Running) -> Running:
+def lending(mode: str, running: RunningPlan) -> RunningPlan:
     """With the pool manager of the mode."""
-    terms: Lending | None = make_terms(TTFT_MS) if mode in ("flips", "both") else None
+    terms: Lending | None = build_thresholds(TTFT_MS) if mode in ("flips", "both") else None
     return replace(running, flipping=terms)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from cleave.api.deployment import Slo
 from cleave.gateway.metrics.gateway_metrics import LENGTH_BOUNDS, TPOT_BOUNDS_S, TTFT_BOUNDS_S
-from cleave.simulator.fleet import Fleet
-from cleave.simulator.outcome import Outcome
+from cleave.simulator.fleet import SimulatedFleet
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic.counters import Buckets
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 
 PERIOD_S = 15.0
 """Between two looks at the gateways."""
@@ -27,7 +27,7 @@ class _Part:
     """What arrived while one plan was in force; it ends on the instances of then."""
 
     trace: Trace
-    outcome: Outcome
+    outcome: SimulationResult
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class World:
 
     trace: Trace
     slo: Slo
-    fleet: Fleet
+    fleet: SimulatedFleet
     since_s: float = 0.0
     """When `fleet` came into force."""
     done: list[_Part] = field(default_factory=list)
@@ -44,12 +44,12 @@ class World:
     """What `fleet` makes of all that comes until then. Nothing that comes later changes what was
     before, so looks need not be simulated one by one."""
 
-    def change(self, fleet: Fleet, at_s: float) -> None:
+    def change(self, fleet: SimulatedFleet, at_s: float) -> None:
         """Requests that arrive from now on meet `fleet`; all others end where they are."""
         self.done.append(self._serve(at_s))
         self.fleet, self.since_s, self._ahead = fleet, at_s, None
 
-    def look(self, start_s: float, end_s: float) -> Iterator[Window]:
+    def look(self, start_s: float, end_s: float) -> Iterator[TrafficWindow]:
         """What was counted in each period: arrivals, and the requests that ended."""
         parts = (*self.done, self._look_ahead(end_s))
         edges = np.arange(start_s, end_s + PERIOD_S / 2, PERIOD_S)
@@ -82,7 +82,7 @@ class World:
         )
         return _Part(part, simulate(self.fleet, part))
 
-    def _count(self, parts: Iterable[_Part], low_s: float, high_s: float) -> Window:
+    def _count(self, parts: Iterable[_Part], low_s: float, high_s: float) -> TrafficWindow:
         arrived = 0
         columns: list[list[np.ndarray]] = [[] for _ in range(5)]
         for part in parts:
@@ -98,7 +98,7 @@ class World:
             for column, values in zip(columns, found, strict=True):
                 column.append(values)
         prompts, outputs, ttft, tpot, met = map(np.concatenate, columns)
-        return Window(
+        return TrafficWindow(
             end_s=high_s,
             length_s=high_s - low_s,
             num_requests=float(arrived),
@@ -106,7 +106,7 @@ class World:
             outputs=_bucket(outputs, LENGTH_BOUNDS),
             ttft=_bucket(ttft, TTFT_BOUNDS_S),
             tpot=_bucket(tpot, TPOT_BOUNDS_S),
-            judged=float(len(met)),
+            measured=float(len(met)),
             attained=float(np.count_nonzero(met)),
         )
 
@@ -133,7 +133,7 @@ class Score:
         return float(np.mean(self.met[came]))
 
 
-def _find_met(outcome: Outcome, slo: Slo) -> np.ndarray:
+def _find_met(outcome: SimulationResult, slo: Slo) -> np.ndarray:
     return (outcome.ttft_ms <= slo.ttft_ms) & (outcome.tpot_ms <= slo.tpot_ms)
 
 
@@ -142,4 +142,4 @@ def _is_in(times_ms: np.ndarray, low_s: float, high_s: float) -> np.ndarray:
 
 
 def _bucket(values: np.ndarray, bounds: Iterable[float]) -> Buckets:
-    return Buckets.of(values.tolist(), (*bounds, math.inf))
+    return Buckets.from_values(values.tolist(), (*bounds, math.inf))

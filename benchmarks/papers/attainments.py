@@ -11,7 +11,7 @@ from facts import ATTAINMENTS, PLACEMENTS, Attainments
 
 from cleave.perf.named_profiles import to_timing
 from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS
-from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.traffic import published
 
@@ -36,10 +36,10 @@ class Row:
 
 def compare() -> list[Row]:
     prefill, decode = PLACEMENTS[MODEL, WORKLOAD]
-    vllm = Fleet(mixed=(Pool(_engine("vllm", (1, 1), 1 << 14), 1),))
-    distserve = Fleet(
-        prefill=(Pool(_engine("distserve", prefill, SATURATION_TOKENS), 1),),
-        decode=(Pool(_engine("distserve", decode, SATURATION_TOKENS), 1),),
+    vllm = SimulatedFleet(mixed=(SimulatedPool(_engine("vllm", (1, 1), 1 << 14), 1),))
+    distserve = SimulatedFleet(
+        prefill=(SimulatedPool(_engine("distserve", prefill, SATURATION_TOKENS), 1),),
+        decode=(SimulatedPool(_engine("distserve", decode, SATURATION_TOKENS), 1),),
         first_token_by_decode=False,
     )
     gpus = prefill[0] * prefill[1] + decode[0] * decode[1]
@@ -54,13 +54,13 @@ def compare() -> list[Row]:
     ]
 
 
-def _attainment(fleet: Fleet, rate: float) -> float:
-    demand = published.find(WORKLOAD).demand(rate)
-    return 100 * simulate(fleet, demand.draw(NUM_REQUESTS)).attainment(*TARGETS_MS)
+def _attainment(fleet: SimulatedFleet, rate: float) -> float:
+    demand = published.get_workload(WORKLOAD).build_demand(rate)
+    return 100 * simulate(fleet, demand.draw(NUM_REQUESTS)).compute_attainment(*TARGETS_MS)
 
 
-def _engine(engine: str, size: tuple[int, int], max_num_batched_tokens: int) -> Engine:
-    return Engine(
+def _engine(engine: str, size: tuple[int, int], max_num_batched_tokens: int) -> SimulatedEngine:
+    return SimulatedEngine(
         timing=to_timing(FITS[f"{engine}/{MODEL}/tp{size[0]}"], size[1]),
         kv_capacity_tokens=KV_CAPACITY_TOKENS[MODEL][size],
         batching=Batching.PREFILL_FIRST,

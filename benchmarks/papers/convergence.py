@@ -11,15 +11,19 @@ from testbeds import pose
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput
-from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+)
 from cleave.planner.search.candidates import (
     Candidate,
-    candidates,
-    decode_instance,
-    prefill_instance,
+    build_decode_instance,
+    build_prefill_instance,
+    list_candidates,
 )
-from cleave.planner.search.trials import CONFIRMED, Precision, Targets, Trials
-from cleave.simulator.fleet import Fleet
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Precision, Targets, Trials
+from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.run import simulate
 from cleave.traffic import published
 
@@ -45,7 +49,7 @@ class Row:
 
 def compare() -> list[Row]:
     """Prefill on two GPUs, decode on one: the paper's placement for OPT-13B on ShareGPT."""
-    question = pose("opt-13b", published.find("sharegpt").demand(), TARGETS)
+    question = pose("opt-13b", published.get_workload("sharegpt").build_demand(), TARGETS)
     fleet = _fleet(question)
     return [
         Row(
@@ -57,12 +61,12 @@ def compare() -> list[Row]:
     ]
 
 
-def _fleet(question: Problem) -> Fleet:
-    found = candidates(question)
-    prefill = prefill_instance(question, _sized(found, 2))
-    decode = decode_instance(question, _sized(found, 1))
-    groups = (Group(Role.PREFILL, prefill, 1), Group(Role.DECODE, decode, 1))
-    return cell_fleet(question, Draft(groups, is_in_node=True))
+def _fleet(question: Problem) -> SimulatedFleet:
+    found = list_candidates(question)
+    prefill = build_prefill_instance(question, _sized(found, 2))
+    decode = build_decode_instance(question, _sized(found, 1))
+    groups = (InstanceGroup(Role.PREFILL, prefill, 1), InstanceGroup(Role.DECODE, decode, 1))
+    return build_cell_fleet(question, CandidatePlacement(groups, is_in_node=True))
 
 
 def _sized(found: tuple[Candidate, ...], tensor: int) -> Candidate:
@@ -73,10 +77,10 @@ def _sized(found: tuple[Candidate, ...], tensor: int) -> Candidate:
     )
 
 
-def _fixed(question: Problem, fleet: Fleet, count: int, seed: int) -> float:
+def _fixed(question: Problem, fleet: SimulatedFleet, count: int, seed: int) -> float:
     def holds(rate: float) -> bool:
         outcome = simulate(fleet, question.demand.draw(count, rate, seed))
-        return outcome.attainment(TARGETS.ttft_ms, TARGETS.tpot_ms) >= TARGETS.attainment
+        return outcome.compute_attainment(TARGETS.ttft_ms, TARGETS.tpot_ms) >= TARGETS.attainment
 
     low, high = 0.0, HIGHEST * GPUS
     while high - low > TOLERANCE * high:
@@ -85,9 +89,9 @@ def _fixed(question: Problem, fleet: Fleet, count: int, seed: int) -> float:
     return low / GPUS
 
 
-def _ours(question: Problem, fleet: Fleet, count: int, seed: int) -> float:
-    trials = Trials(question.demand, seed, Precision(count, CONFIRMED.lives))
-    return goodput.find(trials, fleet, TARGETS).rate / GPUS
+def _ours(question: Problem, fleet: SimulatedFleet, count: int, seed: int) -> float:
+    trials = Trials(question.demand, seed, Precision(count, CONFIRMATION_PRECISION.lifetimes))
+    return goodput.find_goodput(trials, fleet, TARGETS).rate / GPUS
 
 
 def _spread(values: list[float]) -> tuple[float, float, float]:

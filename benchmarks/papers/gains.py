@@ -17,12 +17,12 @@ from testbeds import Known, pose
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.search import colocated, high_affinity, low_affinity
 from cleave.planner.search.candidate_placement import describe
-from cleave.planner.search.candidates import Candidate, candidates
-from cleave.planner.search.ranking import Rated
-from cleave.planner.search.trials import CONFIRMED, Targets, Trials
+from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.ranking import RankedPlacement
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.fleet import Batching
 from cleave.traffic import history, published
-from cleave.traffic.workload import from_trace
+from cleave.traffic.workload import build_from_trace
 
 ATTAINMENT = 0.9
 LLAMA = "llama-2-70b"
@@ -72,8 +72,8 @@ def azure(data: Path) -> list[Gain]:
     targets = Targets(2000, 100, ATTAINMENT)
     rows = []
     for service, name in (("conv", "Azure conversation"), ("code", "Azure code")):
-        trace = history.read(data / f"AzureLLMInferenceTrace_2023_{service}.csv")
-        question = pose(LLAMA, from_trace(trace), targets, engine=None)
+        trace = history.read_trace(data / f"AzureLLMInferenceTrace_2023_{service}.csv")
+        question = pose(LLAMA, build_from_trace(trace), targets, engine=None)
         question = replace(question, estimator=Known(question.estimator))
         rows.append(_gain(f"{name} Llama-2-70B", "-", question, None, targets))
     return rows
@@ -81,18 +81,18 @@ def azure(data: Path) -> list[Gain]:
 
 def _application(row: Application) -> Gain:
     targets = Targets(row.ttft_ms, row.tpot_ms, ATTAINMENT)
-    demand = published.find(row.dataset).demand()
+    demand = published.get_workload(row.dataset).build_demand()
     question = pose(row.model, demand, targets)
     baseline = pose(row.model, demand, targets, engine="vllm")
-    own = [each for each in candidates(baseline) if _is(each, row.vllm_tp, 1)]
-    trials = Trials(baseline.demand, precision=CONFIRMED)
-    vllm = _best(colocated.optimise(baseline, trials, own, targets))
+    own = [each for each in list_candidates(baseline) if _is(each, row.vllm_tp, 1)]
+    trials = Trials(baseline.demand, precision=CONFIRMATION_PRECISION)
+    vllm = _best(colocated.optimize(baseline, trials, own, targets))
     return _gain(row.name, row.gain, question, vllm, targets)
 
 
 def _gain(name: str, paper: str, question: Problem, vllm: Best | None, targets: Targets) -> Gain:
-    found = candidates(question)
-    trials = Trials(question.demand, precision=CONFIRMED)
+    found = list_candidates(question)
+    trials = Trials(question.demand, precision=CONFIRMATION_PRECISION)
     chunked = replace(question, policies=CHUNKED)
     return Gain(
         name=name,
@@ -100,10 +100,10 @@ def _gain(name: str, paper: str, question: Problem, vllm: Best | None, targets: 
         tpot_ms=targets.tpot_ms,
         paper=paper,
         algorithm_1=_algorithm_1(question, trials, found, targets),
-        algorithm_2=_best(low_affinity.optimise(question, trials, found, targets)),
+        algorithm_2=_best(low_affinity.optimize(question, trials, found, targets)),
         vllm=vllm,
-        prefill_first=_best(colocated.optimise(question, trials, found, targets)),
-        chunked=_best(colocated.optimise(chunked, trials, found, targets)),
+        prefill_first=_best(colocated.optimize(question, trials, found, targets)),
+        chunked=_best(colocated.optimize(chunked, trials, found, targets)),
     )
 
 
@@ -111,15 +111,19 @@ def _algorithm_1(
     question: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets
 ) -> Best:
     """Both phases in the ratio that leaves neither idle: a request takes 1 / goodput of each."""
-    (phases,) = high_affinity.optimise(question, trials, found, targets)
+    (phases,) = high_affinity.optimize(question, trials, found, targets)
     if phases.prefill is None or phases.decode is None:
         return Best("none", 0.0)
     together = 1 / (1 / phases.prefill.per_resource + 1 / phases.decode.per_resource)
-    return Best(f"{describe(phases.prefill.draft)} + {describe(phases.decode.draft)}", together)
+    return Best(
+        f"{describe(phases.prefill.placement)} + {describe(phases.decode.placement)}", together
+    )
 
 
-def _best(rated: Rated | None) -> Best:
-    return Best("none", 0.0) if rated is None else Best(describe(rated.draft), rated.per_resource)
+def _best(rated: RankedPlacement | None) -> Best:
+    return (
+        Best("none", 0.0) if rated is None else Best(describe(rated.placement), rated.per_resource)
+    )
 
 
 def _is(candidate: Candidate, tensor: int, pipeline: int) -> bool:

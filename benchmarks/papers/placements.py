@@ -12,12 +12,16 @@ from testbeds import pose
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+)
 from cleave.planner.search.candidates import (
     Candidate,
-    candidates,
-    decode_instance,
-    prefill_instance,
+    build_decode_instance,
+    build_prefill_instance,
+    list_candidates,
 )
 from cleave.planner.search.trials import Targets, Trials
 from cleave.traffic import published
@@ -45,39 +49,43 @@ def compare() -> list[Row]:
 
 def _compare(row: Application) -> Row:
     targets = Targets(row.ttft_ms, row.tpot_ms, 0.9)
-    question = pose(row.model, published.find(row.dataset).demand(), targets)
-    trials, found = Trials(question.demand), candidates(question)
+    question = pose(row.model, published.get_workload(row.dataset).build_demand(), targets)
+    trials, found = Trials(question.demand), list_candidates(question)
     drafts = [
         draft
         for prefill in found
         for decode in found
         if (draft := _pair(question, prefill, decode)).gpus <= MAX_GPUS
     ]
-    entries = ranking.entries(question, trials, drafts)
-    best = ranking.best(trials, entries, targets, lambda draft: float(draft.gpus))
+    entries = ranking.bound_placements(question, trials, drafts)
+    best = ranking.find_best(trials, entries, targets, lambda draft: float(draft.gpus))
     paper = PLACEMENTS[row.model, row.dataset]
     theirs = next((draft for draft in drafts if _sizes(draft) == paper), None)
-    rate = goodput.find(trials, cell_fleet(question, theirs), targets).rate if theirs else 0.0
+    rate = (
+        goodput.find_goodput(trials, build_cell_fleet(question, theirs), targets).rate
+        if theirs
+        else 0.0
+    )
     return Row(
         name=row.name,
         ttft_ms=row.ttft_ms,
-        best=_sizes(best.draft) if best else None,
+        best=_sizes(best.placement) if best else None,
         best_per_gpu=best.per_resource if best else 0.0,
         paper=paper,
         paper_per_gpu=rate / theirs.gpus if theirs else 0.0,
     )
 
 
-def _pair(question: Problem, prefill: Candidate, decode: Candidate) -> Draft:
-    return Draft(
+def _pair(question: Problem, prefill: Candidate, decode: Candidate) -> CandidatePlacement:
+    return CandidatePlacement(
         (
-            Group(Role.PREFILL, prefill_instance(question, prefill), 1),
-            Group(Role.DECODE, decode_instance(question, decode), 1),
+            InstanceGroup(Role.PREFILL, build_prefill_instance(question, prefill), 1),
+            InstanceGroup(Role.DECODE, build_decode_instance(question, decode), 1),
         ),
         is_in_node=True,
     )
 
 
-def _sizes(draft: Draft) -> tuple[Parallel, Parallel]:
+def _sizes(draft: CandidatePlacement) -> tuple[Parallel, Parallel]:
     prefill, decode = (group.instance.candidate.parallelism for group in draft.groups)
     return (prefill.tensor, prefill.pipeline), (decode.tensor, decode.pipeline)

@@ -11,10 +11,16 @@ from facts import DESIGNS, Design
 from testbeds import A100, H100
 
 from cleave.api.cluster import Cluster, NodeGroup
-from cleave.perf.estimator import for_cluster
+from cleave.perf.estimator import build_estimator
 from cleave.perf.model import model_shape
-from cleave.planner.provision.search import Goal, Machine, Pair, Question, Search
-from cleave.simulator.fleet import Transfer
+from cleave.planner.provision.search import (
+    MachinePair,
+    MachineType,
+    PairSearch,
+    ProvisioningObjective,
+    ProvisioningRequest,
+)
+from cleave.simulator.fleet import SimulatedTransfer
 from cleave.traffic import published
 
 MODEL = "bloom-176b"
@@ -62,8 +68,8 @@ def designs() -> list[Row]:
 def _baselines(service: str) -> list[Row]:
     rows = []
     for kind in ("A", "H"):
-        search = _search(service, Pair(f"baseline {kind}100", _machine(kind), None))
-        found = search.most_throughput()
+        search = _search(service, MachinePair(f"baseline {kind}100", _machine(kind), None))
+        found = search.maximize_throughput()
         rows.append(
             Row(
                 service,
@@ -77,11 +83,11 @@ def _baselines(service: str) -> list[Row]:
 
 def _row(service: str, design: Design) -> Row:
     prompt, token = KINDS[design.name]
-    transfer = Transfer(latency_ms=max(TRANSFER_MS[prompt], TRANSFER_MS[token]))
-    search = _search(service, Pair(design.name, _machine(prompt), _machine(token), transfer))
-    found = search.most_throughput()
+    transfer = SimulatedTransfer(latency_ms=max(TRANSFER_MS[prompt], TRANSFER_MS[token]))
+    search = _search(service, MachinePair(design.name, _machine(prompt), _machine(token), transfer))
+    found = search.maximize_throughput()
     theirs = design.code if service == "azure-code" else design.conversation
-    rate = search.highest(*theirs, 0.0, search.bound(*theirs) * 1.05)
+    rate = search.find_highest_rate(*theirs, 0.0, search.compute_rate_bound(*theirs) * 1.05)
     return Row(
         service,
         design.name,
@@ -90,22 +96,22 @@ def _row(service: str, design: Design) -> Row:
     )
 
 
-def _search(service: str, pair: Pair) -> Search:
-    question = Question(
-        demand=published.find(service).demand(1.0, 1.0),
+def _search(service: str, pair: MachinePair) -> PairSearch:
+    question = ProvisioningRequest(
+        demand=published.get_workload(service).build_demand(1.0, 1.0),
         pairs=(pair,),
         reference=_machine("A").estimate.timing,
-        goal=Goal.THROUGHPUT,
+        objective=ProvisioningObjective.THROUGHPUT,
         max_power_watts=BUDGET,
     )
-    return Search(question, pair)
+    return PairSearch(question, pair)
 
 
-def _machine(kind: str) -> Machine:
+def _machine(kind: str) -> MachineType:
     """Capped machines only decode, which half the power does not slow down (figure 9)."""
     gpu = A100 if kind == "A" else H100
-    estimator = for_cluster(model_shape.load(MODEL), Cluster(nodes=[NodeGroup(gpu=gpu)]))
+    estimator = build_estimator(model_shape.load_shape(MODEL), Cluster(nodes=[NodeGroup(gpu=gpu)]))
     estimate = estimator.estimate(gpu, GPUS, 1)
     assert estimate is not None
     own = replace(estimate, cost_per_hour=COST[kind], power_watts=POWER[kind])
-    return Machine(f"DGX-{kind}", own)
+    return MachineType(f"DGX-{kind}", own)

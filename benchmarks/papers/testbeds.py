@@ -3,18 +3,18 @@
 import math
 from dataclasses import dataclass, replace
 
-from cleave.api.cluster import Cluster, Network, NodeGroup
+from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import Basis
+from cleave.perf.confidence import LatencySource
 from cleave.perf.estimate import Estimate, Estimator
-from cleave.perf.estimator import for_cluster
+from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import inventory
-from cleave.perf.hardware.gpu import find
-from cleave.perf.hardware.link import within_node
+from cleave.perf.hardware.gpu import find_gpu
+from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.named_profiles import to_timing
 from cleave.perf.published import distserve
-from cleave.planner.problem import PAPER, Policies, Problem, Supply
+from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
 from cleave.planner.search.trials import Targets
 from cleave.traffic.workload import Demand
 
@@ -54,7 +54,7 @@ class Known:
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
         found = self.estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
-        return None if found is None or found.trust.basis is Basis.ROOFLINE else found
+        return None if found is None or found.confidence.kind is LatencySource.ROOFLINE else found
 
 
 def pose(
@@ -67,15 +67,15 @@ def pose(
     num_nodes: int = 4,
     gpus_per_node: int = 8,
     network_gbps: float = TESTBED_GBPS,
-    policies: Policies = PAPER,
+    policies: Policies = DISTSERVE_POLICIES,
 ) -> Problem:
     """A model on nodes of each kind of GPU; `engine` None or a model without fits: estimated."""
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     cluster = Cluster(
         nodes=[NodeGroup(count=num_nodes, gpu=gpu, gpus_per_node=gpus_per_node) for gpu in gpus],
-        network=Network(bandwidth_gbps=network_gbps),
+        network=NetworkSpec(bandwidth_gbps=network_gbps),
     )
-    estimator: Estimator = for_cluster(shape, cluster)
+    estimator: Estimator = build_estimator(shape, cluster)
     if engine is not None and any(fit.startswith(f"{engine}/{name}/") for fit in distserve.FITS):
         estimator = Fitted(estimator, engine, name)
     supplies = tuple(
@@ -84,13 +84,13 @@ def pose(
             num_nodes=num_nodes,
             gpus_per_node=gpus_per_node,
             max_gpus=num_nodes * gpus_per_node,
-            node_link=within_node(find(gpu)),
-            network_link=inventory.network_link(cluster, find(gpu)),
+            node_link=build_node_link(find_gpu(gpu)),
+            network_link=inventory.find_network_link(cluster, find_gpu(gpu)),
         )
         for gpu in gpus
     )
     return Problem(
-        demand=demand.limited(shape.max_model_len),
+        demand=demand.with_max_model_len(shape.max_model_len),
         slo=Slo(
             ttft_ms=_finite(targets.ttft_ms),
             tpot_ms=_finite(targets.tpot_ms),

@@ -15,9 +15,9 @@ from cleave.api.planning import Objective, Planning
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.search import colocated
 from cleave.planner.search.candidate_placement import describe
-from cleave.planner.search.candidates import Candidate, candidates
-from cleave.planner.search.ranking import Rated
-from cleave.planner.search.trials import CONFIRMED, Targets, Trials
+from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.ranking import RankedPlacement
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.fleet import Batching
 from cleave.traffic import published
 
@@ -57,7 +57,7 @@ class WhatIf:
 
 
 def analyse() -> WhatIf:
-    best: dict[str, Rated] = {}
+    best: dict[str, RankedPlacement] = {}
     choices: list[Choice] = []
     problems = {row.workload: _problem(row.workload) for row in WHAT_IFS}
     for workload, question in problems.items():
@@ -72,12 +72,12 @@ def analyse() -> WhatIf:
             best[workload] = rated[0]
     costs = {
         served: {
-            planned: colocated.misconfiguration_cost(
+            planned: colocated.compute_misconfiguration_cost(
                 problems[served],
-                Trials(problems[served].demand, precision=CONFIRMED),
+                Trials(problems[served].demand, precision=CONFIRMATION_PRECISION),
                 TARGETS,
-                best[served].draft,
-                foreign.draft,
+                best[served].placement,
+                foreign.placement,
             )
             for planned, foreign in best.items()
         }
@@ -89,7 +89,7 @@ def analyse() -> WhatIf:
 def _problem(workload: str) -> Problem:
     question = pose(
         MODEL,
-        published.find(workload).demand(),
+        published.get_workload(workload).build_demand(),
         TARGETS,
         engine=None,
         gpus=(A100, H100),
@@ -103,24 +103,24 @@ def _problem(workload: str) -> Problem:
 def _sized(question: Problem) -> list[Candidate]:
     return [
         candidate
-        for candidate in candidates(question)
+        for candidate in list_candidates(question)
         if candidate.parallelism.tensor in TENSOR_SIZES
         and candidate.parallelism.pipeline in PIPELINE_SIZES
     ]
 
 
-def _best(question: Problem, found: list[Candidate]) -> Rated | None:
-    return colocated.optimise(
-        question, Trials(question.demand, precision=CONFIRMED), found, TARGETS
+def _best(question: Problem, found: list[Candidate]) -> RankedPlacement | None:
+    return colocated.optimize(
+        question, Trials(question.demand, precision=CONFIRMATION_PRECISION), found, TARGETS
     )
 
 
-def _choice(workload: str, rated: Rated) -> Choice:
-    instance = rated.draft.groups[0].instance
+def _choice(workload: str, rated: RankedPlacement) -> Choice:
+    instance = rated.placement.groups[0].instance
     return Choice(
         workload=workload,
         gpu=instance.candidate.supply.gpu,
-        plan=describe(rated.draft),
+        plan=describe(rated.placement),
         batching=instance.batching.name,
         batch_size=instance.max_num_seqs // instance.candidate.parallelism.pipeline,
         tokens=instance.max_num_batched_tokens,

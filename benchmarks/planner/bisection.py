@@ -10,7 +10,7 @@ from matched_fleets import Case, to_fleet, to_trace
 from other_planners import Config, Grid
 
 from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS
-from cleave.simulator.run import measure, prepare
+from cleave.simulator.run import measure_latencies, prepare_fleet
 from cleave.simulator.trace import Trace
 
 _SEED = 0
@@ -23,11 +23,13 @@ def find_rate(grid: Grid, config: Config, dataset: Trace) -> float | None:
         return None
     across, *sizes = config
     gpus = across * (sizes[0] * sizes[1] + sizes[2] * sizes[3])
-    prepared = prepare(to_fleet(case))
+    prepared = prepare_fleet(to_fleet(case))
     low, high = 0.0, grid.max_per_gpu_rate
     while high - low > grid.tolerance:
         middle = (low + high) / 2
-        latencies = measure(prepared, to_trace(_draw(dataset, grid.num_requests, middle * gpus)))
+        latencies = measure_latencies(
+            prepared, to_trace(_draw(dataset, grid.num_requests, middle * gpus))
+        )
         met = (
             np.quantile(values, percentile / 100) < target
             for values, target, percentile in zip(

@@ -18,7 +18,7 @@ from other_planners import Config, Grid, GridResult, Trial, run_simdistserve, ru
 from rich.console import Console
 from rich.table import Table
 
-from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic import published
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, console: Console) -> Peers:
     theirs = ours = None
     if options.anchor is not None:
         console.print(f"running simdistserve ({options.grid} grid)", style="dim")
-        dataset = published.find(searches.WORKLOAD).demand().draw(DATASET_SIZE)
+        dataset = published.get_workload(searches.WORKLOAD).build_demand().draw(DATASET_SIZE)
         compared, grids = _compare(options, dataset)
         differing = {
             grid.name: _differing(grid, grids[grid.name], dataset) for grid in GRIDS[options.grid]
@@ -141,7 +141,7 @@ def _differing(
 def _compare(
     options: argparse.Namespace, dataset: Trace
 ) -> tuple[list[Compared], dict[str, GridResult]]:
-    demand = published.find(searches.WORKLOAD).demand()
+    demand = published.get_workload(searches.WORKLOAD).build_demand()
     wanted = cases()
     traces = [demand.draw(NUM_REQUESTS, case.rate) for case in wanted]
     trials = [
@@ -172,14 +172,16 @@ def _as_vidur() -> float:
     The passes are OPT-66B's with TP 2, the closest that is known: speed hardly depends on them.
     """
     engine = speed.engine("opt-66b", 2, 1)
-    chunked = Engine(
+    chunked = SimulatedEngine(
         timing=engine.timing,
         kv_capacity_tokens=speed.AMPLE_TOKENS,
         max_num_seqs=128,
         max_num_batched_tokens=512,
     )
-    subject = speed.Subject("as Vidur", Fleet(mixed=(Pool(chunked, 1),)), VIDUR_RATE, NUM_REQUESTS)
-    return speed.requests_per_second(subject, published.find("arxiv-4k").demand())
+    subject = speed.Subject(
+        "as Vidur", SimulatedFleet(mixed=(SimulatedPool(chunked, 1),)), VIDUR_RATE, NUM_REQUESTS
+    )
+    return speed.requests_per_second(subject, published.get_workload("arxiv-4k").build_demand())
 
 
 # ---- the result ----

@@ -20,10 +20,10 @@ from enum import StrEnum
 import numpy as np
 
 from cleave.perf.named_profiles import to_timing
-from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS, Affine, Fit
-from cleave.perf.timing import Timing
-from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
-from cleave.simulator.outcome import Outcome
+from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS, AffineFit, PublishedFit
+from cleave.perf.timing import EngineTiming
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet, SimulatedPool
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
 DECODE_LIMIT_TOKENS = 50_000
@@ -70,7 +70,7 @@ class Match(StrEnum):
     STAGED = "pipeline stages"
 
 
-def match(case: Case, outcome: Outcome) -> Match:
+def match(case: Case, outcome: SimulationResult) -> Match:
     """`outcome` is Cleave's."""
     if case.has_stages:
         return Match.STAGED
@@ -78,13 +78,13 @@ def match(case: Case, outcome: Outcome) -> Match:
     return Match.LIMITED if held > DECODE_LIMIT_TOKENS else Match.EXACT
 
 
-def to_fleet(case: Case) -> Fleet:
+def to_fleet(case: Case) -> SimulatedFleet:
     """The fleet that simulates `case` as simdistserve does."""
     if case.backend == "vllm":
-        return Fleet(mixed=(Pool(_engine(case, case.prefill), 1),))
-    return Fleet(
-        prefill=(Pool(_engine(case, case.prefill), 1),),
-        decode=(Pool(_engine(case, case.decode), 1),),
+        return SimulatedFleet(mixed=(SimulatedPool(_engine(case, case.prefill), 1),))
+    return SimulatedFleet(
+        prefill=(SimulatedPool(_engine(case, case.prefill), 1),),
+        decode=(SimulatedPool(_engine(case, case.decode), 1),),
         first_token_by_decode=False,
     )
 
@@ -98,8 +98,8 @@ def to_trace(trace: Trace) -> Trace:
     )
 
 
-def _engine(case: Case, parallelism: tuple[int, int]) -> Engine:
-    return Engine(
+def _engine(case: Case, parallelism: tuple[int, int]) -> SimulatedEngine:
+    return SimulatedEngine(
         timing=_timing(case, parallelism),
         kv_capacity_tokens=AMPLE_TOKENS,
         batching=Batching.PREFILL_FIRST,
@@ -108,13 +108,13 @@ def _engine(case: Case, parallelism: tuple[int, int]) -> Engine:
     )
 
 
-def _timing(case: Case, parallelism: tuple[int, int]) -> Timing:
+def _timing(case: Case, parallelism: tuple[int, int]) -> EngineTiming:
     tensor_parallel_size, stages = parallelism
     fit = FITS[f"{case.backend}/{case.model}/tp{tensor_parallel_size}"]
     # The 1 ms of each stage is paid on each of them, after the rest was divided among them.
     prefill_ms = PASS_MS + PREFILL_STAGE_MS * stages * stages
     return to_timing(
-        Fit(
+        PublishedFit(
             prefill=_add(fit.prefill, prefill_ms, 0.0),
             decode_small=_add(fit.decode_small, PASS_MS, -PASS_TOKEN_MS),
             decode_large=_add(fit.decode_large, PASS_MS, -PASS_TOKEN_MS),
@@ -123,8 +123,8 @@ def _timing(case: Case, parallelism: tuple[int, int]) -> Timing:
     )
 
 
-def _add(line: Affine, fixed_ms: float, last_ms: float) -> Affine:
+def _add(line: AffineFit, fixed_ms: float, last_ms: float) -> AffineFit:
     """`last_ms` per decoding request: its overhead leaves out the token that the pass adds."""
-    return Affine(
-        line.fixed_ms + fixed_ms, line.per_token_ms + PASS_TOKEN_MS, line.last_ms + last_ms
+    return AffineFit(
+        line.fixed_ms + fixed_ms, line.per_token_ms + PASS_TOKEN_MS, line.regressor_ms + last_ms
     )

@@ -49,7 +49,7 @@ class Report:
 def run(options: argparse.Namespace, console: Console) -> Report:
     core, busy = cores.pin()
     notes = [f"core {core}, {busy:.0%} busy before", f"{options.rounds} rounds"]
-    demand = published.find(searches.WORKLOAD).demand()
+    demand = published.get_workload(searches.WORKLOAD).build_demand()
     console.print("simulating fleets", style="dim")
     rates = _over_rounds(
         options.rounds,

@@ -10,18 +10,18 @@ import time
 from dataclasses import dataclass
 
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.estimate import Estimate
 from cleave.perf.hardware.link import Link, LinkKind
-from cleave.perf.model.model_shape import load
+from cleave.perf.model.model_shape import load_shape
 from cleave.perf.named_profiles import to_timing
 from cleave.perf.published import distserve
 from cleave.planner import plan_search
-from cleave.planner.problem import PAPER, Problem, Supply
+from cleave.planner.problem import DISTSERVE_POLICIES, Problem, Supply
 from cleave.planner.search import high_affinity, low_affinity
 from cleave.planner.search.candidate_placement import describe
-from cleave.planner.search.candidates import Candidate, candidates
-from cleave.planner.search.low_affinity import Replicas
+from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.low_affinity import MaxReplicas
 from cleave.planner.search.trials import Targets, Trials
 from cleave.traffic import published
 
@@ -31,7 +31,7 @@ ATTAINMENT = 0.9
 RATE_PER_GPU = 2.0
 NVLINK = Link(LinkKind.NVLINK, 300.0)
 NETWORK = Link(LinkKind.INFINIBAND, 25.0, 5.0)
-PAIR = Replicas(prefill=1, decode=1)
+PAIR = MaxReplicas(prefill=1, decode=1)
 """simdistserve always searches one prefill and one decode instance."""
 
 
@@ -46,7 +46,7 @@ class Coefficients:
         capacity = distserve.KV_CAPACITY_TOKENS["opt-13b"].get(size)
         if fit is None or capacity is None:
             return None
-        shape = load("opt-13b")
+        shape = load_shape("opt-13b")
         return Estimate(
             timing=to_timing(fit, pipeline_parallel_size),
             kv_capacity_tokens=capacity,
@@ -56,7 +56,7 @@ class Coefficients:
             flops_per_token=shape.flops_per_token,
             power_watts=400.0 * math.prod(size),
             cost_per_hour=float(math.prod(size)),
-            trust=Trust(Basis.FITTED, "DistServe's coefficients", None),
+            confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", None),
         )
 
 
@@ -79,29 +79,29 @@ def algorithm_1(num_nodes: int) -> Search:
     question = problem(num_nodes)
     started = time.process_time()
     trials, found = _prepare(question)
-    phases = high_affinity.optimise(question, trials, found, _targets())
+    phases = high_affinity.optimize(question, trials, found, _targets())
     seconds = time.process_time() - started
     (one,) = phases
     assert one.prefill is not None
     assert one.decode is not None
     # One request takes 1 / goodput per GPU of each phase.
     together = 1 / (1 / one.prefill.per_resource + 1 / one.decode.per_resource)
-    best = f"{describe(one.prefill.draft)}, {describe(one.decode.draft)}"
+    best = f"{describe(one.prefill.placement)}, {describe(one.decode.placement)}"
     return _result(best, together, 2 * len(found), trials, seconds)
 
 
 def algorithm_2(
-    num_nodes: int, most: Replicas = low_affinity.ANY, gpus_per_node: int = 8
+    num_nodes: int, most: MaxReplicas = low_affinity.UNLIMITED, gpus_per_node: int = 8
 ) -> Search:
     """Prefill and decode instances within nodes, simulated jointly."""
     question = problem(num_nodes, gpus_per_node)
     started = time.process_time()
     trials, found = _prepare(question)
-    rated = low_affinity.optimise(question, trials, found, _targets(), most)
+    rated = low_affinity.optimize(question, trials, found, _targets(), most)
     seconds = time.process_time() - started
     assert rated is not None
-    count = len(low_affinity.configurations(question, found, most))
-    return _result(describe(rated.draft), rated.per_resource, count, trials, seconds)
+    count = len(low_affinity.list_configurations(question, found, most))
+    return _result(describe(rated.placement), rated.per_resource, count, trials, seconds)
 
 
 def whole_answer(num_nodes: int) -> Search:
@@ -132,17 +132,17 @@ def problem(num_nodes: int, gpus_per_node: int = 8, rate: float = 10.0) -> Probl
     """Of so many nodes."""
     gpus = num_nodes * gpus_per_node
     return Problem(
-        demand=published.find(WORKLOAD).demand(rate),
+        demand=published.get_workload(WORKLOAD).build_demand(rate),
         slo=Slo(ttft_ms=TARGETS_MS[0], tpot_ms=TARGETS_MS[1], attainment=ATTAINMENT),
         supplies=(Supply("A100", num_nodes, gpus_per_node, gpus, NVLINK, NETWORK),),
-        shape=load("opt-13b"),
+        shape=load_shape("opt-13b"),
         estimator=Coefficients(),
-        policies=PAPER,
+        policies=DISTSERVE_POLICIES,
     )
 
 
 def _prepare(question: Problem) -> tuple[Trials, tuple[Candidate, ...]]:
-    return Trials(question.demand, question.seed), candidates(question)
+    return Trials(question.demand, question.seed), list_candidates(question)
 
 
 def _targets() -> Targets:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cleave.perf import named_profiles
 from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS
-from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.traffic.workload import Demand
 
@@ -26,7 +26,7 @@ class Subject:
     """One fleet under one load."""
 
     name: str
-    fleet: Fleet
+    fleet: SimulatedFleet
     rate: float
     num_requests: int = 1000
 
@@ -38,16 +38,20 @@ def subjects() -> list[Subject]:
         Subject("1P1D", pairs(1), RATE_PER_PAIR),
         Subject("2P2D", pairs(2), 2 * RATE_PER_PAIR),
         Subject("8P8D", pairs(8), 8 * RATE_PER_PAIR),
-        Subject("decode alone", Fleet(decode=(Pool(whole, 1),)), RATE_PER_PAIR),
+        Subject("decode alone", SimulatedFleet(decode=(SimulatedPool(whole, 1),)), RATE_PER_PAIR),
         Subject(
             "decode alone, 8 stages",
-            Fleet(decode=(Pool(engine(MODEL, 1, 8), 1),)),
+            SimulatedFleet(decode=(SimulatedPool(engine(MODEL, 1, 8), 1),)),
             4 * RATE_PER_PAIR,
         ),
-        Subject("mixed, chunked (vLLM)", Fleet(mixed=(Pool(whole, 1),)), RATE_PER_PAIR / 2),
+        Subject(
+            "mixed, chunked (vLLM)",
+            SimulatedFleet(mixed=(SimulatedPool(whole, 1),)),
+            RATE_PER_PAIR / 2,
+        ),
         Subject(
             "mixed, prefill first",
-            Fleet(mixed=(Pool(engine(MODEL, 1, 1, Batching.PREFILL_FIRST), 1),)),
+            SimulatedFleet(mixed=(SimulatedPool(engine(MODEL, 1, 1, Batching.PREFILL_FIRST), 1),)),
             RATE_PER_PAIR / 2,
         ),
     ]
@@ -86,18 +90,20 @@ def repeat(work: Callable[[], object]) -> tuple[float, int]:
     return time.process_time() - started, times
 
 
-def pairs(number: int) -> Fleet:
+def pairs(number: int) -> SimulatedFleet:
     """As many prefill as decode instances, one GPU each."""
     whole = engine(MODEL, 1, 1)
-    return Fleet(prefill=(Pool(whole, number),), decode=(Pool(whole, number),))
+    return SimulatedFleet(
+        prefill=(SimulatedPool(whole, number),), decode=(SimulatedPool(whole, number),)
+    )
 
 
 def engine(
     model: str, tensor_parallel_size: int, stages: int, batching: Batching = Batching.VLLM
-) -> Engine:
+) -> SimulatedEngine:
     """On A100-80G, DistServe's coefficients."""
     fit = FITS[f"distserve/{model}/tp{tensor_parallel_size}"]
-    return Engine(
+    return SimulatedEngine(
         timing=named_profiles.to_timing(fit, stages),
         kv_capacity_tokens=KV_CAPACITY_TOKENS[model][tensor_parallel_size, stages],
         batching=batching,

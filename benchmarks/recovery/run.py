@@ -35,7 +35,7 @@ from result_table import show
 
 from e2e.support.deployments import Deployment, deployed, tiny_vllm
 
-SHAPE = tiny_model.Shape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
+SHAPE = tiny_model.TinyModelShape(layers=8, hidden=512, heads=8, kv_heads=4, mlp=1024)
 LENGTHS = (512, 1024, 2048, 3072)
 WRITER, READER = "tiny-mixed-0", "tiny-mixed-1"
 AFTER = 8

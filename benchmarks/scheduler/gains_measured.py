@@ -8,7 +8,15 @@ import virtual_engine
 from numpy.typing import NDArray
 from one_engine import BURST, ENGINE, WORKLOADS, burst, stream
 
-from cleave.simulator.fleet import Admission, Batching, Engine, Fleet, Order, Pool, Transfer
+from cleave.simulator.fleet import (
+    Admission,
+    Batching,
+    PrefillOrder,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
+)
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
@@ -72,11 +80,11 @@ def orders(quick: bool) -> Iterator[dict[str, object]]:
         for arrivals, trace in _arrivals(workload, quick):
             fcfs: tuple[float, float] | None = None
             for sorted_prompts in SORTED[:1] if quick else SORTED:
-                for order in Order:
-                    if order is Order.FCFS and fcfs:
+                for order in PrefillOrder:
+                    if order is PrefillOrder.FCFS and fcfs:
                         continue
                     engine = replace(ENGINE, order=order, prefill_sched_batch=sorted_prompts)
-                    outcome = simulate(Fleet(prefill=(Pool(engine, 1),)), trace)
+                    outcome = simulate(SimulatedFleet(prefill=(SimulatedPool(engine, 1),)), trace)
                     waits = outcome.prefill_start_ms - trace.arrival_ms
                     found = float(waits.mean()), float(outcome.ttft_ms.mean())
                     fcfs = fcfs or found
@@ -134,7 +142,9 @@ def admissions(quick: bool) -> Iterator[dict[str, object]]:
                     continue
                 # Pulls cost nothing; a pass takes whole prompts of those that were preempted.
                 engine = replace(ENGINE, admission=admission, max_num_batched_tokens=2_048)
-                fleet = Fleet(decode=(Pool(engine, 1),), transfer=Transfer())
+                fleet = SimulatedFleet(
+                    decode=(SimulatedPool(engine, 1),), transfer=SimulatedTransfer()
+                )
                 outcome = simulate(fleet, told)
                 jct_ms = float((outcome.end_ms - trace.arrival_ms).mean())
                 greedy = greedy or jct_ms
@@ -168,8 +178,10 @@ def _arrivals(workload: str, quick: bool) -> Iterator[tuple[str, Trace]]:
         yield "Poisson, load 0.9", stream(workload, 0.9, 2_000)
 
 
-def _ttft_ms(engine: Engine, trace: Trace) -> float:
-    return float(simulate(Fleet(prefill=(Pool(engine, 1),)), trace).ttft_ms.mean())
+def _ttft_ms(engine: SimulatedEngine, trace: Trace) -> float:
+    return float(
+        simulate(SimulatedFleet(prefill=(SimulatedPool(engine, 1),)), trace).ttft_ms.mean()
+    )
 
 
 def make_unlike(trace: Trace) -> Trace:

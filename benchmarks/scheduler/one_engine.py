@@ -9,11 +9,11 @@ import numpy as np
 
 from cleave.perf import named_profiles
 from cleave.perf.published import distserve
-from cleave.simulator.fleet import Engine
+from cleave.simulator.fleet import SimulatedEngine
 from cleave.simulator.trace import Trace
 from cleave.traffic import published
 
-ENGINE = Engine(
+ENGINE = SimulatedEngine(
     named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp2"]),
     # 64 GB less the weights, at 0.82 MB a token.
     kv_capacity_tokens=41_600,
@@ -27,14 +27,14 @@ BURST = 256
 
 def burst(workload: str, requests: int = BURST, seed: int = 0) -> Trace:
     """So many requests at one moment."""
-    trace = published.find(workload).demand().draw(requests, seed=seed)
+    trace = published.get_workload(workload).build_demand().draw(requests, seed=seed)
     return replace(trace, arrival_ms=np.zeros(requests))
 
 
 def stream(workload: str, load: float, requests: int, seed: int = 0) -> Trace:
     """Poisson arrivals; `load`: of what the engine computes of such prompts in whole chunks."""
-    demand = published.find(workload).demand()
+    demand = published.get_workload(workload).build_demand()
     prompts = demand.draw(requests, seed=seed).prompt_tokens
     chunk = ENGINE.max_num_batched_tokens
-    prompt_ms = prompts.mean() / chunk * ENGINE.timing.prefill_ms([chunk])
+    prompt_ms = prompts.mean() / chunk * ENGINE.timing.predict_prefill_ms([chunk])
     return demand.draw(requests, load * 1_000 / prompt_ms, seed)

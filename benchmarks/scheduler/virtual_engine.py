@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.fleet import Engine
+from cleave.simulator.fleet import SimulatedEngine
 from cleave.simulator.trace import Trace
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.scheduler import Limits, Scheduler
-from cleave_worker.emulator.sequence import Finish, HandOff, Request, Sequence
-from cleave_worker.scheduling.config import Terms
+from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits
+from cleave_worker.emulator.sequence import EngineRequest, FinishReason, RemotePrefill, Sequence
+from cleave_worker.scheduling.config import RoleSchedulingConfig
 
 LIMIT = 4_096
 """Of every output."""
-_ELSEWHERE = HandOff("", "", "", 0, ())
+_ELSEWHERE = RemotePrefill("", "", "", 0, ())
 
 Times = NDArray[np.float64]
 
@@ -30,14 +30,14 @@ class Ending(Sequence):
 
     __slots__ = ("number", "output")
 
-    def __init__(self, request: Request, number: int, output: int) -> None:
+    def __init__(self, request: EngineRequest, number: int, output: int) -> None:
         super().__init__(request)
         self.number, self.output = number, output
 
-    def sample(self) -> tuple[int, Finish | None]:
+    def sample(self) -> tuple[int, FinishReason | None]:
         """As any other, but for when it ends."""
         token, _ = super().sample()
-        return token, Finish.LENGTH if self.num_outputs >= self.output else None
+        return token, FinishReason.LENGTH if self.num_outputs >= self.output else None
 
 
 class Told:
@@ -65,17 +65,19 @@ class Run:
     preemptions: int
 
 
-def run(trace: Trace, engine: Engine, *, decodes: bool) -> Run:
+def run(trace: Trace, engine: SimulatedEngine, *, decodes: bool) -> Run:
     """All of a trace; `decodes`: prompts come computed, else requests end with their first token.
 
     Batching is vLLM's; orders, chunk and admission are the engine's.
     """
     predicted = trace.output_tokens if trace.predicted_tokens is None else trace.predicted_tokens
     told = Told(dict(zip(trace.prompt_tokens.tolist(), predicted.tolist(), strict=True)))
-    limits = Limits(engine.max_num_seqs, engine.max_num_batched_tokens, prefix_caching=False)
+    limits = EngineLimits(engine.max_num_seqs, engine.max_num_batched_tokens, prefix_caching=False)
     pool = BlockPool(engine.kv_capacity_tokens // engine.kv_block_size, engine.kv_block_size)
-    scheduler = Scheduler(limits, pool, told)
-    scheduler.follow(Terms(engine.order, engine.prefill_sched_batch, admission=engine.admission))
+    scheduler = EmulatedScheduler(limits, pool, told)
+    scheduler.apply_scheduling(
+        RoleSchedulingConfig(engine.order, engine.prefill_sched_batch, admission=engine.admission)
+    )
     coming = [_sequence(trace, number, decodes) for number in range(len(trace))][::-1]
     start, first, end = (np.full(len(trace), np.nan) for _ in range(3))
     now = 0.0
@@ -88,7 +90,9 @@ def run(trace: Trace, engine: Engine, *, decodes: bool) -> Run:
         if step.scheduled:
             for sequence, _ in step.scheduled:
                 start[sequence.number] = np.fmin(start[sequence.number], now)
-            now += engine.timing.iteration_ms(step.chunks, step.batch, step.context_tokens)
+            now += engine.timing.predict_iteration_ms(
+                step.chunks, step.num_decode_tokens, step.context_tokens
+            )
             for sequence, _, finish in scheduler.complete(step):
                 first[sequence.number] = np.fmin(first[sequence.number], now)
                 if finish:
@@ -102,12 +106,12 @@ def run(trace: Trace, engine: Engine, *, decodes: bool) -> Run:
 
 def _sequence(trace: Trace, number: int, decodes: bool) -> Ending:
     prompt = array("I", range(int(trace.prompt_tokens[number])))
-    request = Request(
+    request = EngineRequest(
         str(number),
         prompt,
         LIMIT,
         ignore_eos=True,
-        hold=not decodes,
-        hand_off=_ELSEWHERE if decodes else None,
+        do_remote_decode=not decodes,
+        handoff=_ELSEWHERE if decodes else None,
     )
     return Ending(request, number, int(trace.output_tokens[number]) if decodes else 1)

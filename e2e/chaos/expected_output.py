@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
-from cleave_worker.emulator.api import Stops
+from cleave_worker.emulator.api import StopMatcher
 from cleave_worker.emulator.api_requests import parse_call
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.sequence import Finish, Request, Sequence
+from cleave_worker.emulator.sequence import EngineRequest, FinishReason, Sequence
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -43,19 +43,19 @@ def expect(path: str, body: dict[str, Any], base: str) -> Expected:
     )
 
 
-def _generate(request: Request, stop: tuple[str, ...]) -> tuple[str, Finish, int]:
+def _generate(request: EngineRequest, stop: tuple[str, ...]) -> tuple[str, FinishReason, int]:
     """(text, why it ends, tokens) of one choice."""
     longest = len(request.prompt) + request.max_tokens
     pool = BlockPool(longest // BLOCK_SIZE + 1, BLOCK_SIZE)
-    sequence, stops, text = Sequence(request), Stops(stop), ""
-    sequence.blocks = pool.take(pool.num_blocks)
+    sequence, stops, text = Sequence(request), StopMatcher(stop), ""
+    sequence.blocks = pool.allocate(pool.num_blocks)
     sequence.compute(len(request.prompt), pool)
     while True:
         token, finish = sequence.sample()
         piece, found = stops.feed(tokenizer.decode(token), finish is not None)
         text += piece
         if found is not None:
-            finish = Finish.STOP
+            finish = FinishReason.STOP
         if finish is not None:
             return text, finish, sequence.num_outputs
         sequence.compute(1, pool)

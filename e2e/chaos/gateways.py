@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import psutil
 
-from cleave.rpc.fleet_status import FleetPage
+from cleave.rpc.fleet_status import FleetStatus
 
 from e2e.support.deployments import MARK, Deployment, free_port, until
 
@@ -112,9 +112,9 @@ class Gateway:
         """Requests, when it was last asked."""
         return self.counting.get("requests_in_flight", 0)
 
-    def fleet(self) -> FleetPage:
+    def fleet(self) -> FleetStatus:
         raw = httpx.get(f"http://127.0.0.1:{self.internal_port}/fleet", timeout=ASK_S).content
-        return msgspec.json.decode(raw, type=FleetPage)
+        return msgspec.json.decode(raw, type=FleetStatus)
 
     def num_files(self) -> int:
         """Of the process that has most."""

@@ -38,7 +38,7 @@ class Cores:
         """Cores for a pod; none means any."""
         free = self._all.difference(*self._taken.values())
         with contextlib.suppress(cpu_manager.CoreShortageError):
-            self._taken[uid] = cpu_manager.allocate(free, count)
+            self._taken[uid] = cpu_manager.allocate_cores(free, count)
         return self._taken.get(uid, frozenset())
 
     def give_back(self, uid: str) -> None:
@@ -105,7 +105,7 @@ class Node:
         metadata = pod["metadata"]
         uid, name = metadata["uid"], f"{metadata['namespace']}_{metadata['name']}_{metadata['uid']}"
         try:
-            spec = pod_spec.parse(pod)
+            spec = pod_spec.parse_pod(pod)
             wanted, gpus = spec.exclusive_cores, spec.gpus
         except pod_spec.PodError:
             wanted = gpus = 0  # the runner says what is wrong

@@ -18,10 +18,10 @@ from pathlib import Path
 import aiohttp
 
 from cleave.local.kubelet import environment
-from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse
-from cleave.local.kubelet.pod_status import Facts, status, timestamp
-from cleave.local.kubelet.pod_worker import Command, PodLife
-from cleave.manifests.container import HOME, LISTEN_ON
+from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse_pod
+from cleave.local.kubelet.pod_status import PodState, build_status, format_timestamp
+from cleave.local.kubelet.pod_worker import ContainerCommand, PodWorker
+from cleave.manifests.container import HOME_FOLDER, LISTEN_ON
 
 from e2e.cluster import mounts, volumes
 from e2e.cluster.client import ApiError, Client, Manifest
@@ -59,8 +59,8 @@ class Runner:
         self._api = api
         self._pod = pod
         self._done = done
-        self._facts = Facts(pod_ip=place.pod_ip, admitted_at=time.time())
-        self._life: PodLife | None = None
+        self._facts = PodState(pod_ip=place.pod_ip, admitted_at=time.time())
+        self._life: PodWorker | None = None
         self._transitions: dict[str, tuple[str, str]] = {}
         self._changed = asyncio.Event()
         self._deleted = asyncio.Event()
@@ -98,11 +98,11 @@ class Runner:
         finally:
             self._done(self)
 
-    async def _started(self) -> PodLife | None:
+    async def _started(self) -> PodWorker | None:
         """The pod's life; None when it was deleted before it began."""
         while not self._deleted.is_set():
             try:
-                spec = parse(self._pod)
+                spec = parse_pod(self._pod)
                 command = await self._command(spec)
             except (NotYetError, PodError, ApiError, aiohttp.ClientError, TimeoutError) as error:
                 self._facts.waiting = "CreateContainerConfigError"
@@ -113,16 +113,18 @@ class Runner:
                         await self._deleted.wait()
                 continue
             self._facts.waiting = self._facts.waiting_message = ""
-            return PodLife(spec, self._facts, command, self.place.cores, self._changed.set)
+            return PodWorker(spec, self._facts, command, self.place.cores, self._changed.set)
         return None
 
-    async def _command(self, spec: PodSpec) -> Command:
+    async def _command(self, spec: PodSpec) -> ContainerCommand:
         place = self.place
-        known = environment.fields(spec, place.pod_ip, place.node_ip, place.node) | {
+        known = environment.build_downward_api_fields(
+            spec, place.pod_ip, place.node_ip, place.node
+        ) | {
             "metadata.uid": self.uid,
             "spec.serviceAccountName": self._pod["spec"].get("serviceAccountName", "default"),
         }
-        own = environment.resolve(await volumes.env(self._api, self._pod), known, {})
+        own = environment.resolve_env(await volumes.env(self._api, self._pod), known, {})
         env = self._base_env(spec) | own
         sources = await volumes.folders(self._api, self._pod, place.folder)
         security = self._pod["spec"]["containers"][0].get("securityContext") or {}
@@ -134,7 +136,9 @@ class Runner:
         mounter = [sys.executable, "-I", "-S", mounts.__file__, json.dumps(plan)]
         # All pods share one loopback here.
         command = [word.replace(LISTEN_ON, "$(POD_IP)") for word in spec.command]
-        return Command([*mounter, *environment.command_line(command, own)], env, place.log)
+        return ContainerCommand(
+            [*mounter, *environment.build_command_line(command, own)], env, place.log
+        )
 
     def _base_env(self, spec: PodSpec) -> dict[str, str]:
         """What a container finds besides its own variables: programs, home, the API server."""
@@ -145,7 +149,7 @@ class Runner:
         host, _, port = self._api.url.removeprefix("https://").partition(":")
         return {
             "PATH": f"{sys.prefix}/bin:{os.defpath}",
-            "HOME": HOME if HOME in targets else str(self.place.folder),
+            "HOME": HOME_FOLDER if HOME_FOLDER in targets else str(self.place.folder),
             "HOSTNAME": spec.name,
             "LANG": "C.UTF-8",
             "KUBERNETES_SERVICE_HOST": host,
@@ -179,7 +183,7 @@ class Runner:
         await self._life.stop(self._grace_s)
 
     def _status(self, spec: PodSpec) -> Manifest:
-        found = status(spec, self._facts) | {"hostIP": self.place.node_ip}
+        found = build_status(spec, self._facts) | {"hostIP": self.place.node_ip}
         found["hostIPs"] = [{"ip": self.place.node_ip}]
         found["conditions"] = [c for c in found["conditions"] if c["type"] != "PodScheduled"]
         return found
@@ -206,7 +210,7 @@ class Runner:
         """When the condition became what it is."""
         before = self._transitions.get(condition["type"])
         if before is None or before[0] != condition["status"]:
-            before = condition["status"], timestamp(time.time())
+            before = condition["status"], format_timestamp(time.time())
             self._transitions[condition["type"]] = before
         return before[1]
 
@@ -225,12 +229,12 @@ class Runner:
         return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
 
-def _waiting(pod: Manifest, facts: Facts) -> Manifest:
+def _waiting(pod: Manifest, facts: PodState) -> Manifest:
     """The status of a pod that cannot start yet."""
     waiting = {"reason": facts.waiting, "message": facts.waiting_message}
     return {
         "phase": "Pending",
-        "startTime": timestamp(facts.admitted_at),
+        "startTime": format_timestamp(facts.admitted_at),
         "conditions": [
             {"type": "Initialized", "status": "True"},
             {"type": "ContainersReady", "status": "False", "reason": "ContainersNotReady"},

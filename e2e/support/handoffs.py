@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.transport import Transport
 
 from e2e.support.deployments import Deployment, tiny_vllm
 from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
@@ -36,7 +36,7 @@ def tiny_with_connector(
     extra = {"ways": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
     settings = {"kv_connector_extra_config": extra}
     engine |= {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
-    if way == Way.NIXL:
+    if way == Transport.NIXL:
         # Here is no card that reads memory by itself.
         engine |= {"env": [{"name": "UCX_TLS", "value": "all"}]}
     return tiny_vllm(model, engine=engine)

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 NAME = "cleave-serving"
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*;.*\bextra == ['\"]([\w-]+)['\"]")
-_OTHERWISE_NAMED = {"sklearn": "scikit-learn"}
+_DISTRIBUTION_NAMES = {"sklearn": "scikit-learn"}
 """Distributions by the name of their module, where the names differ."""
 
 
@@ -29,31 +29,31 @@ class MissingExtraError(Exception):
         self.extras = extras
         noun = "extra" if len(extras) == 1 else "extras"
         names = " and ".join(f'"{extra}"' for extra in extras)
-        super().__init__(f"needs the {noun} {names}: {install(extras)}")
+        super().__init__(f"needs the {noun} {names}: {build_install_command(extras)}")
 
 
 @cache
-def version() -> str:
+def get_version() -> str:
     """The version of Cleave, e.g. 0.1.0. Reading it takes a millisecond."""
     return installed_version(NAME)
 
 
-def install(extras: Iterable[str]) -> str:
+def build_install_command(extras: Iterable[str]) -> str:
     """The command that installs `extras` into this environment."""
     if is_checkout():
         return "make setup"
-    folder = _editable()
+    folder = _find_editable_sources()
     names = f"[{','.join(extras)}]"
     return f"pip install -e '{folder}{names}'" if folder else f"pip install '{NAME}{names}'"
 
 
 def is_checkout() -> bool:
     """Whether this is the environment that `make setup` creates in a checkout; it has no pip."""
-    folder = _editable()
+    folder = _find_editable_sources()
     return folder is not None and Path(sys.prefix).resolve() == (folder / ".venv").resolve()
 
 
-def _editable() -> Path | None:
+def _find_editable_sources() -> Path | None:
     """The source folder of an editable installation, else None."""
     origin = json.loads(distribution(NAME).read_text("direct_url.json") or "{}")
     if not origin.get("dir_info", {}).get("editable"):
@@ -63,30 +63,32 @@ def _editable() -> Path | None:
 
 def require(*extras: str) -> None:
     """Raise MissingExtraError unless all of `extras` are installed."""
-    if absent := missing(extras):
+    if absent := find_missing_extras(extras):
         raise MissingExtraError(absent)
 
 
-def missing(extras: Iterable[str]) -> list[str]:
+def find_missing_extras(extras: Iterable[str]) -> list[str]:
     """Those of `extras` with a requirement that is not installed."""
-    return [extra for extra in extras if not all(_is_installed(name) for name in _extras()[extra])]
+    return [
+        extra for extra in extras if not all(_is_installed(name) for name in _read_extras()[extra])
+    ]
 
 
-def extras_with(module: str) -> list[str]:
+def find_extras_with(module: str) -> list[str]:
     """Extras that provide `module` (`a` or `a.b`), the one with the fewest requirements first."""
     top = module.partition(".")[0]
-    name = _OTHERWISE_NAMED.get(top, top)
+    name = _DISTRIBUTION_NAMES.get(top, top)
     # opentelemetry.sdk comes with opentelemetry-sdk.
     providers = [
         extra
-        for extra, names in _extras().items()
+        for extra, names in _read_extras().items()
         if any(each == name or each.startswith(f"{name}-") for each in names)
     ]
-    return sorted(providers, key=lambda extra: (len(_extras()[extra]), extra))
+    return sorted(providers, key=lambda extra: (len(_read_extras()[extra]), extra))
 
 
 @cache
-def _extras() -> dict[str, list[str]]:
+def _read_extras() -> dict[str, list[str]]:
     """Names of required distributions by extra; extras within extras are resolved at build time."""
     extras: dict[str, list[str]] = {}
     for requirement in requires(NAME) or ():

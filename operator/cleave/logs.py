@@ -3,7 +3,7 @@
 Called once by the gateway, the operator and the agent at start. Log records may name requests,
 models and instances as `extra={"fields": {...}}`; prompts, keys and bodies are never logged.
 What is hard: writing to a full pipe blocks, which must not happen in an event loop. So log lines
-for each request go through a bounded queue and a thread (`write_aside`).
+for each request go through a bounded queue and a thread (`write_in_background`).
 """
 
 import json
@@ -21,12 +21,12 @@ FORMATS = ("text", "json")
 ENV = "CLEAVE_LOG_FORMAT"
 """Environment variable with the default format; Cleave's container images set it."""
 QUEUE_LINES = 8_192
-END_S = 1.0
+STOP_TIMEOUT_S = 1.0
 
 Fields = Mapping[str, object]
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object per line, for log collectors."""
 
     def __init__(self, always: Fields | None = None) -> None:
@@ -43,14 +43,14 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             **self._always,
-            **_find_fields(record),
+            **_get_fields(record),
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
-class TextLines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """Lines of text for people: `TIME LEVEL LOGGER: MESSAGE key=value ...`."""
 
     def __init__(self, pattern: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
@@ -58,7 +58,7 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own
         """The line without a traceback."""
-        fields = (f" {name}={value}" for name, value in _find_fields(record).items())
+        fields = (f" {name}={value}" for name, value in _get_fields(record).items())
         return super().formatMessage(record) + "".join(fields)
 
 
@@ -71,7 +71,7 @@ def add_option(
     parser.add_argument("--log-format", choices=FORMATS, default=chosen, help=text)
 
 
-def set_up(
+def configure(
     log_format: str,
     *,
     level: int | str = logging.INFO,
@@ -83,14 +83,14 @@ def set_up(
     `text`: formatter of the text format; `always`: fields of every JSON line.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(always) if log_format == "json" else text or TextLines())
+    handler.setFormatter(JsonFormatter(always) if log_format == "json" else text or TextFormatter())
     logging.basicConfig(level=level, handlers=[handler])
 
 
 @contextmanager
-def write_aside(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
+def write_in_background(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
     """Inside the context, a thread writes the lines of logger `name` to the root's handlers."""
-    aside, log = _Aside(lines), logging.getLogger(name)
+    aside, log = _BackgroundHandler(lines), logging.getLogger(name)
     log.addHandler(aside)
     log.propagate = False
     try:
@@ -98,15 +98,15 @@ def write_aside(name: str, lines: int = QUEUE_LINES) -> Iterator[None]:
     finally:
         log.removeHandler(aside)
         log.propagate = True
-        aside.end()
+        aside.stop()
 
 
-class _Aside(QueueHandler):
+class _BackgroundHandler(QueueHandler):
     """Puts records into a queue that a thread empties; a full queue drops and counts records."""
 
     def __init__(self, lines: int) -> None:
-        self._lines: Queue[logging.LogRecord | None] = Queue(lines)
-        super().__init__(self._lines)
+        self._records: Queue[logging.LogRecord | None] = Queue(lines)
+        super().__init__(self._records)
         self._num_lost = 0
         self._writer = Thread(target=self._write, name="log", daemon=True)
         self._writer.start()
@@ -114,24 +114,24 @@ class _Aside(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         """Queue a record without waiting."""
         try:
-            self._lines.put_nowait(record)
+            self._records.put_nowait(record)
         except Full:
             self._num_lost += 1
 
-    def end(self) -> None:
-        """Write the queued records, for at most `END_S`, and stop the thread."""
+    def stop(self) -> None:
+        """Write the queued records, for at most `STOP_TIMEOUT_S`, and stop the thread."""
         with suppress(Full):
-            self._lines.put(None, timeout=END_S)
-        self._writer.join(END_S)
+            self._records.put(None, timeout=STOP_TIMEOUT_S)
+        self._writer.join(STOP_TIMEOUT_S)
         if self._num_lost:
             logging.getLogger(__name__).warning("%d lines were lost", self._num_lost)
 
     def _write(self) -> None:
-        while (record := self._lines.get()) is not None:
+        while (record := self._records.get()) is not None:
             for handler in logging.getLogger().handlers:
                 handler.handle(record)
 
 
-def _find_fields(record: logging.LogRecord) -> Fields:
+def _get_fields(record: logging.LogRecord) -> Fields:
     fields = getattr(record, "fields", None)
     return fields if isinstance(fields, Mapping) else {}

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from cleave.api import crd
-from cleave.api.base import Rule, Shape
+from cleave.api.base import ApiModel, ValidationRule
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import load
 from cleave.api.pool import InstancePool
@@ -26,7 +26,7 @@ EXAMPLES = sorted(
 
 Schema = dict[str, Any]
 
-DEFINITIONS = [crd.deployments(), crd.pools()]
+DEFINITIONS = [crd.build_deployment_crd(), crd.build_pool_crd()]
 by_name = pytest.mark.parametrize(
     "definition", DEFINITIONS, ids=lambda definition: definition["metadata"]["name"]
 )
@@ -109,7 +109,7 @@ def test_patterns_mean_the_same_to_go(definition: Schema) -> None:
 
 
 def test_manual_placement_is_a_map_by_role() -> None:
-    spec = schema_of(crd.deployments())["properties"]["spec"]
+    spec = schema_of(crd.build_deployment_crd())["properties"]["spec"]
     manual = spec["properties"]["placement"]["properties"]["manual"]
     assert manual["x-kubernetes-list-type"] == "map"
     assert manual["x-kubernetes-list-map-keys"] == ["role"]
@@ -117,18 +117,18 @@ def test_manual_placement_is_a_map_by_role() -> None:
 
 def test_bounded_lists_keep_rules_within_the_cost_limit() -> None:
     # The API server estimates the cost of CEL over lists and text from their greatest sizes.
-    engine = schema_of(crd.deployments())["properties"]["spec"]["properties"]["engine"]
+    engine = schema_of(crd.build_deployment_crd())["properties"]["spec"]["properties"]["engine"]
     assert engine["properties"]["args"]["maxItems"] == 128
     assert engine["properties"]["args"]["items"]["maxLength"] == 4096
     assert engine["properties"]["env"]["maxItems"] == 128
 
 
-def models(model: type[BaseModel]) -> set[type[Shape]]:
+def models(model: type[BaseModel]) -> set[type[ApiModel]]:
     """A resource's model and all models inside it."""
-    found: set[type[Shape]] = set()
+    found: set[type[ApiModel]] = set()
 
     def visit(annotation: Any) -> None:
-        if isinstance(annotation, type) and issubclass(annotation, Shape):
+        if isinstance(annotation, type) and issubclass(annotation, ApiModel):
             if annotation not in found:
                 found.add(annotation)
                 for field in annotation.model_fields.values():
@@ -143,13 +143,13 @@ def models(model: type[BaseModel]) -> set[type[Shape]]:
 
 @pytest.mark.parametrize(
     ("model", "definition"),
-    [(LLMDeployment, crd.deployments()), (InstancePool, crd.pools())],
+    [(LLMDeployment, crd.build_deployment_crd()), (InstancePool, crd.build_pool_crd())],
     ids=["LLMDeployment", "InstancePool"],
 )
 def test_every_rule_of_python_is_a_rule_of_the_api_server(
     model: type[BaseModel], definition: Schema
 ) -> None:
-    rules: set[Rule] = {rule for part in models(model) for rule in part.rules}
+    rules: set[ValidationRule] = {rule for part in models(model) for rule in part.rules}
     written = {
         rule["rule"]
         for _, node in nodes(schema_of(definition))
@@ -183,13 +183,13 @@ def test_defaults_are_the_same_on_both_sides(path: Path) -> None:
     if isinstance(model, str):
         # Only Python spells the short form out; the API server stores what was written.
         document["spec"]["model"] = {"source": model}
-    server = defaulted(schema_of(crd.deployments()), document)
+    server = defaulted(schema_of(crd.build_deployment_crd()), document)
     python = load(path).model_dump(mode="json", exclude_none=True)
     assert said(python["spec"]) == said(server["spec"])
 
 
 def test_the_full_example_sets_every_field() -> None:
-    spec = schema_of(crd.deployments())["properties"]["spec"]
+    spec = schema_of(crd.build_deployment_crd())["properties"]["spec"]
     document = yaml.safe_load((ROOT / "examples" / "full.yaml").read_text())
     absent = []
 
@@ -217,7 +217,7 @@ def test_the_full_example_sets_every_field() -> None:
 
 
 def test_names_and_subresources_are_those_of_the_command_line() -> None:
-    deployments, pools = crd.deployments()["spec"], crd.pools()["spec"]
+    deployments, pools = crd.build_deployment_crd()["spec"], crd.build_pool_crd()["spec"]
     assert deployments["names"]["shortNames"] == ["llmd"]
     assert pools["names"]["shortNames"] == ["ipool"]
     assert deployments["names"]["categories"] == pools["names"]["categories"] == ["cleave"]
@@ -257,7 +257,9 @@ def test_a_wrong_folder_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def validator_of(case: Case) -> Any:
     jsonschema = pytest.importorskip("jsonschema")
-    definition = {"LLMDeployment": crd.deployments, "InstancePool": crd.pools}[case.kind]()
+    definition = {"LLMDeployment": crd.build_deployment_crd, "InstancePool": crd.build_pool_crd}[
+        case.kind
+    ]()
     # Draft 4 has the boolean form of exclusive bounds, as CRDs do.
     return jsonschema.Draft4Validator(schema_of(definition))
 
@@ -279,6 +281,6 @@ def test_the_schema_takes_what_is_only_unusual(case: Case) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_satisfy_the_schema(path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.Draft4Validator(schema_of(crd.deployments())).validate(
+    jsonschema.Draft4Validator(schema_of(crd.build_deployment_crd())).validate(
         yaml.safe_load(path.read_text())
     )

@@ -14,8 +14,8 @@ def test_kv_goes_where_one_tensor_size_divides_the_other(
     prefill: int, decode: int, can: bool
 ) -> None:
     one, other = Parallelism(tensor=prefill), Parallelism(tensor=decode, pipeline=2)
-    assert (Connector.NIXL.why_not(one, other, 8) is None) is can
-    assert Connector.CLEAVE.why_not(one, other, 8) is None
+    assert (Connector.NIXL.explain_incompatibility(one, other, 8) is None) is can
+    assert Connector.CLEAVE.explain_incompatibility(one, other, 8) is None
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ def test_fewer_gpus_do_not_take_kv_heads_that_are_kept_in_copies(
     prefill: int, decode: int, heads: int, can: bool
 ) -> None:
     one, other = Parallelism(tensor=prefill), Parallelism(tensor=decode)
-    assert (Connector.NIXL.why_not(one, other, heads) is None) is can
-    assert Connector.NIXL.why_not(one, other, None) is None
-    assert Connector.CLEAVE.why_not(one, other, heads) is None
+    assert (Connector.NIXL.explain_incompatibility(one, other, heads) is None) is can
+    assert Connector.NIXL.explain_incompatibility(one, other, None) is None
+    assert Connector.CLEAVE.explain_incompatibility(one, other, heads) is None

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
-from cleave.api.faults import fault_lines
+from cleave.api.faults import format_faults
 from cleave.api.manifest import ManifestError, load, load_all
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
@@ -36,7 +36,7 @@ def told(case: Case) -> tuple[str, ...]:
     try:
         model.model_validate_json(json.dumps(case.manifest), by_alias=True, by_name=False)
     except ValidationError as error:
-        return tuple(fault_lines(error, model))
+        return tuple(format_faults(error, model))
     return ()
 
 

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from cleave.api.model import Model
+from cleave.api.model import ModelSpec
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from cleave.api.model import Model
 def test_a_source_is_an_id_or_a_folder(
     source: str, locator: str, name: str, folder: str | None
 ) -> None:
-    model = Model(source=source)
+    model = ModelSpec(source=source)
     assert (model.locator, model.name, model.folder) == (locator, name, folder)
 
 
@@ -30,8 +30,8 @@ def test_a_source_is_an_id_or_a_folder(
 )  # fmt: skip
 def test_other_sources_are_refused(source: str) -> None:
     with pytest.raises(ValidationError, match="Hugging Face id"):
-        Model(source=source)
+        ModelSpec(source=source)
 
 
 def test_a_served_name_wins_over_the_source() -> None:
-    assert Model(source="/models/llama", served_name="chat").name == "chat"
+    assert ModelSpec(source="/models/llama", served_name="chat").name == "chat"

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from cleave.api.scaling import Peak
+from cleave.api.scaling import ScheduledPeak
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ from cleave.api.scaling import Peak
 )
 def test_a_moment_that_never_comes_is_refused_in_words(cron: str, reason: str) -> None:
     with pytest.raises(ValidationError, match=f"must be a cron expression .+{reason}"):
-        Peak(cron=cron, duration_s=60, rate=1)
+        ScheduledPeak(cron=cron, duration_s=60, rate=1)
 
 
 def test_what_crontab_takes_is_taken() -> None:
     for cron in ("*/15 8-17 * * 1-5", "0 9 1,15 * *", "30 6 * jan-mar sun"):
-        assert Peak(cron=cron, duration_s=60, rate=1).cron == cron
+        assert ScheduledPeak(cron=cron, duration_s=60, rate=1).cron == cron

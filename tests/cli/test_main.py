@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cleave.cli.main import app
 from cleave.local import state
-from cleave.local.state import Snapshot
+from cleave.local.state import DeploymentSnapshot
 
 COMMANDS = (
     "demo",
@@ -248,8 +248,8 @@ def test_a_log_may_be_followed_without_its_past(cli: CliRunner, state_root: Path
 def test_a_deployment_whose_supervisor_was_killed_is_told_until_it_is_taken_down(
     cli: CliRunner,
 ) -> None:
-    with state.folder("chat").lock():
-        state.folder("chat").write(Snapshot("chat", 1, "http://127.0.0.1:1"))
+    with state.get_folder("chat").lock():
+        state.get_folder("chat").write(DeploymentSnapshot("chat", 1, "http://127.0.0.1:1"))
     told = cli.invoke(app, ["status", "-o", "json"])
     assert told.stdout == "[]\n"
     assert told.stderr.startswith("chat: its supervisor was killed")
@@ -281,7 +281,7 @@ def test_some_programs_read_their_own_options(cli: CliRunner, name: str, option:
 def test_names_are_completed(state_root: Path) -> None:
     from cleave.cli.completion import complete_logged, complete_running
 
-    with state.folder("chat").lock():
+    with state.get_folder("chat").lock():
         assert complete_running("c") == ["chat"]
         assert complete_running("x") == []
     assert complete_running("c") == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.controller.activator import Sleepers
+from cleave.controller.activator import Activator
 from cleave.rpc import http_client
 
 PAGES = {
@@ -20,17 +20,17 @@ async def fetch(url: str) -> bytes:
 
 
 @pytest.fixture
-def sleepers() -> Sleepers[str]:
-    return Sleepers(fetch)
+def sleepers() -> Activator[str]:
+    return Activator(fetch)
 
 
-async def test_those_of_all_gateways_count(sleepers: Sleepers[str]) -> None:
-    assert sleepers.waiting("chat") == 0
-    assert await sleepers.look("chat", ["10.0.0.1", "10.0.0.2"]) == 3
-    assert sleepers.waiting("chat") == 3
+async def test_those_of_all_gateways_count(sleepers: Activator[str]) -> None:
+    assert sleepers.get_waiting("chat") == 0
+    assert await sleepers.poll("chat", ["10.0.0.1", "10.0.0.2"]) == 3
+    assert sleepers.get_waiting("chat") == 3
     sleepers.forget("chat")
-    assert sleepers.waiting("chat") == 0
+    assert sleepers.get_waiting("chat") == 0
 
 
-async def test_who_says_nothing_of_use_says_that_nobody_waits(sleepers: Sleepers[str]) -> None:
-    assert await sleepers.look("chat", ["10.0.0.3", "10.0.0.4"]) == 0
+async def test_who_says_nothing_of_use_says_that_nobody_waits(sleepers: Activator[str]) -> None:
+    assert await sleepers.poll("chat", ["10.0.0.3", "10.0.0.4"]) == 0

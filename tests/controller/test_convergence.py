@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.controller.cluster.actions import Action, Create, Delete, PlanOutcome
-from cleave.controller.cluster.cache import Key
-from cleave.controller.cluster.client import ApiError
-from cleave.controller.cluster.gateway_client import Fleets
+from cleave.controller.cluster.actions import Action, Create, Delete, PlanJob
+from cleave.controller.cluster.cache import ResourceKey
+from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.gateway_client import GatewayClient
 from cleave.controller.controller import Controller
-from cleave.controller.metrics import Metrics
-from cleave.controller.settings import Settings
+from cleave.controller.metrics import OperatorMetrics
+from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import SmallCluster, by_hand, chat, node
@@ -31,24 +31,26 @@ class World:
         for each in cluster.objects.values():
             self.late.append(("LISTED", each))
         self.controller = Controller(
-            Settings(),
-            Metrics(),
+            OperatorSettings(),
+            OperatorMetrics(),
             now=lambda: cluster.now_s,
             clock=lambda: cluster.now_s,
-            fleets=Fleets(lambda: cluster.now_s, ask=nobody_answers),
-            settle_s=0,
+            gateways=GatewayClient(lambda: cluster.now_s, fetch=nobody_answers),
+            debounce_s=0,
         )
-        self.asked: list[PlanOutcome] = []
-        self.controller.desk.ask = lambda _k, _d, _c, question: self.asked.append(question)
+        self.asked: list[PlanJob] = []
+        self.controller.planner.submit = lambda _k, _d, _c, question: self.asked.append(question)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         for how, manifest in self.cluster.do(actions):
-            (self.controller.seen if how == "seen" else self.controller.gone)(manifest)
+            (self.controller.on_change if how == "seen" else self.controller.on_delete)(manifest)
 
     def deliver(self, count: int | None = None) -> None:
         """The oldest events reach the operator."""
         for kind, manifest in self.late[:count]:
-            (self.controller.gone if kind == "DELETED" else self.controller.seen)(manifest)
+            (self.controller.on_delete if kind == "DELETED" else self.controller.on_change)(
+                manifest
+            )
         del self.late[:count]
 
     def turn(self) -> None:
@@ -60,10 +62,10 @@ class World:
         for _ in range(len(queue)):
             key = await queue.take()
             await self.controller._reconcile(key, self)  # type: ignore[arg-type]
-            queue.done(key)
+            queue.mark_done(key)
 
     def resync(self) -> None:
-        for key in self.controller.store.resources():
+        for key in self.controller.cache.list_resources():
             self.controller.queue.add(key)
 
     def converge(self, turns: int = 60) -> None:
@@ -130,18 +132,18 @@ def test_nothing_is_written_when_nothing_has_changed() -> None:
 
 def test_what_is_calm_is_left_alone_for_a_while() -> None:
     here = world(placement=by_hand(prefill=1, decode=1))
-    assert not list(here.controller.due())
+    assert not list(here.controller.list_due())
     here.deliver()
-    assert len(list(here.controller.due())) == 1
+    assert len(list(here.controller.list_due())) == 1
     here.converge()
-    assert not list(here.controller.due())
+    assert not list(here.controller.list_due())
     here.cluster.lose(here.cluster.pods()[0])
     here.deliver()
     # A pod concerns its pool and its deployment.
-    assert len(list(here.controller.due())) == 2
+    assert len(list(here.controller.list_due())) == 2
     here.turn()
     here.cluster.now_s += 600
-    assert len(list(here.controller.due())) == 3
+    assert len(list(here.controller.list_due())) == 3
 
 
 def test_a_second_operator_does_nothing_again() -> None:
@@ -286,10 +288,10 @@ def test_a_plan_stays_until_what_it_rests_on_changes() -> None:
         "reason": "it is enough",
         "gpus": 3,
         "pools": [{"role": "mixed", "replicas": 3}],
-        "inputs": question.inputs,
+        "inputs": question.inputs_hash,
     }
-    here.controller.desk._answers[Key("LLMDeployment", "default", "chat")] = question.with_plan(
-        plan
+    here.controller.planner._results[ResourceKey("LLMDeployment", "default", "chat")] = (
+        question.with_plan(plan)
     )
     here.converge()
     assert ready(here.cluster) == {"mixed": 3}
@@ -348,7 +350,7 @@ def happen(here: World, rng: random.Random) -> None:
             hand = by_hand(prefill=rng.randint(1, 4), decode=rng.randint(1, 4))
             cluster.edit("LLMDeployment", "chat", placement=hand)
         case 5:
-            here.controller.store.nodes.clear()
+            here.controller.cache.nodes.clear()
             here.resync()
         case _:
             cluster.schedule()
@@ -364,7 +366,7 @@ def happen(here: World, rng: random.Random) -> None:
 
 def test_what_cannot_be_made_is_told_until_it_can() -> None:
     here = world()
-    real, refused = here.cluster.do, ApiError(403, "Forbidden", "exceeded quota: 3 pods")
+    real, refused = here.cluster.do, KubeApiError(403, "Forbidden", "exceeded quota: 3 pods")
 
     def refuse(actions: Iterable[Action]) -> Any:
         for action in actions:

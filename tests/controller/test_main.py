@@ -8,27 +8,27 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cleave.controller import handlers, main
-from cleave.controller.cluster.cache import Key
+from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.controller import Controller
-from cleave.controller.http_endpoints import Pages
-from cleave.controller.manager import Options
-from cleave.controller.metrics import Collector, Metrics
-from cleave.controller.resync import WATCHED
-from cleave.controller.settings import Settings
+from cleave.controller.http_endpoints import OperatorEndpoints
+from cleave.controller.manager import ManagerOptions
+from cleave.controller.metrics import OperatorCollector, OperatorMetrics
+from cleave.controller.resync import WATCHED_KINDS
+from cleave.controller.settings import OperatorSettings
 
 from tests.support.fake_cluster import chat
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[ManagerOptions]:
     """Options of operators that would have run."""
-    found: list[Options] = []
+    found: list[ManagerOptions] = []
     monkeypatch.setattr(main, "run", lambda options: found.append(options) or 0)
-    monkeypatch.setattr(main, "_log", lambda *_, **__: None)
+    monkeypatch.setattr(main, "_set_up_logging", lambda *_, **__: None)
     return found
 
 
-def test_the_command_line_says_it_all(ran: list[Options]) -> None:
+def test_the_command_line_says_it_all(ran: list[ManagerOptions]) -> None:
     line = "--identity me --own-namespace here --namespace a --namespace b --webhook w "
     line += "--webhook-certificate cert-manager --image-prefix r/ --device cpu --port 9"
     assert main.main(line.split()) == 0
@@ -36,18 +36,18 @@ def test_the_command_line_says_it_all(ran: list[Options]) -> None:
     assert options.identity.startswith("me_")
     assert (options.namespace, options.namespaces, options.port) == ("here", ("a", "b"), 9)
     assert options.webhook is not None
-    assert (options.webhook.name, options.webhook.issues) == ("w", False)
+    assert (options.webhook.name, options.webhook.issues_certificate) == ("w", False)
     assert (options.settings.image_prefix, options.settings.device) == ("r/", "cpu")
 
 
-def test_two_processes_of_one_pod_are_two_operators(ran: list[Options]) -> None:
+def test_two_processes_of_one_pod_are_two_operators(ran: list[ManagerOptions]) -> None:
     main.main(["--identity", "me"])
     main.main(["--identity", "me"])
     assert ran[0].identity != ran[1].identity
 
 
 def test_a_faulty_cluster_file_is_one_line_and_exit_code_2(
-    ran: list[Options], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ran: list[ManagerOptions], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("nodes: []")
@@ -64,12 +64,12 @@ def test_bad_usage_is_exit_code_2() -> None:
 
 async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:
     faults: list[str] = []
-    metrics = Metrics()
-    metrics.reconciled("InstancePool", "idle", 0.002)
+    metrics = OperatorMetrics()
+    metrics.record_reconcile("InstancePool", "idle", 0.002)
     metrics.actions["Create", "done"] += 3
     registry = CollectorRegistry()
     registry.register(
-        Collector(
+        OperatorCollector(
             metrics,
             queued=lambda: 4,
             objects=lambda: {"Pod": 2},
@@ -77,7 +77,9 @@ async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:
             statuses=dict,
         )
     )
-    pages = Pages(alive=lambda: faults, ready=lambda: ["not listed yet"], registry=registry)
+    pages = OperatorEndpoints(
+        alive=lambda: faults, ready=lambda: ["not listed yet"], registry=registry
+    )
     await pages.start(["127.0.0.1"], 0)
     assert pages.port
     base = f"http://127.0.0.1:{pages.port}"
@@ -111,36 +113,40 @@ class TestHandlers:
     """What kopf is told."""
 
     def test_every_kind_that_is_listed_is_watched_and_nothing_else(self) -> None:
-        found = handlers.registry(Controller(Settings(), Metrics()), Metrics())
+        found = handlers.build_registry(
+            Controller(OperatorSettings(), OperatorMetrics()), OperatorMetrics()
+        )
         watched = {str(each.selector.any_name) for each in found._watching.get_all_handlers()}
         assert watched == {
             "nodes", "llmdeployments", "instancepools", "pods", "deployments", "services",
             "poddisruptionbudgets",
         }  # fmt: skip
-        assert len(watched) == len(WATCHED)
+        assert len(watched) == len(WATCHED_KINDS)
         assert not found._changing.get_all_handlers()
         assert not found._spawning.get_all_handlers()
 
     async def test_events_fill_the_index(self) -> None:
-        metrics = Metrics()
-        controller = Controller(Settings(), metrics)
-        found = handlers.registry(controller, metrics)
+        metrics = OperatorMetrics()
+        controller = Controller(OperatorSettings(), metrics)
+        found = handlers.build_registry(controller, metrics)
         told = next(
             each.fn for each in found._watching.get_all_handlers() if each.id == "LLMDeployment"
         )
         made = chat()
         made["metadata"] |= {"uid": "u1", "resourceVersion": "1"}
         await told(event={"type": None, "object": made})
-        assert list(controller.store.resources()) == [Key("LLMDeployment", "default", "chat")]
+        assert list(controller.cache.list_resources()) == [
+            ResourceKey("LLMDeployment", "default", "chat")
+        ]
         await told(event={"type": "DELETED", "object": made})
-        assert not list(controller.store.resources())
+        assert not list(controller.cache.list_resources())
         assert metrics.events == {
             ("LLMDeployment", "LISTED"): 1,
             ("LLMDeployment", "DELETED"): 1,
         }
 
     def test_kopf_writes_nothing_and_lists_what_is_ours(self) -> None:
-        chosen = handlers.settings()
+        chosen = handlers.build_settings()
         assert not chosen.posting.enabled
         assert chosen.scanning.disabled
         selectors = dict(chosen.watching.label_selectors.items())

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from cleave.controller.cluster.cache import Key
+from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.controller import Controller
-from cleave.controller.metrics import Metrics
-from cleave.controller.resync import Sweep, Watched
-from cleave.controller.settings import Settings
+from cleave.controller.metrics import OperatorMetrics
+from cleave.controller.resync import Resync, WatchedKind
+from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import chat
 
-DEPLOYMENTS = Watched("LLMDeployment")
+DEPLOYMENTS = WatchedKind("LLMDeployment")
 
 
 class Lists:
@@ -36,15 +36,15 @@ def named(name: str, version: int) -> Manifest:
     return {**made, "metadata": meta}
 
 
-def setup(*names: str) -> tuple[Lists, Controller, Sweep]:
-    lists, controller = Lists(), Controller(Settings(), Metrics())
+def setup(*names: str) -> tuple[Lists, Controller, Resync]:
+    lists, controller = Lists(), Controller(OperatorSettings(), OperatorMetrics())
     lists.items = [named(name, 5) for name in names]
-    sweep = Sweep(lists, controller, patience_s=0)  # type: ignore[arg-type]
+    sweep = Resync(lists, controller, grace_s=0)  # type: ignore[arg-type]
     return lists, controller, sweep
 
 
 def known(controller: Controller) -> set[str]:
-    return {key.name for key in controller.store.resources()}
+    return {key.name for key in controller.cache.list_resources()}
 
 
 async def test_everything_is_seen_once_before_the_work_begins() -> None:
@@ -60,38 +60,38 @@ async def test_everything_is_seen_once_before_the_work_begins() -> None:
 
 async def test_a_watch_that_keeps_up_misses_nothing() -> None:
     _, controller, sweep = setup("a", "b")
-    controller.seen(named("a", 5))
-    controller.seen(named("b", 6))
-    assert await sweep.sweep(DEPLOYMENTS) == 0
-    assert sweep.dead == []
+    controller.on_change(named("a", 5))
+    controller.on_change(named("b", 6))
+    assert await sweep.resync(DEPLOYMENTS) == 0
+    assert sweep.stale_watches == []
 
 
 async def test_what_was_missed_is_put_right() -> None:
     lists, controller, sweep = setup("a", "b")
-    controller.seen(named("a", 4))
-    controller.seen(named("gone", 4))
-    assert await sweep.sweep(DEPLOYMENTS) == 3
+    controller.on_change(named("a", 4))
+    controller.on_change(named("gone", 4))
+    assert await sweep.resync(DEPLOYMENTS) == 3
     assert known(controller) == {"a", "b"}
-    assert controller.store.version("LLMDeployment", "llm", "a") == 5
-    assert Key("LLMDeployment", "llm", "gone") not in controller.store.resources()
+    assert controller.cache.get_version("LLMDeployment", "llm", "a") == 5
+    assert ResourceKey("LLMDeployment", "llm", "gone") not in controller.cache.list_resources()
     assert lists.asked
 
 
 async def test_a_watch_that_misses_things_twice_is_dead_until_it_keeps_up() -> None:
     lists, _, sweep = setup("a")
-    await sweep.sweep(DEPLOYMENTS)
-    assert sweep.dead == []
+    await sweep.resync(DEPLOYMENTS)
+    assert sweep.stale_watches == []
     lists.items = [named("a", 7)]
-    await sweep.sweep(DEPLOYMENTS)
-    assert sweep.dead == ["LLMDeployment"]
-    await sweep.sweep(DEPLOYMENTS)
-    assert sweep.dead == []
+    await sweep.resync(DEPLOYMENTS)
+    assert sweep.stale_watches == ["LLMDeployment"]
+    await sweep.resync(DEPLOYMENTS)
+    assert sweep.stale_watches == []
 
 
 async def test_only_the_stated_namespaces_are_listed_and_all_nodes() -> None:
     lists = Lists()
-    controller = Controller(Settings(), Metrics())
-    sweep = Sweep(lists, controller, ["one", "two"], patience_s=0)  # type: ignore[arg-type]
+    controller = Controller(OperatorSettings(), OperatorMetrics())
+    sweep = Resync(lists, controller, ["one", "two"], grace_s=0)  # type: ignore[arg-type]
     asked: list[Any] = lists.asked
     await sweep.fill()
     paths = [path for path, _ in asked]

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from cleave.api.role import Role
 from cleave.controller.rollout.planner import (
-    Count,
+    InstanceCount,
     RoleState,
     RolloutLimits,
-    Step,
-    capacity,
+    RolloutStep,
+    compute_capacity,
     is_done,
+    list_steps,
     next_step,
-    steps,
 )
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -39,7 +39,7 @@ class World:
 
     def _state(self, role: Role) -> RoleState:
         counts = {
-            name: Count(
+            name: InstanceCount(
                 sum(pod[0] == name for pod in self.pods[role]),
                 sum(pod == (name, True) for pod in self.pods[role]),
             )
@@ -59,7 +59,7 @@ class World:
     def total(self, role: Role) -> int:
         return len(self.pods[role]) + self.leaving[role]
 
-    def reconcile(self) -> dict[Role, Step]:
+    def reconcile(self) -> dict[Role, RolloutStep]:
         """One step, carried out."""
         step = next_step(self.states(), self.limits)
         for role, each in step.items():
@@ -158,8 +158,8 @@ def test_capacity_that_was_there_stays(drawn: tuple[World, list[str]]) -> None:
         old = {name for state in before.values() for name in state.older}
         world.reconcile()
         bound = floor(world) - (one_of_each(world) if len(old) > 1 else 0)
-        if capacity(before) >= floor(world):
-            assert capacity(world.states()) >= float(bound) - 1e-9
+        if compute_capacity(before) >= floor(world):
+            assert compute_capacity(world.states()) >= float(bound) - 1e-9
 
 
 @given(worlds(events=("scale", *FAULTS)))
@@ -185,7 +185,7 @@ def test_even_three_revisions_cost_no_more_than_one_instance_of_each_role(
     for event in events:
         world.happen(event)
         world.reconcile()
-        assert capacity(world.states()) >= float(floor(world) - one_of_each(world)) - 1e-9
+        assert compute_capacity(world.states()) >= float(floor(world) - one_of_each(world)) - 1e-9
 
 
 @given(worlds(events=("scale", *FAULTS)))
@@ -246,7 +246,7 @@ def test_what_is_done_stays_as_it_is(drawn: tuple[World, list[str]]) -> None:
     assert {role: (each.new, each.old) for role, each in step.items()} == {
         role: (size, 0) for role, size in world.sizes.items()
     }
-    assert list(steps(states, world.limits)) == []
+    assert list(list_steps(states, world.limits)) == []
 
 
 @given(worlds(least=1))

@@ -16,9 +16,9 @@ class Gateways:
         self.here = here
         self.requests = 0
         self.waiting = 0
-        here.controller.watching.counting._fetch = self.fetch
-        here.controller.watching._sleepers._fetch = self.fetch_health
-        here.controller.store.gateways = lambda _key: ("10.0.0.9",)  # type: ignore[method-assign]
+        here.controller.traffic_poller.scraper._fetch = self.fetch
+        here.controller.traffic_poller._activator._fetch = self.fetch_health
+        here.controller.cache.list_gateways = lambda _key: ("10.0.0.9",)  # type: ignore[method-assign]
 
     async def fetch(self, _url: str) -> str:
         return (
@@ -33,12 +33,12 @@ class Gateways:
     def pass_time(self, seconds: int, rate: float = 0.0) -> None:
         """At so many requests per second, looked at as often as the operator does."""
         controller = self.here.controller
-        keys = [key for key in controller.store.resources() if key.kind == "LLMDeployment"]
+        keys = [key for key in controller.cache.list_resources() if key.kind == "LLMDeployment"]
 
         async def look() -> None:
             for key in keys:
-                await controller.watching.look(key)
-                await controller.watching.look_at_sleeper(key)
+                await controller.traffic_poller.poll_traffic(key)
+                await controller.traffic_poller.poll_scaled_to_zero(key)
 
         for _ in range(seconds // 15):
             self.here.cluster.now_s += 15
@@ -148,7 +148,7 @@ def planned(**scaling: int) -> tuple[World, Gateways]:
     here.deliver()
     here.turn()
     (question,) = here.asked
-    here.controller.desk.last = lambda _: question.with_plan(plan(question.inputs))  # type: ignore[method-assign]
+    here.controller.planner.get_result = lambda _: question.with_plan(plan(question.inputs_hash))  # type: ignore[method-assign]
     here.converge()
     return here, Gateways(here)
 

@@ -1,48 +1,48 @@
 """Who is looked at again when gateways have counted something."""
 
 from cleave.api.deployment import LLMDeployment
-from cleave.controller.cluster.cache import DEPLOYMENTS, Key, Store
-from cleave.controller.cluster.traffic_scraper import Counting
-from cleave.controller.traffic_poller import Watching
+from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
+from cleave.controller.cluster.traffic_scraper import TrafficScraper
+from cleave.controller.traffic_poller import TrafficPoller
 from cleave.manifests.labels import Manifest
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 
 from tests.support.deployment_views import NOW_S, deployment, status, traffic
 
-CHAT = Key(DEPLOYMENTS, "default", "chat")
+CHAT = ResourceKey(DEPLOYMENTS, "default", "chat")
 CHANGED = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
 
 
-class Counted(Counting[Key]):
+class Counted(TrafficScraper[ResourceKey]):
     """Gateways that have just told of these windows."""
 
-    def __init__(self, windows: tuple[Window, ...], is_minute: bool) -> None:
+    def __init__(self, windows: tuple[TrafficWindow, ...], is_minute: bool) -> None:
         super().__init__(lambda: NOW_S)
         self.found, self.is_minute, self.looks = windows, is_minute, 0
 
-    async def look(self, key: Key, gateways: object) -> bool:
+    async def scrape(self, key: ResourceKey, gateways: object) -> bool:
         self.looks += 1
         return True
 
-    def windows(self, key: Key) -> tuple[Window, ...]:
+    def get_windows(self, key: ResourceKey) -> tuple[TrafficWindow, ...]:
         return self.found
 
-    def is_news(self, key: Key) -> bool:
+    def is_minute_complete(self, key: ResourceKey) -> bool:
         return self.is_minute
 
 
 async def look(
-    windows: tuple[Window, ...], asked: LLMDeployment | None = None, is_minute: bool = False
-) -> tuple[list[Key], int]:
+    windows: tuple[TrafficWindow, ...], asked: LLMDeployment | None = None, is_minute: bool = False
+) -> tuple[list[ResourceKey], int]:
     """(Who is looked at again, how often gateways were asked.)"""
     asked = asked or deployment()
-    store, again = Store(), list[Key]()
-    store.put({**written(asked), "status": status(asked)})
-    store.put(gateway())
-    watching = Watching(store, again.append, lambda: NOW_S)
+    store, again = ObjectCache(), list[ResourceKey]()
+    store.upsert({**written(asked), "status": status(asked)})
+    store.upsert(gateway())
+    watching = TrafficPoller(store, again.append, lambda: NOW_S)
     counted = Counted(windows, is_minute)
-    watching.counting = counted
-    await watching.look(CHAT)
+    watching.scraper = counted
+    await watching.poll_traffic(CHAT)
     return again, counted.looks
 
 

@@ -16,14 +16,14 @@ import uvloop
 from aiohttp import web
 
 from cleave.gateway.config import GatewayConfig, Timeouts
-from cleave.gateway.server import Gateway
+from cleave.gateway.server import GatewayServer
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.emulator.api import Api
-from cleave_worker.emulator.config import EngineConfig, KvTransfer
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.scheduler import Limits
+from cleave_worker.emulator.api import EmulatorApi
+from cleave_worker.emulator.config import EmulatedEngineConfig, KvTransferConfig
+from cleave_worker.emulator.engine import EmulatedEngine
+from cleave_worker.emulator.scheduler import EngineLimits
 
 FAR_AWAY = 1e12
 PATIENCE_S = 60
@@ -285,7 +285,7 @@ class RawClient:
 class Stage:
     """A gateway, its engines and its clients."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayServer) -> None:
         self.gateway = gateway
         self.context = gateway.context
         self.engines: dict[str, FakeEngine] = {}
@@ -299,8 +299,8 @@ class Stage:
         return engine
 
     def state(self, engine: FakeEngine, **fields: object) -> None:
-        directory = self.context.router.directory
-        directory.hear(engine.name, engine.registration(**fields), FAR_AWAY)
+        directory = self.context.router.registry
+        directory.on_event(engine.name, engine.registration(**fields), FAR_AWAY)
 
     def hold(self) -> asyncio.Event:
         """Engines answer no more until it is set."""
@@ -336,11 +336,11 @@ class Stage:
 
     def is_idle(self) -> bool:
         context = self.context
-        ledgers = [i.ledger for i in context.router.directory.instances.values()]
+        ledgers = [i.in_flight for i in context.router.registry.instances.values()]
         return (
-            not context.exchanges
-            and context.unanswered == context.metrics.in_flight == 0
-            and all(x.requests == 0 for x in ledgers)
+            not context.active_requests
+            and context.num_awaiting_first_byte == context.metrics.in_flight == 0
+            and all(x.num_requests == 0 for x in ledgers)
             # Predicted lengths are no whole numbers, so sums of them end near 0.
             and all(abs(book.own) < 1e-6 for x in ledgers for book in (x.prompt, x.resident))
         )
@@ -376,7 +376,7 @@ async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
         timeouts = Timeouts(**{"drain_s": 5.0, **waits})
         siblings = options.pop("siblings", None)
         config = GatewayConfig(agents="", port=0, timeouts=timeouts, **options)
-        gateway = Gateway(config, siblings)
+        gateway = GatewayServer(config, siblings)
         await gateway.start()
         stage = Stage(gateway)
         stages.append(stage)
@@ -405,21 +405,21 @@ class Emulated:
     """One emulated engine behind HTTP, which can be ended and come back."""
 
     def __init__(self, boot_id: str, adapters: tuple[str, ...]) -> None:
-        self.engine = Engine(
-            EngineConfig(
+        self.engine = EmulatedEngine(
+            EmulatedEngineConfig(
                 served_model_name="m",
-                shape=model_shape.load("opt-13b"),
-                profile=named_profiles.load("distserve/opt-13b/tp1"),
+                shape=model_shape.load_shape("opt-13b"),
+                profile=named_profiles.load_profile("distserve/opt-13b/tp1"),
                 max_model_len=2048,
-                limits=Limits(max_num_seqs=64, max_num_batched_tokens=512),
+                limits=EngineLimits(max_num_seqs=64, max_num_batched_tokens=512),
                 block_size=16,
                 num_blocks=1_000,
                 time_scale=0.02,
-                kv_transfer=KvTransfer(boot_id, "127.0.0.1", 0),
+                kv_transfer=KvTransferConfig(boot_id, "127.0.0.1", 0),
                 adapters=adapters,
             )
         )
-        app = Api(self.engine).application()
+        app = EmulatorApi(self.engine).build_application()
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         self.url = ""
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from cleave.gateway.upstream.connection_pool import EnginePool
-from cleave.router.instance import Contact
+from cleave.router.instance import Connectivity
 from cleave.rpc.v1 import agent_pb2
 
 STREAM = {"model": "m", "prompt": "hello", "max_tokens": 3, "stream": True}
@@ -45,15 +45,15 @@ async def block() -> None:
 
 
 @contextlib.asynccontextmanager
-async def reporting(stage) -> AsyncIterator[set[Contact]]:
+async def reporting(stage) -> AsyncIterator[set[Connectivity]]:
     """Agents of their own processes report; the contacts that the gateway ever had with them."""
-    directory, contacts, over = stage.context.router.directory, set(), threading.Event()
+    directory, contacts, over = stage.context.router.registry, set(), threading.Event()
 
     def hear() -> None:
-        contacts.update(each.contact for each in directory.instances.values())
+        contacts.update(each.connectivity for each in directory.instances.values())
         for name in stage.engines:
             load = agent_pb2.LoadReport(boot_id=f"boot-{name}")
-            directory.hear(name, agent_pb2.WatchEvent(load=load), time.monotonic())
+            directory.on_event(name, agent_pb2.WatchEvent(load=load), time.monotonic())
 
     def send() -> None:
         while not over.wait(0.1):
@@ -90,13 +90,13 @@ async def test_healthy_streams_and_agents_outlast_a_callback_that_blocks_the_loo
             client.send(STREAM)
             await client.read_head()
         assert all(len(engine.requests) == 2 for engine in stage.engines.values())
-        pulses = [pool.pulse for pool in context._pools.values()]
+        pulses = [pool.stall_detector for pool in context._pools.values()]
         for pulse in pulses:
             # As after minutes of streaming.
-            pulse.pause_s = 0.3
+            pulse.longest_pause_s = 0.3
         await asyncio.sleep(1.0)
         await stage.until(
-            lambda: all(each._progress == each._swept_progress for each in context.exchanges),
+            lambda: all(each._progress == each._swept_progress for each in context.active_requests),
             "the sweeper has seen every token so far",
         )
         await block()
@@ -105,10 +105,10 @@ async def test_healthy_streams_and_agents_outlast_a_callback_that_blocks_the_loo
         for client in clients:
             while await client.read_chunk():
                 pass
-    assert max(pulse.patience_s() for pulse in pulses) < 2 * PAUSE_S
+    assert max(pulse.compute_stall_timeout_s() for pulse in pulses) < 2 * PAUSE_S
     assert (dict(context.metrics.retries), dict(context.metrics.recoveries)) == ({}, {})
-    assert context.breaker.doubted(context.clock()) == frozenset()
-    assert contacts == {Contact.HEARD}
+    assert context.circuit_breaker.list_suspects(context.clock()) == frozenset()
+    assert contacts == {Connectivity.FRESH}
     await stage.until_idle()
 
 
@@ -127,7 +127,7 @@ async def test_an_engine_that_stops_after_a_pause_is_still_found(make_stage) -> 
     client.send(STREAM)
     await client.read_head()
     (pool,) = stage.context._pools.values()
-    pool.pulse.pause_s = 0.1
+    pool.stall_detector.longest_pause_s = 0.1
     await block()
     assert not stage.context.metrics.retries
     await stage.until(

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from cleave.gateway.main import main
-from cleave.gateway.process_supervisor import reserve
+from cleave.gateway.process_supervisor import reserve_port
 
 PROGRAM = """
 import os, signal, sys, time
@@ -160,7 +160,7 @@ def test_a_port_that_another_gateway_serves_is_not_shared() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(OSError, match="in use"):
-            reserve("127.0.0.1", other.getsockname()[1])
+            reserve_port("127.0.0.1", other.getsockname()[1])
 
 
 @pytest.mark.parametrize("count", ["0", "65", "-1"])

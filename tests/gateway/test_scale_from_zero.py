@@ -35,8 +35,10 @@ async def test_no_more_wait_for_an_instance_than_the_queue_limit(make_stage) -> 
     clients = [await stage.connect() for _ in range(5)]
     for client in clients:
         client.send(ASK)
-    await stage.until(lambda: stage.context.metrics.shed["", "queue_full"] == 2, "two are shed")
-    assert stage.context.unanswered == 3
+    await stage.until(
+        lambda: stage.context.metrics.rejections["", "queue_full"] == 2, "two are shed"
+    )
+    assert stage.context.num_awaiting_first_byte == 3
     await stage.add("x", "mixed")
     responses = [await client.read() for client in clients]
     assert sorted(each.status for each in responses) == [200, 200, 200, 429, 429]

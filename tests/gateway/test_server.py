@@ -14,7 +14,7 @@ import pytest
 from cleave.cli.main import app as cleave
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main, parse_size
-from cleave.gateway.server import Gateway
+from cleave.gateway.server import GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -51,7 +51,7 @@ async def test_health_says_that_the_gateway_drains(single) -> None:
 
 async def test_a_gateway_that_goes_still_serves_who_has_not_heard_of_it(make_stage) -> None:
     """Until every node knows that the pod goes, new connections still come."""
-    stage = await make_stage({"x": "mixed"}, leave_s=2.0)
+    stage = await make_stage({"x": "mixed"}, shutdown_delay_s=2.0)
     idle = await stage.connect()
     await idle.ask(None, "/v1/models")
     stopping = asyncio.create_task(stage.gateway.stop())
@@ -71,8 +71,8 @@ async def test_a_gateway_ends_when_a_part_of_it_fails(single, monkeypatch, caplo
         raise RuntimeError("there is a mistake in it")
 
     assert not single.gateway.failed
-    monkeypatch.setattr(single.gateway, "_next_clients", fail)
-    await single.until(single.gateway.ending.is_set, "it wants to end")
+    monkeypatch.setattr(single.gateway, "_take_clients", fail)
+    await single.until(single.gateway.stop_requested.is_set, "it wants to end")
     assert single.gateway.failed
     assert "there is a mistake in it" in caplog.text
 
@@ -191,10 +191,10 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
         free.bind(("127.0.0.1", 0))
         router_port = free.getsockname()[1]
     config = GatewayConfig(agents=f"127.0.0.1:{agent_port}", port=0, router_port=router_port)
-    gateway = Gateway(config)
+    gateway = GatewayServer(config)
     await gateway.start()
     try:
-        directory = gateway.context.router.directory
+        directory = gateway.context.router.registry
         await stage.until(lambda: "d" in directory.instances, "the agent is followed")
         stage.gateway.port = gateway.port
         assert (await stage.ask(ASK)).status == 200

@@ -4,33 +4,35 @@ from pathlib import Path
 
 import pytest
 
-from cleave.gateway.shared_state import MISSING_S, Siblings
+from cleave.gateway.shared_state import HEARTBEAT_TIMEOUT_S, SharedGatewayState
 
 
 @pytest.fixture
 def four(tmp_path: Path):
-    siblings = Siblings(4, tmp_path)
-    yield [siblings.seen_by(process) for process in range(4)]
+    siblings = SharedGatewayState(4, tmp_path)
+    yield [siblings.for_process(process) for process in range(4)]
     siblings.close()
 
 
 def test_a_process_that_is_not_heard_for_long_is_missing(four) -> None:
     for one in four:
-        one.beat(1000.0, 0, 0)
-    four[0].beat(1000.0 + MISSING_S + 1, 0, 0)
-    assert four[3].find_missing(1000.0 + MISSING_S) == []
-    assert four[3].find_missing(1000.5 + MISSING_S) == [
-        (process, MISSING_S + 0.5) for process in (1, 2, 3)
+        one.publish_heartbeat(1000.0, 0, 0)
+    four[0].publish_heartbeat(1000.0 + HEARTBEAT_TIMEOUT_S + 1, 0, 0)
+    assert four[3].list_hung(1000.0 + HEARTBEAT_TIMEOUT_S) == []
+    assert four[3].list_hung(1000.5 + HEARTBEAT_TIMEOUT_S) == [
+        (process, HEARTBEAT_TIMEOUT_S + 0.5) for process in (1, 2, 3)
     ]
 
 
 def test_what_is_left_of_the_queue_is_shared_out_by_need(four) -> None:
-    assert [one.find_room(0, 100) for one in four] == [25] * 4
-    four[0].beat(0.0, 60, 60)
-    assert four[0].find_room(60, 100) == 70
-    assert four[1].find_room(0, 100) == 10
-    four[1].beat(0.0, 40, 40)
-    assert [one.find_room(n, 100) for one, n in zip(four, (60, 40, 0, 0), strict=True)] == [
+    assert [one.compute_queue_limit(0, 100) for one in four] == [25] * 4
+    four[0].publish_heartbeat(0.0, 60, 60)
+    assert four[0].compute_queue_limit(60, 100) == 70
+    assert four[1].compute_queue_limit(0, 100) == 10
+    four[1].publish_heartbeat(0.0, 40, 40)
+    assert [
+        one.compute_queue_limit(n, 100) for one, n in zip(four, (60, 40, 0, 0), strict=True)
+    ] == [
         60,
         40,
         1,
@@ -40,24 +42,24 @@ def test_what_is_left_of_the_queue_is_shared_out_by_need(four) -> None:
 
 def test_a_dead_process_serves_nothing_and_waits_for_nothing(four) -> None:
     for number, one in enumerate(four):
-        one.begin(100 + number)
-        one.beat(5.0, 10, 20)
-    four[0].forget(2)
+        one.register_process(100 + number)
+        one.publish_heartbeat(5.0, 10, 20)
+    four[0].clear_process(2)
     assert four[1].count_in_flight() == 60
     assert four[1].list_pids() == [100, 101, 103]
-    assert four[1].find_room(10, 34) == 11
+    assert four[1].compute_queue_limit(10, 34) == 11
 
 
 def test_counts_are_read_as_they_were_left_last(four) -> None:
-    assert four[0].read_counts(3) == b""
-    four[3].write_counts(b"one")
-    four[3].write_counts(b"two")
-    assert four[0].read_counts(3) == b"two"
+    assert four[0].read_counters(3) == b""
+    four[3].write_counters(b"one")
+    four[3].write_counters(b"two")
+    assert four[0].read_counters(3) == b"two"
 
 
 def test_a_process_that_cannot_write_serves_on(four, tmp_path: Path, caplog) -> None:
-    four[0].clear_up()
+    four[0].remove_files()
     for _ in range(3):
-        four[0].write_counts(b"one")
-    assert four[1].read_counts(0) == b""
+        four[0].write_counters(b"one")
+    assert four[1].read_counters(0) == b""
     assert [record.levelname for record in caplog.records] == ["WARNING"]

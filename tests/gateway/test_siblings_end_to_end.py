@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cleave.gateway.shared_state import MISSING_S, Siblings
+from cleave.gateway.shared_state import HEARTBEAT_TIMEOUT_S, SharedGatewayState
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
@@ -14,11 +14,11 @@ ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 @pytest.fixture
 def make_two(make_stage, tmp_path: Path) -> Iterator[Callable[..., Awaitable[list]]]:
     """Makes both, each on a port of its own so that the test says who is asked."""
-    siblings = Siblings(2, tmp_path)
+    siblings = SharedGatewayState(2, tmp_path)
 
     async def make(roles: dict[str, str], **options: object) -> list:
-        first = await make_stage(roles, siblings=siblings.seen_by(0), **options)
-        second = await make_stage({}, siblings=siblings.seen_by(1), **options)
+        first = await make_stage(roles, shared_state=siblings.for_process(0), **options)
+        second = await make_stage({}, shared_state=siblings.for_process(1), **options)
         for engine in first.engines.values():
             second.state(engine)
         return [first, second]
@@ -93,7 +93,7 @@ async def test_metrics_are_those_of_both_whoever_is_asked(make_two) -> None:
     two = await make_two({"x": "mixed"})
     for stage in two:
         assert (await stage.ask(ASK)).status == 200
-        stage.context.leave_word()
+        stage.context.save_counters()
     for stage in two:
         page = (await stage.ask(None, "/metrics")).body.decode()
         counts = [line for line in page.splitlines() if "_requests_total{" in line]
@@ -107,7 +107,7 @@ async def test_a_process_that_is_not_heard_makes_the_gateway_unhealthy(make_two)
     for task in second.gateway._tasks:
         task.cancel()
     now = first.context.clock()
-    second.context.siblings.beat(now - MISSING_S - 1, 0, 0)
+    second.context.shared_state.publish_heartbeat(now - HEARTBEAT_TIMEOUT_S - 1, 0, 0)
     answer = await first.ask(None, "/health")
     assert answer.status == 503
     assert answer.json()["reasons"] == ["process 2 of 2 has had no heartbeat for 11 s"]

@@ -12,7 +12,7 @@ from cleave.gateway import context as context_module
 from cleave.gateway.app import client_connection as client_module
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main, run
-from cleave.gateway.tls import Certificate, TlsError
+from cleave.gateway.tls import TlsCertificate, TlsError
 
 from tests.support.certificates import NAME, Files
 
@@ -50,7 +50,7 @@ async def test_requests_pass_as_without_it(stage, files: Files) -> None:
 
 
 async def test_a_refusal_can_be_read(stage, files: Files, monkeypatch) -> None:
-    monkeypatch.setattr(client_module, "LINGER_S", 0.1)
+    monkeypatch.setattr(client_module, "LINGERING_CLOSE_S", 0.1)
     client = await connect(stage, files.trust())
     client.writer.write(b"NONSENSE\r\n\r\n")
     assert (await client.read()).status == 400
@@ -127,7 +127,7 @@ def test_what_cannot_be_used_is_one_clear_error(files: Files, tmp_path: Path, ca
         (locked.certificate, locked.key, "without a password"),
     ):
         with pytest.raises(TlsError, match=message):
-            Certificate(certificate, key)
+            TlsCertificate(certificate, key)
     caplog.clear()
     bad = GatewayConfig("", port=0, tls_certificate=tmp_path / "text", tls_key=files.key)
     assert run(bad) == 2
@@ -147,20 +147,20 @@ async def test_only_so_many_handshakes_may_be_under_way(
     monkeypatch.setattr(context_module, "MAX_HANDSHAKES", 2)
     stage = await make_stage({"x": "mixed"}, tls_certificate=files.certificate, tls_key=files.key)
     silent = [await stage.connect() for _ in range(2)]
-    await stage.until(lambda: len(stage.context.handshakes) == 2, "both are under way")
+    await stage.until(lambda: len(stage.context.handshake_limiter) == 2, "both are under way")
     await asyncio.gather(*(stage.connect() for _ in range(50)))
     assert [await each.is_closed() for each in silent] == [True, True]
     client = await connect(stage, files.trust())
     assert (await client.ask(ASK)).status == 200
-    assert len(stage.context.handshakes) <= 2
+    assert len(stage.context.handshake_limiter) <= 2
     await stage.until(lambda: len(stage.context.clients) <= 3, "the others are closed")
 
 
 async def test_a_handshake_that_fails_leaves_nothing_behind(stage) -> None:
     gone, garbage = await stage.connect(), await stage.connect()
-    await stage.until(lambda: len(stage.context.handshakes) == 2, "both shake hands")
+    await stage.until(lambda: len(stage.context.handshake_limiter) == 2, "both shake hands")
     gone.close()
     garbage.writer.write(b"GET / HTTP/1.1\r\n\r\n")
     assert await garbage.is_closed()
-    await stage.until(lambda: len(stage.context.handshakes) == 0, "none is left")
+    await stage.until(lambda: len(stage.context.handshake_limiter) == 0, "none is left")
     assert not stage.context.clients

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cleave.local.kubelet.kubelet import Kubelet
-from cleave.local.kubelet.node import Node
+from cleave.local.kubelet.node import LocalNode
 
 Pod = dict[str, Any]
 WAIT_S = 20
@@ -39,12 +39,12 @@ def pod() -> Callable[..., Pod]:
 
 
 @pytest.fixture
-def node() -> Node:
-    return Node(name="here", cores=frozenset({0, 1}), memory_bytes=2**34)
+def node() -> LocalNode:
+    return LocalNode(name="here", cores=frozenset({0, 1}), memory_bytes=2**34)
 
 
 @pytest.fixture
-async def kubelet(tmp_path: Path, node: Node) -> AsyncIterator[Kubelet]:
+async def kubelet(tmp_path: Path, node: LocalNode) -> AsyncIterator[Kubelet]:
     async with Kubelet(node, tmp_path / "chat") as running:
         yield running
 

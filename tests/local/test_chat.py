@@ -3,7 +3,7 @@ import json
 import pytest
 
 from cleave.local import chat
-from cleave.local.chat import ask
+from cleave.local.chat import send_chat_request
 from cleave.local.errors import ChatError
 
 from tests.support.doubles import Answering
@@ -27,7 +27,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
 async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: Answering) -> None:
     shown: list[str] = []
     url = await serve(stream(piece(""), piece("Hel"), piece("lo"), USAGE, "[DONE]"))
-    answer = await ask(url, BODY, shown.append)
+    answer = await send_chat_request(url, BODY, shown.append)
     assert shown == ["Hel", "lo"]
     assert (answer.text, answer.prompt_tokens, answer.output_tokens) == ("Hello", 7, 2)
     assert answer.ttft_ms > 0
@@ -50,7 +50,7 @@ async def test_an_answer_that_is_none_is_said_so(
     serve: Answering, answer: bytes, complaint: str
 ) -> None:
     with pytest.raises(ChatError, match=complaint):
-        await ask(await serve(answer), BODY, lambda _: None)
+        await send_chat_request(await serve(answer), BODY, lambda _: None)
 
 
 async def test_a_time_out_without_words_is_named(
@@ -61,4 +61,4 @@ async def test_a_time_out_without_words_is_named(
 
     monkeypatch.setattr(chat, "_collect", time_out)
     with pytest.raises(ChatError, match=r"http://.*: TimeoutError"):
-        await ask(await serve(stream()), BODY, lambda _: None)
+        await send_chat_request(await serve(stream()), BODY, lambda _: None)

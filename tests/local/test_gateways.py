@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from cleave.local.gateways import GatewayHealth, ask
+from cleave.local.gateways import GatewayHealth, get_gateway_health
 
 Serve = Callable[[int, bytes], str]
 
@@ -40,7 +40,9 @@ def serve() -> Iterator[Serve]:
 
 
 async def test_a_gateway_that_serves_needs_no_reason(serve: Serve) -> None:
-    assert await ask(serve(200, b'{"status": "ok", "reasons": []}')) == GatewayHealth(serving=True)
+    assert await get_gateway_health(
+        serve(200, b'{"status": "ok", "reasons": []}')
+    ) == GatewayHealth(serving=True)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +56,18 @@ async def test_a_gateway_that_serves_needs_no_reason(serve: Serve) -> None:
 async def test_the_reasons_of_a_gateway_that_does_not_serve_are_told_in_words(
     serve: Serve, page: dict[str, object], reason: str
 ) -> None:
-    assert await ask(serve(503, json.dumps(page).encode())) == GatewayHealth(False, reason)
+    assert await get_gateway_health(serve(503, json.dumps(page).encode())) == GatewayHealth(
+        False, reason
+    )
 
 
 async def test_another_program_on_the_port_is_quoted_briefly(serve: Serve) -> None:
-    health = await ask(serve(503, b"out of order " * 100))
+    health = await get_gateway_health(serve(503, b"out of order " * 100))
     assert not health.serving
     assert health.reason.startswith("out of order")
     assert len(health.reason) <= 200
 
 
 async def test_no_answer_is_not_serving() -> None:
-    health = await ask("http://127.0.0.1:9")
+    health = await get_gateway_health("http://127.0.0.1:9")
     assert (health.serving, health.reason.startswith("no response")) == (False, True)

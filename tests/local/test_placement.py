@@ -7,10 +7,10 @@ import pytest
 from cleave import distribution
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
-from cleave.local.errors import UpError
-from cleave.local.kubelet.node import Node
-from cleave.local.placement import place
-from cleave.local.planning import plan_job
+from cleave.local.errors import DeploymentStartError
+from cleave.local.kubelet.node import LocalNode
+from cleave.local.placement import decide_placement
+from cleave.local.planning import build_launch_plan
 from cleave.planner import plan_search
 from cleave.planner.placement import PlanError
 
@@ -42,25 +42,27 @@ def unplanned(monkeypatch) -> None:
 
 
 def test_what_is_stated_by_hand_comes_up_without_a_search(unplanned) -> None:
-    placement = place(deployment(workload=WORKLOAD, placement={"manual": [{"role": "mixed"}]}))
-    assert (placement.gpus, placement.answer) == (1, None)
+    placement = decide_placement(
+        deployment(workload=WORKLOAD, placement={"manual": [{"role": "mixed"}]})
+    )
+    assert (placement.gpus, placement.result) == (1, None)
 
 
 @pytest.mark.parametrize("spec", [{}, {"workload": WORKLOAD, "engine": {"type": "vLLM"}}])
 def test_without_a_workload_or_machines_it_is_the_smallest_pair(unplanned, spec) -> None:
-    placement = place(deployment(**spec))
+    placement = decide_placement(deployment(**spec))
     assert [(str(pool.role), pool.replicas) for pool in placement.pools] == [
         ("prefill", 1),
         ("decode", 1),
     ]
 
 
-def test_a_workload_is_planned_and_the_job_tells_it(monkeypatch, answer, node: Node) -> None:
+def test_a_workload_is_planned_and_the_job_tells_it(monkeypatch, answer, node: LocalNode) -> None:
     monkeypatch.setattr(plan_search, "plan", lambda *_: answer)
     chat = deployment(workload=WORKLOAD)
-    placement = place(chat)
+    placement = decide_placement(chat)
     assert placement.pools == answer.selected.pools
-    job = plan_job(chat, placement, node, 8080, allow_shared_cores=True)
+    job = build_launch_plan(chat, placement, node, 8080, allow_shared_cores=True)
     assert job.plan["verdict"] == "Disaggregate"
     assert len(job.plan["alternatives"]) == 3
     assert [pod["metadata"]["name"] for pod in job.pods] == [
@@ -75,20 +77,20 @@ def test_a_workload_is_planned_and_the_job_tells_it(monkeypatch, answer, node: N
 
 def test_what_cannot_hold_is_refused_with_the_nearest_slo(monkeypatch, infeasible) -> None:
     monkeypatch.setattr(plan_search, "plan", lambda *_: infeasible)
-    with pytest.raises(UpError) as refused:
-        place(deployment(workload=WORKLOAD))
+    with pytest.raises(DeploymentStartError) as refused:
+        decide_placement(deployment(workload=WORKLOAD))
     (line,) = refused.value.faults
     assert line.startswith(f"{infeasible.reason}; ")
 
 
 def test_a_trace_that_is_not_there_is_said_at_its_field(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^spec.workload: "):
-        place(deployment(workload={"trace": {"path": "gone.csv"}}), tmp_path)
+        decide_placement(deployment(workload={"trace": {"path": "gone.csv"}}), tmp_path)
 
 
 def test_planning_without_the_planner_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(distribution, "missing", list)
+    monkeypatch.setattr(distribution, "find_missing_extras", list)
     with pytest.raises(distribution.MissingExtraError) as refused:
-        place(deployment(workload=WORKLOAD))
+        decide_placement(deployment(workload=WORKLOAD))
     assert refused.value.extras == ["planner"]
-    assert place(deployment()).gpus == 2
+    assert decide_placement(deployment()).gpus == 2

@@ -1,7 +1,7 @@
 """Rows of `cleave status`."""
 
-from cleave.local.state import PodView, Snapshot
-from cleave.local.status import row
+from cleave.local.state import DeploymentSnapshot, PodView
+from cleave.local.status import build_row
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -10,5 +10,5 @@ def test_an_agent_of_a_newer_version_has_a_row() -> None:
         registration=agent_pb2.Registration(instance="x", role=9, state=9)
     )
     pod = PodView("x", "decode", "127.0.0.1:1", 1, True, 0, "", None, 0.0)
-    told = row(pod, Snapshot("d", 1, "http://127.0.0.1:2"), health)
+    told = build_row(pod, DeploymentSnapshot("d", 1, "http://127.0.0.1:2"), health)
     assert (told.role, told.state) == ("unknown_9", "unknown_9")

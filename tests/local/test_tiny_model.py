@@ -38,9 +38,9 @@ def test_the_cached_model_is_built_once_and_leaves_no_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLEAVE_STATE_DIR", str(tmp_path))
-    path = tiny_model.cached()
+    path = tiny_model.get_or_build()
     before = (path / "config.json").stat().st_mtime_ns
-    assert tiny_model.cached() == path
+    assert tiny_model.get_or_build() == path
     assert (path / "config.json").stat().st_mtime_ns == before
     assert list(path.parent.iterdir()) == [path]
 

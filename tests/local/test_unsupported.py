@@ -9,7 +9,7 @@ SECRET = {"name": "s", "key": "k"}
 
 
 def faults(**spec) -> list[str]:
-    return unsupported.faults(
+    return unsupported.find_unsupported(
         validate(
             {
                 "apiVersion": "cleave.dev/v1alpha1",

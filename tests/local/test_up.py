@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from cleave.local import state
-from cleave.local.errors import StateError, UpError
+from cleave.local.errors import DeploymentStartError, StateError
 from cleave.local.kubelet.kubelet import Kubelet
-from cleave.local.kubelet.node import Node
-from cleave.local.launch_plan import Job
-from cleave.local.progress import Step
-from cleave.local.up import check, detach, down, running
+from cleave.local.kubelet.node import LocalNode
+from cleave.local.launch_plan import LaunchPlan
+from cleave.local.progress import PodProgress
+from cleave.local.up import check_can_start, run_in_foreground, start_detached, stop_deployment
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
 PodBuilder = Callable[..., dict[str, Any]]
@@ -45,9 +45,9 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def job(pod: PodBuilder, node: Node, free_port: int) -> Callable[..., Job]:
-    def build(*pods: dict[str, Any]) -> Job:
-        return Job("chat", "chat", free_port, 0, node, pods or (pod("chat-gateway", SLEEP),))
+def job(pod: PodBuilder, node: LocalNode, free_port: int) -> Callable[..., LaunchPlan]:
+    def build(*pods: dict[str, Any]) -> LaunchPlan:
+        return LaunchPlan("chat", "chat", free_port, 0, node, pods or (pod("chat-gateway", SLEEP),))
 
     return build
 
@@ -55,11 +55,11 @@ def job(pod: PodBuilder, node: Node, free_port: int) -> Callable[..., Job]:
 @pytest.fixture
 async def leave_nothing() -> AsyncIterator[None]:
     yield
-    for folder in state.running():
-        await down(folder, 5)
+    for folder in state.list_running():
+        await stop_deployment(folder, 5)
 
 
-def unseen() -> AbstractContextManager[Callable[[Sequence[Step]], None]]:
+def unseen() -> AbstractContextManager[Callable[[Sequence[PodProgress]], None]]:
     return nullcontext(lambda _: None)
 
 
@@ -71,29 +71,29 @@ def alive(pid: int) -> bool:
 
 
 async def test_a_deployment_runs_inside_the_block_and_nothing_is_left_after_it(
-    job: Callable[..., Job],
+    job: Callable[..., LaunchPlan],
 ) -> None:
-    async with running(job(), unseen(), 20):
-        (folder,) = state.running()
+    async with run_in_foreground(job(), unseen(), 20):
+        (folder,) = state.list_running()
         snapshot = folder.read()
         assert snapshot is not None
         (pod,) = snapshot.pods
         assert pod.ready
         assert alive(pod.pid or 0)
     assert not alive(pod.pid or 0)
-    assert state.running() == []
+    assert state.list_running() == []
     assert folder.read() is None
 
 
-async def test_a_deployment_comes_up_once(job: Callable[..., Job]) -> None:
-    async with running(job(), unseen(), 20):
+async def test_a_deployment_comes_up_once(job: Callable[..., LaunchPlan]) -> None:
+    async with run_in_foreground(job(), unseen(), 20):
         with pytest.raises(StateError, match="chat is already running"):
-            async with running(job(), unseen(), 20):
+            async with run_in_foreground(job(), unseen(), 20):
                 pass
 
 
 async def test_the_gateway_ends_first_then_decode_then_prefill(
-    pod: PodBuilder, job: Callable[..., Job], tmp_path: Path, until: Until
+    pod: PodBuilder, job: Callable[..., LaunchPlan], tmp_path: Path, until: Until
 ) -> None:
     log = tmp_path / "ends"
 
@@ -107,67 +107,69 @@ async def test_the_gateway_ends_first_then_decode_then_prefill(
         built("d", "worker", "decode"),
         built("g", "gateway", ""),
     ]
-    async with running(job(*pods), unseen(), 20):
+    async with run_in_foreground(job(*pods), unseen(), 20):
         await until(lambda: len(list(tmp_path.glob("*.up"))) == 3)
     assert log.read_text().split() == ["g", "d", "p"]
 
 
 async def test_a_pod_that_refuses_its_arguments_ends_the_wait_with_its_last_words(
-    pod: PodBuilder, job: Callable[..., Job]
+    pod: PodBuilder, job: Callable[..., LaunchPlan]
 ) -> None:
     refusing = pod("w", "import sys; sys.exit(print('core 0 is taken') or 2)")
     never = {"httpGet": {"port": 1}}
     refusing["spec"]["containers"][0]["readinessProbe"] = never
-    with pytest.raises(UpError, match="w ended with exit code 2") as raised:
-        async with running(job(refusing), unseen(), 60):
+    with pytest.raises(DeploymentStartError, match="w ended with exit code 2") as raised:
+        async with run_in_foreground(job(refusing), unseen(), 60):
             pass
-    assert raised.value.log == ["core 0 is taken"]
-    assert state.running() == []
+    assert raised.value.log_tail == ["core 0 is taken"]
+    assert state.list_running() == []
 
 
-async def test_the_wait_for_readiness_is_bounded(pod: PodBuilder, job: Callable[..., Job]) -> None:
+async def test_the_wait_for_readiness_is_bounded(
+    pod: PodBuilder, job: Callable[..., LaunchPlan]
+) -> None:
     slow = pod("w", SLEEP, container={"readinessProbe": {"httpGet": {"port": 1}}})
-    with pytest.raises(UpError, match=r"not ready within 1 s: w \("):
-        async with running(job(slow), unseen(), 1):
+    with pytest.raises(DeploymentStartError, match=r"not ready within 1 s: w \("):
+        async with run_in_foreground(job(slow), unseen(), 1):
             pass
-    assert state.running() == []
+    assert state.list_running() == []
 
 
 async def test_ctrl_c_while_loading_ends_everything(
-    pod: PodBuilder, job: Callable[..., Job]
+    pod: PodBuilder, job: Callable[..., LaunchPlan]
 ) -> None:
     slow = pod("w", SLEEP, container={"readinessProbe": {"httpGet": {"port": 1}}})
 
-    def interrupt(steps: Sequence[Step]) -> None:
+    def interrupt(steps: Sequence[PodProgress]) -> None:
         if steps:
             os.kill(os.getpid(), signal.SIGINT)
 
-    async with running(job(slow), nullcontext(interrupt), 60) as supervisor:
+    async with run_in_foreground(job(slow), nullcontext(interrupt), 60) as supervisor:
         assert supervisor.is_stopping
-    assert state.running() == []
+    assert state.list_running() == []
 
 
 async def test_a_detached_deployment_outlives_its_command_until_down(
-    job: Callable[..., Job], leave_nothing: None
+    job: Callable[..., LaunchPlan], leave_nothing: None
 ) -> None:
-    await detach(job(), unseen(), 60)
-    folder = state.find("chat")
+    await start_detached(job(), unseen(), 60)
+    folder = state.find_running("chat")
     snapshot = folder.read()
     assert snapshot is not None
     assert snapshot.supervisor_pid != os.getpid()
     pids = [snapshot.supervisor_pid, *(pod.pid or 0 for pod in snapshot.pods)]
     assert all(map(alive, pids))
     assert {file.stat().st_mode & 0o077 for file in (folder.path, *folder.path.rglob("*"))} == {0}
-    await down(folder, 20)
+    await stop_deployment(folder, 20)
     assert not any(map(alive, pids))
     assert sorted(file.name for file in folder.path.iterdir()) == ["lock", "logs"]
 
 
 async def test_a_detached_deployment_that_fails_leaves_nothing(
-    pod: PodBuilder, job: Callable[..., Job], leave_nothing: None
+    pod: PodBuilder, job: Callable[..., LaunchPlan], leave_nothing: None
 ) -> None:
-    with pytest.raises(UpError, match="exit code 2"):
-        await detach(
+    with pytest.raises(DeploymentStartError, match="exit code 2"):
+        await start_detached(
             job(
                 pod(
                     "w",
@@ -179,32 +181,32 @@ async def test_a_detached_deployment_that_fails_leaves_nothing(
             unseen(),
             60,
         )
-    assert state.running() == []
+    assert state.list_running() == []
 
 
 async def test_a_supervisor_that_was_killed_does_not_count_as_running(
-    job: Callable[..., Job], leave_nothing: None, until: Until
+    job: Callable[..., LaunchPlan], leave_nothing: None, until: Until
 ) -> None:
-    await detach(job(), unseen(), 60)
-    snapshot = state.find("chat").read()
+    await start_detached(job(), unseen(), 60)
+    snapshot = state.find_running("chat").read()
     assert snapshot is not None
     os.kill(snapshot.supervisor_pid, signal.SIGKILL)
-    await until(lambda: not state.running())
+    await until(lambda: not state.list_running())
     with pytest.raises(StateError, match="chat is not running: its supervisor was killed"):
-        state.find("chat")
-    assert [folder.name for folder in state.lost()] == ["chat"]
-    await detach(job(), unseen(), 60)
+        state.find_running("chat")
+    assert [folder.name for folder in state.list_orphaned()] == ["chat"]
+    await start_detached(job(), unseen(), 60)
 
 
 async def test_what_does_not_fit_is_said_before_anything_starts(
-    pod: PodBuilder, job: Callable[..., Job], free_port: int
+    pod: PodBuilder, job: Callable[..., LaunchPlan], free_port: int
 ) -> None:
     big = {"resources": {"requests": {"memory": "10Gi", "cpu": 2}, "limits": {"cpu": 2}}}
     with (
         socket.create_server(("127.0.0.1", free_port)),
-        pytest.raises(UpError) as raised,
+        pytest.raises(DeploymentStartError) as raised,
     ):
-        check(job(pod("a", SLEEP, container=big), pod("b", SLEEP, container=big)))
+        check_can_start(job(pod("a", SLEEP, container=big), pod("b", SLEEP, container=big)))
     memory, cores, port = raised.value.faults
     assert memory.startswith("20.0 GiB of memory needed for 2 pods, 16.0 GiB available")
     assert cores.startswith("4 exclusive cores needed, 2 available")
@@ -212,14 +214,16 @@ async def test_what_does_not_fit_is_said_before_anything_starts(
 
 
 def test_a_pod_that_cannot_be_read_is_said_before_anything_starts(
-    pod: PodBuilder, job: Callable[..., Job]
+    pod: PodBuilder, job: Callable[..., LaunchPlan]
 ) -> None:
-    with pytest.raises(UpError, match="pod w: '1 GB' is not a quantity"):
-        check(job(pod("w", SLEEP, container={"resources": {"requests": {"memory": "1 GB"}}})))
+    with pytest.raises(DeploymentStartError, match="pod w: '1 GB' is not a quantity"):
+        check_can_start(
+            job(pod("w", SLEEP, container={"resources": {"requests": {"memory": "1 GB"}}}))
+        )
 
 
 async def test_a_second_signal_ends_at_once(
-    pod: PodBuilder, job: Callable[..., Job], tmp_path: Path, until: Until
+    pod: PodBuilder, job: Callable[..., LaunchPlan], tmp_path: Path, until: Until
 ) -> None:
     up = tmp_path / "up"
     code = (
@@ -229,32 +233,32 @@ async def test_a_second_signal_ends_at_once(
     stubborn = pod("w", code, terminationGracePeriodSeconds=600)
     stubborn["metadata"]["labels"] = {"cleave.dev/role": "decode"}
     async with asyncio.timeout(60):
-        async with running(job(stubborn), unseen(), 20) as supervisor:
+        async with run_in_foreground(job(stubborn), unseen(), 20) as supervisor:
             await until(up.exists)
             supervisor.stop()
             await asyncio.sleep(0.3)
             supervisor.stop()
-    assert state.running() == []
+    assert state.list_running() == []
 
 
 async def test_a_supervisor_that_breaks_down_is_never_called_ready(
-    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left")
 
     reached: list[str] = []
-    monkeypatch.setattr(Kubelet, "run", full)
+    monkeypatch.setattr(Kubelet, "run_pod", full)
     with pytest.raises(OSError, match="no space left"):
-        async with running(job(), unseen(), 20):
+        async with run_in_foreground(job(), unseen(), 20):
             reached.append("ready")
     assert reached == []
 
 
 def test_several_running_deployments_must_be_named(state_root: Path) -> None:
     with pytest.raises(StateError, match="no deployments running"):
-        state.find(None)
-    with state.folder("a").lock(), state.folder("b").lock():
+        state.find_running(None)
+    with state.get_folder("a").lock(), state.get_folder("b").lock():
         with pytest.raises(StateError, match="give one of: a, b"):
-            state.find(None)
-        assert state.find("b").name == "b"
+            state.find_running(None)
+        assert state.find_running("b").name == "b"

@@ -8,9 +8,9 @@ import pytest
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
 from cleave.api.pool import InstancePool
-from cleave.manifests.pool import pools
-from cleave.manifests.topology import Machines
-from cleave.planner.placement import plan
+from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import NodeTopology
+from cleave.planner.placement import choose_placement
 
 MakeDeployment = Callable[..., LLMDeployment]
 MakePool = Callable[..., InstancePool]
@@ -40,7 +40,7 @@ def pool(deployment: MakeDeployment) -> MakePool:
 
     def make(**spec: Any) -> InstancePool:
         chat = deployment(**spec)
-        return next(p for p in pools(chat, plan(chat)) if p.spec.role == "decode")
+        return next(p for p in build_pools(chat, choose_placement(chat)) if p.spec.role == "decode")
 
     return make
 
@@ -49,7 +49,7 @@ def pool(deployment: MakeDeployment) -> MakePool:
 def pools_of() -> MakePools:
     """Makes all pools of a deployment, on nodes of which nothing is known unless stated."""
 
-    def make(deployment: LLMDeployment, *machines: Machines) -> list[InstancePool]:
-        return pools(deployment, plan(deployment), *machines)
+    def make(deployment: LLMDeployment, *machines: NodeTopology) -> list[InstancePool]:
+        return build_pools(deployment, choose_placement(deployment), *machines)
 
     return make

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cleave.manifests.disruption_budget import disruption_budget, gateway_budget
-from cleave.manifests.gateway import gateway_deployment
-from cleave.manifests.multi_node import follower_pods
-from cleave.manifests.worker import worker_pod
+from cleave.manifests.disruption_budget import build_gateway_budget, build_pool_budget
+from cleave.manifests.gateway import build_gateway_deployment
+from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.worker import build_worker_pod
 
 
 def spread(pool, replicas: int, nodes: int):
@@ -15,7 +15,7 @@ def spread(pool, replicas: int, nodes: int):
 
 @pytest.mark.parametrize(("replicas", "kept"), [(0, 0), (1, 0), (2, 1), (5, 4)])
 def test_one_instance_at_a_time(pool, replicas, kept) -> None:
-    budget = disruption_budget(spread(pool(), replicas, nodes=1))
+    budget = build_pool_budget(spread(pool(), replicas, nodes=1))
     assert budget["spec"]["minAvailable"] == kept
     # Kubernetes would have to ask the pool's /scale.
     assert "maxUnavailable" not in budget["spec"]
@@ -24,25 +24,25 @@ def test_one_instance_at_a_time(pool, replicas, kept) -> None:
 
 @pytest.mark.parametrize(("replicas", "kept"), [(0, 0), (1, 0), (2, 3), (5, 12)])
 def test_pods_of_an_instance_over_nodes_count_one_by_one(pool, replicas, kept) -> None:
-    assert disruption_budget(spread(pool(), replicas, nodes=3))["spec"]["minAvailable"] == kept
+    assert build_pool_budget(spread(pool(), replicas, nodes=3))["spec"]["minAvailable"] == kept
 
 
 def test_it_speaks_of_all_pods_of_the_pool_and_of_no_other(pool) -> None:
     one = spread(pool(), 1, nodes=2)
-    leader = worker_pod(one, "x")
-    selector = disruption_budget(one)["spec"]["selector"]["matchLabels"]
-    for pod in (leader, *follower_pods(one, leader)):
+    leader = build_worker_pod(one, "x")
+    selector = build_pool_budget(one)["spec"]["selector"]["matchLabels"]
+    for pod in (leader, *build_node_pods(one, leader)):
         assert selector.items() <= pod["metadata"]["labels"].items()
     assert selector["cleave.dev/pool"] == "chat-decode"
 
 
 def test_a_pod_that_is_not_ready_never_blocks_a_node(pool) -> None:
-    assert disruption_budget(pool())["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert build_pool_budget(pool())["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 def test_gateways_go_one_at_a_time(deployment) -> None:
-    budget = gateway_budget(deployment())
-    pods = gateway_deployment(deployment())["spec"]["template"]["metadata"]["labels"]
+    budget = build_gateway_budget(deployment())
+    pods = build_gateway_deployment(deployment())["spec"]["template"]["metadata"]["labels"]
     assert budget["spec"]["maxUnavailable"] == 1
     assert budget["spec"]["selector"]["matchLabels"] == pods
     assert budget["metadata"]["name"] == "chat-gateway"

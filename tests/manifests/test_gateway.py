@@ -8,8 +8,14 @@ from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import SelectedPlan
 from cleave.manifests.container import LISTEN_ON
-from cleave.manifests.gateway import LEAVE_S, gateway_deployment, gateway_pod, gateway_service, url
-from cleave.manifests.worker import worker_pod
+from cleave.manifests.gateway import (
+    SHUTDOWN_DELAY_S,
+    build_gateway_deployment,
+    build_gateway_pod,
+    build_gateway_service,
+    build_url,
+)
+from cleave.manifests.worker import build_worker_pod
 
 
 def container(pod):
@@ -33,7 +39,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         pools={"flipping": "Advisory", "minDecode": 2},
         slo={"ttftMs": 400, "tpotMs": 40.5},
     )
-    assert container(gateway_pod(chat))["command"] == [
+    assert container(build_gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", LISTEN_ON, "--port", "8080"),
         *("--internal-port", "8081"),
         *("--agents", "$(CLEAVE_AGENTS)", "--fallback", "OnPrefillLoss"),
@@ -45,7 +51,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
 
 
 def test_the_gateway_takes_the_address_it_is_told(deployment) -> None:
-    pod = gateway_pod(deployment(), host="127.0.0.1", port=9999, internal_port=9)
+    pod = build_gateway_pod(deployment(), host="127.0.0.1", port=9999, internal_port=9)
     gateway = container(pod)
     assert gateway["command"][3:7] == ["--host", "127.0.0.1", "--port", "9999"]
     assert option(gateway["command"], "--internal-port") == "9"
@@ -56,13 +62,13 @@ def test_the_gateway_takes_the_address_it_is_told(deployment) -> None:
 def test_the_gateway_finds_the_agents_where_workers_look_for_peers(deployment, pool) -> None:
     sources = [
         {var["name"]: var.get("value") for var in container(pod)["env"]}["CLEAVE_AGENTS"]
-        for pod in (gateway_pod(deployment()), worker_pod(pool(), 0))
+        for pod in (build_gateway_pod(deployment()), build_worker_pod(pool(), 0))
     ]
     assert sources == ["endpoints:llm/chat-workers:9000"] * 2
 
 
 def test_the_gateway_is_confined_like_workers_are(deployment, pool) -> None:
-    gateway, worker = gateway_pod(deployment()), worker_pod(pool(), 0)
+    gateway, worker = build_gateway_pod(deployment()), build_worker_pod(pool(), 0)
     assert gateway["spec"]["securityContext"] == worker["spec"]["securityContext"]
     assert container(gateway)["securityContext"] == container(worker)["securityContext"]
 
@@ -70,26 +76,26 @@ def test_the_gateway_is_confined_like_workers_are(deployment, pool) -> None:
 def test_in_a_cluster_there_are_two_unless_stated_and_one_more_while_they_are_replaced(
     deployment,
 ) -> None:
-    spec = gateway_deployment(deployment())["spec"]
+    spec = build_gateway_deployment(deployment())["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-    assert gateway_deployment(deployment(gateway={"replicas": 5}))["spec"]["replicas"] == 5
+    assert build_gateway_deployment(deployment(gateway={"replicas": 5}))["spec"]["replicas"] == 5
 
 
 def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(
     deployment,
 ) -> None:
-    alone = container(gateway_pod(deployment()))
-    behind = container(gateway_deployment(deployment())["spec"]["template"])
+    alone = container(build_gateway_pod(deployment()))
+    behind = container(build_gateway_deployment(deployment())["spec"]["template"])
     own = len(alone["command"])
     assert behind["command"][:own] == alone["command"]
-    assert behind["command"][own:] == ["--leave-delay", str(LEAVE_S)]
+    assert behind["command"][own:] == ["--leave-delay", str(SHUTDOWN_DELAY_S)]
     assert [port["containerPort"] for port in behind["ports"]] == [8080, 8081]
     assert behind["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8081}
 
 
 def test_each_process_of_a_pod_has_room_of_its_own(deployment) -> None:
-    one, four = (container(gateway_pod(deployment(gateway={"processes": n}))) for n in (1, 4))
+    one, four = (container(build_gateway_pod(deployment(gateway={"processes": n}))) for n in (1, 4))
     assert "--processes" not in one["command"]
     assert option(four["command"], "--processes") == "4"
     assert one["resources"]["requests"] == {"cpu": "500m", "memory": "128Mi"}
@@ -98,42 +104,45 @@ def test_each_process_of_a_pod_has_room_of_its_own(deployment) -> None:
 
 def test_a_gateway_is_not_killed_before_its_streams_have_ended(deployment) -> None:
     chat = deployment(template={"drainTimeoutS": 1000})
-    spec = gateway_deployment(chat)["spec"]["template"]["spec"]
+    spec = build_gateway_deployment(chat)["spec"]["template"]["spec"]
     assert option(spec["containers"][0]["command"], "--drain-timeout") == "1000"
-    assert spec["terminationGracePeriodSeconds"] > 1000 + LEAVE_S
+    assert spec["terminationGracePeriodSeconds"] > 1000 + SHUTDOWN_DELAY_S
 
 
 def test_the_service_has_the_deployments_name_and_finds_the_gateways(deployment) -> None:
-    service, gateways = gateway_service(deployment()), gateway_deployment(deployment())["spec"]
+    service, gateways = (
+        build_gateway_service(deployment()),
+        build_gateway_deployment(deployment())["spec"],
+    )
     assert (service["metadata"]["name"], service["metadata"]["namespace"]) == ("chat", "llm")
     (port,) = service["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (80, "http")
     labels = gateways["template"]["metadata"]["labels"]
     assert service["spec"]["selector"].items() <= labels.items()
     assert gateways["selector"]["matchLabels"].items() <= labels.items()
-    assert url(deployment()) == "http://chat.llm.svc/v1"
+    assert build_url(deployment()) == "http://chat.llm.svc/v1"
 
 
 def test_keys_come_from_a_secret(deployment) -> None:
-    pod = gateway_pod(deployment(gateway={"keysSecret": "chat-keys"}))
+    pod = build_gateway_pod(deployment(gateway={"keysSecret": "chat-keys"}))
     path = option(container(pod)["command"], "--api-keys")
     assert pod["spec"]["volumes"][-1]["secret"]["secretName"] == "chat-keys"
     mount = container(pod)["volumeMounts"][-1]
     assert (path, mount["readOnly"]) == (f"{mount['mountPath']}/keys", True)
-    assert "--api-keys" not in container(gateway_pod(deployment()))["command"]
+    assert "--api-keys" not in container(build_gateway_pod(deployment()))["command"]
 
 
 def test_trained_lengths_come_from_a_config_map(deployment) -> None:
-    pod = gateway_pod(deployment(routing={"lengthsConfigMap": "chat-lengths"}))
+    pod = build_gateway_pod(deployment(routing={"lengthsConfigMap": "chat-lengths"}))
     assert pod["spec"]["volumes"][-1]["configMap"]["name"] == "chat-lengths"
     mount = container(pod)["volumeMounts"][-1]
     assert option(container(pod)["command"], "--lengths") == f"{mount['mountPath']}/lengths.json"
-    assert "--lengths" not in container(gateway_pod(deployment()))["command"]
+    assert "--lengths" not in container(build_gateway_pod(deployment()))["command"]
 
 
 def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     chat = deployment(gateway={"tlsSecret": "chat-tls"})
-    made = gateway_deployment(chat)["spec"]["template"]
+    made = build_gateway_deployment(chat)["spec"]["template"]
     gateway = container(made)
     mount = gateway["volumeMounts"][-1]
     assert made["spec"]["volumes"][-1]["secret"]["secretName"] == "chat-tls"
@@ -141,30 +150,30 @@ def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
         assert option(gateway["command"], flag) == f"{mount['mountPath']}/{file}"
     assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert "scheme" not in gateway["livenessProbe"]["httpGet"], "the internal port stays plain"
-    (port,) = gateway_service(chat)["spec"]["ports"]
+    (port,) = build_gateway_service(chat)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, gateway["ports"][0]["name"])
-    assert url(chat) == "https://chat.llm.svc/v1"
+    assert build_url(chat) == "https://chat.llm.svc/v1"
 
 
 def test_traces_and_the_access_log_are_asked_for(deployment) -> None:
     collector = "http://collector:4317"
     chat = deployment(gateway={"tracing": {"endpoint": collector}, "accessLog": True})
-    line = container(gateway_pod(chat))["command"]
+    line = container(build_gateway_pod(chat))["command"]
     assert option(line, "--otlp-endpoint") == collector
     assert option(line, "--trace-share") == "0.01"
     assert "--access-log" in line
-    plain = container(gateway_pod(deployment()))["command"]
+    plain = container(build_gateway_pod(deployment()))["command"]
     assert not {"--otlp-endpoint", "--trace-share", "--access-log"} & {*plain}
 
 
 def test_an_endpoint_picker_is_a_second_port_of_the_service(deployment) -> None:
     chat = deployment(gateway={"endpointPicker": True})
-    gateway = container(gateway_deployment(chat)["spec"]["template"])
+    gateway = container(build_gateway_deployment(chat)["spec"]["template"])
     assert option(gateway["command"], "--endpoint-picker-port") == "9002"
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
-    _, port = gateway_service(chat)["spec"]["ports"]
+    _, port = build_gateway_service(chat)["spec"]["ports"]
     assert (port["port"], ports[port["targetPort"]]) == (9002, 9002)
-    plain = container(gateway_deployment(deployment())["spec"]["template"])
+    plain = container(build_gateway_deployment(deployment())["spec"]["template"])
     assert "--endpoint-picker-port" not in plain["command"]
 
 
@@ -185,12 +194,12 @@ def test_an_endpoint_picker_speaks_tls_unless_it_is_told_otherwise(
     deployment, stated, flags, spoken
 ) -> None:
     chat = deployment(gateway={"endpointPicker": True, **stated})
-    made = gateway_deployment(chat)["spec"]["template"]
+    made = build_gateway_deployment(chat)["spec"]["template"]
     mounted = container(made)["volumeMounts"][-1]["mountPath"]
     given = container(made)["command"]
     after = given[given.index("--endpoint-picker-port") + 2 :]
     assert after == [flag.format(mounted) for flag in flags]
-    assert gateway_service(chat)["spec"]["ports"][-1]["appProtocol"] == spoken
+    assert build_gateway_service(chat)["spec"]["ports"][-1]["appProtocol"] == spoken
     if "endpointPickerTlsSecret" in stated:
         assert made["spec"]["volumes"][-1]["secret"]["secretName"] == "picker"
 
@@ -204,7 +213,9 @@ def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says
     deployment,
 ) -> None:
     def image(**gateway: str) -> str:
-        made = gateway_deployment(deployment(gateway=gateway), image_prefix="registry.example/")
+        made = build_gateway_deployment(
+            deployment(gateway=gateway), image_prefix="registry.example/"
+        )
         return container(made["spec"]["template"])["image"]
 
     assert image(image="mine:1") == "mine:1"
@@ -213,29 +224,29 @@ def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says
 
 def test_the_gateway_is_told_which_prompts_decode_instances_may_compute(deployment) -> None:
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, whole_below_tokens=256)
-    alone = container(gateway_pod(deployment(), plan=plan))["command"]
+    alone = container(build_gateway_pod(deployment(), plan=plan))["command"]
     assert ("--whole-below", "256") in pairwise(alone)
     chat = deployment().model_copy(update={"status": LLMDeploymentStatus(plan=plan)})
-    pod = gateway_deployment(chat)["spec"]["template"]
+    pod = build_gateway_deployment(chat)["spec"]["template"]
     assert ("--whole-below", "256") in pairwise(container(pod)["command"])
-    assert "--whole-below" not in container(gateway_pod(deployment()))["command"]
+    assert "--whole-below" not in container(build_gateway_pod(deployment()))["command"]
 
 
 def test_the_gateway_is_told_which_prompts_are_moved_while_they_are_computed(deployment) -> None:
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, ahead_from_tokens=512)
     engine = {"connector": "Cleave", "transfer": "Auto"}
-    told = container(gateway_pod(deployment(engine=engine), plan=plan))["command"]
+    told = container(build_gateway_pod(deployment(engine=engine), plan=plan))["command"]
     assert ("--ahead-from", "512") in pairwise(told)
     for others in (
-        gateway_pod(deployment(engine=engine)),
-        gateway_pod(deployment(engine=engine | {"transfer": "PerLayer"}), plan=plan),
+        build_gateway_pod(deployment(engine=engine)),
+        build_gateway_pod(deployment(engine=engine | {"transfer": "PerLayer"}), plan=plan),
     ):
         assert "--ahead-from" not in container(others)["command"]
 
 
 def test_requests_wait_for_instances_where_these_may_all_be_gone(deployment) -> None:
     def line(**scaling: int) -> list[str]:
-        pod = gateway_deployment(deployment(scaling=scaling))["spec"]["template"]
+        pod = build_gateway_deployment(deployment(scaling=scaling))["spec"]["template"]
         return container(pod)["command"]
 
     assert option(line(idleS=60), "--wake-timeout") == "600"

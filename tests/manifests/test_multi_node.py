@@ -2,9 +2,13 @@
 
 import pytest
 
-from cleave.manifests.multi_node import follower_pods, is_set_possible, leader_worker_set
-from cleave.manifests.topology import CLIQUE, Machines
-from cleave.manifests.worker import worker_pod
+from cleave.manifests.multi_node import (
+    build_leader_worker_set,
+    build_node_pods,
+    supports_leader_worker_set,
+)
+from cleave.manifests.topology import CLIQUE, NodeTopology
+from cleave.manifests.worker import build_worker_pod
 
 H100 = "NVIDIA-H100-80GB-HBM3"
 
@@ -30,15 +34,15 @@ def spread_pool(deployment, pools_of):
             for role in ("prefill", "decode")
         ]
         chat = deployment(placement={"manual": manual}, **spec)
-        return pools_of(chat, Machines({H100: 8}, domain))[1]
+        return pools_of(chat, NodeTopology({H100: 8}, domain))[1]
 
     return make
 
 
 def test_a_leader_and_its_followers_share_the_gpus(spread_pool) -> None:
     pool = spread_pool()
-    leader = worker_pod(pool, "x")
-    pods = [leader, *follower_pods(pool, leader)]
+    leader = build_worker_pod(pool, "x")
+    pods = [leader, *build_node_pods(pool, leader)]
     assert [pod["metadata"]["name"] for pod in pods] == ["x", "x-1"]
     limits = [container(pod["spec"])["resources"]["limits"] for pod in pods]
     assert [each["nvidia.com/gpu"] for each in limits] == ["8", "8"]
@@ -47,8 +51,8 @@ def test_a_leader_and_its_followers_share_the_gpus(spread_pool) -> None:
 def test_ranks_meet_at_the_leader(spread_pool) -> None:
     own = {"connector": "Cleave", "transfer": "PerChunk"}
     pool = spread_pool(engine={"args": ["--seed", "1"], **own})
-    leader = worker_pod(pool, "x")
-    (follower,) = follower_pods(pool, leader)
+    leader = build_worker_pod(pool, "x")
+    (follower,) = build_node_pods(pool, leader)
     lines = [container(pod["spec"])["command"] for pod in (leader, follower)]
     shares = [line[line.index("--") + 1 :] for line in lines]
     assert shares == [
@@ -62,8 +66,8 @@ def test_ranks_meet_at_the_leader(spread_pool) -> None:
 
 def test_followers_find_their_leader_by_name(spread_pool) -> None:
     pool = spread_pool()
-    leader = worker_pod(pool, "x")
-    (follower,) = follower_pods(pool, leader)
+    leader = build_worker_pod(pool, "x")
+    (follower,) = build_node_pods(pool, leader)
     worker = container(follower["spec"])
     assert worker["env"][0] == {"name": "CLEAVE_LEADER", "value": "x.chat-workers.llm.svc"}
     assert (leader["spec"]["hostname"], leader["spec"]["subdomain"]) == ("x", "chat-workers")
@@ -72,7 +76,7 @@ def test_followers_find_their_leader_by_name(spread_pool) -> None:
 
 def test_nobody_takes_a_follower_for_an_instance(spread_pool) -> None:
     pool = spread_pool()
-    (follower,) = follower_pods(pool, worker_pod(pool, "x"))
+    (follower,) = build_node_pods(pool, build_worker_pod(pool, "x"))
     labels = follower["metadata"]["labels"]
     assert labels["cleave.dev/component"] == "follower"
     assert labels["cleave.dev/instance"] == "x"
@@ -81,18 +85,18 @@ def test_nobody_takes_a_follower_for_an_instance(spread_pool) -> None:
 
 def test_followers_go_when_their_leader_goes(spread_pool) -> None:
     pool = spread_pool()
-    leader = worker_pod(pool, "x")
-    assert "ownerReferences" not in follower_pods(pool, leader)[0]["metadata"]
+    leader = build_worker_pod(pool, "x")
+    assert "ownerReferences" not in build_node_pods(pool, leader)[0]["metadata"]
     leader["metadata"]["uid"] = "u-1"
-    assert follower_pods(pool, leader)[0]["metadata"]["ownerReferences"] == [
+    assert build_node_pods(pool, leader)[0]["metadata"]["ownerReferences"] == [
         {"apiVersion": "v1", "kind": "Pod", "name": "x", "uid": "u-1"}
     ]
 
 
 def test_pods_of_one_instance_had_better_share_a_clique(spread_pool) -> None:
     pool = spread_pool()
-    leader = worker_pod(pool, "x")
-    for pod in (leader, *follower_pods(pool, leader)):
+    leader = build_worker_pod(pool, "x")
+    for pod in (leader, *build_node_pods(pool, leader)):
         terms = pod["spec"]["affinity"]["podAffinity"][
             "preferredDuringSchedulingIgnoredDuringExecution"
         ]
@@ -103,8 +107,8 @@ def test_pods_of_one_instance_had_better_share_a_clique(spread_pool) -> None:
 
 def test_equal_stages_of_a_cell_share_a_node_and_others_need_not(spread_pool) -> None:
     pool = spread_pool(cells=True)
-    leader = worker_pod(pool, "x", cell=4)
-    (follower,) = follower_pods(pool, leader)
+    leader = build_worker_pod(pool, "x", cell=4)
+    (follower,) = build_node_pods(pool, leader)
     segments = [pod["metadata"]["labels"]["cleave.dev/segment"] for pod in (leader, follower)]
     stamp = pool.spec.revision
     assert segments == [f"{stamp}-4-0", f"{stamp}-4-1"]
@@ -113,15 +117,15 @@ def test_equal_stages_of_a_cell_share_a_node_and_others_need_not(spread_pool) ->
 def test_within_a_clique_the_whole_cell_is_one(spread_pool) -> None:
     pool = spread_pool(CLIQUE, cells=True)
     pool = pool.model_copy(update={"spec": pool.spec.model_copy(update={"nodes": 2})})
-    leader = worker_pod(pool, "x", cell=4)
-    (follower,) = follower_pods(pool, leader)
+    leader = build_worker_pod(pool, "x", cell=4)
+    (follower,) = build_node_pods(pool, leader)
     segments = {pod["metadata"]["labels"]["cleave.dev/segment"] for pod in (leader, follower)}
     assert segments == {f"{pool.spec.revision}-4"}
 
 
 def test_an_instance_on_one_node_has_no_followers_and_no_ranks(pool) -> None:
-    alone = worker_pod(pool(), "x")
-    assert follower_pods(pool(), alone) == []
+    alone = build_worker_pod(pool(), "x")
+    assert build_node_pods(pool(), alone) == []
     assert "--nnodes" not in container(alone["spec"])["command"]
     assert "hostname" not in alone["spec"]
 
@@ -131,7 +135,7 @@ def test_emulated_engines_are_never_spread(spread_pool) -> None:
 
 
 def test_a_leader_worker_set_is_one_instance_that_is_replaced_as_a_whole(spread_pool) -> None:
-    made = leader_worker_set(spread_pool(), "x")
+    made = build_leader_worker_set(spread_pool(), "x")
     spec, group = made["spec"], made["spec"]["leaderWorkerTemplate"]
     assert (made["metadata"]["name"], spec["replicas"], group["size"]) == ("x", 1, 2)
     assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
@@ -139,9 +143,9 @@ def test_a_leader_worker_set_is_one_instance_that_is_replaced_as_a_whole(spread_
 
 def test_a_leader_worker_set_has_the_pods_that_there_would_be_without(spread_pool) -> None:
     pool = spread_pool()
-    leader = worker_pod(pool, "x-0")
-    (follower,) = follower_pods(pool, leader)
-    group = leader_worker_set(pool, "x")["spec"]["leaderWorkerTemplate"]
+    leader = build_worker_pod(pool, "x-0")
+    (follower,) = build_node_pods(pool, leader)
+    group = build_leader_worker_set(pool, "x")["spec"]["leaderWorkerTemplate"]
     own = {"hostname", "subdomain"}
     first, second = group["leaderTemplate"], group["workerTemplate"]
     assert first["spec"] == {k: v for k, v in leader["spec"].items() if k not in own}
@@ -154,6 +158,6 @@ def test_a_leader_worker_set_has_the_pods_that_there_would_be_without(spread_poo
 
 
 def test_a_set_cannot_send_its_followers_to_unlike_cells(spread_pool, pool) -> None:
-    assert is_set_possible(spread_pool())
-    assert is_set_possible(spread_pool(CLIQUE, cells=True))
-    assert not is_set_possible(spread_pool(cells=True))
+    assert supports_leader_worker_set(spread_pool())
+    assert supports_leader_worker_set(spread_pool(CLIQUE, cells=True))
+    assert not supports_leader_worker_set(spread_pool(cells=True))

@@ -1,7 +1,7 @@
 from cleave.api.manifest import validate
-from cleave.manifests.gateway import gateway_deployment
-from cleave.manifests.labels import component_labels
-from cleave.manifests.network_policy import workers_policy
+from cleave.manifests.gateway import build_gateway_deployment
+from cleave.manifests.labels import build_component_labels
+from cleave.manifests.network_policy import build_workers_policy
 
 DEPLOYMENT = validate(
     {
@@ -20,28 +20,28 @@ def selects(term: dict, labels: dict) -> bool:
 
 
 def test_workers_and_followers_are_closed_and_gateways_are_not() -> None:
-    spec = workers_policy(DEPLOYMENT, "cleave-system")["spec"]
+    spec = build_workers_policy(DEPLOYMENT, "cleave-system")["spec"]
     for component in ("worker", "follower"):
-        assert selects(spec["podSelector"], component_labels("chat", component))
-    assert not selects(spec["podSelector"], component_labels("chat", "gateway"))
-    assert not selects(spec["podSelector"], component_labels("other", "worker"))
+        assert selects(spec["podSelector"], build_component_labels("chat", component))
+    assert not selects(spec["podSelector"], build_component_labels("chat", "gateway"))
+    assert not selects(spec["podSelector"], build_component_labels("other", "worker"))
     # Workers fetch models and watch the API server: nothing is said of where they may go.
     assert spec["policyTypes"] == ["Ingress"]
 
 
 def test_the_deployments_own_pods_are_let_in_on_every_port() -> None:
-    rule, _ = workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
+    rule, _ = build_workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
     (source,) = rule["from"]
     assert "ports" not in rule
     assert "namespaceSelector" not in source
-    gateway = gateway_deployment(DEPLOYMENT)["spec"]["template"]["metadata"]["labels"]
+    gateway = build_gateway_deployment(DEPLOYMENT)["spec"]["template"]["metadata"]["labels"]
     assert selects(source["podSelector"], gateway)
-    assert selects(source["podSelector"], component_labels("chat", "worker"))
-    assert not selects(source["podSelector"], component_labels("other", "gateway"))
+    assert selects(source["podSelector"], build_component_labels("chat", "worker"))
+    assert not selects(source["podSelector"], build_component_labels("other", "gateway"))
 
 
 def test_the_operators_namespace_is_let_in_to_agents_only() -> None:
-    _, rule = workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
+    _, rule = build_workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
     (source,) = rule["from"]
     home = {"kubernetes.io/metadata.name": "cleave-system"}
     assert source == {"namespaceSelector": {"matchLabels": home}}
@@ -49,5 +49,5 @@ def test_the_operators_namespace_is_let_in_to_agents_only() -> None:
 
 
 def test_it_is_named_after_the_workers() -> None:
-    metadata = workers_policy(DEPLOYMENT, "cleave-system")["metadata"]
+    metadata = build_workers_policy(DEPLOYMENT, "cleave-system")["metadata"]
     assert (metadata["name"], metadata["namespace"]) == ("chat-workers", "team")

@@ -7,14 +7,14 @@ import pytest
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool
 from cleave.api.role import Role
-from cleave.manifests.pool import pools, revision, selected_plan
-from cleave.manifests.topology import Machines
-from cleave.planner.placement import Placement, plan
+from cleave.manifests.pool import build_pools, build_selected_plan, hash_revision
+from cleave.manifests.topology import NodeTopology
+from cleave.planner.placement import Placement, choose_placement
 
 
 def test_there_is_one_pool_per_role_named_after_it(deployment) -> None:
     chat = deployment()
-    prefill, decode = pools(chat, plan(chat))
+    prefill, decode = build_pools(chat, choose_placement(chat))
     assert (prefill.name, prefill.namespace, prefill.spec.role) == (
         "chat-prefill",
         "llm",
@@ -30,7 +30,7 @@ def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment)
         engine={"type": "Emulated"},
         template={"nodeSelector": {"a": "b"}},
     )
-    (mixed,) = pools(chat, plan(chat))
+    (mixed,) = build_pools(chat, choose_placement(chat))
     assert (mixed.spec.replicas, mixed.spec.parallelism.tensor) == (3, 2)
     assert mixed.spec.engine == chat.spec.engine
     assert mixed.spec.template == chat.spec.template
@@ -39,7 +39,7 @@ def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment)
 
 def test_a_pool_survives_the_way_through_json(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
-    (mixed,) = pools(chat, plan(chat))
+    (mixed,) = build_pools(chat, choose_placement(chat))
     assert InstancePool.model_validate_json(mixed.model_dump_json()) == mixed
 
 
@@ -53,7 +53,7 @@ def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(dep
         },
         engine={"scheduling": {"limits": [{"role": "mixed", "maxNumBatchedTokens": 1024}]}},
     )
-    prefill, decode = (pool.spec.engine for pool in pools(chat, plan(chat)))
+    prefill, decode = (pool.spec.engine for pool in build_pools(chat, choose_placement(chat)))
     assert prefill.args == ["--max-num-batched-tokens", "2048"]
     assert decode.args == ["--max-num-seqs", "512", "--max-num-batched-tokens", "2048"]
     assert prefill.scheduling == decode.scheduling
@@ -64,7 +64,7 @@ def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(dep
 
 
 def test_scheduling_is_part_of_the_revision(deployment) -> None:
-    assert revision(deployment(engine={"scheduling": {}})) != revision(deployment())
+    assert hash_revision(deployment(engine={"scheduling": {}})) != hash_revision(deployment())
 
 
 def test_all_pools_of_a_deployment_share_one_revision(deployment) -> None:
@@ -76,22 +76,22 @@ def test_all_pools_of_a_deployment_share_one_revision(deployment) -> None:
             ]
         }
     )
-    assert len({pool.spec.revision for pool in pools(chat, plan(chat))}) == 1
+    assert len({pool.spec.revision for pool in build_pools(chat, choose_placement(chat))}) == 1
 
 
 def test_a_default_that_is_written_out_leaves_the_revision(deployment) -> None:
     spelled_out = deployment(model={"source": "org/model"}, engine={"type": "vLLM", "args": []})
-    assert revision(spelled_out) == revision(deployment())
+    assert hash_revision(spelled_out) == hash_revision(deployment())
 
 
 def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
     deployment, monkeypatch
 ) -> None:
     stated = deployment(engine={"image": "registry.example/vllm:1"})
-    before = revision(deployment()), revision(stated)
-    monkeypatch.setattr("cleave.distribution.version", lambda: "99.0")
-    assert revision(deployment()) != before[0]
-    assert revision(stated) == before[1]
+    before = hash_revision(deployment()), hash_revision(stated)
+    monkeypatch.setattr("cleave.distribution.get_version", lambda: "99.0")
+    assert hash_revision(deployment()) != before[0]
+    assert hash_revision(stated) == before[1]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
     ],
 )
 def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
-    assert revision(deployment(**spec)) != revision(deployment())
+    assert hash_revision(deployment(**spec)) != hash_revision(deployment())
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
     ],
 )
 def test_what_leaves_kv_alike_leaves_the_revision(deployment, spec) -> None:
-    assert revision(deployment(**spec)) == revision(deployment())
+    assert hash_revision(deployment(**spec)) == hash_revision(deployment())
 
 
 def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
     chat = deployment(
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]}
     )
-    (mixed,) = pools(chat, plan(chat))
+    (mixed,) = build_pools(chat, choose_placement(chat))
     assert mixed.spec.engine.args == ["--max-num-seqs", "64", "--max-num-batched-tokens", "512"]
-    assert mixed.spec.revision == revision(deployment())
+    assert mixed.spec.revision == hash_revision(deployment())
 
 
 @pytest.mark.parametrize("stated", ["--max-num-seqs=7", "--max_num_seqs"])
@@ -139,13 +139,13 @@ def test_limits_that_the_user_states_are_left_alone(deployment, stated) -> None:
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]},
         engine={"args": [stated]},
     )
-    (mixed,) = pools(chat, plan(chat))
+    (mixed,) = build_pools(chat, choose_placement(chat))
     assert mixed.spec.engine.args == ["--max-num-batched-tokens", "512", stated]
 
 
 def test_status_tells_plan_predictions_and_at_most_three_alternatives(deployment, answer) -> None:
     placement = Placement(answer.selected.pools, answer.reason, answer)
-    told = selected_plan(deployment(), placement)
+    told = build_selected_plan(deployment(), placement)
     assert (told.verdict, told.gpus) == ("Disaggregate", answer.selected.gpus)
     assert told.predicted.goodput == answer.selected.prediction.goodput
     # 239.787...: four digits are told.
@@ -156,7 +156,7 @@ def test_status_tells_plan_predictions_and_at_most_three_alternatives(deployment
 
 def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
-    told = selected_plan(chat, plan(chat))
+    told = build_selected_plan(chat, choose_placement(chat))
     assert (told.verdict, told.predicted, told.alternatives) == (None, None, [])
     assert told.reason == "set in spec.placement.manual"
     assert told.pools == [ManualPool(role=Role.MIXED)]
@@ -164,16 +164,18 @@ def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
 
 
 def test_status_tells_pools_from_which_the_placement_can_be_made_again(deployment, answer) -> None:
-    told = selected_plan(deployment(), Placement(answer.selected.pools, answer.reason, answer))
+    told = build_selected_plan(
+        deployment(), Placement(answer.selected.pools, answer.reason, answer)
+    )
     assert (told.algorithm, len(told.pools)) == ("Algorithm 2", len(answer.selected.pools))
     by_hand = [pool.model_dump(mode="json", exclude_none=True) for pool in told.pools]
-    again = plan(deployment(placement={"manual": by_hand}))
+    again = choose_placement(deployment(placement={"manual": by_hand}))
     assert [replace(pool, batching=None) for pool in answer.selected.pools] == list(again.pools)
 
 
 def test_what_the_deployment_says_of_changes_reaches_its_pools(deployment) -> None:
     chat = deployment(rollout={"pendingTimeoutS": 30}, deletionPolicy="Immediate")
-    for pool in pools(chat, plan(chat)):
+    for pool in build_pools(chat, choose_placement(chat)):
         assert pool.spec.pending_timeout_s == 30
         assert pool.spec.deletion_policy == "Immediate"
         assert pool.spec.owner == "Plan"
@@ -186,7 +188,9 @@ def test_cells_of_a_plan_reach_its_pools(deployment) -> None:
         {"role": "mixed"},
     ]
     chat = deployment(placement={"manual": manual})
-    prefill, decode, mixed = pools(chat, plan(chat), Machines(domain="nvidia.com/gpu.clique"))
+    prefill, decode, mixed = build_pools(
+        chat, choose_placement(chat), NodeTopology(domain="nvidia.com/gpu.clique")
+    )
     assert prefill.spec.colocation == Colocation(per_cell=2, topology_key="nvidia.com/gpu.clique")
     assert decode.spec.colocation.per_cell == 1
     assert mixed.spec.colocation is None
@@ -198,9 +202,13 @@ def test_cells_that_fit_a_node_together_are_one_that_fills_it(deployment) -> Non
         {"role": "decode", "replicas": 12, "perCell": 3},
     ]
     chat = deployment(placement={"manual": manual})
-    prefill, decode = pools(chat, plan(chat), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    prefill, decode = build_pools(
+        chat, choose_placement(chat), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
+    )
     assert prefill.spec.colocation == Colocation(per_cell=2, exclusive=True)
     assert decode.spec.colocation == Colocation(per_cell=6, exclusive=True)
     emulated = deployment(placement={"manual": manual}, engine={"type": "Emulated"})
-    first, _ = pools(emulated, plan(emulated), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
+    first, _ = build_pools(
+        emulated, choose_placement(emulated), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
+    )
     assert first.spec.colocation == Colocation(per_cell=1)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cleave.local.kubelet.pod_spec import parse
-from cleave.manifests.worker import worker_pod
+from cleave.local.kubelet.pod_spec import parse_pod
+from cleave.manifests.worker import build_worker_pod
 
 
 def resources(pool, device: str = "cpu"):
-    return worker_pod(pool, 0, device=device)["spec"]["containers"][0]["resources"]
+    return build_worker_pod(pool, 0, device=device)["spec"]["containers"][0]["resources"]
 
 
 def test_vllm_on_cpu_has_a_core_to_itself(pool) -> None:
@@ -76,4 +76,4 @@ def test_a_request_alone_takes_the_default_limit_away(pool) -> None:
     ],
 )
 def test_the_process_kubelet_reads_exclusive_cores_from_them(pool, spec, cores) -> None:
-    assert parse(worker_pod(pool(**spec), 0, device="cpu")).exclusive_cores == cores
+    assert parse_pod(build_worker_pod(pool(**spec), 0, device="cpu")).exclusive_cores == cores

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cleave.manifests.topology import CLIQUE, Machines
-from cleave.manifests.worker import worker_pod
+from cleave.manifests.topology import CLIQUE, NodeTopology
+from cleave.manifests.worker import build_worker_pod
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -25,7 +25,7 @@ def cells(prefill: int = 1, decode: int = 2, pipeline: int = 1) -> dict:
 
 
 def spec(pool, **how):
-    return worker_pod(pool, "x", **how)["spec"]
+    return build_worker_pod(pool, "x", **how)["spec"]
 
 
 def preferred(spec):
@@ -134,7 +134,7 @@ def test_both_phases_of_a_cell_must_share_a_node(deployment, pools_of) -> None:
 def test_a_cell_is_begun_where_no_other_is(deployment, pools_of) -> None:
     # Otherwise two cells that each fill a node could both begin on one.
     prefill, decode = pools_of(deployment(placement=cells()))
-    first, second = worker_pod(prefill, "x", cell=0), worker_pod(decode, "y", cell=1)
+    first, second = build_worker_pod(prefill, "x", cell=0), build_worker_pod(decode, "y", cell=1)
     (preference,) = first["spec"]["affinity"]["podAntiAffinity"][PREFERRED]
     term = preference["podAffinityTerm"]
     selector = term["labelSelector"]
@@ -146,15 +146,15 @@ def test_a_cell_is_begun_where_no_other_is(deployment, pools_of) -> None:
     assert first["metadata"]["labels"][not_in["key"]] in not_in["values"]
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert selector["matchLabels"]["cleave.dev/revision"] == prefill.spec.revision
-    full, _ = pools_of(deployment(placement=cells()), Machines({"NVIDIA-H100-80GB-HBM3": 8}))
-    affinity = worker_pod(full, "x", cell=0)["spec"]["affinity"]
+    full, _ = pools_of(deployment(placement=cells()), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8}))
+    affinity = build_worker_pod(full, "x", cell=0)["spec"]["affinity"]
     assert affinity["podAntiAffinity"] == {REQUIRED: [term]}
 
 
 def test_the_first_pod_of_a_cell_can_be_scheduled(deployment, pools_of) -> None:
     # Kubernetes lets a pod that asks for its own like be the first of them.
     prefill, _ = pools_of(deployment(placement=cells()))
-    pod = worker_pod(prefill, "x", cell=3)
+    pod = build_worker_pod(prefill, "x", cell=3)
     _, wanted = required(pod["spec"])
     assert wanted.items() <= pod["metadata"]["labels"].items()
     assert pod["metadata"]["labels"]["cleave.dev/cell"] == "3"
@@ -170,5 +170,5 @@ def test_cells_do_not_attract_each_other_nor_those_of_another_revision(
 
 
 def test_a_cell_may_fill_an_nvlink_clique_instead_of_a_node(deployment, pools_of) -> None:
-    prefill, _ = pools_of(deployment(placement=cells()), Machines({}, CLIQUE))
+    prefill, _ = pools_of(deployment(placement=cells()), NodeTopology({}, CLIQUE))
     assert required(spec(prefill, cell=0))[0] == "nvidia.com/gpu.clique"

@@ -3,14 +3,14 @@
 import json
 
 from cleave.api.scheduling import Scheduling
-from cleave.manifests.pool import pools
-from cleave.manifests.scheduling_args import terms
-from cleave.manifests.worker import command
-from cleave.planner.placement import plan
+from cleave.manifests.pool import build_pools
+from cleave.manifests.scheduling_args import build_scheduling_args
+from cleave.manifests.worker import build_agent_command
+from cleave.planner.placement import choose_placement
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
+from cleave.policy.prompt_order import PrefillOrder
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.scheduling.config import Terms, parse
+from cleave_worker.scheduling.config import RoleSchedulingConfig, parse
 
 STATED = {
     "order": "ShortestFirst",
@@ -23,14 +23,16 @@ STATED = {
 
 
 def test_each_role_is_told_what_its_phases_need() -> None:
-    told = parse(json.dumps(terms(Scheduling.model_validate(STATED))))
-    prompts = Terms(Order.SJF, 8, long_prefill_token_threshold=512)
+    told = parse(json.dumps(build_scheduling_args(Scheduling.model_validate(STATED))))
+    prompts = RoleSchedulingConfig(PrefillOrder.SJF, 8, long_prefill_token_threshold=512)
     assert told == {
-        agent_pb2.ROLE_PREFILL: Terms(
-            Order.SJF, 8, max_num_batched_tokens=4096, long_prefill_token_threshold=512
+        agent_pb2.ROLE_PREFILL: RoleSchedulingConfig(
+            PrefillOrder.SJF, 8, max_num_batched_tokens=4096, long_prefill_token_threshold=512
         ),
-        agent_pb2.ROLE_DECODE: Terms(admission=Admission.RESERVE_DYNAMIC, preemption_limit=2),
-        agent_pb2.ROLE_MIXED: Terms(
+        agent_pb2.ROLE_DECODE: RoleSchedulingConfig(
+            admission=Admission.RESERVE_DYNAMIC, preemption_limit=2
+        ),
+        agent_pb2.ROLE_MIXED: RoleSchedulingConfig(
             prompts.order,
             prompts.prefill_sched_batch,
             long_prefill_token_threshold=512,
@@ -41,13 +43,17 @@ def test_each_role_is_told_what_its_phases_need() -> None:
 
 
 def test_what_is_not_stated_is_as_the_engine_does_it() -> None:
-    assert set(parse(json.dumps(terms(Scheduling()))).values()) == {Terms()}
+    assert set(parse(json.dumps(build_scheduling_args(Scheduling()))).values()) == {
+        RoleSchedulingConfig()
+    }
 
 
 def test_workers_are_told_on_their_command_line_and_only_when_it_is_stated(deployment) -> None:
     plain, chat = deployment(), deployment(engine={"scheduling": STATED})
     for given, is_told in ((plain, False), (chat, True)):
-        pool = pools(given, plan(given))[0]
-        line = command(pool, "w-0")
+        pool = build_pools(given, choose_placement(given))[0]
+        line = build_agent_command(pool, "w-0")
         assert ("--scheduling" in line) is is_told
-    assert json.loads(line[line.index("--scheduling") + 1]) == terms(chat.spec.engine.scheduling)
+    assert json.loads(line[line.index("--scheduling") + 1]) == build_scheduling_args(
+        chat.spec.engine.scheduling
+    )

@@ -2,11 +2,11 @@
 
 import pytest
 
-from cleave.manifests.worker import command, worker_pod
+from cleave.manifests.worker import build_agent_command, build_worker_pod
 
 
 def made(pool, model):
-    pod = worker_pod(pool(model=model), 0)
+    pod = build_worker_pod(pool(model=model), 0)
     (worker,) = pod["spec"]["containers"]
     return pod, worker
 
@@ -18,7 +18,7 @@ def model_volume(pod, worker):
 
 
 def loaded(pool, model) -> str:
-    line = command(pool(model=model), "x")
+    line = build_agent_command(pool(model=model), "x")
     return line[line.index("--model") + 1]
 
 
@@ -109,7 +109,7 @@ def test_a_model_in_an_image_is_loaded_from_where_it_is_mounted(pool, source, fo
     assert volume["image"] == {"reference": "llama:1"}
     assert mount == {"name": "model", "mountPath": folder, "readOnly": True}
     assert loaded(pool, model) == folder
-    line = command(pool(model=model), "x")
+    line = build_agent_command(pool(model=model), "x")
     assert "--" not in line, "files have no revision"
     assert line[line.index("--served-model-name") + 1] == source.removeprefix("/")
 
@@ -120,5 +120,5 @@ def test_a_users_own_hub_folder_comes_before_the_caches(pool) -> None:
         model={"source": "org/model", "cache": cache},
         engine={"env": [{"name": "HF_HOME", "value": "/mine"}]},
     )
-    (worker,) = worker_pod(stated, 0)["spec"]["containers"]
+    (worker,) = build_worker_pod(stated, 0)["spec"]["containers"]
     assert [each["value"] for each in worker["env"] if each["name"] == "HF_HOME"] == ["/mine"]

@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api.role import Parallelism, Role
-from cleave.manifests.topology import CLIQUE, Machines, cells_per_node, free_cells, num_nodes
+from cleave.manifests.topology import (
+    CLIQUE,
+    NodeTopology,
+    assign_cells,
+    count_cells_per_node,
+    count_nodes,
+)
 from cleave.planner.plan import PlannedPool
 
 H100 = "NVIDIA-H100-80GB-HBM3"
@@ -17,7 +23,7 @@ def pool(tensor: int, pipeline: int = 1, per_cell: int | None = None, role=Role.
 
 
 def nodes(one, *others, room: int = 8, **machines) -> int:
-    return num_nodes(one, (one, *others), Machines({H100: room}, **machines))
+    return count_nodes(one, (one, *others), NodeTopology({H100: room}, **machines))
 
 
 @pytest.mark.parametrize(
@@ -39,18 +45,18 @@ def test_an_instance_takes_the_fewest_nodes_that_share_it_alike(tensor, pipeline
 
 def test_nothing_is_spread_where_nothing_is_known_of_nodes() -> None:
     alone = pool(64)
-    assert num_nodes(alone, (alone,), Machines()) == 1
-    assert num_nodes(alone, (alone,), Machines({"NVIDIA-L4": 1})) == 1
+    assert count_nodes(alone, (alone,), NodeTopology()) == 1
+    assert count_nodes(alone, (alone,), NodeTopology({"NVIDIA-L4": 1})) == 1
 
 
 def test_an_instance_without_a_kind_counts_on_the_largest_node() -> None:
     anywhere = PlannedPool(Role.MIXED, 1, Parallelism(tensor=8))
-    assert num_nodes(anywhere, (anywhere,), Machines({"NVIDIA-L4": 1, H100: 8})) == 1
+    assert count_nodes(anywhere, (anywhere,), NodeTopology({"NVIDIA-L4": 1, H100: 8})) == 1
 
 
 def test_kinds_go_by_any_of_their_names() -> None:
     named = PlannedPool(Role.MIXED, 1, Parallelism(tensor=8), "H100")
-    assert num_nodes(named, (named,), Machines({H100: 4})) == 2
+    assert count_nodes(named, (named,), NodeTopology({H100: 4})) == 2
 
 
 def test_instances_of_a_cell_are_cut_where_the_others_are() -> None:
@@ -68,18 +74,18 @@ def test_a_cell_in_a_clique_is_not_bound_to_a_node() -> None:
 
 def test_as_many_cells_as_fit_a_node_are_taken_together() -> None:
     prefill, decode = pool(1, per_cell=2, role=Role.PREFILL), pool(1, per_cell=1)
-    assert cells_per_node((prefill, decode), Machines({H100: 8})) == 2
-    assert cells_per_node((prefill, decode), Machines({H100: 2})) == 1
+    assert count_cells_per_node((prefill, decode), NodeTopology({H100: 8})) == 2
+    assert count_cells_per_node((prefill, decode), NodeTopology({H100: 2})) == 1
     # One stage of both takes 4 of 8: both stages of a cell lie in one node, which is then full.
     staged = pool(2, 2, per_cell=1, role=Role.PREFILL), pool(2, 2, per_cell=1)
-    assert cells_per_node(staged, Machines({H100: 8})) == 1
+    assert count_cells_per_node(staged, NodeTopology({H100: 8})) == 1
 
 
 def test_where_a_cell_ends_is_not_known_of_cliques_unknown_nodes_and_plans_without() -> None:
     both = pool(1, per_cell=1, role=Role.PREFILL), pool(1, per_cell=1)
-    assert cells_per_node(both, Machines({H100: 8}, CLIQUE)) is None
-    assert cells_per_node(both, Machines()) is None
-    assert cells_per_node((pool(1),), Machines({H100: 8})) is None
+    assert count_cells_per_node(both, NodeTopology({H100: 8}, CLIQUE)) is None
+    assert count_cells_per_node(both, NodeTopology()) is None
+    assert count_cells_per_node((pool(1),), NodeTopology({H100: 8})) is None
 
 
 @given(
@@ -107,7 +113,7 @@ def test_every_node_gets_equally_many_ranks_and_no_more_than_it_has(tensor, pipe
     ],
 )
 def test_new_instances_fill_the_first_cells_that_lack_one(taken, wanted, found) -> None:
-    assert free_cells(taken, 2, wanted) == found
+    assert assign_cells(taken, 2, wanted) == found
 
 
 @given(
@@ -116,7 +122,7 @@ def test_new_instances_fill_the_first_cells_that_lack_one(taken, wanted, found) 
     wanted=st.integers(0, 30),
 )
 def test_no_cell_gets_more_than_belong_there(taken, per_cell, wanted) -> None:
-    found = free_cells(taken, per_cell, wanted)
+    found = assign_cells(taken, per_cell, wanted)
     assert len(found) == wanted
     for cell in found:
         assert [*taken, *found].count(cell) <= per_cell

@@ -7,7 +7,7 @@ import pytest
 
 from cleave.api.engine import RESERVED_ENV
 from cleave.manifests.labels import AGENT_PORT
-from cleave.manifests.worker import command, worker_pod
+from cleave.manifests.worker import build_agent_command, build_worker_pod
 
 
 def container(pod):
@@ -26,29 +26,29 @@ def engine_args(line: list[str]) -> list[str]:
 
 
 def test_a_connector_is_named_where_it_is_not_vllms_own(pool) -> None:
-    line = command(pool(engine={"connector": "Cleave"}), "x")
+    line = build_agent_command(pool(engine={"connector": "Cleave"}), "x")
     assert option(line, "--connector") == "cleave"
     assert "--transfer" not in line
 
 
 def test_the_time_of_a_transfer_is_told_where_it_is_not_after_the_prefill(pool) -> None:
-    line = command(pool(engine={"connector": "Cleave", "transfer": "PerLayer"}), "x")
+    line = build_agent_command(pool(engine={"connector": "Cleave", "transfer": "PerLayer"}), "x")
     assert option(line, "--transfer") == "perlayer"
 
 
 def test_names_count_up_from_the_pools_name(pool) -> None:
-    names = [worker_pod(pool(), ordinal)["metadata"]["name"] for ordinal in range(3)]
+    names = [build_worker_pod(pool(), ordinal)["metadata"]["name"] for ordinal in range(3)]
     assert names == ["chat-decode-0", "chat-decode-1", "chat-decode-2"]
 
 
 def test_a_pod_takes_the_name_that_it_is_given(pool) -> None:
-    pod = worker_pod(pool(), "chat-decode-x7k2p")
+    pod = build_worker_pod(pool(), "chat-decode-x7k2p")
     assert pod["metadata"]["name"] == "chat-decode-x7k2p"
     assert option(container(pod)["command"], "--name") == "chat-decode-x7k2p"
 
 
 def test_labels_say_to_whom_a_worker_belongs(pool) -> None:
-    assert worker_pod(pool(), 0)["metadata"]["labels"] == {
+    assert build_worker_pod(pool(), 0)["metadata"]["labels"] == {
         "cleave.dev/deployment": "chat",
         "cleave.dev/pool": "chat-decode",
         "cleave.dev/role": "decode",
@@ -59,7 +59,7 @@ def test_labels_say_to_whom_a_worker_belongs(pool) -> None:
 
 
 def test_the_command_line_is_the_agents(pool) -> None:
-    assert command(pool(), "chat-decode-0") == [
+    assert build_agent_command(pool(), "chat-decode-0") == [
         *("python", "-m", "cleave_worker.agent.main"),
         *("--name", "chat-decode-0", "--deployment", "chat"),
         *("--revision", pool().spec.revision, "--role", "$(CLEAVE_ROLE)"),
@@ -71,8 +71,8 @@ def test_the_command_line_is_the_agents(pool) -> None:
 
 
 def test_the_agent_is_told_the_cell_of_its_pod_if_it_has_one(pool) -> None:
-    assert option(container(worker_pod(pool(), 0, cell=0))["command"], "--cell") == "0"
-    assert "--cell" not in container(worker_pod(pool(), 0))["command"]
+    assert option(container(build_worker_pod(pool(), 0, cell=0))["command"], "--cell") == "0"
+    assert "--cell" not in container(build_worker_pod(pool(), 0))["command"]
 
 
 def test_a_model_with_all_its_settings_reaches_agent_and_engine(pool) -> None:
@@ -83,7 +83,7 @@ def test_a_model_with_all_its_settings_reaches_agent_and_engine(pool) -> None:
         "maxModelLen": 4096,
         "servedName": "chat",
     }
-    line = command(pool(model=model, engine={"args": ["--seed", "1"]}), "x")
+    line = build_agent_command(pool(model=model, engine={"args": ["--seed", "1"]}), "x")
     assert option(line, "--model") == "org/model"
     assert option(line, "--served-model-name") == "chat"
     assert option(line, "--max-model-len") == "4096"
@@ -91,7 +91,7 @@ def test_a_model_with_all_its_settings_reaches_agent_and_engine(pool) -> None:
 
 
 def test_the_emulated_engine_gets_its_timing_and_no_weights(pool) -> None:
-    line = command(
+    line = build_agent_command(
         pool(
             model={"source": "org/model", "revision": "v2"},
             engine={
@@ -106,20 +106,20 @@ def test_the_emulated_engine_gets_its_timing_and_no_weights(pool) -> None:
 
 
 def test_the_emulated_engine_has_default_timing(pool) -> None:
-    line = command(pool(engine={"type": "Emulated"}), "x")
+    line = build_agent_command(pool(engine={"type": "Emulated"}), "x")
     assert engine_args(line) == ["--latency", "distserve/opt-13b/tp1", "--time-scale", "1"]
 
 
 def test_parallelism_reaches_the_agent(pool) -> None:
     manual = [{"role": "decode", "parallelism": {"tensor": 4, "pipeline": 2}}]
-    line = command(pool(placement={"manual": manual}), "x")
+    line = build_agent_command(pool(placement={"manual": manual}), "x")
     assert option(line, "--tensor-parallel-size") == "4"
     assert option(line, "--pipeline-parallel-size") == "2"
 
 
 def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
     spec = pool(engine={"env": [{"name": "A", "value": "b"}]})
-    assert container(worker_pod(spec, 0))["env"] == [
+    assert container(build_worker_pod(spec, 0))["env"] == [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "CLEAVE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "CLEAVE_AGENTS", "value": "endpoints:llm/chat-workers:9000"},
@@ -132,25 +132,25 @@ def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
 
 
 def test_what_pods_are_told_of_themselves_nobody_may_state_otherwise(pool) -> None:
-    found = container(worker_pod(pool(), 0))["env"]
+    found = container(build_worker_pod(pool(), 0))["env"]
     assert {each["name"] for each in found} <= set(RESERVED_ENV)
 
 
 def test_readiness_is_the_engines_and_liveness_the_agents(pool) -> None:
-    worker = container(worker_pod(pool(), 0))
+    worker = container(build_worker_pod(pool(), 0))
     assert worker["readinessProbe"]["grpc"] == {"port": AGENT_PORT, "service": "ready"}
     assert worker["livenessProbe"]["grpc"] == {"port": AGENT_PORT}
 
 
 @pytest.mark.parametrize("timeout_s", [0, 30, 600])
 def test_a_drain_ends_before_kubernetes_kills(pool, timeout_s) -> None:
-    pod = worker_pod(pool(template={"drainTimeoutS": timeout_s}), 0)
+    pod = build_worker_pod(pool(template={"drainTimeoutS": timeout_s}), 0)
     assert pod["spec"]["terminationGracePeriodSeconds"] >= timeout_s + 11
     assert option(container(pod)["command"], "--drain-timeout") == str(timeout_s)
 
 
 def test_pods_meet_the_restricted_security_standard(pool) -> None:
-    pod = worker_pod(pool(), 0)
+    pod = build_worker_pod(pool(), 0)
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert pod["spec"]["securityContext"]["runAsUser"] > 0
     assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -162,20 +162,20 @@ def test_pods_meet_the_restricted_security_standard(pool) -> None:
 
 
 def test_pods_have_an_account_that_may_look_for_agents_only(pool) -> None:
-    spec = worker_pod(pool(), 0)["spec"]
+    spec = build_worker_pod(pool(), 0)["spec"]
     assert spec["serviceAccountName"] == "chat-discovery"
     assert spec["automountServiceAccountToken"] is True
 
 
 def test_only_workers_with_rdma_may_lock_memory(pool) -> None:
     template = {"resources": {"limits": {"rdma/ib": 1}}}
-    worker = container(worker_pod(pool(template=template), 0))
+    worker = container(build_worker_pod(pool(template=template), 0))
     assert worker["resources"]["limits"]["rdma/ib"] == "1"
     assert worker["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
 def test_a_service_named_vllm_does_not_reach_the_engines_environment(pool) -> None:
-    assert worker_pod(pool(), 0)["spec"]["enableServiceLinks"] is False
+    assert build_worker_pod(pool(), 0)["spec"]["enableServiceLinks"] is False
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,13 @@ def test_a_service_named_vllm_does_not_reach_the_engines_environment(pool) -> No
     ],
 )
 def test_the_image_fits_engine_and_device(pool, engine, device, image) -> None:
-    assert container(worker_pod(pool(engine=engine), 0, device=device))["image"].startswith(image)
+    assert container(build_worker_pod(pool(engine=engine), 0, device=device))["image"].startswith(
+        image
+    )
 
 
 def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
-    first, second = worker_pod(pool(), 0), worker_pod(pool(), 0)
+    first, second = build_worker_pod(pool(), 0), build_worker_pod(pool(), 0)
     before = json.dumps(second)
     first["spec"]["topologySpreadConstraints"][0].clear()
     first["spec"]["securityContext"].clear()
@@ -203,12 +205,12 @@ def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
 
 def test_the_image_comes_from_where_the_operator_says_unless_it_is_stated(pool) -> None:
     prefix = "registry.example/team/"
-    own = container(worker_pod(pool(), 0, image_prefix=prefix))["image"]
+    own = container(build_worker_pod(pool(), 0, image_prefix=prefix))["image"]
     assert own.startswith("registry.example/team/cleave-worker-cuda:")
     stated = pool(engine={"image": "vllm:1"})
-    assert container(worker_pod(stated, 0, image_prefix=prefix))["image"] == "vllm:1"
+    assert container(build_worker_pod(stated, 0, image_prefix=prefix))["image"] == "vllm:1"
 
 
 def test_a_key_comes_from_a_secret(pool) -> None:
     env = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
-    assert container(worker_pod(pool(engine={"env": env}), 0))["env"][-1] == env[0]
+    assert container(build_worker_pod(pool(engine={"env": env}), 0))["env"][-1] == env[0]

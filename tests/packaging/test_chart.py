@@ -13,9 +13,9 @@ import yaml
 from cleave.api.manifest import load_cluster, validate
 from cleave.controller import main
 from cleave.manifests.labels import ENGINE_PORT
-from cleave.manifests.pool import pools
-from cleave.manifests.worker import worker_pod
-from cleave.planner.placement import plan
+from cleave.manifests.pool import build_pools
+from cleave.manifests.worker import build_worker_pod
+from cleave.planner.placement import choose_placement
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -188,7 +188,7 @@ def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render
         for each in find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
         if each["metadata"]["name"] == "cleave-engines"
     )
-    pod = worker_pod(pools(deployment, plan(deployment))[0], 0)
+    pod = build_worker_pod(build_pools(deployment, choose_placement(deployment))[0], 0)
     assert engines["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     (endpoint,) = engines["spec"]["podMetricsEndpoints"]
     (container,) = pod["spec"]["containers"]

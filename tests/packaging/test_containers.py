@@ -19,11 +19,11 @@ import pytest
 
 from cleave.api.manifest import validate
 from cleave.local.kubelet import environment
-from cleave.manifests.gateway import gateway_deployment
-from cleave.manifests.multi_node import follower_pods
-from cleave.manifests.pool import pools
-from cleave.manifests.worker import worker_pod
-from cleave.planner.placement import plan
+from cleave.manifests.gateway import build_gateway_deployment
+from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.pool import build_pools
+from cleave.manifests.worker import build_worker_pod
+from cleave.planner.placement import choose_placement
 
 Manifest = dict[str, Any]
 Started = subprocess.Popen[bytes]
@@ -51,15 +51,15 @@ def specs(plain: list[Manifest]) -> dict[str, Manifest]:
             },
         }
     )
-    pool = pools(chat, plan(chat))[1]
+    pool = build_pools(chat, choose_placement(chat))[1]
     pool = pool.model_copy(update={"spec": pool.spec.model_copy(update={"nodes": 2})})
-    leader = worker_pod(pool, "leader")
+    leader = build_worker_pod(pool, "leader")
     (operator,) = [each for each in plain if each["kind"] == "Deployment"]
     return {
         "operator": operator["spec"]["template"]["spec"],
-        "gateway": gateway_deployment(chat)["spec"]["template"]["spec"],
+        "gateway": build_gateway_deployment(chat)["spec"]["template"]["spec"],
         "worker": leader["spec"],
-        "follower": follower_pods(pool, leader)[0]["spec"],
+        "follower": build_node_pods(pool, leader)[0]["spec"],
     }
 
 
@@ -95,7 +95,7 @@ def start(tmp_path: Path, pod_ip: str, log: Path) -> Iterator[Callable[..., Star
         command = [*container["command"], *container.get("args", []), *options]
         with log.open("w") as lines:
             process = subprocess.Popen(
-                [*before, *environment.command_line(command, env)],
+                [*before, *environment.build_command_line(command, env)],
                 env={**os.environ, **env, "KUBECONFIG": str(kubeconfig)},
                 cwd=tmp_path,
                 stdout=lines,

@@ -10,10 +10,10 @@ from cleave.api.manifest import validate
 from cleave.controller.cluster.actions import Apply
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.client import KINDS
-from cleave.controller.cluster.inventory import inventory
+from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.deployment.reconcile import DeploymentView, reconcile
-from cleave.controller.resync import WATCHED
-from cleave.controller.settings import Settings
+from cleave.controller.resync import WATCHED_KINDS
+from cleave.controller.settings import OperatorSettings
 from cleave.manifests.container import UID
 from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
 
@@ -110,7 +110,7 @@ def test_whatever_the_operator_watches_it_may_list_and_watch(plain) -> None:
     granted = {
         key: verbs for role in plain if "rules" in role for key, verbs in rights(role).items()
     }
-    for watched in WATCHED:
+    for watched in WATCHED_KINDS:
         api = KINDS[watched.kind]
         verbs = granted[api.version.rpartition("/")[0], api.plural]
         assert {"list", "watch"} <= verbs, watched.kind
@@ -214,7 +214,12 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
         isolates: {
             action.manifest["kind"]
             for action in reconcile(
-                DeploymentView(deployment, inventory([]), 0.0, settings=Settings(isolates=isolates))
+                DeploymentView(
+                    deployment,
+                    build_inventory([]),
+                    0.0,
+                    settings=OperatorSettings(isolates_workers=isolates),
+                )
             )
             if isinstance(action, Apply)
         }

@@ -8,7 +8,7 @@ from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf import estimator, named_profiles
-from cleave.perf.confidence import Basis
+from cleave.perf.confidence import LatencySource
 from cleave.perf.estimate import Estimate, Estimator
 from cleave.perf.estimator import ModelEstimator
 from cleave.perf.model import model_shape
@@ -25,7 +25,7 @@ CAPPED = GpuChoice.model_validate({"type": H100, "powerCapWatts": 350})
 
 
 def of(name: str, **options: object) -> ModelEstimator:
-    return estimator.for_cluster(model_shape.load(name), CLUSTER, **options)
+    return estimator.build_estimator(model_shape.load_shape(name), CLUSTER, **options)
 
 
 def known(found: Estimate | None) -> Estimate:
@@ -34,7 +34,7 @@ def known(found: Estimate | None) -> Estimate:
 
 
 def write(tmp_path: Path, **header: object) -> Cluster:
-    profile.write(measured_profiles.from_fit(**header), tmp_path / "opt.yaml")
+    profile.write_profile(measured_profiles.from_fit(**header), tmp_path / "opt.yaml")
     return CLUSTER.model_copy(update={"profiles": ["opt.yaml"]})
 
 
@@ -45,8 +45,8 @@ def test_it_is_what_the_planner_asks_for() -> None:
 
 def test_published_fits_answer_for_opt_on_a100() -> None:
     found = known(of("facebook/opt-13b").estimate(A100, 2, 1))
-    assert found.trust.basis is Basis.FITTED
-    assert found.timing == named_profiles.load("distserve/opt-13b/tp2").timing
+    assert found.confidence.kind is LatencySource.FITTED
+    assert found.timing == named_profiles.load_profile("distserve/opt-13b/tp2").timing
     assert found.kv_capacity_tokens == distserve.KV_CAPACITY_TOKENS["opt-13b"][2, 1]
     assert (found.power_watts, found.cost_per_hour) == (800, pytest.approx(6.86))
     assert found.max_model_len == 2048
@@ -54,44 +54,46 @@ def test_published_fits_answer_for_opt_on_a100() -> None:
 
 def test_published_runs_answer_for_llama_2_70b() -> None:
     found = known(of("llama-2-70b").estimate(H100, 8, 1))
-    assert found.trust.basis is Basis.FITTED
-    assert found.trust.source == "Splitwise's published measurements of vLLM"
-    assert found.timing.prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
+    assert found.confidence.kind is LatencySource.FITTED
+    assert found.confidence.source == "Splitwise's published measurements of vLLM"
+    assert found.timing.predict_prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "gpu"), [("opt-13b", H100), ("llama-3.1-70b", A100)])
 def test_the_roofline_answers_where_nothing_was_measured(name: str, gpu: str) -> None:
     found = known(of(name).estimate(gpu, 4, 1))
-    assert found.trust.basis is Basis.ROOFLINE
-    assert found.trust.error is not None
+    assert found.confidence.kind is LatencySource.ROOFLINE
+    assert found.confidence.error is not None
 
 
 def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
     cluster = write(tmp_path)
-    asked = estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
+    asked = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
     found = known(asked.estimate(A100, 1, 1))
-    assert found.trust.basis is Basis.MEASURED
+    assert found.confidence.kind is LatencySource.MEASURED
     assert found.kv_capacity_tokens == 60_000
     # The profile says nothing of two GPUs; of two stages it does.
-    assert known(asked.estimate(A100, 2, 1)).trust.basis is Basis.FITTED
+    assert known(asked.estimate(A100, 2, 1)).confidence.kind is LatencySource.FITTED
     staged = known(asked.estimate(A100, 1, 2))
-    assert staged.trust.basis is Basis.MEASURED
+    assert staged.confidence.kind is LatencySource.MEASURED
     assert staged.timing.stages == 2
 
 
 def test_a_profile_of_another_model_or_device_is_left_aside(tmp_path: Path) -> None:
     for header in ({"model": "opt-66b"}, {"device": "H100"}):
         cluster = write(tmp_path, **header)
-        asked = estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
-        assert known(asked.estimate(A100, 1, 1)).trust.basis is Basis.FITTED
+        asked = estimator.build_estimator(
+            model_shape.load_shape("opt-13b"), cluster, folder=tmp_path
+        )
+        assert known(asked.estimate(A100, 1, 1)).confidence.kind is LatencySource.FITTED
 
 
 def test_operators_serve_the_sizes_that_were_measured(tmp_path: Path) -> None:
     operators = measured_profiles.operators()
     cluster = write(tmp_path, device="h100", prefill=(), decode=(), mixed=(), operators=operators)
-    asked = estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
-    assert known(asked.estimate(H100, 2, 1)).trust.source.startswith("operators by vllm")
-    assert known(asked.estimate(H100, 4, 1)).trust.basis is Basis.ROOFLINE
+    asked = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
+    assert known(asked.estimate(H100, 2, 1)).confidence.source.startswith("operators by vllm")
+    assert known(asked.estimate(H100, 4, 1)).confidence.kind is LatencySource.ROOFLINE
 
 
 def test_quantised_weights_do_not_get_the_published_times() -> None:
@@ -108,16 +110,18 @@ def test_quantised_weights_do_not_get_the_published_times() -> None:
             "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True},
         },
     )
-    found = known(estimator.for_cluster(shape, CLUSTER).estimate(A100, 1, 1))
-    assert found.trust.basis is Basis.ROOFLINE
+    found = known(estimator.build_estimator(shape, CLUSTER).estimate(A100, 1, 1))
+    assert found.confidence.kind is LatencySource.ROOFLINE
     assert found.kv_capacity_tokens != 66_144
 
 
 def test_a_power_cap_slows_published_prompts_as_published() -> None:
     free = known(of("llama-2-70b").estimate(H100, 8, 1))
     capped = known(of("llama-2-70b", choices=[CAPPED]).estimate(H100, 8, 1))
-    assert capped.timing.prefill_ms([1500]) == pytest.approx(1.3 * free.timing.prefill_ms([1500]))
-    assert capped.timing.decode_pass_ms(8, 4000) == free.timing.decode_pass_ms(8, 4000)
+    assert capped.timing.predict_prefill_ms([1500]) == pytest.approx(
+        1.3 * free.timing.predict_prefill_ms([1500])
+    )
+    assert capped.timing.predict_decode_ms(8, 4000) == free.timing.predict_decode_ms(8, 4000)
     assert capped.power_watts == 350 * 8
     assert capped.peak_flops == pytest.approx(free.peak_flops)
 
@@ -142,7 +146,7 @@ def test_no_answer_has_its_reason(
 ) -> None:
     asked = of(name)
     assert asked.estimate(gpu, tensor, stages) is None
-    assert reason in str(asked.why_not(gpu, tensor, stages))
+    assert reason in str(asked.explain_unsupported(gpu, tensor, stages))
 
 
 @pytest.mark.parametrize(
@@ -155,13 +159,17 @@ def test_every_answer_is_usable(name: str) -> None:
             for stages in (1, 2, 3, 4):
                 found = asked.estimate(gpu, tensor, stages)
                 if found is None:
-                    assert asked.why_not(gpu, tensor, stages)
+                    assert asked.explain_unsupported(gpu, tensor, stages)
                     continue
                 assert found.timing.stages == stages
                 assert found.kv_capacity_tokens > 0
                 assert 1 <= found.prefill_saturation_tokens <= found.max_model_len == 1024
-                assert 0 < found.timing.prefill_ms([100]) < found.timing.prefill_ms([1000])
-                assert found.timing.decode_pass_ms(1, 100) > 0
+                assert (
+                    0
+                    < found.timing.predict_prefill_ms([100])
+                    < found.timing.predict_prefill_ms([1000])
+                )
+                assert found.timing.predict_decode_ms(1, 100) > 0
                 assert min(found.power_watts, found.cost_per_hour, found.flops_per_token) > 0
 
 
@@ -173,4 +181,4 @@ def test_answers_are_kept() -> None:
 def test_unusable_profiles_are_told_with_their_place_in_the_cluster_file(tmp_path: Path) -> None:
     cluster = CLUSTER.model_copy(update={"profiles": ["none.yaml"]})
     with pytest.raises(ManifestError, match=r"profiles\[0\]: .*none\.yaml: No such file"):
-        estimator.for_cluster(model_shape.load("opt-13b"), cluster, folder=tmp_path)
+        estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)

@@ -7,61 +7,67 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf.hardware.link import Link, LinkKind
-from cleave.perf.recovery import Computing, Keeping, Residents, resume, weigh
-from cleave.perf.timing import Timing
+from cleave.perf.recovery import (
+    CheckpointSetup,
+    RecomputeSetup,
+    ResidentLoad,
+    compare_recovery,
+    compute_resume_cost,
+)
+from cleave.perf.timing import EngineTiming
 
-TIMING = Timing(1.0, (5.0, 5.1), 1e-6, (10.0, 10.1), (1e-4,))
-KEEPING = Keeping(
+TIMING = EngineTiming(1.0, (5.0, 5.1), 1e-6, (10.0, 10.1), (1e-4,))
+KEEPING = CheckpointSetup(
     Link(LinkKind.PCIE, 50.0),
     token_bytes=128e3,
     gpus=1,
     block_tokens=16,
     memory_gb_per_s=3350,
 )
-RESIDENTS = Residents(streams=64, prompt_tokens=1600, made_tokens=160, begun_per_s=4)
-COMPUTING = Computing(TIMING, gpus=1, instances=2)
+RESIDENTS = ResidentLoad(streams=64, prompt_tokens=1600, generated_tokens=160, started_per_s=4)
+COMPUTING = RecomputeSetup(TIMING, gpus=1, instances=2)
 
 
 def test_a_stream_is_computed_whole_or_behind_what_is_cached_or_kept() -> None:
-    one = resume(TIMING, replace(RESIDENTS, made_tokens=170), KEEPING)
-    assert one.anew_ms == pytest.approx(5 + 177 + 1770**2 * 1e-6)
-    assert one.returned_ms == pytest.approx(5 + 17 + (1770**2 - 1600**2) * 1e-6)
-    restored = KEEPING.link.send_ms(1760 * 128e3)
+    one = compute_resume_cost(TIMING, replace(RESIDENTS, generated_tokens=170), KEEPING)
+    assert one.recompute_ms == pytest.approx(5 + 177 + 1770**2 * 1e-6)
+    assert one.prefix_cached_ms == pytest.approx(5 + 17 + (1770**2 - 1600**2) * 1e-6)
+    restored = KEEPING.link.compute_send_ms(1760 * 128e3)
     assert one.restored_ms == pytest.approx(restored + 5 + 1 + (1770**2 - 1760**2) * 1e-6)
 
 
 def test_a_context_of_whole_blocks_still_computes_its_last_token() -> None:
-    one = resume(TIMING, replace(RESIDENTS, made_tokens=0), KEEPING)
-    assert one.returned_ms > 5
+    one = compute_resume_cost(TIMING, replace(RESIDENTS, generated_tokens=0), KEEPING)
+    assert one.prefix_cached_ms > 5
 
 
 def test_checkpoints_cost_bandwidth_always_and_save_time_at_a_loss() -> None:
-    found = weigh(COMPUTING, RESIDENTS, KEEPING)
+    found = compare_recovery(COMPUTING, RESIDENTS, KEEPING)
     copied = 4 * (1600 + 320) * 128e3
     assert found.link_bytes_per_s == copied
     assert found.link_share == pytest.approx(copied / 36e9)
     assert found.cost_s_per_hour == pytest.approx(3600 * copied / 3350e9)
-    saved_ms = found.resuming.anew_ms - found.resuming.restored_ms
+    saved_ms = found.resume_cost.recompute_ms - found.resume_cost.restored_ms
     assert found.gain_s == pytest.approx(64 * saved_ms / 1e3)
     assert found.host_bytes == 64 * 1760 * 128e3
-    assert found.pause_s == pytest.approx(32 * found.resuming.anew_ms / 1e3)
+    assert found.pause_s == pytest.approx(32 * found.resume_cost.recompute_ms / 1e3)
 
 
 def test_they_pay_for_instances_that_are_lost_often_enough() -> None:
-    found = weigh(COMPUTING, RESIDENTS, KEEPING)
-    assert found.pays(found.even_hours * 0.99)
-    assert not found.pays(found.even_hours * 1.01)
-    assert not found.pays(0.0), "never asked"
+    found = compare_recovery(COMPUTING, RESIDENTS, KEEPING)
+    assert found.is_worthwhile(found.break_even_hours * 0.99)
+    assert not found.is_worthwhile(found.break_even_hours * 1.01)
+    assert not found.is_worthwhile(0.0), "never asked"
 
 
 def test_they_never_pay_on_a_link_that_cannot_carry_them() -> None:
     thin = replace(KEEPING, link=Link(LinkKind.ETHERNET, 0.5))
-    assert not weigh(COMPUTING, RESIDENTS, thin).pays(1e-3)
+    assert not compare_recovery(COMPUTING, RESIDENTS, thin).is_worthwhile(1e-3)
 
 
 def test_an_instance_without_streams_gains_nothing() -> None:
-    idle = Residents(streams=0, prompt_tokens=100, made_tokens=10, begun_per_s=0)
-    assert not weigh(COMPUTING, idle, KEEPING).pays(1.0)
+    idle = ResidentLoad(streams=0, prompt_tokens=100, generated_tokens=10, started_per_s=0)
+    assert not compare_recovery(COMPUTING, idle, KEEPING).is_worthwhile(1.0)
 
 
 @given(
@@ -70,6 +76,6 @@ def test_an_instance_without_streams_gains_nothing() -> None:
     block=st.integers(1, 256),
 )
 def test_what_is_cached_never_makes_it_dearer(prompt: int, made: int, block: int) -> None:
-    residents = Residents(1, prompt, made, 1)
-    one = resume(TIMING, residents, replace(KEEPING, block_tokens=block))
-    assert 0 < one.returned_ms <= one.anew_ms
+    residents = ResidentLoad(1, prompt, made, 1)
+    one = compute_resume_cost(TIMING, residents, replace(KEEPING, block_tokens=block))
+    assert 0 < one.prefix_cached_ms <= one.recompute_ms

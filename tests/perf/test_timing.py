@@ -2,9 +2,9 @@
 
 import pytest
 
-from cleave.perf.timing import Chunk, Timing, line
+from cleave.perf.timing import EngineTiming, PromptChunk, interpolate_table
 
-TIMING = Timing(
+TIMING = EngineTiming(
     prompt_step=10.0,
     prompt_ms=(5.0, 6.0, 9.0),
     prompt_square_ms=0.001,
@@ -17,7 +17,7 @@ TIMING = Timing(
 
 
 def test_lines_join_the_points_and_go_straight_on() -> None:
-    assert [line(10.0, TIMING.prompt_ms, at) for at in (0, 5, 10, 15, 20, 40)] == [
+    assert [interpolate_table(10.0, TIMING.prompt_ms, at) for at in (0, 5, 10, 15, 20, 40)] == [
         5.0,
         5.5,
         6.0,
@@ -28,22 +28,24 @@ def test_lines_join_the_points_and_go_straight_on() -> None:
 
 
 def test_a_pass_pays_its_hops_between_stages() -> None:
-    assert TIMING.prefill_ms([10]) == pytest.approx(6.0 + 0.1 + 2 * (0.5 + 0.1 * 10))
-    assert TIMING.decode_pass_ms(2, 100) == pytest.approx(7.0 + 2.0 + 2 * (0.5 + 0.1 * 2))
-    assert TIMING.iteration_ms([], 0, 0) == 0
+    assert TIMING.predict_prefill_ms([10]) == pytest.approx(6.0 + 0.1 + 2 * (0.5 + 0.1 * 10))
+    assert TIMING.predict_decode_ms(2, 100) == pytest.approx(7.0 + 2.0 + 2 * (0.5 + 0.1 * 2))
+    assert TIMING.predict_iteration_ms([], 0, 0) == 0
 
 
 def test_a_batch_beyond_the_table_goes_straight_on() -> None:
-    assert TIMING.decode_pass_ms(4, 100) == pytest.approx(11.0 + 2.0 + 2 * (0.5 + 0.1 * 4))
+    assert TIMING.predict_decode_ms(4, 100) == pytest.approx(11.0 + 2.0 + 2 * (0.5 + 0.1 * 4))
 
 
 def test_a_mixed_pass_grows_the_decode_pass_by_the_prompts_rows() -> None:
-    mixed = TIMING.iteration_ms([Chunk(5, 15)], 2, 100)
-    grown = line(10.0, TIMING.prompt_ms, 12) - line(10.0, TIMING.prompt_ms, 2)
+    mixed = TIMING.predict_iteration_ms([PromptChunk(5, 15)], 2, 100)
+    grown = interpolate_table(10.0, TIMING.prompt_ms, 12) - interpolate_table(
+        10.0, TIMING.prompt_ms, 2
+    )
     hops = 2 * (0.5 + 0.1 * 12)
     assert mixed == pytest.approx(9.0 + grown + 0.001 * (15**2 - 5**2) + hops)
 
 
 def test_a_mixed_pass_is_never_cheaper_than_its_prompts() -> None:
-    light = Timing(10.0, (50.0, 51.0), 0.0, (1.0, 2.0), (0.0,))
-    assert light.iteration_ms([Chunk(0, 10)], 1, 5) == light.prefill_ms([10])
+    light = EngineTiming(10.0, (50.0, 51.0), 0.0, (1.0, 2.0), (0.0,))
+    assert light.predict_iteration_ms([PromptChunk(0, 10)], 1, 5) == light.predict_prefill_ms([10])

@@ -10,37 +10,37 @@ from cleave.api.deployment import (
     ManualPlacement,
     Slo,
 )
-from cleave.api.engine import Emulation, Engine, EngineType
-from cleave.api.model import Model
+from cleave.api.engine import Emulation, EngineSpec, EngineType
+from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
-from cleave.planner.placement import PlanError, located, plan
+from cleave.planner.placement import PlanError, choose_placement, resolve_paths
 from cleave.planner.plan import PlannedPool
 
 
 def deployment(
-    *manual: ManualPool, engine: Engine | None = None, model: str = "org/model"
+    *manual: ManualPool, engine: EngineSpec | None = None, model: str = "org/model"
 ) -> LLMDeployment:
     return LLMDeployment(
         metadata=Metadata(name="chat"),
         spec=LLMDeploymentSpec(
-            model=Model(source=model),
+            model=ModelSpec(source=model),
             slo=Slo(ttft_ms=400, tpot_ms=40),
             placement=ManualPlacement(manual=list(manual)) if manual else None,
-            engine=engine or Engine(),
+            engine=engine or EngineSpec(),
         ),
     )
 
 
-def emulated_by(profile: str) -> Engine:
-    return Engine(type=EngineType.EMULATED, emulated=Emulation(latency=profile))
+def emulated_by(profile: str) -> EngineSpec:
+    return EngineSpec(type=EngineType.EMULATED, emulated=Emulation(latency=profile))
 
 
 def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_reason_is_honest() -> (
     None
 ):
-    placement = plan(deployment())
+    placement = choose_placement(deployment())
     assert placement.pools == (PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1))
     assert placement.reason == (
         "default placement (1 prefill + 1 decode): "
@@ -49,7 +49,7 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
 
 
 def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:
-    placement = plan(
+    placement = choose_placement(
         deployment(
             ManualPool(role=Role.MIXED),
             ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=2)),
@@ -67,30 +67,32 @@ def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:
 def test_parallel_sizes_that_the_model_does_not_take_are_faults() -> None:
     wide = ManualPool(role=Role.PREFILL, parallelism=Parallelism(tensor=8))
     narrow = ManualPool(role=Role.DECODE)
-    assert plan(deployment(wide, narrow, model="org/unknown")).gpus == 9
+    assert choose_placement(deployment(wide, narrow, model="org/unknown")).gpus == 9
     with pytest.raises(PlanError, match="1 cannot take KV from prefill instances with 8"):
-        plan(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B"))
+        choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B"))
     odd = ManualPool(role=Role.DECODE, parallelism=Parallelism(tensor=3))
     with pytest.raises(PlanError, match="40 attention heads cannot be shared by 3 GPUs"):
-        plan(deployment(odd, model="facebook/opt-13b"))
+        choose_placement(deployment(odd, model="facebook/opt-13b"))
 
 
 def test_gpus_and_replicas_are_counted_over_all_pools() -> None:
-    placement = plan(
+    placement = choose_placement(
         deployment(
             ManualPool(role=Role.PREFILL, replicas=2),
             ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=4, pipeline=2)),
         )
     )
     assert placement.gpus == 2 + 3 * 8
-    assert placement.replicas(Role.DECODE) == 3
-    assert placement.replicas(Role.MIXED) == 0
+    assert placement.count_replicas(Role.DECODE) == 3
+    assert placement.count_replicas(Role.MIXED) == 0
 
 
 def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_there_are() -> None:
-    unknown = Engine(type=EngineType.EMULATED, emulated=Emulation(latency="distserve/opt-13b/tp3"))
+    unknown = EngineSpec(
+        type=EngineType.EMULATED, emulated=Emulation(latency="distserve/opt-13b/tp3")
+    )
     with pytest.raises(PlanError) as raised:
-        plan(deployment(engine=unknown))
+        choose_placement(deployment(engine=unknown))
     (fault,) = raised.value.faults
     assert fault.startswith("spec.engine.emulated.latency: no latency profile 'distserve/opt-13b/")
     assert "distserve/opt-13b/tp1" in fault
@@ -98,18 +100,18 @@ def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_
 
 def test_a_profile_in_a_file_is_looked_for_beside_the_manifest() -> None:
     stated = deployment(engine=emulated_by("own.yaml"))
-    moved = located(stated, Path("/manifests"))
+    moved = resolve_paths(stated, Path("/manifests"))
     assert moved.spec.engine.emulation.latency == "/manifests/own.yaml"
-    assert located(moved, Path("/elsewhere")) == moved
+    assert resolve_paths(moved, Path("/elsewhere")) == moved
     named = deployment(engine=emulated_by("vllm/opt-13b/tp1"))
-    assert located(named, Path("/manifests")) == named
+    assert resolve_paths(named, Path("/manifests")) == named
 
 
 def test_a_profile_that_only_the_workers_have_is_not_opened_where_that_is_said() -> None:
     elsewhere = deployment(engine=emulated_by("/profiles/own.yaml"))
-    assert plan(elsewhere, reads_files=False).replicas(Role.DECODE) == 1
+    assert choose_placement(elsewhere, reads_files=False).count_replicas(Role.DECODE) == 1
     with pytest.raises(PlanError):
-        plan(elsewhere)
+        choose_placement(elsewhere)
     unknown = deployment(engine=emulated_by("distserve/opt-13b/tp3"))
     with pytest.raises(PlanError):
-        plan(unknown, reads_files=False)
+        choose_placement(unknown, reads_files=False)

@@ -7,7 +7,7 @@ from cleave.api.planning import Affinity, Disaggregation, Objective, Planning
 from cleave.api.role import Role
 from cleave.planner import plan_search
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import Answer, Plan, Verdict
+from cleave.planner.plan import Plan, PlanningResult, PlanVerdict
 from cleave.planner.problem import Policies, Problem
 
 from tests.support import known_problems
@@ -17,7 +17,7 @@ def replicas(plan: Plan) -> dict[Role, int]:
     return {pool.role: pool.replicas for pool in plan.pools}
 
 
-def best(answer: Answer) -> Plan:
+def best(answer: PlanningResult) -> Plan:
     assert answer.selected is not None
     return answer.selected
 
@@ -25,7 +25,7 @@ def best(answer: Answer) -> Plan:
 def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> None:
     # "Throughput is not all you need": split, one GPU per phase beats colocated GPUs.
     answer = plan_search.plan(known_problems.blog(rate=10.0))
-    assert answer.verdict is Verdict.DISAGGREGATE
+    assert answer.verdict is PlanVerdict.DISAGGREGATE
     assert replicas(best(answer)) == {Role.PREFILL: 1, Role.DECODE: 1}
     (colocated,) = (plan for plan in answer.alternatives if not plan.is_disaggregated)
     assert colocated.gpus > 2
@@ -35,7 +35,7 @@ def test_the_blogs_13b_case_is_disaggregated_at_ten_requests_per_second() -> Non
 
 def test_one_request_per_second_is_not_worth_splitting() -> None:
     answer = plan_search.plan(known_problems.blog(rate=1.0))
-    assert answer.verdict is Verdict.COLOCATE
+    assert answer.verdict is PlanVerdict.COLOCATE
     assert best(answer).gpus == 1
     assert answer.reason.startswith("do not disaggregate: ")
     assert "takes 2 GPUs instead of 1 GPU" in answer.reason
@@ -65,7 +65,7 @@ def test_predicted_percentiles_and_attainment_agree() -> None:
 def test_an_slo_that_nothing_meets_is_refused_and_the_nearest_one_is_not() -> None:
     asked = known_problems.problem(slo=Slo(ttft_ms=20, tpot_ms=10))
     answer = plan_search.plan(asked)
-    assert answer.verdict is Verdict.INFEASIBLE
+    assert answer.verdict is PlanVerdict.INFEASIBLE
     assert answer.selected is None
     assert answer.reason.startswith("infeasible: no plan meets TTFT 20.0 ms and TPOT 10.0 ms")
     nearest = answer.nearest_slo
@@ -73,7 +73,9 @@ def test_an_slo_that_nothing_meets_is_refused_and_the_nearest_one_is_not() -> No
     assert nearest.scale > 1
     assert nearest.ttft_ms / 20 == pytest.approx(nearest.scale)
     looser = Slo(ttft_ms=nearest.ttft_ms * 1.1, tpot_ms=nearest.tpot_ms * 1.1)
-    assert plan_search.plan(known_problems.problem(slo=looser)).verdict is not Verdict.INFEASIBLE
+    assert (
+        plan_search.plan(known_problems.problem(slo=looser)).verdict is not PlanVerdict.INFEASIBLE
+    )
 
 
 def test_too_few_gpus_are_said_with_what_they_serve_and_how_many_it_would_take() -> None:
@@ -81,7 +83,7 @@ def test_too_few_gpus_are_said_with_what_they_serve_and_how_many_it_would_take()
         known_problems.chat(rate=60.0), supplies=(known_problems.nodes(1),)
     )
     answer = plan_search.plan(asked)
-    assert answer.verdict is Verdict.INFEASIBLE
+    assert answer.verdict is PlanVerdict.INFEASIBLE
     assert "is more than 8 GPUs serve" in answer.reason
     assert "about 11 GPUs" in answer.what_would_change
     assert all(plan.gpus <= 8 for plan in answer.alternatives)
@@ -152,7 +154,7 @@ def test_a_slow_network_keeps_kv_in_its_node_and_a_fast_one_does_not() -> None:
 def unlike(objective: Objective) -> Problem:
     """H100: prompts in half the time, decoding hardly faster, 1.5 times the price."""
     return known_problems.problem(
-        known_problems.blog().demand.at(60.0),
+        known_problems.blog().demand.with_rate(60.0),
         known_problems.blog().slo,
         supplies=(known_problems.nodes(2), known_problems.nodes(2, gpu="H100")),
         planning=Planning(objective=objective),

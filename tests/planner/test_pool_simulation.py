@@ -5,13 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.api.engine import Engine
+from cleave.api.engine import EngineSpec
 from cleave.api.role import Parallelism, Role
 from cleave.planner import problem_from_profile
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import PlannedPool
-from cleave.planner.pool_simulation import Bench, fleet, limited, mfu
-from cleave.planner.result.simulation_summary import digest, instance_names
+from cleave.planner.pool_simulation import (
+    PlacementSimulator,
+    apply_engine_limits,
+    build_fleet,
+    compute_mfu,
+)
+from cleave.planner.result.simulation_summary import list_instance_names, summarize
 
 from tests.support.emulated_chat import chat
 
@@ -25,47 +30,49 @@ PAIR = (PlannedPool(Role.DECODE, 1), PlannedPool(Role.PREFILL, 2))
 
 
 def test_instances_are_numbered_prefill_first(problem) -> None:
-    assert instance_names(fleet(problem, PAIR)) == ["prefill-0", "prefill-1", "decode-0"]
+    assert list_instance_names(build_fleet(problem, PAIR)) == ["prefill-0", "prefill-1", "decode-0"]
 
 
 def test_pools_without_limits_have_the_engines_defaults(problem) -> None:
-    made = fleet(problem, PAIR)
+    made = build_fleet(problem, PAIR)
     engine = made.prefill[0].engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (256, 2048)
-    stated = fleet(problem, [replace(PAIR[0], max_num_seqs=7, max_num_batched_tokens=99)])
+    stated = build_fleet(problem, [replace(PAIR[0], max_num_seqs=7, max_num_batched_tokens=99)])
     engine = stated.decode[0].engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (7, 99)
 
 
 def test_what_the_engines_arguments_state_comes_first() -> None:
     pools = (PlannedPool(Role.MIXED, 1, max_num_seqs=64, max_num_batched_tokens=512),)
-    (pool,) = limited(pools, Engine(args=["--max_num_seqs=8", "--max-num-seqs", "16"]))
+    (pool,) = apply_engine_limits(
+        pools, EngineSpec(args=["--max_num_seqs=8", "--max-num-seqs", "16"])
+    )
     assert (pool.max_num_seqs, pool.max_num_batched_tokens) == (16, 512)
-    assert limited(pools, Engine()) == pools
+    assert apply_engine_limits(pools, EngineSpec()) == pools
 
 
 @pytest.mark.parametrize("args", [["--max-num-seqs", "many"], ["--max-num-seqs=0"]])
 def test_a_limit_that_is_no_number_is_one_line(args) -> None:
     with pytest.raises(PlanError, match=r"^spec.engine.args: --max-num-seqs .*whole number"):
-        limited((), Engine(args=args))
+        apply_engine_limits((), EngineSpec(args=args))
 
 
 def test_parallelism_that_the_model_does_not_take_is_one_line(problem) -> None:
     with pytest.raises(PlanError, match=r"^spec.placement.manual: decode: ") as refused:
-        fleet(problem, [PlannedPool(Role.DECODE, 1, Parallelism(tensor=3))])
+        build_fleet(problem, [PlannedPool(Role.DECODE, 1, Parallelism(tensor=3))])
     assert len(refused.value.faults) == 1
 
 
 def test_a_digest_agrees_with_its_outcome(problem) -> None:
-    served = fleet(problem, PAIR)
-    outcome = Bench(problem, 500).run(served, 4.0)
-    found = digest(outcome, served, 4.0, problem.slo, mfu(problem, PAIR, outcome))
-    assert found.attainment == outcome.attainment(400, 40)
+    served = build_fleet(problem, PAIR)
+    outcome = PlacementSimulator(problem, 500).simulate(served, 4.0)
+    found = summarize(outcome, served, 4.0, problem.slo, compute_mfu(problem, PAIR, outcome))
+    assert found.attainment == outcome.compute_attainment(400, 40)
     assert found.attainment <= min(found.ttft_attainment, found.tpot_attainment)
     assert sum(stage.share for stage in found.stages) == pytest.approx(1)
     assert found.latency_ms.p50 <= found.latency_ms.p90 <= found.latency_ms.p99
     assert all(0 < each.busy <= 1 for each in found.instances)
-    assert [each.name for each in found.instances] == instance_names(served)
+    assert [each.name for each in found.instances] == list_instance_names(served)
     assert (found.num_too_long, found.num_unfinished) == (0, 0)
     assert all(math.isnan(each.mfu) for each in found.instances)
 
@@ -78,9 +85,9 @@ def test_mfu_is_the_work_of_all_tokens_by_what_the_gpus_of_an_instance_could_do(
             return known
 
     problem = replace(problem, estimator=Estimator())
-    outcome = Bench(problem, 200).run(fleet(problem, PAIR), 4.0)
+    outcome = PlacementSimulator(problem, 200).simulate(build_fleet(problem, PAIR), 4.0)
     seen = outcome.instances
-    found = mfu(problem, PAIR, outcome)
+    found = compute_mfu(problem, PAIR, outcome)
     could = 312e12 * seen.duration_ms / 1000
     work = (seen.prompt_tokens + seen.decode_tokens) * problem.shape.flops_per_token
     assert found == pytest.approx(work / could)
@@ -88,8 +95,8 @@ def test_mfu_is_the_work_of_all_tokens_by_what_the_gpus_of_an_instance_could_do(
 
 
 def test_the_same_seed_serves_the_same_requests_at_every_rate(problem) -> None:
-    bench = Bench(problem, 200)
-    slow, fast = (bench.run(fleet(problem, PAIR), rate) for rate in (1.0, 8.0))
+    bench = PlacementSimulator(problem, 200)
+    slow, fast = (bench.simulate(build_fleet(problem, PAIR), rate) for rate in (1.0, 8.0))
     assert (slow.output_tokens == fast.output_tokens).all()
     assert slow.arrival_ms == pytest.approx(8 * fast.arrival_ms)
 
@@ -105,7 +112,7 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
 
     supplies = tuple(replace(supply, gpu=kind) for kind in kinds)
     problem = replace(problem, supplies=supplies, estimator=Estimator())
-    found = fleet(problem, [PlannedPool(Role.MIXED, 1, gpu="NVIDIA-H100-80GB-HBM3")])
+    found = build_fleet(problem, [PlannedPool(Role.MIXED, 1, gpu="NVIDIA-H100-80GB-HBM3")])
     assert found.mixed[0].replicas == 1
     for gpu, fault in (
         (None, "set one of A100-SXM-80GB, H100-SXM-80GB"),
@@ -113,9 +120,9 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
         ("abacus", "unknown GPU 'abacus'"),
     ):
         with pytest.raises(PlanError, match=f"^spec.placement.manual: mixed: gpu: {fault}"):
-            fleet(problem, [PlannedPool(Role.MIXED, 1, gpu=gpu)])
+            build_fleet(problem, [PlannedPool(Role.MIXED, 1, gpu=gpu)])
 
 
 def test_emulated_instances_run_whatever_gpu_is_stated(problem) -> None:
     pools = [PlannedPool(Role.MIXED, 2, gpu="H100")]
-    assert fleet(problem, pools).mixed[0].replicas == 2
+    assert build_fleet(problem, pools).mixed[0].replicas == 2

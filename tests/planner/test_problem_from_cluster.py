@@ -13,8 +13,12 @@ from cleave.planner import plan_search, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Policies
 from cleave.planner.search import candidate_placement as drafts
-from cleave.planner.search.candidates import candidates, decode_instance, prefill_instance
-from cleave.simulator.fleet import Admission, Order
+from cleave.planner.search.candidates import (
+    build_decode_instance,
+    build_prefill_instance,
+    list_candidates,
+)
+from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems
 
@@ -42,7 +46,7 @@ def cluster(text: str = "nodes: [{count: 4, gpu: A100-SXM-80GB}]") -> Cluster:
 
 
 def test_the_question_carries_traffic_targets_and_machines() -> None:
-    asked = problem_from_cluster.problem(deployment(), cluster(), seed=3)
+    asked = problem_from_cluster.build_problem(deployment(), cluster(), seed=3)
     (supply,) = asked.supplies
     assert (supply.gpu, supply.num_nodes, supply.gpus_per_node) == ("A100-SXM-80GB", 4, 8)
     assert asked.max_gpus == 32
@@ -53,13 +57,13 @@ def test_the_question_carries_traffic_targets_and_machines() -> None:
 
 
 def test_it_can_be_answered() -> None:
-    answer = plan_search.plan(problem_from_cluster.problem(deployment(), cluster()))
+    answer = plan_search.plan(problem_from_cluster.build_problem(deployment(), cluster()))
     assert answer.selected is not None
     assert answer.selected.prediction.attainment >= 0.9
 
 
 def test_equal_groups_are_one_and_labels_are_names() -> None:
-    asked = problem_from_cluster.problem(
+    asked = problem_from_cluster.build_problem(
         deployment(),
         cluster(
             "nodes: [{gpu: A100-SXM-80GB}, {gpu: NVIDIA-A100-SXM4-80GB, count: 2}, "
@@ -71,7 +75,7 @@ def test_equal_groups_are_one_and_labels_are_names() -> None:
 
 def test_a_limit_on_a_kind_is_spent_over_its_groups_in_order() -> None:
     choices = {"gpus": [{"type": "A100-SXM-80GB", "max": 10}]}
-    asked = problem_from_cluster.problem(
+    asked = problem_from_cluster.build_problem(
         deployment(planning=choices),
         cluster(
             "nodes: [{gpu: A100-SXM-80GB}, {gpu: A100-SXM-80GB, gpusPerNode: 4}, "
@@ -84,7 +88,7 @@ def test_a_limit_on_a_kind_is_spent_over_its_groups_in_order() -> None:
 def test_a_model_length_below_the_models_own_cuts_requests_and_is_told() -> None:
     model = {"source": "facebook/opt-13b", "maxModelLen": 540}
     lengths = {**WORKLOAD, "promptTokens": {"mean": 400, "p90": 800}}
-    asked = problem_from_cluster.problem(deployment(model=model, workload=lengths), cluster())
+    asked = problem_from_cluster.build_problem(deployment(model=model, workload=lengths), cluster())
     assert asked.demand.max_model_len == 540
     assert any("longer than the model's 540 tokens" in note for note in asked.notes)
 
@@ -101,7 +105,7 @@ def test_what_is_wrong_in_the_deployment_is_one_line_with_its_path(
     spec: dict[str, object], fault: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError) as raised:
-        problem_from_cluster.problem(deployment(**spec), cluster(), tmp_path)
+        problem_from_cluster.build_problem(deployment(**spec), cluster(), tmp_path)
     (line,) = raised.value.faults
     assert line.startswith(fault)
     assert "\n" not in line
@@ -118,13 +122,13 @@ def test_what_is_wrong_in_the_cluster_is_one_line_with_its_path(
     text: str, fault: str, tmp_path: Path
 ) -> None:
     with pytest.raises((PlanError, ManifestError)) as raised:
-        problem_from_cluster.problem(deployment(), cluster(text), tmp_path)
+        problem_from_cluster.build_problem(deployment(), cluster(text), tmp_path)
     (line,) = raised.value.faults
     assert line.startswith(fault)
 
 
 def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
-    asked = problem_from_cluster.problem(
+    asked = problem_from_cluster.build_problem(
         deployment(model="meta-llama/Llama-3.1-405B"), cluster("nodes: [{gpu: A10G}]")
     )
     with pytest.raises(PlanError, match=r"^spec.model: .*does not fit: .* GiB of weights"):
@@ -133,25 +137,28 @@ def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
 
 def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
     slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
-    asked = problem_from_cluster.problem(
+    asked = problem_from_cluster.build_problem(
         deployment(), cluster(f"{{nodes: [{{gpu: A100-SXM-80GB}}], {slow}}}")
     )
-    one = next(each for each in candidates(asked) if each.gpus == 1)
+    one = next(each for each in list_candidates(asked) if each.gpus == 1)
     pair = known_problems.split(asked, one, 1, one, 1)
     # 25 Gbit/s, of which TCP gets 36 %; NVLink of an A100 would be 300 GB/s.
     for draft in (pair, replace(pair, is_in_node=True)):
-        assert drafts.link(draft).effective_gb_per_s == pytest.approx(25 / 8 * 0.36)
+        assert drafts.select_link(draft).effective_gb_per_s == pytest.approx(25 / 8 * 0.36)
     # 512 tokens of OPT-13B are 419 MB.
-    moved = drafts.transfer(asked, pair)
+    moved = drafts.build_transfer(asked, pair)
     assert moved.latency_ms + 512 * moved.token_ms == pytest.approx(373, rel=0.01)
 
 
 def test_scheduling_that_is_stated_is_simulated() -> None:
     stated = {"order": "ShortestFirst", "sortedPrompts": 4, "admission": "ReserveDynamic"}
-    asked = problem_from_cluster.problem(deployment(engine={"scheduling": stated}), cluster())
-    (candidate, *_) = candidates(asked)
-    for instance in (prefill_instance(asked, candidate), decode_instance(asked, candidate)):
+    asked = problem_from_cluster.build_problem(deployment(engine={"scheduling": stated}), cluster())
+    (candidate, *_) = list_candidates(asked)
+    for instance in (
+        build_prefill_instance(asked, candidate),
+        build_decode_instance(asked, candidate),
+    ):
         engine = instance.engine
-        assert (engine.order, engine.prefill_sched_batch) == (Order.SJF, 4)
+        assert (engine.order, engine.prefill_sched_batch) == (PrefillOrder.SJF, 4)
         assert engine.admission is Admission.RESERVE_DYNAMIC
-    assert problem_from_cluster.problem(deployment(), cluster()).policies == Policies()
+    assert problem_from_cluster.build_problem(deployment(), cluster()).policies == Policies()

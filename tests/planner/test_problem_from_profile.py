@@ -30,45 +30,51 @@ def deployment(workload=WORKLOAD, **spec) -> LLMDeployment:
 
 def test_instances_have_the_times_of_the_profile_scaled() -> None:
     engine = {"type": "Emulated", "emulated": {"timeScale": 0.5}}
-    estimate = problem_from_profile.problem(deployment(engine=engine)).estimator.estimate(
+    estimate = problem_from_profile.build_problem(deployment(engine=engine)).estimator.estimate(
         problem_from_profile.KIND, 1, 1
     )
-    profile = named_profiles.load("distserve/opt-13b/tp1")
-    assert estimate.timing.prefill_ms([512]) == pytest.approx(
-        0.5 * profile.timing.prefill_ms([512])
+    profile = named_profiles.load_profile("distserve/opt-13b/tp1")
+    assert estimate.timing.predict_prefill_ms([512]) == pytest.approx(
+        0.5 * profile.timing.predict_prefill_ms([512])
     )
-    assert estimate.timing.decode_pass_ms(9, 4000) == pytest.approx(
-        0.5 * profile.timing.decode_pass_ms(9, 4000)
+    assert estimate.timing.predict_decode_ms(9, 4000) == pytest.approx(
+        0.5 * profile.timing.predict_decode_ms(9, 4000)
     )
     assert estimate.kv_capacity_tokens == profile.kv_capacity_tokens
 
 
 def test_the_hand_off_takes_what_the_engine_makes_it_take() -> None:
-    (supply,) = problem_from_profile.problem(deployment()).supplies
+    (supply,) = problem_from_profile.build_problem(deployment()).supplies
     assert supply.node_link.start_ms == pytest.approx(1.0)
     assert supply.node_link.effective_gb_per_s == pytest.approx(25.0)
 
 
 def test_instances_are_not_split_and_say_why() -> None:
-    estimator = problem_from_profile.problem(deployment()).estimator
+    estimator = problem_from_profile.build_problem(deployment()).estimator
     assert estimator.estimate(problem_from_profile.KIND, 2, 1) is None
-    assert "without parallelism" in estimator.why_not(problem_from_profile.KIND, 2, 1)
-    assert estimator.why_not(problem_from_profile.KIND, 1, 1) is None
+    assert "without parallelism" in estimator.explain_unsupported(problem_from_profile.KIND, 2, 1)
+    assert estimator.explain_unsupported(problem_from_profile.KIND, 1, 1) is None
 
 
 def test_there_are_as_many_instances_as_max_gpus_says() -> None:
-    assert problem_from_profile.problem(deployment(planning={"maxGPUs": 5})).max_gpus == 5
-    assert problem_from_profile.problem(deployment()).max_gpus == problem_from_profile.MAX_INSTANCES
-    six = load_cluster("nodes: [{count: 3, gpu: any, gpusPerNode: 2}]")
-    assert problem_from_profile.problem(deployment(), cluster=six).max_gpus == 6
+    assert problem_from_profile.build_problem(deployment(planning={"maxGPUs": 5})).max_gpus == 5
     assert (
-        problem_from_profile.problem(deployment(planning={"maxGPUs": 5}), cluster=six).max_gpus == 5
+        problem_from_profile.build_problem(deployment()).max_gpus
+        == problem_from_profile.MAX_INSTANCES
+    )
+    six = load_cluster("nodes: [{count: 3, gpu: any, gpusPerNode: 2}]")
+    assert problem_from_profile.build_problem(deployment(), cluster=six).max_gpus == 6
+    assert (
+        problem_from_profile.build_problem(
+            deployment(planning={"maxGPUs": 5}), cluster=six
+        ).max_gpus
+        == 5
     )
 
 
 def test_requests_are_cut_to_what_the_model_takes() -> None:
     long = {**WORKLOAD, "promptTokens": {"mean": 5000}}
-    drawn = problem_from_profile.problem(deployment(long)).demand.draw(50, 1.0, 0)
+    drawn = problem_from_profile.build_problem(deployment(long)).demand.draw(50, 1.0, 0)
     assert (drawn.prompt_tokens + drawn.output_tokens).max() <= 2048
 
 
@@ -86,7 +92,7 @@ def test_requests_are_cut_to_what_the_model_takes() -> None:
 def test_what_cannot_be_planned_is_one_line_at_its_field(spec, fault, tmp_path) -> None:
     workload = spec.pop("workload", WORKLOAD)
     with pytest.raises(PlanError) as refused:
-        problem_from_profile.problem(deployment(workload, **spec), tmp_path)
+        problem_from_profile.build_problem(deployment(workload, **spec), tmp_path)
     (line,) = refused.value.faults
     assert line.startswith(fault)
     assert "\n" not in line

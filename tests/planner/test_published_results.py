@@ -7,38 +7,44 @@ import pytest
 
 from cleave.api.deployment import Slo
 from cleave.perf.named_profiles import to_timing
-from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS, Affine, Fit
-from cleave.perf.timing import Timing
+from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS, AffineFit, PublishedFit
+from cleave.perf.timing import EngineTiming
 from cleave.planner import plan_search
-from cleave.planner.plan import Verdict
+from cleave.planner.plan import PlanVerdict
 from cleave.planner.search import goodput, low_affinity, md1
-from cleave.planner.search.candidates import candidates
-from cleave.planner.search.trials import CONFIRMED, RANKING, Precision, Targets, Trials
-from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
+from cleave.planner.search.candidates import list_candidates
+from cleave.planner.search.trials import (
+    CONFIRMATION_PRECISION,
+    RANKING_PRECISION,
+    Precision,
+    Targets,
+    Trials,
+)
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic import published
-from cleave.traffic.workload import fixed
+from cleave.traffic.workload import build_fixed
 
 from tests.support import known_problems
 
-BLOG = fixed(512, 64, 1.0)
+BLOG = build_fixed(512, 64, 1.0)
 BLOG_TARGETS = Targets(400.0, 40.0, 0.9)
 CHAT_TARGETS = Targets(200.0, 100.0, 0.9)
 PREFILL_MS = 100.0
 
 
-def blog_engine() -> Engine:
+def blog_engine() -> SimulatedEngine:
     """vLLM on one A100 with what DistServe's simulator adds to each pass: 2 ms and 0.0001 ms per
     token of context, and to prompts 1 ms."""
     fit = FITS["vllm/opt-13b/tp1"]
 
-    def slowed(line: Affine, by_ms: float) -> Affine:
-        return Affine(line.fixed_ms + by_ms, line.per_token_ms + 1e-4, line.last_ms)
+    def slowed(line: AffineFit, by_ms: float) -> AffineFit:
+        return AffineFit(line.fixed_ms + by_ms, line.per_token_ms + 1e-4, line.regressor_ms)
 
-    return Engine(
+    return SimulatedEngine(
         to_timing(
-            Fit(
+            PublishedFit(
                 slowed(fit.prefill, 3.0), slowed(fit.decode_small, 2.0), slowed(fit.decode_large, 2)
             )
         ),
@@ -47,16 +53,18 @@ def blog_engine() -> Engine:
     )
 
 
-COLOCATED = Fleet(mixed=(Pool(blog_engine(), 1),))
-DECODE = Fleet(decode=(Pool(blog_engine(), 1),))
-PREFILL = Fleet(prefill=(Pool(blog_engine(), 1),))
+COLOCATED = SimulatedFleet(mixed=(SimulatedPool(blog_engine(), 1),))
+DECODE = SimulatedFleet(decode=(SimulatedPool(blog_engine(), 1),))
+PREFILL = SimulatedFleet(prefill=(SimulatedPool(blog_engine(), 1),))
 
 
-def rate(fleet: Fleet, targets: Targets, precision: Precision = CONFIRMED) -> float:
+def rate(
+    fleet: SimulatedFleet, targets: Targets, precision: Precision = CONFIRMATION_PRECISION
+) -> float:
     """Goodput under the blog's requests, mean of five samples."""
     trials = Trials(BLOG, precision=precision)
-    first = goodput.find(trials, fleet, targets)
-    return goodput.confirm(trials, fleet, targets, first).rate
+    first = goodput.find_goodput(trials, fleet, targets)
+    return goodput.confirm_goodput(trials, fleet, targets, first).rate
 
 
 # ---- DistServe's blog: 13B on one A100, 512 tokens in, 64 out, TTFT 0.4 s, TPOT 40 ms, P90 ----
@@ -68,7 +76,7 @@ def test_the_blogs_colocated_instance_serves_1_6_requests_a_second_in_simdistser
         gaps = np.random.RandomState(0).gamma(1, 1000 / requests_per_second, 299)
         arrivals = np.append(0.0, np.cumsum(gaps))
         trace = Trace(arrivals, np.full(300, 512), np.full(300, 65))
-        return simulate(COLOCATED, trace).attainment(400.0, 40.0) >= 0.9
+        return simulate(COLOCATED, trace).compute_attainment(400.0, 40.0) >= 0.9
 
     assert holds(1.6 * 0.95)
     assert not holds(1.6 * 1.05)
@@ -91,22 +99,22 @@ def test_the_blogs_prefill_instance_does_not_reproduce() -> None:
 # ---- Queueing theory: DistServe, Eq. 1 to 3 ----
 
 
-def waits(timing: Timing, requests_per_second: float) -> float:
+def waits(timing: EngineTiming, requests_per_second: float) -> float:
     """Mean TTFT of prompts that are all alike, one in a pass, in ms."""
-    engine = Engine(
+    engine = SimulatedEngine(
         timing,
         kv_capacity_tokens=1 << 20,
         batching=Batching.PREFILL_FIRST,
         max_num_batched_tokens=512,
         max_num_seqs=1 << 16,
     )
-    trace = fixed(512, 1, requests_per_second).draw(400_000, seed=1)
-    fleet = Fleet(prefill=(Pool(engine, 1),))
+    trace = build_fixed(512, 1, requests_per_second).draw(400_000, seed=1)
+    fleet = SimulatedFleet(prefill=(SimulatedPool(engine, 1),))
     return float(simulate(fleet, trace).ttft_ms.mean())
 
 
-def timing(prefill_ms: float, stages: int = 1) -> Timing:
-    return Timing(
+def timing(prefill_ms: float, stages: int = 1) -> EngineTiming:
+    return EngineTiming(
         prompt_step=512.0,
         prompt_ms=(0.0, prefill_ms),
         prompt_square_ms=0.0,
@@ -119,18 +127,18 @@ def timing(prefill_ms: float, stages: int = 1) -> Timing:
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_a_prefill_instance_waits_as_m_d_1_does(load: float) -> None:
     arrivals = load * 1000 / PREFILL_MS
-    expected = md1.mean_ttft_ms(arrivals, PREFILL_MS)
+    expected = md1.compute_mean_ttft_ms(arrivals, PREFILL_MS)
     assert waits(timing(PREFILL_MS), arrivals) == pytest.approx(expected, rel=0.01)
 
 
 def test_two_stages_wait_as_equation_2_says() -> None:
-    expected = md1.mean_ttft_inter_op_ms(14.0, PREFILL_MS)
+    expected = md1.compute_mean_ttft_inter_op_ms(14.0, PREFILL_MS)
     assert waits(timing(PREFILL_MS, stages=2), 14.0) == pytest.approx(expected, rel=0.01)
 
 
 def test_two_tensor_parallel_gpus_wait_as_equation_3_says() -> None:
     speedup = 1.6
-    expected = md1.mean_ttft_intra_op_ms(11.0, PREFILL_MS, speedup)
+    expected = md1.compute_mean_ttft_intra_op_ms(11.0, PREFILL_MS, speedup)
     assert waits(timing(PREFILL_MS / speedup), 11.0) == pytest.approx(expected, rel=0.01)
 
 
@@ -138,12 +146,12 @@ def test_two_tensor_parallel_gpus_wait_as_equation_3_says() -> None:
 
 
 def test_algorithm_2_finds_table_5s_parallelism_for_13b_on_sharegpt() -> None:
-    problem = known_problems.problem(published.find("sharegpt").demand())
-    found = low_affinity.optimise(
-        problem, Trials(problem.demand), candidates(problem), CHAT_TARGETS
+    problem = known_problems.problem(published.get_workload("sharegpt").build_demand())
+    found = low_affinity.optimize(
+        problem, Trials(problem.demand), list_candidates(problem), CHAT_TARGETS
     )
     assert found is not None
-    sizes = [group.instance.candidate.parallelism for group in found.draft.groups]
+    sizes = [group.instance.candidate.parallelism for group in found.placement.groups]
     assert [(size.tensor, size.pipeline) for size in sizes] == [(2, 1), (1, 1)]
 
 
@@ -156,25 +164,31 @@ def test_algorithm_2_finds_table_5s_parallelism_for_13b_on_sharegpt() -> None:
     ],
     ids=["colocated", "decode", "prefill"],
 )
-def test_a_thousand_requests_say_what_ten_thousand_say(fleet: Fleet, targets: Targets) -> None:
-    few, many = (rate(fleet, targets, precision) for precision in (RANKING, CONFIRMED))
+def test_a_thousand_requests_say_what_ten_thousand_say(
+    fleet: SimulatedFleet, targets: Targets
+) -> None:
+    few, many = (
+        rate(fleet, targets, precision) for precision in (RANKING_PRECISION, CONFIRMATION_PRECISION)
+    )
     assert few == pytest.approx(many, rel=0.05)
 
 
 def test_a_short_trace_passes_a_rate_far_above_the_goodput() -> None:
     # Where decoding is short of memory, 300 requests end before their queue has grown.
-    demand = published.find("sharegpt").demand()
+    demand = published.get_workload("sharegpt").build_demand()
     engine = replace(blog_engine(), timing=to_timing(FITS["distserve/opt-13b/tp1"]))
-    fleet, targets = Fleet(decode=(Pool(engine, 1),)), CHAT_TARGETS.decode_only
-    honest = goodput.find(Trials(demand, precision=CONFIRMED), fleet, targets).rate
+    fleet, targets = SimulatedFleet(decode=(SimulatedPool(engine, 1),)), CHAT_TARGETS.decode_only
+    honest = goodput.find_goodput(
+        Trials(demand, precision=CONFIRMATION_PRECISION), fleet, targets
+    ).rate
     short = simulate(fleet, demand.draw(300, 1.5 * honest))
-    assert short.attainment(targets.ttft_ms, targets.tpot_ms) >= targets.attainment
+    assert short.compute_attainment(targets.ttft_ms, targets.tpot_ms) >= targets.attainment
 
 
 def test_targets_below_the_shortest_pass_are_refused_with_the_nearest_that_hold() -> None:
     problem = known_problems.problem(BLOG, Slo(ttft_ms=400, tpot_ms=5))
     answer = plan_search.plan(problem)
-    assert answer.verdict is Verdict.INFEASIBLE
+    assert answer.verdict is PlanVerdict.INFEASIBLE
     assert answer.selected is None
     assert answer.nearest_slo is not None
     # A decode pass takes 11 ms with the most GPUs.

@@ -8,10 +8,10 @@ import pytest
 from cleave.api.deployment import Slo
 from cleave.api.planning import Affinity, Disaggregation, Objective, Planning
 from cleave.planner import plan_search
-from cleave.planner.plan import Answer, Plan
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.plan import Plan, PlanningResult
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Policies, Problem
-from cleave.planner.search.candidate_placement import cell_fleet
+from cleave.planner.search.candidate_placement import build_cell_fleet
 from cleave.planner.search.trials import Precision, Trials
 
 from tests.support import known_problems
@@ -30,7 +30,7 @@ PROBLEMS = {
     ),
     "tight": known_problems.problem(known_problems.chat(12.0), Slo(ttft_ms=120, tpot_ms=40)),
     "loose": known_problems.problem(known_problems.chat(12.0), Slo(ttft_ms=2000, tpot_ms=150)),
-    "blog": replace(BLOG, demand=BLOG.demand.at(10.0)),
+    "blog": replace(BLOG, demand=BLOG.demand.with_rate(10.0)),
     "long answers": known_problems.problem(known_problems.chat(6.0, 200, 500)),
     "long prompts": known_problems.problem(
         known_problems.chat(8.0, 1000, 60), Slo(ttft_ms=800, tpot_ms=60)
@@ -51,11 +51,11 @@ PROBLEMS = {
 
 
 @cache
-def answered(name: str) -> Answer:
+def answered(name: str) -> PlanningResult:
     return plan_search.plan(PROBLEMS[name])
 
 
-def best(answer: Answer) -> Plan:
+def best(answer: PlanningResult) -> Plan:
     assert answer.selected is not None
     return answer.selected
 
@@ -63,19 +63,19 @@ def best(answer: Answer) -> Plan:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_other_requests_are_served_in_time_too(name: str) -> None:
     asked, plan = PROBLEMS[name], best(answered(name))
-    draft = to_draft(asked, plan.pools, plan.algorithm)
-    long = Precision(min_requests=20_000, lives=10.0)
+    draft = to_candidate_placement(asked, plan.pools, plan.algorithm)
+    long = Precision(min_requests=20_000, lifetimes=10.0)
     trials, rate = Trials(asked.demand, seed=4711, precision=long), asked.rate / draft.copies
     targets = known_problems.targets(asked)
-    span = trials.span(rate, targets)
-    shares = trials.shares(cell_fleet(asked, draft), rate, targets, span)
+    span = trials.compute_span(rate, targets)
+    shares = trials.measure_shares(build_cell_fleet(asked, draft), rate, targets, span)
     assert shares.both >= asked.slo.attainment - 0.015
 
 
 @pytest.mark.parametrize("name", ["chat", "blog", "long prompts"])
 def test_twice_the_rate_never_takes_fewer_gpus(name: str) -> None:
     asked = PROBLEMS[name]
-    doubled = plan_search.plan(replace(asked, demand=asked.demand.at(2 * asked.rate)))
+    doubled = plan_search.plan(replace(asked, demand=asked.demand.with_rate(2 * asked.rate)))
     assert best(doubled).gpus >= best(answered(name)).gpus
 
 
@@ -102,7 +102,7 @@ def test_one_more_kind_of_gpu_never_makes_the_best_plan_worse(objective: Objecti
 
     def taken(asked: Problem) -> float:
         plan = best(plan_search.plan(asked))
-        return to_draft(asked, plan.pools, plan.algorithm).resources(objective)
+        return to_candidate_placement(asked, plan.pools, plan.algorithm).get_resources(objective)
 
     assert taken(other) <= taken(one)
 

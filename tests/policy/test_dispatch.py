@@ -8,22 +8,22 @@ from cleave.api.enums import DispatchPolicy
 from cleave.policy.dispatch import (
     NONE,
     RULES,
-    STALE,
+    STALE_PENALTY,
     TO_DECODE,
     TO_PREFILL,
     TO_WHOLE,
     ScoreColumn,
+    add_cell_costs,
     choose_least_pair,
-    choose_pair,
     close_slots,
+    compute_heavy_ratio,
     computes_short,
     draw,
     find_least,
-    find_lightest,
-    find_sampled,
-    stay_in_cell,
-    weigh,
-    weigh_cells,
+    restrict_to_cell,
+    sample_least,
+    sample_least_heavy,
+    select_pair,
 )
 
 INF = np.inf
@@ -39,7 +39,7 @@ class Column(ScoreColumn):
         super().__init__(len(values))
         self.values = scores(*values)
 
-    def find(self, slot: int) -> float:
+    def get_score(self, slot: int) -> float:
         return self.values[slot]
 
     def find_least(self) -> int:
@@ -54,7 +54,7 @@ def least_pair(*columns: Column) -> tuple[int, int]:
     def find(purpose: int, request: None, first: int) -> int:
         return by_purpose[purpose].find_least()
 
-    assert choose_pair(find, None, columns[1], columns[3]) == chosen
+    assert select_pair(find, None, columns[1], columns[3]) == chosen
     return chosen
 
 
@@ -139,7 +139,7 @@ def test_a_draw_stays_below_its_count_and_gives_a_seed_for_the_next(seed: int, c
 def test_random_dispatch_takes_every_open_instance_about_as_often() -> None:
     seed, taken = 7, [0] * 4
     for _ in range(3_000):
-        slot, seed = find_sampled(scores(5, INF, 900, 70), 1, seed)
+        slot, seed = sample_least(scores(5, INF, 900, 70), 1, seed)
         taken[slot] += 1
     assert taken[1] == 0
     assert all(abs(count - 1_000) < 120 for count in (taken[0], *taken[2:]))
@@ -148,30 +148,32 @@ def test_random_dispatch_takes_every_open_instance_about_as_often() -> None:
 def test_of_two_choices_the_less_pending_is_taken_and_the_most_pending_never() -> None:
     seed, taken = 7, [0] * 4
     for _ in range(3_000):
-        slot, seed = find_sampled(scores(10, 20, 30, 40), 2, seed)
+        slot, seed = sample_least(scores(10, 20, 30, 40), 2, seed)
         taken[slot] += 1
     assert taken[0] > taken[1] > taken[2] > taken[3] == 0
 
 
 def test_a_sample_falls_back_to_the_least_of_all_when_all_are_closed_or_in_doubt() -> None:
-    assert find_sampled(scores(INF, INF), 2, 1)[0] == NONE
-    assert find_sampled(scores(), 2, 1)[0] == NONE
-    assert find_sampled(scores(STALE + 9, STALE + 3), 2, 1)[0] == 1
-    assert find_sampled(scores(INF, INF, 5), 2, 1)[0] == 2
+    assert sample_least(scores(INF, INF), 2, 1)[0] == NONE
+    assert sample_least(scores(), 2, 1)[0] == NONE
+    assert sample_least(scores(STALE_PENALTY + 9, STALE_PENALTY + 3), 2, 1)[0] == 1
+    assert sample_least(scores(INF, INF, 5), 2, 1)[0] == 2
 
 
 @given(st.lists(tokens, max_size=30), st.integers(1, 2**31 - 2), st.integers(1, 3))
 def test_a_sample_is_open(values: list[float], seed: int, size: int) -> None:
-    slot, _ = find_sampled(scores(*values), size, seed)
+    slot, _ = sample_least(scores(*values), size, seed)
     assert (slot == NONE) == all(value == INF for value in values)
     assert slot == NONE or values[slot] < INF
 
 
 def test_a_heavy_decode_goes_where_the_ratio_of_heavy_to_light_is_least() -> None:
-    heaviness = scores(weigh(8, 2), weigh(2, 8), weigh(5, 5))
+    heaviness = scores(
+        compute_heavy_ratio(8, 2), compute_heavy_ratio(2, 8), compute_heavy_ratio(5, 5)
+    )
     seed, taken = 3, set()
     for _ in range(200):
-        slot, seed = find_lightest(scores(1, 3, 2), scores(9, 9, 9), heaviness, 5, seed)
+        slot, seed = sample_least_heavy(scores(1, 3, 2), scores(9, 9, 9), heaviness, 5, seed)
         taken.add(slot)
     assert taken == {1, 2}, "of two drawn ones the first is never the lighter"
 
@@ -179,8 +181,8 @@ def test_a_heavy_decode_goes_where_the_ratio_of_heavy_to_light_is_least() -> Non
 def test_only_instances_with_room_are_drawn_while_there_are_any() -> None:
     room, heaviness = scores(100, 900, 50), scores(0, 5, 0)
     for seed in range(1, 60):
-        assert find_lightest(scores(1, 2, 3), room, heaviness, 500, seed)[0] == 1
-        assert find_lightest(scores(1, 2, 3), room, heaviness, 5_000, seed)[0] == 0
+        assert sample_least_heavy(scores(1, 2, 3), room, heaviness, 500, seed)[0] == 1
+        assert sample_least_heavy(scores(1, 2, 3), room, heaviness, 5_000, seed)[0] == 0
 
 
 PAIRS = np.array([0, 0, 1, 1])
@@ -188,8 +190,8 @@ PAIRS = np.array([0, 0, 1, 1])
 
 
 def pair(prefill, decode, weight: float = 0.1, crossing: float = 100) -> tuple[int, int]:
-    first = find_least(weigh_cells(prefill, decode, PAIRS, weight, crossing))
-    return first, find_least(stay_in_cell(decode, PAIRS, first)) if first != NONE else NONE
+    first = find_least(add_cell_costs(prefill, decode, PAIRS, weight, crossing))
+    return first, find_least(restrict_to_cell(decode, PAIRS, first)) if first != NONE else NONE
 
 
 def test_a_pair_stays_in_its_cell_whoever_is_idle_elsewhere() -> None:
@@ -208,10 +210,13 @@ def test_a_prompt_leaves_its_cell_only_where_that_lacks_decode_and_waiting_costs
 
 
 def test_decode_instances_in_doubt_count_as_gone_while_others_are_heard() -> None:
-    decode = scores(INF, STALE, INF, 500)
+    decode = scores(INF, STALE_PENALTY, INF, 500)
     assert pair(scores(0, INF, 99, INF), decode) == (2, 3)
     assert pair(scores(0, INF, INF, INF), decode) == (0, 3)
-    assert pair(scores(0, INF, INF, INF), scores(INF, STALE + 9, INF, STALE)) == (0, 1)
+    assert pair(scores(0, INF, INF, INF), scores(INF, STALE_PENALTY + 9, INF, STALE_PENALTY)) == (
+        0,
+        1,
+    )
 
 
 @given(
@@ -222,12 +227,12 @@ def test_decode_instances_in_doubt_count_as_gone_while_others_are_heard() -> Non
 def test_with_cells_whatever_is_open_is_found_and_cells_are_left_only_where_they_lack_decode(
     prefill: list[float], decode: list[float], cells: list[int]
 ) -> None:
-    weighed = weigh_cells(scores(*prefill), scores(*decode), np.array(cells), 0.1, 100)
+    weighed = add_cell_costs(scores(*prefill), scores(*decode), np.array(cells), 0.1, 100)
     if min(decode) == INF:
         assert find_least(weighed) == NONE
         return
     assert np.array_equal(np.isfinite(weighed), np.isfinite(scores(*prefill)))
     for slot in range(4):
-        second = find_least(stay_in_cell(scores(*decode), np.array(cells), slot))
+        second = find_least(restrict_to_cell(scores(*decode), np.array(cells), slot))
         own = [d for d, cell in zip(decode, cells, strict=True) if cell == cells[slot]]
         assert decode[second] == (min(own) if min(own) < INF else min(decode))

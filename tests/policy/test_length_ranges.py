@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.policy.length_ranges import LIMIT, PROMPT_TOKENS, Nodes, RangeTree
+from cleave.policy.length_ranges import OUTPUT_LIMIT, PROMPT_TOKENS, RangeTree, TreeNodes
 
-TWO_FEATURES = Nodes(
-    features=[PROMPT_TOKENS, 0, LIMIT, 0, 0],
+TWO_FEATURES = TreeNodes(
+    features=[PROMPT_TOKENS, 0, OUTPUT_LIMIT, 0, 0],
     thresholds=[100.5, 0, 50.5, 0, 0],
     below=[1, 0, 3, 0, 0],
     above=[2, 0, 4, 0, 0],
@@ -33,7 +33,7 @@ def chain(bounds: list[int]) -> RangeTree:
         tokens += [0, number]
     last = [PROMPT_TOKENS], [0.0], [0], [0], [float(len(bounds))]
     rows = zip((features, thresholds, below, above, tokens), last, strict=True)
-    return RangeTree(Nodes(*([*column, *end] for column, end in rows)))
+    return RangeTree(TreeNodes(*([*column, *end] for column, end in rows)))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_limit_is_never_exceeded() -> None:
 
 def test_what_ends_later_changes_nothing() -> None:
     tree = RangeTree(TWO_FEATURES)
-    tree.learn(100, 5_000)
+    tree.observe(100, 5_000)
     assert tree.predict(100) == 20
 
 

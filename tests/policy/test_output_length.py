@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from cleave.policy.output_length import ConditionalMean, find_left, guess_progress
+from cleave.policy.output_length import ConditionalMean, estimate_remaining, guess_progress
 
 
 def taught(*answers: tuple[int, int], first: float = 256) -> ConditionalMean:
     lengths = ConditionalMean(first)
     for prompt, output in answers:
-        lengths.learn(prompt, output)
+        lengths.observe(prompt, output)
     return lengths
 
 
@@ -43,7 +43,7 @@ def test_predictions_are_not_biased() -> None:
         if _ > 2_000:
             error += lengths.predict(prompt) - output
             total += output
-        lengths.learn(prompt, output)
+        lengths.observe(prompt, output)
     assert abs(error / total) < 0.05
 
 
@@ -53,9 +53,9 @@ def test_old_answers_fade() -> None:
 
 
 def test_one_that_outran_its_prediction_is_taken_to_need_as_much_again() -> None:
-    assert find_left(100, 40) == 60
-    assert find_left(100, 100) == 100
-    assert find_left(100, 250) == 100
+    assert estimate_remaining(100, 40) == 60
+    assert estimate_remaining(100, 100) == 100
+    assert estimate_remaining(100, 250) == 100
 
 
 def test_progress_is_guessed_from_how_long_a_request_decodes() -> None:

@@ -9,7 +9,7 @@ from cleave.policy.prefix_cache import (
     BLOCK_BYTES,
     TOKENS_PER_BLOCK,
     PrefixIndex,
-    find_cached,
+    find_least_uncached,
     hash_blocks,
 )
 
@@ -55,9 +55,9 @@ def test_engines_that_are_gone_are_forgotten() -> None:
     index = PrefixIndex()
     for holder in ("p1", "p2"):
         index.add(holder, hash_blocks(text("a")), 10)
-    index.keep({"p2"})
+    index.retain({"p2"})
     assert (count(index, "p1", text("a")), count(index, "p2", text("a"))) == (0, 1)
-    index.keep(())
+    index.retain(())
     assert len(index) == 0
     assert list(index.find(hash_blocks(text("a")))) == []
 
@@ -72,13 +72,13 @@ def test_what_is_cached_is_taken_off_the_queue() -> None:
         ([900.0, cached + 90.0, 60.0], 2),
         ([90.0, cached + 50.0, 160.0], 0),
     ):
-        assert find_cached(np.array(scores), list(slots).__getitem__, slots, found) == slot
+        assert find_least_uncached(np.array(scores), list(slots).__getitem__, slots, found) == slot
 
 
 def test_a_closed_holder_is_not_found() -> None:
     slots, found = {"p1": 0, "p2": 1}, [(9, {"p1"})]
-    assert find_cached(np.array([np.inf, 5.0]), ["p1", "p2"].__getitem__, slots, found) == 1
-    assert find_cached(np.array([np.inf]), ["p1"].__getitem__, slots, found) == NONE
+    assert find_least_uncached(np.array([np.inf, 5.0]), ["p1", "p2"].__getitem__, slots, found) == 1
+    assert find_least_uncached(np.array([np.inf]), ["p1"].__getitem__, slots, found) == NONE
 
 
 @given(
@@ -91,6 +91,6 @@ def test_no_open_instance_is_better(values: list[float], levels: list[set[int]])
     found = [(at + 1, {str(i) for i in holders[at]}) for at in reversed(range(len(levels)))]
     depth = [sum(i in each for each in holders) for i in range(len(values))]
     slots = {str(i): i for i in range(len(values))}
-    slot = find_cached(np.array(values), str, slots, found)
+    slot = find_least_uncached(np.array(values), str, slots, found)
     effort = [value - TOKENS_PER_BLOCK * d for value, d in zip(values, depth, strict=True)]
     assert effort[slot] == min(effort)

@@ -7,30 +7,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.policy.queue_model import (
+    DEFAULT_SUMS,
+    DEFAULT_TOKEN_MS,
     INTERVAL_MS,
     MAX_INTERVAL_MS,
-    NOMINAL_SUMS,
-    NOMINAL_TOKEN_MS,
-    Book,
-    Queue,
-    add_answer,
+    OutstandingTokens,
+    PrefillQueueModel,
+    add_completion,
+    choose_report_interval_ms,
     estimate_pending,
-    find_interval_ms,
-    fit_line,
+    fit_prompt_times,
 )
 
 amounts = st.integers(0, 1_000_000)
 
 
 def test_a_router_that_alone_sends_requests_is_told_less_often() -> None:
-    assert find_interval_ms(INTERVAL_MS, 1) == MAX_INTERVAL_MS
-    assert find_interval_ms(INTERVAL_MS, 2) == INTERVAL_MS
-    assert find_interval_ms(INTERVAL_MS, 0) == INTERVAL_MS
+    assert choose_report_interval_ms(INTERVAL_MS, 1) == MAX_INTERVAL_MS
+    assert choose_report_interval_ms(INTERVAL_MS, 2) == INTERVAL_MS
+    assert choose_report_interval_ms(INTERVAL_MS, 0) == INTERVAL_MS
 
 
 def test_nobody_is_told_more_often_than_asked() -> None:
-    assert find_interval_ms(400, 1) == MAX_INTERVAL_MS
-    assert find_interval_ms(60_000, 1) == 60_000
+    assert choose_report_interval_ms(400, 1) == MAX_INTERVAL_MS
+    assert choose_report_interval_ms(60_000, 1) == 60_000
 
 
 def test_others_work_is_added_to_own() -> None:
@@ -50,37 +50,37 @@ def test_an_estimate_is_never_below_own_books_nor_above_the_sum(own, reported, a
 
 @given(amounts, amounts)
 def test_a_report_of_own_work_alone_adds_nothing(own: int, later: int) -> None:
-    book = Book()
-    book.enter(own)
-    book.report(own)
-    book.enter(later)
+    book = OutstandingTokens()
+    book.add(own)
+    book.update_from_report(own)
+    book.add(later)
     assert book.pending == own + later
 
 
 @given(st.lists(st.tuples(amounts, st.booleans()), max_size=60), amounts)
 def test_books_come_back_to_zero_and_leave_what_others_had(steps, others: int) -> None:
     """Whatever the order of dispatches, releases and reports."""
-    book, open_requests = Book(), []
+    book, open_requests = OutstandingTokens(), []
     for tokens, release_one in steps:
-        book.enter(tokens)
+        book.add(tokens)
         open_requests.append(tokens)
-        book.report(sum(open_requests) + others)
+        book.update_from_report(sum(open_requests) + others)
         assert book.pending == sum(open_requests) + others
         if release_one:
-            book.close(open_requests.pop(0))
+            book.remove(open_requests.pop(0))
     for tokens in open_requests:
-        book.close(tokens)
+        book.remove(tokens)
     assert book.own == 0
-    book.report(others)
+    book.update_from_report(others)
     assert book.pending == others
 
 
-def teach(answers: list[tuple[float, float]]) -> Queue:
+def teach(answers: list[tuple[float, float]]) -> PrefillQueueModel:
     """A queue that was always full, and these prompts: (tokens, ms since the one before)."""
-    queue, now_ms = Queue(), 0.0
+    queue, now_ms = PrefillQueueModel(), 0.0
     for tokens, ms in answers:
         now_ms += ms
-        assert queue.answer(tokens, now_ms) == pytest.approx(ms, abs=1e-6)
+        assert queue.observe_completion(tokens, now_ms) == pytest.approx(ms, abs=1e-6)
     return queue
 
 
@@ -96,7 +96,7 @@ def test_what_every_prompt_takes_is_told_apart_from_what_its_tokens_take(
     queue = teach([(tokens, prompt_ms + token_ms * tokens) for tokens in draw_lengths(1)])
     assert queue.prompt_ms == pytest.approx(prompt_ms, rel=0.02, abs=0.1)
     assert queue.token_ms == pytest.approx(token_ms, rel=0.01)
-    assert queue.safe_token_ms == pytest.approx(token_ms, rel=0.06)
+    assert queue.upper_token_ms == pytest.approx(token_ms, rel=0.06)
 
 
 def test_without_other_lengths_all_is_taken_for_the_tokens_time() -> None:
@@ -125,7 +125,7 @@ def test_the_less_lengths_explain_the_later_a_queue_is_said_to_be_through() -> N
             for tokens in draw_lengths(3)
         ]
         queue = teach(answers)
-        margins.append(queue.safe_token_ms / queue.token_ms)
+        margins.append(queue.upper_token_ms / queue.token_ms)
     assert margins[0] < 1.03
     assert margins[0] + 0.05 < margins[1] < margins[2] - 0.05 < 1.95
 
@@ -140,10 +140,10 @@ def test_the_less_lengths_explain_the_later_a_queue_is_said_to_be_through() -> N
     )
 )
 def test_whatever_prompts_take_times_are_finite_and_right_on_the_whole(answers) -> None:
-    sums = NOMINAL_SUMS
+    sums = DEFAULT_SUMS
     for tokens, ms in answers:
-        sums = add_answer(sums, tokens, ms)
-        prompt_ms, token_ms, safe_ms = fit_line(sums)
+        sums = add_completion(sums, tokens, ms)
+        prompt_ms, token_ms, safe_ms = fit_prompt_times(sums)
         assert 0.0 <= prompt_ms < float("inf")
         # All that is left may be the last digit of what was taken off.
         assert -1e-9 * sums[4] / sums[2] <= token_ms <= safe_ms < float("inf")
@@ -152,11 +152,11 @@ def test_whatever_prompts_take_times_are_finite_and_right_on_the_whole(answers) 
 
 def test_prompts_that_were_cached_in_full_teach_nothing() -> None:
     queue = teach([(0.0, 5_000.0)] * 10)
-    assert (queue.prompt_ms, queue.token_ms) == (0.0, NOMINAL_TOKEN_MS)
+    assert (queue.prompt_ms, queue.token_ms) == (0.0, DEFAULT_TOKEN_MS)
 
 
 def test_before_anything_is_learnt_the_nominal_rate_counts() -> None:
-    prompt_ms, token_ms, safe_ms = fit_line(NOMINAL_SUMS)
+    prompt_ms, token_ms, safe_ms = fit_prompt_times(DEFAULT_SUMS)
     assert prompt_ms == pytest.approx(0.0, abs=1e-9)
-    assert token_ms == pytest.approx(NOMINAL_TOKEN_MS)
-    assert safe_ms == pytest.approx(NOMINAL_TOKEN_MS, rel=1e-3)
+    assert token_ms == pytest.approx(DEFAULT_TOKEN_MS)
+    assert safe_ms == pytest.approx(DEFAULT_TOKEN_MS, rel=1e-3)

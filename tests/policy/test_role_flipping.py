@@ -9,16 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.policy import role_flipping
-from cleave.policy.role_flipping import DECODE, MIXED, NONE, PREFILL, Members, Terms, Watch
+from cleave.policy.role_flipping import (
+    DECODE,
+    MIXED,
+    NONE,
+    PREFILL,
+    FlipThresholds,
+    Members,
+    PressureHistory,
+)
 
-TERMS = Terms(wait_ms=100.0)
+TERMS = FlipThresholds(wait_ms=100.0)
 SECOND_MS = 1_000.0
 
 
 def fleet(prefill: int = 2, decode: int = 2, mixed: int = 0) -> Members:
     """All at home, open, and without work."""
-    members = role_flipping.make_members(prefill + decode + mixed)
-    members["home"] = members["role"] = [PREFILL] * prefill + [DECODE] * decode + [MIXED] * mixed
+    members = role_flipping.build_members(prefill + decode + mixed)
+    members["configured_role"] = members["role"] = (
+        [PREFILL] * prefill + [DECODE] * decode + [MIXED] * mixed
+    )
     members["is_open"] = 1
     return members
 
@@ -26,16 +36,16 @@ def fleet(prefill: int = 2, decode: int = 2, mixed: int = 0) -> Members:
 class Manager:
     """Decides each second, as a router's does."""
 
-    def __init__(self, members: Members, terms: Terms = TERMS) -> None:
+    def __init__(self, members: Members, terms: FlipThresholds = TERMS) -> None:
         self.members, self.terms = members, terms
-        self.watch: Watch = role_flipping.make_watch()
+        self.watch: PressureHistory = role_flipping.build_pressure_history()
         self.now_ms = 0.0
         self.flips: list[tuple[float, int, int]] = []
 
     def set(self, side: int, pressure: float) -> None:
         """All that serve this side are under so much pressure."""
         serve = self.members["role"] != 1 - side
-        name, unit = ("use", self.terms.full) if side else ("wait_ms", self.terms.wait_ms)
+        name, unit = ("use", self.terms.full_usage) if side else ("wait_ms", self.terms.wait_ms)
         self.members[name] = np.where(serve, pressure * unit, 0.0)
 
     def run(self, seconds: int = 1) -> list[tuple[int, int]]:
@@ -44,7 +54,7 @@ class Manager:
             self.now_ms += SECOND_MS
             slot, role = role_flipping.decide(self.members, self.watch, self.terms, self.now_ms)
             if slot != NONE:
-                role_flipping.take(self.members, slot, role, self.now_ms)
+                role_flipping.record_role(self.members, slot, role, self.now_ms)
                 self.flips.append((self.now_ms, slot, role))
                 done.append((slot, role))
         return done
@@ -56,13 +66,15 @@ class Manager:
 def test_prompts_wait_nearly_as_long_as_is_promised_before_others_help(
     ttft_ms: float, wait_ms: float
 ) -> None:
-    assert role_flipping.make_terms(ttft_ms).wait_ms == wait_ms
+    assert role_flipping.build_thresholds(ttft_ms).wait_ms == wait_ms
 
 
 def test_kv_of_prompts_that_wait_is_not_there_yet() -> None:
-    assert role_flipping.find_present(4_000.0, 1_000.0) == 0.75
-    assert role_flipping.find_present(4_000.0, 9_000.0) == 0.0, "prompts without a decode instance"
-    assert role_flipping.find_present(0.0, 0.0) == 1.0
+    assert role_flipping.compute_computed_share(4_000.0, 1_000.0) == 0.75
+    assert role_flipping.compute_computed_share(4_000.0, 9_000.0) == 0.0, (
+        "prompts without a decode instance"
+    )
+    assert role_flipping.compute_computed_share(0.0, 0.0) == 1.0
 
 
 def test_without_pressure_everybody_stays() -> None:
@@ -170,18 +182,18 @@ def test_a_fleet_that_is_all_closed_decides_nothing() -> None:
 
 def test_where_nobody_lends_any_more_who_is_away_comes_home_after_a_while() -> None:
     manager = Manager(fleet(prefill=1, decode=3, mixed=1))
-    role_flipping.take(manager.members, 2, MIXED, 1_000.0)
-    role_flipping.take(manager.members, 3, PREFILL, 2_000.0)
+    role_flipping.record_role(manager.members, 2, MIXED, 1_000.0)
+    role_flipping.record_role(manager.members, 3, PREFILL, 2_000.0)
     manager.members["is_open"][3] = 0
-    soon = 1_000.0 + role_flipping.AWAY_MS
-    assert role_flipping.recall(manager.members, soon - 1) == (NONE, NONE)
-    assert role_flipping.recall(manager.members, soon) == (2, DECODE)
-    role_flipping.take(manager.members, 2, DECODE, soon)
-    assert role_flipping.recall(manager.members, soon + 9e9) == (NONE, NONE), (
+    soon = 1_000.0 + role_flipping.MAX_FLIP_MS
+    assert role_flipping.return_flipped(manager.members, soon - 1) == (NONE, NONE)
+    assert role_flipping.return_flipped(manager.members, soon) == (2, DECODE)
+    role_flipping.record_role(manager.members, 2, DECODE, soon)
+    assert role_flipping.return_flipped(manager.members, soon + 9e9) == (NONE, NONE), (
         "closed ones are left alone"
     )
     manager.members["is_open"][3] = 1
-    assert role_flipping.recall(manager.members, soon + 9e9) == (3, DECODE)
+    assert role_flipping.return_flipped(manager.members, soon + 9e9) == (3, DECODE)
 
 
 @pytest.mark.parametrize("period_s", [1, 2, 3, 5, 8, 13, 30, 60, 120, 300, 600])
@@ -207,7 +219,7 @@ def test_whatever_comes_flips_are_bounded_and_both_sides_are_served(
         for _ in range(seconds):
             manager.set(0, prompts)
             use = manager.members["role"] != PREFILL
-            manager.members["use"] = np.where(use, decodes * TERMS.full, 0.0)
+            manager.members["use"] = np.where(use, decodes * TERMS.full_usage, 0.0)
             manager.run()
             roles = manager.members["role"]
             assert (roles != PREFILL).any()
@@ -232,7 +244,7 @@ def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
     waits_ms = np.array([prompts for prompts, _ in loads]) * terms.wait_ms
     start_ms, skipped = each_second.now_ms, 0
     for manager in (each_second, seldom):
-        manager.members["use"] = [decodes * TERMS.full for _, decodes in loads]
+        manager.members["use"] = [decodes * TERMS.full_usage for _, decodes in loads]
         quiet_until_ms = 0.0
         while manager.now_ms < start_ms + 600 * SECOND_MS:
             if manager is seldom and manager.now_ms + 2 * SECOND_MS < quiet_until_ms:
@@ -243,7 +255,7 @@ def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
             manager.members["wait_ms"] = (waits_ms + ahead_ms).clip(0) * (waits_ms > 0)
             if not manager.run():
                 known = manager.members, manager.watch, manager.terms, manager.now_ms
-                quiet_until_ms = role_flipping.find_next_ms(*known)
+                quiet_until_ms = role_flipping.compute_next_check_ms(*known)
     assert seldom.flips == each_second.flips
     assert skipped > 0
     for name in ("role", "since_ms", "stay_ms", "idle_ms"):
@@ -258,15 +270,15 @@ def _find_most_flips(hours: float) -> float:
     long, and so on; those after that LONGEST_STAY_MS each. To begin anew takes FORGIVEN_MS at home,
     in which more long trips would have been made than short ones are won.
     """
-    short = math.log2(role_flipping.LONGEST_STAY_MS / role_flipping.FIRST_STAY_MS)
-    return 3.0 * (short + 1.0 + hours * 3_600_000.0 / role_flipping.LONGEST_STAY_MS)
+    short = math.log2(role_flipping.MAX_MIN_FLIP_MS / role_flipping.FIRST_MIN_FLIP_MS)
+    return 3.0 * (short + 1.0 + hours * 3_600_000.0 / role_flipping.MAX_MIN_FLIP_MS)
 
 
 def _check_bounds(manager: Manager, hours: float) -> None:
     for slot in range(len(manager.members)):
         mine = [(at, role) for at, which, role in manager.flips if which == slot]
         assert len(mine) <= _find_most_flips(hours)
-        home = manager.members["home"][slot]
+        home = manager.members["configured_role"][slot]
         for (left, role), (back, later) in pairwise(mine):
             if role != home and later == home:
-                assert back - left >= role_flipping.FIRST_STAY_MS
+                assert back - left >= role_flipping.FIRST_MIN_FLIP_MS

@@ -15,17 +15,22 @@ import pytest
 
 from cleave.api.enums import DispatchPolicy
 from cleave.perf.published.aladdin import Coefficients
-from cleave.perf.timing import Timing
-from cleave.policy.best_fit import Packing
-from cleave.router.registry import Directory
-from cleave.router.router import Phase, Pick, Router, Rules
+from cleave.perf.timing import EngineTiming
+from cleave.policy.best_fit import BestFitModel
+from cleave.router.registry import InstanceRegistry
+from cleave.router.router import Pick, RequestPhase, Router, RoutingRules
 from cleave.rpc.v1 import agent_pb2
-from cleave.simulator.dispatch import close_prompt, close_resident, place, score
-from cleave.simulator.fleet import Engine, Fleet, Pool
-from cleave.simulator.record_access import instance_at, request_at, score_at
+from cleave.simulator.dispatch import (
+    dispatch_request,
+    remove_prompt_load,
+    remove_resident_load,
+    update_scores,
+)
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
+from cleave.simulator.record_access import get_instance, get_request, get_score
 from cleave.simulator.records import NONE, Records
-from cleave.simulator.role_flipping import _flip
-from cleave.simulator.run import compile_loop, lay_out, prepare
+from cleave.simulator.role_flipping import _change_role
+from cleave.simulator.run import compile_loop, lay_out, prepare_fleet
 from cleave.simulator.trace import Trace
 
 HISTORIES = int(os.environ.get("HISTORIES", "100"))
@@ -33,7 +38,7 @@ REQUESTS = 24
 ARRIVE, ANSWER, END, LOSE, FLIP, SCORE = range(6)
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
 PREFILL, DECODE, MIXED = range(3)
-TIMING = Timing(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,))
+TIMING = EngineTiming(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,))
 BLOCK = 16
 TICK_S = 1 / 1024
 """Milliseconds of such times are exact, so that both clocks show the same."""
@@ -44,31 +49,31 @@ def apply(rows: Records, closed: Records, kind: int, which: int, role: int, now:
     state = rows[0]
     state.now = now
     if kind == ARRIVE:
-        place(state, which)
+        dispatch_request(state, which)
     elif kind == ANSWER:
-        request_at(state, which).prefill_end = now
-        close_prompt(state, which)
+        get_request(state, which).prefill_end = now
+        remove_prompt_load(state, which)
     elif kind == END:
-        close_resident(state, which)
+        remove_resident_load(state, which)
     elif kind == LOSE:
         # Nothing is learnt of a prompt that is never answered.
-        request = request_at(state, which)
+        request = get_request(state, which)
         i = request.prefill if request.prefill != NONE else request.decode
-        inst = instance_at(state, i)
-        inst.prompt_book -= request.prompt
+        inst = get_instance(state, i)
+        inst.pending_prompt_tokens -= request.prompt
         inst.waiting -= 1
         if request.prefill != NONE:
             inst.requests -= 1
-            score(state, i)
-        close_resident(state, which)
+            update_scores(state, i)
+        remove_resident_load(state, which)
     elif kind == FLIP:
-        _flip(state, which, role, now)
+        _change_role(state, which, role, now)
     elif kind == SCORE:
-        score(state, which)
+        update_scores(state, which)
     for i in range(state.num_instances):
         if closed[i]:
             for use in range(3):
-                score_at(state, use * state.num_instances + i).value = np.inf
+                get_score(state, use * state.num_instances + i).value = np.inf
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,7 @@ class Known:
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
         return self.tokens
 
-    def learn(self, prompt_tokens: int, output_tokens: int) -> None: ...
+    def observe(self, prompt_tokens: int, output_tokens: int) -> None: ...
 
 
 class History:
@@ -99,7 +104,7 @@ class History:
         self.is_closed = np.zeros(len(self.roles), np.int64)
         slope = draw.choice([0.001, 0.01])
         fit = Coefficients(k1=0.1, c1=5.0, k2=slope, c2=0.5, c3=5.0)
-        packing = Packing(fit, draw.choice([40.0, 200.0]), draw.choice([12.0, 30.0]))
+        packing = BestFitModel(fit, draw.choice([40.0, 200.0]), draw.choice([12.0, 30.0]))
         short = draw.choice([0, 0, 80, 250])
         self.packing = packing
         self._start_simulation(policy, packing, short)
@@ -108,13 +113,13 @@ class History:
         self.decoding: dict[int, Pick] = {}
         self.number = 0
 
-    def _start_simulation(self, policy: DispatchPolicy, packing: Packing, short: int) -> None:
-        draw, engine = self.draw, Engine(TIMING, self.blocks * BLOCK, BLOCK)
+    def _start_simulation(self, policy: DispatchPolicy, packing: BestFitModel, short: int) -> None:
+        draw, engine = self.draw, SimulatedEngine(TIMING, self.blocks * BLOCK, BLOCK)
         pools = [
-            (Pool(engine, count),) if (count := self.roles.count(role)) else ()
+            (SimulatedPool(engine, count),) if (count := self.roles.count(role)) else ()
             for role in (PREFILL, DECODE, MIXED)
         ]
-        fleet = Fleet(*pools, dispatch=policy, packing=packing, whole_below_tokens=short)
+        fleet = SimulatedFleet(*pools, dispatch=policy, best_fit=packing, short_prompt_tokens=short)
         self.trace = Trace(
             np.zeros(REQUESTS),
             np.array([draw.randint(1, draw.choice([60, 400])) for _ in range(REQUESTS)]),
@@ -122,18 +127,18 @@ class History:
         )
         predicted = [draw.randint(1, draw.choice([60, 400])) for _ in range(REQUESTS)]
         self.trace = dataclasses.replace(self.trace, predicted_tokens=np.array(predicted))
-        self.arrays, self.state = lay_out(prepare(fleet), self.trace, 0)
+        self.arrays, self.state = lay_out(prepare_fleet(fleet), self.trace, 0)
         self.state["random"] = 1 + draw.randrange(1 << 30)
 
-    def _start_router(self, policy: DispatchPolicy, packing: Packing, short: int) -> None:
-        directory = Directory(policy)
-        rules = Rules(short, packing.ttft_ms, packing.tpot_ms)
+    def _start_router(self, policy: DispatchPolicy, packing: BestFitModel, short: int) -> None:
+        directory = InstanceRegistry(policy)
+        rules = RoutingRules(short, packing.ttft_ms, packing.tpot_ms)
         seed = int(self.state["random"][0])
         self.router = Router(directory, rules=rules, clock=lambda: self.now_s, seed=seed)
-        self.router.lengths = self.lengths = Known()
+        self.router.length_predictor = self.lengths = Known()
         # The simulation knows the passes from the start.
-        self.router._passes.packing = packing
-        self.router._passes.add_prompt = lambda *_: None  # type: ignore[method-assign]
+        self.router._iteration_times.best_fit = packing
+        self.router._iteration_times.add_prompt = lambda *_: None  # type: ignore[method-assign]
         for i in range(len(self.roles)):
             self.register(i)
 
@@ -150,7 +155,7 @@ class History:
             kv_path=agent_pb2.KvPath(verified=True),
         )
         event = agent_pb2.WatchEvent(registration=stated)
-        self.router.directory.hear(f"agent{i}", event, self.now_s)
+        self.router.registry.on_event(f"agent{i}", event, self.now_s)
 
     def step(self) -> None:
         """One event; fails when an arrival is placed on different instances."""
@@ -162,7 +167,7 @@ class History:
             r = self.draw.choice(list(self.waiting))
             self.decoding[r] = self.waiting.pop(r)
             self.simulate(ANSWER, r)
-            self.router.release(self.decoding[r], Phase.PREFILL)
+            self.router.release(self.decoding[r], RequestPhase.PREFILL)
         elif kind == END and self.decoding:
             r = self.draw.choice(list(self.decoding))
             self.simulate(END, r)
@@ -199,7 +204,7 @@ class History:
         self.roles, was_closed = roles, self.is_closed
         self.is_closed = is_closed
         if is_closed[i] and not was_closed[i]:
-            self.router.directory.lose(f"agent{i}")
+            self.router.registry.on_disconnect(f"agent{i}")
         elif not is_closed[i]:
             self.register(i)
         # An agent that is lost tells of its role when it is back.

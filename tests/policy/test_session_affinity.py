@@ -3,7 +3,7 @@
 import numpy as np
 
 from cleave.policy.dispatch import NONE
-from cleave.policy.session_affinity import find_kept, to_key
+from cleave.policy.session_affinity import find_session_instance, to_key
 
 NAMES = [f"chat-prefill-{i}" for i in range(8)]
 KEYS = np.array([to_key(name) for name in NAMES], np.uint64)
@@ -12,7 +12,7 @@ SESSIONS = [to_key(f"session-{i}") for i in range(400)]
 
 
 def homes(scores: np.ndarray, keys: np.ndarray = KEYS) -> list[int]:
-    return [find_kept(scores, keys, session, 1_000) for session in SESSIONS]
+    return [find_session_instance(scores, keys, session, 1_000) for session in SESSIONS]
 
 
 def test_a_session_comes_back_to_the_same_instance() -> None:
@@ -46,4 +46,4 @@ def test_a_queue_that_costs_more_than_coming_back_saves_is_left() -> None:
 
 
 def test_nothing_is_found_when_all_are_closed() -> None:
-    assert find_kept(IDLE + np.inf, KEYS, 5, 10) == NONE
+    assert find_session_instance(IDLE + np.inf, KEYS, 5, 10) == NONE

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.perf.timing import Chunk, Timing
-from cleave.policy.short_prompts import find_whole_below_tokens
+from cleave.perf.timing import EngineTiming, PromptChunk
+from cleave.policy.short_prompts import find_short_prompt_tokens
 
-TIMING = Timing(
+TIMING = EngineTiming(
     prompt_step=1.0,
     prompt_ms=(10.0, 10.1),
     prompt_square_ms=0.0,
@@ -16,15 +16,15 @@ TIMING = Timing(
 )
 
 
-def find(tpot_ms: float, transfer_ms: float = 5.0, timing: Timing = TIMING) -> int:
-    return find_whole_below_tokens(timing, timing, transfer_ms, 0.01, 16, 16_000, tpot_ms)
+def find(tpot_ms: float, transfer_ms: float = 5.0, timing: EngineTiming = TIMING) -> int:
+    return find_short_prompt_tokens(timing, timing, transfer_ms, 0.01, 16, 16_000, tpot_ms)
 
 
 def test_the_pass_that_the_prompt_shares_just_keeps_the_tpot_target() -> None:
     tokens = find(60.0)
     assert tokens > 0
-    assert TIMING.iteration_ms([Chunk(0, tokens)], 16, 16_000) <= 60.0
-    assert TIMING.iteration_ms([Chunk(0, tokens + 1)], 16, 16_000) > 60.0
+    assert TIMING.predict_iteration_ms([PromptChunk(0, tokens)], 16, 16_000) <= 60.0
+    assert TIMING.predict_iteration_ms([PromptChunk(0, tokens + 1)], 16, 16_000) > 60.0
 
 
 def test_a_tighter_target_splits_shorter_prompts() -> None:
@@ -38,5 +38,5 @@ def test_a_target_that_decoding_alone_misses_splits_everything() -> None:
 @pytest.mark.parametrize("slow", [1.0, 3.0])
 def test_slow_prompts_on_the_decode_side_are_split(slow: float) -> None:
     decode = replace(TIMING, prompt_ms=(10.0, 10.0 + 0.1 * slow))
-    found = find_whole_below_tokens(TIMING, decode, 0.0, 0.0, 16, 16_000, 1e6)
+    found = find_short_prompt_tokens(TIMING, decode, 0.0, 0.0, 16, 16_000, 1e6)
     assert (found == 1 << 15) == (slow == 1.0)

@@ -8,17 +8,17 @@ from aiohttp import web
 
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
-from cleave_worker.emulator.api import Api
-from cleave_worker.emulator.config import EngineConfig
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.scheduler import Limits
+from cleave_worker.emulator.api import EmulatorApi
+from cleave_worker.emulator.config import EmulatedEngineConfig
+from cleave_worker.emulator.engine import EmulatedEngine
+from cleave_worker.emulator.scheduler import EngineLimits
 
 
 @dataclass
 class Running:
     """One engine and its address."""
 
-    engine: Engine
+    engine: EmulatedEngine
     url: str
 
 
@@ -31,20 +31,20 @@ async def serve() -> AsyncIterator[Serve]:
     closers = []
 
     async def start(time_scale: float = 0.01, max_num_batched_tokens: int = 512) -> Running:
-        profile = named_profiles.load("distserve/opt-13b/tp1")
-        config = EngineConfig(
+        profile = named_profiles.load_profile("distserve/opt-13b/tp1")
+        config = EmulatedEngineConfig(
             served_model_name="m",
-            shape=model_shape.load("opt-13b"),
+            shape=model_shape.load_shape("opt-13b"),
             profile=profile,
             max_model_len=2048,
-            limits=Limits(max_num_seqs=64, max_num_batched_tokens=max_num_batched_tokens),
+            limits=EngineLimits(max_num_seqs=64, max_num_batched_tokens=max_num_batched_tokens),
             block_size=16,
             num_blocks=profile.kv_capacity_tokens // 16,
             time_scale=time_scale,
         )
-        engine = Engine(config)
+        engine = EmulatedEngine(config)
         await engine.start()
-        runner = web.AppRunner(Api(engine).application(), handler_cancellation=True)
+        runner = web.AppRunner(EmulatorApi(engine).build_application(), handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True).start()
         closers.append((engine, runner))

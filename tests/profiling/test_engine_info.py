@@ -2,14 +2,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from cleave.profiling.client import Client
-from cleave.profiling.engine_info import inspect, read_counters, read_load
+from cleave.profiling.client import OpenAIClient
+from cleave.profiling.engine_info import count_requests, inspect_engine, read_counters
 from cleave.profiling.errors import ProfilingError
 
 
 async def test_an_engine_tells_its_facts(serve: Callable[..., Awaitable]) -> None:
     running = await serve()
-    facts = await inspect(Client(running.url), None)
+    facts = await inspect_engine(OpenAIClient(running.url), None)
     assert (facts.model, facts.source, facts.engine) == ("m", "opt-13b", "emulated")
     assert (facts.max_model_len, facts.kv_block_size) == (2048, 16)
     assert facts.kv_capacity_tokens == running.engine.scheduler.pool.num_blocks * 16
@@ -18,18 +18,18 @@ async def test_an_engine_tells_its_facts(serve: Callable[..., Awaitable]) -> Non
 async def test_a_model_that_is_not_served_is_named(serve: Callable[..., Awaitable]) -> None:
     running = await serve()
     with pytest.raises(ProfilingError, match="serves m: there is no 'other'"):
-        await inspect(Client(running.url), "other")
+        await inspect_engine(OpenAIClient(running.url), "other")
 
 
 async def test_counters_wait_until_the_request_is_counted(
     serve: Callable[..., Awaitable],
 ) -> None:
     running = await serve()
-    client = Client(running.url, "m")
+    client = OpenAIClient(running.url, "m")
     before = await read_counters(client)
     await client.complete([9] * 600, 1)
     after = await read_counters(client, before.prefills + 1)
     assert after.prefills - before.prefills == 1
-    assert after.passes - before.passes == 2, "600 tokens are two passes of up to 512"
+    assert after.iterations - before.iterations == 2, "600 tokens are two passes of up to 512"
     assert after.prefill_s > before.prefill_s
-    assert await read_load(client) == 0
+    assert await count_requests(client) == 0

@@ -7,16 +7,31 @@ import pytest
 
 from cleave.perf.profile import iteration_fit, profile
 from cleave.profiling import measurement_plan
-from cleave.profiling.client import Client
-from cleave.profiling.engine_info import EngineFacts, inspect
+from cleave.profiling.client import OpenAIClient
+from cleave.profiling.engine_info import EngineInfo, inspect_engine
 from cleave.profiling.errors import ProfilingError
-from cleave.profiling.measurement_plan import Look, Settings, choose_shots, lengths, measure
-from cleave.profiling.measurements import BatchShot, Decode, DecodeShot, Prefill, PromptShot, Sample
-from cleave.profiling.profile_points import find_scattered, spread_share, to_profile
+from cleave.profiling.measurement_plan import (
+    ProbeResult,
+    ProfilingSettings,
+    list_prompt_lengths,
+    measure,
+    plan_measurements,
+)
+from cleave.profiling.measurements import (
+    BatchMeasurement,
+    DecodeCase,
+    DecodeMeasurement,
+    PrefillCase,
+    PromptMeasurement,
+    Sample,
+)
+from cleave.profiling.profile_points import build_profile, compute_spread_share, list_scattered
 
 Serve = Callable[..., Awaitable]
-FACTS = EngineFacts("m", "opt-13b", "emulated", "1", 2048, 16, 1000)
-TINY = Settings(repeats=2, batches=(1, 4), contexts=(32,), steps_per_octave=1, max_spread=1e9)
+FACTS = EngineInfo("m", "opt-13b", "emulated", "1", 2048, 16, 1000)
+TINY = ProfilingSettings(
+    repeats=2, batches=(1, 4), contexts=(32,), steps_per_octave=1, max_spread=1e9
+)
 
 
 def hide(_done: int, _total: int, _what: str) -> None:
@@ -24,20 +39,20 @@ def hide(_done: int, _total: int, _what: str) -> None:
 
 
 def test_lengths_cover_the_range_evenly_on_a_logarithmic_scale() -> None:
-    assert lengths(100, 1) == [16, 32, 64, 100]
-    assert lengths(64, 2) == [16, 23, 32, 45, 64]
+    assert list_prompt_lengths(100, 1) == [16, 32, 64, 100]
+    assert list_prompt_lengths(64, 2) == [16, 23, 32, 45, 64]
 
 
 def test_no_shot_exceeds_the_engine() -> None:
-    look = Look({16: 20.0, 512: 70.0, 1024: 130.0}, front_ms=1.0)
-    settings = Settings(contexts=(64, 1024, 4096))
-    shots = list(choose_shots(FACTS, settings, look))
-    prompts = [shot.tokens for shot in shots if isinstance(shot, PromptShot)]
+    look = ProbeResult({16: 20.0, 512: 70.0, 1024: 130.0}, overhead_ms=1.0)
+    settings = ProfilingSettings(contexts=(64, 1024, 4096))
+    shots = list(plan_measurements(FACTS, settings, look))
+    prompts = [shot.tokens for shot in shots if isinstance(shot, PromptMeasurement)]
     assert max(prompts) == 1024
-    batches = [shot for shot in shots if isinstance(shot, BatchShot)]
+    batches = [shot for shot in shots if isinstance(shot, BatchMeasurement)]
     assert batches
     assert all(shot.prompts * shot.tokens <= 1024 for shot in batches)
-    decodes = [shot for shot in shots if isinstance(shot, DecodeShot)]
+    decodes = [shot for shot in shots if isinstance(shot, DecodeMeasurement)]
     assert {shot.prompt_tokens for shot in decodes} == {64, 1024}
     for shot in decodes:
         assert shot.batch * shot.prompt_tokens < FACTS.kv_capacity_tokens
@@ -45,22 +60,26 @@ def test_no_shot_exceeds_the_engine() -> None:
 
 
 def test_batches_of_prompts_are_left_out_where_passes_are_shorter_than_http() -> None:
-    look = Look({16: 1.0, 1024: 3.0}, front_ms=1.0)
-    assert not [s for s in choose_shots(FACTS, Settings(), look) if isinstance(s, BatchShot)]
+    look = ProbeResult({16: 1.0, 1024: 3.0}, overhead_ms=1.0)
+    assert not [
+        s
+        for s in plan_measurements(FACTS, ProfilingSettings(), look)
+        if isinstance(s, BatchMeasurement)
+    ]
 
 
 def test_spread_is_that_of_the_middle_half() -> None:
-    assert spread_share([10.0]) == 0.0
-    assert spread_share([10.0, 10.0, 10.0, 10.0, 99.0]) == 0.0
-    assert spread_share([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.2)
+    assert compute_spread_share([10.0]) == 0.0
+    assert compute_spread_share([10.0, 10.0, 10.0, 10.0, 99.0]) == 0.0
+    assert compute_spread_share([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.2)
 
 
 def test_points_that_scatter_are_named() -> None:
     samples = {
-        Decode(8, 64): [Sample(Decode(8, 64), ms) for ms in (10.0, 20.0, 30.0)],
-        Prefill(1, 64): [Sample(Prefill(1, 64), ms) for ms in (10.0, 10.1, 10.2)],
+        DecodeCase(8, 64): [Sample(DecodeCase(8, 64), ms) for ms in (10.0, 20.0, 30.0)],
+        PrefillCase(1, 64): [Sample(PrefillCase(1, 64), ms) for ms in (10.0, 10.1, 10.2)],
     }
-    assert find_scattered(samples, 0.15) == ["decoding 8 x 64 tokens: 50% of 20.00 ms"]
+    assert list_scattered(samples, 0.15) == ["decoding 8 x 64 tokens: 50% of 20.00 ms"]
 
 
 @dataclass(eq=False)
@@ -70,9 +89,9 @@ class Noisy:
     label: str = "noisy"
     runs: list[float] = field(default_factory=list)
 
-    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+    async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
         self.runs.append(10.0 if len(self.runs) > 3 else 10.0 + 10.0 * (len(self.runs) % 2))
-        return [Sample(Prefill(1, 64), self.runs[-1])]
+        return [Sample(PrefillCase(1, 64), self.runs[-1])]
 
 
 @dataclass(eq=False)
@@ -80,9 +99,9 @@ class Steady:
     label: str = "steady"
     runs: int = 0
 
-    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+    async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
         self.runs += 1
-        return [Sample(Prefill(1, 128), 10.0)]
+        return [Sample(PrefillCase(1, 128), 10.0)]
 
 
 async def test_what_scatters_is_measured_up_to_three_times_as_often(
@@ -90,9 +109,9 @@ async def test_what_scatters_is_measured_up_to_three_times_as_often(
 ) -> None:
     running = await serve()
     noisy, steady = Noisy(), Steady()
-    monkeypatch.setattr(measurement_plan, "choose_shots", lambda *_: [noisy, steady])
+    monkeypatch.setattr(measurement_plan, "plan_measurements", lambda *_: [noisy, steady])
     settings = replace(TINY, repeats=4, max_spread=0.15)
-    await measure(Client(running.url, "m"), FACTS, settings, hide)
+    await measure(OpenAIClient(running.url, "m"), FACTS, settings, hide)
     assert steady.runs == 4
     assert 4 < len(noisy.runs) <= 12
 
@@ -101,10 +120,10 @@ async def test_a_measured_engine_becomes_a_profile_that_can_be_read(
     serve: Serve, tmp_path: pytest.TempPathFactory
 ) -> None:
     running = await serve(time_scale=0.05)
-    client = Client(running.url, "m")
-    facts = await inspect(client, None)
+    client = OpenAIClient(running.url, "m")
+    facts = await inspect_engine(client, None)
     samples = await measure(client, facts, TINY, hide)
-    found = to_profile(
+    found = build_profile(
         samples,
         facts,
         device="CPU",
@@ -114,20 +133,20 @@ async def test_a_measured_engine_becomes_a_profile_that_can_be_read(
         pipeline_parallel_size=1,
     )
     path = tmp_path / "profile.yaml"
-    profile.write(found, path)
-    assert profile.read(path) == found
+    profile.write_profile(found, path)
+    assert profile.read_profile(path) == found
     assert [p.tokens for p in found.prefill if p.prompts == 1] == [16, 32, 64, 128, 256, 512]
     assert {d.batch for d in found.decode} == {1, 4}
     assert found.mixed
     assert found.kv_capacity_tokens == facts.kv_capacity_tokens
-    assert iteration_fit.to_timing(found).prefill_ms([100]) > 0
+    assert iteration_fit.to_timing(found).predict_prefill_ms([100]) > 0
     assert running.engine.num_requests == 0
 
 
 async def test_an_engine_in_use_is_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await serve(time_scale=10.0)
     monkeypatch.setattr(measurement_plan, "_IDLE_TIMEOUT_S", 0.1)
-    client = Client(running.url, "m")
+    client = OpenAIClient(running.url, "m")
     other = asyncio.create_task(client.complete([9] * 20, 100))
     await asyncio.sleep(0.2)
     with pytest.raises(ProfilingError, match="busy with other requests"):
@@ -139,4 +158,4 @@ async def test_an_engine_for_short_prompts_alone_is_refused(serve: Serve) -> Non
     running = await serve()
     facts = replace(FACTS, max_model_len=20)
     with pytest.raises(ProfilingError, match="too short to measure"):
-        await measure(Client(running.url, "m"), facts, TINY, hide)
+        await measure(OpenAIClient(running.url, "m"), facts, TINY, hide)

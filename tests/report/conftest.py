@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from cleave.api.deployment import Slo
-from cleave.planner.plan import Answer, Plan
+from cleave.planner.plan import Plan, PlanningResult
 from cleave.report.layout import NodeShape
-from cleave.report.load_study import Study, Subject, study
-from cleave.simulator.outcome import Instances, Outcome
+from cleave.report.load_study import LoadStudy, ReportInput, run_study
+from cleave.simulator.outcome import InstanceStatistics, SimulationResult
 
 A100 = "A100-SXM-80GB"
 
@@ -20,7 +20,7 @@ class QueueBench:
 
     num_requests: int = 600
 
-    def serve(self, plan: Plan, rate: float) -> Outcome:
+    def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
         rng = np.random.default_rng(7)
         arrival = np.cumsum(rng.exponential(1000 / rate, self.num_requests))
         output = rng.integers(2, 120, self.num_requests)
@@ -35,7 +35,7 @@ class QueueBench:
         begun = moved + 3.0
         first = begun + tpot
         zeros = np.zeros(len(end), np.int64)
-        return Outcome(
+        return SimulationResult(
             arrival_ms=arrival,
             prefill_start_ms=start,
             prefill_end_ms=end,
@@ -48,22 +48,22 @@ class QueueBench:
             num_preemptions=zeros,
             prefill_instance=zeros,
             decode_instance=zeros,
-            fate=zeros,
+            outcome=zeros,
             instances=NO_INSTANCES,
         )
 
 
-NO_INSTANCES = Instances(
+NO_INSTANCES = InstanceStatistics(
     **{
         field.name: 0.0 if field.name == "duration_ms" else np.zeros(0)
-        for field in fields(Instances)
+        for field in fields(InstanceStatistics)
     }
 )
 
 
 @pytest.fixture
-def subject() -> Subject:
-    return Subject(
+def subject() -> ReportInput:
+    return ReportInput(
         deployment="chat",
         model="facebook/opt-13b",
         slo=Slo(ttft_ms=400, tpot_ms=40, attainment=0.9),
@@ -76,8 +76,8 @@ def subject() -> Subject:
 
 
 @pytest.fixture
-def made(subject: Subject, answer: Answer) -> Study:
-    return study(subject, answer, QueueBench())
+def made(subject: ReportInput, answer: PlanningResult) -> LoadStudy:
+    return run_study(subject, answer, QueueBench())
 
 
 @pytest.fixture

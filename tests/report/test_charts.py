@@ -2,32 +2,37 @@
 
 import pytest
 
-from cleave.planner.result.text import percent
-from cleave.report.charts import attainment, cdf, charts, stages
-from cleave.simulator.latency_breakdown import Stage
+from cleave.planner.result.text import format_percent
+from cleave.report.charts import (
+    build_attainment_chart,
+    build_cdf_chart,
+    build_charts,
+    build_stages_chart,
+)
+from cleave.simulator.latency_breakdown import LatencyStage
 
 KEYS = ["attainment", "cdf-ttft", "cdf-tpot", "stages", "frontier"]
 KEYS += ["tradeoff-ttft", "tradeoff-tpot"]
 
 
 def test_every_chart_has_a_note_and_its_numbers(made) -> None:
-    found = list(charts(made))
+    found = list(build_charts(made))
     assert [chart.key for chart in found] == KEYS
     for chart in found:
-        assert chart.note.endswith(".")
+        assert chart.caption.endswith(".")
         assert chart.rows
         assert {len(row) for row in chart.rows} == {len(chart.heading)}
 
 
 def test_every_colour_is_one_of_the_theme(made) -> None:
-    for chart in charts(made):
+    for chart in build_charts(made):
         text = chart.figure.to_json()
         assert "var(--" in text
         assert "#" not in text
 
 
 def test_attainment_shows_goal_asked_rate_and_both_kinds(made) -> None:
-    chart = attainment(made)
+    chart = build_attainment_chart(made)
     texts = [note.text for note in chart.figure.layout.annotations]
     assert texts == ["target 90 %", "requested 5.00 req/s"]
     assert "4M tp1 (4 GPUs)" in [trace.name for trace in chart.figure.data]
@@ -36,11 +41,14 @@ def test_attainment_shows_goal_asked_rate_and_both_kinds(made) -> None:
 def test_a_cdf_says_the_share_within_the_target(made) -> None:
     values = made.latencies[1].ttft_ms
     share = sum(ms <= 400 for ms in values) / len(values)
-    assert f"4M tp1 meets 400 ms for {percent(share)} of requests" in cdf(made, "ttft").note
+    assert (
+        f"4M tp1 meets 400 ms for {format_percent(share)} of requests"
+        in build_cdf_chart(made, "ttft").caption
+    )
 
 
 def test_stage_shares_add_up_to_one(made) -> None:
-    chart = stages(made)
-    assert [trace.name for trace in chart.figure.data] == [str(stage) for stage in Stage]
+    chart = build_stages_chart(made)
+    assert [trace.name for trace in chart.figure.data] == [str(stage) for stage in LatencyStage]
     for shares in zip(*(trace.x for trace in chart.figure.data), strict=True):
         assert sum(shares) == pytest.approx(1)

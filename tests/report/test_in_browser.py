@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from cleave.report.load_study import Study, study
-from cleave.report.page import page
+from cleave.report.load_study import LoadStudy, run_study
+from cleave.report.page import render_page
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 pytestmark = pytest.mark.skipif(
@@ -50,9 +50,9 @@ class Opened:
 
 
 @pytest.fixture
-def file(tmp_path: Path, made: Study) -> Path:
+def file(tmp_path: Path, made: LoadStudy) -> Path:
     path = tmp_path / "report.html"
-    path.write_text(page(made), encoding="utf-8")
+    path.write_text(render_page(made), encoding="utf-8")
     return path
 
 
@@ -123,7 +123,7 @@ def test_every_chart_can_be_read_without_seeing_it(opened) -> None:
 
 def test_an_infeasible_answer_opens_too(browser, subject, infeasible, tmp_path) -> None:
     path = tmp_path / "none.html"
-    path.write_text(page(study(subject, infeasible, bench=None)), encoding="utf-8")
+    path.write_text(render_page(run_study(subject, infeasible, bench=None)), encoding="utf-8")
     none = Opened(browser, path)
     assert none.messages == []
     assert "infeasible" in none.page.inner_text("h1")

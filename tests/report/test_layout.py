@@ -4,14 +4,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, PlannedPool, Prediction
-from cleave.report.layout import Node, NodeShape, lay_out
-from cleave.report.node_drawing import describe, draw
+from cleave.report.layout import LayoutNode, NodeShape, lay_out
+from cleave.report.node_drawing import describe_node, draw_nodes
 
 _ZERO = Percentiles(0, 0, 0)
 _SEEN = Prediction(
-    1.0, (1.0, 1.0), 1.0, _ZERO, _ZERO, 0.0, 0.0, Trust(Basis.MEASURED, "by hand", None)
+    1.0,
+    (1.0, 1.0),
+    1.0,
+    _ZERO,
+    _ZERO,
+    0.0,
+    0.0,
+    Confidence(LatencySource.MEASURED, "by hand", None),
 )
 
 
@@ -61,15 +68,15 @@ def test_what_finds_no_room_is_left_out() -> None:
 
 def test_a_node_is_described_in_words() -> None:
     (node,) = lay_out(plan(pool(Role.MIXED, 1, 2, 1)), (NodeShape("X", 1, 4),))
-    assert describe(node) == "mixed 0 (stage 0) on 2 GPUs; 2 free"
+    assert describe_node(node) == "mixed 0 (stage 0) on 2 GPUs; 2 free"
 
 
 def test_of_many_nodes_the_first_are_drawn_and_the_others_counted() -> None:
     nodes = lay_out(plan(pool(Role.MIXED, 40, 8, 1)), (NodeShape("X", 40, 8),))
-    drawn = draw(nodes)
+    drawn = draw_nodes(nodes)
     assert drawn.count("<svg") == 32
     assert "8 more nodes" in drawn
 
 
 def test_names_cannot_break_out_of_the_drawing() -> None:
-    assert "<script" not in draw((Node("<script>", 1, ()),))
+    assert "<script" not in draw_nodes((LayoutNode("<script>", 1, ()),))

@@ -6,39 +6,46 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cleave.report.load_study import LOADS, SCALES, goodput, rivals, shown_plans, study
+from cleave.report.load_study import (
+    LOADS,
+    SCALES,
+    interpolate_goodput,
+    run_study,
+    select_plans,
+    select_rivals,
+)
 
 
 def test_goodput_is_where_the_line_between_two_rates_crosses_the_goal() -> None:
-    assert goodput((1.0, 2.0, 3.0), (1.0, 0.95, 0.85), 0.9) == pytest.approx(2.5)
+    assert interpolate_goodput((1.0, 2.0, 3.0), (1.0, 0.95, 0.85), 0.9) == pytest.approx(2.5)
 
 
 def test_goodput_is_nothing_when_the_lowest_rate_misses_and_the_top_when_none_does() -> None:
-    assert goodput((1.0, 2.0), (0.5, 1.0), 0.9) == 0.0
-    assert goodput((1.0, 2.0), (1.0, 0.9), 0.9) == 2.0
+    assert interpolate_goodput((1.0, 2.0), (0.5, 1.0), 0.9) == 0.0
+    assert interpolate_goodput((1.0, 2.0), (1.0, 0.9), 0.9) == 2.0
 
 
 def test_goodput_ends_at_the_first_fall_even_if_attainment_recovers() -> None:
-    assert goodput((1.0, 2.0, 3.0), (1.0, 0.8, 1.0), 0.9) == pytest.approx(1.5)
+    assert interpolate_goodput((1.0, 2.0, 3.0), (1.0, 0.8, 1.0), 0.9) == pytest.approx(1.5)
 
 
 def test_the_rival_is_the_best_of_the_other_kind(answer) -> None:
     every = (answer.selected, *answer.alternatives)
-    best, other = rivals(every)
+    best, other = select_rivals(every)
     assert best is answer.selected
     assert other is next(plan for plan in every if not plan.is_disaggregated)
-    assert rivals(()) == ()
+    assert select_rivals(()) == ()
 
 
 def test_the_other_kind_is_shown_however_far_down_it_is(answer) -> None:
     disaggregated = [plan for plan in answer.alternatives if plan.is_disaggregated]
     colocated = next(plan for plan in answer.alternatives if not plan.is_disaggregated)
     many = [replace(disaggregated[0], score=float(i)) for i in range(12)]
-    assert shown_plans(replace(answer, alternatives=(*many, colocated)))[-1] is colocated
+    assert select_plans(replace(answer, alternatives=(*many, colocated)))[-1] is colocated
 
 
 def test_every_plan_is_swept_from_idle_to_overload(made) -> None:
-    assert len(made.sweeps) == 1 + len(made.answer.alternatives)
+    assert len(made.sweeps) == 1 + len(made.result.alternatives)
     for sweep in made.sweeps:
         assert sweep.rates == pytest.approx([f * sweep.plan.prediction.goodput for f in LOADS])
         assert sweep.attainment[0] > sweep.attainment[-1]
@@ -58,17 +65,17 @@ def test_attainment_never_falls_when_a_target_is_relaxed(made) -> None:
 
 def test_a_request_that_never_ends_is_the_worst_of_all(subject, answer, bench) -> None:
     class Losing:
-        def serve(self, plan, rate):
-            outcome = bench.serve(plan, rate)
+        def simulate_plan(self, plan, rate):
+            outcome = bench.simulate_plan(plan, rate)
             outcome.first_token_ms[:30] = outcome.end_ms[:30] = math.nan
             return outcome
 
-    found = study(subject, answer, Losing()).latencies[0]
+    found = run_study(subject, answer, Losing()).latencies[0]
     assert found.ttft_ms[-1] == math.inf
     assert math.isfinite(found.ttft_ms[100])
     assert sum(found.stages.values()) == pytest.approx(1)
 
 
 def test_an_answer_without_a_plan_is_a_study_without_simulations(subject, infeasible) -> None:
-    empty = study(subject, infeasible, bench=None)
+    empty = run_study(subject, infeasible, bench=None)
     assert empty.sweeps == empty.latencies == ()

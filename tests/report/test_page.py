@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from cleave.report.load_study import study
-from cleave.report.page import page
-from cleave.report.what_if import what_if
+from cleave.report.load_study import run_study
+from cleave.report.page import render_page
+from cleave.report.what_if import compute_what_if
 
 
 class Reader(HTMLParser):
@@ -36,38 +36,38 @@ def data(html: str):
 
 
 def test_nothing_is_loaded_from_anywhere(made) -> None:
-    reader = Reader(page(made))
+    reader = Reader(render_page(made))
     assert reader.links == ["data:,"]
     assert reader.open == []
 
 
 def test_the_file_stays_below_three_megabytes(made) -> None:
-    assert len(page(made).encode()) < 3_000_000
+    assert len(render_page(made).encode()) < 3_000_000
 
 
 def test_the_page_says_verdict_reason_change_and_warnings(made) -> None:
-    html = page(made)
-    for text in (made.answer.reason, made.answer.what_would_change, *made.answer.warnings):
+    html = render_page(made)
+    for text in (made.result.reason, made.result.what_would_change, *made.result.warnings):
         assert text in html
     assert "disaggregate</span>" in html
 
 
 def test_names_from_outside_stay_text(made) -> None:
     evil = '</script><img src=x onerror="alert(1)">'
-    subject = replace(made.subject, deployment=evil, model=evil, traffic=evil)
-    answer = replace(made.answer, reason=evil, warnings=(evil,))
-    html = page(replace(made, subject=subject, answer=answer))
+    subject = replace(made.report_input, deployment=evil, model=evil, traffic=evil)
+    answer = replace(made.result, reason=evil, warnings=(evil,))
+    html = render_page(replace(made, report_input=subject, result=answer))
     assert evil not in html
     assert Reader(html).links == ["data:,"]
 
 
 def test_every_point_of_the_sliders_is_inside(made) -> None:
-    held = data(page(made))["whatIf"]
-    assert len(held["points"]) == len(held["copies"]) == len(what_if(made).points)
+    held = data(render_page(made))["whatIf"]
+    assert len(held["points"]) == len(held["copies"]) == len(compute_what_if(made).points)
 
 
 def test_an_infeasible_answer_names_the_nearest_slo_and_draws_nothing(subject, infeasible) -> None:
-    html = page(study(subject, infeasible, bench=None))
+    html = render_page(run_study(subject, infeasible, bench=None))
     assert html.count("no plan meets TTFT 20 ms") == 1
     assert ">360 ms<small>9.00 times the requested one<" in html
     assert data(html) == {"charts": {}, "whatIf": None, "plans": []}

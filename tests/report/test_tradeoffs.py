@@ -5,12 +5,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.report.tradeoffs import frontier, pareto, tradeoff
+from cleave.report.tradeoffs import build_frontier_chart, build_tradeoff_chart, find_pareto_front
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
 def test_nothing_beats_the_frontier_and_all_else_is_beaten(points) -> None:
-    kept = pareto(points)
+    kept = find_pareto_front(points)
     for place, (cost, worth) in enumerate(points):
         beaten = any(c <= cost and w >= worth for c, w in (points[i] for i in kept))
         assert beaten
@@ -23,19 +23,21 @@ def test_without_prices_the_frontier_counts_gpus(made) -> None:
         return replace(plan, prediction=replace(plan.prediction, cost_per_hour=0.0))
 
     answer = replace(
-        made.answer,
-        selected=free(made.answer.selected),
-        alternatives=tuple(map(free, made.answer.alternatives)),
+        made.result,
+        selected=free(made.result.selected),
+        alternatives=tuple(map(free, made.result.alternatives)),
     )
-    chart = frontier(replace(made, answer=answer))
+    chart = build_frontier_chart(replace(made, result=answer))
     assert chart.heading[1] == "GPUs"
     assert chart.rows[0][1] == "6.00"
 
 
 def test_latencies_that_lie_far_apart_get_a_logarithmic_axis(made) -> None:
-    slow = made.answer.alternatives[0]
+    slow = made.result.alternatives[0]
     late = replace(slow.prediction, ttft_ms=replace(slow.prediction.ttft_ms, p90=90_000.0))
-    answer = replace(made.answer, alternatives=(replace(slow, prediction=late),))
-    assert tradeoff(replace(made, answer=answer), "ttft").figure.layout.xaxis.type == "log"
-    near = replace(made.answer, alternatives=made.answer.alternatives[:3])
-    assert tradeoff(replace(made, answer=near), "ttft").figure.layout.xaxis.type is None
+    answer = replace(made.result, alternatives=(replace(slow, prediction=late),))
+    assert (
+        build_tradeoff_chart(replace(made, result=answer), "ttft").figure.layout.xaxis.type == "log"
+    )
+    near = replace(made.result, alternatives=made.result.alternatives[:3])
+    assert build_tradeoff_chart(replace(made, result=near), "ttft").figure.layout.xaxis.type is None

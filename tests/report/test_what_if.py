@@ -6,25 +6,25 @@ from dataclasses import replace
 import pytest
 
 from cleave.report.load_study import SCALES
-from cleave.report.what_if import RATES, what_if
+from cleave.report.what_if import RATES, compute_what_if
 
 
 def test_there_is_a_point_for_every_place_of_the_three_sliders(made) -> None:
-    points = what_if(made)
+    points = compute_what_if(made)
     assert len(points.points) == len(RATES) * len(SCALES) ** 2
     assert (points.rates[points.start[0]], points.ttft_ms[points.start[1]]) == (5.0, 400.0)
     assert points.tpot_ms[points.start[2]] == 40.0
 
 
 def test_at_the_asked_slo_a_plan_has_the_goodput_of_the_answer(made) -> None:
-    points = what_if(made)
-    start = points.at(*points.start)
+    points = compute_what_if(made)
+    start = points.get_point(*points.start)
     assert start.goodput == pytest.approx(made.sweeps[start.plan].plan.prediction.goodput)
 
 
 def test_the_point_takes_the_fewest_gpus_that_carry_the_rate(made) -> None:
-    points = what_if(made)
-    start = points.at(*points.start)
+    points = compute_what_if(made)
+    start = points.get_point(*points.start)
     able = [s.plan.gpus for s in made.sweeps if s.plan.prediction.goodput >= 5.0]
     assert start.gpus == min(able)
     assert start.goodput * start.copies >= 5.0
@@ -36,28 +36,28 @@ def test_where_price_is_the_objective_the_cheapest_is_the_best(made) -> None:
         replace(s, plan=replace(s.plan, score=min(s.plan.prediction.goodput, 5.0) / dear[i]))
         for i, s in enumerate(made.sweeps[:3])
     )
-    priced = what_if(replace(made, sweeps=sweeps))
-    assert priced.at(*priced.start).plan == 2
+    priced = compute_what_if(replace(made, sweeps=sweeps))
+    assert priced.get_point(*priced.start).plan == 2
 
 
 def test_more_traffic_never_needs_fewer_copies_of_a_plan(made) -> None:
-    points = what_if(made)
+    points = compute_what_if(made)
     _, ttft, tpot = points.start
     for rate, asked in enumerate(points.rates):
-        point = points.at(rate, ttft, tpot)
+        point = points.get_point(rate, ttft, tpot)
         assert point.copies == math.ceil(asked / point.goodput)
         assert point.gpus == point.copies * made.sweeps[point.plan].plan.gpus
 
 
 def test_a_relaxed_target_never_takes_more_gpus(made) -> None:
-    points = what_if(made)
+    points = compute_what_if(made)
     rate, ttft, _ = points.start
-    row = [points.at(rate, ttft, tpot) for tpot in range(len(SCALES))]
+    row = [points.get_point(rate, ttft, tpot) for tpot in range(len(SCALES))]
     taken = [point.gpus if point.plan >= 0 else 10**6 for point in row]
     assert taken == sorted(taken, reverse=True)
 
 
 def test_what_needs_more_gpus_than_there_are_is_no_point(made) -> None:
-    few = replace(made, subject=replace(made.subject, max_gpus=2))
-    points = what_if(few)
-    assert points.at(len(RATES) - 1, *points.start[1:]).plan == -1
+    few = replace(made, report_input=replace(made.report_input, max_gpus=2))
+    points = compute_what_if(few)
+    assert points.get_point(len(RATES) - 1, *points.start[1:]).plan == -1

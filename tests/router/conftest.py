@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cleave.router.registry import Directory
+from cleave.router.registry import InstanceRegistry
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = {
@@ -58,17 +58,17 @@ def loaded() -> State:
 
 
 @pytest.fixture
-def directory() -> Directory:
-    return Directory()
+def directory() -> InstanceRegistry:
+    return InstanceRegistry()
 
 
 @pytest.fixture
-def fleet_of(directory: Directory, stated: State) -> Callable[..., Directory]:
+def fleet_of(directory: InstanceRegistry, stated: State) -> Callable[..., InstanceRegistry]:
     """A directory with `name=role` instances, each at an address of its own name."""
 
-    def make(**roles: str) -> Directory:
+    def make(**roles: str) -> InstanceRegistry:
         for name, role in roles.items():
-            directory.hear(name, stated(name, role), 0.0)
+            directory.on_event(name, stated(name, role), 0.0)
         return directory
 
     return make

@@ -9,7 +9,7 @@ from cleave.api.enums import DispatchPolicy
 from cleave.policy.prefix_cache import BLOCK_BYTES
 from cleave.policy.session_affinity import ADAPTER_TOKENS, to_key
 from cleave.router.errors import NoInstance, UnknownModel
-from cleave.router.registry import Directory
+from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
 from cleave.rpc.v1 import agent_pb2
 
@@ -27,9 +27,9 @@ def routed(stated, clock):
     """A router over `name=role` instances that serve adapters."""
 
     def make(policy: DispatchPolicy, roles: dict[str, str], *adapters: str) -> Router:
-        directory = Directory(policy)
+        directory = InstanceRegistry(policy)
         for name, role in roles.items():
-            directory.hear(name, stated(name, role, adapters=adapters), 0.0)
+            directory.on_event(name, stated(name, role, adapters=adapters), 0.0)
         return Router(directory, clock=clock, seed=5)
 
     return make
@@ -44,9 +44,9 @@ def serve(router: Router, model: str, **request: object) -> tuple[str | None, st
 
 def test_an_adapter_is_served_by_the_instances_of_its_base(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql", "law")
-    models = router.directory.models
+    models = router.registry.models
     assert {name: known.base for name, known in models.items()} == {"m": "", "sql": "m", "law": "m"}
-    assert models["sql"].boards == models["m"].boards
+    assert models["sql"].score_tables == models["m"].score_tables
     assert serve(router, "sql")[0] in ("p1", "p2")
 
 
@@ -56,16 +56,16 @@ def test_an_adapter_that_nobody_serves_is_an_unknown_model(routed) -> None:
 
 
 def test_a_revision_serves_what_all_of_it_that_has_answered_serve(directory, stated) -> None:
-    directory.hear("p", stated("p", "prefill", adapters=["sql", "law"]), 0.0)
-    directory.hear("d", stated("d", "decode", adapters=["sql"]), 0.0)
+    directory.on_event("p", stated("p", "prefill", adapters=["sql", "law"]), 0.0)
+    directory.on_event("d", stated("d", "decode", adapters=["sql"]), 0.0)
     starting = stated("e", "decode", state=agent_pb2.STATE_STARTING)
-    directory.hear("e", starting, 0.0)
+    directory.on_event("e", starting, 0.0)
     assert set(directory.models) == {"m", "sql"}
 
 
 def test_a_new_revision_alone_gets_what_the_old_one_lacks(directory, stated) -> None:
-    directory.hear("a", stated("a", "mixed"), 0.0)
-    directory.hear("b", stated("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
+    directory.on_event("a", stated("a", "mixed"), 0.0)
+    directory.on_event("b", stated("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
     router = Router(directory)
     assert {serve(router, "sql") for _ in range(8)} == {(None, "b")}
     assert {serve(router, "m")[1] for _ in range(8)} == {"a", "b"}
@@ -74,14 +74,14 @@ def test_a_new_revision_alone_gets_what_the_old_one_lacks(directory, stated) -> 
 def test_an_adapter_outlives_the_restart_of_all_engines(directory, stated) -> None:
     for name in ("a", "b"):
         fields = {"adapters": ["sql"], "state": agent_pb2.STATE_STARTING, "boot_id": "new"}
-        directory.hear(name, stated(name, "mixed", **fields), 0.0)
+        directory.on_event(name, stated(name, "mixed", **fields), 0.0)
     with pytest.raises(NoInstance):
         Router(directory).pick("sql", 100)
 
 
 def test_a_model_goes_before_an_adapter_of_its_name(directory, stated) -> None:
-    directory.hear("a", stated("a", "mixed", adapters=["sql"]), 0.0)
-    directory.hear("b", stated("b", "mixed", model="sql", deployment="other"), 0.0)
+    directory.on_event("a", stated("a", "mixed", adapters=["sql"]), 0.0)
+    directory.on_event("b", stated("b", "mixed", model="sql", deployment="other"), 0.0)
     assert serve(Router(directory), "sql") == (None, "b")
 
 
@@ -110,7 +110,7 @@ def test_adapters_that_all_fit_are_treated_like_their_model(
 ) -> None:
     for name in ("a", "b"):
         event = stated(name, "mixed", adapters=["sql", "law"], max_adapters=slots)
-        directory.hear(name, event, 0.0)
+        directory.on_event(name, event, 0.0)
     router = Router(directory)
     assert len({serve(router, "sql") for _ in range(8)}) == homes
 
@@ -159,11 +159,11 @@ def test_books_are_empty_after_requests_of_many_adapters(routed) -> None:
     picks = [router.pick(rng.choice(["m", *adapters]), rng.randint(1, 999)) for _ in range(100)]
     for pick in picks:
         router.release(pick)
-    for instance in router.directory.instances.values():
-        assert (instance.ledger.requests, instance.ledger.prompt.own) == (0, 0)
+    for instance in router.registry.instances.values():
+        assert (instance.in_flight.num_requests, instance.in_flight.prompt.own) == (0, 0)
 
 
 def test_keys_of_adapters_differ(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql", "law")
-    keys = [router.directory.models[name].adapter for name in ("m", "sql", "law")]
+    keys = [router.registry.models[name].adapter for name in ("m", "sql", "law")]
     assert keys == [None, to_key("sql"), to_key("law")]

@@ -10,9 +10,9 @@ import grpc
 import pytest
 
 from cleave.router import agent_watcher as fleet_module
-from cleave.router.agent_watcher import Fleet
-from cleave.router.instance import Contact
-from cleave.router.registry import Directory
+from cleave.router.agent_watcher import AgentWatcher
+from cleave.router.instance import Connectivity
+from cleave.router.registry import InstanceRegistry
 from cleave.rpc.agent_discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -50,8 +50,8 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
 
 
 @contextlib.asynccontextmanager
-async def following(source: str, directory: Directory) -> AsyncIterator[Fleet]:
-    fleet = Fleet(source, directory, time.monotonic)
+async def following(source: str, directory: InstanceRegistry) -> AsyncIterator[AgentWatcher]:
+    fleet = AgentWatcher(source, directory, time.monotonic)
     await fleet.start()
     try:
         yield fleet
@@ -67,7 +67,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     pytest.fail(f"not within 15 s: {what}")
 
 
-def is_open(directory: Directory, name: str) -> bool:
+def is_open(directory: InstanceRegistry, name: str) -> bool:
     return name in directory.instances and directory.instances[name].selectable
 
 
@@ -108,7 +108,7 @@ async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(
 async def test_a_start_does_not_wait_long_for_an_agent_that_says_nothing(
     directory, monkeypatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "MEETING_S", 0.1)
+    monkeypatch.setattr(fleet_module, "REGISTRATION_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         async with following(f"127.0.0.1:{mute.getsockname()[1]}", directory):
             assert not directory.instances
@@ -136,10 +136,10 @@ async def test_a_silent_agent_is_doubted_until_it_speaks(directory, stated) -> N
         await until(lambda: is_open(directory, "d"), "followed")
         agent.silent = True
         instance = directory.instances["d"]
-        await until(lambda: instance.contact is Contact.STALE, "in doubt")
+        await until(lambda: instance.connectivity is Connectivity.STALE, "in doubt")
         assert instance.selectable
         agent.silent = False
-        await until(lambda: instance.contact is Contact.HEARD, "heard again")
+        await until(lambda: instance.connectivity is Connectivity.FRESH, "heard again")
     await agent.stop()
 
 
@@ -155,14 +155,14 @@ async def test_a_new_registration_is_taken_over(directory, stated) -> None:
 
 async def test_a_malformed_source_is_refused_at_once(directory) -> None:
     with pytest.raises(DiscoveryError):
-        await Fleet("nowhere", directory, time.monotonic).start()
+        await AgentWatcher("nowhere", directory, time.monotonic).start()
 
 
 async def test_every_fleet_follows_under_a_name_of_its_own(directory, stated) -> None:
     agent = FakeAgent(stated("d", "decode"))
     await agent.start()
     source = f"127.0.0.1:{agent.port}"
-    async with following(source, directory), following(source, Directory()):
+    async with following(source, directory), following(source, InstanceRegistry()):
         await until(lambda: len(agent.routers) == 2, "both are counted")
         assert "" not in agent.routers
     await agent.stop()

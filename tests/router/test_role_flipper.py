@@ -5,9 +5,9 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from cleave.policy.role_flipping import Terms
-from cleave.router.registry import Directory
-from cleave.router.role_flipper import Flip, Flipping, PoolManager
+from cleave.policy.role_flipping import FlipThresholds
+from cleave.router.registry import InstanceRegistry
+from cleave.router.role_flipper import RoleFlip, RoleFlipper, RoleFlippingMode
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.doubles import Clock
@@ -19,14 +19,14 @@ WAITING = 100_000
 class Agents:
     """Carry orders out and say so, or refuse them."""
 
-    def __init__(self, directory: Directory, clock: Clock) -> None:
+    def __init__(self, directory: InstanceRegistry, clock: Clock) -> None:
         self.directory, self.clock = directory, clock
         self.orders: list[tuple[str, str, int]] = []
         self.refuse = False
         self.silent = False
         """They do not state their new role, not before the manager has gone on at any rate."""
 
-    async def __call__(self, flip: Flip) -> None:
+    async def __call__(self, flip: RoleFlip) -> None:
         self.orders.append((flip.instance, _name(flip.role), flip.epoch))
         if self.refuse:
             empty = grpc.aio.Metadata()
@@ -37,24 +37,31 @@ class Agents:
         stated.CopyFrom(self.directory.instances[flip.instance].registration)
         stated.role, stated.epoch = flip.role, flip.epoch
         event = agent_pb2.WatchEvent(registration=stated)
-        self.directory.hear(flip.agent, event, self.clock.now_s)
+        self.directory.on_event(flip.agent, event, self.clock.now_s)
 
 
 class Managed:
     """A manager whose clock is set by hand."""
 
-    def __init__(self, directory: Directory, clock: Clock, flipping: Flipping) -> None:
+    def __init__(
+        self, directory: InstanceRegistry, clock: Clock, flipping: RoleFlippingMode
+    ) -> None:
         self.clock, self.agents = clock, Agents(directory, clock)
-        self.noted: list[Flip] = []
-        self._manager = PoolManager(
-            directory, flipping, Terms(wait_ms=100.0), clock, self.noted.append, self.agents
+        self.noted: list[RoleFlip] = []
+        self._manager = RoleFlipper(
+            directory,
+            flipping,
+            FlipThresholds(wait_ms=100.0),
+            clock,
+            self.noted.append,
+            self.agents,
         )
 
     async def run(self, seconds: int) -> list[tuple[str, str, int]]:
         before = len(self.agents.orders)
         for _ in range(seconds):
             self.clock.now_s += 1
-            await self._manager.look()
+            await self._manager.check()
         return self.agents.orders[before:]
 
 
@@ -62,83 +69,83 @@ Manage = Callable[..., Managed]
 
 
 @pytest.fixture
-def manage(directory: Directory, clock: Clock, stated) -> Manage:
-    def make(flipping: Flipping = Flipping.AUTO, **roles: str) -> Managed:
+def manage(directory: InstanceRegistry, clock: Clock, stated) -> Manage:
+    def make(flipping: RoleFlippingMode = RoleFlippingMode.AUTO, **roles: str) -> Managed:
         for name, role in (roles or {"p": "prefill", "d1": "decode", "d2": "decode"}).items():
-            directory.hear(name, stated(name, role, epoch=1, home=_role(role)), clock.now_s)
+            directory.on_event(name, stated(name, role, epoch=1, home=_role(role)), clock.now_s)
         return Managed(directory, clock, flipping)
 
     return make
 
 
 async def test_a_decode_instance_helps_with_prompts_and_goes_home_again(
-    manage: Manage, directory: Directory, loaded
+    manage: Manage, directory: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(1) == []
     assert await managed.run(1) == [("d1", "mixed", 2)]
-    directory.hear("p", loaded("p"), managed.clock.now_s)
+    directory.on_event("p", loaded("p"), managed.clock.now_s)
     assert await managed.run(60) == [("d1", "decode", 3)]
     assert [flip.role for flip in managed.noted] == [agent_pb2.ROLE_MIXED, agent_pb2.ROLE_DECODE]
     assert "d1: decode -> mixed; pressure of prompts" in managed.noted[0].describe()
 
 
 async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them(
-    manage: Manage, directory: Directory
+    manage: Manage, directory: InstanceRegistry
 ) -> None:
     managed = manage(p1="prefill", p2="prefill", d="decode")
-    queue, claims = (directory.instances[name].ledger for name in ("p1", "d"))
+    queue, claims = (directory.instances[name].in_flight for name in ("p1", "d"))
     capacity = 16_000.0
-    queue.prompt.enter(0.5 * capacity)
-    claims.resident.enter(0.95 * capacity)
+    queue.prompt.add(0.5 * capacity)
+    claims.resident.add(0.95 * capacity)
     assert await managed.run(3) == []
-    queue.prompt.close(0.5 * capacity)
+    queue.prompt.remove(0.5 * capacity)
     assert [order[1] for order in await managed.run(3)] == ["mixed"]
 
 
 async def test_advice_is_given_once_and_not_followed(
-    manage: Manage, directory: Directory, loaded
+    manage: Manage, directory: InstanceRegistry, loaded
 ) -> None:
-    managed = manage(Flipping.ADVISORY)
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    managed = manage(RoleFlippingMode.ADVISORY)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(30) == []
     assert [flip.instance for flip in managed.noted] == ["d1"]
 
 
 async def test_switched_off_it_lends_nobody_and_calls_home_who_was_lent(
-    manage: Manage, directory: Directory, loaded, stated
+    manage: Manage, directory: InstanceRegistry, loaded, stated
 ) -> None:
-    managed = manage(Flipping.OFF)
+    managed = manage(RoleFlippingMode.OFF)
     lent = stated("d1", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
-    directory.hear("d1", lent, managed.clock.now_s)
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("d1", lent, managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(290) == [], "somebody may try it by hand"
     assert await managed.run(60) == [("d1", "decode", 3)]
     assert await managed.run(600) == []
 
 
 async def test_only_the_first_router_of_most_instances_decides(
-    manage: Manage, directory: Directory, loaded
+    manage: Manage, directory: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
     now = managed.clock.now_s
     for name in ("p", "d1", "d2"):
         event = loaded(name, prompt=WAITING if name == "p" else 0)
         event.load.num_routers, event.load.router_rank = 2, int(name != "d2")
-        directory.hear(name, event, now)
+        directory.on_event(name, event, now)
     assert await managed.run(30) == []
     event.load.router_rank = 0
-    directory.hear("d1", loaded("d1"), now)
+    directory.on_event("d1", loaded("d1"), now)
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
 async def test_an_order_that_is_refused_is_given_again_after_a_rest(
-    manage: Manage, directory: Directory, loaded
+    manage: Manage, directory: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
     managed.agents.refuse = True
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert len(await managed.run(10)) == 1
     managed.agents.refuse = False
     assert await managed.run(10) == [("d1", "mixed", 2)]
@@ -146,79 +153,85 @@ async def test_an_order_that_is_refused_is_given_again_after_a_rest(
 
 
 async def test_instances_without_a_verified_path_are_left_alone(
-    manage: Manage, directory: Directory, loaded, stated
+    manage: Manage, directory: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage(p="prefill", d="decode")
     home = agent_pb2.ROLE_DECODE
-    directory.hear("d", stated("d", "decode", verified=False, epoch=1, home=home), 100.0)
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("d", stated("d", "decode", verified=False, epoch=1, home=home), 100.0)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(30) == []
 
 
 async def test_an_instance_that_states_no_role_is_left_alone(
-    manage: Manage, directory: Directory, loaded, stated
+    manage: Manage, directory: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage()
     event = stated("a", "decode", epoch=1)
     event.registration.role = agent_pb2.ROLE_UNSPECIFIED
-    directory.hear("a", event, managed.clock.now_s)
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("a", event, managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
-@pytest.mark.parametrize("flipping", [Flipping.AUTO, Flipping.OFF])
+@pytest.mark.parametrize("flipping", [RoleFlippingMode.AUTO, RoleFlippingMode.OFF])
 @pytest.mark.parametrize(
     "odd", [{"epoch": 2**64 - 1}, {"role": 9}, {"home": 9}, {"role": 9, "home": 9}]
 )
 async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
-    manage: Manage, directory: Directory, loaded, stated, caplog, flipping: Flipping, odd
+    manage: Manage,
+    directory: InstanceRegistry,
+    loaded,
+    stated,
+    caplog,
+    flipping: RoleFlippingMode,
+    odd,
 ) -> None:
     managed = manage(flipping)
     event = stated("a", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
     event.registration.MergeFrom(agent_pb2.Registration(**odd))
-    directory.hear("a", event, managed.clock.now_s)
+    directory.on_event("a", event, managed.clock.now_s)
     assert await managed.run(400) == [], "not the odd one"
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     orders = await managed.run(2)
-    assert orders == ([("d1", "mixed", 2)] if flipping is Flipping.AUTO else [])
+    assert orders == ([("d1", "mixed", 2)] if flipping is RoleFlippingMode.AUTO else [])
     assert caplog.text.count("a is excluded from role changes: role") == 1
 
 
 async def test_what_is_known_of_an_instance_survives_the_coming_of_others(
-    manage: Manage, directory: Directory, loaded, stated
+    manage: Manage, directory: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage()
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
-    directory.hear("a", stated("a", "decode", epoch=1, home=agent_pb2.ROLE_DECODE), 100.0)
-    directory.hear("p", loaded("p"), managed.clock.now_s)
+    directory.on_event("a", stated("a", "decode", epoch=1, home=agent_pb2.ROLE_DECODE), 100.0)
+    directory.on_event("p", loaded("p"), managed.clock.now_s)
     orders = await managed.run(60)
     assert ("d1", "decode", 3) in orders
 
 
 async def test_instances_with_adapters_are_told_once(
-    manage: Manage, directory: Directory, loaded, stated
+    manage: Manage, directory: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage()
     for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
         event = stated(name, role, epoch=1, home=_role(role), adapters=["tone", "terse"])
-        directory.hear(name, event, managed.clock.now_s)
+        directory.on_event(name, event, managed.clock.now_s)
     assert sorted(directory.models) == ["m", "terse", "tone"]
     managed.agents.silent = True
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
 async def test_pools_that_are_gone_are_forgotten(
-    manage: Manage, directory: Directory, loaded
+    manage: Manage, directory: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
-    directory.hear("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     await managed.run(1)
     for name in ("p", "d1", "d2"):
-        directory.forget(name)
+        directory.remove_agent(name)
     assert await managed.run(5) == []
-    assert managed._manager._pools == {}
+    assert managed._manager._states == {}
 
 
 def _role(name: str) -> "agent_pb2.Role.ValueType":

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from cleave.policy.queue_model import NOMINAL_TOKEN_MS
+from cleave.policy.queue_model import DEFAULT_TOKEN_MS
 from cleave.router.errors import NoInstance, UnknownModel
-from cleave.router.router import Fallback, Phase, Router
+from cleave.router.router import FallbackMode, RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -16,8 +16,8 @@ def names(pick) -> tuple[str | None, str]:
 
 
 def pending(router: Router) -> dict[str, tuple[float, float]]:
-    instances = router.directory.instances
-    return {n: (i.ledger.prompt.own, i.ledger.resident.own) for n, i in instances.items()}
+    instances = router.registry.instances
+    return {n: (i.in_flight.prompt.own, i.in_flight.resident.own) for n, i in instances.items()}
 
 
 def test_a_request_is_split_between_prefill_and_decode(fleet_of) -> None:
@@ -36,7 +36,7 @@ def test_while_no_instance_answers_no_model_is_unknown(fleet_of) -> None:
 
 
 def test_an_unknown_model_is_told_apart_from_a_busy_one(fleet_of) -> None:
-    router = Router(fleet_of(p="prefill"), Fallback.NEVER)
+    router = Router(fleet_of(p="prefill"), FallbackMode.NEVER)
     with pytest.raises(UnknownModel, match="gpt-9"):
         router.pick("gpt-9", 1)
     with pytest.raises(NoInstance):
@@ -66,7 +66,7 @@ def test_of_queues_of_equal_tokens_the_one_with_fewer_prompts_is_through_first(f
     for number in range(200):
         pick = router.pick("m", 100 + number * 37 % 900)
         now_ms += 50.0 + 0.1 * pick.prompt_tokens
-        router.release(pick, Phase.PREFILL)
+        router.release(pick, RequestPhase.PREFILL)
         router.release(pick)
     first = names(router.pick("m", 1_000))[0]
     many = [names(router.pick("m", 190))[0] for _ in range(4)]
@@ -78,20 +78,20 @@ def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(fleet_of
     now = 0.0
     directory = fleet_of(p="prefill", d="decode")
     router = Router(directory, clock=lambda: now)
-    queue = directory.instances["p"].ledger.queue
+    queue = directory.instances["p"].in_flight.queue
     for _ in range(20):
         now += 3_600.0
         pick = router.pick("m", 1_000)
-        directory.hear("p", loaded("p", 1_500), now)
+        directory.on_event("p", loaded("p", 1_500), now)
         now += 1.0
-        router.release(pick, Phase.PREFILL)
+        router.release(pick, RequestPhase.PREFILL)
         router.release(pick)
-    assert queue.token_ms == NOMINAL_TOKEN_MS
-    directory.hear("p", loaded("p"), now)
+    assert queue.token_ms == DEFAULT_TOKEN_MS
+    directory.on_event("p", loaded("p"), now)
     pick = router.pick("m", 1_000)
     now += 1.0
-    router.release(pick, Phase.PREFILL)
-    assert queue.token_ms > 5 * NOMINAL_TOKEN_MS
+    router.release(pick, RequestPhase.PREFILL)
+    assert queue.token_ms > 5 * DEFAULT_TOKEN_MS
 
 
 def test_what_only_others_have_sent_is_taken_as_begun_when_it_was_reported(
@@ -104,14 +104,14 @@ def test_what_only_others_have_sent_is_taken_as_begun_when_it_was_reported(
         router.release(pick)
     now = 5_000.0
     assert names(router.pick("m", 1_000))[0] == "p1"
-    directory.hear("p2", loaded("p2", 1_500), now)
+    directory.on_event("p2", loaded("p2", 1_500), now)
     assert names(router.pick("m", 1_000))[0] == "p1", "p2 has not begun long ago"
 
 
 def test_work_of_others_counts_as_reported(fleet_of, loaded) -> None:
     directory = fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode")
-    directory.hear("p1", loaded("p1", prompt=5_000), 0.1)
-    directory.hear("d1", loaded("d1", blocks_used=900), 0.1)
+    directory.on_event("p1", loaded("p1", prompt=5_000), 0.1)
+    directory.on_event("d1", loaded("d1", blocks_used=900), 0.1)
     assert names(Router(directory).pick("m", 10)) == ("p2", "d2")
 
 
@@ -119,11 +119,11 @@ def test_release_of_the_prefill_phase_frees_the_prompt_only(fleet_of) -> None:
     router = Router(fleet_of(p="prefill", d="decode"))
     pick = router.pick("m", 100, 50)
     assert pending(router) == {"p": (100, 0), "d": (0, 150)}
-    router.release(pick, Phase.PREFILL)
+    router.release(pick, RequestPhase.PREFILL)
     assert pending(router) == {"p": (0, 0), "d": (0, 150)}
-    router.release(pick, Phase.DECODE)
+    router.release(pick, RequestPhase.DECODE)
     assert pending(router) == {"p": (0, 0), "d": (0, 0)}
-    assert not pick.open
+    assert not pick.is_open
 
 
 def test_releasing_twice_changes_nothing(fleet_of) -> None:
@@ -136,12 +136,14 @@ def test_releasing_twice_changes_nothing(fleet_of) -> None:
 
 
 def test_a_request_that_cannot_be_split_gets_one_instance(fleet_of) -> None:
-    pick = Router(fleet_of(p="prefill", d="decode"), Fallback.NEVER).pick("m", 1, single=True)
+    pick = Router(fleet_of(p="prefill", d="decode"), FallbackMode.NEVER).pick(
+        "m", 1, colocated=True
+    )
     assert (names(pick), pick.reason) == ((None, "d"), "single-instance")
 
 
 def test_a_mixed_instance_serves_whole_requests_under_any_fallback(fleet_of) -> None:
-    pick = Router(fleet_of(x="mixed"), Fallback.NEVER).pick("m", 1)
+    pick = Router(fleet_of(x="mixed"), FallbackMode.NEVER).pick("m", 1)
     assert (names(pick), pick.reason) == ((None, "x"), "mixed")
 
 
@@ -158,12 +160,12 @@ def test_mixed_instances_take_prompts_off_a_long_prefill_queue(fleet_of) -> None
 @pytest.mark.parametrize(
     ("fallback", "lost", "served"),
     [
-        (Fallback.ALWAYS, False, True),
-        (Fallback.ALWAYS, True, True),
-        (Fallback.ON_PREFILL_LOSS, False, False),
-        (Fallback.ON_PREFILL_LOSS, True, True),
-        (Fallback.NEVER, False, False),
-        (Fallback.NEVER, True, False),
+        (FallbackMode.ALWAYS, False, True),
+        (FallbackMode.ALWAYS, True, True),
+        (FallbackMode.ON_PREFILL_LOSS, False, False),
+        (FallbackMode.ON_PREFILL_LOSS, True, True),
+        (FallbackMode.NEVER, False, False),
+        (FallbackMode.NEVER, True, False),
     ],
 )
 def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) -> None:
@@ -176,49 +178,51 @@ def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) 
             router.pick("m", 1, prefill_lost=lost)
 
 
-@pytest.mark.parametrize("fallback", [Fallback.NEVER, Fallback.ON_PREFILL_LOSS])
+@pytest.mark.parametrize("fallback", [FallbackMode.NEVER, FallbackMode.ON_PREFILL_LOSS])
 def test_a_prefill_instance_serves_whole_only_as_the_last_resort_of_always(
     fleet_of, fallback
 ) -> None:
     directory = fleet_of(p="prefill")
-    pick = Router(directory, Fallback.ALWAYS).pick("m", 1)
+    pick = Router(directory, FallbackMode.ALWAYS).pick("m", 1)
     assert (names(pick), pick.reason) == ((None, "p"), "no-decode")
     with pytest.raises(NoInstance):
         Router(directory, fallback).pick("m", 1, prefill_lost=True)
 
 
 def test_what_failed_the_request_is_avoided(fleet_of) -> None:
-    router = Router(fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), Fallback.NEVER)
-    assert names(router.pick("m", 1, avoid={"p1", "d1"})) == ("p2", "d2")
+    router = Router(
+        fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), FallbackMode.NEVER
+    )
+    assert names(router.pick("m", 1, excluded={"p1", "d1"})) == ("p2", "d2")
     with pytest.raises(NoInstance, match="failed this request"):
-        router.pick("m", 1, avoid={"p1", "p2"})
+        router.pick("m", 1, excluded={"p1", "p2"})
 
 
 def test_unlike_revisions_and_deployments_never_pair(directory, stated) -> None:
-    directory.hear("p", stated("p", "prefill", revision="r1"), 0)
-    directory.hear("d", stated("d", "decode", revision="r2"), 0)
-    directory.hear("d2", stated("d2", "decode", deployment="other"), 0)
+    directory.on_event("p", stated("p", "prefill", revision="r1"), 0)
+    directory.on_event("d", stated("d", "decode", revision="r2"), 0)
+    directory.on_event("d2", stated("d2", "decode", deployment="other"), 0)
     with pytest.raises(NoInstance):
-        Router(directory, Fallback.NEVER).pick("m", 1)
-    directory.hear("d3", stated("d3", "decode", revision="r1"), 0)
+        Router(directory, FallbackMode.NEVER).pick("m", 1)
+    directory.on_event("d3", stated("d3", "decode", revision="r1"), 0)
     assert names(Router(directory).pick("m", 1)) == ("p", "d3")
 
 
 @pytest.mark.parametrize("unverified", ["p", "d"])
 def test_an_untested_kv_path_carries_no_hand_off(directory, stated, unverified) -> None:
-    directory.hear("p", stated("p", "prefill", verified=unverified != "p"), 0)
-    directory.hear("d", stated("d", "decode", verified=unverified != "d"), 0)
+    directory.on_event("p", stated("p", "prefill", verified=unverified != "p"), 0)
+    directory.on_event("d", stated("d", "decode", verified=unverified != "d"), 0)
     assert names(Router(directory).pick("m", 1)) == (None, "d")
     with pytest.raises(NoInstance, match="KV path not verified"):
-        Router(directory, Fallback.NEVER).pick("m", 1)
+        Router(directory, FallbackMode.NEVER).pick("m", 1)
 
 
 @pytest.mark.parametrize(
     "state", [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_DRAINING]
 )
 def test_only_ready_instances_are_picked(directory, stated, state) -> None:
-    directory.hear("d1", stated("d1", "decode", state=state), 0)
-    directory.hear("d2", stated("d2", "decode"), 0)
+    directory.on_event("d1", stated("d1", "decode", state=state), 0)
+    directory.on_event("d2", stated("d2", "decode"), 0)
     router = Router(directory)
     assert {names(router.pick("m", 1)) for _ in range(4)} == {(None, "d2")}
 
@@ -227,16 +231,19 @@ def test_only_ready_instances_are_picked(directory, stated, state) -> None:
 def test_an_instance_without_an_address_is_not_picked(directory, stated, url: str) -> None:
     event = stated("d", "decode")
     event.registration.engine_url = url
-    directory.hear("d", event, 0)
+    directory.on_event("d", event, 0)
     with pytest.raises(NoInstance):
         Router(directory).pick("m", 1)
 
 
 def test_a_doubted_instance_comes_before_the_last_resort_and_after_all_others(fleet_of) -> None:
     router = Router(fleet_of(p="prefill", d1="decode", d2="decode"))
-    assert names(router.pick("m", 1, single=True, doubt={"d1"})) == (None, "d2")
-    assert names(router.pick("m", 1, single=True, avoid={"d2"}, doubt={"d1"})) == (None, "d1")
-    assert names(router.pick("m", 1, single=True, avoid={"d1", "d2"})) == (None, "p")
+    assert names(router.pick("m", 1, colocated=True, suspect={"d1"})) == (None, "d2")
+    assert names(router.pick("m", 1, colocated=True, excluded={"d2"}, suspect={"d1"})) == (
+        None,
+        "d1",
+    )
+    assert names(router.pick("m", 1, colocated=True, excluded={"d1", "d2"})) == (None, "p")
 
 
 @pytest.mark.parametrize(
@@ -254,8 +261,8 @@ def test_an_instance_in_doubt_is_taken_after_all_that_are_not(
 ) -> None:
     for name in ("p1", "p2", "d1", "d2"):
         role = "prefill" if name.startswith("p") else "decode"
-        directory.hear(name, stated(name, role), 0.0 if name in silent else 5.0)
-    directory.note_silence(5.0)
+        directory.on_event(name, stated(name, role), 0.0 if name in silent else 5.0)
+    directory.update_connectivity(5.0)
     router = Router(directory)
     assert names(router.pick("m", 10)) == expected
     if len(silent) == 1:
@@ -265,8 +272,8 @@ def test_an_instance_in_doubt_is_taken_after_all_that_are_not(
 
 def test_instances_in_doubt_share_the_load(directory, stated) -> None:
     for name in ("d1", "d2"):
-        directory.hear(name, stated(name, "decode"), 0.0)
-    directory.note_silence(5.0)
+        directory.on_event(name, stated(name, "decode"), 0.0)
+    directory.update_connectivity(5.0)
     router = Router(directory)
     assert [names(router.pick("m", 10))[1] for _ in range(4)] == ["d1", "d2", "d1", "d2"]
 
@@ -277,9 +284,9 @@ def test_a_mixed_instance_comes_before_a_split_in_doubt(
     directory, stated, silent, verified
 ) -> None:
     for name, role in {"p": "prefill", "d": "decode"}.items():
-        directory.hear(name, stated(name, role), 0.0 if name == silent else 5.0)
-    directory.hear("x", stated("x", "mixed", verified=verified), 5.0)
-    directory.note_silence(5.0)
+        directory.on_event(name, stated(name, role), 0.0 if name == silent else 5.0)
+    directory.on_event("x", stated("x", "mixed", verified=verified), 5.0)
+    directory.update_connectivity(5.0)
     picked = names(Router(directory).pick("m", 10))
     assert silent not in picked
     assert "x" in picked
@@ -287,9 +294,9 @@ def test_a_mixed_instance_comes_before_a_split_in_doubt(
 
 def test_a_mixed_instance_in_doubt_comes_after_a_split(directory, stated) -> None:
     for name, role in {"p": "prefill", "d": "decode"}.items():
-        directory.hear(name, stated(name, role), 5.0)
-    directory.hear("x", stated("x", "mixed"), 0.0)
-    directory.note_silence(5.0)
+        directory.on_event(name, stated(name, role), 5.0)
+    directory.on_event("x", stated("x", "mixed"), 0.0)
+    directory.update_connectivity(5.0)
     router = Router(directory)
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p", "d")}
 
@@ -298,8 +305,8 @@ def test_a_mixed_instance_in_doubt_comes_after_a_split(directory, stated) -> Non
 def test_a_revision_in_doubt_comes_after_one_that_is_not(directory, stated, silent) -> None:
     for name, role in {"p1": "prefill", "d1": "decode", "p2": "prefill", "d2": "decode"}.items():
         heard_at = 0.0 if name == silent else 5.0
-        directory.hear(name, stated(name, role, revision=name[1:]), heard_at)
-    directory.note_silence(5.0)
+        directory.on_event(name, stated(name, role, revision=name[1:]), heard_at)
+    directory.update_connectivity(5.0)
     router = Router(directory)
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p2", "d2")}
 
@@ -310,7 +317,7 @@ def make_revisions(directory, stated, **counts: tuple[int, int]) -> None:
         for role, count in (("prefill", prefill), ("decode", decode)):
             for n in range(count):
                 name = f"{role[0]}-{revision}-{n}"
-                directory.hear(name, stated(name, role, revision=revision), 0)
+                directory.on_event(name, stated(name, role, revision=revision), 0)
 
 
 def share_of(router: Router, revision: str, picks: list) -> float:
@@ -345,9 +352,9 @@ def test_a_revision_gets_what_its_scarcer_phase_can_carry(
         queues.setdefault(picks[-1].prefill.instance, []).append(picks[-1])
         for queue in queues.values() if turn % 3 == 0 else ():
             if queue:
-                router.release(queue.pop(0), Phase.PREFILL)
+                router.release(queue.pop(0), RequestPhase.PREFILL)
         if turn >= 160:
-            router.release(picks[turn - 160], Phase.DECODE)
+            router.release(picks[turn - 160], RequestPhase.DECODE)
     assert least <= share_of(router, "new", picks[400:]) <= most
 
 
@@ -355,7 +362,7 @@ def test_an_empty_new_revision_does_not_draw_more_prompts_than_it_can_take(
     directory, stated, loaded
 ) -> None:
     make_revisions(directory, stated, old=(1, 1), new=(1, 1))
-    directory.hear("d-old-0", loaded("d-old-0", blocks_used=900), 0)
+    directory.on_event("d-old-0", loaded("d-old-0", blocks_used=900), 0)
     router = Router(directory)
     picks = [router.pick("m", 500, 200) for _ in range(12)]
     assert 0.5 < share_of(router, "new", picks) < 1
@@ -363,17 +370,17 @@ def test_an_empty_new_revision_does_not_draw_more_prompts_than_it_can_take(
 
 def test_the_obstacle_tells_a_silent_instance_from_a_lost_one(fleet_of) -> None:
     directory = fleet_of(d1="decode", d2="decode")
-    directory.note_silence(11.0)
-    directory.lose("d2")
-    obstacle = Router(directory).find_obstacle("m")
+    directory.update_connectivity(11.0)
+    directory.on_disconnect("d2")
+    obstacle = Router(directory).explain_unavailable("m")
     assert "d1 (decode): silent; d2 (decode): connection lost" in obstacle
 
 
 def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
-    router = Router(fleet_of(p="prefill"), Fallback.NEVER)
-    assert "p (prefill): ready" in router.find_obstacle("m")
-    assert "does not exist" in router.find_obstacle("other")
-    assert Router(fleet_of(d="decode")).find_obstacle("m") == ""
+    router = Router(fleet_of(p="prefill"), FallbackMode.NEVER)
+    assert "p (prefill): ready" in router.explain_unavailable("m")
+    assert "does not exist" in router.explain_unavailable("other")
+    assert Router(fleet_of(d="decode")).explain_unavailable("m") == ""
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -384,7 +391,7 @@ def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int)
     fleet = [f"i{n}" for n in range(6)]
     boots = dict.fromkeys(fleet, 0)
     for name in fleet:
-        directory.hear(name, stated(name, rng.choice(["prefill", "decode", "mixed"])), 0)
+        directory.on_event(name, stated(name, rng.choice(["prefill", "decode", "mixed"])), 0)
     for step in range(400):
         name = rng.choice(fleet)
         event = rng.random()
@@ -392,22 +399,25 @@ def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int)
             with contextlib.suppress(NoInstance):
                 open_picks.append(router.pick("m", rng.randrange(5_000), rng.randrange(500)))
         elif event < 0.7 and open_picks:
-            phase = rng.choice(list(Phase))
+            phase = rng.choice(list(RequestPhase))
             pick = rng.choice(open_picks)
             router.release(pick, phase)
         elif event < 0.8:
             report = loaded(name, rng.randrange(9_000), rng.randrange(900), f"boot{boots[name]}")
-            directory.hear(name, report, step)
+            directory.on_event(name, report, step)
         elif event < 0.9:
             boots[name] += rng.random() < 0.5
             role = rng.choice(["prefill", "decode", "mixed"])
-            directory.hear(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
+            directory.on_event(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
         elif event < 0.95:
-            directory.lose(name)
+            directory.on_disconnect(name)
         else:
-            directory.note_silence(step)
+            directory.update_connectivity(step)
     for pick in open_picks:
         router.release(pick)
     for name, instance in directory.instances.items():
-        ledger = instance.ledger
-        assert (ledger.prompt.own, ledger.resident.own, ledger.requests) == (0, 0, 0), (seed, name)
+        ledger = instance.in_flight
+        assert (ledger.prompt.own, ledger.resident.own, ledger.num_requests) == (0, 0, 0), (
+            seed,
+            name,
+        )

@@ -8,9 +8,9 @@ import pytest
 from cleave.api.enums import DispatchPolicy
 from cleave.policy.prefix_cache import BLOCK_BYTES, TOKENS_PER_BLOCK
 from cleave.router.errors import NoInstance
-from cleave.router.registry import Directory
-from cleave.router.router import Phase, Router, Rules
-from cleave.router.selection import Cached
+from cleave.router.registry import InstanceRegistry
+from cleave.router.router import RequestPhase, Router, RoutingRules
+from cleave.router.selection import CachedPrompt
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.doubles import Clock
@@ -20,10 +20,10 @@ from tests.support.doubles import Clock
 def routed(stated, clock):
     """A router with a policy over `name=role` instances."""
 
-    def make(policy: DispatchPolicy, rules: Rules | None = None, **roles: str) -> Router:
-        directory = Directory(policy)
+    def make(policy: DispatchPolicy, rules: RoutingRules | None = None, **roles: str) -> Router:
+        directory = InstanceRegistry(policy)
         for name, role in roles.items():
-            directory.hear(name, stated(name, role), 0.0)
+            directory.on_event(name, stated(name, role), 0.0)
         return Router(directory, rules=rules, clock=clock, seed=5)
 
     return make
@@ -45,7 +45,7 @@ def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
     routed, policy: DispatchPolicy
 ) -> None:
     rng = random.Random(3)
-    router = routed(policy, Rules(ttft_ms=2_000, tpot_ms=50), **FOUR)
+    router = routed(policy, RoutingRules(ttft_ms=2_000, tpot_ms=50), **FOUR)
     seen, running = set(), []
     for _ in range(200):
         running.append(router.pick("m", rng.randint(1, 2_000), rng.randint(1, 500)))
@@ -55,20 +55,24 @@ def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
     for pick in running:
         router.release(pick)
     assert seen == set(FOUR)
-    for instance in router.directory.instances.values():
-        ledger = instance.ledger
+    for instance in router.registry.instances.values():
+        ledger = instance.in_flight
         assert (ledger.prompt.own, ledger.resident.own) == (0, pytest.approx(0))
-        assert (ledger.requests, ledger.heavy, ledger.context) == (0, 0, pytest.approx(0))
-        assert not ledger.running
+        assert (ledger.num_requests, ledger.num_heavy, ledger.weighted_context) == (
+            0,
+            0,
+            pytest.approx(0),
+        )
+        assert not ledger.decoding_requests
 
 
 @pytest.mark.parametrize("policy", list(DispatchPolicy))
 def test_no_policy_picks_what_is_avoided(routed, policy: DispatchPolicy) -> None:
     router = routed(policy, **FOUR)
-    picks = [router.pick("m", 100, avoid={"p1", "d2"}) for _ in range(20)]
+    picks = [router.pick("m", 100, excluded={"p1", "d2"}) for _ in range(20)]
     assert {names(pick) for pick in picks} == {("p2", "d1")}
     with pytest.raises(NoInstance):
-        router.pick("m", 100, single=True, avoid=set(FOUR))
+        router.pick("m", 100, colocated=True, excluded=set(FOUR))
 
 
 def test_round_robin_takes_turns_whatever_the_load(routed) -> None:
@@ -99,7 +103,7 @@ def test_the_shortest_wait_learns_how_fast_each_instance_is(routed, clock) -> No
     for _ in range(40):
         pick = router.pick("m", 1_000)
         clock.now_s += 0.02 if pick.prefill.instance == "p1" else 0.2
-        router.release(pick, Phase.PREFILL)
+        router.release(pick, RequestPhase.PREFILL)
         router.release(pick)
     assert prefills(router, 22)["p1"] > 16
 
@@ -109,16 +113,16 @@ def test_a_cached_beginning_draws_a_prompt_until_the_queue_costs_more(routed) ->
     text = b"x" * BLOCK_BYTES * 8
     home = router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance
     other = "p2" if home == "p1" else "p1"
-    ledgers = router.directory.instances
-    ledgers[home].ledger.prompt.close(8 * TOKENS_PER_BLOCK)
-    router.directory.refresh(ledgers[home])
+    ledgers = router.registry.instances
+    ledgers[home].in_flight.prompt.remove(8 * TOKENS_PER_BLOCK)
+    router.registry.refresh(ledgers[home])
     router.pick("m", 50, text=b"")
     router.pick("m", 50, text=b"")
     again = router.pick("m", 8 * TOKENS_PER_BLOCK + 10, text=text + b"more")
     assert again.prefill.instance == home
     assert again._prefill_entry[2] == 10, "only what is not cached waits"
-    ledgers[home].ledger.prompt.enter(9 * TOKENS_PER_BLOCK)
-    router.directory.refresh(ledgers[home])
+    ledgers[home].in_flight.prompt.add(9 * TOKENS_PER_BLOCK)
+    router.registry.refresh(ledgers[home])
     assert router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance == other
 
 
@@ -128,7 +132,7 @@ def test_an_engine_that_restarts_has_cached_nothing(routed, stated) -> None:
     pick = router.pick("m", 1_000, text=text)
     name = pick.prefill.instance
     router.release(pick)
-    router.directory.hear(name, stated(name, "prefill", boot_id="another"), 0.0)
+    router.registry.on_event(name, stated(name, "prefill", boot_id="another"), 0.0)
     again = router.pick("m", 1_000, text=text)
     assert again._prefill_entry[2] == 1_000
 
@@ -146,8 +150,8 @@ def test_a_session_comes_back_unless_that_takes_longer(routed) -> None:
         router.release(again := router.pick("m", 100, session=session))
         assert again.prefill.instance == home
     session = next(each for each, home in homes.items() if home == "p1")
-    router.directory.instances["p1"].ledger.prompt.enter(5_000)
-    router.directory.refresh(router.directory.instances["p1"])
+    router.registry.instances["p1"].in_flight.prompt.add(5_000)
+    router.registry.refresh(router.registry.instances["p1"])
     assert router.pick("m", 100, session=session).prefill.instance == "p2"
 
 
@@ -164,13 +168,13 @@ def teach(router: Router, clock: Clock, size: int) -> None:
         picks = [router.pick("m", 100 + number * 97 % 900, 100) for _ in range(size + number % 5)]
         for pick in picks:
             clock.now_s += 0.005 + 0.0001 * pick.prompt_tokens
-            router.release(pick, Phase.PREFILL)
+            router.release(pick, RequestPhase.PREFILL)
             pick.decoding_since = None
         for pick in picks:
-            ledger = router.directory.instances[pick.decode.instance].ledger
-            step_s = 0.015 + 0.0005 * len(ledger.running) + 1e-6 * ledger.context
+            ledger = router.registry.instances[pick.decode.instance].in_flight
+            step_s = 0.015 + 0.0005 * len(ledger.decoding_requests) + 1e-6 * ledger.weighted_context
             pick.decoding_since = clock.now_s - 99 * step_s
-            router.learn(pick, 100)
+            router.observe_completion(pick, 100)
         for pick in picks:
             router.release(pick)
 
@@ -178,7 +182,7 @@ def teach(router: Router, clock: Clock, size: int) -> None:
 def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
     routed, clock
 ) -> None:
-    router = routed(DispatchPolicy.BEST_FIT, Rules(ttft_ms=2_000, tpot_ms=30), **FOUR)
+    router = routed(DispatchPolicy.BEST_FIT, RoutingRules(ttft_ms=2_000, tpot_ms=30), **FOUR)
     spread = Counter(router.pick("m", 100, 100).decode.instance for _ in range(6))
     assert spread == {"d1": 3, "d2": 3}, "it knows nothing yet"
     teach(router, clock, 8)
@@ -189,7 +193,7 @@ def test_best_fit_fills_one_instance_before_the_next_once_it_knows_the_passes(
 
 
 def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None:
-    router = routed(DispatchPolicy.SHORTEST_WAIT, Rules(whole_below_tokens=200), **FOUR)
+    router = routed(DispatchPolicy.SHORTEST_WAIT, RoutingRules(short_prompt_tokens=200), **FOUR)
     assert router.pick("m", 150).reason == "disaggregated", "nothing waits"
     for _ in range(2):
         router.pick("m", 5_000)
@@ -199,14 +203,14 @@ def test_short_prompts_go_whole_while_prefill_instances_are_busy(routed) -> None
     for _ in range(20):
         router.pick("m", 150)
     for name in ("d1", "d2"):
-        assert router.directory.instances[name].ledger.prompt.own in (0, 150), "one at a time"
+        assert router.registry.instances[name].in_flight.prompt.own in (0, 150), "one at a time"
 
 
 def test_predictions_come_from_answers_not_from_limits(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     for _ in range(50):
         pick = router.pick("m", 100, 4_000)
-        router.learn(pick, 20)
+        router.observe_completion(pick, 20)
         router.release(pick)
     assert router.pick("m", 100, 4_000).output_tokens == pytest.approx(20, rel=0.2)
 
@@ -220,7 +224,7 @@ def follow(router: Router, num_routers: int, rank: int, **pending: int) -> None:
             num_routers=num_routers,
             router_rank=rank,
         )
-        router.directory.hear(name, agent_pb2.WatchEvent(load=load), 0.0)
+        router.registry.on_event(name, agent_pb2.WatchEvent(load=load), 0.0)
 
 
 @pytest.mark.parametrize("policy", [DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.PENDING_TOKENS])
@@ -250,12 +254,12 @@ def celled(routed, stated):
     """Like `routed`, with the instances of FOUR in two cells, and what else is stated of them."""
 
     def make(
-        policy: DispatchPolicy, rules: Rules | None = None, **told: dict[str, object]
+        policy: DispatchPolicy, rules: RoutingRules | None = None, **told: dict[str, object]
     ) -> Router:
         router = routed(policy, rules, **FOUR)
         for name, role in FOUR.items():
             fields = {"cell": name[-1], **told.get(name, {})}
-            router.directory.hear(name, stated(name, role, **fields), 0.0)
+            router.registry.on_event(name, stated(name, role, **fields), 0.0)
         return router
 
     return make
@@ -270,7 +274,7 @@ def test_under_every_policy_pairs_stay_in_their_cell(
     celled, policy: DispatchPolicy, session
 ) -> None:
     rng = random.Random(3)
-    router = celled(policy, Rules(ttft_ms=2_000, tpot_ms=50))
+    router = celled(policy, RoutingRules(ttft_ms=2_000, tpot_ms=50))
     seen, running = Counter(), []
     for _ in range(200):
         running.append(
@@ -317,50 +321,50 @@ def test_whole_cells_go_first_until_their_queue_is_longer_than_the_prompt(celled
 def test_a_request_that_lost_its_decode_instance_may_leave_the_cell(celled) -> None:
     router = celled(DispatchPolicy.SHORTEST_WAIT, p2=DRAINS)
     assert names(router.pick("m", 100)) == ("p1", "d1")
-    assert names(router.pick("m", 100, avoid={"d1"})) == ("p1", "d2")
+    assert names(router.pick("m", 100, excluded={"d1"})) == ("p1", "d2")
 
 
 def test_cells_share_requests_by_what_their_decode_instances_hold(celled, loaded) -> None:
     router = celled(DispatchPolicy.SHORTEST_WAIT)
-    router.directory.hear("d1", loaded("d1", blocks_used=900), 0.0)
+    router.registry.on_event("d1", loaded("d1", blocks_used=900), 0.0)
     picks = []
     for _ in range(10):
         picks.append(pick := router.pick("m", 100))
-        router.release(pick, Phase.PREFILL)
+        router.release(pick, RequestPhase.PREFILL)
     assert {names(pick) for pick in picks} == {("p2", "d2")}
 
 
 def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
-    assert all(board.cells is None for board in router.directory.models["m"].boards)
-    router.directory.instances["d1"].ledger.resident.enter(9_000)
-    router.directory.refresh(router.directory.instances["d1"])
+    assert all(board.cells is None for board in router.registry.models["m"].score_tables)
+    router.registry.instances["d1"].in_flight.resident.add(9_000)
+    router.registry.refresh(router.registry.instances["d1"])
     pick = router.pick("m", 100)
     assert (names(pick), pick.reason) == (("p1", "d2"), "disaggregated")
 
 
-CACHED = Cached("p2-boot", 300)
+CACHED = CachedPrompt("p2-boot", 300)
 
 
 @pytest.mark.parametrize("policy", list(DispatchPolicy))
 def test_a_prompt_that_was_computed_before_goes_back_whatever_the_policy(routed, policy) -> None:
     router = routed(policy, **FOUR)
-    assert prefills(router, 3, cached=Cached("p2-boot", 100_000)) == {"p2": 3}
+    assert prefills(router, 3, cached=CachedPrompt("p2-boot", 100_000)) == {"p2": 3}
 
 
 def test_going_back_is_worth_as_many_tokens_of_queue_as_are_cached_there(routed) -> None:
     router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
-    waits = router.pick("m", 301, avoid={"p1"})
+    waits = router.pick("m", 301, excluded={"p1"})
     assert prefills(router, 1, cached=CACHED) == {"p1": 1}
     router.release(waits)
-    router.pick("m", 299, avoid={"p1"})
+    router.pick("m", 299, excluded={"p1"})
     assert prefills(router, 1, cached=CACHED) == {"p2": 1}
 
 
 def test_only_what_is_not_cached_is_entered_in_the_books(routed) -> None:
     router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
     router.pick("m", 340, cached=CACHED)
-    assert router.directory.instances["p2"].ledger.prompt.own == 40
+    assert router.registry.instances["p2"].in_flight.prompt.own == 40
 
 
 @pytest.mark.parametrize("avoid", [{"p2"}, {"p2", "d1"}])
@@ -371,4 +375,4 @@ def test_nobody_goes_back_to_an_instance_that_is_avoided(routed, avoid) -> None:
 
 def test_an_engine_that_was_started_again_has_nothing_cached(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, p1="prefill", p2="prefill", d1="decode")
-    assert prefills(router, 2, cached=Cached("p2-boot-before", 300)) == {"p1": 1, "p2": 1}
+    assert prefills(router, 2, cached=CachedPrompt("p2-boot-before", 300)) == {"p1": 1, "p2": 1}

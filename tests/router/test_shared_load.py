@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.registry import Directory
-from cleave.router.router import Phase, Pick, Router
-from cleave.router.score_table import Board
-from cleave.router.shared_load import MAX_BOOTS, SharedBooks, SharedLedger, make_table
+from cleave.router.registry import InstanceRegistry
+from cleave.router.router import Pick, RequestPhase, Router
+from cleave.router.score_table import ScoreTable
+from cleave.router.shared_load import MAX_BOOTS, SharedInFlightLoad, SharedLoad, build_table
 from cleave.router.shared_router import SharedRouter
-from cleave.router.shared_score_table import LongSharedBoard
+from cleave.router.shared_score_table import ChangeLogScoreTable
 from cleave.rpc.v1 import agent_pb2
 
 PROCESSES = 3
@@ -35,7 +35,7 @@ class Together:
         policy: DispatchPolicy,
         fleet: dict[str, str],
     ) -> None:
-        self.table = make_table(PROCESSES)
+        self.table = build_table(PROCESSES)
         self.now = 100.0
         self._stated, self._policy, self._roles = stated, policy, fleet
         self._boots = {name: f"{name}-1" for name in fleet}
@@ -43,10 +43,10 @@ class Together:
         self.under_way: list[list[Pick]] = [[] for _ in self.routers]
 
     def start(self, process: int) -> Router:
-        directory = Directory(self._policy, SharedBooks(self.table.seen_by(process)))
+        directory = InstanceRegistry(self._policy, SharedLoad(self.table.for_process(process)))
         for name, role in self._roles.items():
             event = self._stated(name, role, boot_id=self._boots[name])
-            directory.hear(name, event, self.now)
+            directory.on_event(name, event, self.now)
         return SharedRouter(directory, clock=lambda: self.now, seed=1)
 
     def pick(self, process: int, prompt: int, output: int = 100) -> Pick:
@@ -54,15 +54,15 @@ class Together:
         self.under_way[process].append(picked)
         return picked
 
-    def release(self, process: int, which: int, phase: Phase) -> None:
+    def release(self, process: int, which: int, phase: RequestPhase) -> None:
         if some := self.under_way[process]:
             picked = some[which % len(some)]
             self.routers[process].release(picked, phase)
-            if not picked.open:
+            if not picked.is_open:
                 some.remove(picked)
 
     def die(self, process: int) -> None:
-        self.table.forget(process)
+        self.table.clear_process(process)
         self.under_way[process] = []
         self.routers[process] = self.start(process)
 
@@ -70,16 +70,16 @@ class Together:
         self._boots[name] = f"{name}-{boot + 2}"
         for router in self.routers:
             event = self._stated(name, self._roles[name], boot_id=self._boots[name])
-            router.directory.hear(name, event, self.now)
+            router.registry.on_event(name, event, self.now)
 
-    def ledger(self, name: str, process: int = 0) -> SharedLedger:
-        found = self.routers[process].directory.instances[name].ledger
-        assert isinstance(found, SharedLedger)
+    def ledger(self, name: str, process: int = 0) -> SharedInFlightLoad:
+        found = self.routers[process].registry.instances[name].in_flight
+        assert isinstance(found, SharedInFlightLoad)
         return found
 
-    def board(self, process: int) -> Board:
-        (board,) = self.routers[process].directory.models["m"].boards
-        board.gather()
+    def board(self, process: int) -> ScoreTable:
+        (board,) = self.routers[process].registry.models["m"].score_tables
+        board.refresh()
         return board
 
 
@@ -115,7 +115,7 @@ def test_idle_instances_are_taken_in_turn_over_all_processes(together) -> None:
         for turn in range(6):
             picked = fleet.pick(turn % PROCESSES, 10)
             assert picked.prefill.instance == ("p1", "p2")[turn % 2]
-            fleet.release(turn % PROCESSES, 0, Phase.WHOLE)
+            fleet.release(turn % PROCESSES, 0, RequestPhase.ALL)
 
 
 @pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
@@ -125,13 +125,13 @@ def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, rol
         for _ in range(4):
             fleet.pick(process, 500)
     before = [fleet.ledger(name).prompt.pending for name in roles]
-    fleet.table.forget(1)
+    fleet.table.clear_process(1)
     after = [fleet.ledger(name).prompt.pending for name in roles]
     assert sum(after) == pytest.approx(sum(before) * 2 / 3)
     assert sorted(fleet.board(2).pending_prompt.to_list()) == sorted(after)
     for process in (0, 2):
         while fleet.under_way[process]:
-            fleet.release(process, 0, Phase.WHOLE)
+            fleet.release(process, 0, RequestPhase.ALL)
     assert [fleet.ledger(name).resident.pending for name in roles] == [0.0] * len(roles)
 
 
@@ -139,10 +139,10 @@ def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -
     fleet = together()
     picked = fleet.pick(0, 1000).prefill.instance
     for router in fleet.routers:
-        router.directory.hear(picked, loaded(picked, 1000, boot_id=f"{picked}-1"), fleet.now)
+        router.registry.on_event(picked, loaded(picked, 1000, boot_id=f"{picked}-1"), fleet.now)
     assert fleet.ledger(picked).prompt.pending == 1000
     event = loaded(picked, 1700, boot_id=f"{picked}-1")
-    fleet.routers[1].directory.hear(picked, event, fleet.now)
+    fleet.routers[1].registry.on_event(picked, event, fleet.now)
     assert [fleet.ledger(picked, process).prompt.pending for process in range(3)] == [1700] * 3
 
 
@@ -150,14 +150,14 @@ def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -
 def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monkeypatch) -> None:
     """The second one has read the scores before the first one has entered its choice."""
     fleet = together(fleet=MANY)
-    gather, faster = LongSharedBoard.gather, []
+    gather, faster = ChangeLogScoreTable.refresh, []
 
-    def gather_early(board: LongSharedBoard) -> None:
+    def gather_early(board: ChangeLogScoreTable) -> None:
         gather(board)
-        monkeypatch.setattr(LongSharedBoard, "gather", gather)
+        monkeypatch.setattr(ChangeLogScoreTable, "refresh", gather)
         faster.append(fleet.pick(1, 1000).prefill.instance)
 
-    monkeypatch.setattr(LongSharedBoard, "gather", gather_early)
+    monkeypatch.setattr(ChangeLogScoreTable, "refresh", gather_early)
     assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
 
 
@@ -167,7 +167,7 @@ def test_what_the_door_saw_serves_no_pick_after_a_change(together, roles) -> Non
     fleet.pick(0, 10)
     fleet.board(0).find_shortest_queue()
     busy = fleet.pick(1, 1000).prefill.instance
-    fleet.release(0, 0, Phase.WHOLE)
+    fleet.release(0, 0, RequestPhase.ALL)
     assert find_first(fleet.pick(0, 10)) != busy
 
 
@@ -178,9 +178,12 @@ def test_late_releases_of_an_earlier_boot_change_nothing(together) -> None:
     fleet.reboot(name, 2)
     assert fleet.ledger(name).prompt.pending == 0.0
     fleet.now += 1
-    since = fleet.ledger(name).queue.since_ms
-    fleet.routers[0].release(picked, Phase.PREFILL)
-    assert (fleet.ledger(name).prompt.pending, fleet.ledger(name).queue.since_ms) == (0.0, since)
+    since = fleet.ledger(name).queue.head_started_ms
+    fleet.routers[0].release(picked, RequestPhase.PREFILL)
+    assert (fleet.ledger(name).prompt.pending, fleet.ledger(name).queue.head_started_ms) == (
+        0.0,
+        since,
+    )
     assert fleet.ledger(name).count_requests() == 0
 
 
@@ -192,7 +195,7 @@ def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
         fleet.routers[0].release(picked)
         picked = fleet.pick(0, 1000)
         fleet.now += 1.0
-        fleet.routers[0].release(picked, Phase.PREFILL)
+        fleet.routers[0].release(picked, RequestPhase.PREFILL)
         fleet.routers[0].release(picked)
     for process in (0, 2):
         fleet.ledger("p2", process).sync()
@@ -203,7 +206,7 @@ def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
 def test_an_instance_that_one_process_does_not_hear_is_still_open_to_the_others(together) -> None:
     fleet = together()
     for router in fleet.routers[:1]:
-        router.directory.lose("p1")
+        router.registry.on_disconnect("p1")
     assert "p1" not in {find_first(fleet.pick(0, 10)) for _ in range(4)}
     assert "p1" in {find_first(fleet.pick(1, 10)) for _ in range(4)}
 
@@ -217,16 +220,16 @@ def find_first(pick: Pick) -> str:
 
 
 def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) -> None:
-    table = make_table(1)
+    table = build_table(1)
     for number in range(MAX_BOOTS - 2):
-        assert table.seen_by(0).claim(b"%d" % number) is not None
-    directory = Directory(books=SharedBooks(table.seen_by(0)))
+        assert table.for_process(0).claim(b"%d" % number) is not None
+    directory = InstanceRegistry(books=SharedLoad(table.for_process(0)))
     for name in ("a", "b"):
-        directory.hear(name, stated(name, "mixed"), 0.0)
+        directory.on_event(name, stated(name, "mixed"), 0.0)
     router = SharedRouter(directory, clock=lambda: 1.0, seed=1)
     picks = [router.pick("m", 100) for _ in range(4)]
     for name in ("a", "b"):
-        directory.forget(name)
+        directory.remove_agent(name)
     for pick in picks:
         router.release(pick)
     assert sum(table.read(0, 0)) == sum(table.read(0, 2)) == 0
@@ -289,7 +292,7 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, roles, 
             if action == "pick":
                 fleet.pick(process, number, number)
             elif action in ("prefill", "whole"):
-                phase = Phase.PREFILL if action == "prefill" else Phase.WHOLE
+                phase = RequestPhase.PREFILL if action == "prefill" else RequestPhase.ALL
                 fleet.release(process, number, phase)
             elif action == "die":
                 fleet.die(process)
@@ -298,7 +301,7 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, roles, 
             check(fleet, roles)
         for process in range(PROCESSES):
             while fleet.under_way[process]:
-                fleet.release(process, 0, Phase.WHOLE)
+                fleet.release(process, 0, RequestPhase.ALL)
         for name in roles:
             ledger = fleet.ledger(name)
             assert ledger.prompt.pending < 1e-6
@@ -332,9 +335,9 @@ def check(fleet: Together, names: Collection[str]) -> None:
 def test_together_they_choose_as_one_would(stated, roles) -> None:
     """The same requests through one router and through three that share their books."""
     fleet = Together(stated, DispatchPolicy.SHORTEST_WAIT, roles)
-    directory = Directory()
+    directory = InstanceRegistry()
     for name, role in roles.items():
-        directory.hear(name, stated(name, role), fleet.now)
+        directory.on_event(name, stated(name, role), fleet.now)
     alone = Router(directory, clock=lambda: fleet.now, seed=1)
     rng = random.Random(5)
     under_way: list[tuple[int, Pick, Pick]] = []
@@ -342,7 +345,7 @@ def test_together_they_choose_as_one_would(stated, roles) -> None:
         fleet.now += rng.expovariate(20)
         if under_way and rng.random() < 0.5:
             process, shared, single = under_way.pop(rng.randrange(len(under_way)))
-            for phase in (Phase.PREFILL, Phase.DECODE):
+            for phase in (RequestPhase.PREFILL, RequestPhase.DECODE):
                 fleet.routers[process].release(shared, phase)
                 alone.release(single, phase)
         process, prompt = rng.randrange(PROCESSES), rng.randrange(1, 4000)

@@ -5,64 +5,64 @@ import time
 
 import pytest
 
-from cleave.router.watchdog import LEAST_PAUSE_S, Rounds, is_overdue
+from cleave.router.watchdog import MIN_STALL_S, WatchdogTimer, is_overdue
 
 from tests.support.doubles import Clock
 
 
-def tick(rounds: Rounds, clock: Clock, after_s: float) -> None:
+def tick(rounds: WatchdogTimer, clock: Clock, after_s: float) -> None:
     clock.now_s += after_s
-    rounds.note()
+    rounds.tick()
 
 
 def test_a_round_on_time_is_fair(clock: Clock) -> None:
-    rounds = Rounds(0.2, clock)
-    tick(rounds, clock, 0.2 + 0.9 * LEAST_PAUSE_S)
-    assert (rounds.is_fair, rounds.pause_s) == (True, 0.0)
+    rounds = WatchdogTimer(0.2, clock)
+    tick(rounds, clock, 0.2 + 0.9 * MIN_STALL_S)
+    assert (rounds.is_reliable, rounds.stall_s) == (True, 0.0)
 
 
 def test_a_late_round_is_not_fair_and_the_one_after_it_is(clock: Clock) -> None:
-    rounds, seen = Rounds(0.2, clock), []
+    rounds, seen = WatchdogTimer(0.2, clock), []
     for waited_s in (5.2, 0.2, 0.2):
         tick(rounds, clock, waited_s)
-        seen.append((rounds.is_fair, pytest.approx(rounds.pause_s)))
+        seen.append((rounds.is_reliable, pytest.approx(rounds.stall_s)))
     assert seen == [(False, 5.0), (True, 0.0), (True, 0.0)]
 
 
 def test_a_process_that_is_always_late_judges_in_every_other_round(clock: Clock) -> None:
-    rounds, seen = Rounds(0.2, clock), []
+    rounds, seen = WatchdogTimer(0.2, clock), []
     for _ in range(4):
         tick(rounds, clock, 2.0)
-        seen.append(rounds.is_fair)
+        seen.append(rounds.is_reliable)
     assert seen == [False, True, False, True]
 
 
 async def test_a_callback_that_blocks_the_loop_is_a_pause() -> None:
-    rounds = Rounds(0.01)
-    asyncio.get_running_loop().call_soon(time.sleep, 2 * LEAST_PAUSE_S)
+    rounds = WatchdogTimer(0.01)
+    asyncio.get_running_loop().call_soon(time.sleep, 2 * MIN_STALL_S)
     await rounds.wait()
-    assert rounds.pause_s > LEAST_PAUSE_S
+    assert rounds.stall_s > MIN_STALL_S
     await rounds.wait()
-    assert rounds.is_fair
+    assert rounds.is_reliable
 
 
 async def test_a_check_that_blocks_the_loop_itself_is_a_pause(clock: Clock) -> None:
-    rounds = Rounds(0.01, clock)
+    rounds = WatchdogTimer(0.01, clock)
     await rounds.wait()
     clock.now_s += 3.0
     await rounds.wait()
-    assert (rounds.is_fair, rounds.pause_s) == (False, pytest.approx(3.0, abs=0.02))
+    assert (rounds.is_reliable, rounds.stall_s) == (False, pytest.approx(3.0, abs=0.02))
 
 
 def test_what_a_check_awaits_is_no_pause(clock: Clock) -> None:
-    rounds = Rounds(0.2, clock)
+    rounds = WatchdogTimer(0.2, clock)
     clock.now_s += 3.0
-    rounds.begin()
+    rounds.restart()
     tick(rounds, clock, 0.2)
-    assert (rounds.is_fair, rounds.pause_s) == (True, 0.0)
+    assert (rounds.is_reliable, rounds.stall_s) == (True, 0.0)
 
 
-@pytest.mark.parametrize(("held_s", "overdue"), [(0.0, False), (2 * LEAST_PAUSE_S, True)])
+@pytest.mark.parametrize(("held_s", "overdue"), [(0.0, False), (2 * MIN_STALL_S, True)])
 async def test_a_time_out_is_overdue_only_when_the_loop_was_held_up(
     held_s: float, overdue: bool
 ) -> None:

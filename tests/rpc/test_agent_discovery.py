@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from cleave.rpc.agent_discovery import Agents, DiscoveryError, Unreachable, find_agents
+from cleave.rpc.agent_discovery import (
+    AgentDiscovery,
+    AgentSourceUnreachable,
+    DiscoveryError,
+    list_agents,
+)
 
 
 async def test_a_list_of_addresses_stands_for_itself() -> None:
-    assert await find_agents("127.0.0.1:9000, 127.0.0.2:9000") == {
+    assert await list_agents("127.0.0.1:9000, 127.0.0.2:9000") == {
         "127.0.0.1:9000",
         "127.0.0.2:9000",
     }
@@ -17,19 +22,19 @@ async def test_a_list_of_addresses_stands_for_itself() -> None:
 
 async def test_a_file_is_read_anew_at_each_call(tmp_path: Path) -> None:
     file = tmp_path / "agents"
-    assert await find_agents(f"file:{file}") == frozenset()
+    assert await list_agents(f"file:{file}") == frozenset()
     file.write_text("127.0.0.1:9000\n127.0.0.2:9000\n")
-    assert len(await find_agents(f"file:{file}")) == 2
+    assert len(await list_agents(f"file:{file}")) == 2
     file.write_text("")
-    assert await find_agents(f"file:{file}") == frozenset()
+    assert await list_agents(f"file:{file}") == frozenset()
 
 
 async def test_a_name_gives_all_of_its_addresses() -> None:
-    assert "127.0.0.1:9000" in await find_agents("dns:localhost:9000")
+    assert "127.0.0.1:9000" in await list_agents("dns:localhost:9000")
 
 
 async def test_an_unknown_name_means_none_yet() -> None:
-    assert await find_agents("dns:no-such-host.invalid:9000") == frozenset()
+    assert await list_agents("dns:no-such-host.invalid:9000") == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -37,52 +42,52 @@ async def test_an_unknown_name_means_none_yet() -> None:
 )
 async def test_a_malformed_source_is_named(source: str) -> None:
     with pytest.raises(DiscoveryError, match="HOST:PORT"):
-        await find_agents(source)
+        await list_agents(source)
 
 
 @pytest.mark.parametrize("source", ["endpoints:workers:9000", "endpoints:a/b/c:1", "endpoints:a/b"])
 async def test_a_malformed_service_is_named(source: str) -> None:
     with pytest.raises(DiscoveryError, match=r"HOST:PORT|NAMESPACE/SERVICE:PORT"):
-        await find_agents(source)
+        await list_agents(source)
     with pytest.raises(DiscoveryError):
-        await Agents(source).find()
+        await AgentDiscovery(source).list_addresses()
 
 
 async def test_a_service_needs_a_way_to_the_cluster(monkeypatch) -> None:
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    for look in (find_agents, lambda source: Agents(source).find()):
+    for look in (list_agents, lambda source: AgentDiscovery(source).list_addresses()):
         with pytest.raises(DiscoveryError, match="set KUBECONFIG"):
             await look("endpoints:prod/workers:9000")
 
 
 async def test_a_server_that_is_away_is_told_from_one_that_knows_nobody(server) -> None:
-    assert await find_agents("endpoints:prod/workers:9000") == frozenset()
+    assert await list_agents("endpoints:prod/workers:9000") == frozenset()
     await server.stop()
-    with pytest.raises(Unreachable):
-        await find_agents("endpoints:prod/workers:9000")
+    with pytest.raises(AgentSourceUnreachable):
+        await list_agents("endpoints:prod/workers:9000")
 
 
 async def test_a_service_is_followed_from_the_first_question_on(server, make_slice, until) -> None:
-    agents = Agents("endpoints:prod/workers:9000")
+    agents = AgentDiscovery("endpoints:prod/workers:9000")
     server.slices = {"one": make_slice("one", "10.0.0.1")}
-    assert await agents.find() == frozenset()
+    assert await agents.list_addresses() == frozenset()
     await until(lambda: server.is_watched, "it watches")
-    assert await agents.find() == {"10.0.0.1:9000"}
+    assert await agents.list_addresses() == {"10.0.0.1:9000"}
     server.put(make_slice("one", "10.0.0.2"))
     for _ in range(1_000):
-        if await agents.find() == {"10.0.0.2:9000"}:
+        if await agents.list_addresses() == {"10.0.0.2:9000"}:
             break
         await asyncio.sleep(0.01)
-    assert await agents.find() == {"10.0.0.2:9000"}
+    assert await agents.list_addresses() == {"10.0.0.2:9000"}
     assert (server.lists, server.watches) == (1, 1)
     await agents.close()
     await until(lambda: not server.is_watched, "it lets go")
 
 
 async def test_other_sources_are_asked_each_time(tmp_path: Path) -> None:
-    agents = Agents(f"file:{tmp_path / 'agents'}")
-    assert await agents.find() == frozenset()
+    agents = AgentDiscovery(f"file:{tmp_path / 'agents'}")
+    assert await agents.list_addresses() == frozenset()
     (tmp_path / "agents").write_text("127.0.0.1:9000")
-    assert await agents.find() == {"127.0.0.1:9000"}
+    assert await agents.list_addresses() == {"127.0.0.1:9000"}
     await agents.close()

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cleave.rpc import endpointslices
-from cleave.rpc.endpointslices import Follower, Service, list_endpoints, read_slice
-from cleave.rpc.kube_api import ApiError
+from cleave.rpc.endpointslices import EndpointSliceWatcher, Service, list_endpoints, parse_slice
+from cleave.rpc.kube_api import ApiServerError
 
 WORKERS = Service("prod", "chat-workers", 9000)
 
@@ -16,12 +16,12 @@ WORKERS = Service("prod", "chat-workers", 9000)
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpointslices, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(endpointslices, "LAST_DELAY_S", 0.05)
+    monkeypatch.setattr(endpointslices, "MAX_DELAY_S", 0.05)
 
 
 @contextlib.asynccontextmanager
-async def following() -> AsyncIterator[Follower]:
-    follower = Follower(WORKERS)
+async def following() -> AsyncIterator[EndpointSliceWatcher]:
+    follower = EndpointSliceWatcher(WORKERS)
     task = asyncio.create_task(follower.run())
     try:
         yield follower
@@ -45,7 +45,7 @@ async def test_a_list_names_every_endpoint_ready_or_not(server, make_slice) -> N
 
 async def test_a_refusal_is_told_in_the_servers_words(server) -> None:
     server.status = 403
-    with pytest.raises(ApiError, match="403: not for you"):
+    with pytest.raises(ApiServerError, match="403: not for you"):
         await list_endpoints(WORKERS)
 
 
@@ -58,7 +58,7 @@ async def test_a_refusal_is_told_in_the_servers_words(server) -> None:
     ],
 )
 def test_a_slice_may_name_nobody(item: dict) -> None:
-    assert read_slice(item, 9000) == frozenset()
+    assert parse_slice(item, 9000) == frozenset()
 
 
 async def test_changes_are_followed_without_another_list(server, make_slice, until) -> None:
@@ -76,7 +76,7 @@ async def test_changes_are_followed_without_another_list(server, make_slice, unt
         assert (server.lists, server.watches) == (1, 1)
     assert server.queries[1]["resourceVersion"] == "7"
     assert server.queries[1]["allowWatchBookmarks"] == "true"
-    assert 0 < int(server.queries[1]["timeoutSeconds"]) <= endpointslices.WATCH_S
+    assert 0 < int(server.queries[1]["timeoutSeconds"]) <= endpointslices.WATCH_TIMEOUT_S
 
 
 async def test_the_end_of_a_watch_brings_a_new_list(server, make_slice, until) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.rpc.enum_names import name_of
+from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -16,4 +16,4 @@ from cleave.rpc.v1 import agent_pb2
     ],
 )
 def test_a_number_has_a_word_whether_it_is_known_or_not(enum, number: int, word: str) -> None:
-    assert name_of(enum, number) == word
+    assert get_enum_name(enum, number) == word

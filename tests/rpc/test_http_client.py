@@ -11,7 +11,7 @@ from tests.support.doubles import Answering
 
 async def lines_of(url: str, limit: int = 1_000) -> list[bytes]:
     async with http_client.open_response("GET", url, seconds=10) as answer:
-        return [line async for line in answer.lines(limit)]
+        return [line async for line in answer.iter_lines(limit)]
 
 
 async def test_lines_come_whole_however_they_are_cut(serve: Answering) -> None:
@@ -27,7 +27,7 @@ async def test_a_stream_that_breaks_off_is_an_error_after_what_came(serve: Answe
 
     async def read() -> None:
         async with http_client.open_response("GET", url, seconds=10) as answer:
-            async for line in answer.lines():
+            async for line in answer.iter_lines():
                 seen.append(line)
 
     with pytest.raises(http_client.HttpError):

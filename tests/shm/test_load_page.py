@@ -5,9 +5,9 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from cleave.shm.load_page import Load, LoadPage
+from cleave.shm.load_page import LoadPage, LoadSnapshot
 
-LOAD = Load(
+LOAD = LoadSnapshot(
     num_running=3,
     num_waiting=2,
     pending_prompt_tokens=4096,
@@ -28,7 +28,7 @@ def test_a_reader_sees_what_the_writer_stored(tmp_path: Path) -> None:
 
 def test_a_page_that_nobody_wrote_reads_as_no_load(tmp_path: Path) -> None:
     with LoadPage(tmp_path / "load") as reader:
-        assert reader.read() == Load()
+        assert reader.read() == LoadSnapshot()
 
 
 def test_a_writer_that_died_half_way_is_not_believed_and_can_be_replaced(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_writer_that_died_half_way_is_not_believed_and_can_be_replaced(tmp_pat
     struct.pack_into("<Q", page, 0, 3)
     path.write_bytes(page)
     with LoadPage(path) as reader:
-        assert reader.read() == Load()
+        assert reader.read() == LoadSnapshot()
         with LoadPage(path) as successor:
             successor.write(LOAD)
         assert reader.read().num_running == LOAD.num_running
@@ -53,7 +53,7 @@ def test_a_reader_never_sees_two_snapshots_mixed(tmp_path: Path) -> None:
             figure = 0
             while not stop.is_set():
                 figure += 1
-                writer.write(Load(figure, figure, figure, figure, figure, figure, figure))
+                writer.write(LoadSnapshot(figure, figure, figure, figure, figure, figure, figure))
 
     thread = threading.Thread(target=write_forever)
     thread.start()

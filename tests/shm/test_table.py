@@ -18,42 +18,42 @@ def table() -> Iterator[SharedTable]:
 
 
 def test_a_key_has_the_same_row_in_all_processes(table) -> None:
-    rows = [table.seen_by(process).claim(b"one") for process in range(3)]
+    rows = [table.for_process(process).claim(b"one") for process in range(3)]
     assert rows == [rows[0]] * 3
-    assert table.seen_by(1).claim(b"two") != rows[0]
+    assert table.for_process(1).claim(b"two") != rows[0]
 
 
 def test_a_row_that_nobody_needs_any_more_is_had_by_another_key_with_nothing_in_it(table) -> None:
-    first, second = table.seen_by(0), table.seen_by(1)
+    first, second = table.for_process(0), table.for_process(1)
     row = first.claim(b"old")
     assert second.claim(b"old") == row
-    first.cells[first.own_at(row, 1)] = 5.0
-    first.cells[first.common_at(row, 0)] = 7.0
+    first.cells[first.locate_own(row, 1)] = 5.0
+    first.cells[first.locate_common(row, 0)] = 7.0
     first.release(row)
     others = {first.claim(b"%d" % number) for number in range(3)}
     assert row not in others
     assert first.claim(b"too many") is None
     second.release(row)
     assert first.claim(b"too many") == row
-    assert first.cells[first.common_at(row, 0)] == 0.0
+    assert first.cells[first.locate_common(row, 0)] == 0.0
     assert first.read(row, 1) == (0.0, 0.0, 0.0)
 
 
 def test_what_the_maker_claims_stays_when_all_processes_have_died(table) -> None:
     row = table.claim(b"for ever")
     for process in range(3):
-        table.seen_by(process).claim(b"for ever")
-        table.forget(process)
-    assert all(table.seen_by(0).claim(b"%d" % number) not in (row, None) for number in range(3))
+        table.for_process(process).claim(b"for ever")
+        table.clear_process(process)
+    assert all(table.for_process(0).claim(b"%d" % number) not in (row, None) for number in range(3))
 
 
 def test_cells_of_one_process_are_beside_those_of_the_others(table) -> None:
     row = table.claim(b"a")
     for process in range(3):
-        one = table.seen_by(process)
-        one.cells[one.own_at(row, 0)] += process + 1
+        one = table.for_process(process)
+        one.cells[one.locate_own(row, 0)] += process + 1
     assert table.read(row, 0) == (1.0, 2.0, 3.0)
-    table.forget(1)
+    table.clear_process(1)
     assert table.read(row, 0) == (1.0, 0.0, 3.0)
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from cleave.simulator.fleet import Engine, Fleet, Pool, Transfer
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool, SimulatedTransfer
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.scheduler import Limits, Scheduler, Step
-from cleave_worker.emulator.sequence import HandOff, Request, Sequence
+from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits, EngineStep
+from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill, Sequence
 
 from tests.support.fleets import OPT_13B, draw_trace
 
@@ -24,8 +24,8 @@ LATENCY_MS, TOKEN_MS = 1.0, 0.03
 class Emulated:
     """What `emulator.Engine._run` does with its scheduler, without a clock."""
 
-    scheduler: Scheduler
-    step: Step | None = None
+    scheduler: EmulatedScheduler
+    step: EngineStep | None = None
 
 
 @dataclass
@@ -45,7 +45,7 @@ class World:
             self.now, _, _, what = heapq.heappop(self.events)
             what()
 
-    def submit(self, engine: Emulated, request: Request) -> None:
+    def submit(self, engine: Emulated, request: EngineRequest) -> None:
         engine.scheduler.add(Sequence(request))
         self.wake(engine)
 
@@ -60,7 +60,9 @@ class World:
             self.at(pulled, 0, lambda s=sequence: self.load(engine, s))
         if step.scheduled:
             engine.step = step
-            ms = OPT_13B.iteration_ms(step.chunks, step.batch, step.context_tokens)
+            ms = OPT_13B.predict_iteration_ms(
+                step.chunks, step.num_decode_tokens, step.context_tokens
+            )
             self.at(self.now + ms, 1, lambda: self.complete(engine))
 
     def load(self, engine: Emulated, sequence: Sequence) -> None:
@@ -74,7 +76,7 @@ class World:
         step, engine.step = engine.step, None
         for sequence, _, finish in engine.scheduler.complete(step):
             name = sequence.request.id
-            if sequence.request.hold:
+            if sequence.request.do_remote_decode:
                 self.at(self.now, 0, lambda n=name: self.hand_over(n))
                 continue
             self.first.setdefault(name, self.now)
@@ -86,13 +88,13 @@ class World:
         self.submit(self.engines[1], self.requests[name])
 
 
-def emulate(trace: Trace, engines: list[Engine]) -> tuple[np.ndarray, np.ndarray, int]:
+def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, np.ndarray, int]:
     """First token and end of each request, and how many were preempted."""
     world = World(
         [
             Emulated(
-                Scheduler(
-                    Limits(e.max_num_seqs, e.max_num_batched_tokens, prefix_caching=False),
+                EmulatedScheduler(
+                    EngineLimits(e.max_num_seqs, e.max_num_batched_tokens, prefix_caching=False),
                     BlockPool(e.kv_capacity_tokens // e.kv_block_size, e.kv_block_size),
                 )
             )
@@ -100,14 +102,18 @@ def emulate(trace: Trace, engines: list[Engine]) -> tuple[np.ndarray, np.ndarray
         ]
     )
     split = len(engines) == 2
-    hand_off = HandOff("", "", "", 0, ()) if split else None
+    hand_off = RemotePrefill("", "", "", 0, ()) if split else None
     world.requests = {}
     rows = zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
     for number, (arrival, prompt, output) in enumerate(rows):
         name, tokens = str(number), array("I", range(prompt))
-        whole = Request(name, tokens, int(output), ignore_eos=True, hand_off=hand_off)
+        whole = EngineRequest(name, tokens, int(output), ignore_eos=True, handoff=hand_off)
         world.requests[name] = whole
-        entry = Request(name, tokens, 1, ignore_eos=True, hold=True) if split else whole
+        entry = (
+            EngineRequest(name, tokens, 1, ignore_eos=True, do_remote_decode=True)
+            if split
+            else whole
+        )
         world.at(arrival, 0, lambda r=entry: world.submit(world.engines[0], r))
     world.run()
     names = [str(number) for number in range(len(trace))]
@@ -125,10 +131,12 @@ def emulate(trace: Trace, engines: list[Engine]) -> tuple[np.ndarray, np.ndarray
 def test_a_mixed_instance_batches_as_the_emulated_engine_does(
     capacity: int, max_num_seqs: int, rate: float, budget: int
 ) -> None:
-    engine = Engine(OPT_13B, capacity, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    engine = SimulatedEngine(
+        OPT_13B, capacity, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
     trace = draw_trace(150, rate, seed=budget)
     first, end, preemptions = emulate(trace, [engine])
-    outcome = simulate(Fleet(mixed=(Pool(engine, 1),)), trace)
+    outcome = simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), trace)
     np.testing.assert_allclose(outcome.first_token_ms, first, rtol=0, atol=1e-6)
     np.testing.assert_allclose(outcome.end_ms, end, rtol=0, atol=1e-6)
     assert outcome.num_preemptions.sum() == preemptions
@@ -140,12 +148,17 @@ def test_a_mixed_instance_batches_as_the_emulated_engine_does(
     ("held", "room"), [(66_144, 66_144), (1_200, 66_144), (66_144, 3_000), (1_200, 2_000)]
 )
 def test_a_pair_hands_over_as_two_emulated_engines_do(held: int, room: int, budget: int) -> None:
-    prefill = Engine(OPT_13B, held, max_num_batched_tokens=budget)
-    decode = Engine(OPT_13B, room, max_num_batched_tokens=budget)
-    transfer = Transfer(is_shared=False, latency_ms=LATENCY_MS, token_ms=TOKEN_MS)
+    prefill = SimulatedEngine(OPT_13B, held, max_num_batched_tokens=budget)
+    decode = SimulatedEngine(OPT_13B, room, max_num_batched_tokens=budget)
+    transfer = SimulatedTransfer(is_shared=False, latency_ms=LATENCY_MS, token_ms=TOKEN_MS)
     trace = draw_trace(150, 3.0, seed=budget)
     first, end, preemptions = emulate(trace, [prefill, decode])
-    outcome = simulate(Fleet((Pool(prefill, 1),), (Pool(decode, 1),), transfer=transfer), trace)
+    outcome = simulate(
+        SimulatedFleet(
+            (SimulatedPool(prefill, 1),), (SimulatedPool(decode, 1),), transfer=transfer
+        ),
+        trace,
+    )
     np.testing.assert_allclose(outcome.first_token_ms, first, rtol=0, atol=1e-6)
     np.testing.assert_allclose(outcome.end_ms, end, rtol=0, atol=1e-6)
     assert outcome.num_preemptions.sum() == preemptions

@@ -14,8 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.simulator.fleet import Batching, Engine, Fleet, Order, Pool
-from cleave.simulator.outcome import Outcome
+from cleave.simulator.fleet import (
+    Batching,
+    PrefillOrder,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+)
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
@@ -81,15 +87,17 @@ def test_who_flips_during_a_leap_sorts_what_waits_before_the_next_pass() -> None
 
 
 def test_two_central_queues_may_get_another_head_in_one_pass() -> None:
-    engine = Engine(fixed_timing(), 66, 1, Batching.PREFILL_FIRST, max_num_batched_tokens=60)
+    engine = SimulatedEngine(
+        fixed_timing(), 66, 1, Batching.PREFILL_FIRST, max_num_batched_tokens=60
+    )
     wide = replace(engine, kv_capacity_tokens=100, batching=Batching.VLLM)
     slow = replace(wide, kv_capacity_tokens=64, timing=fixed_timing(40.0))
-    pools = [(Pool(each, 1),) for each in (engine, wide, slow)]
+    pools = [(SimulatedPool(each, 1),) for each in (engine, wide, slow)]
     # At 41.5 ms the mixed instance takes the hand-off of 55 tokens, for which the decode instance
     # has no room, and a prompt of 5. What comes next is too long for it, and right for the other.
     prompts, outputs = np.array([40, 10, 55, 10, 5, 5]), np.array([60, 1, 2, 60, 2, 2])
     trace = Trace(np.array([0.0, 1.5, 2.0, 3.0, 25.0, 25.0]), prompts, outputs)
-    fleet = Fleet(*pools, defers_dispatch=True)
+    fleet = SimulatedFleet(*pools, defers_dispatch=True)
     compare_case(fleet, trace, "two queues")
     assert simulate(fleet, trace).decode_start_ms[3] == pytest.approx(42.0)
 
@@ -135,15 +143,15 @@ simulate(Fleet((slow,), (slow,), flipping=make_terms(100.0)), trace)
     subprocess.run(line, check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
-def sort(engine: Engine) -> Engine:
-    return replace(engine, order=Order.LJF, prefill_sched_batch=4, max_num_seqs=3)
+def sort(engine: SimulatedEngine) -> SimulatedEngine:
+    return replace(engine, order=PrefillOrder.LJF, prefill_sched_batch=4, max_num_seqs=3)
 
 
 def compare(seed: int) -> None:
     compare_case(*draw_case(seed), str(seed))
 
 
-def compare_case(fleet: Fleet, trace: Trace, name: str) -> None:
+def compare_case(fleet: SimulatedFleet, trace: Trace, name: str) -> None:
     slow, fast = Reference(fleet, trace).run(), simulate(fleet, trace)
     for attribute, field in REQUESTS.items():
         expected = [float(getattr(request, attribute)) for request in slow.requests]
@@ -170,11 +178,11 @@ def check_passes(slow: Reference) -> None:
                 assert begin >= end
 
 
-def check_tokens(slow: Reference, fast: Outcome) -> None:
+def check_tokens(slow: Reference, fast: SimulationResult) -> None:
     """Who ended has made all tokens, and nobody who ended holds KV."""
     ended = ~np.isnan(fast.end_ms)
     if slow.of("decode", "mixed"):
         assert [request.made == request.output for request in slow.requests] == list(ended)
-    assert list(fast.fate == 0) == list(ended)
+    assert list(fast.outcome == 0) == list(ended)
     if ended.all():
-        assert not fast.instances.kv_left_tokens.any()
+        assert not fast.instances.kv_final_tokens.any()

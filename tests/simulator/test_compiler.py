@@ -36,7 +36,7 @@ def test_without_a_folder_to_write_to_the_code_is_kept_elsewhere(
     blocked.write_text("in the way")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(blocked))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    compiled = compiler.compile_function(timing.line, {})
+    compiled = compiler.compile_function(timing.interpolate_table, {})
     assert compiled(1.0, (0.0, 2.0), 0.5) == 1.0
     assert list(tmp_path.rglob("*.nbi"))
 
@@ -45,11 +45,11 @@ def test_what_an_image_brings_is_used_where_it_can_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "image" / "share"))
-    compiler.compile_function(timing.line, {})(1.0, (0.0, 2.0), 0.5)
+    compiler.compile_function(timing.interpolate_table, {})(1.0, (0.0, 2.0), 0.5)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "home"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "image"))
-    assert compiler.is_compiled(timing.line)
-    compiled = compiler.compile_function(timing.line, {})
+    assert compiler.is_compiled(timing.interpolate_table)
+    compiled = compiler.compile_function(timing.interpolate_table, {})
     assert compiled(1.0, (0.0, 2.0), 0.5) == 1.0
     assert sum(compiled.stats.cache_hits.values()) == 1
     assert len(list((tmp_path / "home" / "cleave-simulator").iterdir())) == 1
@@ -64,9 +64,9 @@ def test_what_is_compiled_is_known_without_importing_numba(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    assert not compiler.is_compiled(timing.line)
-    compiler.compile_function(timing.line, {})(1.0, (0.0, 2.0), 0.5)
-    assert compiler.is_compiled(timing.line)
+    assert not compiler.is_compiled(timing.interpolate_table)
+    compiler.compile_function(timing.interpolate_table, {})(1.0, (0.0, 2.0), 0.5)
+    assert compiler.is_compiled(timing.interpolate_table)
 
 
 def test_the_code_of_old_versions_makes_room(
@@ -76,6 +76,6 @@ def test_the_code_of_old_versions_makes_room(
     for age in range(9):
         (tmp_path / "cleave-simulator" / f"version-{age}").mkdir(parents=True)
         (tmp_path / f"of-others-{age}").mkdir()
-    assert not compiler.is_compiled(timing.line)
+    assert not compiler.is_compiled(timing.interpolate_table)
     assert len(list((tmp_path / "cleave-simulator").iterdir())) == 4
     assert len(list(tmp_path.iterdir())) == 10

@@ -6,10 +6,12 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from cleave.simulator.latency_breakdown import Stage, stage_ms, stage_shares
-from cleave.simulator.outcome import Instances, Outcome
+from cleave.simulator.latency_breakdown import LatencyStage, compute_stage_ms, compute_stage_shares
+from cleave.simulator.outcome import InstanceStatistics, SimulationResult
 
-NO_INSTANCES = Instances(**{field.name: np.zeros(0) for field in fields(Instances)})
+NO_INSTANCES = InstanceStatistics(
+    **{field.name: np.zeros(0) for field in fields(InstanceStatistics)}
+)
 TIMES = {
     "arrival_ms": [0.0, 10.0],
     "prefill_start_ms": [5.0, 20.0],
@@ -22,34 +24,34 @@ TIMES = {
 }
 
 
-def outcome(times=TIMES) -> Outcome:
+def outcome(times=TIMES) -> SimulationResult:
     counts = {
         field.name: np.ones(2, np.int64)
-        for field in fields(Outcome)
+        for field in fields(SimulationResult)
         if field.name not in (*times, "instances")
     }
     arrays = {name: np.array(values) for name, values in times.items()}
-    return Outcome(**arrays, **counts, instances=NO_INSTANCES)
+    return SimulationResult(**arrays, **counts, instances=NO_INSTANCES)
 
 
 def test_the_stages_of_a_request_add_up_to_its_time() -> None:
-    stages = {stage: ms[0] for stage, ms in stage_ms(outcome()).items()}
+    stages = {stage: ms[0] for stage, ms in compute_stage_ms(outcome()).items()}
     assert stages == {
-        Stage.PREFILL_QUEUE: 5.0,
-        Stage.PREFILL: 20.0,
-        Stage.TRANSFER: 1.0,
-        Stage.DECODE_QUEUE: 5.0 + 3.0,
-        Stage.DECODE: 66.0,
+        LatencyStage.PREFILL_QUEUE: 5.0,
+        LatencyStage.PREFILL: 20.0,
+        LatencyStage.TRANSFER: 1.0,
+        LatencyStage.DECODE_QUEUE: 5.0 + 3.0,
+        LatencyStage.DECODE: 66.0,
     }
     assert sum(stages.values()) == 100.0
 
 
 def test_requests_that_never_end_count_in_no_stage() -> None:
-    assert stage_shares(outcome()) == pytest.approx(
-        dict(zip(Stage, (0.05, 0.20, 0.01, 0.08, 0.66), strict=True))
+    assert compute_stage_shares(outcome()) == pytest.approx(
+        dict(zip(LatencyStage, (0.05, 0.20, 0.01, 0.08, 0.66), strict=True))
     )
 
 
 def test_without_any_end_there_are_no_shares() -> None:
     never = {**TIMES, "end_ms": [math.nan, math.nan]}
-    assert set(stage_shares(outcome(never)).values()) == {0.0}
+    assert set(compute_stage_shares(outcome(never)).values()) == {0.0}

@@ -9,31 +9,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.perf.published.aladdin import Coefficients
-from cleave.perf.timing import Timing
-from cleave.policy.best_fit import Packing
+from cleave.perf.timing import EngineTiming
+from cleave.policy.best_fit import BestFitModel
 from cleave.simulator.errors import SimulationError
-from cleave.simulator.fleet import Batching, DispatchPolicy, Engine, Fleet, Pool, Transfer
-from cleave.simulator.outcome import Fate
-from cleave.simulator.run import measure, prepare, simulate
+from cleave.simulator.fleet import (
+    Batching,
+    DispatchPolicy,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
+)
+from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.run import measure_latencies, prepare_fleet, simulate
 from cleave.simulator.trace import Trace
 
 from tests.support.fleets import OPT_13B, draw_trace, fixed_timing
 
-ENGINE = Engine(OPT_13B, 66_144)
+ENGINE = SimulatedEngine(OPT_13B, 66_144)
 PREFILL = dataclasses.replace(ENGINE, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=512)
-PACKING = Packing(Coefficients(0.1, 18.0, 0.0005, 0.1, 15.0), ttft_ms=2_000, tpot_ms=40)
+PACKING = BestFitModel(Coefficients(0.1, 18.0, 0.0005, 0.1, 15.0), ttft_ms=2_000, tpot_ms=40)
 seeds = st.integers(0, 1_000_000)
 
 
-def lone_prompts(timing: Timing) -> Fleet:
+def lone_prompts(timing: EngineTiming) -> SimulatedFleet:
     """A prefill instance that runs one prompt at a time."""
-    engine = Engine(timing, 1 << 40, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=1)
-    return Fleet(prefill=(Pool(engine, 1),))
+    engine = SimulatedEngine(
+        timing, 1 << 40, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=1
+    )
+    return SimulatedFleet(prefill=(SimulatedPool(engine, 1),))
 
 
-def disaggregated(prefill: int = 1, decode: int = 1) -> Fleet:
-    transfer = Transfer(latency_ms=1.0, token_ms=0.01)
-    return Fleet((Pool(PREFILL, prefill),), (Pool(ENGINE, decode),), transfer=transfer)
+def disaggregated(prefill: int = 1, decode: int = 1) -> SimulatedFleet:
+    transfer = SimulatedTransfer(latency_ms=1.0, token_ms=0.01)
+    return SimulatedFleet(
+        (SimulatedPool(PREFILL, prefill),), (SimulatedPool(ENGINE, decode),), transfer=transfer
+    )
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
@@ -62,16 +73,16 @@ def test_two_way_tensor_parallelism_waits_as_eq_3_says() -> None:
     assert ttft == pytest.approx(d / k + rate * d * d / (2 * k * (k - rate * d)), rel=0.01)
 
 
-def mean_ttft(timing: Timing, rate_per_ms: float) -> float:
+def mean_ttft(timing: EngineTiming, rate_per_ms: float) -> float:
     trace = draw_trace(1_500_000, rate_per_ms * 1000, prompt=100, output=1)
-    return float(measure(lone_prompts(timing), trace)[0].mean())
+    return float(measure_latencies(lone_prompts(timing), trace)[0].mean())
 
 
 def test_one_request_takes_what_the_latency_model_says() -> None:
     outcome = simulate(disaggregated(), Trace(np.array([0.0]), np.array([320]), np.array([3])))
-    prefill = OPT_13B.prefill_ms([320])
+    prefill = OPT_13B.predict_prefill_ms([320])
     pulled = prefill + 1.0 + 320 * 0.01
-    passes = [OPT_13B.decode_pass_ms(1, 320 + made) for made in range(3)]
+    passes = [OPT_13B.predict_decode_ms(1, 320 + made) for made in range(3)]
     assert outcome.prefill_end_ms[0] == pytest.approx(prefill)
     assert outcome.transfer_end_ms[0] == pytest.approx(pulled)
     assert outcome.ttft_ms[0] == pytest.approx(pulled + passes[0])
@@ -82,7 +93,7 @@ def test_one_request_takes_what_the_latency_model_says() -> None:
 def test_the_first_token_counts_from_the_prefill_instance_where_the_paper_counts_so() -> None:
     fleet = dataclasses.replace(disaggregated(), first_token_by_decode=False)
     outcome = simulate(fleet, Trace(np.array([0.0]), np.array([320]), np.array([3])))
-    assert outcome.ttft_ms[0] == pytest.approx(OPT_13B.prefill_ms([320]))
+    assert outcome.ttft_ms[0] == pytest.approx(OPT_13B.predict_prefill_ms([320]))
     assert outcome.instances.decode_tokens.tolist() == [0, 2]
 
 
@@ -90,7 +101,7 @@ def test_prefill_memory_is_the_queue_before_a_full_decode_instance() -> None:
     """Pull: the prefill instance starts no prompt while its memory holds what nobody pulled."""
     prefill = dataclasses.replace(PREFILL, kv_capacity_tokens=512, max_num_batched_tokens=160)
     decode = dataclasses.replace(ENGINE, kv_capacity_tokens=208)
-    fleet = Fleet((Pool(prefill, 1),), (Pool(decode, 1),))
+    fleet = SimulatedFleet((SimulatedPool(prefill, 1),), (SimulatedPool(decode, 1),))
     count = 6
     trace = Trace(np.zeros(count), np.full(count, 160), np.full(count, 40))
     outcome = simulate(fleet, trace)
@@ -101,13 +112,13 @@ def test_prefill_memory_is_the_queue_before_a_full_decode_instance() -> None:
 
 
 def test_transfers_of_one_prefill_instance_share_its_link_in_order() -> None:
-    transfer = Transfer(latency_ms=5.0)
+    transfer = SimulatedTransfer(latency_ms=5.0)
     batch = dataclasses.replace(PREFILL, max_num_batched_tokens=4096)
     trace = Trace(np.zeros(3), np.full(3, 64), np.full(3, 2))
     for is_shared, expected in ((True, [5, 10, 15]), (False, [5, 5, 5])):
-        fleet = Fleet(
-            (Pool(batch, 1),),
-            (Pool(ENGINE, 1),),
+        fleet = SimulatedFleet(
+            (SimulatedPool(batch, 1),),
+            (SimulatedPool(ENGINE, 1),),
             transfer=dataclasses.replace(transfer, is_shared=is_shared),
         )
         outcome = simulate(fleet, trace)
@@ -115,7 +126,7 @@ def test_transfers_of_one_prefill_instance_share_its_link_in_order() -> None:
 
 
 def test_what_overlaps_the_prompt_is_not_waited_for() -> None:
-    transfer = Transfer(token_ms=0.1, overlapped_token_ms=0.08, overlap_from_tokens=256)
+    transfer = SimulatedTransfer(token_ms=0.1, overlapped_token_ms=0.08, overlap_from_tokens=256)
     fleet = dataclasses.replace(disaggregated(), transfer=transfer)
     outcome = simulate(fleet, Trace(np.array([0.0, 9e3]), np.array([128, 256]), np.array([2, 2])))
     took = outcome.transfer_end_ms - outcome.transfer_start_ms
@@ -123,8 +134,10 @@ def test_what_overlaps_the_prompt_is_not_waited_for() -> None:
 
 
 def test_pulls_lengthen_the_one_pass_that_begins_with_them() -> None:
-    transfer = Transfer(latency_ms=5.0, receiver_ms=3.0, receiver_token_ms=0.01)
-    fleet = Fleet((Pool(PREFILL, 1),), (Pool(ENGINE, 1),), transfer=transfer)
+    transfer = SimulatedTransfer(latency_ms=5.0, receiver_ms=3.0, receiver_token_ms=0.01)
+    fleet = SimulatedFleet(
+        (SimulatedPool(PREFILL, 1),), (SimulatedPool(ENGINE, 1),), transfer=transfer
+    )
     # Two hand-offs come together while the first request decodes, the last to an idle instance.
     trace = Trace(np.array([0, 100, 100, 9e6]), np.full(4, 64), np.array([400, 2, 2, 2]))
     pulled = simulate(fleet, trace)
@@ -136,7 +149,7 @@ def test_pulls_lengthen_the_one_pass_that_begins_with_them() -> None:
     )
     assert pulled.end_ms[0] - free.end_ms[0] == pytest.approx(3.0 + 2 * 0.64)
     assert pulled.end_ms[3] == pytest.approx(free.end_ms[3])
-    assert pulled.instances.passes[1] == free.instances.passes[1]
+    assert pulled.instances.iterations[1] == free.instances.iterations[1]
 
 
 def test_dispatch_is_paid_before_the_prompt_and_before_the_pull() -> None:
@@ -147,16 +160,16 @@ def test_dispatch_is_paid_before_the_prompt_and_before_the_pull() -> None:
 
 
 def test_a_decode_fleet_begins_with_computed_prompts() -> None:
-    fleet = Fleet(decode=(Pool(ENGINE, 1),), first_token_by_decode=False)
+    fleet = SimulatedFleet(decode=(SimulatedPool(ENGINE, 1),), first_token_by_decode=False)
     outcome = simulate(fleet, Trace(np.array([4.0]), np.array([100]), np.array([3])))
-    expected = sum(OPT_13B.decode_pass_ms(1, 101 + made) for made in range(2))
+    expected = sum(OPT_13B.predict_decode_ms(1, 101 + made) for made in range(2))
     assert outcome.ttft_ms[0] == 0
     assert outcome.tpot_ms[0] == pytest.approx(expected / 2)
     assert outcome.prefill_instance[0] == -1
 
 
 def test_mixed_instances_take_requests_beside_the_split_ones() -> None:
-    fleet = dataclasses.replace(disaggregated(2, 2), mixed=(Pool(ENGINE, 1),))
+    fleet = dataclasses.replace(disaggregated(2, 2), mixed=(SimulatedPool(ENGINE, 1),))
     outcome = simulate(fleet, draw_trace(400, 20))
     whole = outcome.prefill_instance == outcome.decode_instance
     assert 0 < whole.sum() < 400
@@ -189,21 +202,21 @@ def test_random_dispatch_follows_the_seed() -> None:
 
 def test_a_late_choice_waits_less_than_a_turn_taken_blindly() -> None:
     trace = draw_trace(3000, 25, seed=3)
-    fleet = Fleet((Pool(PREFILL, 4),), dispatch=DispatchPolicy.ROUND_ROBIN)
+    fleet = SimulatedFleet((SimulatedPool(PREFILL, 4),), dispatch=DispatchPolicy.ROUND_ROBIN)
     late = dataclasses.replace(fleet, defers_dispatch=True)
-    assert measure(late, trace)[0].mean() < measure(fleet, trace)[0].mean()
+    assert measure_latencies(late, trace)[0].mean() < measure_latencies(fleet, trace)[0].mean()
 
 
 @settings(max_examples=25, deadline=None)
 @given(seeds, st.floats(0.5, 0.99))
 def test_a_faster_instance_is_never_slower_in_the_mean(seed: int, factor: float) -> None:
     trace = draw_trace(200, 5, seed)
-    slow = measure(lone_prompts(OPT_13B), trace)[0]
-    fast = measure(lone_prompts(scale(OPT_13B, factor)), trace)[0]
+    slow = measure_latencies(lone_prompts(OPT_13B), trace)[0]
+    fast = measure_latencies(lone_prompts(scale(OPT_13B, factor)), trace)[0]
     assert (fast <= slow + 1e-9).all()
 
 
-def scale(timing: Timing, factor: float) -> Timing:
+def scale(timing: EngineTiming, factor: float) -> EngineTiming:
     return dataclasses.replace(
         timing,
         prompt_ms=tuple(ms * factor for ms in timing.prompt_ms),
@@ -224,12 +237,12 @@ def test_an_instance_never_idles_while_a_prompt_waits(seed: int) -> None:
 @given(seeds, st.sampled_from(list(Batching)), st.sampled_from([1, 2, 4]))
 def test_tokens_are_counted_exactly_and_memory_comes_back(seed, batching, stages) -> None:
     timing = dataclasses.replace(OPT_13B, stages=stages)
-    engine = Engine(timing, 8_000, batching=batching, max_num_seqs=64)
+    engine = SimulatedEngine(timing, 8_000, batching=batching, max_num_seqs=64)
     trace = draw_trace(150, 8, seed)
-    outcome = simulate(Fleet(mixed=(Pool(engine, 2),)), trace)
+    outcome = simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 2),)), trace)
     used = outcome.instances
     assert not np.isnan(outcome.end_ms).any()
-    assert not used.kv_left_tokens.any()
+    assert not used.kv_final_tokens.any()
     recomputed = used.num_preemptions.sum() > 0
     prompts, outputs = trace.prompt_tokens.sum(), trace.output_tokens.sum()
     tokens = used.prompt_tokens.sum() + used.decode_tokens.sum()
@@ -239,13 +252,13 @@ def test_tokens_are_counted_exactly_and_memory_comes_back(seed, batching, stages
         assert used.decode_tokens.sum() == outputs - len(trace)
     assert (used.kv_peak_tokens <= 8_000).all()
     assert (used.busy_ms <= used.duration_ms * (1 + 1e-9)).all()
-    assert (used.kv_usage(np.full(2, 8_000)) <= 1).all()
+    assert (used.compute_kv_usage(np.full(2, 8_000)) <= 1).all()
 
 
 def test_mfu_is_work_done_over_work_possible() -> None:
     outcome = simulate(lone_prompts(fixed_timing(prompt_ms=100)), one_request(1000, 1))
     # 1,000 tokens in 0.1 s at 2 FLOPs each, of 40,000 FLOP/s.
-    assert outcome.instances.mfu(2.0, 40_000.0)[0] == pytest.approx(0.5)
+    assert outcome.instances.compute_mfu(2.0, 40_000.0)[0] == pytest.approx(0.5)
 
 
 def one_request(prompt: int, output: int) -> Trace:
@@ -255,19 +268,23 @@ def one_request(prompt: int, output: int) -> Trace:
 def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -> None:
     engine = dataclasses.replace(ENGINE, kv_capacity_tokens=1024)
     trace = Trace(np.array([0.0, 1.0, 2.0]), np.array([100, 2000, 100]), np.array([5, 5, 1000]))
-    fleet = Fleet(mixed=(Pool(engine, 2),), packing=PACKING)
+    fleet = SimulatedFleet(mixed=(SimulatedPool(engine, 2),), best_fit=PACKING)
     fleets = [dataclasses.replace(fleet, dispatch=dispatch) for dispatch in DispatchPolicy]
     for each in (*fleets, dataclasses.replace(fleet, defers_dispatch=True)):
         outcome = simulate(each, trace)
-        assert list(outcome.fate) == [Fate.SERVED, Fate.TOO_LONG, Fate.TOO_LONG]
+        assert list(outcome.outcome) == [
+            RequestOutcome.SERVED,
+            RequestOutcome.TOO_LONG,
+            RequestOutcome.TOO_LONG,
+        ]
         assert list(np.isnan(outcome.end_ms)) == [False, True, True]
-        assert outcome.attainment(1e9, 1e9) == pytest.approx(1 / 3)
+        assert outcome.compute_attainment(1e9, 1e9) == pytest.approx(1 / 3)
 
 
 def test_measuring_gives_what_simulating_gives() -> None:
     trace = draw_trace(300, 6)
-    prepared = prepare(disaggregated())
-    ttft, tpot = measure(prepared, trace)
+    prepared = prepare_fleet(disaggregated())
+    ttft, tpot = measure_latencies(prepared, trace)
     outcome = simulate(prepared, trace)
     assert (ttft == outcome.ttft_ms).all()
     assert (tpot == outcome.tpot_ms).all()
@@ -307,28 +324,37 @@ def test_a_faulty_trace_is_refused_in_one_line(trace: Trace, fault: str) -> None
 )
 def test_a_faulty_engine_is_refused_in_one_line(change: dict[str, object], fault: str) -> None:
     with pytest.raises(SimulationError, match=fault):
-        prepare(Fleet(mixed=(Pool(dataclasses.replace(ENGINE, **change), 1),)))
+        prepare_fleet(
+            SimulatedFleet(mixed=(SimulatedPool(dataclasses.replace(ENGINE, **change), 1),))
+        )
 
 
 @pytest.mark.parametrize(
     ("fleet", "fault"),
     [
-        (Fleet(), "no instances"),
-        (Fleet(mixed=(Pool(ENGINE, 0),)), "no instances"),
-        (Fleet(mixed=(Pool(ENGINE, -1),)), "replicas is -1"),
-        (Fleet(mixed=(Pool(ENGINE, 1),), dispatch_ms=-1.0), "dispatch_ms is -1"),
-        (Fleet(mixed=(Pool(ENGINE, 1),), transfer=Transfer(latency_ms=math.nan)), "latency_ms"),
+        (SimulatedFleet(), "no instances"),
+        (SimulatedFleet(mixed=(SimulatedPool(ENGINE, 0),)), "no instances"),
+        (SimulatedFleet(mixed=(SimulatedPool(ENGINE, -1),)), "replicas is -1"),
+        (SimulatedFleet(mixed=(SimulatedPool(ENGINE, 1),), dispatch_ms=-1.0), "dispatch_ms is -1"),
+        (
+            SimulatedFleet(
+                mixed=(SimulatedPool(ENGINE, 1),), transfer=SimulatedTransfer(latency_ms=math.nan)
+            ),
+            "latency_ms",
+        ),
     ],
 )
-def test_a_faulty_fleet_is_refused_in_one_line(fleet: Fleet, fault: str) -> None:
+def test_a_faulty_fleet_is_refused_in_one_line(fleet: SimulatedFleet, fault: str) -> None:
     with pytest.raises(SimulationError, match=fault):
-        prepare(fleet)
+        prepare_fleet(fleet)
 
 
 def test_best_fit_uses_as_few_instances_as_keep_the_target() -> None:
     trace = draw_trace(400, 8)
     fleets = {
-        dispatch: Fleet(decode=(Pool(ENGINE, 12),), dispatch=dispatch, packing=PACKING)
+        dispatch: SimulatedFleet(
+            decode=(SimulatedPool(ENGINE, 12),), dispatch=dispatch, best_fit=PACKING
+        )
         for dispatch in (DispatchPolicy.PENDING_TOKENS, DispatchPolicy.BEST_FIT)
     }
     used = {
@@ -338,14 +364,14 @@ def test_best_fit_uses_as_few_instances_as_keep_the_target() -> None:
     assert used[DispatchPolicy.PENDING_TOKENS] == 12
     assert used[DispatchPolicy.BEST_FIT] < 8
     tight = dataclasses.replace(PACKING, tpot_ms=20.0)
-    strict = dataclasses.replace(fleets[DispatchPolicy.BEST_FIT], packing=tight)
+    strict = dataclasses.replace(fleets[DispatchPolicy.BEST_FIT], best_fit=tight)
     assert len(set(simulate(strict, trace).decode_instance)) > used[DispatchPolicy.BEST_FIT]
 
 
 def test_short_prompts_are_computed_where_they_decode_while_prefill_is_busy() -> None:
     trace = draw_trace(400, 12)
     split = disaggregated(1, 3)
-    short = dataclasses.replace(split, whole_below_tokens=200)
+    short = dataclasses.replace(split, short_prompt_tokens=200)
     before, after = simulate(split, trace), simulate(short, trace)
     whole = after.prefill_instance == after.decode_instance
     assert not (before.prefill_instance == before.decode_instance).any()

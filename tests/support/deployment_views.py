@@ -7,28 +7,28 @@ from typing import Any
 import numpy as np
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.replan_status import LatencyCorrection, SeenPrediction
-from cleave.api.workload import Lengths, Workload
-from cleave.controller.cluster.actions import PlanOutcome, Reviewed
-from cleave.controller.cluster.inventory import inventory
-from cleave.controller.cluster.objects import timestamp
-from cleave.controller.deployment.placement import inputs, placed
+from cleave.api.replan_status import CurrentPrediction, LatencyCorrection
+from cleave.api.workload import LengthDistribution, Workload
+from cleave.controller.cluster.actions import PlanJob, ReviewResult
+from cleave.controller.cluster.inventory import build_inventory
+from cleave.controller.cluster.objects import format_timestamp
+from cleave.controller.deployment.placement import hash_inputs, read_placement
 from cleave.controller.deployment.reconcile import DeploymentView
-from cleave.controller.replan.drift import Course
-from cleave.controller.replan.inputs import model_digest
-from cleave.controller.replan.reconcile import follow_course
+from cleave.controller.replan.drift import DriftState
+from cleave.controller.replan.inputs import hash_model
+from cleave.controller.replan.reconcile import update_drift
 from cleave.gateway.metrics.gateway_metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import pools as make_pools
-from cleave.planner.replan.revision import Verdict
-from cleave.traffic.window import Window
-from cleave.traffic.workload import from_spec
+from cleave.manifests.pool import build_pools as make_pools
+from cleave.planner.replan.revision import ReplanVerdict
+from cleave.traffic.window import TrafficWindow
+from cleave.traffic.workload import build_from_spec
 
 from tests.support.fake_cluster import chat
 from tests.support.traffic_windows import PERIOD_S, count, draw
 
 NOW_S = 1_700_000_000.0
-THERE = inventory([])
+THERE = build_inventory([])
 STATED = {"rate": 4, "promptTokens": {"mean": 300}, "outputTokens": {"mean": 30}}
 POOLS = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1}]
 MORE = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 3}]
@@ -55,54 +55,56 @@ def status(asked: LLMDeployment, settled_s: float = NOW_S - 1000, **more: Any) -
         "status": "False",
         "reason": "Settled",
         "message": "",
-        "lastTransitionTime": timestamp(settled_s),
+        "lastTransitionTime": format_timestamp(settled_s),
     }
-    return {"plan": plan(inputs(asked, THERE)), "conditions": [settled], **more}
+    return {"plan": plan(hash_inputs(asked, THERE)), "conditions": [settled], **more}
 
 
-def traffic(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Window, ...]:
+def traffic(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[TrafficWindow, ...]:
     """The stated lengths at some rate, until `end_s`; answered quickly."""
     return tuple(map(_answered, ask(rate, seconds, end_s)))
 
 
-def _answered(window: Window) -> Window:
+def _answered(window: TrafficWindow) -> TrafficWindow:
     num = int(window.prompts.num)
     ttft, tpot = count(np.full(num, 0.1), TTFT_BOUNDS_S), count(np.full(num, 0.02), TPOT_BOUNDS_S)
     return replace(window, ttft=ttft, tpot=tpot)
 
 
-def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Window, ...]:
+def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[TrafficWindow, ...]:
     """The same, and nothing of how it was answered."""
     workload = Workload(
-        rate=rate, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)
+        rate=rate,
+        prompt_tokens=LengthDistribution(mean=300, p90=400),
+        output_tokens=LengthDistribution(mean=30, p90=40),
     )
     periods = round(seconds / PERIOD_S)
-    return tuple(draw(from_spec(workload, Path()), periods, end_s - seconds))
+    return tuple(draw(build_from_spec(workload, Path()), periods, end_s - seconds))
 
 
 def view(asked: LLMDeployment, told: Manifest, **fields: Any) -> DeploymentView:
     """As the controller sees it: with the course of the traffic in `windows`."""
-    pools = make_pools(asked, placed(told["plan"]))
-    course = follow_course(Course(), asked, told, fields.get("windows", ()))
+    pools = make_pools(asked, read_placement(told["plan"]))
+    course = update_drift(DriftState(), asked, told, fields.get("windows", ()))
     return DeploymentView(
-        asked, THERE, NOW_S, status=told, pools=tuple(pools), course=course, **fields
+        asked, THERE, NOW_S, status=told, pools=tuple(pools), drift=course, **fields
     )
 
 
 def reviewed(
-    question: PlanOutcome,
-    verdict: Verdict,
+    question: PlanJob,
+    verdict: ReplanVerdict,
     asked: LLMDeployment,
     *,
     holds: bool = True,
     decode: float = 1.0,
     pools: list[Manifest] | None = None,
-) -> PlanOutcome:
+) -> PlanJob:
     """The planner's answer to a review."""
     assert question.review is not None
-    at = timestamp(question.review.at_s)
-    prediction = SeenPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
-    of = model_digest(asked, THERE)
+    at = format_timestamp(question.review.at_s)
+    prediction = CurrentPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
+    of = hash_model(asked, THERE)
     correction = None if decode == 1 else LatencyCorrection(decode=decode, of=of)
-    told = Reviewed(verdict, "because", holds, "it holds", prediction, correction)
-    return replace(question, reviewed=told, plan=plan("", pools) if pools else None)
+    told = ReviewResult(verdict, "because", holds, "it holds", prediction, correction)
+    return replace(question, review_result=told, plan=plan("", pools) if pools else None)

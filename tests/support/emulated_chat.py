@@ -25,4 +25,4 @@ def chat(**spec: Any) -> Problem:
         "metadata": {"name": "chat"},
         "spec": asked | spec,
     }
-    return problem_from_profile.problem(validate(document))
+    return problem_from_profile.build_problem(validate(document))

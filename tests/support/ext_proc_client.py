@@ -7,9 +7,9 @@ import grpc
 
 from cleave.gateway.endpoint_picker.ext_proc import (
     CHUNK_BYTES,
-    ENDPOINT,
+    ENDPOINT_KEY,
     NAMESPACE,
-    SUBSET,
+    SUBSET_KEY,
     SUBSET_NAMESPACE,
 )
 from cleave.rpc.v1 import external_processor_pb2 as pb
@@ -53,7 +53,7 @@ class Proxy:
         )
         if subset is not None:
             fields = message.metadata_context.filter_metadata[SUBSET_NAMESPACE]
-            fields.update({SUBSET: subset})
+            fields.update({SUBSET_KEY: subset})
         await self.stream.write(message)
 
     async def body(self, *pieces: bytes) -> None:
@@ -100,7 +100,7 @@ class Proxy:
         )
         if served:
             told = message.metadata_context.filter_metadata[NAMESPACE]
-            told.update({f"{ENDPOINT}-served": served})
+            told.update({f"{ENDPOINT_KEY}-served": served})
         await self.stream.write(message)
         assert (await self.hear()).HasField("response_headers")
         seen = b""
@@ -149,8 +149,8 @@ class Placed:
     @property
     def endpoints(self) -> list[str]:
         """As the header says, and the metadata as well."""
-        named = self.headers[ENDPOINT]
-        assert self.answer.dynamic_metadata[NAMESPACE][ENDPOINT] == named
+        named = self.headers[ENDPOINT_KEY]
+        assert self.answer.dynamic_metadata[NAMESPACE][ENDPOINT_KEY] == named
         return named.split(",")
 
     @property

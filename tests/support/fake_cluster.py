@@ -11,17 +11,17 @@ from typing import Any
 from cleave.controller.cluster.actions import (
     Action,
     Apply,
-    Ask,
     Create,
     Delete,
     Emit,
+    ObjectReference,
     PatchStatus,
-    Reference,
     Repurpose,
+    RequestPlan,
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.cluster.objects import timestamp
+from cleave.controller.cluster.objects import format_timestamp
 from cleave.manifests.labels import Manifest
 
 Place = tuple[str, str, str]
@@ -56,13 +56,13 @@ class SmallCluster:
 
     def remove(self, kind: str, name: str) -> None:
         """As `kubectl delete` does."""
-        self._delete(Delete(Reference(kind, "default", name)))
+        self._delete(Delete(ObjectReference(kind, "default", name)))
 
     def do(self, actions: Iterable[Action]) -> list[tuple[str, Manifest]]:
         """Carry out; what the API server answers."""
         answers: list[tuple[str, Manifest]] = []
         for action in actions:
-            if not isinstance(action, Requeue | Ask):
+            if not isinstance(action, Requeue | RequestPlan):
                 self.log.append(action)
             match action:
                 case Apply(manifest):
@@ -105,7 +105,7 @@ class SmallCluster:
     def make_ready(self, pod: Manifest) -> None:
         if "nodeName" in pod["spec"] and "deletionTimestamp" not in pod["metadata"]:
             known = pod.get("status", {})
-            since = known["startTime"] if "podIP" in known else timestamp(self.now_s)
+            since = known["startTime"] if "podIP" in known else format_timestamp(self.now_s)
             ready = {"type": "Ready", "status": "True", "lastTransitionTime": since}
             status = {
                 "phase": "Running",
@@ -147,7 +147,7 @@ class SmallCluster:
             self.end(pod)
         self.run_gateways()
 
-    def _same(self, target: Reference) -> Manifest | None:
+    def _same(self, target: ObjectReference) -> Manifest | None:
         there = self.objects.get((target.kind, target.namespace, target.name))
         if there is None or (target.uid and there["metadata"]["uid"] != target.uid):
             return None
@@ -160,7 +160,7 @@ class SmallCluster:
                 "generation": 0,
                 **manifest["metadata"],
                 "uid": self._next("uid-"),
-                "creationTimestamp": timestamp(self.now_s),
+                "creationTimestamp": format_timestamp(self.now_s),
             }
             return self._changed({**manifest, "metadata": meta})
         meta = {**there["metadata"], **manifest["metadata"]}
@@ -173,7 +173,7 @@ class SmallCluster:
         if there["metadata"].get("finalizers") or (there["kind"] == "Pod" and action.grace_s != 0):
             if "deletionTimestamp" in there["metadata"]:
                 return [("seen", there)]
-            meta = {**there["metadata"], "deletionTimestamp": timestamp(self.now_s)}
+            meta = {**there["metadata"], "deletionTimestamp": format_timestamp(self.now_s)}
             return [("seen", self._changed({**there, "metadata": meta}))]
         self._gone(there)
         return [("gone", there)]
@@ -190,7 +190,7 @@ class SmallCluster:
         return self._changed({**pod, "metadata": merged})
 
     def _set_finalizers(
-        self, target: Reference, finalizers: tuple[str, ...]
+        self, target: ObjectReference, finalizers: tuple[str, ...]
     ) -> list[tuple[str, Manifest]]:
         there = self._same(target)
         if there is None:

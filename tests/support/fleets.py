@@ -7,26 +7,26 @@ import numpy as np
 
 from cleave.perf import named_profiles
 from cleave.perf.published import distserve
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import (
     Admission,
     Batching,
     DispatchPolicy,
-    Engine,
-    Fleet,
-    Order,
-    Pool,
-    Terms,
-    Transfer,
+    FlipThresholds,
+    PrefillOrder,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
 )
 from cleave.simulator.trace import Trace
 
 OPT_13B = named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp1"])
 
 
-def fixed_timing(prompt_ms: float = 10.0, decode_ms: float = 1.0, stages: int = 1) -> Timing:
+def fixed_timing(prompt_ms: float = 10.0, decode_ms: float = 1.0, stages: int = 1) -> EngineTiming:
     """Every prompt pass takes `prompt_ms`, every decode pass `decode_ms`, whatever is in it."""
-    return Timing(1.0, (prompt_ms, prompt_ms), 0.0, (decode_ms, decode_ms), (0.0,), stages)
+    return EngineTiming(1.0, (prompt_ms, prompt_ms), 0.0, (decode_ms, decode_ms), (0.0,), stages)
 
 
 def draw_trace(
@@ -41,23 +41,24 @@ def draw_trace(
     )
 
 
-def draw_case(seed: int) -> tuple[Fleet, Trace]:
+def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
     """Any fleet and a short trace: all policies, tight or ample memory, one to three stages."""
     draw = random.Random(seed)
     kind, tight = draw.choice(["pd", "m", "p", "d", "pdm", "pm"]), draw.random() < 0.6
 
-    def pools(wanted: str) -> tuple[Pool, ...]:
+    def pools(wanted: str) -> tuple[SimulatedPool, ...]:
         if wanted not in kind:
             return ()
         return tuple(
-            Pool(_draw_engine(draw, tight), draw.randint(1, 2)) for _ in range(draw.randint(1, 2))
+            SimulatedPool(_draw_engine(draw, tight), draw.randint(1, 2))
+            for _ in range(draw.randint(1, 2))
         )
 
-    fleet = Fleet(
+    fleet = SimulatedFleet(
         pools("p"),
         pools("d"),
         pools("m"),
-        Transfer(
+        SimulatedTransfer(
             is_shared=draw.random() < 0.5,
             latency_ms=draw.choice([0.0, 2.0]),
             token_ms=draw.choice([0.0, 0.5]),
@@ -88,15 +89,15 @@ def draw_case(seed: int) -> tuple[Fleet, Trace]:
         predicted = np.array([foretelling.randint(1, 50) for _ in range(count)])
         trace = replace(trace, predicted_tokens=predicted)
     if not fleet.defers_dispatch and draw.random() < 0.5:
-        terms = Terms(draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0)
+        terms = FlipThresholds(draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0)
         return replace(fleet, flipping=terms), trace
     return fleet, trace
 
 
-def slow_down(fleet: Fleet, factor: float) -> Fleet:
+def slow_down(fleet: SimulatedFleet, factor: float) -> SimulatedFleet:
     """The same with passes that take `factor` times as long."""
 
-    def slow(pools: tuple[Pool, ...]) -> tuple[Pool, ...]:
+    def slow(pools: tuple[SimulatedPool, ...]) -> tuple[SimulatedPool, ...]:
         return tuple(replace(pool, engine=_slow_engine(pool.engine, factor)) for pool in pools)
 
     return replace(
@@ -104,7 +105,7 @@ def slow_down(fleet: Fleet, factor: float) -> Fleet:
     )
 
 
-def _slow_engine(engine: Engine, factor: float) -> Engine:
+def _slow_engine(engine: SimulatedEngine, factor: float) -> SimulatedEngine:
     timing = engine.timing
     slower = replace(
         timing,
@@ -114,9 +115,9 @@ def _slow_engine(engine: Engine, factor: float) -> Engine:
     return replace(engine, timing=slower)
 
 
-def _draw_engine(draw: random.Random, tight: bool) -> Engine:
+def _draw_engine(draw: random.Random, tight: bool) -> SimulatedEngine:
     points = draw.randint(2, 6)
-    timing = Timing(
+    timing = EngineTiming(
         prompt_step=draw.choice([1.0, 16.0, 100.0]),
         prompt_ms=tuple(sorted(draw.uniform(1, 30) for _ in range(draw.randint(2, 4)))),
         prompt_square_ms=draw.choice([0.0, 1e-3]),
@@ -126,14 +127,14 @@ def _draw_engine(draw: random.Random, tight: bool) -> Engine:
         hop_ms=draw.choice([0.0, 0.3]),
         hop_token_ms=draw.choice([0.0, 0.01]),
     )
-    return Engine(
+    return SimulatedEngine(
         timing,
         kv_capacity_tokens=draw.randint(60, 200) if tight else 100_000,
         kv_block_size=draw.choice([1, 4, 16]),
         batching=draw.choice(list(Batching)),
         max_num_seqs=draw.choice([1, 3, 8, 256]),
         max_num_batched_tokens=draw.choice([8, 40, 64, 8192]),
-        order=draw.choice(list(Order)),
+        order=draw.choice(list(PrefillOrder)),
         prefill_sched_batch=draw.choice([2, 4, 16]),
         admission=draw.choice(list(Admission)),
     )

@@ -6,24 +6,30 @@ from dataclasses import dataclass
 from cleave.api.deployment import Slo
 from cleave.api.planning import Planning
 from cleave.api.role import Role
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.estimate import Estimate
 from cleave.perf.hardware.link import Link, LinkKind
-from cleave.perf.model.model_shape import load
+from cleave.perf.model.model_shape import load_shape
 from cleave.perf.named_profiles import to_timing
-from cleave.perf.pipeline import scaled
+from cleave.perf.pipeline import scale_timing
 from cleave.perf.published import distserve
-from cleave.planner.problem import PAPER, Policies, Problem, Supply
-from cleave.planner.search.candidate_placement import Draft, Group
+from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 from cleave.planner.search.candidates import (
     Candidate,
-    candidates,
-    decode_instance,
-    mixed_instance,
-    prefill_instance,
+    build_decode_instance,
+    build_mixed_instance,
+    build_prefill_instance,
+    list_candidates,
 )
 from cleave.planner.search.trials import Targets
-from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal, fixed
+from cleave.traffic.workload import (
+    Demand,
+    GeneratedRequests,
+    IndependentLengths,
+    LogNormal,
+    build_fixed,
+)
 
 NVLINK = Link(LinkKind.NVLINK, 300.0)
 INFINIBAND = Link(LinkKind.INFINIBAND, 25.0, 5.0)
@@ -57,10 +63,10 @@ class Fits:
         if fit is None or capacity is None:
             return None
         kind = dict(self.kinds).get(gpu, Kind())
-        shape = load(self.model)
+        shape = load_shape(self.model)
         timing = to_timing(fit, pipeline_parallel_size)
         return Estimate(
-            timing=scaled(timing, prompt=kind.prompt, decode=kind.decode),
+            timing=scale_timing(timing, prompt=kind.prompt, decode=kind.decode),
             kv_capacity_tokens=capacity,
             prefill_saturation_tokens=512,
             max_model_len=shape.max_model_len,
@@ -68,10 +74,10 @@ class Fits:
             flops_per_token=shape.flops_per_token,
             power_watts=kind.power_watts * math.prod(size),
             cost_per_hour=kind.price_per_hour * math.prod(size),
-            trust=Trust(Basis.FITTED, "DistServe's coefficients", 0.1),
+            confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", 0.1),
         )
 
-    def why_not(
+    def explain_unsupported(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
         size = tensor_parallel_size, pipeline_parallel_size
@@ -91,10 +97,11 @@ def nodes(
 
 def chat(rate: float = 10.0, prompt: float = 330, output: float = 240) -> Demand:
     """Log-normal lengths in the region of ShareGPT's."""
-    lengths = Independent(
-        LogNormal.through(prompt, prompt * 2.1), LogNormal.through(output, output * 2.0)
+    lengths = IndependentLengths(
+        LogNormal.from_mean_and_p90(prompt, prompt * 2.1),
+        LogNormal.from_mean_and_p90(output, output * 2.0),
     )
-    return Demand(rate, Drawn(lengths)).limited(2048)
+    return Demand(rate, GeneratedRequests(lengths)).with_max_model_len(2048)
 
 
 def problem(
@@ -104,7 +111,7 @@ def problem(
     engine: str = "distserve",
     model: str = "opt-13b",
     supplies: tuple[Supply, ...] | None = None,
-    policies: Policies = PAPER,
+    policies: Policies = DISTSERVE_POLICIES,
     planning: Planning | None = None,
     kinds: tuple[tuple[str, Kind], ...] = (),
     seed: int = 0,
@@ -113,7 +120,7 @@ def problem(
         demand=demand or chat(),
         slo=slo or Slo(ttft_ms=200, tpot_ms=100),
         supplies=supplies or (nodes(),),
-        shape=load(model),
+        shape=load_shape(model),
         estimator=Fits(engine, model, kinds),
         planning=planning or Planning(),
         policies=policies,
@@ -121,10 +128,12 @@ def problem(
     )
 
 
-def blog(rate: float = 1.0, engine: str = "distserve", policies: Policies = PAPER) -> Problem:
+def blog(
+    rate: float = 1.0, engine: str = "distserve", policies: Policies = DISTSERVE_POLICIES
+) -> Problem:
     """The DistServe blog's 13B case: 512 in, 64 out on A100."""
     slo = Slo(ttft_ms=400, tpot_ms=40, attainment=0.9)
-    return problem(fixed(512, 64, rate), slo, engine=engine, policies=policies)
+    return problem(build_fixed(512, 64, rate), slo, engine=engine, policies=policies)
 
 
 def targets(asked: Problem) -> Targets:
@@ -134,20 +143,22 @@ def targets(asked: Problem) -> Targets:
 def of_size(asked: Problem, tensor: int = 1, pipeline: int = 1) -> Candidate:
     return next(
         each
-        for each in candidates(asked)
+        for each in list_candidates(asked)
         if (each.parallelism.tensor, each.parallelism.pipeline) == (tensor, pipeline)
     )
 
 
-def split(asked: Problem, prefill: Candidate, n: int, decode: Candidate, m: int) -> Draft:
-    return Draft(
+def split(
+    asked: Problem, prefill: Candidate, n: int, decode: Candidate, m: int
+) -> CandidatePlacement:
+    return CandidatePlacement(
         (
-            Group(Role.PREFILL, prefill_instance(asked, prefill), n),
-            Group(Role.DECODE, decode_instance(asked, decode), m),
+            InstanceGroup(Role.PREFILL, build_prefill_instance(asked, prefill), n),
+            InstanceGroup(Role.DECODE, build_decode_instance(asked, decode), m),
         )
     )
 
 
-def whole(asked: Problem, candidate: Candidate, n: int = 1) -> Draft:
-    instance = mixed_instance(asked, candidate, asked.policies.mixed[0])
-    return Draft((Group(Role.MIXED, instance, n),))
+def whole(asked: Problem, candidate: Candidate, n: int = 1) -> CandidatePlacement:
+    instance = build_mixed_instance(asked, candidate, asked.policies.mixed[0])
+    return CandidatePlacement((InstanceGroup(Role.MIXED, instance, n),))

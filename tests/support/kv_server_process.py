@@ -10,22 +10,22 @@ import msgspec
 import torch
 
 from cleave_worker.transfer import server as owner_module
-from cleave_worker.transfer.block_leases import Begun, Held, Holds
-from cleave_worker.transfer.handoff import HandOff, Layout, prompt_digest
-from cleave_worker.transfer.memory import register
-from cleave_worker.transfer.server import Kept, Owner
-from cleave_worker.transfer.sharding import Shape, Share
-from cleave_worker.transfer.transports.shared_memory import share
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill, PrefillInProgress
+from cleave_worker.transfer.handoff import Handoff, KvLayout, compute_prompt_digest
+from cleave_worker.transfer.memory import register_tensors
+from cleave_worker.transfer.server import KvServer, RegisteredKv
+from cleave_worker.transfer.sharding import ParallelShape, ShardSpec
+from cleave_worker.transfer.transports.shared_memory import share_memory
 
 BLOCKS, LAYERS = 16, 3
-LAYOUT = Layout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
-ALONE = Shape()
+LAYOUT = KvLayout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
+ALONE = ParallelShape()
 
 
-def caches(fill: int, shape: Shape = ALONE, rank: int = 0) -> list[torch.Tensor]:
+def caches(fill: int, shape: ParallelShape = ALONE, rank: int = 0) -> list[torch.Tensor]:
     """A rank's KV, whose values tell who wrote them: engine, layer, block and head."""
-    heads = shape.heads(rank, LAYOUT.num_kv_heads)
-    layers = [number for number in range(LAYERS) if number in shape.layers(rank)]
+    heads = shape.get_head_range(rank, LAYOUT.num_kv_heads)
+    layers = [number for number in range(LAYERS) if number in shape.get_layer_range(rank)]
     tensors = [torch.empty(BLOCKS, len(heads), 16, 64) for _ in layers]
     for number, tensor in zip(layers, tensors, strict=True):
         for block in range(BLOCKS):
@@ -34,10 +34,12 @@ def caches(fill: int, shape: Shape = ALONE, rank: int = 0) -> list[torch.Tensor]
     return tensors
 
 
-def kept_as(boot_id: str, tensors: list[torch.Tensor], shape: Shape = ALONE, rank: int = 0) -> Kept:
-    memory, planes = register(tensors, BLOCKS)
-    share_of = Share(shape, rank)
-    return Kept(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1", share_of)
+def kept_as(
+    boot_id: str, tensors: list[torch.Tensor], shape: ParallelShape = ALONE, rank: int = 0
+) -> RegisteredKv:
+    memory, planes = register_tensors(tensors, BLOCKS)
+    share_of = ShardSpec(shape, rank)
+    return RegisteredKv(boot_id, LAYOUT, memory, tuple(planes), "127.0.0.1", share_of)
 
 
 class OwnerProcess:
@@ -61,11 +63,11 @@ class OwnerProcess:
 
     def hold(
         self, request_id: str, tokens: list[int], blocks: list[int], epoch: int = 1
-    ) -> HandOff:
+    ) -> Handoff:
         """A finished prefill of this prompt, and the hand-off that it gives."""
-        digest = prompt_digest(tokens)
+        digest = compute_prompt_digest(tokens)
         self.tell("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
-        return HandOff(
+        return Handoff(
             self.boot_id, request_id, epoch, digest, len(tokens), (("127.0.0.1", self.port),)
         )
 
@@ -82,27 +84,27 @@ class OwnerProcess:
 def main() -> None:
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    owner_module._APPEAR_S = 0.5
-    shape, rank = msgspec.convert(told.get("shape", {}), Shape), told.get("rank", 0)
+    owner_module._PREFILL_WAIT_S = 0.5
+    shape, rank = msgspec.convert(told.get("shape", {}), ParallelShape), told.get("rank", 0)
     tensors = caches(1000, shape, rank)
     kept = kept_as(told["boot_id"], tensors, shape, rank)
-    shared = share(kept.memory) if told.get("shared", True) else ()
-    holds = Holds(told.get("lease_s", 60.0), told.get("reading_s", 60.0))
-    owner = Owner(kept, holds, shared, 0, told.get("transfer_s", 30.0))
+    shared = share_memory(kept.memory) if told.get("shared", True) else ()
+    holds = BlockLeases(told.get("lease_s", 60.0), told.get("reading_s", 60.0))
+    owner = KvServer(kept, holds, shared, 0, told.get("transfer_s", 30.0))
     say({"port": owner.port})
     for line in sys.stdin:
         order = json.loads(line)
         match order["do"]:
             case "hold":
                 blocks = tuple(order["blocks"])
-                holds.hold(order["id"], Held(order["epoch"], order["digest"], blocks))
+                holds.grant(order["id"], FinishedPrefill(order["epoch"], order["digest"], blocks))
                 say({})
             case "begin":
-                begun = Begun(1, order["digest"], order["num_blocks"], order["name"])
-                holds.begin(order["id"], begun)
+                begun = PrefillInProgress(1, order["digest"], order["num_blocks"], order["name"])
+                holds.begin_prefill(order["id"], begun)
                 say({})
             case "freed":
-                say({"freed": sorted(holds.take_freed()), "held": holds.num_held})
+                say({"freed": sorted(holds.take_freed()), "held": holds.num_leased})
             case "overwrite":
                 for layer in tensors:
                     layer[order["block"]] = -1

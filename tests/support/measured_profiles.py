@@ -14,9 +14,9 @@ from cleave.perf.profile.profile import (
     PrefillAttentionPoint,
     PrefillPoint,
 )
-from cleave.perf.timing import Chunk
+from cleave.perf.timing import PromptChunk
 
-TRUTH = named_profiles.load("distserve/opt-13b/tp1").timing
+TRUTH = named_profiles.load_profile("distserve/opt-13b/tp1").timing
 PROMPTS = (64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -28,12 +28,13 @@ def from_fit(noise: float = 0.0, **header: object) -> MeasuredProfile:
     def seen(ms: float) -> float:
         return ms * (1 + draw.gauss(0, noise)) if noise else ms
 
-    prefill = [PrefillPoint(tokens=n, ms=seen(TRUTH.prefill_ms([n]))) for n in PROMPTS]
+    prefill = [PrefillPoint(tokens=n, ms=seen(TRUTH.predict_prefill_ms([n]))) for n in PROMPTS]
     prefill += [
-        PrefillPoint(prompts=n, tokens=256, ms=seen(TRUTH.prefill_ms([256] * n))) for n in (2, 4)
+        PrefillPoint(prompts=n, tokens=256, ms=seen(TRUTH.predict_prefill_ms([256] * n)))
+        for n in (2, 4)
     ]
     decode = [
-        DecodePoint(batch=b, context_tokens=b * c, ms=seen(TRUTH.decode_pass_ms(b, b * c)))
+        DecodePoint(batch=b, context_tokens=b * c, ms=seen(TRUTH.predict_decode_ms(b, b * c)))
         for b in BATCHES
         for c in (64, 256, 1024)
     ]
@@ -41,7 +42,7 @@ def from_fit(noise: float = 0.0, **header: object) -> MeasuredProfile:
         prompt_tokens=512,
         batch=8,
         context_tokens=2048,
-        ms=seen(TRUTH.iteration_ms([Chunk(0, 512)], 8, 2048)),
+        ms=seen(TRUTH.predict_iteration_ms([PromptChunk(0, 512)], 8, 2048)),
     )
     fields: dict[str, object] = {
         "model": "facebook/opt-13b",

@@ -8,9 +8,9 @@ import heapq
 import math
 from collections import deque
 
-from cleave.perf.timing import Chunk
-from cleave.policy.dispatch import RECENCY
-from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, Fleet
+from cleave.perf.timing import PromptChunk
+from cleave.policy.dispatch import TIE_WEIGHT
+from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, SimulatedFleet
 from cleave.simulator.trace import Trace
 
 from tests.support.reference_simulator_state import Instance, Manager, Request, Slot, find_peak
@@ -19,7 +19,7 @@ LOOK, ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(6)
 
 
 class Reference:
-    def __init__(self, fleet: Fleet, trace: Trace) -> None:
+    def __init__(self, fleet: SimulatedFleet, trace: Trace) -> None:
         self.fleet = fleet
         outputs, predicted = trace.output_tokens, trace.predicted_tokens
         lengths = trace.prompt_tokens, outputs, outputs if predicted is None else predicted
@@ -110,7 +110,7 @@ class Reference:
         in_tokens = self.fleet.dispatch is DispatchPolicy.PENDING_TOKENS
 
         def total(i: Instance) -> float:
-            return i.turn if in_turn else i.prompt_book + i.resident_book + i.turn * RECENCY
+            return i.turn if in_turn else i.prompt_book + i.resident_book + i.turn * TIE_WEIGHT
 
         prefills, mixed = self.of("prefill"), self.of("mixed")
         best = min(prefills, key=lambda i: i.turn if in_turn else i.queue(in_tokens), default=None)
@@ -244,7 +244,7 @@ class Reference:
     def form(self, i: Instance, slot: Slot) -> bool:
         begin = max(self.now, i.stage_free[0]) if len(i.slots) > 1 else self.now
         self.begin = begin
-        self.chunks: list[Chunk] = []
+        self.chunks: list[PromptChunk] = []
         self.singles: list[int] = []
         self.begun: list[int] = []
         slot.decoding, slot.prompts = [], []
@@ -258,7 +258,7 @@ class Reference:
 
     def start(self, i: Instance, slot: Slot, contexts: list[int]) -> None:
         timing = i.engine.timing
-        ms = timing.iteration_ms(self.chunks, len(contexts), sum(contexts))
+        ms = timing.predict_iteration_ms(self.chunks, len(contexts), sum(contexts))
         transfer = self.fleet.transfer
         if self.begun:
             ms += transfer.receiver_ms + transfer.receiver_token_ms * sum(self.begun)
@@ -403,7 +403,7 @@ class Reference:
         if count == 1 and i.engine.batching is Batching.VLLM:
             self.singles.append(end)
         else:
-            self.chunks.append(Chunk(start, end))
+            self.chunks.append(PromptChunk(start, end))
         i.prompt_tokens += count
         request.computed = end
         if end == request.todo:

@@ -5,9 +5,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cleave.policy import role_flipping
-from cleave.policy.dispatch import RECENCY
-from cleave.policy.queue_model import NOMINAL_SUMS, add_answer, fit_line
-from cleave.simulator.fleet import Batching, Engine, Order, Terms
+from cleave.policy.dispatch import TIE_WEIGHT
+from cleave.policy.queue_model import DEFAULT_SUMS, add_completion, fit_prompt_times
+from cleave.simulator.fleet import Batching, FlipThresholds, PrefillOrder, SimulatedEngine
 
 NAN = math.nan
 
@@ -60,7 +60,7 @@ class Slot:
 
 
 class Instance:
-    def __init__(self, number: int, role: str, engine: Engine, longest: int) -> None:
+    def __init__(self, number: int, role: str, engine: SimulatedEngine, longest: int) -> None:
         self.number, self.role, self.engine = number, role, engine
         self.size = engine.kv_block_size
         self.total = self.free = engine.kv_capacity_tokens // self.size
@@ -79,7 +79,7 @@ class Instance:
         self.prompt_book = self.resident_book = self.turn = 0
         self.since, self.prompt_ms, self.token_ms, self.safe_token_ms = 0.0, 0.0, 0.1, 0.1
         self.unanswered = 0
-        self.learnt = NOMINAL_SUMS
+        self.learnt = DEFAULT_SUMS
         self.busy = self.area = self.kv_at = 0.0
         self.kv = self.peak = self.passes = self.decode_passes = 0
         self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0
@@ -90,11 +90,11 @@ class Instance:
 
     def sort_waiting(self) -> None:
         engine = self.engine
-        if engine.order is Order.FCFS or self.sorted or self.role == "decode":
+        if engine.order is PrefillOrder.FCFS or self.sorted or self.role == "decode":
             return
         self.sorted = min(engine.prefill_sched_batch, len(self.waiting))
         some = [self.waiting.popleft() for _ in range(self.sorted)]
-        sign = 1 if engine.order is Order.SJF else -1
+        sign = 1 if engine.order is PrefillOrder.SJF else -1
         some.sort(key=lambda r: sign * r.todo)
         self.waiting.extendleft(reversed(some))
 
@@ -107,7 +107,7 @@ class Instance:
 
     def queue(self, in_tokens: bool) -> float:
         """What dispatch compares of a prefill instance."""
-        tie = self.turn * RECENCY
+        tie = self.turn * TIE_WEIGHT
         if in_tokens:
             return self.prompt_book + tie
         end = self.since + self.unanswered * self.prompt_ms + self.prompt_book * self.safe_token_ms
@@ -117,8 +117,8 @@ class Instance:
         """A prompt has been computed."""
         self.prompt_book -= tokens
         self.unanswered -= 1
-        self.learnt = add_answer(self.learnt, tokens, now - self.since)
-        self.prompt_ms, self.token_ms, self.safe_token_ms = fit_line(self.learnt)
+        self.learnt = add_completion(self.learnt, tokens, now - self.since)
+        self.prompt_ms, self.token_ms, self.safe_token_ms = fit_prompt_times(self.learnt)
         self.since = now
 
     def take(self, request: Request, tokens: int, now: float) -> None:
@@ -148,17 +148,17 @@ class Manager:
 
     ROLES = ("prefill", "decode", "mixed")
 
-    def __init__(self, instances: list[Instance], terms: Terms) -> None:
+    def __init__(self, instances: list[Instance], terms: FlipThresholds) -> None:
         self.instances, self.terms, self.flips = instances, terms, 0
         self.members, self.watch = (
-            role_flipping.make_members(len(instances)),
-            role_flipping.make_watch(),
+            role_flipping.build_members(len(instances)),
+            role_flipping.build_pressure_history(),
         )
-        self.members["home"] = [self.ROLES.index(i.role) for i in instances]
-        self.members["role"], self.members["is_open"] = self.members["home"], 1
+        self.members["configured_role"] = [self.ROLES.index(i.role) for i in instances]
+        self.members["role"], self.members["is_open"] = self.members["configured_role"], 1
 
     def look(self, now: float) -> None:
-        present = role_flipping.find_present(
+        present = role_flipping.compute_computed_share(
             float(sum(each.resident_book for each in self.instances)),
             float(sum(each.prompt_book for each in self.instances)),
         )
@@ -169,7 +169,7 @@ class Manager:
             member["use"] = present * i.resident_book / (i.total * i.size)
         slot, role = role_flipping.decide(self.members, self.watch, self.terms, now)
         if slot != role_flipping.NONE:
-            role_flipping.take(self.members, slot, role, now)
+            role_flipping.record_role(self.members, slot, role, now)
             self.instances[slot].role = self.ROLES[role]
             self.flips += 1
 

@@ -3,13 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from cleave.perf.latency_correction import NONE, Correction, correct
+from cleave.perf.latency_correction import NO_CORRECTION, Correction, apply_correction
 from cleave.planner import plan_search
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import Running, draft_of, to_fleet
-from cleave.planner.replan.revision import Left, Revision, Terms, Verdict, revise
+from cleave.planner.replan.replay import RunningPlan, build_fleet, build_placement
+from cleave.planner.replan.revision import (
+    ReplacedPlan,
+    ReplanSettings,
+    ReplanVerdict,
+    Revision,
+    revise,
+)
 from cleave.simulator.run import simulate
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 from cleave.traffic.workload import Demand
 
 from tests.support.emulated_chat import chat
@@ -39,22 +45,24 @@ class Play:
 
     problem: Problem
     """As it is asked: the model without a correction."""
-    truth: Correction = NONE
+    truth: Correction = NO_CORRECTION
     """What passes really take, by the model's."""
-    terms: Terms = Terms(cooldown_s=60)  # noqa: RUF009 - a frozen value
-    running: Running | None = None
-    correction: Correction = NONE
+    terms: ReplanSettings = ReplanSettings(cooldown_s=60)  # noqa: RUF009 - a frozen value
+    running: RunningPlan | None = None
+    correction: Correction = NO_CORRECTION
     now_s: float = 0.0
-    left: list[Left] = field(default_factory=list)
+    left: list[ReplacedPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.running is None:
             self.running = plan(self.problem)
 
-    def serve(self, demand: Demand | None = None, num_requests: int = NUM_REQUESTS) -> list[Window]:
+    def serve(
+        self, demand: Demand | None = None, num_requests: int = NUM_REQUESTS
+    ) -> list[TrafficWindow]:
         """Windows of some traffic."""
-        real = replace(self.problem, estimator=correct(self.problem.estimator, self.truth))
-        fleet = to_fleet(real, self.running, draft_of(real, self.running))
+        real = replace(self.problem, estimator=apply_correction(self.problem.estimator, self.truth))
+        fleet = build_fleet(real, self.running, build_placement(real, self.running))
         drawn = (demand or self.problem.demand).draw(num_requests, seed=int(self.now_s) + 1)
         windows = observe(drawn, simulate(fleet, drawn), self.problem.slo, self.now_s)
         self.now_s = windows[-1].end_s
@@ -64,10 +72,10 @@ class Play:
         """Serve for a while, look at it, and do what was decided."""
         windows = self.serve(demand)
         found = revise(self.problem, self.running, windows, self.correction, self.terms, self.left)
-        self.correction = found.judgement.correction
-        if found.decision.verdict is Verdict.APPLY:
-            self.left.append(Left(self.running.pools, self.now_s))
-            best = found.proposed
+        self.correction = found.assessment.correction
+        if found.decision.verdict is ReplanVerdict.APPLY:
+            self.left.append(ReplacedPlan(self.running.pools, self.now_s))
+            best = found.proposal
             self.running = replace(self.running, pools=best.pools, algorithm=best.algorithm)
         return found
 
@@ -77,14 +85,14 @@ class Play:
             yield self.look(demand)
 
 
-def plan(problem: Problem, correction: Correction = NONE) -> Running:
+def plan(problem: Problem, correction: Correction = NO_CORRECTION) -> RunningPlan:
     """What the planner makes of it with passes so much longer."""
-    mended = replace(problem, estimator=correct(problem.estimator, correction))
+    mended = replace(problem, estimator=apply_correction(problem.estimator, correction))
     selected = plan_search.plan(mended).selected
     assert selected is not None
-    return Running(selected.pools, selected.algorithm)
+    return RunningPlan(selected.pools, selected.algorithm)
 
 
-def count(running: Running) -> dict[str, int]:
+def count(running: RunningPlan) -> dict[str, int]:
     """Instances by role."""
     return {str(pool.role): pool.replicas for pool in running.pools}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cleave_worker.transfer import client, layerwise_client, server
-from cleave_worker.transfer.block_leases import Begun, Held, Holds
-from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill, PrefillInProgress
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.progress import Progress
-from cleave_worker.transfer.sharding import Shape, sources
-from cleave_worker.transfer.transport import Way
-from cleave_worker.transfer.transports.shared_memory import share
+from cleave_worker.transfer.sharding import ParallelShape, find_sources
+from cleave_worker.transfer.transport import Transport
+from cleave_worker.transfer.transports.shared_memory import share_memory
 
 from tests.support.kv_server_process import ALONE, LAYOUT, caches, kept_as
 
@@ -28,33 +28,33 @@ WHOLE = Progress(4, 4, 0)
 class PrefillRank:
     """Computes its part of one prompt."""
 
-    def __init__(self, shape: Shape = ALONE, rank: int = 0) -> None:
+    def __init__(self, shape: ParallelShape = ALONE, rank: int = 0) -> None:
         self.tensors = caches(0, shape, rank)
         self._computed = caches(1000, shape, rank)
         kept = kept_as("boot-p", self.tensors, shape, rank)
-        self.holds = Holds(BOUND_S, BOUND_S)
+        self.holds = BlockLeases(BOUND_S, BOUND_S)
         self.asked = threading.Semaphore(0)
         """Each time that somebody asks for more."""
-        self._follow = self.holds.follow
-        self.holds.follow = self._note  # type: ignore[method-assign]
-        self.owner = server.Owner(kept, self.holds, share(kept.memory), 0, BOUND_S)
+        self._follow = self.holds.wait_for_progress
+        self.holds.wait_for_progress = self._note  # type: ignore[method-assign]
+        self.owner = server.KvServer(kept, self.holds, share_memory(kept.memory), 0, BOUND_S)
 
     def _note(self, *told: object, **named: bool) -> object:
         self.asked.release()
         return self._follow(*told, **named)  # type: ignore[arg-type]
 
     def begin(self, epoch: int = 1) -> None:
-        self.holds.begin("theirs", Begun(epoch, DIGEST, len(THERE), "name"))
+        self.holds.begin_prefill("theirs", PrefillInProgress(epoch, DIGEST, len(THERE), "name"))
 
     def compute(self, *steps: Progress) -> None:
         """Write what each step makes final, and only that, then say so."""
         for step in steps:
             for number, block in enumerate(THERE):
-                final = len(self.tensors) if number < step.blocks else step.planes
-                for layer in range(final if number < step.coming else 0):
+                final = len(self.tensors) if number < step.blocks_done else step.layers_done
+                for layer in range(final if number < step.blocks_started else 0):
                     self.tensors[layer][block] = self._computed[layer][block]
-            known = THERE[: max(step.blocks, step.coming)]
-            self.holds.grow("theirs", known, step)
+            known = THERE[: max(step.blocks_done, step.blocks_started)]
+            self.holds.update_progress("theirs", known, step)
 
     def steps_by_layer(self) -> list[Progress]:
         """Two chunks of the prompt, layer by layer."""
@@ -63,23 +63,25 @@ class PrefillRank:
         return [*steps, WHOLE]
 
     def end(self, epoch: int = 1) -> None:
-        self.holds.hold("theirs", Held(epoch, DIGEST, THERE))
+        self.holds.grant("theirs", FinishedPrefill(epoch, DIGEST, THERE))
 
-    def hand_off(self, **changed: object) -> HandOff:
+    def hand_off(self, **changed: object) -> Handoff:
         """Ahead of the prefill; it names this rank alone."""
         told = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
         address = (("127.0.0.1", self.owner.port),)
-        return HandOff(**(told | {"num_tokens": 0, "addresses": address} | changed))
+        return Handoff(**(told | {"num_tokens": 0, "addresses": address} | changed))
 
 
 class Prefill:
     """All ranks."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ParallelShape) -> None:
         self.shape = shape
         self.ranks = [PrefillRank(shape, rank) for rank in range(shape.num_ranks)]
         for one in self.ranks:
-            one.owner.locate(tuple(("127.0.0.1", other.owner.port) for other in self.ranks))
+            one.owner.set_rank_addresses(
+                tuple(("127.0.0.1", other.owner.port) for other in self.ranks)
+            )
 
     def begin(self) -> None:
         for one in self.ranks:
@@ -93,13 +95,13 @@ class Prefill:
         """By rank: whether it has told its engine so since it was asked last."""
         return [one.holds.take_freed() == {"theirs"} for one in self.ranks]
 
-    def num_followers(self, ours: Shape) -> list[int]:
+    def num_followers(self, ours: ParallelShape) -> list[int]:
         """By rank: ranks of another engine that follow it."""
         heads = LAYOUT.num_kv_heads
         found = [
             source.rank
             for rank in range(ours.num_ranks)
-            for source in sources(ours, rank, self.shape, heads)
+            for source in find_sources(ours, rank, self.shape, heads)
             if source.part
         ]
         return [found.count(rank) for rank in range(self.shape.num_ranks)]
@@ -115,27 +117,27 @@ class Decode:
 
     def __init__(
         self,
-        *ways: Way,
+        *ways: Transport,
         patience_s: float = BOUND_S,
-        shape: Shape = ALONE,
+        shape: ParallelShape = ALONE,
         boot_id: str = "boot-d",
     ) -> None:
         self.shape = shape
         self.tensors = [caches(0, shape, rank) for rank in range(shape.num_ranks)]
         self.readers = [
-            client.Reader(kept_as(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
+            client.KvClient(kept_as(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
             for rank, one in enumerate(self.tensors)
         ]
-        self.followers = [layerwise_client.Follower(one, patience_s) for one in self.readers]
+        self.followers = [layerwise_client.LayerwiseClient(one, patience_s) for one in self.readers]
         self.pool = ThreadPoolExecutor(8)
 
     def follow(
-        self, hand_off: HandOff, blocks: Sequence[int] = HERE, first: int = 0, rank: int = 0
-    ) -> Future[Way]:
-        follow = self.followers[rank].follow
+        self, hand_off: Handoff, blocks: Sequence[int] = HERE, first: int = 0, rank: int = 0
+    ) -> Future[Transport]:
+        follow = self.followers[rank].pull
         return self.pool.submit(follow, hand_off, DIGEST, first, blocks)
 
-    def follow_all(self, hand_off: HandOff) -> list[Future[Way]]:
+    def follow_all(self, hand_off: Handoff) -> list[Future[Transport]]:
         return [self.follow(hand_off, rank=rank) for rank in range(len(self.readers))]
 
     def has_what_was_computed(self, rank: int = 0) -> bool:
@@ -151,7 +153,7 @@ class Decode:
         self.pool.shutdown(cancel_futures=True)
 
 
-def reason(following: Future[Way]) -> Reason:
+def reason(following: Future[Transport]) -> RefusalReason:
     """Why nothing may be attended to."""
     with pytest.raises(RefusedError) as caught:
         following.result(BOUND_S)

@@ -8,10 +8,10 @@ import numpy as np
 
 from cleave.api.deployment import Slo
 from cleave.gateway.metrics.gateway_metrics import LENGTH_BOUNDS, TPOT_BOUNDS_S, TTFT_BOUNDS_S
-from cleave.simulator.outcome import Outcome
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 from cleave.traffic.counters import Buckets
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 from cleave.traffic.workload import Demand
 
 PERIOD_S = 15.0
@@ -24,12 +24,12 @@ def count(values, bounds) -> Buckets:
     return Buckets(bounds, tuple(counts.astype(float).tolist()), float(np.sum(values)))
 
 
-def draw(demand: Demand, num: int, start_s: float = 0.0, seed: int = 0) -> Iterator[Window]:
+def draw(demand: Demand, num: int, start_s: float = 0.0, seed: int = 0) -> Iterator[TrafficWindow]:
     """Arrivals and lengths of `num` periods; nothing of how they were served."""
     trace = demand.draw(int(num * PERIOD_S * demand.rate * 1.5) + 100, seed=seed)
     assert trace.arrival_ms[-1] > num * PERIOD_S * 1000
     for number, came in enumerate(_split(trace, num)):
-        yield Window(
+        yield TrafficWindow(
             end_s=start_s + (number + 1) * PERIOD_S,
             length_s=PERIOD_S,
             num_requests=float(came.stop - came.start),
@@ -38,13 +38,15 @@ def draw(demand: Demand, num: int, start_s: float = 0.0, seed: int = 0) -> Itera
         )
 
 
-def observe(trace: Trace, outcome: Outcome, slo: Slo, start_s: float = 0.0) -> list[Window]:
+def observe(
+    trace: Trace, outcome: SimulationResult, slo: Slo, start_s: float = 0.0
+) -> list[TrafficWindow]:
     """What gateways tell of a simulated fleet, each request in the period when it came."""
     found = []
     for number, came in enumerate(_split(trace, int(trace.arrival_ms[-1] / 1000 / PERIOD_S))):
         ttft_ms, tpot_ms = outcome.ttft_ms[came], outcome.tpot_ms[came]
         met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
-        window = Window(
+        window = TrafficWindow(
             end_s=start_s + (number + 1) * PERIOD_S,
             length_s=PERIOD_S,
             num_requests=float(came.stop - came.start),
@@ -52,7 +54,7 @@ def observe(trace: Trace, outcome: Outcome, slo: Slo, start_s: float = 0.0) -> l
             outputs=count(trace.output_tokens[came], LENGTH_BOUNDS),
             ttft=count(ttft_ms / 1000, TTFT_BOUNDS_S),
             tpot=count(tpot_ms[trace.output_tokens[came] > 1] / 1000, TPOT_BOUNDS_S),
-            judged=float(len(met)),
+            measured=float(len(met)),
             attained=float(np.count_nonzero(met)),
         )
         found.append(window)

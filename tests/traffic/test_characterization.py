@@ -5,14 +5,27 @@ from hypothesis import strategies as st
 
 from cleave.simulator.trace import Trace
 from cleave.traffic import workload
-from cleave.traffic.characterization import Diagnosis, diagnose, fit, remarks
-from cleave.traffic.workload import Demand, DemandError, Drawn, Independent, LogNormal
+from cleave.traffic.characterization import (
+    TraceDescription,
+    characterize,
+    fit_workload,
+    list_remarks,
+)
+from cleave.traffic.workload import (
+    Demand,
+    DemandError,
+    GeneratedRequests,
+    IndependentLengths,
+    LogNormal,
+)
 
-CHAT = Independent(LogNormal.through(700, 1400), LogNormal.through(200, 420))
+CHAT = IndependentLengths(
+    LogNormal.from_mean_and_p90(700, 1400), LogNormal.from_mean_and_p90(200, 420)
+)
 
 
 def drawn(num: int = 5000, rate: float = 5.0, burstiness: float = 1.0, seed: int = 1) -> Trace:
-    return Demand(rate, Drawn(CHAT, burstiness)).draw(num, seed=seed)
+    return Demand(rate, GeneratedRequests(CHAT, burstiness)).draw(num, seed=seed)
 
 
 def with_gaps(gaps_s: np.ndarray) -> Trace:
@@ -21,13 +34,13 @@ def with_gaps(gaps_s: np.ndarray) -> Trace:
     return Trace(np.cumsum(gaps_s) * 1000, prompts, outputs)
 
 
-def said(diagnosis: Diagnosis, words: str) -> bool:
+def said(diagnosis: TraceDescription, words: str) -> bool:
     return any(words in warning for warning in diagnosis.warnings)
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 2.0])
 def test_a_fit_of_drawn_traffic_finds_what_it_was_drawn_from(burstiness) -> None:
-    spec = fit(drawn(40_000, 5.0, burstiness))
+    spec = fit_workload(drawn(40_000, 5.0, burstiness))
     assert spec.rate == pytest.approx(5, rel=0.03)
     assert spec.burstiness == pytest.approx(burstiness, rel=0.05)
     assert spec.prompt_tokens is not None
@@ -39,14 +52,17 @@ def test_a_fit_of_drawn_traffic_finds_what_it_was_drawn_from(burstiness) -> None
 
 def test_drawn_traffic_needs_no_replay_and_no_warning() -> None:
     for seed in range(5):
-        diagnosis = diagnose(drawn(seed=seed))
+        diagnosis = characterize(drawn(seed=seed))
         assert diagnosis.is_fit_good
         assert diagnosis.warnings == ()
         assert diagnosis.prompt_tokens.fit_distance < 0.05
 
 
 def test_poisson_arrivals_have_dispersion_one_and_bursty_ones_that_of_their_gaps() -> None:
-    poisson, bursty = diagnose(drawn(20_000)).arrivals, diagnose(drawn(20_000, 5, 2.0)).arrivals
+    poisson, bursty = (
+        characterize(drawn(20_000)).arrivals,
+        characterize(drawn(20_000, 5, 2.0)).arrivals,
+    )
     assert poisson is not None
     assert poisson.dispersion == pytest.approx(1, rel=0.2)
     assert bursty is not None
@@ -56,7 +72,7 @@ def test_poisson_arrivals_have_dispersion_one_and_bursty_ones_that_of_their_gaps
 def test_waves_are_told_though_gaps_alone_look_harmless() -> None:
     rng = np.random.default_rng(3)
     mean_gaps = np.where(np.arange(8000) // 400 % 2, 0.15, 0.3)
-    diagnosis = diagnose(with_gaps(rng.exponential(mean_gaps)))
+    diagnosis = characterize(with_gaps(rng.exponential(mean_gaps)))
     assert diagnosis.arrivals is not None
     assert diagnosis.arrivals.burstiness < 1.2
     assert not diagnosis.is_fit_good
@@ -65,7 +81,7 @@ def test_waves_are_told_though_gaps_alone_look_harmless() -> None:
 
 def test_a_rate_that_drifts_is_told_with_its_peak() -> None:
     rng = np.random.default_rng(3)
-    diagnosis = diagnose(with_gaps(rng.exponential(np.linspace(0.5, 0.05, 5000))))
+    diagnosis = characterize(with_gaps(rng.exponential(np.linspace(0.5, 0.05, 5000))))
     assert diagnosis.arrivals is not None
     assert diagnosis.arrivals.drift > 1.5
     assert said(diagnosis, "the second half has")
@@ -75,7 +91,7 @@ def test_a_rate_that_drifts_is_told_with_its_peak() -> None:
 def test_lengths_that_hang_together_are_told() -> None:
     trace = drawn()
     copied = Trace(trace.arrival_ms, trace.prompt_tokens, trace.prompt_tokens // 4 + 1)
-    diagnosis = diagnose(copied)
+    diagnosis = characterize(copied)
     assert diagnosis.correlation > 0.99
     assert said(diagnosis, "longer prompts have longer outputs (correlation 1.00)")
     assert not diagnosis.is_fit_good
@@ -84,48 +100,48 @@ def test_lengths_that_hang_together_are_told() -> None:
 def test_two_kinds_of_requests_are_no_log_normal() -> None:
     trace = drawn()
     mixed = np.where(np.arange(len(trace)) % 2, 50, 4000)
-    diagnosis = diagnose(Trace(trace.arrival_ms, mixed, trace.output_tokens))
+    diagnosis = characterize(Trace(trace.arrival_ms, mixed, trace.output_tokens))
     assert said(diagnosis, "prompt lengths are not log-normal")
     assert not said(diagnosis, "output lengths")
     assert diagnosis.prompts_above == ((512, 0.5), (2048, 0.5), (8192, 0.0), (32768, 0.0))
 
 
 def test_few_requests_are_told_with_the_error_of_their_mean() -> None:
-    assert said(diagnose(drawn(100)), "only 100 requests: the mean prompt is known to +-")
-    assert not said(diagnose(drawn(1000)), "only")
+    assert said(characterize(drawn(100)), "only 100 requests: the mean prompt is known to +-")
+    assert not said(characterize(drawn(1000)), "only")
 
 
 def test_a_handful_of_requests_is_only_said_to_be_one() -> None:
     for num in (3, 20, 150):
         for seed in range(20):
-            (warning,) = diagnose(drawn(num, seed=seed)).warnings
+            (warning,) = characterize(drawn(num, seed=seed)).warnings
             assert warning.startswith(f"only {num} requests")
 
 
 def test_bursts_alone_are_no_drift() -> None:
     for seed in range(20):
-        diagnosis = diagnose(drawn(1500, 5.0, 4.0, seed))
+        diagnosis = characterize(drawn(1500, 5.0, 4.0, seed))
         assert not said(diagnosis, "the second half")
 
 
 def test_requests_without_arrivals_are_described_by_their_lengths() -> None:
     trace = drawn(2000)
     at_once = Trace(np.zeros(2000), trace.prompt_tokens, trace.output_tokens)
-    diagnosis = diagnose(at_once)
+    diagnosis = characterize(at_once)
     assert diagnosis.arrivals is None
     assert said(diagnosis, "no arrival times")
-    assert fit(at_once, rate=3.0).rate == 3
+    assert fit_workload(at_once, rate=3.0).rate == 3
     with pytest.raises(DemandError, match="rate: the requests have no arrival times"):
-        fit(at_once)
+        fit_workload(at_once)
 
 
 def test_a_plan_is_told_what_was_cut_and_what_its_recording_lacks() -> None:
-    demand = workload.from_trace(drawn(200))
-    assert len(remarks(demand, 100_000)) == 1
-    cut, few = remarks(demand, 1000)
+    demand = workload.build_from_trace(drawn(200))
+    assert len(list_remarks(demand, 100_000)) == 1
+    cut, few = list_remarks(demand, 1000)
     assert cut.endswith("of the requests are longer than the model's 1,000 tokens and were cut")
     assert few.startswith("only 200 requests")
-    assert remarks(workload.fixed(10, 10, 1.0), 100) == ()
+    assert list_remarks(workload.build_fixed(10, 10, 1.0), 100) == ()
 
 
 @example(lengths=[1] * 11 + [1_282_464, 4_455_736], gaps=[1.0] * 60)
@@ -136,8 +152,8 @@ def test_a_plan_is_told_what_was_cut_and_what_its_recording_lacks() -> None:
 def test_whatever_was_recorded_can_be_described_and_fitted(lengths, gaps) -> None:
     tokens = np.array(lengths)
     trace = Trace(np.cumsum(gaps)[: len(tokens)], tokens, tokens[::-1].copy())
-    diagnosis = diagnose(trace)
+    diagnosis = characterize(trace)
     assert -1.001 <= diagnosis.correlation <= 1.001
     assert 0 <= diagnosis.prompt_tokens.fit_distance <= 1
-    spec = fit(trace, rate=1.0)  # validates the rules of the resource
-    assert workload.from_spec(spec, None).draw(10).rate > 0
+    spec = fit_workload(trace, rate=1.0)  # validates the rules of the resource
+    assert workload.build_from_spec(spec, None).draw(10).rate > 0

@@ -9,20 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, Collector, Metrics, Slo
-from cleave.traffic.counters import Buckets, Counts, CountsError, History, compare, read_page
+from cleave.gateway.metrics.gateway_metrics import (
+    TTFT_BOUNDS_S,
+    GatewayCollector,
+    GatewayMetrics,
+    SloTargets,
+)
+from cleave.traffic.counters import (
+    Buckets,
+    CounterHistory,
+    CountsError,
+    GatewayCounters,
+    compute_rates,
+    parse_metrics_page,
+)
 
 
-def write_page(metrics: Metrics) -> str:
+def write_page(metrics: GatewayMetrics) -> str:
     registry = CollectorRegistry()
-    registry.register(Collector(metrics))
+    registry.register(GatewayCollector(metrics))
     ProcessCollector(registry=registry)
     return generate_latest(registry).decode()
 
 
-def answer(metrics: Metrics, model: str, ttft_s: float, missed: str = "") -> None:
+def answer(metrics: GatewayMetrics, model: str, ttft_s: float, missed: str = "") -> None:
     metrics.requests[model, "ok"] += 1
-    metrics.attained[model, missed] += 1
+    metrics.slo_results[model, missed] += 1
     metrics.models[model].prompt_tokens += 100
     metrics.models[model].output_tokens += 20
     metrics.models[model].prompt_lengths.observe(100)
@@ -32,23 +44,23 @@ def answer(metrics: Metrics, model: str, ttft_s: float, missed: str = "") -> Non
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics(Slo(0.4, 0.04))
+def metrics() -> GatewayMetrics:
+    return GatewayMetrics(SloTargets(0.4, 0.04))
 
 
-def test_a_gateways_page_is_read_as_it_is_written(metrics: Metrics) -> None:
+def test_a_gateways_page_is_read_as_it_is_written(metrics: GatewayMetrics) -> None:
     answer(metrics, "m", 0.15)
     answer(metrics, "adapter", 0.45, "ttft")
     metrics.requests["", "refused"] += 9
     metrics.requests["m", "shed"] += 1
-    metrics.shed["a", "late"] += 1
+    metrics.rejections["a", "late"] += 1
     metrics.retries["decode", "lost"] += 2
     metrics.recoveries["m", "continued"] += 3
     metrics.flips["m", "decode", "mixed"] += 4
     metrics.in_flight, metrics.waiting = 7, 5
-    counts = read_page(write_page(metrics), 12.0)
+    counts = parse_metrics_page(write_page(metrics), 12.0)
     assert (counts.at_s, counts.requests) == (12.0, 3)
-    assert (counts.judged, counts.attained) == (2, 1)
+    assert (counts.measured, counts.attained) == (2, 1)
     assert (counts.prompt_tokens, counts.output_tokens) == (200, 40)
     assert (counts.shed, counts.retries, counts.recoveries, counts.flips) == (1, 2, 3, 4)
     assert (counts.in_flight, counts.waiting) == (7, 5)
@@ -61,19 +73,19 @@ def test_a_gateways_page_is_read_as_it_is_written(metrics: Metrics) -> None:
 
 
 def test_without_targets_nothing_is_judged() -> None:
-    metrics = Metrics()
+    metrics = GatewayMetrics()
     metrics.requests["m", "ok"] += 1
-    before, after = Counts(), read_page(write_page(metrics), 2.0)
-    traffic = compare(before, after)
+    before, after = GatewayCounters(), parse_metrics_page(write_page(metrics), 2.0)
+    traffic = compute_rates(before, after)
     assert traffic is not None
     assert (traffic.requests_per_s, traffic.slo_attainment, traffic.goodput) == (0.5, None, None)
     assert (after.ttft_target_ms, traffic.ttft_p90_ms) == (None, None)
 
 
-def test_answers_that_are_not_streamed_have_no_goodput(metrics: Metrics) -> None:
-    before = read_page(write_page(metrics), 100.0)
+def test_answers_that_are_not_streamed_have_no_goodput(metrics: GatewayMetrics) -> None:
+    before = parse_metrics_page(write_page(metrics), 100.0)
     metrics.requests["m", "ok"] += 22
-    traffic = compare(before, read_page(write_page(metrics), 110.0))
+    traffic = compute_rates(before, parse_metrics_page(write_page(metrics), 110.0))
     assert traffic is not None
     assert (traffic.requests_per_s, traffic.slo_attainment, traffic.goodput) == (2.2, None, None)
 
@@ -84,33 +96,33 @@ def test_answers_that_are_not_streamed_have_no_goodput(metrics: Metrics) -> None
 )
 def test_another_page_is_refused(page: str, said: str) -> None:
     with pytest.raises(CountsError, match=said):
-        read_page(page, 0.0)
+        parse_metrics_page(page, 0.0)
 
 
-def test_a_window_knows_only_what_came_in_it(metrics: Metrics) -> None:
+def test_a_window_knows_only_what_came_in_it(metrics: GatewayMetrics) -> None:
     for _ in range(50):
         answer(metrics, "m", 9.0, "ttft")
-    before = read_page(write_page(metrics), 100.0)
+    before = parse_metrics_page(write_page(metrics), 100.0)
     for number in range(40):
         answer(metrics, "m", 0.15, "" if number < 30 else "tpot")
-    after = read_page(write_page(metrics), 110.0)
-    traffic = compare(before, after)
+    after = parse_metrics_page(write_page(metrics), 110.0)
+    traffic = compute_rates(before, after)
     assert traffic is not None
     assert (traffic.window_s, traffic.requests_per_s, traffic.goodput) == (10.0, 4.0, 3.0)
     assert (traffic.slo_attainment, traffic.output_tokens_per_s) == (0.75, 80.0)
     assert traffic.ttft_p50_ms == pytest.approx(150), "the middle of 100 to 200 ms"
     assert traffic.ttft_p90_ms == pytest.approx(190)
-    assert compare(after, after) is None
+    assert compute_rates(after, after) is None
 
 
 def test_quantiles_are_prometheus_own() -> None:
     """Of its documentation: linear inside a bucket, the last finite bound beyond it."""
     buckets = Buckets((0.1, 0.2, math.inf), (10.0, 10.0, 20.0))
-    assert buckets.find_quantile_ms(0.25) == pytest.approx(50)
-    assert buckets.find_quantile_ms(0.5) == pytest.approx(100)
-    assert buckets.find_quantile_ms(0.9) == pytest.approx(200)
-    assert Buckets((0.1, math.inf), (0.0, 0.0)).find_quantile_ms(0.5) is None
-    assert Buckets().find_quantile_ms(0.5) is None
+    assert buckets.compute_quantile_ms(0.25) == pytest.approx(50)
+    assert buckets.compute_quantile_ms(0.5) == pytest.approx(100)
+    assert buckets.compute_quantile_ms(0.9) == pytest.approx(200)
+    assert Buckets((0.1, math.inf), (0.0, 0.0)).compute_quantile_ms(0.5) is None
+    assert Buckets().compute_quantile_ms(0.5) is None
 
 
 @given(
@@ -122,7 +134,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_value_it_stands_for(
 ) -> None:
     bounds = (*TTFT_BOUNDS_S, math.inf)
     counts = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
-    found = Buckets(bounds, counts).find_quantile_ms(share)
+    found = Buckets(bounds, counts).compute_quantile_ms(share)
     exact = sorted(values)[math.ceil(share * len(values)) - 1]
     at = next(i for i, bound in enumerate(bounds) if exact <= bound)
     assert found is not None
@@ -130,35 +142,35 @@ def test_a_quantile_lies_in_the_bucket_of_the_value_it_stands_for(
 
 
 def test_a_window_begins_no_later_than_it_says_and_no_earlier_than_the_start() -> None:
-    history = History(60.0)
-    assert history.look_back(5.0) is None
+    history = CounterHistory(60.0)
+    assert history.get_rates(5.0) is None
     for second in range(100):
-        history.add(Counts(at_s=float(second), started_s=1.0, requests=float(second)))
-        traffic = history.look_back(5.0)
+        history.add(GatewayCounters(at_s=float(second), started_s=1.0, requests=float(second)))
+        traffic = history.get_rates(5.0)
         assert second == 0 or (traffic and traffic.window_s == min(second, 5))
-    minute = history.look_back(60.0)
+    minute = history.get_rates(60.0)
     assert minute is not None
     assert (minute.window_s, minute.requests_per_s) == (60.0, 1.0)
 
 
 def test_counts_of_another_start_are_no_part_of_a_window() -> None:
-    history = History(60.0)
+    history = CounterHistory(60.0)
     for second in range(10):
-        history.add(Counts(at_s=float(second), started_s=1.0, requests=1e6))
-    history.add(Counts(at_s=10.0, started_s=9.5, requests=1.0))
-    assert history.look_back(60.0) is None
-    history.add(Counts(at_s=12.0, started_s=9.5, requests=5.0))
-    traffic = history.look_back(60.0)
+        history.add(GatewayCounters(at_s=float(second), started_s=1.0, requests=1e6))
+    history.add(GatewayCounters(at_s=10.0, started_s=9.5, requests=1.0))
+    assert history.get_rates(60.0) is None
+    history.add(GatewayCounters(at_s=12.0, started_s=9.5, requests=5.0))
+    traffic = history.get_rates(60.0)
     assert traffic is not None
     assert (traffic.window_s, traffic.requests_per_s) == (2.0, 2.0)
 
 
 def test_what_is_kept_has_a_bound_and_still_covers_the_window() -> None:
     rng, at_s = random.Random(3), 0.0
-    history = History(60.0)
+    history = CounterHistory(60.0)
     for step_s in itertools.chain((0.2,) * 2_000, (rng.uniform(0.2, 30) for _ in range(500))):
         at_s += step_s
-        history.add(Counts(at_s=at_s, started_s=1.0))
-        traffic = history.look_back(60.0)
+        history.add(GatewayCounters(at_s=at_s, started_s=1.0))
+        traffic = history.get_rates(60.0)
         assert traffic is None or traffic.window_s >= min(60.0, at_s - 0.2) - 1e-6
-        assert len(history._kept) <= 302
+        assert len(history._counters) <= 302

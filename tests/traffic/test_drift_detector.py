@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.api.workload import Lengths, Workload
-from cleave.traffic.drift_detector import Change, Detector, Quantity, Reference, watch
-from cleave.traffic.published import find
-from cleave.traffic.window import Window
+from cleave.api.workload import LengthDistribution, Workload
+from cleave.traffic.drift_detector import (
+    DriftDetector,
+    Quantity,
+    TrafficChange,
+    TrafficReference,
+    update_detector,
+)
+from cleave.traffic.published import get_workload
+from cleave.traffic.window import TrafficWindow
 from cleave.traffic.workload import Demand
 
 from tests.support.traffic_windows import PERIOD_S, draw
@@ -20,23 +26,23 @@ CALM = 120
 
 
 def follow(
-    windows: Iterable[Window], detector: Detector | None = None
-) -> tuple[Detector, list[Change]]:
+    windows: Iterable[TrafficWindow], detector: DriftDetector | None = None
+) -> tuple[DriftDetector, list[TrafficChange]]:
     changes = []
-    detector = detector or Detector()
+    detector = detector or DriftDetector()
     for window in windows:
-        detector, change = watch(detector, window)
+        detector, change = update_detector(detector, window)
         if change is not None:
             changes.append(change)
     return detector, changes
 
 
-def move(before: Demand, after: Demand, seed: int) -> list[Change]:
+def move(before: Demand, after: Demand, seed: int) -> list[TrafficChange]:
     calm = draw(before, CALM, seed=seed)
     return follow(chain(calm, draw(after, CALM, CALM * PERIOD_S, seed + 1)))[1]
 
 
-CONVERSATION, CODE = find("azure-conversation"), find("azure-code")
+CONVERSATION, CODE = get_workload("azure-conversation"), get_workload("azure-code")
 
 
 @pytest.mark.parametrize("name", ["azure-conversation", "azure-code", "sharegpt"])
@@ -48,37 +54,37 @@ CONVERSATION, CODE = find("azure-conversation"), find("azure-code")
 def test_in_a_day_of_steady_traffic_hardly_a_change_is_seen(
     name: str, rate: float, burstiness: float, most: int
 ) -> None:
-    _, changes = follow(draw(find(name).demand(rate, burstiness), 5_000))
+    _, changes = follow(draw(get_workload(name).build_demand(rate, burstiness), 5_000))
     assert len(changes) <= most
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("rate", "periods"), [(0.3, 25), (2.0, 6), (20.0, 4)])
 def test_twice_the_rate_is_seen_soon(rate: float, periods: int, seed: int) -> None:
-    first = move(CONVERSATION.demand(rate), CONVERSATION.demand(2 * rate), seed)[0]
-    assert first.what is Quantity.RATE
-    assert 0 < first.at_s / PERIOD_S - CALM <= periods
+    first = move(CONVERSATION.build_demand(rate), CONVERSATION.build_demand(2 * rate), seed)[0]
+    assert first.quantity is Quantity.RATE
+    assert 0 < first.detected_s / PERIOD_S - CALM <= periods
     assert first.after == pytest.approx(2 * rate, rel=0.5)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_when_it_began_is_told(seed: int) -> None:
-    first = move(CONVERSATION.demand(10.0), CONVERSATION.demand(20.0), seed)[0]
+    first = move(CONVERSATION.build_demand(10.0), CONVERSATION.build_demand(20.0), seed)[0]
     assert first.since_s / PERIOD_S == pytest.approx(CALM, abs=1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rate", [0.5, 5.0, 50.0])
 def test_conversations_after_code_are_seen_by_their_lengths(rate: float, seed: int) -> None:
-    first = move(CODE.demand(rate), CONVERSATION.demand(rate), seed)[0]
-    assert first.what is not Quantity.RATE
-    assert 0 < first.at_s / PERIOD_S - CALM <= 8
+    first = move(CODE.build_demand(rate), CONVERSATION.build_demand(rate), seed)[0]
+    assert first.quantity is not Quantity.RATE
+    assert 0 < first.detected_s / PERIOD_S - CALM <= 8
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_after_a_change_the_new_traffic_is_what_it_is_compared_with(seed: int) -> None:
-    calm = draw(CONVERSATION.demand(10.0), CALM, seed=seed)
-    more = draw(CONVERSATION.demand(20.0), 2 * CALM, CALM * PERIOD_S, seed + 1)
+    calm = draw(CONVERSATION.build_demand(10.0), CALM, seed=seed)
+    more = draw(CONVERSATION.build_demand(20.0), 2 * CALM, CALM * PERIOD_S, seed + 1)
     detector, changes = follow(chain(calm, more))
     assert len(changes) == 1
     assert detector.reference is not None
@@ -86,31 +92,36 @@ def test_after_a_change_the_new_traffic_is_what_it_is_compared_with(seed: int) -
 
 
 def test_a_single_burst_is_no_change() -> None:
-    detector, _ = follow(draw(CONVERSATION.demand(10.0), CALM))
-    burst = next(iter(draw(CONVERSATION.demand(200.0), 1, CALM * PERIOD_S)))
+    detector, _ = follow(draw(CONVERSATION.build_demand(10.0), CALM))
+    burst = next(iter(draw(CONVERSATION.build_demand(200.0), 1, CALM * PERIOD_S)))
     detector, changes = follow(
-        [burst, *draw(CONVERSATION.demand(10.0), CALM, (CALM + 1) * PERIOD_S, 5)], detector
+        [burst, *draw(CONVERSATION.build_demand(10.0), CALM, (CALM + 1) * PERIOD_S, 5)], detector
     )
     assert changes == []
 
 
 def test_silence_is_a_change_of_the_rate_alone() -> None:
-    detector, _ = follow(draw(CONVERSATION.demand(10.0), CALM))
-    silent = (Window((CALM + each + 1) * PERIOD_S, PERIOD_S, 0.0) for each in range(CALM))
+    detector, _ = follow(draw(CONVERSATION.build_demand(10.0), CALM))
+    silent = (TrafficWindow((CALM + each + 1) * PERIOD_S, PERIOD_S, 0.0) for each in range(CALM))
     _, changes = follow(silent, detector)
-    assert [(each.what, each.after) for each in changes] == [(Quantity.RATE, 0.0)]
+    assert [(each.quantity, each.after) for each in changes] == [(Quantity.RATE, 0.0)]
     assert str(changes[0]).endswith(" to 0 req/s")
 
 
 def test_a_plan_made_for_other_traffic_is_told_from_the_first_windows_on() -> None:
     stated = Workload(
-        rate=10, prompt_tokens=Lengths(mean=300, p90=600), output_tokens=Lengths(mean=220, p90=440)
+        rate=10,
+        prompt_tokens=LengthDistribution(mean=300, p90=600),
+        output_tokens=LengthDistribution(mean=220, p90=440),
     )
-    _, changes = follow(draw(CONVERSATION.demand(10.0), 10), Detector(Reference.of(stated)))
-    assert changes[0].what is Quantity.PROMPT_TOKENS
+    _, changes = follow(
+        draw(CONVERSATION.build_demand(10.0), 10),
+        DriftDetector(TrafficReference.from_workload(stated)),
+    )
+    assert changes[0].quantity is Quantity.PROMPT_TOKENS
     assert changes[0].before == 300
-    assert changes[0].at_s <= 6 * PERIOD_S
-    assert Reference.of(Workload(trace={"path": "day.csv"})) is None
+    assert changes[0].detected_s <= 6 * PERIOD_S
+    assert TrafficReference.from_workload(Workload(trace={"path": "day.csv"})) is None
 
 
 @settings(max_examples=25, derandomize=True)
@@ -123,6 +134,8 @@ def test_a_plan_made_for_other_traffic_is_told_from_the_first_windows_on() -> No
 def test_steady_traffic_of_any_kind_stays_calm_for_an_hour(
     rate: float, burstiness: float, name: str, seed: int
 ) -> None:
-    detector, changes = follow(draw(find(name).demand(rate, burstiness), 240, seed=seed))
+    detector, changes = follow(
+        draw(get_workload(name).build_demand(rate, burstiness), 240, seed=seed)
+    )
     assert len(changes) <= 1
-    assert len(detector.seen) <= 240
+    assert len(detector.windows) <= 240

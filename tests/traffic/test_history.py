@@ -17,7 +17,7 @@ def fault(path: Path, content: str | bytes) -> str:
     """The one line about a file of this content, the folder left out."""
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(HistoryError) as caught:
-        history.read(path)
+        history.read_trace(path)
     line = str(caught.value)
     assert "\n" not in line
     return line.replace(f"{path.parent}/", "")
@@ -42,7 +42,7 @@ def test_columns_go_by_many_names_and_times_by_many_units(tmp_path, header, time
     file = tmp_path / "trace.csv"
     first, second = times
     file.write_text(f"{header}\n{first},374,44\n{second},396,109\n")
-    trace = history.read(file)
+    trace = history.read_trace(file)
     assert trace.arrival_ms.tolist() == [0, 500]
     assert trace.prompt_tokens.tolist() == [374, 396]
     assert trace.output_tokens.tolist() == [44, 109]
@@ -51,7 +51,7 @@ def test_columns_go_by_many_names_and_times_by_many_units(tmp_path, header, time
 def test_columns_may_stand_in_any_order_among_others(tmp_path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("\ufeffoutput_tokens,model,arrival_s,prompt_tokens\n5,chat,0,7\n\n6,chat,1,8\n")
-    trace = history.read(file)
+    trace = history.read_trace(file)
     assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([7, 8], [5, 6])
 
 
@@ -62,7 +62,7 @@ def test_json_lines_are_read_whatever_else_they_hold(tmp_path) -> None:
         {"timestamp": 3052, "input_length": 6472, "output_length": 26, "hash_ids": []},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trace = history.read(file)
+    trace = history.read_trace(file)
     assert trace.arrival_ms.tolist() == [0, 3052]
     assert trace.prompt_tokens.tolist() == [6955, 6472]
 
@@ -70,13 +70,13 @@ def test_json_lines_are_read_whatever_else_they_hold(tmp_path) -> None:
 def test_json_lines_are_known_by_their_first_character_too(tmp_path) -> None:
     file = tmp_path / "requests.log"
     file.write_text('{"arrival_s": 1.5, "prompt_tokens": 3, "completion_tokens": 4}\n')
-    assert history.read(file).output_tokens.tolist() == [4]
+    assert history.read_trace(file).output_tokens.tolist() == [4]
 
 
 def test_lengths_alone_arrive_at_once(tmp_path) -> None:
     file = tmp_path / "lengths.csv"
     file.write_text("prompt_tokens,output_tokens\n3,4\n5,6\n")
-    trace = history.read(file)
+    trace = history.read_trace(file)
     assert trace.arrival_ms.tolist() == [0, 0]
     assert trace.rate == 0
 
@@ -84,7 +84,7 @@ def test_lengths_alone_arrive_at_once(tmp_path) -> None:
 def test_requests_may_arrive_together(tmp_path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(f"{PLAIN}\n1,3,4\n1,5,6\n2,5,6\n")
-    assert history.read(file).arrival_ms.tolist() == [0, 0, 1000]
+    assert history.read_trace(file).arrival_ms.tolist() == [0, 0, 1000]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_files_that_are_no_text_or_too_large_or_absent_are_refused(tmp_path, mon
     assert "is not UTF-8 text (byte 0)" in fault(tmp_path / "trace.csv", b"\xff\xfe\x00\x01")
     assert "not CSV: " in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,{'9' * 200_000}\n")
     with pytest.raises(HistoryError, match="No such file"):
-        history.read(tmp_path / "absent.csv")
+        history.read_trace(tmp_path / "absent.csv")
     with pytest.raises(HistoryError, match="Is a directory"):
-        history.read(tmp_path)
+        history.read_trace(tmp_path)
     monkeypatch.setattr(history, "MAX_REQUESTS", 1)
     assert "1 can be read" in fault(tmp_path / "trace.csv", f"{PLAIN}\n1,1,1\n2,1,1\n")
     monkeypatch.setattr(history, "MAX_BYTES", 10)
@@ -176,8 +176,8 @@ def test_what_is_written_is_read_again(tmp_path_factory, rows) -> None:
     arrivals = (np.cumsum(gaps) - gaps[0]) / 1000  # to the microsecond
     written = Trace(arrivals, prompts, outputs)
     file = tmp_path_factory.mktemp("trace") / "t.csv"
-    history.write(file, written)
-    trace = history.read(file)
+    history.write_trace(file, written)
+    trace = history.read_trace(file)
     assert np.allclose(trace.arrival_ms, written.arrival_ms, atol=1e-6)
     assert np.array_equal(trace.prompt_tokens, prompts)
     assert np.array_equal(trace.output_tokens, outputs)
@@ -186,7 +186,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, rows) -> None:
 def test_a_trace_that_cannot_be_written_is_told(tmp_path) -> None:
     trace = Trace(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
     with pytest.raises(HistoryError, match="cannot be written"):
-        history.write(tmp_path / "absent" / "t.csv", trace)
+        history.write_trace(tmp_path / "absent" / "t.csv", trace)
 
 
 @given(content=st.text(max_size=200))
@@ -195,7 +195,7 @@ def test_any_text_is_met_with_an_answer_or_one_line(tmp_path_factory, content) -
     file.write_text(f"{PLAIN}\n{content}", encoding="utf-8", errors="replace")
     told = ""
     try:
-        history.read(file)
+        history.read_trace(file)
     except HistoryError as error:
         told = str(error)
     assert "\n" not in told

@@ -12,8 +12,8 @@ from cleave.policy.output_length import ConditionalMean
 from cleave.traffic import length_file, length_scores, length_training
 from cleave.traffic.history import HistoryError
 from cleave.traffic.length_file import LengthsError, Score
-from cleave.traffic.length_scores import Answers
-from cleave.traffic.length_training import read, train
+from cleave.traffic.length_scores import CompletedRequests
+from cleave.traffic.length_training import read_requests, train
 
 NUM = 3_000
 
@@ -63,8 +63,8 @@ def test_where_prompts_tell_nothing_it_is_found_no_better(random_lengths) -> Non
 def test_traffic_that_has_changed_since_is_found_out(two_kinds, tmp_path) -> None:
     found = train(two_kinds, prompt_error=0)
     prompts = np.tile([600, 900], NUM // 2)
-    later, _ = read(record(tmp_path / "later.jsonl", prompts, np.full(NUM, 300)), 0)
-    assert not length_scores.judge(found, later).is_better
+    later, _ = read_requests(record(tmp_path / "later.jsonl", prompts, np.full(NUM, 300)), 0)
+    assert not length_scores.evaluate_classifier(found, later).is_better
 
 
 def test_requests_that_come_later_are_the_judges(tmp_path) -> None:
@@ -76,7 +76,7 @@ def test_requests_that_come_later_are_the_judges(tmp_path) -> None:
 
 
 def test_prompts_are_blurred_like_those_that_gateways_estimate(two_kinds) -> None:
-    exact, blurred = read(two_kinds, 0.0)[0], read(two_kinds, 0.2)[0]
+    exact, blurred = read_requests(two_kinds, 0.0)[0], read_requests(two_kinds, 0.2)[0]
     ratio = np.log(blurred.prompt_tokens / exact.prompt_tokens)
     assert ratio.std() == pytest.approx(0.2, rel=0.1)
     assert ratio.mean() == pytest.approx(0, abs=0.02)
@@ -91,7 +91,7 @@ def test_estimates_of_the_gateway_itself_are_taken_as_they_are(tmp_path) -> None
         np.full(NUM, 9),
         estimated_prompt_tokens=estimates,
     )
-    answers, error = read(trace, 0.2)
+    answers, error = read_requests(trace, 0.2)
     assert (answers.prompt_tokens == 77).all()
     assert error == 0
 
@@ -103,14 +103,14 @@ def test_limits_tell_as_well_and_what_they_cut_is_left_out(tmp_path) -> None:
     cut = (np.arange(NUM) % 4 == 0) & (limits > 0)
     outputs[cut] = limits[cut]
     trace = record(tmp_path / "t.jsonl", np.full(NUM, 300), outputs, max_tokens=limits)
-    answers, _ = read(trace)
+    answers, _ = read_requests(trace)
     assert len(answers) == NUM - cut.sum()
     found = train(trace)
     assert [found.tree.predict(300, limit) for limit in (100, 1_000, 0)] == [50, 500, 500]
 
 
 def test_every_leaf_foretells_the_mean_of_those_that_came_to_it(random_lengths) -> None:
-    answers, _ = read(random_lengths)
+    answers, _ = read_requests(random_lengths)
     found = train(random_lengths)
     came: dict[int, list[int]] = {}
     columns = answers.prompt_tokens, answers.limits, answers.output_tokens
@@ -135,16 +135,18 @@ def test_a_limit_that_is_no_number_is_told_with_its_line(tmp_path) -> None:
     rows = ({"prompt_tokens": 5, "output_tokens": 5, "max_tokens": limit} for limit in limits)
     trace.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(HistoryError, match=r"t\.jsonl:8: max_tokens -3: must be a whole number"):
-        read(trace)
+        read_requests(trace)
 
 
 def test_the_mean_is_judged_as_a_gateway_learns_it() -> None:
-    answers = Answers(np.full(1_200, 50), np.zeros(1_200, dtype=np.int64), np.full(1_200, 90))
-    foretold = length_scores.play_mean(answers)
-    assert (foretold[: length_scores.BEHIND] == length_scores.FIRST).all()
-    taught = ConditionalMean(length_scores.FIRST)
-    taught.learn(50, 90)
-    assert foretold[length_scores.BEHIND + 1] == taught.predict(50)
+    answers = CompletedRequests(
+        np.full(1_200, 50), np.zeros(1_200, dtype=np.int64), np.full(1_200, 90)
+    )
+    foretold = length_scores.predict_by_mean(answers)
+    assert (foretold[: length_scores.IN_FLIGHT_REQUESTS] == length_scores.INITIAL_TOKENS).all()
+    taught = ConditionalMean(length_scores.INITIAL_TOKENS)
+    taught.observe(50, 90)
+    assert foretold[length_scores.IN_FLIGHT_REQUESTS + 1] == taught.predict(50)
     assert foretold[-1] == pytest.approx(90)
 
 
@@ -161,13 +163,13 @@ def test_the_mean_is_judged_as_a_gateway_learns_it() -> None:
 def test_better_is_nearer_without_missing_more_ranges_on_average(
     error, accuracy, is_better
 ) -> None:
-    assert Score(accuracy, error, 0).beats(Score([0.3, 0.5, 0.8], 100, 0)) == is_better
+    assert Score(accuracy, error, 0).is_better_than(Score([0.3, 0.5, 0.8], 100, 0)) == is_better
 
 
 def test_a_file_foretells_what_was_written(two_kinds, tmp_path) -> None:
     found = train(two_kinds)
-    length_file.write(tmp_path / "lengths.json", found)
-    assert length_file.read(tmp_path / "lengths.json") == found
+    length_file.write_length_file(tmp_path / "lengths.json", found)
+    assert length_file.read_length_file(tmp_path / "lengths.json") == found
     assert (tmp_path / "lengths.json").stat().st_size < length_file.MAX_BYTES / 20
 
 
@@ -192,11 +194,11 @@ def test_a_damaged_file_is_told_at_once(tmp_path, change, told) -> None:
         *([0, 0, 0], [5, 0, 0], [1, 0, 0], [2, 0, 0], [3, 2, 4], [[0] * 3] * 3),
     )
     path = tmp_path / "lengths.json"
-    length_file.write(path, whole)
-    assert length_file.read(path) == whole
-    length_file.write(path, replace(whole, **change))
+    length_file.write_length_file(path, whole)
+    assert length_file.read_length_file(path) == whole
+    length_file.write_length_file(path, replace(whole, **change))
     with pytest.raises(LengthsError) as caught:
-        length_file.read(path)
+        length_file.read_length_file(path)
     assert str(caught.value).startswith(f"{path}: not a file of trained lengths: ")
     assert told in str(caught.value)
     assert str(caught.value).endswith("make it with cleave lengths train")
@@ -208,12 +210,12 @@ def test_what_is_no_such_file_is_told_in_a_line(tmp_path, content) -> None:
     with pytest.raises(
         LengthsError, match=r"^.*lengths\.json: not a file of trained lengths: [^\n]*$"
     ):
-        length_file.read(tmp_path / "lengths.json")
+        length_file.read_length_file(tmp_path / "lengths.json")
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path) -> None:
     with pytest.raises(LengthsError, match=r"none\.json: cannot be read: No such file"):
-        length_file.read(tmp_path / "none.json")
+        length_file.read_length_file(tmp_path / "none.json")
 
 
 def test_without_scikit_learn_it_is_told_what_to_install(two_kinds, monkeypatch) -> None:

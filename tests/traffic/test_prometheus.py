@@ -74,8 +74,8 @@ def server() -> Iterator[Server]:
 
 
 def test_lengths_come_from_the_buckets(server) -> None:
-    observed = prometheus.read(server.url, END_S, 3600)
-    demand = observed.demand()
+    observed = prometheus.read_traffic(server.url, END_S, 3600)
+    demand = observed.build_demand()
     drawn = demand.draw(20_000)
     assert drawn.prompt_tokens.min() >= 10
     assert drawn.prompt_tokens.max() == 100
@@ -87,15 +87,17 @@ def test_lengths_come_from_the_buckets(server) -> None:
 
 
 def test_the_rate_over_time_leaves_gaps_of_the_recording_out(server) -> None:
-    observed = prometheus.read(server.url, END_S, 3600)
+    observed = prometheus.read_traffic(server.url, END_S, 3600)
     assert observed.times_s.tolist() == [END_S - 120, END_S]
     assert observed.rates.tolist() == [2.5, 3.5]
-    assert observed.demand().rate == 3.0
-    assert observed.demand(rate=9.0, burstiness=2.0).draw(500).rate == pytest.approx(9, rel=0.3)
+    assert observed.build_demand().rate == 3.0
+    assert observed.build_demand(rate=9.0, burstiness=2.0).draw(500).rate == pytest.approx(
+        9, rel=0.3
+    )
 
 
 def test_queries_cover_the_window_in_at_most_a_thousand_steps(server) -> None:
-    prometheus.read(server.url + "/", END_S, 7 * 86400, 'my "model"')
+    prometheus.read_traffic(server.url + "/", END_S, 7 * 86400, 'my "model"')
     prompts, _, rates = server.queries
     chosen = '{model_name="my \\"model\\""}'
     assert prompts["query"] == (
@@ -104,18 +106,18 @@ def test_queries_cover_the_window_in_at_most_a_thousand_steps(server) -> None:
     assert float(prompts["time"]) == END_S
     assert rates["query"] == f"sum(rate(vllm:request_success_total{chosen}[605s]))"
     assert float(rates["end"]) - float(rates["start"]) == 604_800 - 605
-    prometheus.read(server.url, END_S, 3600)
+    prometheus.read_traffic(server.url, END_S, 3600)
     assert server.queries[-1]["step"] == "60.0"
 
 
 def test_a_path_before_the_api_is_kept(server) -> None:
-    prometheus.read(server.url + "/prometheus/", END_S, 3600)
+    prometheus.read_traffic(server.url + "/prometheus/", END_S, 3600)
     assert server.queries[0]["path"] == "/prometheus/api/v1/query"
 
 
 def fault(server: Server) -> str:
     with pytest.raises(HistoryError) as caught:
-        prometheus.read(server.url.replace("//", "//me:secret@"), END_S, 3600)
+        prometheus.read_traffic(server.url.replace("//", "//me:secret@"), END_S, 3600)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -156,7 +158,7 @@ def test_every_wait_is_bounded(server, monkeypatch) -> None:
 
 
 def test_an_endless_answer_is_cut(server, monkeypatch) -> None:
-    monkeypatch.setattr(prometheus, "MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr(prometheus, "MAX_RESPONSE_BYTES", 100)
     server.raw = lambda: b"x" * 200
     assert "the response is over 0 MiB" in fault(server)
 
@@ -164,14 +166,14 @@ def test_an_endless_answer_is_cut(server, monkeypatch) -> None:
 @pytest.mark.parametrize("url", ["ftp://host", "prometheus:9090", "http://", "http://[::1"])
 def test_an_address_that_is_none_is_told(url) -> None:
     with pytest.raises(HistoryError, match="Prometheus: "):
-        prometheus.read(url, END_S, 3600)
+        prometheus.read_traffic(url, END_S, 3600)
 
 
 def test_a_server_that_is_not_there_is_told() -> None:
     with pytest.raises(HistoryError, match=r"Prometheus at http://127\.0\.0\.1:1"):
-        prometheus.read("http://127.0.0.1:1", END_S, 3600)
+        prometheus.read_traffic("http://127.0.0.1:1", END_S, 3600)
 
 
 def test_a_window_shorter_than_a_step_is_refused() -> None:
     with pytest.raises(HistoryError, match="window 30 s: must be at least 60 s"):
-        prometheus.read("http://127.0.0.1:1", END_S, 30)
+        prometheus.read_traffic("http://127.0.0.1:1", END_S, 30)

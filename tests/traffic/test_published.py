@@ -21,7 +21,7 @@ MEANS = {
 
 @pytest.mark.parametrize("name", TABLE_1)
 def test_vidurs_workloads_have_the_statistics_of_table_1(name) -> None:
-    trace = published.find(name).demand().draw(50_000)
+    trace = published.get_workload(name).build_demand().draw(50_000)
     found = [
         figure
         for tokens in (trace.prompt_tokens, trace.output_tokens)
@@ -34,32 +34,38 @@ def test_vidurs_workloads_have_the_statistics_of_table_1(name) -> None:
 
 @pytest.mark.parametrize("name", MEANS)
 def test_the_others_have_their_published_means(name) -> None:
-    demand = published.find(name).demand()
+    demand = published.get_workload(name).build_demand()
     means = (demand.mean_prompt_tokens, demand.mean_output_tokens)
     assert means == pytest.approx(MEANS[name], rel=0.06)
 
 
 def test_the_median_ratio_of_prompt_to_output_is_near_the_published_one() -> None:
     for name, ratio in (("bwb-4k", 0.65), ("arxiv-4k", 15.7)):
-        trace = published.find(name).demand().draw(50_000)
+        trace = published.get_workload(name).build_demand().draw(50_000)
         drawn = np.median(trace.prompt_tokens / trace.output_tokens)
         assert drawn == pytest.approx(ratio, rel=0.2)
 
 
 def test_azures_services_bring_their_own_rate() -> None:
-    assert published.find("azure-conversation").demand().rate == 5.53
-    assert published.find("azure-conversation").demand(rate=9, burstiness=0).draw(10).rate == 9
+    assert published.get_workload("azure-conversation").build_demand().rate == 5.53
+    assert (
+        published.get_workload("azure-conversation")
+        .build_demand(rate=9, burstiness=0)
+        .draw(10)
+        .rate
+        == 9
+    )
 
 
 def test_every_workload_says_what_is_known_and_what_is_assumed() -> None:
     for workload in published.WORKLOADS:
-        assert all((workload.source, workload.known, workload.assumed))
-    assert len(set(published.names())) == len(published.WORKLOADS)
+        assert all((workload.source, workload.published, workload.assumed))
+    assert len(set(published.list_names())) == len(published.WORKLOADS)
 
 
 def test_names_are_found_whatever_their_case_and_a_wrong_one_is_told() -> None:
-    assert published.find("Chat_1M").name == "chat-1m"
+    assert published.get_workload("Chat_1M").name == "chat-1m"
     with pytest.raises(DemandError, match="did you mean longbench"):
-        published.find("longbnch")
+        published.get_workload("longbnch")
     with pytest.raises(DemandError, match="there are: chat-1m, arxiv-4k"):
-        published.find("x")
+        published.get_workload("x")

@@ -5,34 +5,36 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.traffic.counters import Buckets, Counts
-from cleave.traffic.window import Window, between, join, list_settled
+from cleave.traffic.counters import Buckets, GatewayCounters
+from cleave.traffic.window import TrafficWindow, compute_window, join_windows, list_settled
 
-BEFORE = Counts(at_s=100.0, started_s=1.0, requests=50, in_flight=4, judged=40, attained=30)
+BEFORE = GatewayCounters(
+    at_s=100.0, started_s=1.0, requests=50, in_flight=4, measured=40, attained=30
+)
 AFTER = replace(
     BEFORE,
     at_s=115.0,
     requests=80,
     in_flight=10,
-    judged=60,
+    measured=60,
     attained=45,
     ttft=Buckets((0.1, 0.2, math.inf), (10.0, 20.0, 20.0), 2.5),
 )
 
 
 def test_arrivals_are_those_that_ended_and_what_more_is_under_way() -> None:
-    window = between(BEFORE, AFTER)
+    window = compute_window(BEFORE, AFTER)
     assert window is not None
     assert (window.num_requests, window.rate) == (36, 2.4)
     assert (window.start_s, window.end_s) == (100.0, 115.0)
     assert window.attainment == 0.75
     assert window.ttft_p50_ms == pytest.approx(100)
-    assert window.tpot.find_quantile_ms(0.9) is None
+    assert window.tpot.compute_quantile_ms(0.9) is None
 
 
 def test_work_that_drains_is_no_negative_traffic() -> None:
     gone = replace(AFTER, requests=51, in_flight=0)
-    window = between(BEFORE, gone)
+    window = compute_window(BEFORE, gone)
     assert window is not None
     assert window.num_requests == 0
 
@@ -42,20 +44,22 @@ def test_work_that_drains_is_no_negative_traffic() -> None:
     [replace(AFTER, at_s=100.0), replace(AFTER, started_s=110.0), replace(AFTER, requests=3)],
     ids=["no time", "begun anew", "fallen"],
 )
-def test_where_counting_began_anew_nothing_is_known(after: Counts) -> None:
-    assert between(BEFORE, after) is None
+def test_where_counting_began_anew_nothing_is_known(after: GatewayCounters) -> None:
+    assert compute_window(BEFORE, after) is None
 
 
 def test_joined_windows_are_as_one_look_over_both() -> None:
-    later = replace(AFTER, at_s=130.0, requests=90, judged=70, ttft=AFTER.ttft + AFTER.ttft)
-    apart = [between(BEFORE, AFTER), between(AFTER, later)]
-    assert join([each for each in apart if each]) == between(BEFORE, later)
+    later = replace(AFTER, at_s=130.0, requests=90, measured=70, ttft=AFTER.ttft + AFTER.ttft)
+    apart = [compute_window(BEFORE, AFTER), compute_window(AFTER, later)]
+    assert join_windows([each for each in apart if each]) == compute_window(BEFORE, later)
 
 
-def serve(*counts: tuple[float, float]) -> tuple[Window, ...]:
+def serve(*counts: tuple[float, float]) -> tuple[TrafficWindow, ...]:
     """Of requests that came and that ended in each quarter of a minute."""
     return tuple(
-        Window(15.0 * at, 15.0, came, prompts=Buckets((100.0, math.inf), (ended, ended), ended))
+        TrafficWindow(
+            15.0 * at, 15.0, came, prompts=Buckets((100.0, math.inf), (ended, ended), ended)
+        )
         for at, (came, ended) in enumerate(counts, 1)
     )
 
@@ -89,8 +93,8 @@ def test_in_the_first_minute_nothing_has_settled() -> None:
 
 def test_there_is_no_window_of_nothing() -> None:
     with pytest.raises(ValueError, match="none to join"):
-        join([])
-    assert Window(1.0, 1.0, 0.0).attainment is None
+        join_windows([])
+    assert TrafficWindow(1.0, 1.0, 0.0).attainment is None
 
 
 def test_buckets_of_unlike_gateways_are_added_where_both_know() -> None:
@@ -104,6 +108,6 @@ def test_a_life_lasts_from_first_to_last() -> None:
     tokens = Buckets((100.0, 200.0, math.inf), (0.0, 10.0, 10.0), 1500.0)
     tpot = Buckets((0.02, 0.03, math.inf), (0.0, 10.0, 10.0), 0.25)
     ttft = Buckets((1.0, 2.0, math.inf), (0.0, 10.0, 10.0), 15.0)
-    seen = Window(100.0, 15.0, 10.0, outputs=tokens, ttft=ttft, tpot=tpot)
-    assert seen.life_s == pytest.approx(1.9 + 190 * 0.029)
-    assert Window(100.0, 15.0, 10.0).life_s == 0.0
+    seen = TrafficWindow(100.0, 15.0, 10.0, outputs=tokens, ttft=ttft, tpot=tpot)
+    assert seen.lifetime_s == pytest.approx(1.9 + 190 * 0.029)
+    assert TrafficWindow(100.0, 15.0, 10.0).lifetime_s == 0.0

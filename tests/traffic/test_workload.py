@@ -9,23 +9,23 @@ from cleave.traffic import workload
 from cleave.traffic.workload import (
     Demand,
     DemandError,
-    Drawn,
-    Independent,
+    GeneratedRequests,
+    IndependentLengths,
     LogNormal,
     Quantiles,
-    Samples,
+    RecordedLengths,
 )
 
 CHAT = api.Workload(
     rate=5.0,
-    prompt_tokens=api.Lengths(mean=700, p90=1400),
-    output_tokens=api.Lengths(mean=200, p90=400),
+    prompt_tokens=api.LengthDistribution(mean=700, p90=1400),
+    output_tokens=api.LengthDistribution(mean=200, p90=400),
 )
 
 
 @pytest.fixture
 def chat(tmp_path) -> Demand:
-    return workload.from_spec(CHAT, tmp_path)
+    return workload.build_from_spec(CHAT, tmp_path)
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def test_lengths_of_prompt_and_output_are_drawn_apart(chat) -> None:
 
 @given(seed=st.integers(0, 2**32), rate=st.floats(0.01, 1000), num=st.integers(1, 200))
 def test_another_rate_is_the_same_sequence_stretched(seed, rate, num) -> None:
-    demand = Demand(1.0, Drawn(Independent(LogNormal(5, 1), LogNormal(4, 1)), 2.0))
+    demand = Demand(
+        1.0, GeneratedRequests(IndependentLengths(LogNormal(5, 1), LogNormal(4, 1)), 2.0)
+    )
     slow, fast = demand.draw(num, 1.0, seed), demand.draw(num, rate, seed)
     assert np.array_equal(slow.prompt_tokens, fast.prompt_tokens)
     assert np.array_equal(slow.output_tokens, fast.output_tokens)
@@ -66,9 +68,9 @@ def test_another_rate_is_the_same_sequence_stretched(seed, rate, num) -> None:
 )
 def test_a_longer_draw_begins_with_the_shorter_one(seed, burstiness, num) -> None:
     recorded = np.arange(1, 8)
-    marginals = Independent(LogNormal(5, 1), Quantiles.evenly([1, 10, 400]))
-    for lengths in (marginals, Samples(recorded, recorded * 2)):
-        demand = Demand(1.0, Drawn(lengths, burstiness))
+    marginals = IndependentLengths(LogNormal(5, 1), Quantiles.from_even_quantiles([1, 10, 400]))
+    for lengths in (marginals, RecordedLengths(recorded, recorded * 2)):
+        demand = Demand(1.0, GeneratedRequests(lengths, burstiness))
         short, long = demand.draw(num, seed=seed), demand.draw(2 * num, seed=seed)
         assert np.array_equal(short.arrival_ms, long.arrival_ms[:num])
         assert np.array_equal(short.prompt_tokens, long.prompt_tokens[:num])
@@ -91,12 +93,12 @@ def test_what_is_drawn_belongs_to_the_caller(chat) -> None:
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])
 def test_gaps_have_the_stated_coefficient_of_variation(burstiness) -> None:
-    gaps = np.diff(workload.fixed(10, 10, 2.0, burstiness).draw(100_000).arrival_ms)
+    gaps = np.diff(workload.build_fixed(10, 10, 2.0, burstiness).draw(100_000).arrival_ms)
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness, rel=0.03)
 
 
 def test_regular_arrivals_are_regular() -> None:
-    trace = workload.fixed(512, 64, 4.0, burstiness=0.0).draw(4)
+    trace = workload.build_fixed(512, 64, 4.0, burstiness=0.0).draw(4)
     assert trace.arrival_ms.tolist() == [250, 500, 750, 1000]
     assert trace.prompt_tokens.tolist() == [512] * 4
     assert trace.output_tokens.tolist() == [64] * 4
@@ -109,8 +111,10 @@ def test_regular_arrivals_are_regular() -> None:
 )
 def test_lengths_are_at_least_one_and_within_the_model(lengths, limit, seed) -> None:
     mean, ratio = lengths
-    marginal = LogNormal.through(mean, mean * ratio)
-    demand = Demand(1.0, Drawn(Independent(marginal, marginal))).limited(limit)
+    marginal = LogNormal.from_mean_and_p90(mean, mean * ratio)
+    demand = Demand(
+        1.0, GeneratedRequests(IndependentLengths(marginal, marginal))
+    ).with_max_model_len(limit)
     trace = demand.draw(100, seed=seed)
     assert trace.prompt_tokens.min() >= 1
     assert trace.output_tokens.min() >= 1
@@ -118,19 +122,19 @@ def test_lengths_are_at_least_one_and_within_the_model(lengths, limit, seed) -> 
 
 
 def test_the_share_that_does_not_fit_the_model_is_told(recorded) -> None:
-    demand = workload.resampled(recorded, 1.0)
-    assert demand.share_longer_than(54) == pytest.approx(0.2, abs=0.02)
-    assert demand.share_longer_than(55) == 0
+    demand = workload.resample_trace(recorded, 1.0)
+    assert demand.compute_share_longer_than(54) == pytest.approx(0.2, abs=0.02)
+    assert demand.compute_share_longer_than(55) == 0
 
 
 def test_mean_lengths_are_those_after_the_limit(recorded) -> None:
-    demand = workload.from_trace(recorded)
+    demand = workload.build_from_trace(recorded)
     assert (demand.mean_prompt_tokens, demand.mean_output_tokens) == (30, 3)
-    assert demand.limited(41).mean_prompt_tokens == 28
+    assert demand.with_max_model_len(41).mean_prompt_tokens == 28
 
 
 def test_a_trace_is_replayed_as_it_came(recorded) -> None:
-    demand = workload.from_trace(recorded)
+    demand = workload.build_from_trace(recorded)
     trace = demand.draw(5)
     assert np.allclose(np.diff(trace.arrival_ms), np.diff(recorded.arrival_ms))
     assert np.array_equal(trace.prompt_tokens, recorded.prompt_tokens)
@@ -138,13 +142,13 @@ def test_a_trace_is_replayed_as_it_came(recorded) -> None:
 
 
 def test_a_replay_longer_than_its_trace_goes_round_at_the_same_rate(recorded) -> None:
-    trace = workload.from_trace(recorded).draw(501)
+    trace = workload.build_from_trace(recorded).draw(501)
     assert trace.prompt_tokens[5:10].tolist() == [10, 20, 30, 40, 50]
     assert trace.rate == pytest.approx(recorded.rate)
 
 
 def test_another_seed_replays_from_another_request_on(recorded) -> None:
-    demand = workload.from_trace(recorded)
+    demand = workload.build_from_trace(recorded)
     starts = {int(demand.draw(1, seed=seed).prompt_tokens[0]) for seed in range(1, 30)}
     assert starts == {10, 20, 30, 40, 50}
     for seed in range(1, 5):
@@ -153,7 +157,7 @@ def test_another_seed_replays_from_another_request_on(recorded) -> None:
 
 
 def test_resampling_keeps_pairs_together(recorded) -> None:
-    trace = workload.resampled(recorded, 3.0).draw(1000)
+    trace = workload.resample_trace(recorded, 3.0).draw(1000)
     assert np.array_equal(trace.output_tokens * 10, trace.prompt_tokens)
     assert set(trace.prompt_tokens.tolist()) == {10, 20, 30, 40, 50}
 
@@ -167,19 +171,19 @@ def test_quantiles_are_met() -> None:
 @pytest.mark.parametrize("p90", [99, 228, float("nan")])
 def test_a_90th_percentile_that_no_log_normal_has_is_refused(p90) -> None:
     with pytest.raises(DemandError, match="no log-normal distribution has it"):
-        LogNormal.through(100, p90)
+        LogNormal.from_mean_and_p90(100, p90)
 
 
 def test_rates_and_counts_that_mean_nothing_are_refused(recorded) -> None:
     for rate in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(DemandError, match="rate"):
-            workload.fixed(1, 1, rate)
+            workload.build_fixed(1, 1, rate)
         with pytest.raises(DemandError, match="rate"):
-            workload.fixed(1, 1, 1.0).draw(5, rate)
+            workload.build_fixed(1, 1, 1.0).draw(5, rate)
     with pytest.raises(DemandError, match="num_requests 0"):
-        workload.fixed(1, 1, 1.0).draw(0)
+        workload.build_fixed(1, 1, 1.0).draw(0)
     with pytest.raises(DemandError, match="max_model_len 1"):
-        workload.fixed(1, 1, 1.0).limited(1)
+        workload.build_fixed(1, 1, 1.0).with_max_model_len(1)
     at_once = Trace(np.zeros(3), np.ones(3, np.int64), np.ones(3, np.int64))
     with pytest.raises(DemandError, match="span no time"):
-        workload.from_trace(at_once)
+        workload.build_from_trace(at_once)

@@ -17,7 +17,7 @@ RULES_BROKEN = "rules_broken"
 """Type of the pydantic error about broken rules; its context has them as `rules`."""
 
 
-def keyed_by(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field information
+def declare_list_map_key(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field information
     """Mark a list as a map keyed by one field of its entries, as for `kubectl apply`."""
     return Field(
         json_schema_extra={
@@ -28,12 +28,12 @@ def keyed_by(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ValidationRule:
     """A rule over several fields of one object."""
 
     cel: str
     """CEL expression that is true when the rule holds; `self` is the object."""
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
     """The same rule in Python; its argument is the validated model."""
     message: str
     """One sentence that says what to do."""
@@ -46,7 +46,7 @@ class Rule:
         return {"rule": self.cel, "message": self.message, **location}
 
 
-class Shape(BaseModel):
+class ApiModel(BaseModel):
     """A part of a resource: camelCase in YAML, no unknown fields, no implicit conversions."""
 
     model_config = ConfigDict(
@@ -61,11 +61,11 @@ class Shape(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    rules: ClassVar[tuple[ValidationRule, ...]] = ()
 
     @model_validator(mode="after")
-    def _keep_rules(self) -> Self:
-        broken = [rule for rule in self.rules if not rule.holds(self)]
+    def _check_rules(self) -> Self:
+        broken = [rule for rule in self.rules if not rule.is_valid(self)]
         if broken:
             text = "; ".join(rule.message for rule in broken)
             # Escape braces, which pydantic would read as placeholders.

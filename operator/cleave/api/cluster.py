@@ -8,13 +8,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape, keyed_by
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-class GpuDescription(Shape):
+class GpuDescription(ApiModel):
     """A GPU that the catalogue does not have, or whose figures replace the catalogue's."""
 
     name: Name
@@ -37,7 +37,7 @@ class GpuDescription(Shape):
     """Price of one GPU for one hour."""
 
 
-class NodeGroup(Shape):
+class NodeGroup(ApiModel):
     """A group of identical nodes."""
 
     count: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -57,7 +57,7 @@ class NetworkKind(StrEnum):
     """TCP through the memory of both hosts."""
 
 
-class Network(Shape):
+class NetworkSpec(ApiModel):
     """The network between nodes."""
 
     kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
@@ -71,14 +71,14 @@ class Network(Shape):
     """Latency of one message in microseconds."""
 
 
-class Cluster(Shape):
+class Cluster(ApiModel):
     """The inventory of a cluster."""
 
     nodes: Annotated[list[NodeGroup], Field(min_length=1, max_length=64)]
     """Groups of nodes."""
-    network: Network = Network()
+    network: NetworkSpec = NetworkSpec()
     """The network between nodes."""
-    gpus: Annotated[list[GpuDescription], keyed_by("name")] = Field(
+    gpus: Annotated[list[GpuDescription], declare_list_map_key("name")] = Field(
         default_factory=list, max_length=64
     )
     """Descriptions of GPUs that the catalogue does not have."""
@@ -88,9 +88,9 @@ class Cluster(Shape):
     """Measured profiles (files written by `cleave profile`), with paths relative to this file."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="true",
-            holds=lambda c: len({gpu.name for gpu in c.gpus}) == len(c.gpus),
+            is_valid=lambda c: len({gpu.name for gpu in c.gpus}) == len(c.gpus),
             message="must not name a GPU twice",
             field="gpus",
         ),

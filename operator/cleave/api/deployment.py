@@ -9,21 +9,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape, keyed_by
-from cleave.api.engine import DeletionPolicy, Engine, Template
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
+from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy
 from cleave.api.model import ModelField
 from cleave.api.plan import ManualPool, SelectedPlan
-from cleave.api.planning import Mode, Planning
-from cleave.api.pools import Pools
+from cleave.api.planning import Planning, PlanningMode
+from cleave.api.pools import PoolsSpec
 from cleave.api.replan_status import (
+    CurrentPrediction,
+    FittedPlanInputs,
     LatencyCorrection,
+    ObservedTraffic,
     PastPlan,
-    PlanBasis,
-    SeenPrediction,
-    SeenTraffic,
 )
-from cleave.api.resource import DNS_NAME, Conditions, Resource, name_rule
+from cleave.api.resource import DNS_NAME, Conditions, Resource, build_name_rule
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling
 from cleave.api.workload import Workload
@@ -31,7 +31,7 @@ from cleave.api.workload import Workload
 KIND = "LLMDeployment"
 
 
-class Slo(Shape):
+class Slo(ApiModel):
     """Latency targets, and the share of requests that must meet both."""
 
     ttft_ms: Annotated[float, Field(gt=0)]
@@ -42,42 +42,42 @@ class Slo(Shape):
     """Share of requests that must meet both targets."""
 
     @property
-    def like_seconds(self) -> dict[str, float]:
+    def suspicious_targets(self) -> dict[str, float]:
         """Targets by field, in milliseconds, that are so short that seconds were probably meant."""
         short = {"ttftMs": (self.ttft_ms, 10.0), "tpotMs": (self.tpot_ms, 1.0)}
         return {field: value for field, (value, least) in short.items() if value < least}
 
 
-class ManualPlacement(Shape):
+class ManualPlacement(ApiModel):
     """A manual placement: the instances of each role."""
 
     manual: Annotated[
         list[ManualPool],
         Field(min_length=1, max_length=3),
-        keyed_by("role"),
+        declare_list_map_key("role"),
     ]
     """The instances of each role, one entry per role."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="self.manual.all(p, self.manual.exists_one(q, q.role == p.role))",
-            holds=lambda p: len({pool.role for pool in p.manual}) == len(p.manual),
+            is_valid=lambda p: len({pool.role for pool in p.manual}) == len(p.manual),
             message="must not name a role twice",
             field="manual",
         ),
-        Rule(
+        ValidationRule(
             cel="self.manual.exists(p, p.role != 'prefill')",
-            holds=lambda p: any(pool.role is not Role.PREFILL for pool in p.manual),
+            is_valid=lambda p: any(pool.role is not Role.PREFILL for pool in p.manual),
             message="prefill instances need decode or mixed instances to hand their requests to",
             field="manual",
         ),
-        Rule(
+        ValidationRule(
             cel="!self.manual.exists(p, has(p.perCell)) || "
             "['prefill', 'decode'].all(r, self.manual.exists(p, p.role == r && has(p.perCell))) && "
             "self.manual.all(p, !has(p.perCell) || self.manual.all(q, !has(q.perCell) || "
             "p.replicas * q.perCell == q.replicas * p.perCell && "
             "p.parallelism.pipeline == q.parallelism.pipeline))",
-            holds=lambda p: _cells_match([pool for pool in p.manual if pool.per_cell]),
+            is_valid=lambda p: _are_cells_complete([pool for pool in p.manual if pool.per_cell]),
             message="perCell needs prefill and decode instances that both state it, in equally "
             "many cells and with the same pipeline size",
             field="manual",
@@ -85,7 +85,7 @@ class ManualPlacement(Shape):
     )
 
 
-def _cells_match(pools: list[ManualPool]) -> bool:
+def _are_cells_complete(pools: list[ManualPool]) -> bool:
     """Whether the pools make complete cells; also True without pools."""
     if not pools:
         return True
@@ -95,7 +95,7 @@ def _cells_match(pools: list[ManualPool]) -> bool:
     return roles == set(Role) and len(cells) == 1
 
 
-class Fallback(StrEnum):
+class FallbackPolicy(StrEnum):
     """When one instance may serve both phases of a request that is to be disaggregated."""
 
     ALWAYS = "Always"
@@ -103,14 +103,14 @@ class Fallback(StrEnum):
     ON_PREFILL_LOSS = "OnPrefillLoss"
 
 
-class Late(StrEnum):
+class LateRequestPolicy(StrEnum):
     """What happens to requests that cannot meet their TTFT target any more."""
 
     SERVE = "Serve"
     REFUSE = "Refuse"
 
 
-class Routing(Shape):
+class Routing(ApiModel):
     """How the gateway routes requests to instances."""
 
     policy: Annotated[DispatchPolicy, Field(strict=False)] = DispatchPolicy.SHORTEST_WAIT
@@ -131,11 +131,11 @@ class Routing(Shape):
     """Name of a ConfigMap whose entry `lengths.json` was written by `cleave lengths train`. The
     gateway uses this model to predict output lengths where it has been more accurate than the mean
     by prompt length that gateways learn. Absent: they use that mean."""
-    fallback: Annotated[Fallback, Field(strict=False)] = Fallback.ALWAYS
+    fallback: Annotated[FallbackPolicy, Field(strict=False)] = FallbackPolicy.ALWAYS
     """When a decode instance also computes the prompt. Always: whenever no prefill instance is
     available. OnPrefillLoss: only after a prefill instance failed during the request. Never: the
     gateway answers 503 instead."""
-    late: Annotated[Late, Field(strict=False)] = Late.SERVE
+    late: Annotated[LateRequestPolicy, Field(strict=False)] = LateRequestPolicy.SERVE
     """What happens to a request whose first token is predicted to miss slo.ttftMs because of the
     queue. Serve: it is queued all the same. Refuse: it is answered with 429 and Retry-After at
     once. A tenant's settings may override this."""
@@ -144,7 +144,7 @@ class Routing(Shape):
     are answered with 429."""
 
 
-class Rollout(Shape):
+class Rollout(ApiModel):
     """How instances are replaced in a cluster. Limits apply to each role as a whole."""
 
     max_surge: Annotated[int, Field(ge=0, le=10_000)] = 1
@@ -156,17 +156,17 @@ class Rollout(Shape):
     nodes change, and periodically."""
 
     rules = (
-        Rule(
+        ValidationRule(
             # The API server checks the empty default of `rollout` before it fills in defaults.
             cel="!has(self.maxSurge) || self.maxSurge + self.maxUnavailable > 0",
-            holds=lambda r: r.max_surge + r.max_unavailable > 0,
+            is_valid=lambda r: r.max_surge + r.max_unavailable > 0,
             message="and maxUnavailable must not both be 0: nothing could be replaced",
             field="maxSurge",
         ),
     )
 
 
-class Tracing(Shape):
+class TracingSpec(ApiModel):
     """Where the gateway sends traces."""
 
     endpoint: Annotated[str, Field(max_length=1024, pattern=r"^https?://[^/ \n]+")]
@@ -178,7 +178,7 @@ class Tracing(Shape):
 SecretName = Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
 
 
-class Gateway(Shape):
+class GatewaySpec(ApiModel):
     """The gateway's pods in a cluster."""
 
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
@@ -194,7 +194,7 @@ class Gateway(Shape):
     tls_secret: SecretName | None = None
     """Name of a Secret of type kubernetes.io/tls. The Service then serves HTTPS on port 443 instead
     of HTTP on port 80; a renewed certificate is loaded without a restart. Absent: plain HTTP."""
-    tracing: Tracing | None = None
+    tracing: TracingSpec | None = None
     """Tracing of requests through prefill, KV transfer and decode; absent: no traces."""
     access_log: bool = False
     """Whether the gateway logs a line for each request. Prompts and outputs are never logged."""
@@ -210,23 +210,23 @@ class Gateway(Shape):
     it."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.endpointPicker) || !self.endpointPicker || !has(self.tlsSecret)",
-            holds=lambda g: not (g.endpoint_picker and g.tls_secret),
+            is_valid=lambda g: not (g.endpoint_picker and g.tls_secret),
             message="cannot go with tlsSecret: proxies speak plain HTTP to what a picker names",
             field="endpointPicker",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.endpointPickerPlain) || !self.endpointPickerPlain"
             " || !has(self.endpointPickerTlsSecret)",
-            holds=lambda g: not (g.endpoint_picker_plain and g.endpoint_picker_tls_secret),
+            is_valid=lambda g: not (g.endpoint_picker_plain and g.endpoint_picker_tls_secret),
             message="cannot go with endpointPickerTlsSecret: leave out one of them",
             field="endpointPickerPlain",
         ),
     )
 
 
-class LLMDeploymentSpec(Shape):
+class LLMDeploymentSpec(ApiModel):
     """Desired state of the deployment."""
 
     model: ModelField
@@ -241,15 +241,15 @@ class LLMDeploymentSpec(Shape):
     """Manual placement: the instances of each role; absent: they are planned."""
     routing: Routing = Routing()
     """How the gateway routes requests to instances."""
-    pools: Pools = Pools()
+    pools: PoolsSpec = PoolsSpec()
     """How the prefill and decode pools exchange instances while traffic changes."""
-    engine: Engine = Engine()
+    engine: EngineSpec = EngineSpec()
     """The inference engine of every instance."""
     scaling: Scaling = Scaling()
     """How the number of instances follows traffic between two plans, in a cluster."""
-    template: Template = Template()
+    template: WorkerTemplate = WorkerTemplate()
     """Overrides for the worker pods."""
-    gateway: Gateway = Gateway()
+    gateway: GatewaySpec = GatewaySpec()
     """The gateway's pods in a cluster."""
     rollout: Rollout = Rollout()
     """How instances are replaced in a cluster."""
@@ -261,25 +261,27 @@ class LLMDeploymentSpec(Shape):
     first, within template.drainTimeoutS. Immediate: they are aborted."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="self.planning.mode != 'Manual' || has(self.placement)",
-            holds=lambda s: s.planning.mode is not Mode.MANUAL or s.placement is not None,
+            is_valid=lambda s: (
+                s.planning.mode is not PlanningMode.MANUAL or s.placement is not None
+            ),
             message="Manual plans nothing: state spec.placement.manual, or use mode Auto",
             field="planning.mode",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.scaling) || !has(self.scaling.roles) || "
             "size(self.scaling.roles) == 0 || !has(self.placement)",
-            holds=lambda s: not s.scaling.roles or s.placement is None,
+            is_valid=lambda s: not s.scaling.roles or s.placement is None,
             message="follow the rate by the plan's own figures: remove spec.placement, or scale by "
             "hand or by an autoscaler",
             field="scaling.roles",
         ),
-        Rule(
+        ValidationRule(
             cel="self.routing.fallback != 'Never' || !has(self.placement) || "
             "self.placement.manual.exists(p, p.role != 'decode')",
-            holds=lambda s: (
-                s.routing.fallback is not Fallback.NEVER
+            is_valid=lambda s: (
+                s.routing.fallback is not FallbackPolicy.NEVER
                 or s.placement is None
                 or any(pool.role is not Role.DECODE for pool in s.placement.manual)
             ),
@@ -289,7 +291,7 @@ class LLMDeploymentSpec(Shape):
     )
 
 
-class RoleStatus(Shape):
+class RoleStatus(ApiModel):
     """The instances of one role."""
 
     role: Annotated[Role, Field(strict=False)]
@@ -302,7 +304,7 @@ class RoleStatus(Shape):
     """Number of instances of the present spec."""
 
 
-class LLMDeploymentStatus(Shape):
+class LLMDeploymentStatus(ApiModel):
     """Observed state of the deployment."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
@@ -326,18 +328,18 @@ class LLMDeploymentStatus(Shape):
     """The plan or manual placement in force."""
     advice: SelectedPlan | None = None
     """With planning.mode or planning.replan.mode Advisory: the plan that Auto would apply."""
-    observed: SeenTraffic | None = None
+    observed: ObservedTraffic | None = None
     """Recently observed traffic; absent: not known."""
-    prediction: SeenPrediction | None = None
+    prediction: CurrentPrediction | None = None
     """Latencies that the planner predicts for this traffic; absent: not compared yet."""
     correction: LatencyCorrection | None = None
     """Measured correction of the planner's latency model; absent: no correction."""
-    basis: PlanBasis | None = None
+    basis: FittedPlanInputs | None = None
     """Inputs of the plan that replace those of the spec; absent: the plan was made from the
     spec."""
     plans: list[PastPlan] = Field(default_factory=list, max_length=10)
     """Results of the last reviews of the plan, the latest first."""
-    roles: Annotated[list[RoleStatus], keyed_by("role")] = Field(default_factory=list)
+    roles: Annotated[list[RoleStatus], declare_list_map_key("role")] = Field(default_factory=list)
     """The instances of each role."""
     url: str | None = None
     """Base URL for OpenAI clients inside the cluster."""
@@ -352,4 +354,4 @@ class LLMDeployment(Resource):
     status: LLMDeploymentStatus | None = None
     """Observed state of the deployment."""
 
-    rules = (name_rule(40),)
+    rules = (build_name_rule(40),)

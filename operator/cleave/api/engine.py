@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape, keyed_by
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 from cleave.api.quantity import Quantity
 from cleave.api.resource import DNS_NAME
 from cleave.api.role import Parallelism
 from cleave.api.scheduling import Scheduling
 
-Text = Annotated[str, Field(max_length=4096)]
+ArgumentText = Annotated[str, Field(max_length=4096)]
 
 RESERVED_FLAGS = (
     "--host",
@@ -44,11 +44,11 @@ RESERVED_ENV = (
 """Environment variables that Cleave sets itself."""
 
 
-def _cel_list(names: tuple[str, ...]) -> str:
+def _format_cel_list(names: tuple[str, ...]) -> str:
     return "[" + ", ".join(f"'{name}'" for name in names) + "]"
 
 
-def _flag(arg: str) -> str:
+def _normalize_flag(arg: str) -> str:
     """Normalize `--flag_name=value` as vLLM does: the flag alone, with hyphens."""
     return arg.split("=")[0].replace("_", "-")
 
@@ -66,7 +66,7 @@ class Connector(StrEnum):
     NIXL = "Nixl"
     CLEAVE = "Cleave"
 
-    def why_not(
+    def explain_incompatibility(
         self, prefill: Parallelism, decode: Parallelism, kv_heads: int | None
     ) -> str | None:
         """Why instances like `decode` cannot read KV from those like `prefill`; None: they can.
@@ -96,7 +96,7 @@ class Connector(StrEnum):
         return None
 
 
-class Transfer(StrEnum):
+class TransferMode(StrEnum):
     """When KV is transferred to the decode engine."""
 
     PULL = "Pull"
@@ -106,7 +106,7 @@ class Transfer(StrEnum):
     AUTO = "Auto"
 
 
-class SecretKey(Shape):
+class SecretKey(ApiModel):
     """One entry of a Secret in the deployment's namespace."""
 
     name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
@@ -115,34 +115,34 @@ class SecretKey(Shape):
     """Name of the entry."""
 
 
-class EnvSource(Shape):
+class EnvSource(ApiModel):
     """The source of a variable's value."""
 
     secret_key_ref: SecretKey
     """The entry of a Secret that holds the value."""
 
 
-class EnvVar(Shape):
+class EnvVar(ApiModel):
     """One environment variable."""
 
     name: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
     """Name of the variable."""
-    value: Text = ""
+    value: ArgumentText = ""
     """Value of the variable."""
     value_from: EnvSource | None = None
     """A Secret that holds the value, for credentials such as HF_TOKEN."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.valueFrom) || self.value == ''",
-            holds=lambda v: v.value_from is None or not v.value,
+            is_valid=lambda v: v.value_from is None or not v.value,
             message="has a value beside it; remove one of them",
             field="valueFrom",
         ),
     )
 
 
-class Emulation(Shape):
+class Emulation(ApiModel):
     """Settings of the emulated engine."""
 
     latency: Annotated[str, Field(min_length=1, max_length=1024)] = "distserve/opt-13b/tp1"
@@ -153,21 +153,23 @@ class Emulation(Shape):
     """Factor on all durations; 0.1 runs ten times faster than the profile."""
 
 
-class Engine(Shape):
+class EngineSpec(ApiModel):
     """The inference engine of every instance."""
 
     type: Annotated[EngineType, Field(strict=False)] = EngineType.VLLM
     """vLLM, or Emulated: vLLM's API with timings from a latency profile, without a model."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Container image of the workers; absent: Cleave's own for this engine."""
-    args: list[Text] = Field(default_factory=list, max_length=128)
+    args: list[ArgumentText] = Field(default_factory=list, max_length=128)
     """Additional command-line arguments of the engine."""
-    env: Annotated[list[EnvVar], keyed_by("name")] = Field(default_factory=list, max_length=128)
+    env: Annotated[list[EnvVar], declare_list_map_key("name")] = Field(
+        default_factory=list, max_length=128
+    )
     """Environment variables of the workers."""
     connector: Annotated[Connector, Field(strict=False)] = Connector.NIXL
     """The KV connector with type vLLM. Nixl is vLLM's own. Cleave verifies every transfer, and has
     the prompt computed again where anything differs."""
-    transfer: Annotated[Transfer, Field(strict=False)] = Transfer.PULL
+    transfer: Annotated[TransferMode, Field(strict=False)] = TransferMode.PULL
     """When connector Cleave transfers KV. Pull: after the prefill, when the decode engine has room.
     With the other modes the decode engine receives the request together with the prefill engine, if
     both can start at once. Push: the KV is sent in one piece; PerChunk and PerLayer: while the rest
@@ -180,54 +182,54 @@ class Engine(Shape):
     scheduler. With vLLM this replaces `--scheduler-cls`."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.connector) || self.connector != 'Cleave' || "
             "!has(self.type) || self.type == 'vLLM'",
-            holds=lambda e: e.connector is Connector.NIXL or e.type is EngineType.VLLM,
+            is_valid=lambda e: e.connector is Connector.NIXL or e.type is EngineType.VLLM,
             message="Cleave needs type vLLM; remove one of them",
             field="connector",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.transfer) || self.transfer == 'Pull' || "
             "has(self.connector) && self.connector == 'Cleave'",
-            holds=lambda e: e.transfer is Transfer.PULL or e.connector is Connector.CLEAVE,
+            is_valid=lambda e: e.transfer is TransferMode.PULL or e.connector is Connector.CLEAVE,
             message="needs connector: Cleave unless it is Pull; set it or remove transfer",
             field="transfer",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.emulated) || self.type == 'Emulated'",
-            holds=lambda e: e.emulated is None or e.type is EngineType.EMULATED,
+            is_valid=lambda e: e.emulated is None or e.type is EngineType.EMULATED,
             message="has no effect with type vLLM; set type: Emulated or remove it",
             field="emulated",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.scheduling) || !has(self.args) || "
             "!self.args.exists(a, a.split('=')[0].replace('_', '-') in "
             "['--scheduler-cls', '--scheduling-policy'])",
-            holds=lambda e: (
+            is_valid=lambda e: (
                 e.scheduling is None
                 or not (e.states("--scheduler-cls") or e.states("--scheduling-policy"))
             ),
             message="excludes --scheduler-cls and --scheduling-policy in args; remove one of them",
             field="scheduling",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.args) || self.args.all(a, "
             "!(a.split('=')[0].replace('_', '-') in "
-            f"{_cel_list(RESERVED_FLAGS)}))",
-            holds=lambda e: not any(_flag(a) in RESERVED_FLAGS for a in e.args),
+            f"{_format_cel_list(RESERVED_FLAGS)}))",
+            is_valid=lambda e: not any(_normalize_flag(a) in RESERVED_FLAGS for a in e.args),
             message="must not hold a flag that Cleave sets itself: " + ", ".join(RESERVED_FLAGS),
             field="args",
         ),
-        Rule(
-            cel=f"!has(self.env) || self.env.all(v, !(v.name in {_cel_list(RESERVED_ENV)}))",
-            holds=lambda e: not any(v.name in RESERVED_ENV for v in e.env),
+        ValidationRule(
+            cel=f"!has(self.env) || self.env.all(v, !(v.name in {_format_cel_list(RESERVED_ENV)}))",
+            is_valid=lambda e: not any(v.name in RESERVED_ENV for v in e.env),
             message="must not hold a variable that Cleave sets itself: " + ", ".join(RESERVED_ENV),
             field="env",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.env) || self.env.all(v, self.env.exists_one(w, w.name == v.name))",
-            holds=lambda e: len({v.name for v in e.env}) == len(e.env),
+            is_valid=lambda e: len({v.name for v in e.env}) == len(e.env),
             message="must not name a variable twice",
             field="env",
         ),
@@ -238,20 +240,20 @@ class Engine(Shape):
         """Settings of the emulated engine, defaults included."""
         return self.emulated or Emulation()
 
-    def states(self, flag: str) -> bool:
+    def has_flag(self, flag: str) -> bool:
         """Whether `args` contain this flag, in any spelling that the engine accepts."""
-        return any(_flag(arg) == flag for arg in self.args)
+        return any(_normalize_flag(arg) == flag for arg in self.args)
 
-    def value_of(self, flag: str) -> str | None:
+    def get_flag_value(self, flag: str) -> str | None:
         """Return the value of the flag's last occurrence in `args`; None: it has none."""
         value = None
         for arg, next_arg in zip(self.args, [*self.args[1:], None], strict=False):
-            if _flag(arg) == flag:
+            if _normalize_flag(arg) == flag:
                 value = arg.partition("=")[2] if "=" in arg else next_arg
         return value
 
 
-class Toleration(Shape):
+class Toleration(ApiModel):
     """A toleration of the worker pods, as in a pod spec."""
 
     key: Annotated[str, Field(max_length=317)] | None = None
@@ -266,7 +268,7 @@ class Toleration(Shape):
     """Seconds for which a NoExecute taint is tolerated; absent: for ever."""
 
 
-class Resources(Shape):
+class Resources(ApiModel):
     """Resources of one worker container; each one named here replaces its default."""
 
     requests: dict[str, Quantity] = Field(default_factory=dict)
@@ -282,7 +284,7 @@ class DeletionPolicy(StrEnum):
     IMMEDIATE = "Immediate"
 
 
-class Template(Shape):
+class WorkerTemplate(ApiModel):
     """Overrides for the worker pods."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)

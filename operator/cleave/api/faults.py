@@ -12,53 +12,53 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cleave.api.base import RULES_BROKEN, Rule
+from cleave.api.base import RULES_BROKEN, ValidationRule
 
-_LONGEST_VALUE = 60
+_MAX_VALUE_LENGTH = 60
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
 
 
-def fault_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
+def format_faults(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """Return one line `path: what is wrong` per fault of a document of type `root`."""
-    return [line for detail in error.errors() for line in _fault(detail, root)]
+    return [line for detail in error.errors() for line in _format_fault(detail, root)]
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value for a message, truncated if it is long."""
     text = "nothing" if value is None else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return text if len(text) <= _MAX_VALUE_LENGTH else text[: _MAX_VALUE_LENGTH - 3] + "..."
 
 
-def _fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
+def _format_fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
     path, context = detail["loc"], detail.get("ctx", {})
     if detail["type"] == RULES_BROKEN:
-        rules: list[Rule] = context["rules"]
+        rules: list[ValidationRule] = context["rules"]
         for rule in rules:
-            path_text = _dotted((*path, *rule.field.split(".")) if rule.field else path)
+            path_text = _format_path((*path, *rule.field.split(".")) if rule.field else path)
             yield f"{path_text}: {rule.message}" if path_text else rule.message
         return
-    yield f"{_dotted(path)}: {_sentence(detail, context, root)}"
+    yield f"{_format_path(path)}: {_explain(detail, context, root)}"
 
 
-def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel]) -> str:
-    got = "" if _is_secret(detail["loc"]) else f" (got {shown(detail['input'])})"
+def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel]) -> str:
+    got = "" if _is_secret(detail["loc"]) else f" (got {format_value(detail['input'])})"
     match detail["type"]:
         case "missing":
             return "required"
         case "extra_forbidden":
-            return _unknown_field(detail["loc"], root)
+            return _explain_unknown_field(detail["loc"], root)
         case "enum" | "literal_error":
-            return _choices(detail["input"], context["expected"]) + got
+            return _format_choices(detail["input"], context["expected"]) + got
         case "greater_than":
-            return f"must be > {_plain(context['gt'])}{got}"
+            return f"must be > {_format_bound(context['gt'])}{got}"
         case "greater_than_equal":
-            return f"must be >= {_plain(context['ge'])}{got}"
+            return f"must be >= {_format_bound(context['ge'])}{got}"
         case "less_than_equal":
-            return f"must be <= {_plain(context['le'])}{got}"
+            return f"must be <= {_format_bound(context['le'])}{got}"
         case "int_type" | "int_parsing" | "int_from_float":
             return "must be a whole number" + got
         case "float_type" | "finite_number":
-            return "must be a number" + got + _exponent(detail["input"])
+            return "must be a number" + got + _explain_exponent(detail["input"])
         case "bool_type":
             return "must be true or false" + got
         case "string_type":
@@ -81,12 +81,12 @@ def _sentence(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseM
             return detail["msg"] + got
 
 
-def _plain(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     """Format a bound without an exponent if it is a whole number."""
     return f"{bound:,.0f}" if bound == round(bound) else f"{bound:g}"
 
 
-def _exponent(value: object) -> str:
+def _explain_exponent(value: object) -> str:
     """Explain that YAML 1.1 reads numbers such as 1e9 as text."""
     if not (isinstance(value, str) and _WITH_EXPONENT.fullmatch(value)):
         return ""
@@ -98,42 +98,42 @@ def _is_secret(path: Sequence[str | int]) -> bool:
     return "env" in path and path[-1] != "name"
 
 
-def _choices(value: object, expected: str) -> str:
+def _format_choices(value: object, expected: str) -> str:
     names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
-    return f"must be one of {', '.join(names)}{_suggestion(value, names)}"
+    return f"must be one of {', '.join(names)}{_suggest(value, names)}"
 
 
-def _unknown_field(path: Sequence[str | int], root: type[BaseModel]) -> str:
-    names = _fields_at(path[:-1], root)
+def _explain_unknown_field(path: Sequence[str | int], root: type[BaseModel]) -> str:
+    names = _list_fields_at(path[:-1], root)
     suggestions = f"; known here: {', '.join(names)}" if names else ""
-    return f"unknown field{_suggestion(path[-1], names) or suggestions}"
+    return f"unknown field{_suggest(path[-1], names) or suggestions}"
 
 
-def _suggestion(value: object, names: Sequence[str]) -> str:
+def _suggest(value: object, names: Sequence[str]) -> str:
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(str(value).lower().replace("_", ""), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 
-def _fields_at(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:
+def _list_fields_at(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:
     """Names, as in YAML, of the fields of the model at a path."""
     model: type[BaseModel] | None = root
     for step in path:
         if isinstance(step, str) and model is not None:
             model = next(
-                (_model_in(f.annotation) for f in model.model_fields.values() if f.alias == step),
+                (_find_model(f.annotation) for f in model.model_fields.values() if f.alias == step),
                 None,
             )
     return [str(f.alias) for f in model.model_fields.values()] if model else []
 
 
-def _model_in(annotation: object) -> type[BaseModel] | None:
+def _find_model(annotation: object) -> type[BaseModel] | None:
     """The model in a field's type: the type itself, or an element or option of it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_model_in, get_args(annotation))), None)
+    return next(filter(None, map(_find_model, get_args(annotation))), None)
 
 
-def _dotted(path: Sequence[str | int]) -> str:
+def _format_path(path: Sequence[str | int]) -> str:
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")

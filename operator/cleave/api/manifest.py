@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import KIND, LLMDeployment
-from cleave.api.faults import fault_lines, shown
+from cleave.api.faults import format_faults, format_value
 from cleave.api.resource import API_VERSION
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -46,16 +46,16 @@ def load_all(source: str | Path) -> list[LLMDeployment]:
 
     Raises ManifestError with every fault of every document.
     """
-    documents = list(_items(_documents(source)))
+    documents = list(_expand_lists(_read_documents(source)))
     if not documents:
-        raise ManifestError([f"{_label(source)} holds no {KIND}"])
+        raise ManifestError([f"{_format_source(source)} holds no {KIND}"])
     deployments: list[LLMDeployment] = []
     faults: list[str] = []
     for document in documents:
         try:
             deployments.append(validate(document))
         except ManifestError as error:
-            prefix = f"{_name(document)}: " if len(documents) > 1 else ""
+            prefix = f"{_get_name(document)}: " if len(documents) > 1 else ""
             faults.extend(prefix + fault for fault in error.faults)
     if faults:
         raise ManifestError(faults)
@@ -65,10 +65,10 @@ def load_all(source: str | Path) -> list[LLMDeployment]:
 def validate(document: object) -> LLMDeployment:
     """Parse an LLMDeployment from decoded YAML or JSON. Raises ManifestError with all faults."""
     if not isinstance(document, Mapping):
-        raise ManifestError([f"must be an object with kind: {KIND} (got {shown(document)})"])
-    if faults := list(_identity_faults(document)):
+        raise ManifestError([f"must be an object with kind: {KIND} (got {format_value(document)})"])
+    if faults := list(_list_identity_faults(document)):
         raise ManifestError(faults)
-    return _as(LLMDeployment, document)
+    return _parse(LLMDeployment, document)
 
 
 def load_cluster(source: str | Path) -> Cluster:
@@ -78,22 +78,26 @@ def load_cluster(source: str | Path) -> Cluster:
     Raises ManifestError with all faults. GPU names are checked later, by
     cleave.perf.hardware.inventory.
     """
-    documents = _documents(source)
+    documents = _read_documents(source)
     if not documents:
-        raise ManifestError([f"{_label(source)} is empty; state nodes: [{{count: 1, gpu: ...}}]"])
+        raise ManifestError(
+            [f"{_format_source(source)} is empty; state nodes: [{{count: 1, gpu: ...}}]"]
+        )
     if len(documents) != 1:
         raise ManifestError(
-            [f"{_label(source)} holds {len(documents)} YAML documents; one cluster is expected"]
+            [
+                f"{_format_source(source)} holds {len(documents)} YAML documents; one cluster is expected"
+            ]
         )
     (document,) = documents
     if not isinstance(document, Mapping):
-        raise ManifestError([f"must be an object with nodes (got {shown(document)})"])
-    cluster = _as(Cluster, document)
+        raise ManifestError([f"must be an object with nodes (got {format_value(document)})"])
+    cluster = _parse(Cluster, document)
     folder = source.absolute().parent if isinstance(source, Path) else Path.cwd()
     return cluster.model_copy(update={"profiles": [str(folder / p) for p in cluster.profiles]})
 
 
-def _as(model: type[_M], document: Mapping[Any, Any]) -> _M:
+def _parse(model: type[_M], document: Mapping[Any, Any]) -> _M:
     try:
         # Through JSON: YAML's dates, tuples as keys and cycles are not part of a resource.
         text = json.dumps(document, default=str)
@@ -105,10 +109,10 @@ def _as(model: type[_M], document: Mapping[Any, Any]) -> _M:
     try:
         return model.model_validate_json(text, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise ManifestError(fault_lines(error, model)) from error
+        raise ManifestError(format_faults(error, model)) from error
 
 
-def _documents(source: str | Path) -> list[object]:
+def _read_documents(source: str | Path) -> list[object]:
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     except (OSError, UnicodeDecodeError) as error:
@@ -118,15 +122,15 @@ def _documents(source: str | Path) -> list[object]:
         return [d for d in yaml.load_all(text, _Loader) if d is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        location = f"{_label(source)}:{mark.line + 1}" if mark else _label(source)
+        location = f"{_format_source(source)}:{mark.line + 1}" if mark else _format_source(source)
         raise ManifestError([f"{location}: {error.problem or error.context}"]) from error
     except yaml.YAMLError as error:
-        raise ManifestError([f"{_label(source)}: {str(error).splitlines()[0]}"]) from error
+        raise ManifestError([f"{_format_source(source)}: {str(error).splitlines()[0]}"]) from error
     except RecursionError as error:
-        raise ManifestError([f"{_label(source)}: is nested too deeply"]) from error
+        raise ManifestError([f"{_format_source(source)}: is nested too deeply"]) from error
     except ValueError as error:
         # YAML's own types raise this for impossible dates and endless numbers.
-        raise ManifestError([f"{_label(source)}: {error}"]) from error
+        raise ManifestError([f"{_format_source(source)}: {error}"]) from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -144,7 +148,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _items(documents: Sequence[object]) -> Iterator[object]:
+def _expand_lists(documents: Sequence[object]) -> Iterator[object]:
     for document in documents:
         if isinstance(document, Mapping) and document.get("kind") == "List":
             yield from document.get("items") or ()
@@ -152,19 +156,19 @@ def _items(documents: Sequence[object]) -> Iterator[object]:
             yield document
 
 
-def _identity_faults(document: Mapping[Any, Any]) -> Iterator[str]:
+def _list_identity_faults(document: Mapping[Any, Any]) -> Iterator[str]:
     for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         if field not in document:
             yield f"{field}: required; write {field}: {expected}"
         elif document[field] != expected:
-            yield f"{field}: must be {expected} (got {shown(document[field])})"
+            yield f"{field}: must be {expected} (got {format_value(document[field])})"
 
 
-def _name(document: object) -> str:
+def _get_name(document: object) -> str:
     metadata = document.get("metadata") if isinstance(document, Mapping) else None
     name = metadata.get("name") if isinstance(metadata, Mapping) else None
     return str(name) if name else "unnamed"
 
 
-def _label(source: str | Path) -> str:
+def _format_source(source: str | Path) -> str:
     return str(source) if isinstance(source, Path) else "manifest"

@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from cleave.api.base import Shape
+from cleave.api.base import ApiModel
 from cleave.api.resource import DNS_NAME
 
 _HF = "hf://"
@@ -23,7 +23,7 @@ _CACHES = ("host_path", "persistent_volume_claim", "image")
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
 
 
-def _checked_source(source: str) -> str:
+def _check_source(source: str) -> str:
     if not re.fullmatch(_SOURCE, source):
         raise PydanticCustomError(
             "model_source",
@@ -41,7 +41,7 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
-class HostPathCache(Shape):
+class HostPathCache(ApiModel):
     """A folder on each node."""
 
     path: Annotated[str, Field(max_length=1024, pattern=r"^/[^:\n]+$")]
@@ -49,7 +49,7 @@ class HostPathCache(Shape):
     user 1000, as whom workers run."""
 
 
-class ClaimCache(Shape):
+class ClaimCache(ApiModel):
     """A PersistentVolumeClaim in the deployment's namespace."""
 
     claim_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)]
@@ -59,14 +59,14 @@ class ClaimCache(Shape):
     """Whether the volume is mounted read-only: the model must be in it already."""
 
 
-class ImageCache(Shape):
+class ImageCache(ApiModel):
     """An OCI image with the model's files in its root folder."""
 
     reference: Annotated[str, Field(min_length=1, max_length=1024)]
     """Name of the image, as in a container. The nodes must support Kubernetes' image volumes."""
 
 
-class ModelCache(Shape):
+class ModelCache(ApiModel):
     """Where workers store or find the model's files: exactly one of three."""
 
     host_path: HostPathCache | None = None
@@ -77,7 +77,7 @@ class ModelCache(Shape):
     """An image volume with the model's files, which are loaded from it read-only."""
 
     @model_validator(mode="after")
-    def _be_one(self) -> Self:
+    def _check_exactly_one(self) -> Self:
         given = [name for name in _CACHES if getattr(self, name) is not None]
         if len(given) != 1:
             raise PydanticCustomError(
@@ -99,12 +99,12 @@ class ModelCache(Shape):
         return schema
 
 
-class Model(Shape):
+class ModelSpec(ApiModel):
     """The weights to serve, and the name under which clients request them."""
 
     source: Annotated[
         str,
-        AfterValidator(_checked_source),
+        AfterValidator(_check_source),
         Field(max_length=1024, json_schema_extra={"pattern": _SOURCE}),
     ]
     """Hugging Face id (`org/name` or `hf://org/name`), or an absolute path of a folder on every
@@ -156,9 +156,9 @@ class _StringOrObject:
         return {**schema, "pattern": _SOURCE, "x-kubernetes-preserve-unknown-fields": True}
 
 
-def _spelled_out(value: object) -> object:
+def _expand_text(value: object) -> object:
     return {"source": value} if isinstance(value, str) else value
 
 
-ModelField = Annotated[Model, BeforeValidator(_spelled_out), _StringOrObject()]
+ModelField = Annotated[ModelSpec, BeforeValidator(_expand_text), _StringOrObject()]
 """A model; text is short for {source: ...}."""

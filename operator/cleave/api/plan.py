@@ -8,13 +8,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape
+from cleave.api.base import ApiModel, ValidationRule
 from cleave.api.role import Parallelism, Role
 
 NonNegative = Annotated[float, Field(ge=0)]
 
 
-class ManualPool(Shape):
+class ManualPool(ApiModel):
     """The instances of one role, manual or planned."""
 
     role: Annotated[Role, Field(strict=False)]
@@ -38,22 +38,22 @@ class ManualPool(Shape):
     in engine.args takes precedence."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.perCell) || self.replicas % self.perCell == 0",
-            holds=lambda p: p.per_cell is None or p.replicas % p.per_cell == 0,
+            is_valid=lambda p: p.per_cell is None or p.replicas % p.per_cell == 0,
             message="must divide replicas: a cell cannot be incomplete",
             field="perCell",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.perCell) || self.role != 'mixed'",
-            holds=lambda p: p.per_cell is None or p.role is not Role.MIXED,
+            is_valid=lambda p: p.per_cell is None or p.role is not Role.MIXED,
             message="has no effect on mixed instances, which transfer no KV; remove it",
             field="perCell",
         ),
     )
 
 
-class LatencyPercentiles(Shape):
+class LatencyPercentiles(ApiModel):
     """Percentiles of a latency in milliseconds; absent: so many requests never finish."""
 
     p50: NonNegative | None = None
@@ -64,7 +64,7 @@ class LatencyPercentiles(Shape):
     """99th percentile."""
 
 
-class Predicted(Shape):
+class PredictedPerformance(ApiModel):
     """Simulated performance; latencies and attainment are at the planned rate."""
 
     goodput: NonNegative
@@ -89,7 +89,7 @@ class Predicted(Shape):
     """Source of the latencies, and how large their errors have been."""
 
 
-class PlanGrowth(Shape):
+class PlanGrowth(ApiModel):
     """Workers that a rate needs: a line through simulated counts (Aladdin, Eq. 7).
 
     A worker is the smallest part of the plan with its proportion of roles.
@@ -106,7 +106,7 @@ class PlanGrowth(Shape):
     lengths."""
 
 
-class PlanOption(Shape):
+class PlanOption(ApiModel):
     """An alternative plan."""
 
     pools: list[ManualPool] = Field(default_factory=list, max_length=3)
@@ -115,11 +115,11 @@ class PlanOption(Shape):
     """GPUs of all instances."""
     algorithm: str = ""
     """Algorithm that found the plan."""
-    predicted: Predicted | None = None
+    predicted: PredictedPerformance | None = None
     """Predicted performance; absent: nothing was predicted."""
 
 
-class SelectedPlan(Shape):
+class SelectedPlan(ApiModel):
     """The plan or manual placement in force."""
 
     revision: str
@@ -142,7 +142,7 @@ class SelectedPlan(Shape):
     ahead_from_tokens: Annotated[int, Field(ge=0)] | None = None
     """Prompts of at least this many tokens gain from a KV transfer during their prefill; absent:
     none do."""
-    predicted: Predicted | None = None
+    predicted: PredictedPerformance | None = None
     """Predicted performance; absent: nothing was predicted."""
     growth: PlanGrowth | None = None
     """How the plan scales with its traffic; absent: spec.scaling.roles is empty."""

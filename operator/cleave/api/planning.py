@@ -5,10 +5,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Shape, keyed_by
+from cleave.api.base import ApiModel, declare_list_map_key
 
 
-class Mode(StrEnum):
+class PlanningMode(StrEnum):
     """Whether plans are applied."""
 
     AUTO = "Auto"
@@ -42,7 +42,7 @@ class Disaggregation(StrEnum):
     NEVER = "Never"
 
 
-class Replanning(StrEnum):
+class ReplanMode(StrEnum):
     """Whether plans are revised when traffic changes."""
 
     OFF = "Off"
@@ -50,10 +50,10 @@ class Replanning(StrEnum):
     AUTO = "Auto"
 
 
-class Replan(Shape):
+class ReplanSpec(ApiModel):
     """How plans are revised when traffic differs from the planned traffic."""
 
-    mode: Annotated[Replanning, Field(strict=False)] = Replanning.AUTO
+    mode: Annotated[ReplanMode, Field(strict=False)] = ReplanMode.AUTO
     """Auto: another plan is applied when it is better by minGain, provided that planning.mode is
     Auto; manual placements stay. Advisory: the other plan is only reported, by Events and in
     status.advice. Off: traffic is not observed, and the first plan stays."""
@@ -67,7 +67,7 @@ class Replan(Shape):
     change that plan. With a larger error its latency model is corrected first."""
 
 
-class GpuChoice(Shape):
+class GpuChoice(ApiModel):
     """A kind of GPU that the plan may use."""
 
     type: Annotated[str, Field(min_length=1, max_length=128)]
@@ -80,10 +80,10 @@ class GpuChoice(Shape):
     """Power limit of one GPU in watts, with which prefill is slower."""
 
 
-class Planning(Shape):
+class Planning(ApiModel):
     """How the planner chooses a plan."""
 
-    mode: Annotated[Mode, Field(strict=False)] = Mode.AUTO
+    mode: Annotated[PlanningMode, Field(strict=False)] = PlanningMode.AUTO
     """Auto: the best plan is applied, unless spec.placement gives a manual one. Advisory: the plan
     is only reported in status.advice, and instances stay as they are. Manual: nothing is planned;
     spec.placement applies."""
@@ -99,7 +99,9 @@ class Planning(Shape):
     case."""
     max_gpus: Annotated[int | None, Field(ge=1, alias="maxGPUs")] = None
     """Maximum number of GPUs of the deployment; absent: all in the cluster."""
-    gpus: Annotated[list[GpuChoice], keyed_by("type")] = Field(default_factory=list, max_length=16)
+    gpus: Annotated[list[GpuChoice], declare_list_map_key("type")] = Field(
+        default_factory=list, max_length=16
+    )
     """Kinds of GPU that the plan may use; absent: every kind in the cluster."""
-    replan: Replan = Replan()
+    replan: ReplanSpec = ReplanSpec()
     """How plans are revised when traffic changes, in a cluster."""

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape
-from cleave.api.engine import DeletionPolicy, Engine, Template
+from cleave.api.base import ApiModel, ValidationRule
+from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.model import ModelField
-from cleave.api.resource import Conditions, Resource, name_rule
+from cleave.api.resource import Conditions, Resource, build_name_rule
 from cleave.api.role import Parallelism, Role
 
 KIND = "InstancePool"
@@ -26,7 +26,7 @@ class ReplicasOwner(StrEnum):
     AUTOSCALER = "Autoscaler"
 
 
-class PoolRollout(Shape):
+class PoolRollout(ApiModel):
     """Instances to keep at the present step of a rollout."""
 
     new: Annotated[int, Field(ge=0, le=20_000)]
@@ -37,7 +37,7 @@ class PoolRollout(Shape):
     """Instances to keep of each other revision; absent: of any."""
 
 
-class Colocation(Shape):
+class Colocation(ApiModel):
     """Which instances share a node or NVLink domain (DistServe's Algorithm 2)."""
 
     per_cell: Annotated[int, Field(ge=1, le=128)]
@@ -50,7 +50,7 @@ class Colocation(Shape):
     """Whether each cell has a domain of its own."""
 
 
-class InstancePoolSpec(Shape):
+class InstancePoolSpec(ApiModel):
     """Desired state of the pool."""
 
     deployment: Annotated[str, Field(max_length=40, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
@@ -77,9 +77,9 @@ class InstancePoolSpec(Shape):
     """Hash of engine and model; instances of different revisions never work together."""
     model: ModelField
     """The model to serve: its source as text, or an object."""
-    engine: Engine = Engine()
+    engine: EngineSpec = EngineSpec()
     """The inference engine of every instance."""
-    template: Template = Template()
+    template: WorkerTemplate = WorkerTemplate()
     """Overrides for the worker pods."""
     pending_timeout_s: Annotated[int, Field(ge=10, le=86_400)] = 120
     """Seconds after which an instance that fits on no node is deleted."""
@@ -88,16 +88,16 @@ class InstancePoolSpec(Shape):
     Immediate: they are aborted."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="(self.parallelism.tensor * self.parallelism.pipeline) % self.nodes == 0",
-            holds=lambda s: s.parallelism.gpus % s.nodes == 0,
+            is_valid=lambda s: s.parallelism.gpus % s.nodes == 0,
             message="must divide the GPUs of an instance (tensor * pipeline)",
             field="nodes",
         ),
     )
 
 
-class Trial(Shape):
+class CapacityProbeStatus(ApiModel):
     """The last attempt to have more instances than the nodes have room for."""
 
     fits: Annotated[int, Field(ge=0)]
@@ -112,7 +112,7 @@ class Trial(Shape):
     """Message of the scheduler."""
 
 
-class InstancePoolStatus(Shape):
+class InstancePoolStatus(ApiModel):
     """Observed state of the pool."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
@@ -127,7 +127,7 @@ class InstancePoolStatus(Shape):
     """Number of instances of the present spec."""
     selector: str | None = None
     """Label selector of the pool's pods, for autoscalers."""
-    trial: Trial | None = None
+    trial: CapacityProbeStatus | None = None
     """Why there are fewer instances than desired; absent: nodes have room for all."""
     conditions: Conditions = Field(default_factory=list)
     """Ready: all instances of the generation in observedGeneration are ready, and none of an
@@ -145,4 +145,4 @@ class InstancePool(Resource):
     status: InstancePoolStatus | None = None
     """Observed state of the pool."""
 
-    rules = (name_rule(48),)
+    rules = (build_name_rule(48),)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Shape
+from cleave.api.base import ApiModel
 
 
-class Flipping(StrEnum):
+class FlippingMode(StrEnum):
     """Whether instances change roles when traffic changes."""
 
     OFF = "Off"
@@ -16,10 +16,10 @@ class Flipping(StrEnum):
     AUTO = "Auto"
 
 
-class Pools(Shape):
+class PoolsSpec(ApiModel):
     """How the prefill and decode pools exchange instances; mixed pools stay as they are."""
 
-    flipping: Annotated[Flipping, Field(strict=False)] = Flipping.AUTO
+    flipping: Annotated[FlippingMode, Field(strict=False)] = FlippingMode.AUTO
     """Auto: when queued prompts are about to miss slo.ttftMs, or decode instances are full, an
     instance of the other pool serves both roles; it returns to its own role when the load has
     fallen. No instance restarts and no request is moved. Advisory: the gateway logs and counts the

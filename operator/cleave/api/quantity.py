@@ -10,7 +10,7 @@ PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-
 """Matches quantities that are not negative."""
 
 
-def _checked(value: object) -> str:
+def _check(value: object) -> str:
     text = str(value)
     if isinstance(value, bool | float) or not re.fullmatch(PATTERN, text):
         raise PydanticCustomError(
@@ -21,7 +21,7 @@ def _checked(value: object) -> str:
 
 Quantity = Annotated[
     str,
-    BeforeValidator(_checked),
+    BeforeValidator(_check),
     WithJsonSchema(
         {
             "anyOf": [{"type": "integer"}, {"type": "string"}],

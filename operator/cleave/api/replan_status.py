@@ -9,14 +9,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Shape
+from cleave.api.base import ApiModel
 from cleave.api.plan import LatencyPercentiles, ManualPool, NonNegative
 from cleave.api.workload import Workload
 
-Factor = Annotated[float, Field(ge=0.1, le=10)]
+CorrectionFactor = Annotated[float, Field(ge=0.1, le=10)]
 
 
-class SeenLengths(Shape):
+class ObservedLengths(ApiModel):
     """Observed prompt or output lengths in tokens."""
 
     mean: NonNegative
@@ -25,7 +25,7 @@ class SeenLengths(Shape):
     """90th percentile of the lengths; absent: not known."""
 
 
-class SeenTraffic(Shape):
+class ObservedTraffic(ApiModel):
     """Traffic of the last minutes, as counted by the gateways."""
 
     at: Annotated[datetime, Field(strict=False)]
@@ -34,9 +34,9 @@ class SeenTraffic(Shape):
     """Length of the observed window in seconds."""
     rate: NonNegative
     """Requests per second."""
-    prompt_tokens: SeenLengths | None = None
+    prompt_tokens: ObservedLengths | None = None
     """Prompt lengths; absent: no request ended in the window."""
-    output_tokens: SeenLengths | None = None
+    output_tokens: ObservedLengths | None = None
     """Output lengths; absent: no request ended in the window."""
     attainment: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of requests that met both latency targets; absent: none was measured."""
@@ -46,7 +46,7 @@ class SeenTraffic(Shape):
     """Time per output token after the first, in milliseconds; absent: no stream ended."""
 
 
-class SeenPrediction(Shape):
+class CurrentPrediction(ApiModel):
     """Latencies that the planner predicts for the running plan with the observed traffic."""
 
     at: Annotated[datetime, Field(strict=False)]
@@ -61,12 +61,12 @@ class SeenPrediction(Shape):
     """Largest relative difference between predicted and observed figures; absent: not compared."""
 
 
-class LatencyCorrection(Shape):
+class LatencyCorrection(ApiModel):
     """Factors by which the planner multiplies the iteration times of its latency model."""
 
-    prefill: Factor = 1.0
+    prefill: CorrectionFactor = 1.0
     """Factor on iterations that compute prompts."""
-    decode: Factor = 1.0
+    decode: CorrectionFactor = 1.0
     """Factor on iterations that generate tokens."""
     num_requests: Annotated[int, Field(ge=0)] = 0
     """Number of requests that the factors were measured with."""
@@ -74,7 +74,7 @@ class LatencyCorrection(Shape):
     """Hash of model, engine and kinds of GPU; the correction is valid for these only."""
 
 
-class PlanBasis(Shape):
+class FittedPlanInputs(ApiModel):
     """Inputs of the plan that replace those of the spec."""
 
     workload: Workload
@@ -85,7 +85,7 @@ class PlanBasis(Shape):
     """Hash of the spec's workload: when that changes, the plan is made from the spec again."""
 
 
-class PastPlan(Shape):
+class PastPlan(ApiModel):
     """Result of one review of the plan."""
 
     at: Annotated[datetime, Field(strict=False)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from cleave.api.base import Rule, Shape, keyed_by
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 
 GROUP = "cleave.dev"
 VERSION = "v1alpha1"
@@ -18,7 +18,7 @@ DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 ApiVersion = Literal["cleave.dev/v1alpha1"]
 
 
-class Metadata(Shape):
+class Metadata(ApiModel):
     """Metadata of the object; only a few of the fields that the API server writes are read."""
 
     name: Annotated[str, Field(min_length=1, max_length=253)]
@@ -40,7 +40,7 @@ MetadataField = Annotated[Metadata, WithJsonSchema({"type": "object"})]
 """Metadata, with the API server's own schema."""
 
 
-class Resource(Shape):
+class Resource(ApiModel):
     """An object of the API server; each kind adds spec and status."""
 
     api_version: ApiVersion = "cleave.dev/v1alpha1"
@@ -58,22 +58,22 @@ class Resource(Shape):
         return self.metadata.namespace
 
 
-def name_rule(longest: int) -> Rule:
+def build_name_rule(longest: int) -> ValidationRule:
     """Restrict names to `longest` characters that can begin a DNS label.
 
     Names become parts of pod and Service names, which may have 63 characters.
     """
     pattern = rf"^[a-z]([-a-z0-9]{{0,{longest - 2}}}[a-z0-9])?$"
-    return Rule(
+    return ValidationRule(
         cel=f"self.metadata.name.matches('{pattern}')",
-        holds=lambda r: re.fullmatch(pattern, r.metadata.name) is not None,
+        is_valid=lambda r: re.fullmatch(pattern, r.metadata.name) is not None,
         message=f"metadata.name must be at most {longest} lower-case letters, digits and hyphens, "
         "and begin with a letter",
         field="",
     )
 
 
-class Condition(Shape):
+class Condition(ApiModel):
     """One aspect of the object's state, in Kubernetes' form."""
 
     type: Annotated[str, Field(max_length=316)]
@@ -90,4 +90,4 @@ class Condition(Shape):
     """Generation of the spec that the condition describes."""
 
 
-Conditions = Annotated[list[Condition], keyed_by("type")]
+Conditions = Annotated[list[Condition], declare_list_map_key("type")]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Shape
+from cleave.api.base import ApiModel
 
 
 class Role(StrEnum):
@@ -16,7 +16,7 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
-class Parallelism(Shape):
+class Parallelism(ApiModel):
     """How one instance is distributed over GPUs."""
 
     tensor: Annotated[int, Field(ge=1, le=64)] = 1

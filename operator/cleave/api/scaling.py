@@ -7,11 +7,11 @@ from cronsim import CronSim, CronSimError
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from cleave.api.base import Rule, Shape, keyed_by
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 from cleave.api.role import Role
 
 
-class RoleScaling(Shape):
+class RoleScaling(ApiModel):
     """Limits of one role's instances."""
 
     role: Annotated[Role, Field(strict=False)]
@@ -22,9 +22,9 @@ class RoleScaling(Shape):
     """Maximum number of instances."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="self.minReplicas <= self.maxReplicas",
-            holds=lambda r: r.min_replicas <= r.max_replicas,
+            is_valid=lambda r: r.min_replicas <= r.max_replicas,
             message="must not be above maxReplicas",
             field="minReplicas",
         ),
@@ -35,7 +35,7 @@ _CRON = r"^[0-9A-Za-z*,/#-]+( [0-9A-Za-z*,/#-]+){4}$"
 """Five fields; their values are checked by the parser, which the API server does not have."""
 
 
-def _checked(text: str) -> str:
+def _check_cron(text: str) -> str:
     try:
         CronSim(text, datetime.now(UTC))
     except CronSimError as error:
@@ -44,13 +44,13 @@ def _checked(text: str) -> str:
     return text
 
 
-class Peak(Shape):
+class ScheduledPeak(ApiModel):
     """A period of known higher traffic."""
 
     cron: Annotated[
         str,
         Field(min_length=9, max_length=128, pattern=_CRON),
-        AfterValidator(_checked),
+        AfterValidator(_check_cron),
     ]
     """When the period begins, in UTC, as cron expression: minute, hour, day of the month, month,
     day of the week. Set it earlier than the traffic, by the time that instances take to start."""
@@ -60,10 +60,10 @@ class Peak(Shape):
     """Minimum rate, in requests per second, that instances are provided for."""
 
 
-class Scaling(Shape):
+class Scaling(ApiModel):
     """How the number of instances follows the request rate between two plans, in a cluster."""
 
-    roles: Annotated[list[RoleScaling], keyed_by("role")] = Field(
+    roles: Annotated[list[RoleScaling], declare_list_map_key("role")] = Field(
         default_factory=list, max_length=3
     )
     """Roles whose number of instances follows the request rate, by the scaling law of the plan (a
@@ -81,14 +81,14 @@ class Scaling(Shape):
     the slowest start of an instance. routing.queueLimit limits how many requests wait in one
     gateway."""
 
-    schedule: Annotated[list[Peak], Field(max_length=32)] = Field(default_factory=list)
+    schedule: Annotated[list[ScheduledPeak], Field(max_length=32)] = Field(default_factory=list)
     """Periods of known higher traffic. During such a period the deployment is not scaled to zero,
     and scaled roles have the instances that its rate needs."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.roles) || self.roles.all(r, self.roles.exists_one(q, q.role == r.role))",
-            holds=lambda s: len({each.role for each in s.roles}) == len(s.roles),
+            is_valid=lambda s: len({each.role for each in s.roles}) == len(s.roles),
             message="must not name a role twice",
             field="roles",
         ),

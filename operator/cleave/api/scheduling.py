@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape, keyed_by
+from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 from cleave.api.role import Role
 
 
@@ -30,7 +30,7 @@ class DecodeAdmission(StrEnum):
     RESERVE_DYNAMIC = "ReserveDynamic"
 
 
-class RoleLimits(Shape):
+class RoleLimits(ApiModel):
     """Limits of an engine iteration by role; at most those of the engine's start."""
 
     role: Annotated[Role, Field(strict=False)]
@@ -43,7 +43,7 @@ class RoleLimits(Shape):
     default."""
 
 
-class Scheduling(Shape):
+class Scheduling(ApiModel):
     """What each iteration of an engine computes; a change of role changes it at once."""
 
     order: Annotated[PromptOrder, Field(strict=False)] = PromptOrder.ARRIVAL
@@ -61,21 +61,21 @@ class Scheduling(Shape):
     preemption_limit: Annotated[int, Field(ge=1, le=1_000)] | None = None
     """Number of preemptions after which a request is preempted only when no other can be; absent:
     no limit, the youngest request is preempted first."""
-    limits: Annotated[list[RoleLimits], keyed_by("role")] = Field(
+    limits: Annotated[list[RoleLimits], declare_list_map_key("role")] = Field(
         default_factory=list, max_length=3
     )
     """Limits of an iteration, by role."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.limits) || "
             "self.limits.all(a, self.limits.exists_one(b, b.role == a.role))",
-            holds=lambda s: len({each.role for each in s.limits}) == len(s.limits),
+            is_valid=lambda s: len({each.role for each in s.limits}) == len(s.limits),
             message="must not name a role twice",
             field="limits",
         ),
     )
 
-    def limits_of(self, role: Role) -> RoleLimits:
+    def get_limits(self, role: Role) -> RoleLimits:
         """Return the limits that are given for a role."""
         return next((each for each in self.limits if each.role == role), RoleLimits(role=role))

@@ -10,13 +10,13 @@ from pydantic import BaseModel
 
 Schema = dict[str, Any]
 
-_DROPPED = ("title", "$defs")
+_DROPPED_KEYS = ("title", "$defs")
 
-_ORDER = ("description", "type", "enum", "default", "format", "pattern")
-_LAST = ("properties", "items", "additionalProperties", "required")
+_FIRST_KEYS = ("description", "type", "enum", "default", "format", "pattern")
+_LAST_KEYS = ("properties", "items", "additionalProperties", "required")
 
 
-def structural(model: type[BaseModel]) -> Schema:
+def build_structural_schema(model: type[BaseModel]) -> Schema:
     """Return the model's structural schema, with field names as in YAML."""
     schema = model.model_json_schema(by_alias=True, mode="validation")
     return _convert(schema, schema.get("$defs", {}))
@@ -24,15 +24,15 @@ def structural(model: type[BaseModel]) -> Schema:
 
 def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     """Convert one node, and its children by recursion. Resources have no cycles."""
-    node = _resolved(schema, definitions)
-    node = {key: value for key, value in node.items() if key not in _DROPPED}
+    node = _resolve(schema, definitions)
+    node = {key: value for key, value in node.items() if key not in _DROPPED_KEYS}
     if "const" in node:
         node["enum"] = [node.pop("const")]
     if node.get("additionalProperties") is False:
         # Structural schemas are closed: the API server prunes unknown fields.
         del node["additionalProperties"]
-    _bound(node, "exclusiveMinimum", "minimum")
-    _bound(node, "exclusiveMaximum", "maximum")
+    _convert_bound(node, "exclusiveMinimum", "minimum")
+    _convert_bound(node, "exclusiveMaximum", "maximum")
     if "description" in node:
         node["description"] = " ".join(node["description"].split())
     for key in ("items", "additionalProperties"):
@@ -42,30 +42,30 @@ def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
         node["properties"] = {
             name: _convert(child, definitions) for name, child in node["properties"].items()
         }
-    return _ordered(_with_default(node))
+    return _order_keys(_clean_default(node))
 
 
-def _resolved(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+def _resolve(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     """Replace a reference by its target; keys beside the reference take precedence."""
     if "$ref" in schema:
         target = definitions[schema["$ref"].removeprefix("#/$defs/")]
         beside = {key: value for key, value in schema.items() if key != "$ref"}
-        return _resolved({**target, **beside}, definitions)
+        return _resolve({**target, **beside}, definitions)
     options = [o for o in schema.get("anyOf", ()) if o != {"type": "null"}]
     if len(options) == 1:
         # Optional. Without `nullable` the API server drops a null, which means absent here too.
         beside = {key: value for key, value in schema.items() if key != "anyOf"}
-        return _resolved({**options[0], **beside}, definitions)
+        return _resolve({**options[0], **beside}, definitions)
     return dict(schema)
 
 
-def _bound(node: Schema, exclusive: str, bound: str) -> None:
+def _convert_bound(node: Schema, exclusive: str, bound: str) -> None:
     value = node.get(exclusive)
     if value is not None and not isinstance(value, bool):
         node[bound], node[exclusive] = value, True
 
 
-def _with_default(node: Schema) -> Schema:
+def _clean_default(node: Schema) -> Schema:
     """Remove null defaults; an object's default is empty, as its fields have their own."""
     if node.get("default", ...) is None:
         del node["default"]
@@ -77,14 +77,14 @@ def _with_default(node: Schema) -> Schema:
     return node
 
 
-def _ordered(node: Schema) -> Schema:
+def _order_keys(node: Schema) -> Schema:
     """Order keys for readers: description and type, bounds, parts, Kubernetes' extensions."""
 
     def rank(key: str) -> tuple[int, int, str]:
-        if key in _ORDER:
-            return 0, _ORDER.index(key), key
-        if key in _LAST:
-            return 2, _LAST.index(key), key
+        if key in _FIRST_KEYS:
+            return 0, _FIRST_KEYS.index(key), key
+        if key in _LAST_KEYS:
+            return 2, _LAST_KEYS.index(key), key
         return (3 if key.startswith("x-") else 1), 0, key
 
     return {key: node[key] for key in sorted(node, key=rank)}

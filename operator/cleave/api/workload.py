@@ -4,12 +4,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import Rule, Shape
+from cleave.api.base import ApiModel, ValidationRule
 
 Tokens = Annotated[float, Field(ge=1, le=10_000_000)]
 
 
-class Lengths(Shape):
+class LengthDistribution(ApiModel):
     """A log-normal distribution of token counts, given by its mean and 90th percentile."""
 
     mean: Tokens
@@ -18,9 +18,9 @@ class Lengths(Shape):
     """90th percentile of the number of tokens; absent: every request has the mean."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="!has(self.p90) || self.p90 >= self.mean && self.p90 <= self.mean * 2.27",
-            holds=lambda s: s.p90 is None or s.mean <= s.p90 <= s.mean * 2.27,
+            is_valid=lambda s: s.p90 is None or s.mean <= s.p90 <= s.mean * 2.27,
             message="no log-normal distribution has this p90: it lies between 1 and 2.27 means; "
             "state a trace for such lengths",
             field="p90",
@@ -28,21 +28,21 @@ class Lengths(Shape):
     )
 
 
-class TraceSource(Shape):
+class TraceSource(ApiModel):
     """A trace of recorded requests, instead of distributions."""
 
     path: Annotated[str, Field(min_length=1, max_length=1024)]
     """Path of a CSV or JSONL file on the machine that runs the planner."""
 
 
-class Workload(Shape):
+class Workload(ApiModel):
     """Expected requests: distributions or a trace."""
 
     rate: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Requests per second to plan for; absent: the rate of the trace."""
-    prompt_tokens: Lengths | None = None
+    prompt_tokens: LengthDistribution | None = None
     """Distribution of prompt lengths."""
-    output_tokens: Lengths | None = None
+    output_tokens: LengthDistribution | None = None
     """Distribution of output lengths."""
     burstiness: Annotated[float, Field(ge=0, le=20)] | None = None
     """Coefficient of variation of the times between arrivals: 0 is regular, 1 is Poisson (the
@@ -52,24 +52,24 @@ class Workload(Shape):
     """Recorded requests: lengths are taken from it, and arrival times unless a rate is given."""
 
     rules = (
-        Rule(
+        ValidationRule(
             cel="has(self.trace) != (has(self.promptTokens) && has(self.outputTokens))",
-            holds=lambda w: (
+            is_valid=lambda w: (
                 (w.trace is not None)
                 != (w.prompt_tokens is not None and w.output_tokens is not None)
             ),
             message="state either trace, or both promptTokens and outputTokens",
             field="",
         ),
-        Rule(
+        ValidationRule(
             cel="has(self.trace) || has(self.rate)",
-            holds=lambda w: w.trace is not None or w.rate is not None,
+            is_valid=lambda w: w.trace is not None or w.rate is not None,
             message="is needed where no trace states the arrivals",
             field="rate",
         ),
-        Rule(
+        ValidationRule(
             cel="!has(self.burstiness) || has(self.rate)",
-            holds=lambda w: w.burstiness is None or w.rate is not None,
+            is_valid=lambda w: w.burstiness is None or w.rate is not None,
             message="has no effect on a trace that is replayed; state a rate too, or remove it",
             field="burstiness",
         ),

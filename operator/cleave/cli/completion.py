@@ -5,7 +5,7 @@ def complete_running(incomplete: str) -> list[str]:
     """Names of running deployments that begin with `incomplete`."""
     from cleave.local import state
 
-    return [each.name for each in state.running() if each.name.startswith(incomplete)]
+    return [each.name for each in state.list_running() if each.name.startswith(incomplete)]
 
 
 def complete_logged(incomplete: str) -> list[str]:
@@ -14,6 +14,6 @@ def complete_logged(incomplete: str) -> list[str]:
 
     return sorted(
         folder.parent.name
-        for folder in state.root().glob("*/logs")
+        for folder in state.get_root().glob("*/logs")
         if folder.parent.name.startswith(incomplete)
     )

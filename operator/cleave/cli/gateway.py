@@ -2,7 +2,11 @@
 
 import typer
 
-FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+PASSTHROUGH_SETTINGS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
 """Typer settings of a command that passes all arguments on to a program with its own parser."""
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cleave import distribution
-from cleave.cli.gateway import FORWARDED, gateway
+from cleave.cli.gateway import PASSTHROUGH_SETTINGS, gateway
 from cleave.cli.local.demo import demo
 from cleave.cli.local.down import down
 from cleave.cli.local.logs import logs
@@ -41,7 +41,7 @@ _EXTRAS = {
 """Extras that a command needs; a command that is not listed needs at most the planner."""
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """Runs a command; if an extra is missing, ends with the command that installs it."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
@@ -49,24 +49,28 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
-            providers = distribution.extras_with(error.name or "")
+            providers = distribution.find_extras_with(error.name or "")
             own = _EXTRAS.get(str(ctx.invoked_subcommand), ("planner",))
             # Name all missing extras at once, so that users need only one installation.
-            missing = distribution.missing(own if {*own} & {*providers} else providers[:1])
+            missing = distribution.find_missing_extras(
+                own if {*own} & {*providers} else providers[:1]
+            )
             if not missing:
                 raise
-            _fail(ctx, distribution.MissingExtraError(missing))
+            _exit_with_missing_extra(ctx, distribution.MissingExtraError(missing))
         except distribution.MissingExtraError as error:
-            _fail(ctx, error)
+            _exit_with_missing_extra(ctx, error)
 
 
-def _fail(context: typer.Context, error: distribution.MissingExtraError) -> NoReturn:
+def _exit_with_missing_extra(
+    context: typer.Context, error: distribution.MissingExtraError
+) -> NoReturn:
     fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
 
 
 app = typer.Typer(
     name="cleave",
-    cls=Commands,
+    cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,13 +85,13 @@ for heading, commands in _GROUPS.items():
     for command in commands:
         app.command(rich_help_panel=heading)(command)
 for forwarded in (gateway, operator):
-    app.command(context_settings=FORWARDED, rich_help_panel="Run components")(forwarded)
+    app.command(context_settings=PASSTHROUGH_SETTINGS, rich_help_panel="Run components")(forwarded)
 app.add_typer(lengths, name="lengths", rich_help_panel="Plan capacity")
 
 
 def _print_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"cleave {distribution.version()}")
+        typer.echo(f"cleave {distribution.get_version()}")
         raise typer.Exit
 
 

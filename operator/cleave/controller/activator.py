@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from cleave.controller.cluster.instance_status import base_url
+from cleave.controller.cluster.instance_status import build_base_url
 from cleave.rpc import http_client
 
 K = TypeVar("K", bound=Hashable)
@@ -25,7 +25,7 @@ Fetch = Callable[[str], Awaitable[bytes]]
 """Returns the page at a URL. Raises http.HttpError."""
 
 
-class _Health(msgspec.Struct, frozen=True):
+class _HealthResponse(msgspec.Struct, frozen=True):
     requests_in_flight: int = 0
 
 
@@ -34,14 +34,14 @@ async def fetch(url: str) -> bytes:
     return await http_client.get(url, seconds=TIMEOUT_S, limit=_PAGE_LIMIT)
 
 
-class Sleepers(Generic[K]):
+class Activator(Generic[K]):
     """Waiting requests of each deployment that is scaled to zero."""
 
     def __init__(self, fetch: Fetch = fetch) -> None:
         self._fetch = fetch
         self._waiting: dict[K, int] = {}
 
-    def waiting(self, key: K) -> int:
+    def get_waiting(self, key: K) -> int:
         """Return the requests that waited at the last poll."""
         return self._waiting.get(key, 0)
 
@@ -49,15 +49,15 @@ class Sleepers(Generic[K]):
         """Drop a deployment that runs again, or is gone."""
         self._waiting.pop(key, None)
 
-    async def look(self, key: K, gateways: Collection[str]) -> int:
+    async def poll(self, key: K, gateways: Collection[str]) -> int:
         """Ask the gateways at these addresses how many requests wait. Never raises."""
-        counts = await asyncio.gather(*(self._ask(address) for address in gateways))
+        counts = await asyncio.gather(*(self._fetch_waiting(address) for address in gateways))
         self._waiting[key] = sum(counts)
         return self._waiting[key]
 
-    async def _ask(self, address: str) -> int:
+    async def _fetch_waiting(self, address: str) -> int:
         try:
-            body = await self._fetch(base_url(address) + _PATH)
-            return msgspec.json.decode(body, type=_Health).requests_in_flight
+            body = await self._fetch(build_base_url(address) + _PATH)
+            return msgspec.json.decode(body, type=_HealthResponse).requests_in_flight
         except (http_client.HttpError, msgspec.DecodeError):
             return 0

@@ -14,39 +14,46 @@ from dataclasses import replace
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import instance_status, inventory, objects
-from cleave.controller.cluster.actions import Action, Ask, Delete, Reference, Repurpose, Requeue
-from cleave.controller.cluster.cache import DEPLOYMENTS, Key, Seen, Store
-from cleave.controller.cluster.client import ApiError
-from cleave.controller.cluster.executor import Executor, NotLeadingError, StaleError, TakenError
-from cleave.controller.cluster.gateway_client import Fleets
-from cleave.controller.cluster.instance_status import Instance
+from cleave.controller.cluster.actions import (
+    Action,
+    Delete,
+    ObjectReference,
+    Repurpose,
+    RequestPlan,
+    Requeue,
+)
+from cleave.controller.cluster.cache import DEPLOYMENTS, CachedResource, ObjectCache, ResourceKey
+from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
+from cleave.controller.cluster.gateway_client import GatewayClient
+from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.workqueue import WorkQueue
 from cleave.controller.deployment import invalid
 from cleave.controller.deployment.reconcile import DeploymentView
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
-from cleave.controller.metrics import Metrics
+from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.pool.reconcile import PoolView
 from cleave.controller.pool.reconcile import reconcile as reconcile_pool
-from cleave.controller.replan.planner_process import Desk
-from cleave.controller.settings import Settings
-from cleave.controller.traffic_poller import Watching
+from cleave.controller.replan.planner_process import PlannerClient
+from cleave.controller.settings import OperatorSettings
+from cleave.controller.traffic_poller import TrafficPoller
 from cleave.manifests.labels import Manifest
 
 log = logging.getLogger(__name__)
 
 WORKERS = 16
 RESYNC_S = 60.0
-CALM_S = 600.0
+IDLE_RESYNC_S = 600.0
 """An object without changes, for which nothing had to be done, is reconciled again after this
 time."""
-SETTLE_S = 0.05
+DEBOUNCE_S = 0.05
 """Delay before a changed object is reconciled: a starting pod, for example, causes five changes."""
-_SHARE = 4.0
-_LONGEST_SETTLE_S = 2.0
+_DEBOUNCE_FACTOR = 4.0
+_MAX_DEBOUNCE_S = 2.0
 """Large objects take long to reconcile, so they wait longer and handle more changes at a time:
-`_SHARE` times the last decision, at most this long."""
-_STALE_S = 0.2
+`_DEBOUNCE_FACTOR` times the last decision, at most this long."""
+_STALE_RETRY_S = 0.2
 
 
 class Controller:
@@ -54,49 +61,49 @@ class Controller:
 
     def __init__(
         self,
-        settings: Settings,
-        metrics: Metrics,
+        settings: OperatorSettings,
+        metrics: OperatorMetrics,
         *,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
-        fleets: Fleets[Key] | None = None,
-        settle_s: float = SETTLE_S,
+        gateways: GatewayClient[ResourceKey] | None = None,
+        debounce_s: float = DEBOUNCE_S,
     ) -> None:
         self.settings = settings
         """Read again for each decision."""
         self._metrics = metrics
         self._now, self._clock = now, clock
-        self._settle_s = settle_s
-        self.store = Store()
-        self.queue: WorkQueue[Key] = WorkQueue(clock)
-        self.desk: Desk[Key] = Desk(self._planned)
-        self._fleets: Fleets[Key] = fleets or Fleets(clock)
-        self.watching = Watching(self.store, self.queue.add, now)
-        self._faults: dict[Key, str] = {}
-        self._calm: dict[Key, float] = {}
-        self._took: dict[Key, float] = {}
-        self._moving: set[Key] = set()
+        self._debounce_s = debounce_s
+        self.cache = ObjectCache()
+        self.queue: WorkQueue[ResourceKey] = WorkQueue(clock)
+        self.planner: PlannerClient[ResourceKey] = PlannerClient(self._on_plan_finished)
+        self._gateways: GatewayClient[ResourceKey] = gateways or GatewayClient(clock)
+        self.traffic_poller = TrafficPoller(self.cache, self.queue.add, now)
+        self._faults: dict[ResourceKey, str] = {}
+        self._idle_since: dict[ResourceKey, float] = {}
+        self._decision_s: dict[ResourceKey, float] = {}
+        self._repurposing: set[ResourceKey] = set()
         """Deployments with instances that are changing their role at this moment."""
         self._inventory: tuple[object, Inventory] | None = None
 
-    def seen(self, manifest: Manifest) -> None:
+    def on_change(self, manifest: Manifest) -> None:
         """Handle a new or changed object."""
-        self._look_at(self.store.put(manifest))
+        self._enqueue(self.cache.upsert(manifest))
 
-    def gone(self, manifest: Manifest) -> None:
+    def on_delete(self, manifest: Manifest) -> None:
         """Handle a deleted object."""
-        self._look_at(self.store.drop(manifest))
+        self._enqueue(self.cache.delete(manifest))
 
-    def written_off(self, target: Reference) -> None:
+    def on_deleted_by_write(self, target: ObjectReference) -> None:
         """Handle an object that is gone according to the response to a write."""
         meta = {"name": target.name, "namespace": target.namespace, "uid": target.uid}
-        self.gone({"kind": target.kind, "metadata": meta})
+        self.on_delete({"kind": target.kind, "metadata": meta})
 
-    def lost(self, kind: str, listed: Mapping[tuple[str, str], str], version: int) -> int:
+    def forget_missing(self, kind: str, listed: Mapping[tuple[str, str], str], version: int) -> int:
         """Forget objects of a kind that a list of this version lacks; returns how many."""
-        before = self.store.count().get(kind, 0)
-        self._look_at(self.store.missing(kind, listed, version))
-        return before - self.store.count().get(kind, 0)
+        before = self.cache.count().get(kind, 0)
+        self._enqueue(self.cache.delete_missing(kind, listed, version))
+        return before - self.cache.count().get(kind, 0)
 
     async def work(self, executor: Executor, elected: asyncio.Event) -> None:
         """Reconcile one object after the other while this operator leads; never returns."""
@@ -106,149 +113,153 @@ class Controller:
             try:
                 await self._reconcile(key, executor)
             finally:
-                self.queue.done(key)
+                self.queue.mark_done(key)
 
     async def resync(self, elected: asyncio.Event, period_s: float = RESYNC_S) -> None:
         """Enqueue idle objects periodically, and when this operator begins to lead."""
         while True:
             await elected.wait()
-            self._look_at(set(self.due()))
+            self._enqueue(set(self.list_due()))
             await asyncio.sleep(period_s)
 
-    def due(self) -> Iterator[Key]:
+    def list_due(self) -> Iterator[ResourceKey]:
         """Yield the objects to reconcile again although they have not changed."""
         now = self._clock()
-        for key in self.store.resources():
-            if now - self._calm.get(key, -CALM_S) >= CALM_S:
+        for key in self.cache.list_resources():
+            if now - self._idle_since.get(key, -IDLE_RESYNC_S) >= IDLE_RESYNC_S:
                 yield key
 
-    def statuses(self) -> dict[str, Manifest]:
+    def collect_statuses(self) -> dict[str, Manifest]:
         """Return the status of every deployment, by NAMESPACE/NAME."""
-        cached = ((key, self.store.seen(key)) for key in self.store.resources())
+        cached = ((key, self.cache.get(key)) for key in self.cache.list_resources())
         return {
             f"{key.namespace}/{key.name}": entry.status
             for key, entry in cached
             if entry is not None and key.kind == DEPLOYMENTS
         }
 
-    def inventory(self) -> Inventory:
+    def build_inventory(self) -> Inventory:
         """Return what the nodes offer; built again only when nodes have changed."""
-        nodes = tuple(sorted(self.store.nodes.values(), key=lambda node: node.name))
+        nodes = tuple(sorted(self.cache.nodes.values(), key=lambda node: node.name))
         if self._inventory is None or self._inventory[0] != nodes:
-            self._inventory = nodes, inventory.inventory(nodes, self.settings.cluster)
+            self._inventory = nodes, inventory.build_inventory(nodes, self.settings.cluster)
         return self._inventory[1]
 
-    def _planned(self, key: Key) -> None:
+    def _on_plan_finished(self, key: ResourceKey) -> None:
         """Count a finished planner job, and reconcile the deployment again."""
-        if (finished := self.desk.last(key)) is not None:
+        if (finished := self.planner.get_result(key)) is not None:
             self._metrics.plans[finished.result,] += 1
         self.queue.add(key)
 
-    def _look_at(self, keys: set[Key]) -> None:
+    def _enqueue(self, keys: set[ResourceKey]) -> None:
         for key in keys:
-            self._calm.pop(key, None)
-            debounce_s = min(_LONGEST_SETTLE_S, _SHARE * self._took.get(key, 0.0))
-            self.queue.add_after(key, max(self._settle_s, debounce_s))
+            self._idle_since.pop(key, None)
+            debounce_s = min(_MAX_DEBOUNCE_S, _DEBOUNCE_FACTOR * self._decision_s.get(key, 0.0))
+            self.queue.add_after(key, max(self._debounce_s, debounce_s))
 
-    async def _reconcile(self, key: Key, executor: Executor) -> None:
+    async def _reconcile(self, key: ResourceKey, executor: Executor) -> None:
         began = self._clock()
-        cached = self.store.seen(key)
+        cached = self.cache.get(key)
         if cached is None:
             self.queue.forget(key)
-            self.desk.forget(key)
-            self._fleets.forget(key)
-            self.watching.forget(key)
+            self.planner.forget(key)
+            self._gateways.forget(key)
+            self.traffic_poller.forget(key)
             self._faults.pop(key, None)
-            self._calm.pop(key, None)
-            self._took.pop(key, None)
-            self._metrics.reconciled(key.kind, "gone", 0.0)
+            self._idle_since.pop(key, None)
+            self._decision_s.pop(key, None)
+            self._metrics.record_reconcile(key.kind, "gone", 0.0)
             return
         if (
             isinstance(cached.resource, InstancePool)
-            and _owner(key, cached.resource) in self._moving
+            and _get_owner_key(key, cached.resource) in self._repurposing
         ):
             # Its pods have moved already, while its new replica count is not written yet.
-            self.queue.add_after(key, _STALE_S)
+            self.queue.add_after(key, _STALE_RETRY_S)
             return
         try:
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
         except NotLeadingError:
             outcome = "stale"
-            self.queue.add_after(key, _STALE_S)
+            self.queue.add_after(key, _STALE_RETRY_S)
         except StaleError as error:
             outcome = "stale"
             log.info("%s %s/%s has changed meanwhile: %s", *key, error)
-            self.queue.add_after(key, _STALE_S)
-        except (ApiError, TakenError) as error:
+            self.queue.add_after(key, _STALE_RETRY_S)
+        except (KubeApiError, NameTakenError) as error:
             outcome = "failed"
-            delay_s = self.queue.failed(key)
+            delay_s = self.queue.retry_with_backoff(key)
             log.warning("%s %s/%s: %s; again in %.1f s", *key, error, delay_s)
             # The next reconcile writes this to the status before it tries again.
             self._faults[key] = str(error)
         except Exception:
             # A bug that one object triggers must not stop the reconciles of the others.
             outcome = "failed"
-            log.exception("%s %s/%s: again in %.1f s", *key, self.queue.failed(key))
+            log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
-            outcome = self._follow_up(key, cached, actions)
-        self._metrics.reconciled(key.kind, outcome, self._clock() - began)
+            outcome = self._finish_reconcile(key, cached, actions)
+        self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
 
-    async def _carry_out(self, key: Key, executor: Executor, actions: list[Action]) -> None:
+    async def _carry_out(self, key: ResourceKey, executor: Executor, actions: list[Action]) -> None:
         if not any(isinstance(action, Repurpose) for action in actions):
             await executor.carry_out(actions)
             return
-        self._moving.add(key)
+        self._repurposing.add(key)
         try:
             await executor.carry_out(actions)
         finally:
-            self._moving.discard(key)
+            self._repurposing.discard(key)
             # What the gateways reported of these instances is outdated now.
-            self._fleets.forget(key)
+            self._gateways.forget(key)
 
-    def _follow_up(self, key: Key, cached: Seen, actions: list[Action]) -> str:
+    def _finish_reconcile(
+        self, key: ResourceKey, cached: CachedResource, actions: list[Action]
+    ) -> str:
         """Submit plan requests and requeue as the actions ask; return the outcome."""
-        self.queue.succeeded(key)
+        self.queue.reset_backoff(key)
         if self._faults.pop(key, None):
             # The status still reports the error.
             self.queue.add(key)
-        if (pause_s := self._fleets.again_after_s(key)) is not None:
+        if (pause_s := self._gateways.get_retry_delay_s(key)) is not None:
             self.queue.add_after(key, pause_s)
         for action in actions:
             if isinstance(action, Requeue):
                 self.queue.add_after(key, action.after_s)
-            elif isinstance(action, Ask) and isinstance(cached.resource, LLMDeployment):
-                cluster = self.inventory().cluster
-                self.desk.ask(key, cached.resource, cluster, action.question)
-        is_idle = all(isinstance(action, Ask | Requeue) for action in actions)
+            elif isinstance(action, RequestPlan) and isinstance(cached.resource, LLMDeployment):
+                cluster = self.build_inventory().cluster
+                self.planner.submit(key, cached.resource, cluster, action.job)
+        is_idle = all(isinstance(action, RequestPlan | Requeue) for action in actions)
         if is_idle:
-            self._calm[key] = self._clock()
+            self._idle_since[key] = self._clock()
         return "idle" if is_idle else "changed"
 
-    async def _decide(self, key: Key, cached: Seen) -> list[Action]:
+    async def _decide(self, key: ResourceKey, cached: CachedResource) -> list[Action]:
         match cached.resource:
             case LLMDeployment() as resource:
                 return await self._decide_deployment(key, cached, resource)
             case InstancePool() as resource:
                 return await self._decide_pool(key, cached, resource)
             case _:
-                return invalid.report(
+                return invalid.report_invalid(
                     key.kind, cached.meta, cached.status, cached.faults, self._now()
                 )
 
     async def _decide_deployment(
-        self, key: Key, cached: Seen, resource: LLMDeployment
+        self, key: ResourceKey, cached: CachedResource, resource: LLMDeployment
     ) -> list[Action]:
-        pods = self.store.pods(key)
+        pods = self.cache.list_pods(key)
         ready = frozenset(
-            pod.name for pod in pods if pod.ready and not (pod.deleting or pod.is_follower)
+            pod.name for pod in pods if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
         )
-        reported = await self._fleets.known(key, self.store.gateways(key), ready)
-        pods = _loaded(self.store.pods(key), reported or {})
-        pools = [each for each in self.store.pools(key) if isinstance(each.resource, InstancePool)]
+        reported = await self._gateways.get_or_refresh(key, self.cache.list_gateways(key), ready)
+        pods = _with_load(self.cache.list_pods(key), reported or {})
+        pools = [
+            each for each in self.cache.list_pools(key) if isinstance(each.resource, InstancePool)
+        ]
         view = DeploymentView(
             deployment=resource,
-            inventory=self.inventory(),
+            inventory=self.build_inventory(),
             now_s=self._now(),
             status=cached.status,
             pools=tuple(each.resource for each in pools if isinstance(each.resource, InstancePool)),
@@ -257,22 +268,22 @@ class Controller:
                 for each in pools
                 if isinstance(each.resource, InstancePool)
             },
-            pods=tuple(self._instances(pools, pods)),
-            children=self.store.children(cached.meta["uid"]),
-            outcome=self.desk.last(key),
+            pods=tuple(self._group_instances(pools, pods)),
+            children=self.cache.get_children(cached.meta["uid"]),
+            plan_result=self.planner.get_result(key),
             instances=reported,
-            asked=self.desk.asked(key),
-            traffic=self.watching.counting.lately(key),
-            windows=self.watching.counting.windows(key),
-            course=self.watching.course(key, resource, cached.status),
-            demand=self.watching.demand(key, resource),
+            pending_plan=self.planner.get_pending(key),
+            traffic=self.traffic_poller.scraper.get_recent(key),
+            windows=self.traffic_poller.scraper.get_windows(key),
+            drift=self.traffic_poller.update_drift(key, resource, cached.status),
+            demand=self.traffic_poller.measure_demand(key, resource),
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
-        return self._timed(key, lambda: reconcile_deployment(view))
+        return self._time_decision(key, lambda: reconcile_deployment(view))
 
-    def _instances(
-        self, pools: list[Seen], pods: tuple[objects.ObservedPod, ...]
+    def _group_instances(
+        self, pools: list[CachedResource], pods: tuple[objects.ObservedPod, ...]
     ) -> list[objects.ObservedPod]:
         """Group pods into instances; each pool says how many pods one instance has."""
         nodes_by_pool = {
@@ -284,65 +295,73 @@ class Controller:
         return [
             instance
             for name in names
-            for instance in objects.instances(
+            for instance in objects.group_instances(
                 (pod for pod in pods if pod.pool == name), nodes_by_pool.get(name, 1)
             )
         ]
 
-    async def _decide_pool(self, key: Key, cached: Seen, resource: InstancePool) -> list[Action]:
-        owner = _owner(key, resource)
-        reported = self._fleets.last(owner) or {}
-        actions = self._decide_with(key, cached, resource, reported)
+    async def _decide_pool(
+        self, key: ResourceKey, cached: CachedResource, resource: InstancePool
+    ) -> list[Action]:
+        owner = _get_owner_key(key, resource)
+        reported = self._gateways.get_cached(owner) or {}
+        actions = self._reconcile_pool(key, cached, resource, reported)
         if any(isinstance(action, Delete) and action.grace_s is None for action in actions):
             # Scale-down picks the least loaded instances, so get their present load first.
-            reported = await self._fleets.fresh(owner, self.store.gateways(owner)) or {}
-            actions = self._decide_with(key, cached, resource, reported)
+            reported = await self._gateways.get_fresh(owner, self.cache.list_gateways(owner)) or {}
+            actions = self._reconcile_pool(key, cached, resource, reported)
         return actions
 
-    def _decide_with(
-        self, key: Key, cached: Seen, resource: InstancePool, reported: Mapping[str, Instance]
+    def _reconcile_pool(
+        self,
+        key: ResourceKey,
+        cached: CachedResource,
+        resource: InstancePool,
+        reported: Mapping[str, FleetInstance],
     ) -> list[Action]:
-        view = self._pool_view(key, cached, resource, reported)
-        return self._timed(key, lambda: reconcile_pool(view))
+        view = self._build_pool_view(key, cached, resource, reported)
+        return self._time_decision(key, lambda: reconcile_pool(view))
 
-    def _timed(self, key: Key, decide: Callable[[], list[Action]]) -> list[Action]:
+    def _time_decision(self, key: ResourceKey, decide: Callable[[], list[Action]]) -> list[Action]:
         """Run a decision and record how long it took."""
         began = self._clock()
         actions = decide()
-        self._took[key] = self._clock() - began
+        self._decision_s[key] = self._clock() - began
         return actions
 
-    def _pool_view(
+    def _build_pool_view(
         self,
-        key: Key,
-        cached: Seen,
+        key: ResourceKey,
+        cached: CachedResource,
         resource: InstancePool,
-        reported: Mapping[str, Instance],
+        reported: Mapping[str, FleetInstance],
     ) -> PoolView:
-        pods = _loaded(self.store.pods(key), reported)
+        pods = _with_load(self.cache.list_pods(key), reported)
         statuses = [reported[pod.name] for pod in pods if pod.name in reported]
         return PoolView(
             pool=resource,
             now_s=self._now(),
             status=cached.status,
             pods=pods,
-            taken=frozenset(pod.name for pod in self.store.pods(_owner(key, resource))),
-            children=self.store.children(cached.meta["uid"]),
-            nodes=self.store.nodes,
-            numbers=self.inventory().numbers,
+            used_names=frozenset(
+                pod.name for pod in self.cache.list_pods(_get_owner_key(key, resource))
+            ),
+            children=self.cache.get_children(cached.meta["uid"]),
+            nodes=self.cache.nodes,
+            node_counts_hash=self.build_inventory().node_counts_hash,
             serving=sum(each.selectable for each in statuses) if statuses else None,
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
 
 
-def _owner(key: Key, resource: InstancePool) -> Key:
+def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:
     """Key of the deployment that a pool belongs to."""
-    return Key(DEPLOYMENTS, key.namespace, resource.spec.deployment)
+    return ResourceKey(DEPLOYMENTS, key.namespace, resource.spec.deployment)
 
 
-def _loaded(
-    pods: tuple[objects.ObservedPod, ...], reported: Mapping[str, Instance]
+def _with_load(
+    pods: tuple[objects.ObservedPod, ...], reported: Mapping[str, FleetInstance]
 ) -> tuple[objects.ObservedPod, ...]:
     """The pods with the number of their requests, where gateways have reported it."""
     return tuple(

@@ -11,33 +11,33 @@ import kopf
 
 from cleave.controller.cluster.client import KINDS
 from cleave.controller.controller import Controller
-from cleave.controller.metrics import Metrics
-from cleave.controller.resync import WATCHED
+from cleave.controller.metrics import OperatorMetrics
+from cleave.controller.resync import WATCHED_KINDS
 
-_PAUSES_S = (0.5, 1.0, 2.0)
+_BACKOFFS_S = (0.5, 1.0, 2.0)
 
 
-def registry(controller: Controller, metrics: Metrics) -> kopf.OperatorRegistry:
+def build_registry(controller: Controller, metrics: OperatorMetrics) -> kopf.OperatorRegistry:
     """Register an event handler for every kind that is watched."""
 
     async def on_event(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401 - kopf's own
         manifest, kind = dict(event["object"]), str(event["object"]["kind"])
         metrics.events[kind, event["type"] or "LISTED"] += 1
         if event["type"] == "DELETED":
-            controller.gone(manifest)
+            controller.on_delete(manifest)
         else:
-            controller.seen(manifest)
+            controller.on_change(manifest)
 
     handlers = kopf.OperatorRegistry()
     kopf.on.login(registry=handlers)(kopf.login_via_client)
-    for watched_kind in WATCHED:
+    for watched_kind in WATCHED_KINDS:
         api = KINDS[watched_kind.kind]
         group, _, version = api.version.rpartition("/")
         kopf.on.event(group, version, api.plural, id=watched_kind.kind, registry=handlers)(on_event)
     return handlers
 
 
-def settings() -> kopf.OperatorSettings:
+def build_settings() -> kopf.OperatorSettings:
     """kopf's settings: watch only, write nothing."""
     options = kopf.OperatorSettings()
     options.posting.enabled = False
@@ -45,14 +45,14 @@ def settings() -> kopf.OperatorSettings:
     options.scanning.disabled = True
     options.networking.enforce_retry_after = True
     # Back-off of one request; a watch is retried for ever.
-    options.networking.error_backoffs = _PAUSES_S
+    options.networking.error_backoffs = _BACKOFFS_S
     options.queueing.exit_timeout = 0.5
     # `main` still cleans up after kopf has ended.
     options.process.ultimate_exiting_timeout = None
     # Else kopf copies each event several times to compute a difference that is not used.
     options.persistence.diffbase_storage = _NoDifferences()
     options.persistence.progress_storage = _NoProgress()
-    for watched_kind in WATCHED:
+    for watched_kind in WATCHED_KINDS:
         if watched_kind.selector:
             api = KINDS[watched_kind.kind]
             group, _, version = api.version.rpartition("/")

@@ -6,14 +6,16 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-Faults = Callable[[], list[str]]
+ListFaults = Callable[[], list[str]]
 """Returns what is wrong, one line each; empty: nothing."""
 
 
-class Pages:
+class OperatorEndpoints:
     """A small HTTP server; `start` and `stop` it."""
 
-    def __init__(self, *, alive: Faults, ready: Faults, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, *, alive: ListFaults, ready: ListFaults, registry: CollectorRegistry
+    ) -> None:
         self._alive, self._ready, self._registry = alive, ready, registry
         self._runner: web.AppRunner | None = None
 
@@ -25,9 +27,9 @@ class Pages:
     async def start(self, hosts: Sequence[str], port: int) -> None:
         """Listen. Raises OSError."""
         application = web.Application()
-        application.router.add_get("/healthz", self._answer_alive)
-        application.router.add_get("/readyz", self._answer_ready)
-        application.router.add_get("/metrics", self._answer_metrics)
+        application.router.add_get("/healthz", self._handle_healthz)
+        application.router.add_get("/readyz", self._handle_readyz)
+        application.router.add_get("/metrics", self._handle_metrics)
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
         for host in hosts:
@@ -38,16 +40,16 @@ class Pages:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer_alive(self, _: web.Request) -> web.Response:
-        return _said(self._alive())
+    async def _handle_healthz(self, _: web.Request) -> web.Response:
+        return _build_response(self._alive())
 
-    async def _answer_ready(self, _: web.Request) -> web.Response:
-        return _said(self._ready())
+    async def _handle_readyz(self, _: web.Request) -> web.Response:
+        return _build_response(self._ready())
 
-    async def _answer_metrics(self, _: web.Request) -> web.Response:
+    async def _handle_metrics(self, _: web.Request) -> web.Response:
         body = generate_latest(self._registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _said(faults: list[str]) -> web.Response:
+def _build_response(faults: list[str]) -> web.Response:
     return web.Response(status=503 if faults else 200, text="\n".join(faults) or "ok")

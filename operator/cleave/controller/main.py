@@ -14,9 +14,9 @@ from pathlib import Path
 
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
-from cleave.controller.cluster.client import ApiError, connect
-from cleave.controller.manager import Operator, Options, WebhookOptions
-from cleave.controller.settings import Settings
+from cleave.controller.cluster.client import KubeApiError, connect
+from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
+from cleave.controller.settings import OperatorSettings
 from cleave.rpc.listen_addresses import parse_hosts
 
 log = logging.getLogger("cleave.controller")
@@ -25,11 +25,11 @@ PROGRAM = "python -m cleave.controller.main"
 _EXIT_CODES = "Exit codes: 0 stopped by a signal, 1 failed or no cluster, 2 bad usage."
 
 
-def run(options: Options) -> int:
+def run(options: ManagerOptions) -> int:
     """Run an operator until a signal ends it; returns the exit code."""
     try:
         asyncio.run(_serve(options))
-    except ApiError as error:
+    except KubeApiError as error:
         log.error("%s", error)
         return 1
     except OSError as error:
@@ -41,10 +41,10 @@ def run(options: Options) -> int:
     return 0
 
 
-async def _serve(options: Options) -> None:
+async def _serve(options: ManagerOptions) -> None:
     kube = await connect()
     try:
-        await Operator(kube, options).run()
+        await Manager(kube, options).run()
     finally:
         await kube.close()
 
@@ -52,7 +52,7 @@ async def _serve(options: Options) -> None:
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Parse the command line and run; `program` is the name that the help shows."""
     args = _build_parser(program).parse_args(arguments)
-    _log(args.log_level.upper(), args.log_format)
+    _set_up_logging(args.log_level.upper(), args.log_format)
     try:
         cluster = load_cluster(args.cluster) if args.cluster else None
     except ManifestError as error:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         issues_certificate = args.webhook_certificate == "operator"
         webhook = WebhookOptions(args.webhook, args.webhook_port, issues_certificate)
     return run(
-        Options(
+        ManagerOptions(
             # Unique per process: a predecessor of the same name may still have a write in flight.
             identity=f"{args.identity}_{uuid.uuid4().hex[:8]}",
             namespace=args.own_namespace,
@@ -73,21 +73,21 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             lease=args.lease,
             namespaces=tuple(args.namespace),
             webhook=webhook,
-            settings=Settings(
+            settings=OperatorSettings(
                 namespace=args.own_namespace,
                 image_prefix=args.image_prefix,
                 discovery_role=args.discovery_role,
                 device=args.device,
-                isolates=args.isolate_workers,
-                watch_s=args.watch_interval,
+                isolates_workers=args.isolate_workers,
+                traffic_poll_s=args.watch_interval,
                 cluster=cluster,
             ),
         )
     )
 
 
-def _log(level: str, log_format: str) -> None:
-    logs.set_up(log_format, level=level)
+def _set_up_logging(level: str, log_format: str) -> None:
+    logs.configure(log_format, level=level)
     # kopf logs every event, and every retry while the API server is unreachable.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
@@ -126,7 +126,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     )
     add(
         "--watch-interval",
-        type=_seconds,
+        type=_parse_interval,
         default=15.0,
         metavar="S",
         help="seconds between two scrapes of the gateways' metrics (default: 15)",
@@ -151,7 +151,7 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _seconds(text: str) -> float:
+def _parse_interval(text: str) -> float:
     seconds = float(text)
     if not 0.5 <= seconds <= 300:
         raise argparse.ArgumentTypeError(f"{text}: must be from 0.5 to 300")

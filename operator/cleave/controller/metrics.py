@@ -17,7 +17,7 @@ from cleave.controller.replan.metrics import Statuses, collect
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class Metrics:
+class OperatorMetrics:
     """Everything that this operator has counted since its start."""
 
     def __init__(self) -> None:
@@ -30,33 +30,35 @@ class Metrics:
         self.plans: dict[tuple[str, ...], int] = defaultdict(int)
         """Planner results: planned, infeasible, failed; of reviews: keep, correct, propose,
         apply."""
-        self._seconds: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
-        self._sums: dict[str, float] = defaultdict(float)
+        self._duration_buckets: dict[str, list[int]] = defaultdict(
+            lambda: [0] * (len(_BOUNDS_S) + 1)
+        )
+        self._duration_sums: dict[str, float] = defaultdict(float)
 
-    def reconciled(self, kind: str, outcome: str, seconds: float) -> None:
+    def record_reconcile(self, kind: str, outcome: str, seconds: float) -> None:
         """Count one reconcile and its duration."""
         self.reconciles[kind, outcome] += 1
-        self._seconds[kind][bisect_left(_BOUNDS_S, seconds)] += 1
-        self._sums[kind] += seconds
+        self._duration_buckets[kind][bisect_left(_BOUNDS_S, seconds)] += 1
+        self._duration_sums[kind] += seconds
 
-    def durations(self) -> HistogramMetricFamily:
+    def build_durations(self) -> HistogramMetricFamily:
         """Return the histogram of reconcile durations, writes included."""
         family = HistogramMetricFamily(
             "cleave_operator_reconcile_seconds", "Reconciles with their writes", labels=["kind"]
         )
         names = [*map(str, _BOUNDS_S), "+Inf"]
-        for kind, counts in self._seconds.items():
+        for kind, counts in self._duration_buckets.items():
             buckets = list(zip(names, accumulate(counts), strict=True))
-            family.add_metric([kind], buckets, self._sums[kind])
+            family.add_metric([kind], buckets, self._duration_sums[kind])
         return family
 
 
-class Collector:
+class OperatorCollector:
     """Converts the counters to metric families; registered with prometheus_client."""
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         *,
         queued: Callable[[], int],
         objects: Callable[[], Mapping[str, int]],
@@ -69,12 +71,12 @@ class Collector:
     def collect(self) -> Iterable[Metric]:
         """Yield all metrics; prometheus_client calls this at each scrape."""
         counted = self._metrics
-        yield _count("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
-        yield _count("actions", "Writes", ("action", "outcome"), counted.actions)
-        yield _count("events", "Events of watches", ("kind", "type"), counted.events)
-        yield _count("plans", "Answers of the planner", ("result",), counted.plans)
+        yield _build_counter("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
+        yield _build_counter("actions", "Writes", ("action", "outcome"), counted.actions)
+        yield _build_counter("events", "Events of watches", ("kind", "type"), counted.events)
+        yield _build_counter("plans", "Answers of the planner", ("result",), counted.plans)
         yield from collect(self._statuses())
-        yield counted.durations()
+        yield counted.build_durations()
         yield GaugeMetricFamily(
             "cleave_operator_queue_depth", "Objects that wait for a reconcile", self._queued()
         )
@@ -89,7 +91,7 @@ class Collector:
         yield cached_objects
 
 
-def _count(
+def _build_counter(
     name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cleave_operator_{name}", text, labels=labels)

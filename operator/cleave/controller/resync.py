@@ -12,22 +12,22 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from cleave.controller.cluster.client import KINDS, ApiError, Kube
+from cleave.controller.cluster.client import KINDS, KubeApiError, KubeClient
 from cleave.controller.controller import Controller
 from cleave.manifests.labels import COMPONENT, DEPLOYMENT, Manifest
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 300.0
-PATIENCE_S = 15.0
+WATCH_GRACE_S = 15.0
 """How late a watch event may be, in seconds."""
-_STALE_TWICE = 2
+_MAX_STALE_RESYNCS = 2
 _PAGE = 500
 _GONE = 410
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedKind:
     """A kind of objects that is watched."""
 
     kind: str
@@ -35,74 +35,76 @@ class Watched:
     """Label selector; empty: all objects."""
 
 
-WATCHED = (
-    Watched("Node"),
-    Watched("LLMDeployment"),
-    Watched("InstancePool"),
-    Watched("Pod", COMPONENT),
-    Watched("Deployment", DEPLOYMENT),
-    Watched("Service", DEPLOYMENT),
-    Watched("PodDisruptionBudget", DEPLOYMENT),
+WATCHED_KINDS = (
+    WatchedKind("Node"),
+    WatchedKind("LLMDeployment"),
+    WatchedKind("InstancePool"),
+    WatchedKind("Pod", COMPONENT),
+    WatchedKind("Deployment", DEPLOYMENT),
+    WatchedKind("Service", DEPLOYMENT),
+    WatchedKind("PodDisruptionBudget", DEPLOYMENT),
 )
 """In the order in which they are listed: owners before the objects they own."""
 
 
-class Sweep:
+class Resync:
     """Compares the cache with the cluster."""
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         controller: Controller,
         namespaces: Sequence[str] = (),
-        patience_s: float = PATIENCE_S,
+        grace_s: float = WATCH_GRACE_S,
     ) -> None:
         self._kube, self._controller = kube, controller
         self._namespaces = namespaces
-        self._patience_s = patience_s
+        self._grace_s = grace_s
         self._stale: dict[str, int] = defaultdict(int)
 
     @property
-    def dead(self) -> list[str]:
+    def stale_watches(self) -> list[str]:
         """Kinds whose watch has missed changes in two consecutive lists."""
-        return [kind for kind, times in self._stale.items() if times >= _STALE_TWICE]
+        return [kind for kind, times in self._stale.items() if times >= _MAX_STALE_RESYNCS]
 
     async def fill(self) -> None:
         """Put every object of the cluster into the cache. Raises ApiError."""
-        for watched_kind in WATCHED:
-            async for item in self._objects(watched_kind, []):
-                self._controller.seen(item)
+        for watched_kind in WATCHED_KINDS:
+            async for item in self._list_objects(watched_kind, []):
+                self._controller.on_change(item)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
         """List every `period_s` seconds; never returns."""
         while True:
             await asyncio.sleep(period_s)
-            for watched_kind in WATCHED:
+            for watched_kind in WATCHED_KINDS:
                 try:
-                    await self.sweep(watched_kind)
-                except ApiError as error:
+                    await self.resync(watched_kind)
+                except KubeApiError as error:
                     log.warning("cannot list %s: %s", watched_kind.kind, error)
 
-    async def sweep(self, watched_kind: Watched) -> int:
+    async def resync(self, watched_kind: WatchedKind) -> int:
         """Correct what the watch of one kind has missed; returns the number of changes.
 
         Raises ApiError.
         """
-        store = self._controller.store
+        store = self._controller.cache
         listed: dict[tuple[str, str], str] = {}
         unreported: list[Manifest] = []
         versions: list[int] = []
-        async for item in self._objects(watched_kind, versions):
+        async for item in self._list_objects(watched_kind, versions):
             meta = item["metadata"]
             key = meta.get("namespace", ""), meta["name"]
             listed[key] = meta["uid"]
-            if store.version(watched_kind.kind, *key) < int(meta["resourceVersion"]):
+            if store.get_version(watched_kind.kind, *key) < int(meta["resourceVersion"]):
                 unreported.append(item)
-        await asyncio.sleep(self._patience_s)
+        await asyncio.sleep(self._grace_s)
         missed = [item for item in unreported if self._is_missed(watched_kind, item)]
         for item in missed:
-            self._controller.seen(item)
-        deleted = self._controller.lost(watched_kind.kind, listed, min(versions, default=0))
+            self._controller.on_change(item)
+        deleted = self._controller.forget_missing(
+            watched_kind.kind, listed, min(versions, default=0)
+        )
         self._stale[watched_kind.kind] = (
             self._stale[watched_kind.kind] + 1 if missed or deleted else 0
         )
@@ -112,14 +114,16 @@ class Sweep:
             )
         return len(missed) + deleted
 
-    def _is_missed(self, watched_kind: Watched, item: Manifest) -> bool:
+    def _is_missed(self, watched_kind: WatchedKind, item: Manifest) -> bool:
         meta = item["metadata"]
-        cached_version = self._controller.store.version(
+        cached_version = self._controller.cache.get_version(
             watched_kind.kind, meta.get("namespace", ""), meta["name"]
         )
         return cached_version < int(meta["resourceVersion"])
 
-    async def _objects(self, watched_kind: Watched, versions: list[int]) -> AsyncIterator[Manifest]:
+    async def _list_objects(
+        self, watched_kind: WatchedKind, versions: list[int]
+    ) -> AsyncIterator[Manifest]:
         """Yield every object of a kind; `versions` gets the resource version of each list."""
         api = KINDS[watched_kind.kind]
         namespaces = self._namespaces if self._namespaces and api.is_namespaced else ("",)
@@ -128,7 +132,7 @@ class Sweep:
             if watched_kind.selector:
                 query["labelSelector"] = watched_kind.selector
             while True:
-                page = await self._kube.request("GET", api.path(namespace), query=query)
+                page = await self._kube.request("GET", api.build_path(namespace), query=query)
                 for item in page.get("items", ()):
                     yield {**item, "apiVersion": api.version, "kind": watched_kind.kind}
                 meta = page.get("metadata", {})

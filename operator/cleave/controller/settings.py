@@ -7,7 +7,7 @@ from cleave.manifests.resources import Device
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class OperatorSettings:
     """Set by the operator's command line."""
 
     namespace: str = "cleave-system"
@@ -18,11 +18,11 @@ class Settings:
     """ClusterRole that lets pods read the EndpointSlices of their namespace."""
     device: Device = "gpu"
     """What the nodes compute on."""
-    isolates: bool = False
+    isolates_workers: bool = False
     """Whether NetworkPolicies admit only a deployment's own pods to its workers."""
-    has_sets: bool = False
+    has_leader_worker_sets: bool = False
     """Whether LeaderWorkerSet is installed; it then creates instances that span nodes."""
-    watch_s: float = 15.0
+    traffic_poll_s: float = 15.0
     """Seconds between two reads of the gateways' metrics."""
     cluster: Cluster | None = None
     """Network, own GPU descriptions and measured profiles; its nodes are ignored."""

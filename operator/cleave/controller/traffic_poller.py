@@ -10,104 +10,113 @@ from collections.abc import Callable
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller.activator import PERIOD_S, Sleepers
-from cleave.controller.cluster.cache import DEPLOYMENTS, Key, Store
-from cleave.controller.cluster.traffic_scraper import Counting
+from cleave.controller.activator import PERIOD_S, Activator
+from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
+from cleave.controller.cluster.traffic_scraper import TrafficScraper
 from cleave.controller.deployment import scaling
-from cleave.controller.deployment.scaling import Demand
+from cleave.controller.deployment.scaling import TrafficDemand
 from cleave.controller.replan import reconcile
-from cleave.controller.replan.drift import Course
+from cleave.controller.replan.drift import DriftState
 from cleave.manifests.labels import Manifest
 
 
-class Watching:
+class TrafficPoller:
     """Observed traffic of each deployment; `look_again` enqueues one when it has changed."""
 
     def __init__(
-        self, store: Store, look_again: Callable[[Key], None], now: Callable[[], float]
+        self,
+        store: ObjectCache,
+        look_again: Callable[[ResourceKey], None],
+        now: Callable[[], float],
     ) -> None:
         """`now` is Unix time."""
-        self._store, self._look_again = store, look_again
-        self.counting: Counting[Key] = Counting(now)
-        self._sleepers: Sleepers[Key] = Sleepers()
-        self._courses: dict[Key, Course] = {}
+        self._cache, self._enqueue = store, look_again
+        self.scraper: TrafficScraper[ResourceKey] = TrafficScraper(now)
+        self._activator: Activator[ResourceKey] = Activator()
+        self._drift: dict[ResourceKey, DriftState] = {}
 
-    async def watch_traffic(self, elected: asyncio.Event, period_s: float) -> None:
+    async def run_traffic_polls(self, elected: asyncio.Event, period_s: float) -> None:
         """Scrape the counters of all gateways periodically; never returns."""
         loop = asyncio.get_running_loop()
         while True:
             await elected.wait()
             began = loop.time()
-            await asyncio.gather(*(self.look(key) for key in self._deployments()))
+            await asyncio.gather(*(self.poll_traffic(key) for key in self._list_deployments()))
             await asyncio.sleep(max(period_s / 4, period_s - (loop.time() - began)))
 
-    async def watch_sleepers(self, elected: asyncio.Event) -> None:
+    async def run_wake_up_polls(self, elected: asyncio.Event) -> None:
         """Poll deployments without instances, so that a waiting request starts them at once."""
         while True:
             await elected.wait()
-            await asyncio.gather(*(self.look_at_sleeper(key) for key in self._deployments()))
+            await asyncio.gather(
+                *(self.poll_scaled_to_zero(key) for key in self._list_deployments())
+            )
             await asyncio.sleep(PERIOD_S)
 
-    async def look(self, key: Key) -> None:
+    async def poll_traffic(self, key: ResourceKey) -> None:
         """Scrape the gateways of one deployment, if scaling or replanning needs it."""
-        resource, gateways = self._resource(key), self._store.gateways(key)
+        resource, gateways = self._get_deployment(key), self._cache.list_gateways(key)
         if resource is None or not gateways:
             return
-        is_scaled = scaling.watches(resource)
-        if not (is_scaled or reconcile.watches(resource)):
+        is_scaled = scaling.is_enabled(resource)
+        if not (is_scaled or reconcile.is_enabled(resource)):
             return
-        has_window = await self.counting.look(key, gateways)
-        is_complete = has_window and (self.counting.is_news(key) or self._is_urgent(key, resource))
+        has_window = await self.scraper.scrape(key, gateways)
+        is_complete = has_window and (
+            self.scraper.is_minute_complete(key) or self._is_urgent(key, resource)
+        )
         # Scheduled peaks begin whether or not the gateways answer.
         if is_scaled or is_complete:
-            self._look_again(key)
+            self._enqueue(key)
 
-    async def look_at_sleeper(self, key: Key) -> None:
+    async def poll_scaled_to_zero(self, key: ResourceKey) -> None:
         """Ask the gateways of a deployment that is scaled to zero whether requests wait."""
-        resource = self._resource(key)
-        resources = (each.resource for each in self._store.pools(key))
+        resource = self._get_deployment(key)
+        resources = (each.resource for each in self._cache.list_pools(key))
         pools = [pool for pool in resources if isinstance(pool, InstancePool)]
-        if resource is None or not scaling.is_asleep(resource, pools):
-            self._sleepers.forget(key)
-        elif await self._sleepers.look(key, self._store.gateways(key)):
-            self.counting.stir(key)
-            self._look_again(key)
+        if resource is None or not scaling.is_scaled_to_zero(resource, pools):
+            self._activator.forget(key)
+        elif await self._activator.poll(key, self._cache.list_gateways(key)):
+            self.scraper.record_request(key)
+            self._enqueue(key)
 
-    def demand(self, key: Key, deployment: LLMDeployment) -> Demand | None:
+    def measure_demand(self, key: ResourceKey, deployment: LLMDeployment) -> TrafficDemand | None:
         """Return what its instances are scaled by; None: not known, or scaling is off."""
-        if not scaling.watches(deployment):
+        if not scaling.is_enabled(deployment):
             return None
-        counting = self.counting
-        return scaling.measure(
-            counting.windows(key) if counting.lately(key) else (),
+        counting = self.scraper
+        return scaling.measure_demand(
+            counting.get_windows(key) if counting.get_recent(key) else (),
             deployment.spec.scaling.calm_s,
-            in_flight=self._sleepers.waiting(key) or counting.in_flight(key),
-            quiet_s=counting.quiet_s(key),
+            in_flight=self._activator.get_waiting(key) or counting.get_in_flight(key),
+            idle_s=counting.get_idle_s(key),
         )
 
-    def course(self, key: Key, deployment: LLMDeployment, status: Manifest) -> Course:
+    def update_drift(
+        self, key: ResourceKey, deployment: LLMDeployment, status: Manifest
+    ) -> DriftState:
         """Return how its traffic compares with the planned one; each window is compared once."""
-        previous, windows = self._courses.get(key, Course()), self.counting.windows(key)
-        state = reconcile.follow_course(previous, deployment, status, windows)
-        self._courses[key] = state
+        previous, windows = self._drift.get(key, DriftState()), self.scraper.get_windows(key)
+        state = reconcile.update_drift(previous, deployment, status, windows)
+        self._drift[key] = state
         return state
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ResourceKey) -> None:
         """Drop what was observed of a deployment that is gone."""
-        self._courses.pop(key, None)
-        self.counting.forget(key)
-        self._sleepers.forget(key)
+        self._drift.pop(key, None)
+        self.scraper.forget(key)
+        self._activator.forget(key)
 
-    def _is_urgent(self, key: Key, deployment: LLMDeployment) -> bool:
-        cached = self._store.seen(key)
+    def _is_urgent(self, key: ResourceKey, deployment: LLMDeployment) -> bool:
+        cached = self._cache.get(key)
         status = cached.status if cached else {}
-        state = self.course(key, deployment, status)
+        state = self.update_drift(key, deployment, status)
         return reconcile.is_urgent(state, deployment, status)
 
-    def _deployments(self) -> list[Key]:
-        return [key for key in self._store.resources() if key.kind == DEPLOYMENTS]
+    def _list_deployments(self) -> list[ResourceKey]:
+        return [key for key in self._cache.list_resources() if key.kind == DEPLOYMENTS]
 
-    def _resource(self, key: Key) -> LLMDeployment | None:
-        cached = self._store.seen(key)
+    def _get_deployment(self, key: ResourceKey) -> LLMDeployment | None:
+        cached = self._cache.get(key)
         resource = cached.resource if cached else None
         return resource if isinstance(resource, LLMDeployment) else None

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.role_flipper import Flipping
-from cleave.router.router import Fallback
+from cleave.router.role_flipper import RoleFlippingMode
+from cleave.router.router import FallbackMode
 
 
-class Late(enum.Enum):
+class LateRequestPolicy(enum.Enum):
     """What happens to a request that can no longer meet its TTFT target."""
 
     SERVE = "Serve"
@@ -25,13 +25,13 @@ class Timeouts:
     """TCP connection to an engine."""
     first_byte_s: float = 120.0
     """Prefill, and the first token of a stream; includes queueing in the engine."""
-    answer_s: float = 600.0
+    response_s: float = 600.0
     """A response that is not streamed: its first byte comes with its last token."""
     idle_s: float = 60.0
     """Between two pieces of a stream, of a request, or of what a client reads."""
     keep_alive_s: float = 75.0
     """A client's connection without a request."""
-    leave_s: float = 0.0
+    shutdown_delay_s: float = 0.0
     """After SIGTERM, until new connections are refused: as long as all nodes need to stop sending
     them here. Until then the gateway serves them and reports that it is draining."""
     wake_s: float = 0.0
@@ -72,12 +72,12 @@ class GatewayConfig:
     tls_certificate: Path | None = None
     """PEM, with its chain; read again with its key when they change. None: plain HTTP."""
     tls_key: Path | None = None
-    fallback: Fallback = Fallback.ALWAYS
+    fallback: FallbackMode = FallbackMode.ALWAYS
     policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     """How instances are picked for a request."""
     session_header: str = ""
     """Requests with the same value in it get their prompts computed by one instance; empty: off."""
-    lengths: Path | None = None
+    output_length_model: Path | None = None
     """A trained classifier of output lengths, used if it predicts better than the online
     statistics; None: there is none."""
     whole_below_tokens: int = 0
@@ -86,7 +86,7 @@ class GatewayConfig:
     ahead_from_tokens: int = 0
     """KV of prompts from this length on is transferred while it is computed, by workers with
     `--transfer auto`; 0: none is."""
-    flipping: Flipping = Flipping.OFF
+    flipping: RoleFlippingMode = RoleFlippingMode.OFF
     """Whether this gateway changes roles of instances as traffic changes."""
     min_prefill: int = 1
     """Prefill instances that keep their role."""
@@ -94,13 +94,13 @@ class GatewayConfig:
     ttft_slo_ms: float = 0.0
     """Target of the deployment; 0: none, and then nothing is measured against targets."""
     tpot_slo_ms: float = 0.0
-    late: Late = Late.SERVE
+    late_policy: LateRequestPolicy = LateRequestPolicy.SERVE
     """What happens to requests that can no longer meet the TTFT target."""
     access_log: bool = False
     """Whether each request is logged."""
     otlp_endpoint: str | None = None
     """Collector of traces; empty: from OpenTelemetry's environment variables; None: no tracing."""
-    trace_share: float = 0.01
+    trace_sample_ratio: float = 0.01
     """Share of requests to trace among those without a client's sampling decision, 0 to 1."""
     queue_limit: int = 1_024
     """Requests that wait for the first byte of their response; more are refused with 429."""

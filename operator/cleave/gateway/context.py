@@ -5,16 +5,16 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from cleave.gateway.admission.api_keys import Keys
-from cleave.gateway.admission.controller import Door
+from cleave.gateway.admission.api_keys import ApiKeys
+from cleave.gateway.admission.controller import AdmissionController
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.http.connection_limiter import Connection, Connections
+from cleave.gateway.http.connection_limiter import ConnectionLimiter, LimitedConnection
 from cleave.gateway.http.headers import TRACEPARENT
-from cleave.gateway.http.write_batcher import Outbox
-from cleave.gateway.metrics.gateway_metrics import Metrics, Slo
-from cleave.gateway.metrics.multiprocess import restore, save
-from cleave.gateway.shared_state import Siblings
-from cleave.gateway.upstream.circuit_breaker import Breaker
+from cleave.gateway.http.write_batcher import WriteBatcher
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
+from cleave.gateway.metrics.multiprocess import restore_counters, save_counters
+from cleave.gateway.shared_state import SharedGatewayState
+from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
 from cleave.router.instance import Target
 from cleave.router.router import Router
@@ -22,58 +22,60 @@ from cleave.router.router import Router
 MAX_INTERNAL_CLIENTS = 256
 MAX_HANDSHAKES = 2_048
 """At once; each takes some 50 KiB, of which a client that says nothing uses nothing."""
-SAVE_S = 1.0
+SAVE_INTERVAL_S = 1.0
 """Between two times that a process leaves word of what it has counted."""
 
 
-class Sweepable(Protocol):
+class Expirable(Protocol):
     """Something with a deadline that the sweeper keeps."""
 
-    def sweep(self, now: float) -> None:
+    def check_deadline(self, now: float) -> None:
         """Act if the deadline has passed; `now` is the context's clock."""
 
 
-class ClientSlot(Sweepable, Connection, Protocol):
+class ClientSlot(Expirable, LimitedConnection, Protocol):
     """An open client connection, or one whose TLS handshake is under way."""
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
 
 
-class Context:
+class GatewayContext:
     """One gateway's state."""
 
     def __init__(
         self,
         config: GatewayConfig,
         router: Router,
-        keys: Keys,
+        api_keys: ApiKeys,
         clock: Callable[[], float] = time.monotonic,
-        siblings: Siblings | None = None,
+        shared_state: SharedGatewayState | None = None,
     ) -> None:
-        """`siblings`: where several processes are one gateway."""
+        """`shared_state`: where several processes are one gateway."""
         self.config = config
         self.router = router
         self.clock = clock
         """Seconds."""
-        self.siblings = siblings
+        self.shared_state = shared_state
         self.session_header = config.session_header.lower().encode()
         """Empty: none."""
         traced = {TRACEPARENT} if config.otlp_endpoint is not None else set()
-        self.also_read = frozenset({self.session_header} - {b""} | traced)
+        self.extra_headers = frozenset({self.session_header} - {b""} | traced)
         """Headers of requests, beside those that are always read."""
-        slo = Slo(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
-        self.metrics = Metrics(slo if slo.ttft_s > 0 else None)
-        self.door = Door(config, router.directory, self.metrics, siblings)
-        self.use_keys(keys)
-        self.breaker = Breaker()
-        self.outbox = Outbox()
+        slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
+        self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
+        self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
+        self.set_api_keys(api_keys)
+        self.circuit_breaker = CircuitBreaker()
+        self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
         """Of both ports, and handshakes."""
-        self.public = Connections("clients", config.max_clients, clock)
-        self.internal = Connections("clients of the internal port", MAX_INTERNAL_CLIENTS, clock)
+        self.client_limiter = ConnectionLimiter("clients", config.max_clients, clock)
+        self.internal_limiter = ConnectionLimiter(
+            "clients of the internal port", MAX_INTERNAL_CLIENTS, clock
+        )
         """Counted apart, so that clients cannot keep probes and the operator out."""
-        self.handshakes = Connections("TLS handshakes", MAX_HANDSHAKES, clock)
+        self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock)
         """Clients follow when they are done."""
         self.partial_bytes = 0
         """Memory of requests that are not whole, of all clients."""
@@ -81,10 +83,10 @@ class Context:
         """Of what refused clients still sent, since the sweeper ran last."""
         self.large_body_at = 0.0
         """When the next large body may be handled."""
-        self.swept_at = clock()
+        self.last_tick_at = clock()
         """When the sweeper ran last."""
-        self.exchanges: set[Sweepable] = set()
-        self.unanswered = 0
+        self.active_requests: set[Expirable] = set()
+        self.num_awaiting_first_byte = 0
         """Requests that wait for the first byte of their answer."""
         self.queue_limit = config.queue_limit
         """How many may; less what siblings have."""
@@ -93,65 +95,69 @@ class Context:
         # Unique among gateways and their restarts: engines refuse or mix up equal ids.
         self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
-        self._save_at = 0.0
+        self._next_save_at = 0.0
 
-    def use_keys(self, keys: Keys) -> None:
+    def set_api_keys(self, api_keys: ApiKeys) -> None:
         """At the start, and whenever their file has changed."""
-        self.keys = keys
-        self.door.know(keys.tenants, self.clock())
+        self.api_keys = api_keys
+        self.admission.set_tenants(api_keys.tenants, self.clock())
 
-    def take_up(self) -> None:
+    def restore_counters(self) -> None:
         """Go on from what this process's predecessor has left."""
-        if self.siblings is not None:
-            restore(self.metrics, self.siblings.read_counts(self.siblings.process))
+        if self.shared_state is not None:
+            restore_counters(
+                self.metrics, self.shared_state.read_counters(self.shared_state.process_index)
+            )
 
-    def tell_siblings(self, now: float) -> None:
+    def publish_process_state(self, now: float) -> None:
         """That this process lives, and what they need to know of it; called by the sweeper."""
-        siblings = self.siblings
+        siblings = self.shared_state
         if siblings is None:
             return
-        siblings.beat(now, self.unanswered, self.metrics.in_flight)
-        self.queue_limit = siblings.find_room(self.unanswered, self.config.queue_limit)
-        if now >= self._save_at:
-            self._save_at = now + SAVE_S
-            self.leave_word()
+        siblings.publish_heartbeat(now, self.num_awaiting_first_byte, self.metrics.in_flight)
+        self.queue_limit = siblings.compute_queue_limit(
+            self.num_awaiting_first_byte, self.config.queue_limit
+        )
+        if now >= self._next_save_at:
+            self._next_save_at = now + SAVE_INTERVAL_S
+            self.save_counters()
 
-    def leave_word(self) -> None:
+    def save_counters(self) -> None:
         """Of what this process has counted."""
-        if self.siblings is not None:
-            save(self.metrics, self.siblings)
+        if self.shared_state is not None:
+            save_counters(self.metrics, self.shared_state)
 
     def count_in_flight(self) -> int:
         """Requests being served, by siblings as well."""
-        siblings = self.siblings
+        siblings = self.shared_state
         return self.metrics.in_flight if siblings is None else siblings.count_in_flight()
 
-    def make_id(self) -> bytes:
+    def make_request_id(self) -> bytes:
         """A request id that no client can bring about."""
         self._last_id += 1
         return b"%b-%x" % (self._id_prefix, self._last_id)
 
-    def find_pool(self, target: Target) -> EnginePool:
+    def get_pool(self, target: Target) -> EnginePool:
         """The connections to one boot of an engine."""
         pool = self._pools.get(target.boot_id)
         if pool is None:
             config = self.config
             limit, connect_s = config.engine_connections, config.timeouts.connect_s
-            pool = EnginePool(target, limit, connect_s, self.clock, self.outbox)
+            pool = EnginePool(target, limit, connect_s, self.clock, self.write_batcher)
             self._pools[target.boot_id] = pool
         return pool
 
-    def excuse_engines(self, pause_s: float, now: float) -> None:
+    def discount_pause(self, pause_s: float, now: float) -> None:
         """This process stood still for so long: no engine is to blame for that."""
         for pool in self._pools.values():
-            pool.pulse.excuse(pause_s, now)
+            pool.stall_detector.discount_pause(pause_s, now)
 
-    def sweep_pools(self, now: float) -> None:
+    def expire_pools(self, now: float) -> None:
         """Close idle connections and forget pools of engines that are gone."""
-        self.breaker.sweep(now)
+        self.circuit_breaker.expire(now)
         for boot_id, pool in tuple(self._pools.items()):
-            pool.sweep(now)
-            if pool.empty:
+            pool.close_idle(now)
+            if pool.is_empty:
                 del self._pools[boot_id]
 
     def close_pools(self) -> None:

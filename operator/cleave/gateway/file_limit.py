@@ -8,18 +8,18 @@ import resource
 
 log = logging.getLogger("cleave.gateway")
 
-MOST = 1 << 20
+MAX_OPEN_FILES = 1 << 20
 """Some systems allow a billion, and some libraries iterate over all of them."""
 
 
-def raise_limit(clients: int) -> None:
+def raise_open_file_limit(clients: int) -> None:
     """Raise the soft limit to the hard limit, also for processes that are forked later.
 
     `clients`: how many are to be served at a time; a warning is logged if the limit is too low for
     them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= limit:
         limit = soft
     else:

@@ -20,16 +20,16 @@ import uvloop
 from cleave import logs
 from cleave.api.enums import DispatchPolicy
 from cleave.gateway import file_limit, process_supervisor
-from cleave.gateway.admission.tenants import KeysError
-from cleave.gateway.config import GatewayConfig, Late, Timeouts
-from cleave.gateway.endpoint_picker.credentials import PickerError
-from cleave.gateway.server import Gateway
-from cleave.gateway.shared_state import Siblings
+from cleave.gateway.admission.tenants import ApiKeysError
+from cleave.gateway.config import GatewayConfig, LateRequestPolicy, Timeouts
+from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
+from cleave.gateway.server import GatewayServer
+from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsError
-from cleave.gateway.tracing.access_log import ACCESS
+from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.gateway.tracing.request_record import TracingError
-from cleave.router.role_flipper import Flipping
-from cleave.router.router import Fallback
+from cleave.router.role_flipper import RoleFlippingMode
+from cleave.router.router import FallbackMode
 from cleave.rpc.agent_discovery import ENV, DiscoveryError
 from cleave.rpc.listen_addresses import parse_hosts
 from cleave.traffic.length_file import LengthsError
@@ -53,39 +53,46 @@ _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 def run(config: GatewayConfig) -> int:
     """Serve until SIGTERM or SIGINT; the exit code."""
     if config.processes == 1:
-        return _serve_alone(config)
+        return _serve_process(config)
     try:
-        return process_supervisor.run(config, _serve_alone)
+        return process_supervisor.run_processes(config, _serve_process)
     except OSError as error:
-        return _tell_address(config, error)
+        return _log_listen_error(config, error)
 
 
-def _serve_alone(config: GatewayConfig, siblings: Siblings | None = None) -> int:
+def _serve_process(config: GatewayConfig, siblings: SharedGatewayState | None = None) -> int:
     """Serve in this process; `siblings`: the state shared with the others, if there are several."""
     try:
-        with logs.write_aside(ACCESS) if config.access_log else nullcontext():
+        with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, siblings))
-    except (DiscoveryError, KeysError, LengthsError, PickerError, TlsError, TracingError) as error:
+    except (
+        DiscoveryError,
+        ApiKeysError,
+        LengthsError,
+        EndpointPickerError,
+        TlsError,
+        TracingError,
+    ) as error:
         log.error("%s", error)
         return 2
     except OSError as error:
-        return _tell_address(config, error)
+        return _log_listen_error(config, error)
 
 
-def _tell_address(config: GatewayConfig, error: OSError) -> int:
+def _log_listen_error(config: GatewayConfig, error: OSError) -> int:
     log.error("cannot listen on %s, port %d: %s", ", ".join(config.hosts), config.port, error)
     return 1
 
 
-async def _serve(config: GatewayConfig, siblings: Siblings | None) -> int:
-    gateway = Gateway(config, siblings)
-    stop = gateway.ending
+async def _serve(config: GatewayConfig, siblings: SharedGatewayState | None) -> int:
+    gateway = GatewayServer(config, siblings)
+    stop = gateway.stop_requested
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if siblings is not None:
         # The parent never writes, so the pipe becomes readable only when the parent has died.
-        loop.add_reader(siblings.parent, stop.set)
+        loop.add_reader(siblings.parent_pipe, stop.set)
     try:
         await gateway.start()
         # The objects so far live as long as the process; scanning them would take 12 ms per
@@ -113,14 +120,14 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _parse_share(text: str) -> float:
+def _parse_ratio(text: str) -> float:
     share = float(text)
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return share
 
 
-def _find_collector(endpoint: str | None) -> str | None:
+def _resolve_otlp_endpoint(endpoint: str | None) -> str | None:
     """The collector's URL; empty: from the environment; None: no tracing."""
     if endpoint is None and any(map(os.environ.get, _OTLP_VARIABLES)):
         return ""
@@ -144,8 +151,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         )
     if not 1 <= options.processes <= MAX_PROCESSES:
         parser.error(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")
-    logs.set_up(options.log_format)
-    file_limit.raise_limit(options.max_clients)
+    logs.configure(options.log_format)
+    file_limit.raise_open_file_limit(options.max_clients)
     return run(
         GatewayConfig(
             agents=options.agents,
@@ -165,7 +172,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             fallback=options.fallback,
             policy=options.policy,
             session_header=options.session_header,
-            lengths=options.lengths,
+            output_length_model=options.lengths,
             whole_below_tokens=options.whole_below,
             ahead_from_tokens=options.ahead_from,
             flipping=options.flipping,
@@ -173,10 +180,10 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             min_decode=options.min_decode,
             ttft_slo_ms=options.ttft_ms,
             tpot_slo_ms=options.tpot_ms,
-            late=options.late,
+            late_policy=options.late,
             access_log=options.access_log,
-            otlp_endpoint=_find_collector(options.otlp_endpoint),
-            trace_share=options.trace_share,
+            otlp_endpoint=_resolve_otlp_endpoint(options.otlp_endpoint),
+            trace_sample_ratio=options.trace_share,
             queue_limit=options.queue_limit,
             max_body_bytes=options.max_body,
             max_partial_bytes=options.max_partial,
@@ -185,11 +192,11 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             timeouts=Timeouts(
                 connect_s=options.connect_timeout,
                 first_byte_s=options.first_byte_timeout,
-                answer_s=options.answer_timeout,
+                response_s=options.answer_timeout,
                 idle_s=options.idle_timeout,
                 wake_s=options.wake_timeout,
                 resume_s=options.resume_timeout,
-                leave_s=options.leave_delay,
+                shutdown_delay_s=options.leave_delay,
                 drain_s=options.drain_timeout,
             ),
         )
@@ -267,18 +274,18 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--tls-key", type=Path, metavar="FILE", help="PEM, without a password")
     add(
         "--fallback",
-        type=Fallback,
+        type=FallbackMode,
         default=default.fallback,
-        metavar="{" + ",".join(rule.value for rule in Fallback) + "}",
+        metavar="{" + ",".join(rule.value for rule in FallbackMode) + "}",
         help="when a request that should be split may run entirely on a decode instance",
     )
     add("--ttft-ms", type=float, default=0.0, metavar="MS", help="target to measure; 0: none")
     add("--tpot-ms", type=float, default=0.0, metavar="MS", help="target to measure; 0: none")
     add(
         "--late",
-        type=Late,
-        default=default.late,
-        metavar="{" + ",".join(rule.value for rule in Late) + "}",
+        type=LateRequestPolicy,
+        default=default.late_policy,
+        metavar="{" + ",".join(rule.value for rule in LateRequestPolicy) + "}",
         help="what happens to requests that can no longer meet --ttft-ms",
     )
     add(
@@ -327,16 +334,16 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add(
         "--trace-share",
-        type=_parse_share,
-        default=default.trace_share,
+        type=_parse_ratio,
+        default=default.trace_sample_ratio,
         metavar="SHARE",
         help="share of requests without a traceparent to trace, 0 to 1",
     )
     add(
         "--flipping",
-        type=Flipping,
+        type=RoleFlippingMode,
         default=default.flipping,
-        metavar="{" + ",".join(rule.value for rule in Flipping) + "}",
+        metavar="{" + ",".join(rule.value for rule in RoleFlippingMode) + "}",
         help="whether instances change roles while prompts queue or decode instances are full",
     )
     add("--min-prefill", type=int, default=1, help="prefill instances that keep their role")
@@ -359,7 +366,7 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--engine-connections", type=int, default=default.engine_connections, help="to each engine")
     add("--connect-timeout", type=float, default=waits.connect_s, metavar="S")
     add("--first-byte-timeout", type=float, default=waits.first_byte_s, metavar="S")
-    add("--answer-timeout", type=float, default=waits.answer_s, metavar="S", help="not streamed")
+    add("--answer-timeout", type=float, default=waits.response_s, metavar="S", help="not streamed")
     add("--idle-timeout", type=float, default=waits.idle_s, metavar="S")
     add(
         "--wake-timeout",
@@ -378,7 +385,7 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add(
         "--leave-delay",
         type=float,
-        default=waits.leave_s,
+        default=waits.shutdown_delay_s,
         metavar="S",
         help="from SIGTERM until new connections are refused",
     )

@@ -23,31 +23,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.shared_state import Siblings
-from cleave.router.watchdog import Rounds
+from cleave.gateway.shared_state import SharedGatewayState
+from cleave.router.watchdog import WatchdogTimer
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.2
-HUNG_S = 30.0
+POLL_INTERVAL_S = 0.2
+HUNG_TIMEOUT_S = 30.0
 """A process without a heartbeat for so long is killed."""
-FIRST_DELAY_S = 0.1
-LAST_DELAY_S = 5.0
+MIN_RESTART_DELAY_S = 0.1
+MAX_RESTART_DELAY_S = 5.0
 """Delays before a process that died is replaced: doubled each time."""
-CALM_S = 60.0
+STABLE_AFTER_S = 60.0
 MAX_DEATHS = 10
 """Of all processes within CALM_S; after that, restarting is considered useless."""
-END_SLACK_S = 5.0
+SHUTDOWN_MARGIN_S = 5.0
 """After the leave and drain time-outs, until the remaining processes are killed."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
-Serve = Callable[[GatewayConfig, Siblings], int]
+Serve = Callable[[GatewayConfig, SharedGatewayState], int]
 """Runs one process until a signal stops it; returns its exit code."""
 
 
 @dataclass(slots=True)
-class _Child:
+class _ChildProcess:
     """One of the processes, or its next start."""
 
     pid: int = 0
@@ -57,26 +57,26 @@ class _Child:
     started_at: float = 0.0
 
 
-def run(config: GatewayConfig, serve: Serve) -> int:
+def run_processes(config: GatewayConfig, serve: Serve) -> int:
     """Run until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be
     bound."""
     with ExitStack() as stack:
         for host in config.hosts:
-            reserved = stack.enter_context(reserve(host, config.port))
+            reserved = stack.enter_context(reserve_port(host, config.port))
             config = replace(config, port=reserved.getsockname()[1])
             if config.internal_port:
-                stack.enter_context(reserve(host, config.internal_port))
+                stack.enter_context(reserve_port(host, config.internal_port))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cleave-gateway-"))
         reading, writing = os.pipe()
-        siblings = Siblings(config.processes, Path(folder), reading)
+        siblings = SharedGatewayState(config.processes, Path(folder), reading)
         stack.callback(siblings.close)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         gc.freeze()
-        return _Parent(config, siblings, serve, writing).run()
+        return _ProcessSupervisor(config, siblings, serve, writing).run()
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve_port(host: str, port: int) -> socket.socket:
     """Reserve a port for the processes of this gateway; this socket itself gets no connections.
 
     Raises OSError when another program listens there already.
@@ -98,138 +98,155 @@ def reserve(host: str, port: int) -> socket.socket:
     return reserved
 
 
-class _Parent:
+class _ProcessSupervisor:
     """The supervising process; single-threaded, woken by signals."""
 
-    def __init__(self, config: GatewayConfig, siblings: Siblings, serve: Serve, pipe: int) -> None:
+    def __init__(
+        self, config: GatewayConfig, siblings: SharedGatewayState, serve: Serve, pipe: int
+    ) -> None:
         self._config = config
-        self._siblings = siblings
+        self._shared_state = siblings
         self._serve = serve
         self._pipe = pipe
-        self._children = [_Child() for _ in range(siblings.count)]
+        self._children = [_ChildProcess() for _ in range(siblings.num_processes)]
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._ready = False
-        self._rounds = Rounds(WATCH_S)
-        self._code: int | None = None
+        self._poll_timer = WatchdogTimer(POLL_INTERVAL_S)
+        self._exit_code: int | None = None
 
     def run(self) -> int:
         """Start all processes, restart them when they die, stop them."""
-        while self._code is None:
+        while self._exit_code is None:
             now = time.monotonic()
             for process, child in enumerate(self._children):
                 if not child.pid and now >= child.start_at:
-                    self._start(process, child, now)
-            self._say_ready()
-            self._wait()
-            self._bury()
-            if self._rounds.is_fair:
+                    self._start_child(process, child, now)
+            self._log_ready()
+            self._wait_for_signal()
+            self._reap_children()
+            if self._poll_timer.is_reliable:
                 self._kill_hung()
-        self._end()
-        return self._code
+        self._stop_children()
+        return self._exit_code
 
-    def _start(self, process: int, child: _Child, now: float) -> None:
+    def _start_child(self, process: int, child: _ChildProcess, now: float) -> None:
         child.started_at, parent = now, os.getpid()
         try:
             child.pid = os.fork()
         except OSError as error:
             log.error("process %d cannot be started: %s", process + 1, error)
-            child.start_at = now + LAST_DELAY_S
+            child.start_at = now + MAX_RESTART_DELAY_S
             return
         if child.pid == 0:
             os.close(self._pipe)
-            os._exit(_be(self._serve, self._config, self._siblings.seen_by(process), parent))
+            os._exit(
+                _run_child(
+                    self._serve, self._config, self._shared_state.for_process(process), parent
+                )
+            )
 
-    def _say_ready(self) -> None:
-        if not self._ready and len(self._siblings.list_pids()) == self._siblings.count:
+    def _log_ready(self) -> None:
+        if (
+            not self._ready
+            and len(self._shared_state.list_pids()) == self._shared_state.num_processes
+        ):
             self._ready = True
-            config, count = self._config, self._siblings.count
+            config, count = self._config, self._shared_state.num_processes
             scheme = "http" if config.tls_certificate is None else "https"
             log.info(
                 "listening on %s://%s:%d with %d processes", scheme, config.host, config.port, count
             )
 
-    def _wait(self) -> None:
-        received = signal.sigtimedwait(_SIGNALS, WATCH_S)
-        self._rounds.note()
+    def _wait_for_signal(self) -> None:
+        received = signal.sigtimedwait(_SIGNALS, POLL_INTERVAL_S)
+        self._poll_timer.tick()
         if received is not None and received.si_signo != signal.SIGCHLD:
             log.info("draining")
-            self._code = 0
+            self._exit_code = 0
 
-    def _bury(self) -> None:
+    def _reap_children(self) -> None:
         """Collect processes that have ended, and schedule their restarts."""
         for process, child in enumerate(self._children):
-            code = _reap(child.pid)
+            code = _reap_pid(child.pid)
             if code is None:
                 continue
-            self._siblings.forget(process)
+            self._shared_state.clear_process(process)
             child.pid = 0
-            if self._code is not None:
+            if self._exit_code is not None:
                 continue
             if not self._ready and code > 0:
                 # A start that fails with an exit code would fail again; it has logged why.
-                self._code = code
+                self._exit_code = code
                 continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             log.error("process %d %s; it will be restarted", process + 1, how)
-            self._replace(child, time.monotonic())
+            self._schedule_restart(child, time.monotonic())
 
-    def _replace(self, child: _Child, now: float) -> None:
+    def _schedule_restart(self, child: _ChildProcess, now: float) -> None:
         """Schedule a restart, unless too many processes died and none has run for long."""
-        child.delay_s = min(max(2 * child.delay_s, FIRST_DELAY_S), LAST_DELAY_S)
-        if now - child.started_at > CALM_S:
-            child.delay_s = FIRST_DELAY_S
+        child.delay_s = min(max(2 * child.delay_s, MIN_RESTART_DELAY_S), MAX_RESTART_DELAY_S)
+        if now - child.started_at > STABLE_AFTER_S:
+            child.delay_s = MIN_RESTART_DELAY_S
         child.start_at = now + child.delay_s
-        self._siblings.note_restart()
+        self._shared_state.record_restart()
         self._deaths.append(now)
-        is_calm = any(each.pid and now - each.started_at > CALM_S for each in self._children)
-        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < CALM_S and not is_calm:
-            log.error("%d processes died within %g s: giving up", MAX_DEATHS, CALM_S)
-            self._code = 1
+        is_calm = any(
+            each.pid and now - each.started_at > STABLE_AFTER_S for each in self._children
+        )
+        if (
+            len(self._deaths) == MAX_DEATHS
+            and now - self._deaths[0] < STABLE_AFTER_S
+            and not is_calm
+        ):
+            log.error("%d processes died within %g s: giving up", MAX_DEATHS, STABLE_AFTER_S)
+            self._exit_code = 1
 
     def _kill_hung(self) -> None:
         now = time.monotonic()
         for process, child in enumerate(self._children):
-            hung_s = now - max(self._siblings.find_beat(process), child.started_at)
-            if child.pid and hung_s > HUNG_S:
+            hung_s = now - max(self._shared_state.get_heartbeat(process), child.started_at)
+            if child.pid and hung_s > HUNG_TIMEOUT_S:
                 log.error("process %d has hung for %.0f s: killing it", process + 1, hung_s)
                 os.kill(child.pid, signal.SIGKILL)
 
-    def _end(self) -> None:
+    def _stop_children(self) -> None:
         """Let all processes finish their requests, then kill those that remain."""
         waits = self._config.timeouts
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + waits.leave_s + waits.drain_s + END_SLACK_S
+        self._signal_children(signal.SIGTERM)
+        deadline = time.monotonic() + waits.shutdown_delay_s + waits.drain_s + SHUTDOWN_MARGIN_S
         while any(child.pid for child in self._children):
             if time.monotonic() > deadline:
-                self._signal(signal.SIGKILL)
-            signal.sigtimedwait({signal.SIGCHLD}, WATCH_S)
-            self._bury()
+                self._signal_children(signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, POLL_INTERVAL_S)
+            self._reap_children()
 
-    def _signal(self, number: int) -> None:
+    def _signal_children(self, number: int) -> None:
         for child in self._children:
             if child.pid:
                 os.kill(child.pid, number)
 
 
-def _be(serve: Serve, config: GatewayConfig, siblings: Siblings, parent: int) -> int:
+def _run_child(
+    serve: Serve, config: GatewayConfig, siblings: SharedGatewayState, parent: int
+) -> int:
     """The life of a child process; its exit code."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        if siblings.process:
+        if siblings.process_index:
             # A ticket of these services is valid only in the process that issued it.
             config = replace(config, router_port=0, endpoint_picker_port=0)
         return serve(config, siblings)
     except BaseException:
-        log.exception("process %d ends", siblings.process + 1)
+        log.exception("process %d ends", siblings.process_index + 1)
         return 70
     finally:
         if os.getppid() != parent:
-            siblings.clear_up()
+            siblings.remove_files()
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _reap(pid: int) -> int | None:
+def _reap_pid(pid: int) -> int | None:
     """The exit code of a child that has ended, negative for a signal; None: it runs, or there is
     none."""
     if not pid:

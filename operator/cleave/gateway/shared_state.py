@@ -16,69 +16,73 @@ import uuid
 from pathlib import Path
 from typing import Self
 
-from cleave.router.shared_load import SharedBooks, make_table
+from cleave.router.shared_load import SharedLoad, build_table
 from cleave.shm.table import SharedTable
 
 log = logging.getLogger(__name__)
 
 MAX_TENANTS = 4_096
 """Each process counts further tenants by itself."""
-MISSING_S = 10.0
+HEARTBEAT_TIMEOUT_S = 10.0
 """A process without a heartbeat for so long makes the gateway unhealthy."""
 
-_BEAT, _UNANSWERED, _IN_FLIGHT, _PID = range(4)
+_HEARTBEAT, _AWAITING_FIRST_BYTE, _IN_FLIGHT, _PID = range(4)
 _RESTARTS = 0
 
 
-class Siblings:
+class SharedGatewayState:
     """The shared state, as one process sees it."""
 
     def __init__(self, count: int, folder: Path, parent: int = -1) -> None:
         """`folder`: a private folder for files; `parent`: a pipe that becomes readable when the
         parent dies."""
-        self.count = count
-        self.process = count
-        self.name = uuid.uuid4().hex
+        self.num_processes = count
+        self.process_index = count
+        self.gateway_id = uuid.uuid4().hex
         """Identifies all processes together as one router to the agents."""
-        self.parent = parent
+        self.parent_pipe = parent
         self._folder = folder
         self._has_warned = False
         """Whether it has been logged that the counters cannot be written."""
-        self._books = make_table(count)
-        self.accounts = SharedTable(MAX_TENANTS, count, own=1, common=2)
+        self._load_table = build_table(count)
+        self.tenant_usage = SharedTable(MAX_TENANTS, count, own=1, common=2)
         """Usage of tenants."""
-        self._vitals = SharedTable(1, count, own=4, common=1)
-        self._vitals.claim(b"all")
+        self._process_table = SharedTable(1, count, own=4, common=1)
+        self._process_table.claim(b"all")
         for process in range(count):
-            self._set(process, _BEAT, time.monotonic())
+            self._write_field(process, _HEARTBEAT, time.monotonic())
 
-    def seen_by(self, process: int) -> Self:
+    def for_process(self, process: int) -> Self:
         """The same state, for another process."""
         copied = copy.copy(self)
-        copied.process = process
-        copied._books = self._books.seen_by(process)
-        copied.accounts = self.accounts.seen_by(process)
+        copied.process_index = process
+        copied._load_table = self._load_table.for_process(process)
+        copied.tenant_usage = self.tenant_usage.for_process(process)
         return copied
 
-    def open_books(self) -> SharedBooks:
+    def open_load_accounting(self) -> SharedLoad:
         """Load accounting of the instances."""
-        return SharedBooks(self._books)
+        return SharedLoad(self._load_table)
 
     # --- published by each process ---
 
-    def begin(self, pid: int) -> None:
+    def register_process(self, pid: int) -> None:
         """This process listens."""
-        self._set(self.process, _PID, pid)
+        self._write_field(self.process_index, _PID, pid)
 
-    def beat(self, now: float, unanswered: int, in_flight: int) -> None:
+    def publish_heartbeat(self, now: float, unanswered: int, in_flight: int) -> None:
         """Publish a heartbeat, the requests waiting for their first byte, and all requests in
         flight."""
-        for field, value in ((_BEAT, now), (_UNANSWERED, unanswered), (_IN_FLIGHT, in_flight)):
-            self._set(self.process, field, value)
+        for field, value in (
+            (_HEARTBEAT, now),
+            (_AWAITING_FIRST_BYTE, unanswered),
+            (_IN_FLIGHT, in_flight),
+        ):
+            self._write_field(self.process_index, field, value)
 
-    def write_counts(self, counts: bytes) -> None:
+    def write_counters(self, counts: bytes) -> None:
         """Publish all that this process and its predecessors have counted."""
-        path = self._path(self.process)
+        path = self._get_counter_path(self.process_index)
         part = path.with_suffix(".part")
         try:
             part.write_bytes(counts)
@@ -89,74 +93,74 @@ class Siblings:
                 log.warning("cannot share the metrics of this process with the others: %s", error)
             self._has_warned = True
 
-    def clear_up(self) -> None:
+    def remove_files(self) -> None:
         """Remove the files that a killed parent left behind."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- read for all processes ---
 
-    def read_counts(self, process: int) -> bytes:
+    def read_counters(self, process: int) -> bytes:
         """The counters that a process published last; empty at first."""
         try:
-            return self._path(process).read_bytes()
+            return self._get_counter_path(process).read_bytes()
         except FileNotFoundError:
             return b""
 
-    def find_room(self, unanswered: int, limit: int) -> int:
+    def compute_queue_limit(self, unanswered: int, limit: int) -> int:
         """How many requests may wait here for their first byte, until the next call.
 
         The remaining room is divided evenly, so that all processes together about keep the limit
         however clients are spread. The result is at least 1: otherwise no request could be admitted
         again.
         """
-        remaining = max(limit - sum(self._read(_UNANSWERED)), 0.0)
-        return max(unanswered + math.floor(remaining / self.count), 1)
+        remaining = max(limit - sum(self._read_field(_AWAITING_FIRST_BYTE)), 0.0)
+        return max(unanswered + math.floor(remaining / self.num_processes), 1)
 
     def count_in_flight(self) -> int:
         """Requests that all processes are serving."""
-        return int(sum(self._read(_IN_FLIGHT)))
+        return int(sum(self._read_field(_IN_FLIGHT)))
 
     def list_pids(self) -> list[int]:
         """Processes that are alive and listen."""
-        return [int(pid) for pid in self._read(_PID) if pid]
+        return [int(pid) for pid in self._read_field(_PID) if pid]
 
-    def find_missing(self, now: float) -> list[tuple[int, float]]:
+    def list_hung(self, now: float) -> list[tuple[int, float]]:
         """Processes without a heartbeat for MISSING_S, and the age of their last one in seconds."""
-        ages = [now - beat for beat in self._read(_BEAT)]
-        return [(process, age) for process, age in enumerate(ages) if age > MISSING_S]
+        ages = [now - beat for beat in self._read_field(_HEARTBEAT)]
+        return [(process, age) for process, age in enumerate(ages) if age > HEARTBEAT_TIMEOUT_S]
 
     @property
     def restarts(self) -> int:
         """Restarts of all processes since the start."""
-        return int(self._vitals.common[0, _RESTARTS])
+        return int(self._process_table.common[0, _RESTARTS])
 
     # --- called by the parent only ---
 
-    def find_beat(self, process: int) -> float:
+    def get_heartbeat(self, process: int) -> float:
         """Time of a process's last heartbeat."""
-        return self._read(_BEAT)[process]
+        return self._read_field(_HEARTBEAT)[process]
 
-    def forget(self, process: int) -> None:
+    def clear_process(self, process: int) -> None:
         """A process has died, and with it all its requests: clear its state."""
-        self._books.forget(process)
-        self.accounts.forget(process)
-        for field in (_UNANSWERED, _IN_FLIGHT, _PID):
-            self._set(process, field, 0.0)
+        self._load_table.clear_process(process)
+        self.tenant_usage.clear_process(process)
+        for field in (_AWAITING_FIRST_BYTE, _IN_FLIGHT, _PID):
+            self._write_field(process, field, 0.0)
 
-    def note_restart(self) -> None:
+    def record_restart(self) -> None:
         """Count the restart of a process."""
-        self._vitals.common[0, _RESTARTS] += 1
+        self._process_table.common[0, _RESTARTS] += 1
 
     def close(self) -> None:
         """Free the shared memory, after all processes have ended."""
-        for table in (self._books, self.accounts, self._vitals):
+        for table in (self._load_table, self.tenant_usage, self._process_table):
             table.close()
 
-    def _read(self, field: int) -> tuple[float, ...]:
-        return self._vitals.read(0, field)
+    def _read_field(self, field: int) -> tuple[float, ...]:
+        return self._process_table.read(0, field)
 
-    def _set(self, process: int, field: int, value: float) -> None:
-        self._vitals.cells[self._vitals.cell_at(0, field, process)] = value
+    def _write_field(self, process: int, field: int, value: float) -> None:
+        self._process_table.cells[self._process_table.locate_cell(0, field, process)] = value
 
-    def _path(self, process: int) -> Path:
+    def _get_counter_path(self, process: int) -> Path:
         return self._folder / f"{process}.counts"

@@ -5,20 +5,22 @@ Cores, memory and GPUs are compared with the requests of all pods.
 
 from collections.abc import Sequence
 
-from cleave.local.kubelet.node import Node
-from cleave.local.kubelet.pod_spec import parse
-from cleave.local.kubelet.quantities import gib
+from cleave.local.kubelet.node import LocalNode
+from cleave.local.kubelet.pod_spec import parse_pod
+from cleave.local.kubelet.quantities import format_gib
 from cleave.manifests.labels import Manifest
 
 
-def faults(pods: Sequence[Manifest], node: Node, *, allow_shared_cores: bool) -> list[str]:
+def find_shortages(
+    pods: Sequence[Manifest], node: LocalNode, *, allow_shared_cores: bool
+) -> list[str]:
     """Return one line per resource that is too small, with the remedy; empty when all pods fit."""
-    specs = [parse(pod) for pod in pods]
+    specs = [parse_pod(pod) for pod in pods]
     shortages = []
     memory = sum(spec.memory_bytes for spec in specs)
     if memory > node.memory_bytes:
         shortages.append(
-            f"{gib(memory)} of memory needed for {len(specs)} pods, {gib(node.memory_bytes)} "
+            f"{format_gib(memory)} of memory needed for {len(specs)} pods, {format_gib(node.memory_bytes)} "
             "available; use fewer replicas or lower spec.template.resources"
         )
     cores = sum(spec.exclusive_cores for spec in specs)

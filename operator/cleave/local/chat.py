@@ -11,14 +11,14 @@ import aiohttp
 
 from cleave.local.errors import ChatError
 
-_CONNECT_S = 5.0
-_SILENCE_S = 120.0
-_LONGEST_LINE = 1 << 20
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 120.0
+_MAX_LINE_BYTES = 1 << 20
 """Maximum line length in bytes; the first event may repeat the prompt as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatResponse:
     """The text of a streamed response and its latencies."""
 
     text: str
@@ -29,19 +29,23 @@ class Answer:
     """(end - first token) / (output tokens - 1); 0 for a single token."""
 
 
-async def ask(url: str, body: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
+async def send_chat_request(
+    url: str, body: Mapping[str, Any], show: Callable[[str], None]
+) -> ChatResponse:
     """Send `body` to the chat endpoint at `url`; calls `show` with each text. Raises ChatError."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENCE_S)
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
+    )
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, read_bufsize=_LONGEST_LINE) as session,
+            aiohttp.ClientSession(timeout=timeout, read_bufsize=_MAX_LINE_BYTES) as session,
             session.post(f"{url}/v1/chat/completions", json=request) as response,
         ):
             if response.status != HTTPStatus.OK:
-                raise ChatError(_fault(response.status, await response.read()))
-            return await _collect(_events(response), show, begin)
+                raise ChatError(_describe_error(response.status, await response.read()))
+            return await _collect(_read_events(response), show, begin)
     # ValueError: a line that is too long, or no JSON.
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise ChatError(f"{url}: {str(error) or type(error).__name__}") from error
@@ -49,7 +53,7 @@ async def ask(url: str, body: Mapping[str, Any], show: Callable[[str], None]) ->
 
 async def _collect(
     events: AsyncIterator[dict[str, Any]], show: Callable[[str], None], begin: float
-) -> Answer:
+) -> ChatResponse:
     first = last = None
     texts: list[str] = []
     usage: dict[str, int] = {}
@@ -66,7 +70,7 @@ async def _collect(
     if first is None or last is None or not usage:
         raise ChatError("the response has no text")
     tokens = usage["completion_tokens"]
-    return Answer(
+    return ChatResponse(
         text="".join(texts),
         prompt_tokens=usage["prompt_tokens"],
         output_tokens=tokens,
@@ -75,7 +79,7 @@ async def _collect(
     )
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yield server-sent events up to `[DONE]`. Raises ChatError if the stream ends before it."""
     async for line in response.content:
         if line.startswith(b"data: "):
@@ -86,7 +90,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
     raise ChatError("the stream ended before [DONE]")
 
 
-def _fault(status: int, body: bytes) -> str:
+def _describe_error(status: int, body: bytes) -> str:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -11,13 +11,13 @@ class StateError(RuntimeError):
     """The operation is impossible in the current state of the deployment; one line says why."""
 
 
-class UpError(RuntimeError):
+class DeploymentStartError(RuntimeError):
     """The deployment cannot start or has failed to start."""
 
     def __init__(self, faults: Sequence[str], log: Sequence[str] = ()) -> None:
         super().__init__("; ".join(faults))
         self.faults = faults
-        self.log = log
+        self.log_tail = log
         """Last log lines of the pod that failed."""
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 
-def private_folder(path: Path) -> Path:
+def create_private_folder(path: Path) -> Path:
     """Create `path` and its parents if absent, inaccessible to other users; returns `path`."""
     for folder in (*reversed(path.parents), path):
         if not folder.exists():
@@ -16,7 +16,7 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def replace(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Replace the content of `path` with `text` atomically."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -7,8 +7,8 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 
-_ASK_S = 2.0
-_HANDOFFS = 'cleave_gateway_handoffs_total{result="used"}'
+_REQUEST_TIMEOUT_S = 2.0
+_HANDOFFS_METRIC = 'cleave_gateway_handoffs_total{result="used"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,45 +19,45 @@ class GatewayHealth:
     reason: str = ""
 
 
-async def ask(url: str) -> GatewayHealth:
+async def get_gateway_health(url: str) -> GatewayHealth:
     """The health of the gateway at `url`; without a response it is not serving."""
-    return await asyncio.to_thread(_ask, url)
+    return await asyncio.to_thread(_get_gateway_health, url)
 
 
-async def handoffs(url: str) -> int:
+async def count_handoffs(url: str) -> int:
     """KV hand-offs that the gateway at `url` has used since its start; 0 without a response."""
-    return await asyncio.to_thread(_handoffs, url)
+    return await asyncio.to_thread(_read_handoffs, url)
 
 
-def _handoffs(url: str) -> int:
+def _read_handoffs(url: str) -> int:
     try:
-        with _opener().open(f"{url}/metrics", timeout=_ASK_S) as response:
+        with _build_opener().open(f"{url}/metrics", timeout=_REQUEST_TIMEOUT_S) as response:
             text = response.read().decode(errors="replace")
     except (OSError, HTTPException):
         return 0
     for line in text.splitlines():
-        if line.startswith(_HANDOFFS):
+        if line.startswith(_HANDOFFS_METRIC):
             return round(float(line.rpartition(" ")[2]))
     return 0
 
 
-def _opener() -> urllib.request.OpenerDirector:
+def _build_opener() -> urllib.request.OpenerDirector:
     # No proxy: the gateway is on this machine.
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _ask(url: str) -> GatewayHealth:
+def _get_gateway_health(url: str) -> GatewayHealth:
     try:
-        with _opener().open(f"{url}/health", timeout=_ASK_S):
+        with _build_opener().open(f"{url}/health", timeout=_REQUEST_TIMEOUT_S):
             return GatewayHealth(serving=True)
     except urllib.error.HTTPError as error:
         with error:
-            return GatewayHealth(serving=False, reason=_reason(error.read()))
+            return GatewayHealth(serving=False, reason=_parse_reason(error.read()))
     except (OSError, HTTPException) as error:
         return GatewayHealth(serving=False, reason=f"no response: {error}")
 
 
-def _reason(body: bytes) -> str:
+def _parse_reason(body: bytes) -> str:
     """The reasons in the body of /health; its first bytes if it is not that of a gateway."""
     try:
         health = json.loads(body)

@@ -8,22 +8,24 @@ that locks the core at the same moment; reading the kernel's list of locks has n
 import os
 from pathlib import Path
 
-from cleave.shm.core_locks import core_of
+from cleave.shm.core_locks import parse_core
 
 
-def held(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]:
+def find_locked_cores(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]:
     """Cores whose file in folder `locks` is locked by a process; empty if that cannot be read."""
     try:
-        locked = set(parse(kernel_list.read_text()))
+        locked = set(parse_locks(kernel_list.read_text()))
         files = list(locks.iterdir())
     except OSError:
         return frozenset()
     return frozenset(
-        core for file in files if (core := core_of(file)) is not None and _identity(file) in locked
+        core
+        for file in files
+        if (core := parse_core(file)) is not None and _get_file_id(file) in locked
     )
 
 
-def parse(kernel_list: str) -> list[tuple[int, int, int]]:
+def parse_locks(kernel_list: str) -> list[tuple[int, int, int]]:
     """Major and minor device and inode of every file that /proc/locks names as locked."""
     locks = []
     for line in kernel_list.splitlines():
@@ -34,6 +36,6 @@ def parse(kernel_list: str) -> list[tuple[int, int, int]]:
     return locks
 
 
-def _identity(file: Path) -> tuple[int, int, int]:
+def _get_file_id(file: Path) -> tuple[int, int, int]:
     status = file.stat()
     return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino

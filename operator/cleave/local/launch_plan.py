@@ -10,13 +10,13 @@ import msgspec
 
 from cleave.local import files
 from cleave.local.kubelet.network import HOST_IP
-from cleave.local.kubelet.node import Node
+from cleave.local.kubelet.node import LocalNode
 from cleave.local.state import StateFolder
 from cleave.manifests.labels import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchPlan:
     """A deployment, ready to be started on this machine."""
 
     deployment: str
@@ -26,7 +26,7 @@ class Job:
     """Port of the gateway on 127.0.0.1."""
     internal_port: int
     """Internal port of the gateway, for `cleave top`."""
-    node: Node
+    node: LocalNode
     pods: tuple[Manifest, ...]
     allow_shared_cores: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
@@ -44,9 +44,9 @@ class Job:
 
     def save(self, folder: StateFolder) -> None:
         """Write to the state folder, for a supervisor in another process."""
-        files.replace(folder.path / "job.json", msgspec.json.encode(self).decode())
+        files.write_atomically(folder.path / "job.json", msgspec.json.encode(self).decode())
 
     @staticmethod
-    def load(folder: StateFolder) -> "Job":
+    def load(folder: StateFolder) -> "LaunchPlan":
         """Read what `save` has written."""
-        return msgspec.json.decode((folder.path / "job.json").read_bytes(), type=Job)
+        return msgspec.json.decode((folder.path / "job.json").read_bytes(), type=LaunchPlan)

@@ -21,7 +21,7 @@ from cleave.local import files
 from cleave.local.errors import StateError
 
 _LOCK_ATTEMPTS = 5
-_LOCK_PAUSE_S = 0.02
+_LOCK_RETRY_DELAY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DeploymentSnapshot:
     """A deployment on this machine at one moment."""
 
     deployment: str
@@ -61,7 +61,7 @@ class Snapshot:
     """The placement in force, as in `status.plan`; empty before the supervisor runs."""
 
 
-def root() -> Path:
+def get_root() -> Path:
     """Folder of all deployments: $CLEAVE_STATE_DIR, else `cleave` in the user's state folder."""
     if own := os.environ.get("CLEAVE_STATE_DIR"):
         return Path(own).absolute()
@@ -80,24 +80,26 @@ class StateFolder:
         """The deployment's name."""
         return self.path.name
 
-    def log(self, pod: str) -> Path:
+    def get_log_path(self, pod: str) -> Path:
         """Log file of a pod; `supervisor` names the supervisor's own."""
         return self.path / "logs" / f"{pod}.log"
 
-    def read(self) -> Snapshot | None:
+    def read(self) -> DeploymentSnapshot | None:
         """The last snapshot, None if there is none. Raises StateError when it is not readable."""
         try:
-            return msgspec.json.decode((self.path / "state.json").read_bytes(), type=Snapshot)
+            return msgspec.json.decode(
+                (self.path / "state.json").read_bytes(), type=DeploymentSnapshot
+            )
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
             raise StateError(f"{self.path / 'state.json'} cannot be read: {error}") from error
 
-    def write(self, snapshot: Snapshot) -> None:
+    def write(self, snapshot: DeploymentSnapshot) -> None:
         """Publish `snapshot`."""
-        files.replace(self.path / "state.json", msgspec.json.encode(snapshot).decode())
+        files.write_atomically(self.path / "state.json", msgspec.json.encode(snapshot).decode())
 
-    def forget_logs(self) -> None:
+    def remove_logs(self) -> None:
         """Remove the logs of earlier runs, which may have had other pods."""
         for log in (self.path / "logs").glob("*.log*"):
             log.unlink()
@@ -113,27 +115,27 @@ class StateFolder:
 
         Raises StateError when another supervisor has the lock or the folder is not writable.
         """
-        make_folder(self.path / "logs")
+        create_folder(self.path / "logs")
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if not _locked(fd):
-                raise self._up_already()
+            if not _try_lock(fd):
+                raise self._build_running_error()
             yield fd
         finally:
             os.close(fd)
 
-    def must_be_free(self) -> None:
+    def require_stopped(self) -> None:
         """Raise StateError when a supervisor runs."""
-        if self.is_held():
-            raise self._up_already()
+        if self.is_running():
+            raise self._build_running_error()
 
-    def _up_already(self) -> StateError:
+    def _build_running_error(self) -> StateError:
         return StateError(
             f"{self.name} is already running; see `cleave status {self.name}`, "
             f"stop it with `cleave down {self.name}`"
         )
 
-    def is_held(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a supervisor runs."""
         try:
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -148,27 +150,27 @@ class StateFolder:
         return False
 
 
-def _locked(fd: int) -> bool:
-    """Take the lock, with retries, because `is_held` takes it briefly, too."""
+def _try_lock(fd: int) -> bool:
+    """Take the lock, with retries, because `is_running` takes it briefly, too."""
     for _ in range(_LOCK_ATTEMPTS):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(_LOCK_PAUSE_S)
+            time.sleep(_LOCK_RETRY_DELAY_S)
         else:
             return True
     return False
 
 
-def folder(name: str) -> StateFolder:
+def get_folder(name: str) -> StateFolder:
     """The state folder of deployment `name`."""
-    return StateFolder(root() / name)
+    return StateFolder(get_root() / name)
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder below `root`. Raises StateError when that is not possible."""
+def create_folder(path: Path) -> None:
+    """Create a folder below `get_root`. Raises StateError when that is not possible."""
     try:
-        files.private_folder(path)
+        files.create_private_folder(path)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
@@ -177,21 +179,21 @@ def make_folder(path: Path) -> None:
         ) from error
 
 
-def running() -> list[StateFolder]:
+def list_running() -> list[StateFolder]:
     """Folders of the running deployments, by name."""
-    locks = sorted(root().glob("*/lock"))
-    return [each for lock in locks if (each := StateFolder(lock.parent)).is_held()]
+    locks = sorted(get_root().glob("*/lock"))
+    return [each for lock in locks if (each := StateFolder(lock.parent)).is_running()]
 
 
-def lost() -> list[StateFolder]:
+def list_orphaned() -> list[StateFolder]:
     """Folders of deployments whose supervisor was killed and that were not restarted, by name."""
-    files = sorted(root().glob("*/state.json"))
-    return [each for file in files if not (each := StateFolder(file.parent)).is_held()]
+    files = sorted(get_root().glob("*/state.json"))
+    return [each for file in files if not (each := StateFolder(file.parent)).is_running()]
 
 
-def find(name: str | None) -> StateFolder:
+def find_running(name: str | None) -> StateFolder:
     """The running deployment `name`, or the only one. Raises StateError."""
-    up = running()
+    up = list_running()
     if name is None:
         if len(up) == 1:
             return up[0]
@@ -200,9 +202,9 @@ def find(name: str | None) -> StateFolder:
             f"give one of: {names}" if up else "no deployments running on this machine"
         )
     if name not in {each.name for each in up}:
-        if name in {each.name for each in lost()}:
+        if name in {each.name for each in list_orphaned()}:
             raise StateError(
                 f"{name} is not running: its supervisor was killed; see `cleave logs {name}`"
             )
         raise StateError(f"{name} is not running on this machine")
-    return folder(name)
+    return get_folder(name)

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import grpc
 
-from cleave.local.state import PodView, Snapshot
+from cleave.local.state import DeploymentSnapshot, PodView
 from cleave.manifests.labels import GATEWAY
 from cleave.rpc.channel import dial
-from cleave.rpc.enum_names import name_of
+from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-_ASK_S = 2.0
+_REQUEST_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InstanceRow:
     """One line of `cleave status`. Figures are None while the agent does not respond."""
 
     instance: str
@@ -44,38 +44,40 @@ class Row:
     """Result of its KV self-test; empty for the gateway."""
 
 
-async def rows(snapshot: Snapshot) -> list[Row]:
+async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
     """A row per pod; all agents are requested concurrently."""
     agents = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
-    healths = await ask([pod.address for pod in agents])
-    return [row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
+    healths = await get_agent_health([pod.address for pod in agents])
+    return [build_row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
 
 
-async def ask(addresses: Iterable[str]) -> Mapping[str, agent_pb2.HealthResponse]:
+async def get_agent_health(addresses: Iterable[str]) -> Mapping[str, agent_pb2.HealthResponse]:
     """Health of the agents that respond, by address."""
     targets = list(addresses)
-    responses = await asyncio.gather(*map(_ask, targets))
+    responses = await asyncio.gather(*map(_get_agent_health, targets))
     return {address: health for address, health in zip(targets, responses, strict=True) if health}
 
 
-def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | None) -> Row:
+def build_row(
+    pod: PodView, snapshot: DeploymentSnapshot, health: agent_pb2.HealthResponse | None
+) -> InstanceRow:
     """The row of a pod from the kubelet's view and, if it responded, its agent's health."""
     if health is None:
-        return Row(
+        return InstanceRow(
             instance=pod.name,
             role=pod.role,
-            state=_pod_state(pod, snapshot),
+            state=_describe_pod_state(pod, snapshot),
             restarts=pod.restarts,
             pid=pod.pid,
             url=snapshot.url if pod.role == GATEWAY else "",
-            reason=_pod_reason(pod),
-            last_failure=_pod_failure(pod),
+            reason=_describe_pod_reason(pod),
+            last_failure=_describe_pod_failure(pod),
         )
     registration, load = health.registration, health.load
-    return Row(
+    return InstanceRow(
         instance=pod.name,
-        role=name_of(agent_pb2.Role, registration.role),
-        state=name_of(agent_pb2.State, registration.state),
+        role=get_enum_name(agent_pb2.Role, registration.role),
+        state=get_enum_name(agent_pb2.State, registration.state),
         engine=registration.engine,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
@@ -85,12 +87,12 @@ def row(pod: PodView, snapshot: Snapshot, health: agent_pb2.HealthResponse | Non
         pid=pod.pid,
         url=registration.engine_url,
         reason=registration.reason,
-        last_failure=registration.last_failure or _pod_failure(pod),
-        kv_path=_kv_path(registration.kv_path),
+        last_failure=registration.last_failure or _describe_pod_failure(pod),
+        kv_path=_describe_kv_path(registration.kv_path),
     )
 
 
-def _pod_state(pod: PodView, snapshot: Snapshot) -> str:
+def _describe_pod_state(pod: PodView, snapshot: DeploymentSnapshot) -> str:
     if snapshot.stopping:
         return "stopping"
     if pod.waiting:
@@ -98,25 +100,25 @@ def _pod_state(pod: PodView, snapshot: Snapshot) -> str:
     return "ready" if pod.ready else "starting"
 
 
-def _pod_reason(pod: PodView) -> str:
+def _describe_pod_reason(pod: PodView) -> str:
     return f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else ""
 
 
-def _pod_failure(pod: PodView) -> str:
+def _describe_pod_failure(pod: PodView) -> str:
     return f"ended with exit code {pod.last_exit_code}" if pod.last_exit_code is not None else ""
 
 
-def _kv_path(path: agent_pb2.KvPath) -> str:
+def _describe_kv_path(path: agent_pb2.KvPath) -> str:
     if not path.verified:
         return f"not verified: {path.detail}" if path.detail else "not verified"
     first = f"{path.transfer_ms:.1f} ms to the first token"
     return f"{path.transport}, verified, {path.detail}, {first}"
 
 
-async def _ask(address: str) -> agent_pb2.HealthResponse | None:
+async def _get_agent_health(address: str) -> agent_pb2.HealthResponse | None:
     async with dial(address) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
-            return await stub.Health(agent_pb2.HealthRequest(), timeout=_ASK_S)
+            return await stub.Health(agent_pb2.HealthRequest(), timeout=_REQUEST_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return None

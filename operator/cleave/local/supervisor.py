@@ -14,42 +14,42 @@ from pathlib import Path
 from cleave.local.kubelet.kubelet import Kubelet
 from cleave.local.kubelet.network import AddressShortageError
 from cleave.local.kubelet.pod_spec import PodError, PodSpec
-from cleave.local.kubelet.pod_status import Facts
-from cleave.local.launch_plan import Job
-from cleave.local.state import PodView, Snapshot, StateFolder
+from cleave.local.kubelet.pod_status import PodState
+from cleave.local.launch_plan import LaunchPlan
+from cleave.local.state import DeploymentSnapshot, PodView, StateFolder
 from cleave.manifests.labels import AGENT_PORT, COMPONENT, GATEWAY, ROLE
 
 _STOP_ORDER = (GATEWAY, "decode", "mixed", "prefill")
 _PUBLISH_DELAY_S = 0.05
 
 
-class Supervisor:
+class DeploymentSupervisor:
     """One run of a job. The caller has locked the state folder."""
 
-    def __init__(self, folder: StateFolder, job: Job) -> None:
+    def __init__(self, folder: StateFolder, job: LaunchPlan) -> None:
         self._folder = folder
         self._job = job
         self._kubelet: Kubelet | None = None
-        self._publishing: asyncio.TimerHandle | None = None
+        self._publish_timer: asyncio.TimerHandle | None = None
         self._fault = ""
-        self._stopping = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self._stop_requested = asyncio.Event()
+        self._force_requested = asyncio.Event()
 
     def stop(self) -> None:
         """Stop all pods in order; a second call kills them."""
-        if self._stopping.is_set():
-            self._at_once.set()
-        self._stopping.set()
-        self._changed()
+        if self._stop_requested.is_set():
+            self._force_requested.set()
+        self._stop_requested.set()
+        self._schedule_publish()
 
     @property
     def is_stopping(self) -> bool:
         """Whether shutdown has begun."""
-        return self._stopping.is_set()
+        return self._stop_requested.is_set()
 
-    async def stopping(self) -> None:
+    async def wait_for_stop(self) -> None:
         """Wait until shutdown begins."""
-        await self._stopping.wait()
+        await self._stop_requested.wait()
 
     async def run(self) -> None:
         """Run the pods until stopped; all their processes have ended on return."""
@@ -59,82 +59,86 @@ class Supervisor:
                 job.node,
                 self._folder.path,
                 allow_shared_cores=job.allow_shared_cores,
-                changed=self._changed,
+                on_change=self._schedule_publish,
             ) as self._kubelet:
-                self._start(self._kubelet)
-                await self._stopping.wait()
-                await self._end(self._kubelet)
+                self._start_pods(self._kubelet)
+                await self._stop_requested.wait()
+                await self._stop_in_order(self._kubelet)
         except AddressShortageError as error:
-            self._give_up(error)
-            await self._stopping.wait()
+            self._report_failure(error)
+            await self._stop_requested.wait()
         finally:
-            if self._publishing is not None:
-                self._publishing.cancel()
+            if self._publish_timer is not None:
+                self._publish_timer.cancel()
             self._folder.clear()
 
-    def _start(self, kubelet: Kubelet) -> None:
+    def _start_pods(self, kubelet: Kubelet) -> None:
         try:
             for pod in self._job.pods:
-                kubelet.run(pod)
+                kubelet.run_pod(pod)
         except PodError as error:
-            self._give_up(error)
+            self._report_failure(error)
         self._publish()
 
-    def _give_up(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Publish why the pods cannot run; the waiting process then stops the supervisor."""
         self._fault = str(error)
         self._publish()
 
-    async def _end(self, kubelet: Kubelet) -> None:
-        hurry = asyncio.create_task(self._hurry(kubelet))
+    async def _stop_in_order(self, kubelet: Kubelet) -> None:
+        hurry = asyncio.create_task(self._stop_when_forced(kubelet))
         try:
             for role in _STOP_ORDER:
-                names = [spec.name for spec, _ in kubelet.observed() if role_of(spec) == role]
-                await asyncio.gather(*map(kubelet.stop, names))
+                names = [
+                    spec.name for spec, _ in kubelet.list_pod_states() if get_role(spec) == role
+                ]
+                await asyncio.gather(*map(kubelet.stop_pod, names))
         finally:
             hurry.cancel()
             await asyncio.gather(hurry, return_exceptions=True)
 
-    async def _hurry(self, kubelet: Kubelet) -> None:
-        await self._at_once.wait()
-        await asyncio.gather(*(kubelet.stop(spec.name, 0) for spec, _ in kubelet.observed()))
+    async def _stop_when_forced(self, kubelet: Kubelet) -> None:
+        await self._force_requested.wait()
+        await asyncio.gather(
+            *(kubelet.stop_pod(spec.name, 0) for spec, _ in kubelet.list_pod_states())
+        )
 
-    def _changed(self) -> None:
+    def _schedule_publish(self) -> None:
         # Several pods often change at once: write the file once for all.
-        if self._publishing is None:
+        if self._publish_timer is None:
             loop = asyncio.get_running_loop()
-            self._publishing = loop.call_later(_PUBLISH_DELAY_S, self._publish)
+            self._publish_timer = loop.call_later(_PUBLISH_DELAY_S, self._publish)
 
     def _publish(self) -> None:
-        self._publishing = None
-        observed = self._kubelet.observed() if self._kubelet else []
+        self._publish_timer = None
+        observed = self._kubelet.list_pod_states() if self._kubelet else []
         self._folder.write(
-            Snapshot(
+            DeploymentSnapshot(
                 deployment=self._job.deployment,
                 supervisor_pid=os.getpid(),
                 url=self._job.url,
                 internal_url=self._job.internal_url,
-                pods=tuple(view(spec, facts) for spec, facts in observed),
+                pods=tuple(build_pod_view(spec, facts) for spec, facts in observed),
                 fault=self._fault,
-                stopping=self._stopping.is_set(),
+                stopping=self._stop_requested.is_set(),
                 plan=self._job.plan,
             )
         )
 
 
-def role_of(spec: PodSpec) -> str:
+def get_role(spec: PodSpec) -> str:
     """A worker's role, or `gateway`."""
     if spec.labels.get(COMPONENT) == GATEWAY:
         return GATEWAY
     return spec.labels.get(ROLE, "")
 
 
-def view(spec: PodSpec, facts: Facts) -> PodView:
+def build_pod_view(spec: PodSpec, facts: PodState) -> PodView:
     """The state of a pod for display."""
     port = spec.ports[0] if spec.ports else AGENT_PORT
     return PodView(
         name=spec.name,
-        role=role_of(spec),
+        role=get_role(spec),
         address=f"{facts.pod_ip}:{port}",
         pid=facts.pid,
         ready=facts.ready,
@@ -147,7 +151,7 @@ def view(spec: PodSpec, facts: Facts) -> PodView:
 
 async def run(folder: StateFolder) -> None:
     """Run the job saved in `folder` until SIGTERM or SIGINT; a second signal kills the pods."""
-    supervisor = Supervisor(folder, Job.load(folder))
+    supervisor = DeploymentSupervisor(folder, LaunchPlan.load(folder))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stop)

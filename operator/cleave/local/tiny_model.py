@@ -18,7 +18,7 @@ from cleave.local import files, state
 
 VERSION = 1
 """Incremented with every change of the model."""
-_VOCABULARY = 512
+_VOCABULARY_SIZE = 512
 _MAX_LEN = 8192
 _SEED = 20240710
 _SHARPNESS = 1.7
@@ -28,7 +28,7 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-_WORDS = """
+_TRAINING_TEXT = """
 the river runs under an old stone bridge where quiet people meet in the early morning light and
 talk about weather bread music distant mountains small boats green hills open windows long letters
 bright lanterns slow trains warm kitchens paper maps winter gardens first snow summer rain
@@ -36,7 +36,7 @@ bright lanterns slow trains warm kitchens paper maps winter gardens first snow s
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TinyModelShape:
     """Sizes of the model; the defaults are the smallest that real engines accept."""
 
     layers: int = 4
@@ -56,23 +56,23 @@ class Shape:
         return self.kv_heads * self.head_size
 
 
-def cached() -> Path:
+def get_or_build() -> Path:
     """The model's folder in the state folder, built on first use. Raises StateError."""
-    path = state.root() / ".models" / f"tiny-llama-{VERSION}"
+    path = state.get_root() / ".models" / f"tiny-llama-{VERSION}"
     if not path.exists():
-        state.make_folder(path.parent)
+        state.create_folder(path.parent)
         build(path)
     return path
 
 
-def build(path: Path, shape: Shape = Shape()) -> None:
+def build(path: Path, shape: TinyModelShape = TinyModelShape()) -> None:
     """Write the model to `path` atomically."""
-    files.private_folder(path.parent)
+    files.create_private_folder(path.parent)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.mkdir()
     try:
         vocabulary = _write_tokenizer(new)
-        _write_json(new / "config.json", _config(shape, len(vocabulary)))
+        _write_json(new / "config.json", _build_config(shape, len(vocabulary)))
         _write_weights(new / "model.safetensors", shape, vocabulary)
         new.rename(path)
     except OSError:
@@ -83,7 +83,7 @@ def build(path: Path, shape: Shape = Shape()) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _config(shape: Shape, vocabulary_size: int) -> dict[str, Any]:
+def _build_config(shape: TinyModelShape, vocabulary_size: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -115,12 +115,12 @@ def _write_tokenizer(folder: Path) -> list[str]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
+        vocab_size=_VOCABULARY_SIZE,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([_WORDS.replace("\n", " ")], trainer)
+    tokenizer.train_from_iterator([_TRAINING_TEXT.replace("\n", " ")], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -135,7 +135,7 @@ def _write_tokenizer(folder: Path) -> list[str]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
-def _write_weights(path: Path, shape: Shape, vocabulary: list[str]) -> None:
+def _write_weights(path: Path, shape: TinyModelShape, vocabulary: list[str]) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 

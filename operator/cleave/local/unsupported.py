@@ -7,16 +7,16 @@ absence users would not notice are rejected.
 from collections.abc import Iterator
 
 from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
-from cleave.api.model import Model
-from cleave.api.planning import Mode
+from cleave.api.model import ModelSpec
+from cleave.api.planning import PlanningMode
 
 
-def faults(deployment: LLMDeployment) -> list[str]:
+def find_unsupported(deployment: LLMDeployment) -> list[str]:
     """Return one line per unsupported field, with the remedy; empty when all are supported."""
-    return [*_model(deployment.spec.model), *_rest(deployment.spec)]
+    return [*_check_model(deployment.spec.model), *_check_spec(deployment.spec)]
 
 
-def _model(model: Model) -> Iterator[str]:
+def _check_model(model: ModelSpec) -> Iterator[str]:
     cache = model.cache
     if cache is None:
         return
@@ -37,7 +37,7 @@ def _model(model: Model) -> Iterator[str]:
         )
 
 
-def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
+def _check_spec(spec: LLMDeploymentSpec) -> Iterator[str]:
     if spec.gateway.keys_secret:
         yield (
             "spec.gateway.keysSecret: there are no Secrets without a cluster; remove it, or run "
@@ -71,5 +71,5 @@ def _rest(spec: LLMDeploymentSpec) -> Iterator[str]:
             )
     if spec.paused:
         yield "spec.paused: no pod would be started; remove it"
-    if spec.planning.mode is Mode.ADVISORY:
+    if spec.planning.mode is PlanningMode.ADVISORY:
         yield "spec.planning.mode: Advisory applies no plan; use cleave plan, or mode Auto"

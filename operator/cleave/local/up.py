@@ -14,57 +14,62 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 
 from cleave.local import capacity, state
-from cleave.local.errors import StateError, UpError
+from cleave.local.errors import DeploymentStartError, StateError
 from cleave.local.kubelet import logs
-from cleave.local.kubelet.network import HOST_IP, busy_ports
+from cleave.local.kubelet.network import HOST_IP, find_busy_ports
 from cleave.local.kubelet.pod_spec import PodError
-from cleave.local.launch_plan import Job
-from cleave.local.progress import End, Outcome, Show, follow
-from cleave.local.state import Snapshot, StateFolder
-from cleave.local.supervisor import Supervisor
+from cleave.local.launch_plan import LaunchPlan
+from cleave.local.progress import ShowProgress, StartupOutcome, StartupResult, wait_until_ready
+from cleave.local.state import DeploymentSnapshot, StateFolder
+from cleave.local.supervisor import DeploymentSupervisor
 
-Screen = AbstractContextManager[Show]
+ProgressDisplay = AbstractContextManager[ShowProgress]
 """A context manager that yields the function that shows steps."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOOK_PERIOD_S = 0.1
-_HURRIED_S = 15.0
+_POLL_INTERVAL_S = 0.1
+_FORCED_STOP_TIMEOUT_S = 15.0
 _LOG_LINES = 12
 
 
-def check(job: Job) -> None:
+def check_can_start(job: LaunchPlan) -> None:
     """Check that `job` can be started, without starting it.
 
-    Raises UpError with the missing resources, StateError when the deployment already runs.
+    Raises DeploymentStartError with the missing resources, StateError when the deployment already
+    runs.
     """
-    state.folder(job.deployment).must_be_free()
+    state.get_folder(job.deployment).require_stopped()
     try:
-        faults = capacity.faults(job.pods, job.node, allow_shared_cores=job.allow_shared_cores)
+        faults = capacity.find_shortages(
+            job.pods, job.node, allow_shared_cores=job.allow_shared_cores
+        )
     except PodError as error:
-        raise UpError([str(error)]) from error
-    if busy_ports(HOST_IP, [job.port]):
+        raise DeploymentStartError([str(error)]) from error
+    if find_busy_ports(HOST_IP, [job.port]):
         faults.append(f"port {job.port} of {HOST_IP} is in use; choose another with --port")
     if faults:
-        raise UpError(faults)
+        raise DeploymentStartError(faults)
 
 
 @asynccontextmanager
-async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[Supervisor]:
+async def run_in_foreground(
+    job: LaunchPlan, screen: ProgressDisplay, timeout_s: float
+) -> AsyncIterator[DeploymentSupervisor]:
     """Run `job` in this process: yields when it is ready or stopping, and ends all pods at exit.
 
-    Raises UpError when it fails to start, StateError when it already runs.
+    Raises DeploymentStartError when it fails to start, StateError when it already runs.
     """
-    folder = state.folder(job.deployment)
+    folder = state.get_folder(job.deployment)
     with folder.lock():
-        folder.forget_logs()
-        folder.write(Snapshot(job.deployment, os.getpid(), job.url))
-        supervisor = Supervisor(folder, job)
-        with _stopped_by_signals(supervisor):
+        folder.remove_logs()
+        folder.write(DeploymentSnapshot(job.deployment, os.getpid(), job.url))
+        supervisor = DeploymentSupervisor(folder, job)
+        with _stop_on_signals(supervisor):
             task = asyncio.create_task(supervisor.run())
             try:
                 with screen as show:
-                    end = await follow(folder, show, timeout_s)
-                _must_not_fail(end)
+                    end = await wait_until_ready(folder, show, timeout_s)
+                _raise_on_failure(end)
                 if not supervisor.is_stopping and task.done():
                     task.result()  # raises the error of the supervisor
                 yield supervisor
@@ -74,61 +79,61 @@ async def running(job: Job, screen: Screen, timeout_s: float) -> AsyncIterator[S
                 await task
 
 
-async def detach(job: Job, screen: Screen, timeout_s: float) -> None:
+async def start_detached(job: LaunchPlan, screen: ProgressDisplay, timeout_s: float) -> None:
     """Start `job` in a separate supervisor process and return when it is ready.
 
-    Raises UpError when it fails to start, after stopping it.
+    Raises DeploymentStartError when it fails to start, after stopping it.
     """
-    folder = state.folder(job.deployment)
+    folder = state.get_folder(job.deployment)
     with folder.lock() as lock_fd:
-        folder.forget_logs()
+        folder.remove_logs()
         job.save(folder)
         pid = _spawn_supervisor(folder, lock_fd)
-        folder.write(Snapshot(job.deployment, pid, job.url))
+        folder.write(DeploymentSnapshot(job.deployment, pid, job.url))
     try:
-        with _interrupted_by_signals(), screen as show:
-            end = await follow(folder, show, timeout_s)
-        _must_not_fail(end)
-        if end.outcome is Outcome.STOPPED:
-            log = logs.tail(folder.log("supervisor"), _LOG_LINES)
-            raise UpError(["stopped before it was ready"], log)
+        with _interrupt_on_signals(), screen as show:
+            end = await wait_until_ready(folder, show, timeout_s)
+        _raise_on_failure(end)
+        if end.outcome is StartupOutcome.STOPPED:
+            log = logs.tail(folder.get_log_path("supervisor"), _LOG_LINES)
+            raise DeploymentStartError(["stopped before it was ready"], log)
     except BaseException:
-        await down(folder, _HURRIED_S)
+        await stop_deployment(folder, _FORCED_STOP_TIMEOUT_S)
         raise
 
 
-async def down(folder: StateFolder, timeout_s: float) -> None:
+async def stop_deployment(folder: StateFolder, timeout_s: float) -> None:
     """Stop a deployment: drain for `timeout_s`, then kill all pods. Raises StateError."""
-    for wait_s in (timeout_s, _HURRIED_S):
+    for wait_s in (timeout_s, _FORCED_STOP_TIMEOUT_S):
         snapshot = folder.read()
-        if snapshot is None or not folder.is_held():
+        if snapshot is None or not folder.is_running():
             break
         os.kill(snapshot.supervisor_pid, signal.SIGTERM)
-        if await _released(folder, wait_s):
+        if await _wait_until_stopped(folder, wait_s):
             break
     else:
-        raise StateError(f"{folder.name} does not stop; see {folder.log('supervisor')}")
+        raise StateError(f"{folder.name} does not stop; see {folder.get_log_path('supervisor')}")
     # A killed supervisor leaves its files; a new one that has started since must keep its own.
     with suppress(StateError), folder.lock():
         folder.clear()
 
 
-def _must_not_fail(end: End) -> None:
-    if end.outcome is Outcome.FAILED:
-        raise UpError([end.reason], end.log)
+def _raise_on_failure(end: StartupResult) -> None:
+    if end.outcome is StartupOutcome.FAILED:
+        raise DeploymentStartError([end.reason], end.log)
 
 
-async def _released(folder: StateFolder, timeout_s: float) -> bool:
+async def _wait_until_stopped(folder: StateFolder, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while folder.is_held():
+    while folder.is_running():
         if time.monotonic() > deadline:
             return False
-        await asyncio.sleep(_LOOK_PERIOD_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
     return True
 
 
 @contextmanager
-def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
+def _stop_on_signals(supervisor: DeploymentSupervisor) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, supervisor.stop)
@@ -140,7 +145,7 @@ def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
+def _interrupt_on_signals() -> Iterator[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -157,7 +162,7 @@ def _spawn_supervisor(folder: StateFolder, lock_fd: int) -> int:
 
     Not a `Popen`, which warns when this process ends first, as is intended here.
     """
-    log = str(folder.log("supervisor"))
+    log = str(folder.get_log_path("supervisor"))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     os.set_inheritable(lock_fd, True)
     return os.posix_spawn(

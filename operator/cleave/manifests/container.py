@@ -1,23 +1,23 @@
 """What worker and gateway containers have in common: security, addresses and images. Pure."""
 
 from cleave import distribution
-from cleave.manifests.labels import Manifest, account_name
+from cleave.manifests.labels import Manifest, get_account_name
 
 UID = 1000
 """User and group that the images create."""
 
-HOME = "/home/cleave"
+HOME_FOLDER = "/home/cleave"
 
 LISTEN_ON = "$(POD_IP),127.0.0.1"
 """`--host` of gateways: the pod's address, and the one that `kubectl port-forward` connects to
 inside the pod, also where pods have IPv6 addresses."""
 
 
-def pod_defaults(deployment: str) -> Manifest:
+def build_pod_defaults(deployment: str) -> Manifest:
     """Fields of every pod spec: not root, and a service account that may discover agents."""
     return {
         "restartPolicy": "Always",
-        "serviceAccountName": account_name(deployment),
+        "serviceAccountName": get_account_name(deployment),
         "automountServiceAccountToken": True,
         # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM reads.
         "enableServiceLinks": False,
@@ -34,7 +34,7 @@ def pod_defaults(deployment: str) -> Manifest:
     }
 
 
-def container_security(*more: str) -> Manifest:
+def build_container_security(*more: str) -> Manifest:
     """Security context of a container: read-only, with the named capabilities only."""
     capabilities: Manifest = {"drop": ["ALL"]}
     if more:
@@ -46,12 +46,12 @@ def container_security(*more: str) -> Manifest:
     }
 
 
-def image(kind: str, prefix: str = "") -> str:
+def get_image(kind: str, prefix: str = "") -> str:
     """Name of Cleave's own image of a kind, at this version; `prefix`: registry and path."""
-    return f"{prefix}cleave-{kind}:{distribution.version()}"
+    return f"{prefix}cleave-{kind}:{distribution.get_version()}"
 
 
-def addresses(agents: str) -> list[Manifest]:
+def build_address_env(agents: str) -> list[Manifest]:
     """Environment variables with the pod's name and address and where to discover agents."""
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -60,6 +60,6 @@ def addresses(agents: str) -> list[Manifest]:
     ]
 
 
-def scratch(name: str, path: str, **volume: object) -> tuple[Manifest, Manifest]:
+def build_scratch_volume(name: str, path: str, **volume: object) -> tuple[Manifest, Manifest]:
     """An empty directory (volume, mount), as the root file system is read-only."""
     return {"name": name, "emptyDir": volume}, {"name": name, "mountPath": path}

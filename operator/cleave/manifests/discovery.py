@@ -11,31 +11,31 @@ from cleave.manifests.labels import (
     DEPLOYMENT,
     WORKER,
     Manifest,
-    account_name,
-    component_labels,
-    workers_name,
+    build_component_labels,
+    get_account_name,
+    get_workers_name,
 )
 
-Owner = LLMDeployment | InstancePool
+DeploymentOrPool = LLMDeployment | InstancePool
 
 
-def workers_service(owner: Owner) -> Manifest:
+def build_workers_service(owner: DeploymentOrPool) -> Manifest:
     """The headless Service over all workers of a deployment, including those not ready."""
-    deployment = deployment_of(owner)
+    deployment = get_deployment_name(owner)
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {
-            "name": workers_name(deployment),
+            "name": get_workers_name(deployment),
             "namespace": owner.namespace,
-            "labels": component_labels(deployment, WORKER),
+            "labels": build_component_labels(deployment, WORKER),
         },
         "spec": {
             "type": "ClusterIP",
             "clusterIP": "None",
             # Workers discover peers, and are asked for their health, before they are ready.
             "publishNotReadyAddresses": True,
-            "selector": component_labels(deployment, WORKER),
+            "selector": build_component_labels(deployment, WORKER),
             "ports": [
                 {
                     "name": "agent",
@@ -49,23 +49,23 @@ def workers_service(owner: Owner) -> Manifest:
     }
 
 
-def service_account(owner: Owner) -> Manifest:
+def build_service_account(owner: DeploymentOrPool) -> Manifest:
     """The service account of a deployment's pods."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": _metadata(owner),
+        "metadata": _build_metadata(owner),
         "automountServiceAccountToken": False,
     }
 
 
-def role_binding(owner: Owner, cluster_role: str) -> Manifest:
+def build_role_binding(owner: DeploymentOrPool, cluster_role: str) -> Manifest:
     """Bind that account to `cluster_role`, which allows to read EndpointSlices."""
-    name = account_name(deployment_of(owner))
+    name = get_account_name(get_deployment_name(owner))
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "RoleBinding",
-        "metadata": _metadata(owner),
+        "metadata": _build_metadata(owner),
         "roleRef": {
             "apiGroup": "rbac.authorization.k8s.io",
             "kind": "ClusterRole",
@@ -75,15 +75,15 @@ def role_binding(owner: Owner, cluster_role: str) -> Manifest:
     }
 
 
-def deployment_of(owner: Owner) -> str:
+def get_deployment_name(owner: DeploymentOrPool) -> str:
     """Name of the deployment of this owner."""
     return owner.spec.deployment if isinstance(owner, InstancePool) else owner.name
 
 
-def _metadata(owner: Owner) -> Manifest:
-    deployment = deployment_of(owner)
+def _build_metadata(owner: DeploymentOrPool) -> Manifest:
+    deployment = get_deployment_name(owner)
     return {
-        "name": account_name(deployment),
+        "name": get_account_name(deployment),
         "namespace": owner.namespace,
         "labels": {DEPLOYMENT: deployment},
     }

@@ -14,27 +14,27 @@ from cleave.manifests.labels import (
     GATEWAY,
     POOL,
     Manifest,
-    component_labels,
-    gateway_name,
+    build_component_labels,
+    get_gateway_name,
 )
 
 
-def disruption_budget(pool: InstancePool) -> Manifest:
+def build_pool_budget(pool: InstancePool) -> Manifest:
     """The budget of a pool: one instance at a time."""
     spec = pool.spec
     allowed: Manifest = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
     labels = {DEPLOYMENT: spec.deployment, POOL: pool.name}
-    return _budget(pool.name, pool.namespace, labels, allowed)
+    return _build_budget(pool.name, pool.namespace, labels, allowed)
 
 
-def gateway_budget(deployment: LLMDeployment) -> Manifest:
+def build_gateway_budget(deployment: LLMDeployment) -> Manifest:
     """The budget of the gateway: one pod at a time."""
-    labels = component_labels(deployment.name, GATEWAY)
-    name = gateway_name(deployment.name)
-    return _budget(name, deployment.namespace, labels, {"maxUnavailable": 1})
+    labels = build_component_labels(deployment.name, GATEWAY)
+    name = get_gateway_name(deployment.name)
+    return _build_budget(name, deployment.namespace, labels, {"maxUnavailable": 1})
 
 
-def _budget(name: str, namespace: str, labels: dict[str, str], allowed: Manifest) -> Manifest:
+def _build_budget(name: str, namespace: str, labels: dict[str, str], allowed: Manifest) -> Manifest:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",

@@ -3,18 +3,18 @@
 Called by `cleave.local` and the controller.
 """
 
-from cleave.api.deployment import Gateway, LLMDeployment
-from cleave.api.engine import Transfer
+from cleave.api.deployment import GatewaySpec, LLMDeployment
+from cleave.api.engine import TransferMode
 from cleave.api.plan import SelectedPlan
-from cleave.api.pools import Pools
+from cleave.api.pools import PoolsSpec
 from cleave.manifests import topology
 from cleave.manifests.container import (
     LISTEN_ON,
-    addresses,
-    container_security,
-    image,
-    pod_defaults,
-    scratch,
+    build_address_env,
+    build_container_security,
+    build_pod_defaults,
+    build_scratch_volume,
+    get_image,
 )
 from cleave.manifests.labels import (
     GATEWAY,
@@ -22,14 +22,14 @@ from cleave.manifests.labels import (
     INTERNAL_PORT,
     PICKER_PORT,
     Manifest,
-    agents_source,
-    component_labels,
-    gateway_name,
+    build_component_labels,
+    get_agents_source,
+    get_gateway_name,
 )
 
-LEAVE_S = 5
+SHUTDOWN_DELAY_S = 5
 """After SIGTERM gateways accept requests for so many seconds, until all nodes route elsewhere."""
-GRACE_SLACK_S = LEAVE_S + 10
+GRACE_SLACK_S = SHUTDOWN_DELAY_S + 10
 """Seconds between the end of the drain and SIGKILL."""
 
 _INTERNAL = "internal"
@@ -39,7 +39,7 @@ _KEYS, _TLS, _LENGTHS, _PICKER_TLS = "keys", "tls", "lengths", "picker-tls"
 """Volumes, each mounted below _FILES by its name."""
 
 
-def gateway_pod(
+def build_gateway_pod(
     deployment: LLMDeployment,
     *,
     host: str = LISTEN_ON,
@@ -52,22 +52,24 @@ def gateway_pod(
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": gateway_name(deployment.name),
+            "name": get_gateway_name(deployment.name),
             "namespace": deployment.namespace,
-            "labels": component_labels(deployment.name, GATEWAY),
+            "labels": build_component_labels(deployment.name, GATEWAY),
         },
-        "spec": _pod_spec(deployment, _container(deployment, host, port, internal_port, plan)),
+        "spec": _build_pod_spec(
+            deployment, _build_container(deployment, host, port, internal_port, plan)
+        ),
     }
 
 
-def gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
+def build_gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
     """The gateway in a cluster: identical pods, on different nodes where possible."""
-    labels = component_labels(deployment.name, GATEWAY)
+    labels = build_component_labels(deployment.name, GATEWAY)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": {
-            "name": gateway_name(deployment.name),
+            "name": get_gateway_name(deployment.name),
             "namespace": deployment.namespace,
             "labels": labels,
         },
@@ -81,18 +83,20 @@ def gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> 
             "template": {
                 "metadata": {"labels": labels},
                 "spec": {
-                    **_pod_spec(deployment, _in_cluster(deployment, image_prefix)),
-                    "topologySpreadConstraints": topology.apart(labels),
+                    **_build_pod_spec(
+                        deployment, _build_cluster_container(deployment, image_prefix)
+                    ),
+                    "topologySpreadConstraints": topology.build_topology_spread(labels),
                 },
             },
         },
     }
 
 
-def gateway_service(deployment: LLMDeployment) -> Manifest:
+def build_gateway_service(deployment: LLMDeployment) -> Manifest:
     """The Service for clients: the deployment's name, port 80, or 443 with a certificate."""
-    labels = component_labels(deployment.name, GATEWAY)
-    scheme, port = _scheme(deployment), 443 if deployment.spec.gateway.tls_secret else 80
+    labels = build_component_labels(deployment.name, GATEWAY)
+    scheme, port = _get_scheme(deployment), 443 if deployment.spec.gateway.tls_secret else 80
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -106,32 +110,32 @@ def gateway_service(deployment: LLMDeployment) -> Manifest:
             "selector": labels,
             "ports": [
                 {"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"},
-                *_picker_service_ports(deployment.spec.gateway),
+                *_build_picker_service_ports(deployment.spec.gateway),
             ],
         },
     }
 
 
-def url(deployment: LLMDeployment) -> str:
+def build_url(deployment: LLMDeployment) -> str:
     """Base URL for OpenAI clients inside the cluster."""
-    return f"{_scheme(deployment)}://{deployment.name}.{deployment.namespace}.svc/v1"
+    return f"{_get_scheme(deployment)}://{deployment.name}.{deployment.namespace}.svc/v1"
 
 
-def _scheme(deployment: LLMDeployment) -> str:
+def _get_scheme(deployment: LLMDeployment) -> str:
     """URL scheme for clients, which is also the name of the port."""
     return "https" if deployment.spec.gateway.tls_secret else "http"
 
 
-def _pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
+def _build_pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
     return {
-        **pod_defaults(deployment.name),
+        **build_pod_defaults(deployment.name),
         "terminationGracePeriodSeconds": deployment.spec.template.drain_timeout_s + GRACE_SLACK_S,
         "containers": [container],
-        "volumes": [scratch("tmp", "/tmp")[0], *_volumes(deployment)],  # noqa: S108 - inside it
+        "volumes": [build_scratch_volume("tmp", "/tmp")[0], *_build_volumes(deployment)],  # noqa: S108 - inside it
     }
 
 
-def _volumes(deployment: LLMDeployment) -> list[Manifest]:
+def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
     """Volumes with the files that the deployment refers to."""
     gateway, routing = deployment.spec.gateway, deployment.spec.routing
     secrets = {
@@ -149,7 +153,7 @@ def _volumes(deployment: LLMDeployment) -> list[Manifest]:
     return volumes
 
 
-def _picker_service_ports(gateway: Gateway) -> list[Manifest]:
+def _build_picker_service_ports(gateway: GatewaySpec) -> list[Manifest]:
     if not gateway.endpoint_picker:
         return []
     app_protocol = "kubernetes.io/h2c" if gateway.endpoint_picker_plain else "http2"
@@ -162,17 +166,19 @@ def _picker_service_ports(gateway: Gateway) -> list[Manifest]:
     return [{"name": _PICKER, **port}]
 
 
-def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
+def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     """The container in a cluster: with a shutdown delay and a liveness probe."""
     plan = deployment.status.plan if deployment.status else None
-    container = _container(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix)
-    flags = ["--leave-delay", str(LEAVE_S)]
+    container = _build_container(
+        deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix
+    )
+    flags = ["--leave-delay", str(SHUTDOWN_DELAY_S)]
     if deployment.spec.scaling.idle_s is not None:
         flags += ["--wake-timeout", str(deployment.spec.scaling.wake_timeout_s)]
     ports = list(container["ports"])
     if deployment.spec.gateway.endpoint_picker:
         flags += ["--endpoint-picker-port", str(PICKER_PORT)]
-        flags += _picker_tls_flags(deployment.spec.gateway)
+        flags += _build_picker_tls_flags(deployment.spec.gateway)
         ports.append({"name": _PICKER, "containerPort": PICKER_PORT})
     return {
         **container,
@@ -189,7 +195,7 @@ def _in_cluster(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     }
 
 
-def _container(
+def _build_container(
     deployment: LLMDeployment,
     host: str,
     port: int,
@@ -203,16 +209,16 @@ def _container(
     """
     gateway, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
     short_prompt_tokens = plan.whole_below_tokens if plan else None
-    is_auto = deployment.spec.engine.transfer is Transfer.AUTO
+    is_auto = deployment.spec.engine.transfer is TransferMode.AUTO
     overlap_min_tokens = plan.ahead_from_tokens if plan and is_auto else None
     mounts = [
         {"name": each["name"], "mountPath": f"{_FILES}/{each['name']}", "readOnly": True}
-        for each in _volumes(deployment)
+        for each in _build_volumes(deployment)
     ]
     lengths = f"{_FILES}/{_LENGTHS}/lengths.json"
     return {
         "name": "gateway",
-        "image": gateway.image or image("gateway", image_prefix),
+        "image": gateway.image or get_image("gateway", image_prefix),
         "command": [
             *("python", "-m", "cleave.gateway.main"),
             *("--host", host, "--port", str(port), "--internal-port", str(internal_port)),
@@ -227,15 +233,15 @@ def _container(
             *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
             *("--late", str(routing.late)),
             *("--queue-limit", str(routing.queue_limit)),
-            *_pool_flags(deployment.spec.pools),
+            *_build_flipping_flags(deployment.spec.pools),
             *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
             *(("--api-keys", f"{_FILES}/{_KEYS}/keys") if gateway.keys_secret else ()),
-            *(_tls_flags("--tls", _TLS) if gateway.tls_secret else ()),
-            *_observe_flags(gateway),
+            *(_build_tls_flags("--tls", _TLS) if gateway.tls_secret else ()),
+            *_build_observability_flags(gateway),
         ],
-        "env": addresses(agents_source(deployment.name, deployment.namespace)),
+        "env": build_address_env(get_agents_source(deployment.name, deployment.namespace)),
         "ports": [
-            {"name": _scheme(deployment), "containerPort": port},
+            {"name": _get_scheme(deployment), "containerPort": port},
             {"name": _INTERNAL, "containerPort": internal_port},
         ],
         # A process is one event loop and never uses more than one core.
@@ -255,31 +261,31 @@ def _container(
             "periodSeconds": 2,
             "timeoutSeconds": 2,
         },
-        "securityContext": container_security(),
-        "volumeMounts": [scratch("tmp", "/tmp")[1], *mounts],  # noqa: S108
+        "securityContext": build_container_security(),
+        "volumeMounts": [build_scratch_volume("tmp", "/tmp")[1], *mounts],  # noqa: S108
     }
 
 
-def _pool_flags(pools: Pools) -> tuple[str, ...]:
+def _build_flipping_flags(pools: PoolsSpec) -> tuple[str, ...]:
     least = ("--min-prefill", str(pools.min_prefill), "--min-decode", str(pools.min_decode))
     return ("--flipping", str(pools.flipping), *least)
 
 
-def _tls_flags(option: str, volume: str) -> tuple[str, ...]:
+def _build_tls_flags(option: str, volume: str) -> tuple[str, ...]:
     """Entries are named as in secrets of type kubernetes.io/tls."""
     folder = f"{_FILES}/{volume}"
     return f"{option}-cert", f"{folder}/tls.crt", f"{option}-key", f"{folder}/tls.key"
 
 
-def _picker_tls_flags(gateway: Gateway) -> tuple[str, ...]:
+def _build_picker_tls_flags(gateway: GatewaySpec) -> tuple[str, ...]:
     if gateway.endpoint_picker_plain:
         return ("--endpoint-picker-plain",)
     if gateway.endpoint_picker_tls_secret:
-        return _tls_flags("--endpoint-picker", _PICKER_TLS)
+        return _build_tls_flags("--endpoint-picker", _PICKER_TLS)
     return ()
 
 
-def _observe_flags(gateway: Gateway) -> list[str]:
+def _build_observability_flags(gateway: GatewaySpec) -> list[str]:
     flags = ["--access-log"] if gateway.access_log else []
     if gateway.tracing is not None:
         flags += ["--otlp-endpoint", gateway.tracing.endpoint]

@@ -23,7 +23,7 @@ SEGMENT = "cleave.dev/segment"
 
 WORKER = "worker"
 """Component of the pods with an agent: one per instance."""
-FOLLOWER = "follower"
+NODE_WORKER = "follower"
 """Component of the further pods of an instance that spans several nodes."""
 GATEWAY = "gateway"
 
@@ -37,27 +37,29 @@ INTERNAL_PORT = 8081
 """Port of a gateway for the operator: state of the fleet without API keys, and metrics."""
 
 
-def pool_name(deployment: str, role: str) -> str:
+def get_pool_name(deployment: str, role: str) -> str:
     """Name of the pool of a role."""
     return f"{deployment}-{role}"
 
 
-def workers_name(deployment: str) -> str:
+def get_workers_name(deployment: str) -> str:
     """Name of the headless Service over all workers."""
     return f"{deployment}-workers"
 
 
-def gateway_name(deployment: str) -> str:
+def get_gateway_name(deployment: str) -> str:
     """Name of the gateway's Deployment and of its disruption budget."""
     return f"{deployment}-gateway"
 
 
-def account_name(deployment: str) -> str:
+def get_account_name(deployment: str) -> str:
     """Name of the service account of a deployment's pods, and of its RoleBinding."""
     return f"{deployment}-discovery"
 
 
-def worker_labels(pool: InstancePool, instance: str, component: str = WORKER) -> dict[str, str]:
+def build_worker_labels(
+    pool: InstancePool, instance: str, component: str = WORKER
+) -> dict[str, str]:
     """Labels of an instance's pods."""
     return {
         DEPLOYMENT: pool.spec.deployment,
@@ -69,11 +71,11 @@ def worker_labels(pool: InstancePool, instance: str, component: str = WORKER) ->
     }
 
 
-def component_labels(deployment: str, component: str) -> dict[str, str]:
+def build_component_labels(deployment: str, component: str) -> dict[str, str]:
     """Labels of all pods of a component; also its selector."""
     return {DEPLOYMENT: deployment, COMPONENT: component}
 
 
-def agents_source(deployment: str, namespace: str) -> str:
+def get_agents_source(deployment: str, namespace: str) -> str:
     """Where to discover a deployment's agents, in the form that `cleave.rpc.agent_discovery` reads."""
-    return f"endpoints:{namespace}/{workers_name(deployment)}:{AGENT_PORT}"
+    return f"endpoints:{namespace}/{get_workers_name(deployment)}:{AGENT_PORT}"

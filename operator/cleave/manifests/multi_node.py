@@ -10,23 +10,23 @@ from cleave.api.pool import InstancePool
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
-    FOLLOWER,
+    NODE_WORKER,
     SEGMENT,
     WORKER,
     Manifest,
-    worker_labels,
-    workers_name,
+    build_worker_labels,
+    get_workers_name,
 )
 from cleave.manifests.resources import Device
-from cleave.manifests.scheduling import segment
+from cleave.manifests.scheduling import build_segment
 from cleave.manifests.worker import (
-    container,
-    engine_args,
-    engine_flags,
-    environment,
-    multi_node_args,
-    worker_pod,
-    worker_spec,
+    build_container_base,
+    build_engine_args,
+    build_engine_flags,
+    build_environment,
+    build_multi_node_args,
+    build_worker_pod,
+    build_worker_spec,
 )
 
 LEADER_ENV = "CLEAVE_LEADER"
@@ -36,7 +36,7 @@ _LWS_LEADER = "$(LWS_LEADER_ADDRESS)"
 _LWS_RANK = "$(LWS_WORKER_INDEX)"
 
 
-def follower_pods(
+def build_node_pods(
     pool: InstancePool,
     leader: Manifest,
     *,
@@ -48,10 +48,10 @@ def follower_pods(
     With the leader's uid they are owned by it: Kubernetes deletes them after it.
     """
     meta = leader["metadata"]
-    host = f"{meta['name']}.{workers_name(pool.spec.deployment)}.{pool.namespace}.svc"
+    host = f"{meta['name']}.{get_workers_name(pool.spec.deployment)}.{pool.namespace}.svc"
     node_pods = []
     for rank in range(1, pool.spec.nodes):
-        labels = _labels(pool, meta["name"], meta["labels"].get(CELL), rank)
+        labels = _build_labels(pool, meta["name"], meta["labels"].get(CELL), rank)
         node_pods.append(
             {
                 "apiVersion": "v1",
@@ -60,10 +60,10 @@ def follower_pods(
                     "name": f"{meta['name']}-{rank}",
                     "namespace": pool.namespace,
                     "labels": labels,
-                    **_owner(meta),
+                    **_build_owner(meta),
                 },
                 "spec": {
-                    **_follower_spec(pool, labels, device, image_prefix, str(rank), host),
+                    **_build_node_spec(pool, labels, device, image_prefix, str(rank), host),
                     # A restarted pod cannot join a running engine: the whole instance is replaced.
                     "restartPolicy": "Never",
                 },
@@ -72,7 +72,7 @@ def follower_pods(
     return node_pods
 
 
-def leader_worker_set(
+def build_leader_worker_set(
     pool: InstancePool,
     name: str,
     *,
@@ -81,19 +81,21 @@ def leader_worker_set(
     image_prefix: str = "",
 ) -> Manifest:
     """One instance as a LeaderWorkerSet with one group; its leader's pod is `name`-0."""
-    leader = worker_pod(pool, f"{name}-0", device=device, cell=cell, image_prefix=image_prefix)
+    leader = build_worker_pod(
+        pool, f"{name}-0", device=device, cell=cell, image_prefix=image_prefix
+    )
     labels = leader["metadata"]["labels"]
     # LeaderWorkerSet sets the host names of its pods itself.
     spec = {k: v for k, v in leader["spec"].items() if k not in ("hostname", "subdomain")}
     cell_label = None if cell is None else str(cell)
-    node_labels = _labels(pool, f"{name}-0", cell_label, rank=1)
+    node_labels = _build_labels(pool, f"{name}-0", cell_label, rank=1)
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
         "metadata": {
             "name": name,
             "namespace": pool.namespace,
-            "labels": worker_labels(pool, f"{name}-0", WORKER),
+            "labels": build_worker_labels(pool, f"{name}-0", WORKER),
         },
         "spec": {
             "replicas": 1,
@@ -104,7 +106,7 @@ def leader_worker_set(
                 "leaderTemplate": {"metadata": {"labels": labels}, "spec": spec},
                 "workerTemplate": {
                     "metadata": {"labels": node_labels},
-                    "spec": _follower_spec(
+                    "spec": _build_node_spec(
                         pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER
                     ),
                 },
@@ -113,27 +115,29 @@ def leader_worker_set(
     }
 
 
-def is_set_possible(pool: InstancePool) -> bool:
+def supports_leader_worker_set(pool: InstancePool) -> bool:
     """Whether a LeaderWorkerSet can express where the pods of the pool's instances run.
 
     Its worker pods share one template, so pods of different stages cannot be placed in different
     cells.
     """
     spec = pool.spec
-    return spec.colocation is None or segment(pool, 0, rank=0) == segment(pool, 0, rank=1)
+    return spec.colocation is None or build_segment(pool, 0, rank=0) == build_segment(
+        pool, 0, rank=1
+    )
 
 
-def command(pool: InstancePool, rank: str) -> list[str]:
+def build_node_command(pool: InstancePool, rank: str) -> list[str]:
     """Command line of a further pod; arguments after `--` go to its share of the engine."""
     spec = pool.spec
     args = ["python", "-m", "cleave_worker.agent.worker_node"]
-    args += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *engine_flags(spec)]
-    shared = multi_node_args(spec, rank, f"$({LEADER_ENV})")
+    args += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *build_engine_flags(spec)]
+    shared = build_multi_node_args(spec, rank, f"$({LEADER_ENV})")
     args += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
-    return [*args, "--", *shared, *engine_args(spec)]
+    return [*args, "--", *shared, *build_engine_args(spec)]
 
 
-def _follower_spec(
+def _build_node_spec(
     pool: InstancePool,
     labels: dict[str, str],
     device: Device,
@@ -142,25 +146,25 @@ def _follower_spec(
     leader: str,
 ) -> Manifest:
     return {
-        **worker_spec(pool, labels, device),
+        **build_worker_spec(pool, labels, device),
         "containers": [
             {
-                **container(pool.spec, device, image_prefix),
-                "command": command(pool, rank),
-                "env": [{"name": LEADER_ENV, "value": leader}, *environment(pool)],
+                **build_container_base(pool.spec, device, image_prefix),
+                "command": build_node_command(pool, rank),
+                "env": [{"name": LEADER_ENV, "value": leader}, *build_environment(pool)],
             }
         ],
     }
 
 
-def _labels(pool: InstancePool, instance: str, cell: str | None, rank: int) -> dict[str, str]:
-    labels = worker_labels(pool, instance, FOLLOWER)
+def _build_labels(pool: InstancePool, instance: str, cell: str | None, rank: int) -> dict[str, str]:
+    labels = build_worker_labels(pool, instance, NODE_WORKER)
     if cell is not None:
-        labels |= {CELL: cell, SEGMENT: segment(pool, int(cell), rank)}
+        labels |= {CELL: cell, SEGMENT: build_segment(pool, int(cell), rank)}
     return labels
 
 
-def _owner(leader: Manifest) -> Manifest:
+def _build_owner(leader: Manifest) -> Manifest:
     if "uid" not in leader:
         return {}
     link = {"apiVersion": "v1", "kind": "Pod", "name": leader["name"], "uid": leader["uid"]}

@@ -6,33 +6,33 @@ start, hence all ports. The operator connects to agents only, and is identified 
 What is hard: Kubernetes always admits the node itself, which probes and port-forwarding need.
 """
 
-from cleave.manifests.discovery import Owner, deployment_of
+from cleave.manifests.discovery import DeploymentOrPool, get_deployment_name
 from cleave.manifests.labels import (
     AGENT_PORT,
     COMPONENT,
     DEPLOYMENT,
-    FOLLOWER,
+    NODE_WORKER,
     WORKER,
     Manifest,
-    workers_name,
+    get_workers_name,
 )
 
-_NAMESPACE = "kubernetes.io/metadata.name"
+_NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Label that Kubernetes sets on every namespace."""
 
 
-def workers_policy(owner: Owner, operator_namespace: str) -> Manifest:
+def build_workers_policy(owner: DeploymentOrPool, operator_namespace: str) -> Manifest:
     """The NetworkPolicy for all workers of a deployment."""
-    deployment = deployment_of(owner)
+    deployment = get_deployment_name(owner)
     operator = {
-        "from": [{"namespaceSelector": {"matchLabels": {_NAMESPACE: operator_namespace}}}],
+        "from": [{"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: operator_namespace}}}],
         "ports": [{"protocol": "TCP", "port": AGENT_PORT}],
     }
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {
-            "name": workers_name(deployment),
+            "name": get_workers_name(deployment),
             "namespace": owner.namespace,
             "labels": {DEPLOYMENT: deployment},
         },
@@ -40,7 +40,7 @@ def workers_policy(owner: Owner, operator_namespace: str) -> Manifest:
             "podSelector": {
                 "matchLabels": {DEPLOYMENT: deployment},
                 "matchExpressions": [
-                    {"key": COMPONENT, "operator": "In", "values": [WORKER, FOLLOWER]}
+                    {"key": COMPONENT, "operator": "In", "values": [WORKER, NODE_WORKER]}
                 ],
             },
             "policyTypes": ["Ingress"],

@@ -8,36 +8,36 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Engine, EngineType
+from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.plan import PlanGrowth, SelectedPlan
 from cleave.api.pool import Colocation, InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
 from cleave.api.scheduling import RoleLimits, Scheduling
-from cleave.manifests.container import image
-from cleave.manifests.labels import DEPLOYMENT, ROLE, pool_name
-from cleave.manifests.topology import Machines, cells_per_node, num_nodes
+from cleave.manifests.container import get_image
+from cleave.manifests.labels import DEPLOYMENT, ROLE, get_pool_name
+from cleave.manifests.topology import NodeTopology, count_cells_per_node, count_nodes
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
-from cleave.planner.result.status import instances, option, predicted
+from cleave.planner.result.status import build_plan_option, build_predicted, to_manual_pools
 
 _REVISION_DIGITS = 10
 
 
-def pools(
+def build_pools(
     deployment: LLMDeployment,
     placement: Placement,
-    machines: Machines = Machines(),  # noqa: B008 - a frozen value
+    machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
-    revision_hash = revision(deployment)
+    revision_hash = hash_revision(deployment)
     return [
-        _pool(deployment, planned, placement, machines, revision_hash)
+        _build_pool(deployment, planned, placement, machines, revision_hash)
         for planned in placement.pools
     ]
 
 
-def revision(deployment: LLMDeployment) -> str:
+def hash_revision(deployment: LLMDeployment) -> str:
     """Hash what prefill and decode instances must share: model and engine.
 
     Parallelism is left out, as instances of different parallelism can exchange KV, and so is where
@@ -49,37 +49,41 @@ def revision(deployment: LLMDeployment) -> str:
     parts = (
         spec.model.model_dump_json(exclude_defaults=True, exclude={"cache"}),
         spec.engine.model_dump_json(exclude_defaults=True),
-        spec.engine.image or image("worker"),
+        spec.engine.image or get_image("worker"),
     )
     text = "\n".join(parts)
     return hashlib.sha256(text.encode()).hexdigest()[:_REVISION_DIGITS]
 
 
-def selected_plan(
+def build_selected_plan(
     deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
 ) -> SelectedPlan:
     """Return the placement in force, for `status.plan`."""
-    result = placement.answer
+    result = placement.result
     selected = result.selected if result else None
     return SelectedPlan(
-        revision=revision(deployment),
+        revision=hash_revision(deployment),
         reason=placement.reason,
         gpus=placement.gpus,
-        pools=instances(placement.pools),
+        pools=to_manual_pools(placement.pools),
         algorithm=selected.algorithm if selected else "",
         verdict=str(result.verdict) if result else None,
         whole_below_tokens=(selected.whole_below_tokens or None) if selected else None,
         ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,
-        predicted=predicted(selected) if selected else None,
+        predicted=build_predicted(selected) if selected else None,
         growth=growth,
-        alternatives=[option(plan) for plan in result.alternatives[:3]] if result else [],
+        alternatives=[build_plan_option(plan) for plan in result.alternatives[:3]]
+        if result
+        else [],
     )
 
 
-def _with_limits(engine: Engine, planned: PlannedPool, all_pools: Iterable[PlannedPool]) -> Engine:
+def _with_limits(
+    engine: EngineSpec, planned: PlannedPool, all_pools: Iterable[PlannedPool]
+) -> EngineSpec:
     """Add the batch limits that the plan assumes, unless the user's arguments set them."""
     if engine.scheduling:
-        engine, planned = _with_all_limits(engine, engine.scheduling, planned, all_pools)
+        engine, planned = _with_role_limits(engine, engine.scheduling, planned, all_pools)
     limits = (
         ("--max-num-seqs", planned.max_num_seqs),
         ("--max-num-batched-tokens", planned.max_num_batched_tokens),
@@ -87,18 +91,21 @@ def _with_limits(engine: Engine, planned: PlannedPool, all_pools: Iterable[Plann
     added = [
         part
         for flag, value in limits
-        if value is not None and not engine.states(flag)
+        if value is not None and not engine.has_flag(flag)
         for part in (flag, str(value))
     ]
     return engine.model_copy(update={"args": [*added, *engine.args]}) if added else engine
 
 
-def _with_all_limits(
-    engine: Engine, scheduling: Scheduling, planned: PlannedPool, all_pools: Iterable[PlannedPool]
-) -> tuple[Engine, PlannedPool]:
+def _with_role_limits(
+    engine: EngineSpec,
+    scheduling: Scheduling,
+    planned: PlannedPool,
+    all_pools: Iterable[PlannedPool],
+) -> tuple[EngineSpec, PlannedPool]:
     """Give the engine the limits of each role, and start it with the largest ones."""
     by_role = {pool.role: pool for pool in all_pools}
-    limits = [_limits(scheduling.limits_of(role), by_role.get(role)) for role in Role]
+    limits = [_merge_limits(scheduling.get_limits(role), by_role.get(role)) for role in Role]
     own = next(each for each in limits if each.role == planned.role)
     seqs = max((each.max_num_seqs or 0 for each in limits), default=0)
     tokens = max((each.max_num_batched_tokens or 0 for each in limits), default=0)
@@ -114,7 +121,7 @@ def _with_all_limits(
     )
 
 
-def _limits(limits: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
+def _merge_limits(limits: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
     if planned is None:
         return limits
     return RoleLimits(
@@ -124,18 +131,18 @@ def _limits(limits: RoleLimits, planned: PlannedPool | None) -> RoleLimits:
     )
 
 
-def _pool(
+def _build_pool(
     deployment: LLMDeployment,
     planned: PlannedPool,
     placement: Placement,
-    machines: Machines,
+    machines: NodeTopology,
     revision_hash: str,
 ) -> InstancePool:
     spec = deployment.spec
     is_emulated = spec.engine.type is EngineType.EMULATED
     return InstancePool(
         metadata=Metadata(
-            name=pool_name(deployment.name, planned.role),
+            name=get_pool_name(deployment.name, planned.role),
             namespace=deployment.namespace,
             labels={DEPLOYMENT: deployment.name, ROLE: str(planned.role)},
         ),
@@ -145,10 +152,10 @@ def _pool(
             replicas=planned.replicas,
             parallelism=planned.parallelism,
             # Emulated engines need no GPU, so each fits on any node.
-            nodes=1 if is_emulated else num_nodes(planned, placement.pools, machines),
-            colocation=_colocation(
+            nodes=1 if is_emulated else count_nodes(planned, placement.pools, machines),
+            colocation=_build_colocation(
                 planned,
-                None if is_emulated else cells_per_node(placement.pools, machines),
+                None if is_emulated else count_cells_per_node(placement.pools, machines),
                 machines.domain,
             ),
             gpu=None if is_emulated else planned.gpu,
@@ -162,7 +169,7 @@ def _pool(
     )
 
 
-def _colocation(planned: PlannedPool, cells: int | None, domain: str) -> Colocation | None:
+def _build_colocation(planned: PlannedPool, cells: int | None, domain: str) -> Colocation | None:
     """Which instances share a domain; `cells`: cells that fit one (None: not known)."""
     if planned.per_cell is None:
         return None

@@ -26,9 +26,9 @@ _GIB_PER_GPU = 8
 loaded."""
 
 
-def resources(spec: InstancePoolSpec, device: Device) -> Manifest:
-    """The container's `resources`: defaults for engine and device, with the pool's overrides."""
-    return _merged(_defaults(spec, device), spec.template.resources)
+def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
+    """The container's `build_resources`: defaults for engine and device, with the pool's overrides."""
+    return _merge(_build_defaults(spec, device), spec.template.resources)
 
 
 def has_rdma(requested: Resources) -> bool:
@@ -36,7 +36,7 @@ def has_rdma(requested: Resources) -> bool:
     return any(name.startswith(_RDMA) for name in (*requested.limits, *requested.requests))
 
 
-def _defaults(spec: InstancePoolSpec, device: Device) -> Resources:
+def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:
     size = spec.parallelism.gpus
     if spec.engine.type is EngineType.EMULATED:
         return Resources(requests={"cpu": "20m", "memory": "128Mi"}, limits={"memory": "512Mi"})
@@ -52,7 +52,7 @@ def _defaults(spec: InstancePoolSpec, device: Device) -> Resources:
     )
 
 
-def _merged(defaults: Resources, overrides: Resources) -> Manifest:
+def _merge(defaults: Resources, overrides: Resources) -> Manifest:
     named = overrides.requests.keys() | overrides.limits.keys()
     limits = {k: v for k, v in defaults.limits.items() if k not in named} | overrides.limits
     requests = {k: v for k, v in defaults.requests.items() if k not in named} | overrides.requests

@@ -25,11 +25,11 @@ _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
-def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
+def build_scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
     """Scheduling fields for the spec of a pod with `labels`."""
     template = pool.spec.template
     fields: Manifest = {}
-    if selector := {**_gpu_selector(pool, device), **template.node_selector}:
+    if selector := {**_build_gpu_selector(pool, device), **template.node_selector}:
         fields["nodeSelector"] = selector
     if template.tolerations:
         fields["tolerations"] = [
@@ -38,14 +38,14 @@ def scheduling(pool: InstancePool, labels: dict[str, str], device: Device) -> Ma
         ]
     if template.runtime_class_name:
         fields["runtimeClassName"] = template.runtime_class_name
-    if affinity := _affinity(pool, labels):
+    if affinity := _build_affinity(pool, labels):
         fields["affinity"] = affinity
     if SEGMENT not in labels and pool.spec.nodes == 1:
-        fields["topologySpreadConstraints"] = topology.apart({POOL: pool.name})
+        fields["topologySpreadConstraints"] = topology.build_topology_spread({POOL: pool.name})
     return fields
 
 
-def segment(pool: InstancePool, cell: int, rank: int) -> str:
+def build_segment(pool: InstancePool, cell: int, rank: int) -> str:
     """Name of what must share a domain: the pods of a cell that hold the same stages.
 
     Each revision has cells of its own: during a rollout they find no room beside the old ones.
@@ -57,19 +57,19 @@ def segment(pool: InstancePool, cell: int, rank: int) -> str:
     return f"{spec.revision}-{cell}{stages}"
 
 
-def _affinity(pool: InstancePool, labels: dict[str, str]) -> Manifest:
+def _build_affinity(pool: InstancePool, labels: dict[str, str]) -> Manifest:
     spec = pool.spec
-    affinity = _in_cell(spec, labels) if SEGMENT in labels else {}
+    affinity = _build_cell_affinity(spec, labels) if SEGMENT in labels else {}
     if spec.nodes > 1:
-        near = topology.linked({INSTANCE: labels[INSTANCE]})
+        near = topology.build_instance_affinity({INSTANCE: labels[INSTANCE]})
     elif SEGMENT not in labels and spec.role is not Role.MIXED:
-        near = topology.near({DEPLOYMENT: spec.deployment, COMPONENT: WORKER})
+        near = topology.build_network_affinity({DEPLOYMENT: spec.deployment, COMPONENT: WORKER})
     else:
         return affinity
     return {**affinity, "podAffinity": {**affinity.get("podAffinity", {}), _PREFERRED: near}}
 
 
-def _in_cell(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
+def _build_cell_affinity(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
     """Affinity to the pods of the cell; the first one takes a domain without other cells.
 
     The scheduler places pods one by one: two cells started in one domain could both lack room
@@ -77,9 +77,11 @@ def _in_cell(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
     """
     colocation = spec.colocation or Colocation(per_cell=1)
     own = {DEPLOYMENT: spec.deployment, SEGMENT: labels[SEGMENT]}
-    other_cells = topology.away({**own, REVISION: spec.revision}, SEGMENT, colocation.topology_key)
+    other_cells = topology.build_anti_affinity_term(
+        {**own, REVISION: spec.revision}, SEGMENT, colocation.topology_key
+    )
     return {
-        "podAffinity": {_REQUIRED: topology.together(own, colocation.topology_key)},
+        "podAffinity": {_REQUIRED: topology.build_required_affinity(own, colocation.topology_key)},
         "podAntiAffinity": (
             {_REQUIRED: [other_cells]}
             if colocation.exclusive
@@ -88,8 +90,8 @@ def _in_cell(spec: InstancePoolSpec, labels: dict[str, str]) -> Manifest:
     }
 
 
-def _gpu_selector(pool: InstancePool, device: Device) -> dict[str, str]:
+def _build_gpu_selector(pool: InstancePool, device: Device) -> dict[str, str]:
     """The node label of the pool's kind of GPU, as NVIDIA's feature discovery writes it."""
     if pool.spec.gpu is None or device != "gpu":
         return {}
-    return {GPU_PRODUCT: topology.product(pool.spec.gpu)}
+    return {GPU_PRODUCT: topology.get_product_label(pool.spec.gpu)}

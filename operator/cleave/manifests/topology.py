@@ -12,7 +12,7 @@ from itertools import count
 
 from cleave.api.role import Parallelism
 from cleave.manifests.labels import Manifest
-from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.planner.plan import PlannedPool
 
 HOSTNAME = "kubernetes.io/hostname"
@@ -24,12 +24,12 @@ SPINE = "network.topology.nvidia.com/spine"
 """The same, as NVIDIA's topograph writes it."""
 ZONE = "topology.kubernetes.io/zone"
 
-_NEAR = ((INFINIBAND, 100), (SPINE, 60), (ZONE, 20))
+_NETWORK_WEIGHTS = ((INFINIBAND, 100), (SPINE, 60), (ZONE, 20))
 """Node labels of fast networks between nodes, with their weights for the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
-class Machines:
+class NodeTopology:
     """GPUs of the nodes, as far as pools depend on them; empty: every instance fits a node."""
 
     gpus_per_node: Mapping[str, int] = field(default_factory=dict)
@@ -37,47 +37,49 @@ class Machines:
     domain: str = HOSTNAME
     """Node label whose value names what shares fast links: a node, or an NVLink clique."""
 
-    def room(self, gpu: str | None) -> int | None:
+    def get_gpus_per_node(self, gpu: str | None) -> int | None:
         """GPUs of the largest node of a kind (None: of any kind); None: not known."""
         if gpu is None:
             return max(self.gpus_per_node.values(), default=None)
-        return self.gpus_per_node.get(product(gpu), self.gpus_per_node.get(gpu))
+        return self.gpus_per_node.get(get_product_label(gpu), self.gpus_per_node.get(gpu))
 
 
-def product(gpu: str) -> str:
+def get_product_label(gpu: str) -> str:
     """The node label's value for this kind of GPU."""
     try:
-        return find(gpu).product
+        return find_gpu(gpu).product
     except UnknownGpuError:
         return gpu
 
 
-def num_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: Machines) -> int:
+def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeTopology) -> int:
     """Nodes that one instance of `pool`, as a part of `pools`, spans."""
-    room = machines.room(pool.gpu)
+    room = machines.get_gpus_per_node(pool.gpu)
     if room is None:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
-        return _fewest(pool.parallelism.pipeline, max(1, room // _stage(pools)))
-    return _parts(pool.parallelism, max(1, room))
+        return _find_fewest_nodes(
+            pool.parallelism.pipeline, max(1, room // _count_stage_gpus(pools))
+        )
+    return _count_even_nodes(pool.parallelism, max(1, room))
 
 
-def cells_per_node(pools: Sequence[PlannedPool], machines: Machines) -> int | None:
+def count_cells_per_node(pools: Sequence[PlannedPool], machines: NodeTopology) -> int | None:
     """Cells of a plan that fit on a node; None: not known, or not relevant.
 
     The scheduler places pods one by one, so several cells could all start on a node and none fit
     completely. As one group they fill the node, and no other cell starts there.
     """
     cell = [pool for pool in pools if pool.per_cell]
-    room = machines.room(cell[0].gpu) if cell else None
+    room = machines.get_gpus_per_node(cell[0].gpu) if cell else None
     if room is None or machines.domain != HOSTNAME:
         return None
     pipeline = cell[0].parallelism.pipeline
-    stages = pipeline // num_nodes(cell[0], pools, machines)
-    return max(1, room // (stages * _stage(pools)))
+    stages = pipeline // count_nodes(cell[0], pools, machines)
+    return max(1, room // (stages * _count_stage_gpus(pools)))
 
 
-def free_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
+def assign_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
     """Assign cells to `wanted` new instances of a pool; `taken`: the cells of the others."""
     used, cells = Counter(taken), list[int]()
     for cell in count():
@@ -87,17 +89,17 @@ def free_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
     return cells
 
 
-def near(labels: Mapping[str, str]) -> list[Manifest]:
+def build_network_affinity(labels: Mapping[str, str]) -> list[Manifest]:
     """Preferred pod affinity terms: a fast network to pods with `labels`."""
-    return [_preferred(weight, key, labels) for key, weight in _NEAR]
+    return [_build_preferred_term(weight, key, labels) for key, weight in _NETWORK_WEIGHTS]
 
 
-def together(labels: Mapping[str, str], domain: str) -> list[Manifest]:
+def build_required_affinity(labels: Mapping[str, str], domain: str) -> list[Manifest]:
     """Required pod affinity terms: the same domain as pods with `labels`."""
     return [{"labelSelector": {"matchLabels": dict(labels)}, "topologyKey": domain}]
 
 
-def away(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
+def build_anti_affinity_term(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
     """A pod anti-affinity term: no pods in the domain with another value of `key`.
 
     `labels` are the pod's own; it applies to pods that share all the other labels.
@@ -111,12 +113,12 @@ def away(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
     return {"labelSelector": selector, "topologyKey": domain}
 
 
-def linked(labels: Mapping[str, str]) -> list[Manifest]:
+def build_instance_affinity(labels: Mapping[str, str]) -> list[Manifest]:
     """Preferred terms for the pods of one instance: the same NVLink clique or fabric."""
-    return [_preferred(100, CLIQUE, labels), *near(labels)]
+    return [_build_preferred_term(100, CLIQUE, labels), *build_network_affinity(labels)]
 
 
-def apart(labels: Mapping[str, str]) -> list[Manifest]:
+def build_topology_spread(labels: Mapping[str, str]) -> list[Manifest]:
     """Topology spread constraint, best effort: few pods with `labels` per node."""
     return [
         {
@@ -128,21 +130,21 @@ def apart(labels: Mapping[str, str]) -> list[Manifest]:
     ]
 
 
-def _stage(pools: Sequence[PlannedPool]) -> int:
+def _count_stage_gpus(pools: Sequence[PlannedPool]) -> int:
     """GPUs of one pipeline stage, over all instances of a cell."""
     return sum(each.per_cell * each.parallelism.tensor for each in pools if each.per_cell)
 
 
-def _preferred(weight: int, key: str, labels: Mapping[str, str]) -> Manifest:
-    return {"weight": weight, "podAffinityTerm": together(labels, key)[0]}
+def _build_preferred_term(weight: int, key: str, labels: Mapping[str, str]) -> Manifest:
+    return {"weight": weight, "podAffinityTerm": build_required_affinity(labels, key)[0]}
 
 
-def _fewest(stages: int, per_node: int) -> int:
+def _find_fewest_nodes(stages: int, per_node: int) -> int:
     """The fewest nodes with equally many stages, at most `per_node` each."""
     return next(n for n in range(1, stages + 1) if stages % n == 0 and stages // n <= per_node)
 
 
-def _parts(size: Parallelism, room: int) -> int:
+def _count_even_nodes(size: Parallelism, room: int) -> int:
     """The fewest nodes with equally many ranks, at most `room` each, without split stages."""
     for nodes in range(1, size.gpus + 1):
         share, rest = divmod(size.gpus, nodes)

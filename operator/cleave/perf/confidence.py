@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Basis(StrEnum):
+class LatencySource(StrEnum):
     """Kind of source of iteration times."""
 
     MEASURED = "measured"
@@ -16,10 +16,10 @@ class Basis(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class Confidence:
     """The source of iteration times and its error."""
 
-    basis: Basis
+    kind: LatencySource
     source: str
     """Short description of the profile, fit or calibration."""
     error: float | None

@@ -7,15 +7,15 @@ modules of their own; the planner does not depend on them.
 from dataclasses import dataclass
 from typing import Protocol
 
-from cleave.perf.confidence import Trust
-from cleave.perf.timing import Timing
+from cleave.perf.confidence import Confidence
+from cleave.perf.timing import EngineTiming
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """One model on one kind of GPU with one parallelism."""
 
-    timing: Timing
+    timing: EngineTiming
     kv_capacity_tokens: int
     """Tokens of KV that fit on one instance, over all its GPUs."""
     prefill_saturation_tokens: int
@@ -29,7 +29,7 @@ class Estimate:
     power_watts: float
     """Provisioned power of all GPUs of the instance."""
     cost_per_hour: float
-    trust: Trust
+    confidence: Confidence
     peak_flops: float | None = None
     """Dense FLOP/s of all GPUs of the instance in the precision of its matrix products, without a
     power cap (for MFU); None: not known, for example of an emulated engine."""
@@ -41,9 +41,9 @@ class Estimator(Protocol):
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """None: not supported, for the reason that `why_not` gives."""
+        """None: not supported, for the reason that `explain_unsupported` gives."""
 
-    def why_not(
+    def explain_unsupported(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
         """Why `estimate` returns None, in one sentence; None: it returns an estimate."""

@@ -15,11 +15,11 @@ from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf import named_profiles, pipeline
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.estimate import Estimate
 from cleave.perf.hardware import inventory, memory
-from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find
-from cleave.perf.hardware.link import Link, within_node
+from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
+from cleave.perf.hardware.link import Link, build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.profile import iteration_fit, operator_fit, profile
@@ -27,7 +27,7 @@ from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.published import distserve, splitwise
 from cleave.perf.roofline.roofline import Roofline
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
 ROOFLINE_ERROR_A100 = 0.11
@@ -38,7 +38,7 @@ ROOFLINE_ERROR = 0.19
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class NodeType:
     """One kind of GPU and how its nodes are built."""
 
     gpu: Gpu
@@ -46,17 +46,17 @@ class Machine:
     network: Link
     """From one of its GPUs to another node."""
 
-    def link(self, gpus: int) -> Link:
+    def select_link(self, gpus: int) -> Link:
         """The slowest link within an instance of that many GPUs."""
-        return within_node(self.gpu) if gpus <= self.gpus_per_node else self.network
+        return build_node_link(self.gpu) if gpus <= self.gpus_per_node else self.network
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _TimingSource:
     """Iteration times from one source."""
 
-    timing: Timing
-    trust: Trust
+    timing: EngineTiming
+    confidence: Confidence
 
 
 class ModelEstimator:
@@ -65,30 +65,32 @@ class ModelEstimator:
     def __init__(
         self,
         shape: ModelShape,
-        machines: Mapping[str, Machine],
+        machines: Mapping[str, NodeType],
         profiles: Sequence[MeasuredProfile] = (),
-        reserve: memory.Reserve = memory.VLLM,
+        reserve: memory.MemoryReserve = memory.VLLM_RESERVE,
         max_model_len: int | None = None,
     ) -> None:
         """`machines`: by GPU name; `max_model_len`: limit, at most the model's own is used."""
         self.shape = shape
         self.machines = machines
-        self._profiles = [each for each in profiles if _is_of(each, shape)]
+        self._profiles = [each for each in profiles if _is_profile_of(each, shape)]
         self._reserve = reserve
         self._max_model_len = min(max_model_len or shape.max_model_len, shape.max_model_len)
-        self._known: dict[tuple[str, int, int], Estimate | None] = {}
-        self._in_one_piece: dict[tuple[str, int], _Source] = {}
+        self._cache: dict[tuple[str, int, int], Estimate | None] = {}
+        self._unpipelined: dict[tuple[str, int], _TimingSource] = {}
 
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """None: not supported, for the reason that `why_not` gives."""
+        """None: not supported, for the reason that `explain_unsupported` gives."""
         key = (gpu, tensor_parallel_size, pipeline_parallel_size)
-        if key not in self._known:
-            self._known[key] = None if self.why_not(*key) else self._estimate(*key)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = (
+                None if self.explain_unsupported(*key) else self._build_estimate(*key)
+            )
+        return self._cache[key]
 
-    def why_not(
+    def explain_unsupported(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
         """Why `estimate` returns None, in one sentence; None: it returns an estimate."""
@@ -101,22 +103,25 @@ class ModelEstimator:
                 f"{machine.gpus_per_node} of a node with {gpu}"
             )
         sizes = (tensor_parallel_size, pipeline_parallel_size)
-        if (reason := self.shape.why_not(*sizes)) is not None:
+        if (reason := self.shape.explain_unsupported(*sizes)) is not None:
             return f"{self.shape.name}: {reason}"
-        if self._measured_capacity(machine.gpu, *sizes) is not None:
+        if self._find_measured_capacity(machine.gpu, *sizes) is not None:
             return None
-        return memory.why_not(self.shape, machine.gpu, *sizes, self._reserve)
+        return memory.explain_unsupported(self.shape, machine.gpu, *sizes, self._reserve)
 
-    def _estimate(self, gpu: str, tensor: int, stages: int) -> Estimate:
+    def _build_estimate(self, gpu: str, tensor: int, stages: int) -> Estimate:
         machine = self.machines[gpu]
-        source = self._source(machine, tensor, stages)
+        source = self._select_source(machine, tensor, stages)
         timing = source.timing
-        if machine.gpu.prompt_slowdown != 1.0 and source.trust.basis is not Basis.ROOFLINE:
+        if (
+            machine.gpu.prompt_slowdown != 1.0
+            and source.confidence.kind is not LatencySource.ROOFLINE
+        ):
             # The roofline's FLOPs include the power cap; measurements were made without one.
-            timing = pipeline.scaled(timing, prompt=machine.gpu.prompt_slowdown)
-        capacity = self._measured_capacity(machine.gpu, tensor, stages)
+            timing = pipeline.scale_timing(timing, prompt=machine.gpu.prompt_slowdown)
+        capacity = self._find_measured_capacity(machine.gpu, tensor, stages)
         if capacity is None:
-            capacity = memory.kv_capacity_tokens(
+            capacity = memory.compute_kv_capacity_tokens(
                 self.shape, machine.gpu, tensor, stages, self._reserve
             )
         gpus = tensor * stages
@@ -124,72 +129,82 @@ class ModelEstimator:
         return Estimate(
             timing=timing,
             kv_capacity_tokens=capacity,
-            prefill_saturation_tokens=pipeline.prefill_saturation_tokens(timing, longest),
+            prefill_saturation_tokens=pipeline.find_prefill_saturation_tokens(timing, longest),
             max_model_len=longest,
             kv_bytes_per_token=self.shape.kv_bytes_per_token,
             flops_per_token=self.shape.flops_per_token,
             power_watts=machine.gpu.power_watts * gpus,
             cost_per_hour=machine.gpu.price_per_hour * gpus,
-            trust=source.trust,
-            peak_flops=self._peak_flops(machine.gpu) * gpus,
+            confidence=source.confidence,
+            peak_flops=self._compute_peak_flops(machine.gpu) * gpus,
         )
 
-    def _peak_flops(self, gpu: Gpu) -> float:
+    def _compute_peak_flops(self, gpu: Gpu) -> float:
         """FLOP/s of one GPU without its power cap: MFU refers to the rated performance."""
         quantization = self.shape.quantization
         is_8_bit = quantization is not None and quantization.is_8_bit_compute
-        return gpu.tflops(is_8_bit) * gpu.prompt_slowdown * 1e12
+        return gpu.get_tflops(is_8_bit) * gpu.prompt_slowdown * 1e12
 
-    def _source(self, machine: Machine, tensor: int, stages: int) -> _Source:
-        for each in self._on(machine.gpu):
+    def _select_source(self, machine: NodeType, tensor: int, stages: int) -> _TimingSource:
+        for each in self._list_profiles(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, stages):
-                return _Source(iteration_fit.to_timing(each), iteration_fit.trust(each))
+                return _TimingSource(
+                    iteration_fit.to_timing(each), iteration_fit.assess_confidence(each)
+                )
         key = (machine.gpu.name, tensor)
-        if key not in self._in_one_piece:
-            self._in_one_piece[key] = next(self._sources_in_one_piece(machine, tensor))
-        single_stage = self._in_one_piece[key]
-        hop = machine.link(tensor * stages)
-        timing = pipeline.cut(single_stage.timing, self.shape, stages, hop)
-        return _Source(timing, single_stage.trust)
+        if key not in self._unpipelined:
+            self._unpipelined[key] = next(self._iter_unpipelined_sources(machine, tensor))
+        single_stage = self._unpipelined[key]
+        hop = machine.select_link(tensor * stages)
+        timing = pipeline.split_into_stages(single_stage.timing, self.shape, stages, hop)
+        return _TimingSource(timing, single_stage.confidence)
 
-    def _sources_in_one_piece(self, machine: Machine, tensor: int) -> Iterator[_Source]:
+    def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
         """Sources without pipeline stages, best first; the last one, the roofline, always works."""
-        for each in self._on(machine.gpu):
+        for each in self._list_profiles(machine.gpu):
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
             if each.prefill and sizes == (tensor, 1):
-                yield _Source(iteration_fit.to_timing(each), iteration_fit.trust(each))
-        for published in (_distserve, _splitwise):
+                yield _TimingSource(
+                    iteration_fit.to_timing(each), iteration_fit.assess_confidence(each)
+                )
+        for published in (_find_distserve, _find_splitwise):
             if (source := published(self.shape, machine.gpu, tensor)) is not None:
                 yield source
-        for each in self._on(machine.gpu):
+        for each in self._list_profiles(machine.gpu):
             operators = each.operators
-            if operators and tensor in operator_fit.tensor_parallel_sizes(operators):
+            if operators and tensor in operator_fit.list_tensor_parallel_sizes(operators):
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
-                trust = Trust(Basis.MEASURED, text, None)
-                yield _Source(operator_fit.to_timing(operators, tensor), trust)
-        roofline = Roofline(self.shape, machine.gpu, tensor, machine.link(tensor)).timing()
+                trust = Confidence(LatencySource.MEASURED, text, None)
+                yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
+        roofline = Roofline(
+            self.shape, machine.gpu, tensor, machine.select_link(tensor)
+        ).to_timing()
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
         is_a100 = machine.gpu.name.startswith("A100")
         error = ROOFLINE_ERROR_A100 if is_a100 else ROOFLINE_ERROR
-        yield _Source(roofline, Trust(Basis.ROOFLINE, text, error))
+        yield _TimingSource(roofline, Confidence(LatencySource.ROOFLINE, text, error))
 
-    def _on(self, gpu: Gpu) -> list[MeasuredProfile]:
-        return [each for each in self._profiles if _is_on(each.device, gpu)]
+    def _list_profiles(self, gpu: Gpu) -> list[MeasuredProfile]:
+        return [each for each in self._profiles if _is_same_gpu(each.device, gpu)]
 
-    def _measured_capacity(self, gpu: Gpu, tensor: int, stages: int) -> int | None:
+    def _find_measured_capacity(self, gpu: Gpu, tensor: int, stages: int) -> int | None:
         for each in self._profiles:
             sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
-            if each.kv_capacity_tokens and sizes == (tensor, stages) and _is_on(each.device, gpu):
+            if (
+                each.kv_capacity_tokens
+                and sizes == (tensor, stages)
+                and _is_same_gpu(each.device, gpu)
+            ):
                 return each.kv_capacity_tokens
         if gpu.name != _DISTSERVE_GPU:
             return None
         tables = distserve.KV_CAPACITY_TOKENS.items()
-        of_model = (table for name, table in tables if _is_same(self.shape, name))
+        of_model = (table for name, table in tables if _matches_shape(self.shape, name))
         return next(of_model, {}).get((tensor, stages))
 
 
-def for_cluster(
+def build_estimator(
     shape: ModelShape,
     cluster: Cluster,
     choices: Sequence[GpuChoice] = (),
@@ -200,14 +215,14 @@ def for_cluster(
 
     Raises ManifestError with a line for each unknown GPU or unusable profile.
     """
-    gpus = inventory.kinds(cluster, choices)
+    gpus = inventory.list_gpus(cluster, choices)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}
     for group in cluster.nodes:
-        name = find(group.gpu, own).name
+        name = find_gpu(group.gpu, own).name
         per_node[name] = max(per_node.get(name, 0), group.gpus_per_node)
     machines = {
-        name: Machine(gpu, per_node[name], inventory.network_link(cluster, gpu))
+        name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu))
         for name, gpu in gpus.items()
     }
     return ModelEstimator(
@@ -220,7 +235,7 @@ def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
     faults: list[str] = []
     for index, path in enumerate(paths):
         try:
-            profiles.append(profile.read(folder / path))
+            profiles.append(profile.read_profile(folder / path))
         except InvalidProfileError as error:
             faults.append(f"profiles[{index}]: {error}")
     if faults:
@@ -228,32 +243,36 @@ def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
     return profiles
 
 
-def _distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
+def _find_distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | None:
     """The fit of DistServe's own engine, the faster and newer one of the two that it published."""
     if gpu.name != _DISTSERVE_GPU:
         return None
     for name, fit in distserve.FITS.items():
         engine, model_name, parallelism = name.split("/")
-        if (engine, parallelism) == ("distserve", f"tp{tensor}") and _is_same(shape, model_name):
-            trust = Trust(Basis.FITTED, "DistServe's fit", None)
-            return _Source(named_profiles.to_timing(fit), trust)
+        if (engine, parallelism) == ("distserve", f"tp{tensor}") and _matches_shape(
+            shape, model_name
+        ):
+            trust = Confidence(LatencySource.FITTED, "DistServe's fit", None)
+            return _TimingSource(named_profiles.to_timing(fit), trust)
     return None
 
 
-def _splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _Source | None:
-    for model_name, device, size in splitwise.measured():
-        if (device, size) == (gpu.name, tensor) and _is_same(shape, model_name):
-            published = splitwise.profile(model_name, device, size)
+def _find_splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | None:
+    for model_name, device, size in splitwise.list_profiles():
+        if (device, size) == (gpu.name, tensor) and _matches_shape(shape, model_name):
+            published = splitwise.find_profile(model_name, device, size)
             assert published is not None
-            error = iteration_fit.trust(published).error
-            trust = Trust(Basis.FITTED, "Splitwise's published measurements of vLLM", error)
-            return _Source(iteration_fit.to_timing(published), trust)
+            error = iteration_fit.assess_confidence(published).error
+            trust = Confidence(
+                LatencySource.FITTED, "Splitwise's published measurements of vLLM", error
+            )
+            return _TimingSource(iteration_fit.to_timing(published), trust)
     return None
 
 
-def _is_same(shape: ModelShape, published: str) -> bool:
+def _matches_shape(shape: ModelShape, published: str) -> bool:
     """Whether times of the published model hold for `shape`: equal layers, equal precision."""
-    other = model_shape.load(published)
+    other = model_shape.load_shape(published)
     parts: tuple[Callable[[ModelShape], float], ...] = (
         lambda each: each.num_layers,
         lambda each: each.hidden_size,
@@ -265,19 +284,19 @@ def _is_same(shape: ModelShape, published: str) -> bool:
     return all(part(shape) == part(other) for part in parts)
 
 
-def _is_of(measurement: MeasuredProfile, shape: ModelShape) -> bool:
-    return _word(measurement.model) == _word(shape.name)
+def _is_profile_of(measurement: MeasuredProfile, shape: ModelShape) -> bool:
+    return _normalize_name(measurement.model) == _normalize_name(shape.name)
 
 
-def _is_on(device: str, gpu: Gpu) -> bool:
+def _is_same_gpu(device: str, gpu: Gpu) -> bool:
     if device.lower() == gpu.name.lower():
         return True
     try:
-        return find(device).name == gpu.name
+        return find_gpu(device).name == gpu.name
     except UnknownGpuError:
         return False
 
 
-def _word(model_name: str) -> str:
+def _normalize_name(model_name: str) -> str:
     """The last part of a path or repository name, in lower case."""
     return model_name.rstrip("/").rpartition("/")[2].lower()

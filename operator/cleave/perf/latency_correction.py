@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cleave.perf import pipeline
 from cleave.perf.estimate import Estimate, Estimator
 
-LEAST, MOST = 0.1, 10.0
+MIN_FACTOR, MAX_FACTOR = 0.1, 10.0
 """Range of a factor; outside of it the model describes a different machine or model."""
 
 
@@ -26,31 +26,33 @@ class Correction:
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             value = getattr(self, name)
-            if not LEAST <= value <= MOST:
-                raise ValueError(f"{name} {value:g}: must be from {LEAST:g} to {MOST:g}")
+            if not MIN_FACTOR <= value <= MAX_FACTOR:
+                raise ValueError(f"{name} {value:g}: must be from {MIN_FACTOR:g} to {MAX_FACTOR:g}")
 
     def __str__(self) -> str:
         requests = f"from {self.num_requests:,} requests"
         return f"corrected by x{self.prefill:.2f} prefill, x{self.decode:.2f} decode {requests}"
 
-    def times(self, factor: float) -> "Correction":
+    def scale(self, factor: float) -> "Correction":
         """This correction with both factors multiplied by `factor`, clamped to the range."""
         return replace(
-            self, prefill=bound(self.prefill * factor), decode=bound(self.decode * factor)
+            self,
+            prefill=clamp_factor(self.prefill * factor),
+            decode=clamp_factor(self.decode * factor),
         )
 
     @property
-    def is_none(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether it changes nothing."""
         return self.prefill == self.decode == 1.0
 
 
-NONE = Correction()
+NO_CORRECTION = Correction()
 
 
-def bound(factor: float) -> float:
+def clamp_factor(factor: float) -> float:
     """The nearest factor within the range."""
-    return min(max(factor, LEAST), MOST)
+    return min(max(factor, MIN_FACTOR), MAX_FACTOR)
 
 
 class CorrectedEstimator:
@@ -68,17 +70,19 @@ class CorrectedEstimator:
         if base is None:
             return None
         factor = self._correction
-        timing = pipeline.scaled(base.timing, prompt=factor.prefill, decode=factor.decode)
-        trust = replace(base.trust, source=f"{base.trust.source}; {factor}")
-        return replace(base, timing=timing, trust=trust)
+        timing = pipeline.scale_timing(base.timing, prompt=factor.prefill, decode=factor.decode)
+        trust = replace(base.confidence, source=f"{base.confidence.source}; {factor}")
+        return replace(base, timing=timing, confidence=trust)
 
-    def why_not(
+    def explain_unsupported(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
         """The other estimator's reason."""
-        return self._estimator.why_not(gpu, tensor_parallel_size, pipeline_parallel_size)
+        return self._estimator.explain_unsupported(
+            gpu, tensor_parallel_size, pipeline_parallel_size
+        )
 
 
-def correct(estimator: Estimator, correction: Correction) -> Estimator:
+def apply_correction(estimator: Estimator, correction: Correction) -> Estimator:
     """`estimator` with corrected iterations; `estimator` itself if nothing is to be corrected."""
-    return estimator if correction.is_none else CorrectedEstimator(estimator, correction)
+    return estimator if correction.is_identity else CorrectedEstimator(estimator, correction)

@@ -9,9 +9,9 @@ from pathlib import Path
 from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.published import distserve
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
-_FILES = (".yaml", ".yml", ".json")
+_SUFFIXES = (".yaml", ".yml", ".json")
 _LARGEST_BATCH = 1024
 """Decode iterations are tabulated up to this batch and extrapolated linearly beyond."""
 
@@ -21,78 +21,78 @@ class UnknownProfileError(LookupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class NamedProfile:
     """A measured instance: one engine, model and parallelism on one GPU type."""
 
     name: str
     model: str
-    timing: Timing
+    timing: EngineTiming
     kv_capacity_tokens: int
 
 
-def load(name: str) -> Profile:
+def load_profile(name: str) -> NamedProfile:
     """The profile ENGINE/MODEL/tpN, or the one in a file that `cleave profile` wrote.
 
     Raises UnknownProfileError, which lists the known names or what the file lacks.
     """
-    if is_file(name):
-        return _read(name)
+    if is_profile_file(name):
+        return _load_file(name)
     fit = distserve.FITS.get(name)
     if fit is None:
         raise UnknownProfileError(
-            f"no latency profile {name!r}; known are: {', '.join(names())}, "
-            f"and files ending in {', '.join(_FILES)}"
+            f"no latency profile {name!r}; known are: {', '.join(list_names())}, "
+            f"and files ending in {', '.join(_SUFFIXES)}"
         )
     _, model, parallelism = name.split("/")
     tensor_parallel_size = int(parallelism.removeprefix("tp"))
     capacity = distserve.KV_CAPACITY_TOKENS[model][tensor_parallel_size, 1]
-    return Profile(name, model, to_timing(fit), capacity)
+    return NamedProfile(name, model, to_timing(fit), capacity)
 
 
-def is_file(name: str) -> bool:
-    """Whether `load` treats this name as the path of a file."""
-    return name.endswith(_FILES)
+def is_profile_file(name: str) -> bool:
+    """Whether `load_profile` treats this name as the path of a file."""
+    return name.endswith(_SUFFIXES)
 
 
-def names() -> tuple[str, ...]:
+def list_names() -> tuple[str, ...]:
     """The names of all profiles that need no file."""
     return tuple(distserve.FITS)
 
 
-def to_timing(fit: distserve.Fit, stages: int = 1) -> Timing:
+def to_timing(fit: distserve.PublishedFit, stages: int = 1) -> EngineTiming:
     """DistServe's fit (OSDI'24, section 4.1 and appendix A), coefficients as published.
 
     prefill ms = a + b * sum(len) + c * sum(len^2); decode ms = a + b * sum(context) + c * batch.
     """
     decode = [
-        fit.decode_small if batch < distserve.DECODE_REGIME else fit.decode_large
+        fit.decode_small if batch < distserve.LARGE_BATCH_FROM else fit.decode_large
         for batch in range(_LARGEST_BATCH + 1)
     ]
-    return Timing(
+    return EngineTiming(
         prompt_step=1.0,
         prompt_ms=(fit.prefill.fixed_ms, fit.prefill.fixed_ms + fit.prefill.per_token_ms),
-        prompt_square_ms=fit.prefill.last_ms,
-        decode_ms=tuple(each.fixed_ms + each.last_ms * n for n, each in enumerate(decode)),
+        prompt_square_ms=fit.prefill.regressor_ms,
+        decode_ms=tuple(each.fixed_ms + each.regressor_ms * n for n, each in enumerate(decode)),
         decode_context_ms=tuple(each.per_token_ms for each in decode),
         stages=stages,
     )
 
 
-def _read(path: str) -> Profile:
+def _load_file(path: str) -> NamedProfile:
     try:
-        measurement = profile.read(Path(path))
+        measurement = profile.read_profile(Path(path))
         if measurement.kv_capacity_tokens is None:
             raise InvalidProfileError(
                 f"{path}: kvCapacityTokens: is missing; set how many tokens an instance holds"
             )
-        return Profile(
-            path, measurement.model, _timing(measurement), measurement.kv_capacity_tokens
+        return NamedProfile(
+            path, measurement.model, _build_timing(measurement), measurement.kv_capacity_tokens
         )
     except InvalidProfileError as error:
         raise UnknownProfileError(str(error)) from error
 
 
-def _timing(measurement: profile.MeasuredProfile) -> Timing:
+def _build_timing(measurement: profile.MeasuredProfile) -> EngineTiming:
     """From measured iterations if the profile has them, else composed from its operators."""
     if measurement.prefill:
         return iteration_fit.to_timing(measurement)

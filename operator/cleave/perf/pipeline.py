@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
-_NEAR_THE_BEST = 0.9
+_SATURATION_SHARE = 0.9
 
 
-def cut(timing: Timing, shape: ModelShape, stages: int, link: Link) -> Timing:
+def split_into_stages(
+    timing: EngineTiming, shape: ModelShape, stages: int, link: Link
+) -> EngineTiming:
     """Spread `timing`, which has one stage, over `stages` stages with `link` between them.
 
     All stages get the time of the one with the most layers: right for the rate, slightly too long
@@ -21,17 +23,17 @@ def cut(timing: Timing, shape: ModelShape, stages: int, link: Link) -> Timing:
     """
     if stages == 1:
         return timing
-    uneven = shape.layers_per_stage(stages) * stages / shape.num_layers
+    uneven = shape.count_layers_per_stage(stages) * stages / shape.num_layers
     row_bytes = shape.hidden_size * shape.dtype_bytes
     return replace(
-        scaled(timing, prompt=uneven, decode=uneven),
+        scale_timing(timing, prompt=uneven, decode=uneven),
         stages=stages,
-        hop_ms=link.send_ms(0),
-        hop_token_ms=link.send_ms(row_bytes) - link.send_ms(0),
+        hop_ms=link.compute_send_ms(0),
+        hop_token_ms=link.compute_send_ms(row_bytes) - link.compute_send_ms(0),
     )
 
 
-def scaled(timing: Timing, prompt: float = 1.0, decode: float = 1.0) -> Timing:
+def scale_timing(timing: EngineTiming, prompt: float = 1.0, decode: float = 1.0) -> EngineTiming:
     """`timing` with prefill and decode times multiplied by these factors."""
     return replace(
         timing,
@@ -42,7 +44,7 @@ def scaled(timing: Timing, prompt: float = 1.0, decode: float = 1.0) -> Timing:
     )
 
 
-def prefill_saturation_tokens(timing: Timing, max_model_len: int) -> int:
+def find_prefill_saturation_tokens(timing: EngineTiming, max_model_len: int) -> int:
     """DistServe's L_m (section 3.1): the prompt length from which throughput hardly grows.
 
     The shortest length whose tokens per second are nine tenths of the maximum over all lengths up
@@ -50,12 +52,12 @@ def prefill_saturation_tokens(timing: Timing, max_model_len: int) -> int:
     this is 512, as in the paper. At most `max_model_len`.
     """
     lengths = [min(16 * 2 ** (i / 8), max_model_len) for i in range(8 * 20)]
-    speeds = [tokens / _prompt_ms(timing, tokens) for tokens in lengths]
-    enough = _NEAR_THE_BEST * max(speeds)
+    speeds = [tokens / _predict_prompt_ms(timing, tokens) for tokens in lengths]
+    enough = _SATURATION_SHARE * max(speeds)
     first = next(tokens for tokens, speed in zip(lengths, speeds, strict=True) if speed >= enough)
     nearest: int = 2 ** round(math.log2(first))
     return min(nearest, max_model_len)
 
 
-def _prompt_ms(timing: Timing, tokens: float) -> float:
-    return timing.prefill_ms([max(round(tokens), 1)])
+def _predict_prompt_ms(timing: EngineTiming, tokens: float) -> float:
+    return timing.predict_prefill_ms([max(round(tokens), 1)])

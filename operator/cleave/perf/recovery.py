@@ -9,29 +9,29 @@ time. Both are expressed in GPU seconds, so that the rate of losses decides.
 from dataclasses import dataclass
 
 from cleave.perf.hardware.link import Link
-from cleave.perf.timing import Chunk, Timing
+from cleave.perf.timing import EngineTiming, PromptChunk
 
 _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Residents:
+class ResidentLoad:
     """The mean load of a decoding instance."""
 
     streams: float
     prompt_tokens: float
-    made_tokens: float
+    generated_tokens: float
     """Output tokens of a stream when the instance is lost: half of its output."""
-    begun_per_s: float
+    started_per_s: float
 
     @property
     def context_tokens(self) -> float:
         """Mean context of one stream."""
-        return self.prompt_tokens + self.made_tokens
+        return self.prompt_tokens + self.generated_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class CheckpointSetup:
     """How checkpoints are written: each full block is copied to the host's memory."""
 
     link: Link
@@ -46,34 +46,34 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
+class RecomputeSetup:
     """The instances that recompute the contexts of lost streams."""
 
-    timing: Timing
+    timing: EngineTiming
     gpus: int
     """GPUs of one instance."""
     instances: int
 
 
 @dataclass(frozen=True, slots=True)
-class Resuming:
+class ResumeCost:
     """Time to resume one stream in ms, without queueing and without the handoff."""
 
-    anew_ms: float
+    recompute_ms: float
     """Prompt and output so far are recomputed."""
-    returned_ms: float
+    prefix_cached_ms: float
     """The same if the prompt is still in the prefix cache of the instance that computed it."""
     restored_ms: float
     """All full blocks come from a checkpoint, the rest is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class RecoveryComparison:
     """Comparison for one decoding instance: checkpoints, or recomputing when it is lost."""
 
-    resuming: Resuming
+    resume_cost: ResumeCost
     pause_s: float
-    """Time until the last stream is recomputed, shared by all `Computing.instances`."""
+    """Time until the last stream is recomputed, shared by all `RecomputeSetup.instances`."""
     restored_pause_s: float
     link_bytes_per_s: float
     """Bytes that each GPU copies continuously."""
@@ -86,38 +86,42 @@ class Weighing:
     """GPU seconds that checkpoints save at one loss."""
 
     @property
-    def even_hours(self) -> float:
+    def break_even_hours(self) -> float:
         """Mean hours between losses of an instance below which checkpoints save GPU time."""
         return self.gain_s / self.cost_s_per_hour if self.cost_s_per_hour else 0.0
 
-    def pays(self, hours_between_losses: float) -> bool:
+    def is_worthwhile(self, hours_between_losses: float) -> bool:
         """Whether checkpoints save GPU time at this mean time between losses of an instance."""
-        return self.link_share < 1.0 and 0.0 < hours_between_losses < self.even_hours
+        return self.link_share < 1.0 and 0.0 < hours_between_losses < self.break_even_hours
 
 
-def resume(timing: Timing, residents: Residents, checkpoints: Keeping) -> Resuming:
+def compute_resume_cost(
+    timing: EngineTiming, residents: ResidentLoad, checkpoints: CheckpointSetup
+) -> ResumeCost:
     """Times to resume one stream of mean length on an instance with `timing`."""
     tokens = max(round(residents.context_tokens), 1)
     saved = tokens // checkpoints.block_tokens * checkpoints.block_tokens
     cached = round(residents.prompt_tokens) // checkpoints.block_tokens * checkpoints.block_tokens
-    return Resuming(
-        _compute_ms(timing, 0, tokens),
-        _compute_ms(timing, cached, tokens),
-        checkpoints.link.send_ms(saved * checkpoints.token_bytes)
-        + _compute_ms(timing, saved, tokens),
+    return ResumeCost(
+        _predict_compute_ms(timing, 0, tokens),
+        _predict_compute_ms(timing, cached, tokens),
+        checkpoints.link.compute_send_ms(saved * checkpoints.token_bytes)
+        + _predict_compute_ms(timing, saved, tokens),
     )
 
 
-def weigh(recompute: Computing, residents: Residents, checkpoints: Keeping) -> Weighing:
+def compare_recovery(
+    recompute: RecomputeSetup, residents: ResidentLoad, checkpoints: CheckpointSetup
+) -> RecoveryComparison:
     """Compare recomputing with checkpoints of every full block of prompts and outputs."""
-    one = resume(recompute.timing, residents, checkpoints)
-    copied = residents.begun_per_s * (residents.prompt_tokens + 2 * residents.made_tokens)
+    one = compute_resume_cost(recompute.timing, residents, checkpoints)
+    copied = residents.started_per_s * (residents.prompt_tokens + 2 * residents.generated_tokens)
     link_bytes = copied * checkpoints.token_bytes
     share = link_bytes / (checkpoints.memory_gb_per_s * 1e9)
     streams_per_instance = residents.streams / recompute.instances / 1e3
-    return Weighing(
+    return RecoveryComparison(
         one,
-        pause_s=streams_per_instance * one.anew_ms,
+        pause_s=streams_per_instance * one.recompute_ms,
         restored_pause_s=streams_per_instance * one.restored_ms,
         link_bytes_per_s=link_bytes,
         link_share=link_bytes / (checkpoints.link.effective_gb_per_s * 1e9),
@@ -126,11 +130,11 @@ def weigh(recompute: Computing, residents: Residents, checkpoints: Keeping) -> W
         * checkpoints.token_bytes
         * checkpoints.gpus,
         cost_s_per_hour=_HOUR_S * share * checkpoints.gpus,
-        gain_s=residents.streams * recompute.gpus * (one.anew_ms - one.restored_ms) / 1e3,
+        gain_s=residents.streams * recompute.gpus * (one.recompute_ms - one.restored_ms) / 1e3,
     )
 
 
-def _compute_ms(timing: Timing, start: int, end: int) -> float:
+def _predict_compute_ms(timing: EngineTiming, start: int, end: int) -> float:
     """Time to compute the tokens from `start` to `end`, at least the last one, which yields the
     next token."""
-    return timing.iteration_ms([Chunk(min(start, end - 1), end)], 0, 0)
+    return timing.predict_iteration_ms([PromptChunk(min(start, end - 1), end)], 0, 0)

@@ -1,10 +1,10 @@
 """How long one iteration of an instance takes: the common numeric form of all latency models.
 
-A fit, a roofline and a measured profile all become a `Timing`; the emulated engine and the
+A fit, a roofline and a measured profile all become a `EngineTiming`; the emulated engine and the
 simulator compute with nothing else, so they always agree. What is hard: an iteration contains
 prompt chunks, decoding requests or both, and must be evaluated up to a million times a second;
-`pass_ms` is therefore plain arithmetic over sequences of floats, which numba compiles unchanged.
-Standard library only: 64 emulated engines import it.
+`compute_iteration_ms` is therefore plain arithmetic over sequences of floats, which numba compiles
+unchanged. Standard library only: 64 emulated engines import it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Prompt tokens `start` <= position < `end` of one request, computed in one iteration."""
 
     start: int
@@ -20,7 +20,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class EngineTiming:
     """The iteration times of one instance, in milliseconds."""
 
     prompt_step: float
@@ -43,7 +43,9 @@ class Timing:
     hop_token_ms: float = 0.0
     """Cost of the same per token in the iteration."""
 
-    def iteration_ms(self, chunks: Sequence[Chunk], batch: int, context_tokens: int) -> float:
+    def predict_iteration_ms(
+        self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int
+    ) -> float:
         """ms of an iteration with prompt chunks and `batch` decoding requests; 0 when empty.
 
         `context_tokens` is the sum of the decoding requests' contexts.
@@ -51,7 +53,7 @@ class Timing:
         tokens = sum(end - start for start, end in chunks)
         squares = sum(end * end - start * start for start, end in chunks)
         hops_ms = (self.stages - 1) * (self.hop_ms + self.hop_token_ms * (tokens + batch))
-        ms = pass_ms(
+        ms = compute_iteration_ms(
             self.prompt_step,
             self.prompt_ms,
             self.prompt_square_ms,
@@ -64,16 +66,16 @@ class Timing:
         )
         return ms + hops_ms if ms else 0.0
 
-    def prefill_ms(self, prompt_tokens: Sequence[int]) -> float:
+    def predict_prefill_ms(self, prompt_tokens: Sequence[int]) -> float:
         """ms of an iteration with unchunked prompts of these lengths; 0 for none."""
-        return self.iteration_ms([Chunk(0, tokens) for tokens in prompt_tokens], 0, 0)
+        return self.predict_iteration_ms([PromptChunk(0, tokens) for tokens in prompt_tokens], 0, 0)
 
-    def decode_pass_ms(self, batch: int, context_tokens: int) -> float:
+    def predict_decode_ms(self, batch: int, context_tokens: int) -> float:
         """ms of a decode iteration of `batch` requests whose contexts sum to `context_tokens`."""
-        return self.iteration_ms([], batch, context_tokens)
+        return self.predict_iteration_ms([], batch, context_tokens)
 
 
-def pass_ms(
+def compute_iteration_ms(
     prompt_step: float,
     prompt_ms: Sequence[float],
     prompt_square_ms: float,
@@ -94,17 +96,19 @@ def pass_ms(
     if batch == 0:
         if tokens == 0:
             return 0.0
-        return line(prompt_step, prompt_ms, tokens) + prompt_square_ms * squares
+        return interpolate_table(prompt_step, prompt_ms, tokens) + prompt_square_ms * squares
     last = min(batch, len(decode_context_ms) - 1)
-    decode = line(1.0, decode_ms, batch) + decode_context_ms[last] * context_tokens
+    decode = interpolate_table(1.0, decode_ms, batch) + decode_context_ms[last] * context_tokens
     if tokens == 0:
         return decode
-    grown = line(prompt_step, prompt_ms, tokens + batch) - line(prompt_step, prompt_ms, batch)
-    alone = line(prompt_step, prompt_ms, tokens)
+    grown = interpolate_table(prompt_step, prompt_ms, tokens + batch) - interpolate_table(
+        prompt_step, prompt_ms, batch
+    )
+    alone = interpolate_table(prompt_step, prompt_ms, tokens)
     return max(decode + grown, alone) + prompt_square_ms * squares
 
 
-def line(step: float, points: Sequence[float], at: float) -> float:
+def interpolate_table(step: float, points: Sequence[float], at: float) -> float:
     """Linear interpolation at `at` >= 0 in a table with the points 0, `step`, 2 `step`, ..."""
     position = at / step
     index = min(int(position), len(points) - 2)

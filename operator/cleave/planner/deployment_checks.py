@@ -1,8 +1,8 @@
 """Checks of a deployment's model: what it allows, and what the planner does not know. Pure.
 
-Called by `placement.plan` (for every way to start a deployment), by the operator's admission
-webhook and by the command line, so that all of them report the same. Emulated engines have no
-weights to shard and stand in for any model.
+Called by `placement.choose_placement` (for every way to start a deployment), by the operator's
+admission webhook and by the command line, so that all of them report the same. Emulated engines
+have no weights to shard and stand in for any model.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from cleave.api.role import Role
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 
-_FOLDER = "it is a folder, which the operator does not read"
-_UNHEARD = "it is not in Cleave's model table"
+_FOLDER_NOT_READ = "it is a folder, which the operator does not read"
+_NOT_IN_TABLE = "it is not in Cleave's model table"
 
 
-def unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
+def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
     """Why the planner does not know the model's dimensions; None: it does.
 
     Without `reads_files` a model folder is not read.
@@ -26,42 +26,46 @@ def unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str
     if deployment.spec.engine.type is EngineType.EMULATED:
         return None
     if model_spec.folder is not None and not reads_files:
-        return _FOLDER
+        return _FOLDER_NOT_READ
     try:
-        model_shape.load(model_spec.locator)
+        model_shape.load_shape(model_spec.locator)
     except model_shape.UnknownModelError as error:
-        return str(error) if model_spec.folder else _UNHEARD
+        return str(error) if model_spec.folder else _NOT_IN_TABLE
     return None
 
 
-def split_faults(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
+def list_parallelism_faults(
+    deployment: LLMDeployment, *, reads_files: bool = True
+) -> Iterator[str]:
     """Manual parallel sizes that the model, or the connector between roles, does not allow."""
     spec = deployment.spec
     if spec.placement is None or spec.engine.type is EngineType.EMULATED:
         return
-    shape = _shape(deployment, reads_files=reads_files)
+    shape = _load_shape(deployment, reads_files=reads_files)
     pools = spec.placement.manual
     for index, pool in enumerate(pools):
         tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
-        if shape and (reason := shape.why_not(tensor, pipeline)):
+        if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
-    heads = shape.split_kv_heads if shape else None
+    heads = shape.shardable_kv_heads if shape else None
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
-            reason = spec.engine.connector.why_not(prefill.parallelism, other.parallelism, heads)
+            reason = spec.engine.connector.explain_incompatibility(
+                prefill.parallelism, other.parallelism, heads
+            )
             if other.role is not Role.PREFILL and reason:
                 yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}"
 
 
-def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
+def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
     """Warnings: legal settings that are probably mistakes or limit the planner."""
     spec = deployment.spec
-    for field, value in spec.slo.like_seconds.items():
+    for field, value in spec.slo.suspicious_targets.items():
         yield (
             f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
             f"{value:g} s is {1000 * value:g}"
         )
-    why = unknown_model(deployment, reads_files=reads_files)
+    why = explain_unknown_model(deployment, reads_files=reads_files)
     if why is None:
         return
     if spec.placement is None and spec.workload is not None:
@@ -86,7 +90,7 @@ def doubts(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[s
                 )
 
 
-def _shape(deployment: LLMDeployment, *, reads_files: bool) -> ModelShape | None:
-    if unknown_model(deployment, reads_files=reads_files) is not None:
+def _load_shape(deployment: LLMDeployment, *, reads_files: bool) -> ModelShape | None:
+    if explain_unknown_model(deployment, reads_files=reads_files) is not None:
         return None
-    return model_shape.load(deployment.spec.model.locator)
+    return model_shape.load_shape(deployment.spec.model.locator)

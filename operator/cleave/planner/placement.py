@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Engine, EngineType
+from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.plan import ManualPool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
 from cleave.planner import deployment_checks
-from cleave.planner.plan import Answer, PlannedPool
+from cleave.planner.plan import PlannedPool, PlanningResult
 
 
 class PlanError(ValueError):
@@ -35,7 +35,7 @@ class Placement:
     """At most one per role, in the order prefill, decode, mixed."""
     reason: str
     """One sentence for status and the command line."""
-    answer: Answer | None = None
+    result: PlanningResult | None = None
     """The planner's result; None: set in spec.placement.manual, or not planned."""
 
     @property
@@ -43,36 +43,38 @@ class Placement:
         """GPUs (on CPU nodes: cores) of all instances."""
         return sum(pool.gpus for pool in self.pools)
 
-    def replicas(self, role: Role) -> int:
+    def count_replicas(self, role: Role) -> int:
         """Number of instances of `role`."""
         return sum(pool.replicas for pool in self.pools if pool.role is role)
 
 
-def plan(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
+def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
     """The placement in spec.placement.manual, else one prefill and one decode instance.
 
     Without `reads_files`, a latency profile in a file and a model in a folder are not read: they
     are assumed to exist where the engines run. Raises PlanError.
     """
     engine = deployment.spec.engine
-    if reads_files or not named_profiles.is_file(engine.emulation.latency):
-        _must_be_measured(engine)
+    if reads_files or not named_profiles.is_profile_file(engine.emulation.latency):
+        _check_latency_profile(engine)
     manual = deployment.spec.placement
     if manual is None:
         return Placement(
             pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
-            reason=_why_smallest(deployment, reads_files=reads_files),
+            reason=_explain_default(deployment, reads_files=reads_files),
         )
-    if faults := list(deployment_checks.split_faults(deployment, reads_files=reads_files)):
+    if faults := list(
+        deployment_checks.list_parallelism_faults(deployment, reads_files=reads_files)
+    ):
         raise PlanError(faults)
     order = list(Role)
     return Placement(
-        pools=tuple(map(to_planned, sorted(manual.manual, key=lambda p: order.index(p.role)))),
+        pools=tuple(map(to_planned_pool, sorted(manual.manual, key=lambda p: order.index(p.role)))),
         reason="set in spec.placement.manual",
     )
 
 
-def to_planned(pool: ManualPool) -> PlannedPool:
+def to_planned_pool(pool: ManualPool) -> PlannedPool:
     """Convert a pool of a manifest or a status to the planner's type."""
     return PlannedPool(
         pool.role,
@@ -85,13 +87,13 @@ def to_planned(pool: ManualPool) -> PlannedPool:
     )
 
 
-def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
+def resolve_paths(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
     """The deployment with the path of its latency profile made absolute, relative to `folder`.
 
     Engines run in other working directories; a relative path is meant relative to the manifest.
     """
     engine = deployment.spec.engine
-    if engine.emulated is None or not named_profiles.is_file(engine.emulated.latency):
+    if engine.emulated is None or not named_profiles.is_profile_file(engine.emulated.latency):
         return deployment
     path = str(folder.absolute() / engine.emulated.latency)
     emulated = engine.emulated.model_copy(update={"latency": path})
@@ -100,12 +102,12 @@ def located(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
     return deployment.model_copy(update={"spec": spec})
 
 
-def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
+def _explain_default(deployment: LLMDeployment, *, reads_files: bool) -> str:
     """Why nothing was planned and the default placement is used."""
     default = "default placement (1 prefill + 1 decode)"
     if deployment.spec.workload is None:
         return f"{default}: no spec.workload to plan from and no spec.placement.manual"
-    unknown = deployment_checks.unknown_model(deployment, reads_files=reads_files)
+    unknown = deployment_checks.explain_unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
         missing = "no cluster file with the machines"
         return f"{default}: {missing} and no spec.placement.manual"
@@ -117,11 +119,11 @@ def _why_smallest(deployment: LLMDeployment, *, reads_files: bool) -> str:
     )
 
 
-def _must_be_measured(engine: Engine) -> None:
+def _check_latency_profile(engine: EngineSpec) -> None:
     """Raise PlanError for an unknown latency profile, before an engine fails to start with it."""
     if engine.type is not EngineType.EMULATED:
         return
     try:
-        named_profiles.load(engine.emulation.latency)
+        named_profiles.load_profile(engine.emulation.latency)
     except named_profiles.UnknownProfileError as error:
         raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Trust
+from cleave.perf.confidence import Confidence
 
 EMULATED_GPU = "emulated GPU"
 """Name of the GPU type of an emulated instance, which needs no GPU."""
 
 
-class Verdict(StrEnum):
+class PlanVerdict(StrEnum):
     """Whether to disaggregate, to colocate, or that no plan meets the SLO."""
 
     DISAGGREGATE = "Disaggregate"
@@ -70,7 +70,7 @@ class Prediction:
     cost_per_hour: float
     power_watts: float
     """Provisioned power of all GPUs."""
-    trust: Trust
+    trust: Confidence
     """How reliable the latency model behind the prediction is."""
 
 
@@ -121,10 +121,10 @@ class NearestSlo:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanningResult:
     """The complete result of planning one deployment."""
 
-    verdict: Verdict
+    verdict: PlanVerdict
     selected: Plan | None
     """None when no plan meets the SLO."""
     alternatives: tuple[Plan, ...]

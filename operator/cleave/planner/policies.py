@@ -3,16 +3,16 @@
 Predictions know every output length; engines reserve KV by estimates and preempt a little more.
 """
 
-from cleave.api.engine import Engine
+from cleave.api.engine import EngineSpec
 from cleave.api.scheduling import DecodeAdmission, PromptOrder
 from cleave.planner.problem import Policies
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
+from cleave.policy.prompt_order import PrefillOrder
 
 ORDERS = {
-    PromptOrder.ARRIVAL: Order.FCFS,
-    PromptOrder.SHORTEST_FIRST: Order.SJF,
-    PromptOrder.LONGEST_FIRST: Order.LJF,
+    PromptOrder.ARRIVAL: PrefillOrder.FCFS,
+    PromptOrder.SHORTEST_FIRST: PrefillOrder.SJF,
+    PromptOrder.LONGEST_FIRST: PrefillOrder.LJF,
 }
 ADMISSIONS = {
     DecodeAdmission.GREEDY: Admission.GREEDY,
@@ -21,7 +21,7 @@ ADMISSIONS = {
 }
 
 
-def policies(engine: Engine) -> Policies:
+def build_policies(engine: EngineSpec) -> Policies:
     """The policies of spec.engine.scheduling, else vLLM's defaults."""
     scheduling = engine.scheduling
     if scheduling is None:

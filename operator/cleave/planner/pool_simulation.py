@@ -10,88 +10,99 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cleave.api.engine import Engine
+from cleave.api.engine import EngineSpec
 from cleave.api.role import Role
-from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU, Plan, PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+)
 from cleave.planner.search.candidates import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     Candidate,
-    Instance,
+    PlannedInstance,
 )
-from cleave.simulator.fleet import Batching, Fleet
-from cleave.simulator.outcome import Outcome, Times
+from cleave.simulator.fleet import Batching, SimulatedFleet
+from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import simulate
 
-IN_NODE = "Algorithm 2"
+LOW_AFFINITY = "Algorithm 2"
 """Prefix of `Plan.algorithm`: the same pipeline stage of all instances of a cell lies in one
 node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class PlacementSimulator:
     """Simulates fleets under the demand of one problem."""
 
     problem: Problem
     num_requests: int = 2000
 
-    def serve(self, plan: Plan, rate: float) -> Outcome:
+    def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
         """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of the
         rate."""
-        placement = to_draft(self.problem, plan.pools, plan.algorithm)
-        return self.run(cell_fleet(self.problem, placement), rate / placement.copies)
+        placement = to_candidate_placement(self.problem, plan.pools, plan.algorithm)
+        return self.simulate(build_cell_fleet(self.problem, placement), rate / placement.copies)
 
-    def run(self, served: Fleet, rate: float) -> Outcome:
+    def simulate(self, served: SimulatedFleet, rate: float) -> SimulationResult:
         """Simulate any fleet at `rate` req/s."""
         seed = self.problem.seed
         return simulate(served, self.problem.demand.draw(self.num_requests, rate, seed), seed)
 
 
-def fleet(problem: Problem, pools: Iterable[PlannedPool]) -> Fleet:
+def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFleet:
     """All instances of `pools` and the links between them, as a simulator fleet.
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
-    return cell_fleet(problem, to_draft(problem, pools))
+    return build_cell_fleet(problem, to_candidate_placement(problem, pools))
 
 
-def mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: Outcome) -> Times:
-    """Model FLOPs utilisation of each instance of `fleet(problem, pools)`; nan: unknown."""
+def compute_mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: SimulationResult) -> Times:
+    """Model FLOPs utilisation of each instance of `build_fleet(problem, pools)`; nan: unknown."""
     peaks = [
         group.instance.candidate.estimate.peak_flops or math.nan
-        for group in to_draft(problem, pools).groups
+        for group in to_candidate_placement(problem, pools).groups
         for _ in range(group.replicas)
     ]
-    return outcome.instances.mfu(problem.shape.flops_per_token, np.array(peaks))
+    return outcome.instances.compute_mfu(problem.shape.flops_per_token, np.array(peaks))
 
 
-def to_draft(problem: Problem, pools: Iterable[PlannedPool], algorithm: str = "") -> Draft:
+def to_candidate_placement(
+    problem: Problem, pools: Iterable[PlannedPool], algorithm: str = ""
+) -> CandidatePlacement:
     """Convert pools to the search's type; those of Algorithm 2 to cells that lie in one node each.
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
     order = list(Role)
     groups = [
-        Group(pool.role, _instance(problem, pool), pool.replicas)
+        InstanceGroup(pool.role, _build_instance(problem, pool), pool.replicas)
         for pool in sorted(pools, key=lambda pool: order.index(pool.role))
     ]
-    if not algorithm.startswith(IN_NODE):
-        return Draft(tuple(groups))
+    if not algorithm.startswith(LOW_AFFINITY):
+        return CandidatePlacement(tuple(groups))
     cells = math.gcd(*(group.replicas for group in groups))
     cell = tuple(replace(group, replicas=group.replicas // cells) for group in groups)
-    return Draft(cell, copies=cells, is_in_node=True)
+    return CandidatePlacement(cell, copies=cells, is_in_node=True)
 
 
-def limited(pools: Iterable[PlannedPool], engine: Engine) -> tuple[PlannedPool, ...]:
+def apply_engine_limits(
+    pools: Iterable[PlannedPool], engine: EngineSpec
+) -> tuple[PlannedPool, ...]:
     """The pools with the step limits of the engine's arguments, as their pods run them.
 
     Raises PlanError when such an argument is not a number.
     """
-    seqs, tokens = _limit(engine, "--max-num-seqs"), _limit(engine, "--max-num-batched-tokens")
+    seqs, tokens = (
+        _read_limit(engine, "--max-num-seqs"),
+        _read_limit(engine, "--max-num-batched-tokens"),
+    )
     return tuple(
         replace(
             pool,
@@ -102,8 +113,8 @@ def limited(pools: Iterable[PlannedPool], engine: Engine) -> tuple[PlannedPool, 
     )
 
 
-def _limit(engine: Engine, flag: str) -> int | None:
-    value = engine.value_of(flag)
+def _read_limit(engine: EngineSpec, flag: str) -> int | None:
+    value = engine.get_flag_value(flag)
     if value is None:
         return None
     if not value.isdecimal() or int(value) < 1:
@@ -111,9 +122,9 @@ def _limit(engine: Engine, flag: str) -> int | None:
     return int(value)
 
 
-def _instance(problem: Problem, pool: PlannedPool) -> Instance:
-    return Instance(
-        candidate=_candidate(problem, pool),
+def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
+    return PlannedInstance(
+        candidate=_build_candidate(problem, pool),
         batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
         max_num_seqs=pool.max_num_seqs or MAX_NUM_SEQS,
         max_num_batched_tokens=pool.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
@@ -121,18 +132,18 @@ def _instance(problem: Problem, pool: PlannedPool) -> Instance:
     )
 
 
-def _candidate(problem: Problem, pool: PlannedPool) -> Candidate:
+def _build_candidate(problem: Problem, pool: PlannedPool) -> Candidate:
     kinds = {supply.gpu: supply for supply in problem.supplies}
-    gpu = _kind(pool, list(kinds))
+    gpu = _resolve_gpu(pool, list(kinds))
     size = pool.parallelism
     estimate = problem.estimator.estimate(gpu, size.tensor, size.pipeline)
     if estimate is None:
-        why = problem.estimator.why_not(gpu, size.tensor, size.pipeline)
+        why = problem.estimator.explain_unsupported(gpu, size.tensor, size.pipeline)
         raise PlanError([f"spec.placement.manual: {pool.role}: {why}"])
     return Candidate(kinds[gpu], size, estimate)
 
 
-def _kind(pool: PlannedPool, kinds: list[str]) -> str:
+def _resolve_gpu(pool: PlannedPool, kinds: list[str]) -> str:
     """The estimator's name of the pool's GPU type. Raises PlanError."""
     if kinds == [EMULATED_GPU]:
         return EMULATED_GPU
@@ -144,7 +155,7 @@ def _kind(pool: PlannedPool, kinds: list[str]) -> str:
     if pool.gpu in kinds:
         return pool.gpu
     try:
-        gpu = find(pool.gpu).name
+        gpu = find_gpu(pool.gpu).name
     except UnknownGpuError as error:
         raise PlanError([f"{field}: {error}"]) from error
     if gpu not in kinds:

@@ -13,7 +13,7 @@ from cleave.api.role import Parallelism
 from cleave.perf.estimate import Estimator
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
-from cleave.simulator.fleet import Admission, Batching, Order
+from cleave.simulator.fleet import Admission, Batching, PrefillOrder
 from cleave.traffic.workload import Demand
 
 
@@ -45,9 +45,9 @@ class Policies:
     first_token_by_decode: bool = True
     """Whether the decode instance produces the first token. False: as in the DistServe paper."""
     dispatch_ms: float = 0.0
-    """Latency from client to instance, as in `simulator.fleet.Fleet`."""
+    """Latency from client to instance, as in `simulator.fleet.SimulatedFleet`."""
     kv_block_size: int = 16
-    order: Order = Order.FCFS
+    order: PrefillOrder = PrefillOrder.FCFS
     """Order of waiting prompts."""
     prefill_sched_batch: int = 16
     """Number of oldest prompts that SJF and LJF sort at a time."""
@@ -57,7 +57,7 @@ class Policies:
     """KV connector; it limits which parallel sizes can be paired."""
 
 
-PAPER = Policies(
+DISTSERVE_POLICIES = Policies(
     prefill=Batching.PREFILL_FIRST,
     mixed=(Batching.PREFILL_FIRST,),
     first_token_by_decode=False,
@@ -92,8 +92,8 @@ class Problem:
 
     def can_pair(self, prefill: Parallelism, decode: Parallelism) -> bool:
         """Whether decode instances of this size can pull KV from prefill instances of that size."""
-        connector, heads = self.policies.connector, self.shape.split_kv_heads
-        return connector.why_not(prefill, decode, heads) is None
+        connector, heads = self.policies.connector, self.shape.shardable_kv_heads
+        return connector.explain_incompatibility(prefill, decode, heads) is None
 
     @property
     def rate(self) -> float:

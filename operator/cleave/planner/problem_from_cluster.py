@@ -12,17 +12,17 @@ from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf import estimator
 from cleave.perf.hardware import inventory
-from cleave.perf.hardware.gpu import Gpu, find
+from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import PlanError
-from cleave.planner.policies import policies
+from cleave.planner.policies import build_policies
 from cleave.planner.problem import Problem, Supply
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
 
-def problem(
+def build_problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
 ) -> Problem:
     """The problem of planning `deployment` on `cluster`; relative trace and profile paths start at
@@ -31,28 +31,28 @@ def problem(
     Raises PlanError or ManifestError.
     """
     spec = deployment.spec
-    shape = _shape(deployment)
-    kinds = inventory.kinds(cluster, spec.planning.gpus)
+    shape = _load_shape(deployment)
+    kinds = inventory.list_gpus(cluster, spec.planning.gpus)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
-    traffic = demand(deployment, folder)
+    traffic = build_demand(deployment, folder)
     try:
-        estimates = estimator.for_cluster(shape, cluster, spec.planning.gpus, folder, longest)
+        estimates = estimator.build_estimator(shape, cluster, spec.planning.gpus, folder, longest)
     except ManifestError as error:
         raise PlanError(error.faults) from error
     return Problem(
-        demand=traffic.limited(longest),
+        demand=traffic.with_max_model_len(longest),
         slo=spec.slo,
-        supplies=supplies(cluster, kinds, spec.planning.gpus),
+        supplies=build_supplies(cluster, kinds, spec.planning.gpus),
         shape=shape,
         estimator=estimates,
         planning=spec.planning,
-        policies=policies(spec.engine),
+        policies=build_policies(spec.engine),
         seed=seed,
-        notes=characterization.remarks(traffic, longest),
+        notes=characterization.list_remarks(traffic, longest),
     )
 
 
-def supplies(
+def build_supplies(
     cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
 ) -> tuple[Supply, ...]:
     """The nodes whose GPU type may be used, with equal groups merged.
@@ -62,9 +62,9 @@ def supplies(
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
     for group in cluster.nodes:
-        key = find(group.gpu, own).name, group.gpus_per_node
+        key = find_gpu(group.gpu, own).name, group.gpus_per_node
         groups[key] = groups.get(key, 0) + group.count
-    remaining = {find(choice.type, own).name: choice.max for choice in choices}
+    remaining = {find_gpu(choice.type, own).name: choice.max for choice in choices}
     supplies_found = []
     for (name, per_node), count in groups.items():
         limit = remaining.get(name)
@@ -76,20 +76,20 @@ def supplies(
             gpu = kinds[name]
             # Every instance is a pod of its own. CUDA IPC needs a shared PID namespace, so KV
             # between pods of one node takes the network as well.
-            network = inventory.network_link(cluster, gpu)
+            network = inventory.find_network_link(cluster, gpu)
             supplies_found.append(Supply(name, count, per_node, usable, network, network))
     return tuple(supplies_found)
 
 
-def _shape(deployment: LLMDeployment) -> ModelShape:
+def _load_shape(deployment: LLMDeployment) -> ModelShape:
     model_spec = deployment.spec.model
     try:
-        return model_shape.load(model_spec.folder or model_spec.locator)
+        return model_shape.load_shape(model_spec.folder or model_spec.locator)
     except model_shape.UnknownModelError as error:
         raise PlanError([f"spec.model.source: {error}"]) from error
 
 
-def demand(deployment: LLMDeployment, folder: Path) -> Demand:
+def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:
     """The traffic of `deployment`; a relative trace path starts at `folder`. Raises PlanError."""
     workload_spec = deployment.spec.workload
     if workload_spec is None:
@@ -97,6 +97,6 @@ def demand(deployment: LLMDeployment, folder: Path) -> Demand:
             ["spec.workload: required for planning; set rate, promptTokens and outputTokens"]
         )
     try:
-        return workload.from_spec(workload_spec, folder)
+        return workload.build_from_spec(workload_spec, folder)
     except workload.DemandError as error:
         raise PlanError([f"spec.workload: {error}"]) from error

@@ -10,14 +10,14 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.perf import named_profiles, pipeline
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.estimate import Estimate
 from cleave.perf.hardware.link import Link, LinkKind
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
-from cleave.planner.policies import policies
+from cleave.planner.policies import build_policies
 from cleave.planner.problem import Problem, Supply
 from cleave.traffic import characterization, workload
 
@@ -35,13 +35,13 @@ class ProfileEstimator:
     """Implements `cleave.perf.estimate.Estimator` with one profile, without parallelism."""
 
     def __init__(
-        self, profile: named_profiles.Profile, shape: ModelShape, time_scale: float
+        self, profile: named_profiles.NamedProfile, shape: ModelShape, time_scale: float
     ) -> None:
-        timing = pipeline.scaled(profile.timing, prompt=time_scale, decode=time_scale)
+        timing = pipeline.scale_timing(profile.timing, prompt=time_scale, decode=time_scale)
         self._estimate = Estimate(
             timing=timing,
             kv_capacity_tokens=profile.kv_capacity_tokens,
-            prefill_saturation_tokens=pipeline.prefill_saturation_tokens(
+            prefill_saturation_tokens=pipeline.find_prefill_saturation_tokens(
                 timing, shape.max_model_len
             ),
             max_model_len=shape.max_model_len,
@@ -49,7 +49,9 @@ class ProfileEstimator:
             flops_per_token=shape.flops_per_token,
             power_watts=0.0,
             cost_per_hour=0.0,
-            trust=Trust(Basis.MEASURED, f"the emulated engine's own profile {profile.name}", 0.0),
+            confidence=Confidence(
+                LatencySource.MEASURED, f"the emulated engine's own profile {profile.name}", 0.0
+            ),
         )
 
     def estimate(
@@ -59,7 +61,7 @@ class ProfileEstimator:
         is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
         return self._estimate if is_unsplit else None
 
-    def why_not(
+    def explain_unsupported(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> str | None:
         """The reason in one sentence why `estimate` returns None; None: it does not."""
@@ -68,7 +70,7 @@ class ProfileEstimator:
         return "emulated instances are planned without parallelism; their profile has its own"
 
 
-def problem(
+def build_problem(
     deployment: LLMDeployment,
     folder: Path = Path(),
     seed: int = 0,
@@ -84,40 +86,40 @@ def problem(
     if spec.workload is None:
         raise PlanError(["spec.workload: required for planning; set rate and lengths"])
     try:
-        profile = named_profiles.load(emulation.latency)
-        demand = workload.from_spec(spec.workload, folder)
+        profile = named_profiles.load_profile(emulation.latency)
+        demand = workload.build_from_spec(spec.workload, folder)
     except named_profiles.UnknownProfileError as error:
         raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error
     except workload.DemandError as error:
         raise PlanError([f"spec.workload: {error}"]) from error
-    shape = _shape(deployment)
+    shape = _load_shape(deployment)
     instances = spec.planning.max_gpus or (cluster.total_gpus if cluster else MAX_INSTANCES)
     if cluster:
         instances = min(instances, cluster.total_gpus)
-    link = _link(emulation.time_scale)
+    link = _build_link(emulation.time_scale)
     longest = spec.model.max_model_len or shape.max_model_len
     return Problem(
-        demand=demand.limited(longest),
+        demand=demand.with_max_model_len(longest),
         slo=spec.slo,
         supplies=(Supply(KIND, 1, instances, instances, link, link),),
         shape=shape,
         # Emulated engines need no GPU, so the allowed GPU types do not apply.
         planning=spec.planning.model_copy(update={"gpus": []}),
         estimator=ProfileEstimator(profile, shape, emulation.time_scale),
-        policies=policies(spec.engine),
+        policies=build_policies(spec.engine),
         seed=seed,
-        notes=characterization.remarks(demand, longest),
+        notes=characterization.list_remarks(demand, longest),
     )
 
 
-def _shape(deployment: LLMDeployment) -> ModelShape:
+def _load_shape(deployment: LLMDeployment) -> ModelShape:
     try:
-        return model_shape.load(deployment.spec.model.locator)
+        return model_shape.load_shape(deployment.spec.model.locator)
     except model_shape.UnknownModelError:
-        return model_shape.load(_DEFAULT_SHAPE)
+        return model_shape.load_shape(_DEFAULT_SHAPE)
 
 
-def _link(time_scale: float) -> Link:
+def _build_link(time_scale: float) -> Link:
     """A link with the effective bandwidth and latency of the emulated KV transfer."""
     nominal = Link(LinkKind.INFINIBAND, 1.0)
     return Link(

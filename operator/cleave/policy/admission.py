@@ -28,24 +28,30 @@ class Admission(IntEnum):
 
 
 def may_join(
-    admission: int, free: float, held: float, left: float, batch: int, shortest_left: float
+    admission: int,
+    free: float,
+    used_tokens: float,
+    remaining_tokens: float,
+    batch: int,
+    shortest_remaining_tokens: float,
 ) -> bool:
-    """Whether a request with `held` KV tokens now and `left` more at its end may join.
+    """Whether a request with `used_tokens` KV tokens now and `remaining_tokens` more at its end may
+    join.
 
     `free`: free KV tokens. `batch`: number of running requests, of which the first one to end has
-    `shortest_left` tokens to go; without a batch that is the request itself.
+    `shortest_remaining_tokens` tokens to go; without a batch that is the request itself.
     Greedy: its present tokens fit. Reserve-static: its final tokens fit now. Reserve-dynamic: the
     tokens of all requests still fit when the first of them ends.
     """
     if admission == Admission.RESERVE_STATIC:
-        return held + left <= free
+        return used_tokens + remaining_tokens <= free
     if admission == Admission.RESERVE_DYNAMIC:
-        steps = min(left, shortest_left) if batch else left
-        return held + (batch + 1) * steps <= free
-    return held <= free
+        steps = min(remaining_tokens, shortest_remaining_tokens) if batch else remaining_tokens
+        return used_tokens + (batch + 1) * steps <= free
+    return used_tokens <= free
 
 
-def is_spared(preemptions: int, limit: int) -> bool:
+def is_protected(preemptions: int, limit: int) -> bool:
     """Whether a request has reached its `limit` of preemptions (0: no limit).
 
     Engines preempt such a request only if all other requests have reached it, too.

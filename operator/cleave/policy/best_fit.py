@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cleave.perf.published.aladdin import Coefficients
 from cleave.policy.admission import find_sorted_peak
-from cleave.policy.dispatch import NONE, STALE, Scores
+from cleave.policy.dispatch import NONE, STALE_PENALTY, Scores
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 Request = TypeVar("Request")
@@ -34,7 +34,7 @@ THETA = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class BestFitModel:
     """The parameters of the constraints."""
 
     coefficients: Coefficients
@@ -46,32 +46,32 @@ class Packing:
     theta: float = THETA
 
 
-def weigh_context(prompt_tokens: float, output_tokens: float, gamma: float) -> float:
+def compute_context_weight(prompt_tokens: float, output_tokens: float, gamma: float) -> float:
     """Tokens that a request with these (predicted) lengths adds to an instance's context."""
     return prompt_tokens + gamma * output_tokens
 
 
-def find_spare_context(
+def compute_spare_context(
     batch: Amount, context: Amount, k2: float, c2: float, c3: float, tpot_ms: float, theta: float
 ) -> Amount:
     """(b) Context that one more request may add to a `batch` with `context` tokens (Eq. 4)."""
     return theta * (tpot_ms - c3 - c2 * (batch + 1)) / k2 - context
 
 
-def find_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float) -> Amount:
+def compute_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float) -> Amount:
     """(c), (d) Prompt tokens that may join `pending` ones so that all take `limit_ms` (Eq. 2).
 
-    The limit is the TTFT target for (c), and the result of `find_saved_ms` for (d).
+    The limit is the TTFT target for (c), and the result of `compute_saved_ms` for (d).
     """
     return (limit_ms - c1) / k1 - pending
 
 
-def find_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: float) -> float:
+def compute_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: float) -> float:
     """(d) ms that a request with `tokens` after `decoding_ms` can lose without missing its TPOT."""
     return theta * (tpot_ms * tokens - decoding_ms)
 
 
-def find_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
+def compute_capacity_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
     """capacity_norm: how full an instance is, the L2 norm of its batch and its context.
 
     Both are weighted by the ms that they add to an iteration, to make their units comparable.
@@ -89,21 +89,21 @@ def measure_fullness(
     need: float,
     prefills: bool,
     fit: Coefficients,
-    packing: Packing,
+    packing: BestFitModel,
 ) -> Amount:
     """How full an instance is that may take a request by (b) and (c), below 0 where it may not.
 
     `pending`: prompt tokens that wait there; `need`: context that the request brings;
     `prefills`: whether its prompt is computed there, too.
     """
-    spare = find_spare_context(
+    spare = compute_spare_context(
         batch, context, fit.k2, fit.c2, fit.c3, packing.tpot_ms, packing.theta
     )
-    fits = (scores < STALE) & (spare >= need)
+    fits = (scores < STALE_PENALTY) & (spare >= need)
     if prefills:
-        room = find_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms)
+        room = compute_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms)
         fits = fits & (room >= prompt_tokens)
-    fullness: Amount = (find_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
+    fullness: Amount = (compute_capacity_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
     return fullness
 
 
@@ -138,13 +138,13 @@ def keeps_running(
     prefills: bool,
     capacity: float,
     fit: Coefficients,
-    packing: Packing,
+    packing: BestFitModel,
 ) -> bool:
     """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended.
 
     `held`, `left`: tokens of each running request and the new one by `lengths.guess_progress`, most
     `left` first; `saved_ms`: the least that any can spare; `capacity`: tokens of KV that fit.
     """
-    if prefills and find_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
+    if prefills and compute_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
         return False
     return find_sorted_peak(held, left) <= packing.theta * capacity

@@ -2,7 +2,7 @@
 
 Three steps: what is compared (`score`), which slots are open (a closed one scores +inf, so roles,
 health and retries are all one thing: masking), and which slot is picked (`RULES`, `find_slot`,
-`choose_pair`). One function serves three callers. Plain arithmetic, indexing and argmin are the
+`select_pair`). One function serves three callers. Plain arithmetic, indexing and argmin are the
 subset that numba compiles without memory of its own, for the simulator; the router calls the same
 functions interpreted, and compiled to C by mypyc in images. Scores come as arrays, or, where the
 router must be fast, as its `ScoreColumn`s, whose two methods numba's arrays are given as well
@@ -23,20 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.queue_model import Queue, predict_end_ms
+from cleave.policy.queue_model import PrefillQueueModel, predict_end_ms
 
 Scores = NDArray[np.float64]
 
-Cells = NDArray[np.int64]
+CellNumbers = NDArray[np.int64]
 """The cell of each slot, below the number of slots."""
 
 NONE = -1
 """No slot."""
 
-RECENCY = 1e-9
+TIE_WEIGHT = 1e-9
 """Weight, in tokens, of one pick's age: far below one token, so that it only breaks ties."""
 
-STALE = 1e9
+STALE_PENALTY = 1e9
 """Tokens added to all scores of an instance that is in doubt: far above what any can hold."""
 
 BY_WAIT, BY_TOKENS, BY_REQUESTS, BY_TURN = 0, 1, 2, 3
@@ -45,8 +45,9 @@ that wait or are held, requests, or the number of the last pick that went to the
 
 LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
 """How a slot is picked: least score; drawn at random; the lesser of two drawn; the lighter of two
-drawn (`find_lightest`); the fullest that keeps its targets (`best_fit`); least score less what is
-cached there (`prefix_cache`). RANDOM and OF_TWO are the number of slots drawn."""
+drawn (`sample_least_heavy`); the fullest that keeps its targets (`best_fit`); least score less what
+is cached there (`prefix_cache`). RANDOM and OF_TWO are the number of slots drawn.
+"""
 
 TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2
 """What a slot is picked for: the prompt alone, decoding alone, or both."""
@@ -64,7 +65,7 @@ class Rule(NamedTuple):
     """Whether requests of one adapter may stay together: other rules look at something that this
     would spoil."""
     prefers_own: bool = False
-    """Whether routers that share a fleet prefer their own share of it (`find_at_home`)."""
+    """Whether routers that share a fleet prefer their own share of it (`prefer_own`)."""
 
 
 RULES = {
@@ -91,7 +92,7 @@ hundred times for a thousandth of the work. A new revision's empty decode side t
 but not so many that its prompts queue.
 """
 
-_DRAWS = 64
+_MAX_DRAWS = 64
 """Attempts to draw an open instance before the least of all is taken instead."""
 
 Request = TypeVar("Request")
@@ -110,7 +111,7 @@ class ScoreColumn:
         self.size = size
         """Slots; 0: all are closed."""
 
-    def find(self, slot: int) -> float:
+    def get_score(self, slot: int) -> float:
         """One score."""
         raise NotImplementedError
 
@@ -131,7 +132,7 @@ def score(
     resident: float,
     requests: float,
     turn: float,
-    queue: Queue,
+    queue: PrefillQueueModel,
     doubt: float,
     prefills: bool,
 ) -> tuple[float, float]:
@@ -141,7 +142,7 @@ def score(
     `requests`: that are there; `turn`: the last pick that went there; `doubt`: STALE when it may be
     gone; `prefills`: whether it may compute prompts for others.
     """
-    tie = turn * RECENCY
+    tie = turn * TIE_WEIGHT
     if counts == BY_TURN:
         return doubt + turn, doubt + turn
     if counts == BY_REQUESTS:
@@ -152,7 +153,7 @@ def score(
     if counts == BY_WAIT and prefills:
         # STALE squared is far above what a clock may show as well.
         first = doubt * doubt + predict_end_ms(
-            prompt, prompts, queue.since_ms, queue.prompt_ms, queue.safe_token_ms, tie
+            prompt, prompts, queue.head_started_ms, queue.prompt_ms, queue.upper_token_ms, tie
         )
     return first, total
 
@@ -165,7 +166,7 @@ def find_least(scores: Scores) -> int:
     return NONE if float(scores[slot]) == math.inf else slot
 
 
-def find_at_home(scores: Scores, away: NDArray[np.bool_], worth: float, now: float) -> int:
+def prefer_own(scores: Scores, away: NDArray[np.bool_], worth: float, now: float) -> int:
     """The least of one's own instances, unless one that is `away` is less by more than `worth`.
 
     Where several routers know of each other only what instances report now and then, all would
@@ -186,7 +187,7 @@ def draw(seed: int, count: int) -> tuple[int, int]:
     return seed, seed * count // 2147483647
 
 
-def find_sampled(scores: Scores, size: int, seed: int) -> tuple[int, int]:
+def sample_least(scores: Scores, size: int, seed: int) -> tuple[int, int]:
     """(slot, next seed): the least of `size` open slots drawn at random.
 
     1 is random dispatch, 2 the power of two choices. When fewer are found, or all that are drawn
@@ -196,9 +197,9 @@ def find_sampled(scores: Scores, size: int, seed: int) -> tuple[int, int]:
     found = 0
     following = seed
     if scores.size > 0:
-        for _ in range(_DRAWS):
+        for _ in range(_MAX_DRAWS):
             following, slot = draw(following, scores.size)
-            if scores[slot] < STALE and slot != best:
+            if scores[slot] < STALE_PENALTY and slot != best:
                 found += 1
                 if best == NONE or scores[slot] < scores[best]:
                     best = slot
@@ -207,22 +208,23 @@ def find_sampled(scores: Scores, size: int, seed: int) -> tuple[int, int]:
     return (best, following) if best != NONE else (find_least(scores), seed)
 
 
-def find_lightest(
+def sample_least_heavy(
     scores: Scores, room: Scores, heaviness: Scores, need: float, seed: int
 ) -> tuple[int, int]:
     """(slot, next seed): of two drawn from those with room, the one with the least heavy:light.
 
-    All of equal length: `room` in tokens that nobody has claimed, `heaviness` as `weigh` gives it;
-    `need`: tokens that the request will hold at its end. Without room anywhere that is found it is
-    the least of all `scores`, which also breaks ties; the seed stays as it is then.
+    All of equal length: `room` in tokens that nobody has claimed, `heaviness` as
+    `compute_heavy_ratio` gives it; `need`: tokens that the request will hold at its end. Without
+    room anywhere that is found it is the least of all `scores`, which also breaks ties; the seed
+    stays as it is then.
     """
     best = NONE
     found = 0
     following = seed
     if scores.size > 0:
-        for _ in range(_DRAWS):
+        for _ in range(_MAX_DRAWS):
             following, slot = draw(following, scores.size)
-            if scores[slot] < STALE and slot != best and room[slot] >= need:
+            if scores[slot] < STALE_PENALTY and slot != best and room[slot] >= need:
                 found += 1
                 wins_tie = heaviness[slot] == heaviness[best] and scores[slot] < scores[best]
                 if best == NONE or heaviness[slot] < heaviness[best] or wins_tie:
@@ -232,7 +234,7 @@ def find_lightest(
     return (best, following) if best != NONE else (find_least(scores), seed)
 
 
-def weigh(heavy: float, light: float) -> float:
+def compute_heavy_ratio(heavy: float, light: float) -> float:
     """Heavy to light decodes of an instance; one light one is added lest the ratio is endless."""
     return heavy / (light + 1.0)
 
@@ -242,13 +244,13 @@ def find_slot(
 ) -> tuple[int, int]:
     """(slot, next seed) by the scores alone: LEAST, RANDOM, OF_TWO or LIGHTEST; else LEAST."""
     if pick == LIGHTEST:
-        return find_lightest(scores, room, heaviness, need, seed)
+        return sample_least_heavy(scores, room, heaviness, need, seed)
     if pick in (RANDOM, OF_TWO):
-        return find_sampled(scores, pick, seed)
+        return sample_least(scores, pick, seed)
     return find_least(scores), seed
 
 
-def choose_pair(
+def select_pair(
     finder: Finder[Request], request: Request, decode: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
@@ -271,7 +273,7 @@ def find_for(finder: Finder[Request], purpose: int, request: Request, first: int
 def choose_least_pair(
     prefill: ScoreColumn, decode: ScoreColumn, mixed: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
-    """What `choose_pair` gives where the least score is picked; for most requests that is all.
+    """What `select_pair` gives where the least score is picked; for most requests that is all.
 
     `prefill`: scores of prefill instances, `decode`: of all that decode, `mixed`: of mixed
     instances that serve a whole request.
@@ -288,8 +290,8 @@ def settle(
     """A split over slots `first` and `second`, or a mixed instance; NONE where there is none."""
     if first == NONE or second == NONE or whole == NONE:
         return (first, second) if second != NONE else (NONE, whole)
-    queue, queue_whole = pending_prompt.find(first), pending_prompt.find(whole)
-    if serves_whole(queue, decode.find(second), queue_whole):
+    queue, queue_whole = pending_prompt.get_score(first), pending_prompt.get_score(whole)
+    if prefers_mixed(queue, decode.get_score(second), queue_whole):
         return NONE, whole
     return first, second
 
@@ -310,10 +312,10 @@ def measure_backlog(pending: float, resident: float, turn: float) -> float:
     `pending`: prompt tokens that wait at the prefill slot, `resident`: tokens held at the decode
     slot; ties go by the last `turn`.
     """
-    return pending + RESIDENT_WEIGHT * resident + turn * RECENCY
+    return pending + RESIDENT_WEIGHT * resident + turn * TIE_WEIGHT
 
 
-def serves_whole(queue: float, decode: float, queue_whole: float) -> bool:
+def prefers_mixed(queue: float, decode: float, queue_whole: float) -> bool:
     """Whether a mixed instance serves a request rather than a split.
 
     `queue`, `queue_whole`: prompt tokens that wait at the prefill and at the mixed instance, STALE
@@ -322,38 +324,38 @@ def serves_whole(queue: float, decode: float, queue_whole: float) -> bool:
     when equal, the split is taken because that is what the placement was planned for. It is taken
     as well when a half of the split is in doubt (STALE in its scores) and the mixed one is not.
     """
-    return queue_whole < queue - 1.0 or queue_whole < STALE <= decode
+    return queue_whole < queue - 1.0 or queue_whole < STALE_PENALTY <= decode
 
 
-def weigh_cells(
-    prefill: Scores, decode: Scores, cells: Cells, weight: float, crossing: float
+def add_cell_costs(
+    prefill: Scores, decode: Scores, cells: CellNumbers, weight: float, crossing: float
 ) -> Scores:
     """`prefill` with what a prompt meets in its cell, for hand-offs that had better stay there.
 
     Added is `weight` of the score of the cell's least decode instance; where hand-offs must leave
-    the cell (`stay_in_cell`), that of the least of all, and `crossing`.
+    the cell (`restrict_to_cell`), that of the least of all, and `crossing`.
     """
     least = np.full(cells.size, np.inf)
     np.minimum.at(least, cells, decode)
     of_all = least.min()
-    leaves = ~(least < _highest(of_all))
+    leaves = ~(least < _compute_score_limit(of_all))
     ahead = np.where(leaves, weight * of_all + crossing, weight * least)
     total: Scores = prefill + ahead[cells]
     return total
 
 
-def stay_in_cell(decode: Scores, cells: Cells, slot: int) -> Scores:
+def restrict_to_cell(decode: Scores, cells: CellNumbers, slot: int) -> Scores:
     """`decode` for hand-offs of the prefill instance at `slot`: closed outside its cell.
 
     Not when the cell's own are all closed, or all in doubt while others are not.
     """
     own: Scores = np.where(cells == cells[slot], decode, np.inf)
-    return own if own.min() < _highest(decode.min()) else decode
+    return own if own.min() < _compute_score_limit(decode.min()) else decode
 
 
-def _highest(least: float) -> float:
+def _compute_score_limit(least: float) -> float:
     """What scores are below if they will do, given the least of all."""
-    return STALE if least < STALE else math.inf
+    return STALE_PENALTY if least < STALE_PENALTY else math.inf
 
 
 def close_slots(scores: Scores, slots: list[int]) -> Scores:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 PROMPT_TOKENS = 0
 """Feature number: the estimated prompt tokens of the request."""
-LIMIT = 1
+OUTPUT_LIMIT = 1
 """Feature number: the limit of output tokens; 0: none."""
 
 
-class Nodes(NamedTuple):
+class TreeNodes(NamedTuple):
     """A tree as lists over its nodes; node 0 is the root. Children come after their parents."""
 
     features: list[int]
@@ -30,13 +30,13 @@ class Nodes(NamedTuple):
 
 
 class RangeTree:
-    """Predicts the mean output of the leaf that a request reaches; implements `Predictor`.
+    """Predicts the mean output of the leaf that a request reaches; implements `LengthPredictor`.
 
     It is the mean and not the most likely range, because dispatch adds predictions up and errors of
     means cancel out.
     """
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: TreeNodes) -> None:
         self._features, self._thresholds, self._below, self._above, self._tokens = nodes
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
@@ -52,5 +52,5 @@ class RangeTree:
             at = below if value <= self._thresholds[at] else self._above[at]
         return at
 
-    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
+    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """Does nothing: the tree is trained offline."""

@@ -12,24 +12,24 @@ from typing import Protocol
 
 _CLASSES = 24
 """Number of classes of prompt lengths, by powers of two."""
-_FADING = 1 - 1 / 2000
+_DECAY = 1 - 1 / 2000
 """Decay: about the last 2,000 requests of a class count."""
-_EVERY = 32
+_UPDATE_EVERY = 32
 """Number of requests between two updates of the means."""
-_PRIOR = 8.0
+_PRIOR_WEIGHT = 8.0
 """Weight of the overall mean in the mean of a class, in requests."""
 
 _SHORTEST_STEP_MS = 1e-3
 """Of a decode pass, so that progress stays finite."""
 
 
-class Predictor(Protocol):
+class LengthPredictor(Protocol):
     """Predicts output lengths."""
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
         """Output tokens of a request; `limit`: its own, 0: none."""
 
-    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
+    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """A request has ended by itself with that many output tokens."""
 
 
@@ -39,9 +39,9 @@ class ConditionalMean:
     def __init__(self, first: float) -> None:
         """`first`: the prediction before the first completed request."""
         self._means = [first] * _CLASSES
-        self._answers = 0
-        self._all = _Outputs()
-        self._classes = [_Outputs() for _ in range(_CLASSES)]
+        self._num_completed = 0
+        self._overall = _DecayedOutputs()
+        self._classes = [_DecayedOutputs() for _ in range(_CLASSES)]
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
         """Output tokens of a request; `limit`: its own, 0: none."""
@@ -49,20 +49,21 @@ class ConditionalMean:
         mean = self._means[length if length < _CLASSES else -1]
         return mean if limit == 0 or mean < limit else limit
 
-    def learn(self, prompt_tokens: int, output_tokens: int) -> None:
+    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """A request has ended by itself with that many output tokens."""
-        self._all.add(output_tokens)
-        self._classes[_classify(prompt_tokens)].add(output_tokens)
-        self._answers += 1
+        self._overall.add(output_tokens)
+        self._classes[_find_class(prompt_tokens)].add(output_tokens)
+        self._num_completed += 1
         # After the first requests the means change slowly.
-        if self._answers < _EVERY or self._answers % _EVERY == 0:
-            overall = _PRIOR * self._all.tokens / self._all.weight
+        if self._num_completed < _UPDATE_EVERY or self._num_completed % _UPDATE_EVERY == 0:
+            overall = _PRIOR_WEIGHT * self._overall.tokens / self._overall.weight
             self._means = [
-                (outputs.tokens + overall) / (outputs.weight + _PRIOR) for outputs in self._classes
+                (outputs.tokens + overall) / (outputs.weight + _PRIOR_WEIGHT)
+                for outputs in self._classes
             ]
 
 
-def find_left(predicted: float, generated: float) -> float:
+def estimate_remaining(predicted: float, generated: float) -> float:
     """Predicted output still to come of a request that has generated `generated` tokens.
 
     A request beyond its prediction is assumed to need as much again: outputs have long tails.
@@ -74,10 +75,10 @@ def guess_progress(output_tokens: float, decoding_ms: float, step_ms: float) -> 
     """(tokens made, tokens to come) of a request of which a router knows no more than that it
     decodes for `decoding_ms`, at `step_ms` a pass."""
     made = decoding_ms / max(step_ms, _SHORTEST_STEP_MS)
-    return made, find_left(output_tokens, made)
+    return made, estimate_remaining(output_tokens, made)
 
 
-class _Outputs:
+class _DecayedOutputs:
     """Decaying sum of output lengths."""
 
     __slots__ = ("tokens", "weight")
@@ -89,10 +90,10 @@ class _Outputs:
         """Decayed sum of their output tokens."""
 
     def add(self, tokens: int) -> None:
-        self.weight = self.weight * _FADING + 1.0
-        self.tokens = self.tokens * _FADING + tokens
+        self.weight = self.weight * _DECAY + 1.0
+        self.tokens = self.tokens * _DECAY + tokens
 
 
-def _classify(tokens: int) -> int:
+def _find_class(tokens: int) -> int:
     """Class of a prompt length: 0: no token, 1: 1 token, 2: 2 and 3, 3: 4 to 7, ..."""
     return min(tokens.bit_length(), _CLASSES - 1)

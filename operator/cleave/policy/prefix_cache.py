@@ -16,7 +16,7 @@ BLOCK_BYTES = 512
 """Bytes of text per block."""
 TOKENS_PER_BLOCK = 128
 """Approximate tokens per block: eight blocks of an engine's cache."""
-_MOST_BLOCKS = 256
+_MAX_BLOCKS = 256
 """Limit per prompt; text beyond 128 KiB is hardly ever shared."""
 
 
@@ -29,7 +29,7 @@ def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
     hashes: list[int] = []
     chained = adapter
     view = memoryview(text)
-    for end in range(BLOCK_BYTES, min(len(view), _MOST_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
+    for end in range(BLOCK_BYTES, min(len(view), _MAX_BLOCKS * BLOCK_BYTES) + 1, BLOCK_BYTES):
         chained = crc32(view[end - BLOCK_BYTES : end], chained)
         hashes.append(chained)
     return hashes
@@ -58,13 +58,13 @@ class PrefixIndex:
         while len(recent) > max(most_blocks, 1):
             self._drop(recent.popitem(last=False)[0], holder)
 
-    def keep(self, holders: Collection[str]) -> None:
+    def retain(self, holders: Collection[str]) -> None:
         """Remove all other holders."""
         for gone in self._recent.keys() - set(holders):
             for each in self._recent.pop(gone):
                 self._drop(each, gone)
 
-    def knows(self, hashes: Sequence[int]) -> bool:
+    def contains(self, hashes: Sequence[int]) -> bool:
         """Whether any holder has the first block of the prompt."""
         return bool(hashes) and hashes[0] in self._holders
 
@@ -88,7 +88,7 @@ class PrefixIndex:
             del self._holders[block]
 
 
-def find_cached(
+def find_least_uncached(
     scores: Scores,
     holder_at: Callable[[int], str],
     slots: Mapping[str, int],

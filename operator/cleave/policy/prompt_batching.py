@@ -4,16 +4,16 @@ Plain arithmetic, the subset that numba compiles; standard library only.
 """
 
 
-def cut_chunk(left: int, budget: int) -> int:
-    """Size of the next chunk of a prompt with `left` tokens to compute.
+def compute_chunk_size(remaining_tokens: int, budget: int) -> int:
+    """Size of the next chunk of a prompt with `remaining_tokens` tokens to compute.
 
     `budget`: tokens for which the iteration has room (Sarathi-Serve; vLLM's max_num_batched_tokens;
     TetriInfer's ChunkSize, section 3.3.3).
     """
-    return min(left, budget)
+    return min(remaining_tokens, budget)
 
 
-def joins_prompts(tokens: int, prompt_tokens: int, saturation_tokens: int) -> bool:
+def may_join_prompts(tokens: int, prompt_tokens: int, saturation_tokens: int) -> bool:
     """Whether an unchunked prompt may join an iteration with `tokens` of other prompts.
 
     Prompts are batched up to L_m tokens, beyond which throughput no longer grows; a longer prompt

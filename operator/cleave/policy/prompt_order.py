@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Order(IntEnum):
+class PrefillOrder(IntEnum):
     """First come first served, or shortest or longest job first (TetriInfer, section 3.3.1)."""
 
     FCFS = 0
@@ -30,9 +30,9 @@ def sort_prompts(
 
     Two arrays of equal length, oldest first: one PrefillSchedBatch.
     """
-    if order == Order.FCFS:
+    if order == PrefillOrder.FCFS:
         return
-    sign = 1 if order == Order.SJF else -1
+    sign = 1 if order == PrefillOrder.SJF else -1
     for end in range(1, len(requests)):
         request, length = requests[end], tokens[end]
         position = end

@@ -13,17 +13,21 @@ INTERVAL_MS = 100
 """Interval of load reports to one of several routers."""
 MAX_INTERVAL_MS = 500
 """Upper bound, far below the age at which a router considers an instance stale."""
-ALONE = 5
+SINGLE_ROUTER_FACTOR = 5
 """Factor on the interval of reports to a single router."""
 
 
-def find_interval_ms(asked_ms: int, routers: int) -> int:
+def choose_report_interval_ms(asked_ms: int, routers: int) -> int:
     """Interval of reports to one of `routers` routers; 0 routers: the client sends no requests.
 
     A single router accounts for all requests itself and dispatches equally well without reports
     (benchmarks/dispatch); it needs them only for free blocks and to detect stalled engines.
     """
-    return max(asked_ms, min(ALONE * asked_ms, MAX_INTERVAL_MS)) if routers == 1 else asked_ms
+    return (
+        max(asked_ms, min(SINGLE_ROUTER_FACTOR * asked_ms, MAX_INTERVAL_MS))
+        if routers == 1
+        else asked_ms
+    )
 
 
 def estimate_pending(own: float, reported: float, own_at_report: float) -> float:
@@ -35,23 +39,23 @@ def estimate_pending(own: float, reported: float, own_at_report: float) -> float
     return own + max(reported - own_at_report, 0.0)
 
 
-NOMINAL_TOKEN_MS = 0.1
+DEFAULT_TOKEN_MS = 0.1
 """Time per prompt token before the first observation."""
-FADING = 1 - 1 / 200
+DECAY = 1 - 1 / 200
 """Decay per iteration: about the last 200 iterations count."""
-TOGETHER = 0.1
+SAME_ITERATION_SHARE = 0.1
 """A prompt that completes in less than this share of its expected time belongs to the iteration of
 the previous prompt."""
 
-MARGIN = 1.5
+ERROR_MARGIN = 1.5
 """Factor on the unexplained deviation in the upper estimate; 1.5 gives the shortest waits
 (benchmarks/dispatch)."""
 
-Sums = tuple[float, float, float, float, float, float, float, float, float]
+RegressionSums = tuple[float, float, float, float, float, float, float, float, float]
 """Decayed sums for the regression. Totals: iterations, prompts, tokens; sum of 1 / tokens over
 iterations; ms; sums of ms / tokens and ms^2 / tokens over iterations. Then tokens and ms of the
 latest iteration."""
-NOMINAL_SUMS: Sums = (0.1, 0.1, 200.0, 0.000_05, 20.0, 0.01, 2.0, 0.0, 0.0)
+DEFAULT_SUMS: RegressionSums = (0.1, 0.1, 200.0, 0.000_05, 20.0, 0.01, 2.0, 0.0, 0.0)
 """Before the first observation: a tenth of a prompt of 2,000 tokens."""
 
 
@@ -66,7 +70,7 @@ def predict_end_ms(
     return tie if pending < 0.5 else since_ms + prompts * prompt_ms + pending * token_ms
 
 
-def add_answer(sums: Sums, tokens: float, ms: float) -> Sums:
+def add_completion(sums: RegressionSums, tokens: float, ms: float) -> RegressionSums:
     """Include a prompt that completed `ms` after it became the first of its queue.
 
     Prompts of one iteration complete together, and all but the first seem to take no time. The
@@ -75,14 +79,14 @@ def add_answer(sums: Sums, tokens: float, ms: float) -> Sums:
     """
     iterations, prompts, all_tokens, inverses, all_ms, rates, squares, last_tokens, last_ms = sums
     total, total_ms = tokens, ms
-    if ms * all_tokens < TOGETHER * tokens * all_ms and last_tokens > 0.0:
+    if ms * all_tokens < SAME_ITERATION_SHARE * tokens * all_ms and last_tokens > 0.0:
         decay, started = 1.0, 0.0
         total, total_ms = last_tokens + tokens, last_ms + ms
         inverses -= 1.0 / last_tokens
         rates -= last_ms / last_tokens
         squares -= last_ms * last_ms / last_tokens
     else:
-        decay, started = FADING, 1.0
+        decay, started = DECAY, 1.0
     return (
         iterations * decay + started,
         prompts * decay + 1.0,
@@ -96,13 +100,14 @@ def add_answer(sums: Sums, tokens: float, ms: float) -> Sums:
     )
 
 
-def fit_line(sums: Sums) -> tuple[float, float, float]:
+def fit_prompt_times(sums: RegressionSums) -> tuple[float, float, float]:
     """(ms per prompt, ms per token, upper estimate of ms per token); none is below 0.
 
     1. Weighted least squares of iteration ms = fixed + ms per token * tokens. The variance of the
     errors is proportional to the tokens, so that short prompts determine the fixed part. One
     iteration that takes no time is added: if all prompts have the same length, the fixed part is 0.
-    2. The upper estimate adds `MARGIN` times the unexplained deviation, which comes mostly from
+    2. The upper estimate adds `ERROR_MARGIN` times the unexplained deviation, which comes mostly
+       from
     wrong lengths: nothing is known about the rest of a prompt that is overdue, so that an estimate
     that is too late is better than one that is too early.
     """
@@ -115,11 +120,11 @@ def fit_line(sums: Sums) -> tuple[float, float, float]:
     token_ms = (ms - fixed_ms * iterations) / tokens
     unexplained = squares - fixed_ms * rates - token_ms * ms
     unexplained -= fixed_ms * (rates - fixed_ms * inverses - token_ms * iterations)
-    margin_ms = MARGIN * math.sqrt(max(unexplained, 0.0) / tokens)
+    margin_ms = ERROR_MARGIN * math.sqrt(max(unexplained, 0.0) / tokens)
     return fixed_ms * iterations / prompts, token_ms, token_ms + min(margin_ms, ms / tokens)
 
 
-class Queue:
+class PrefillQueueModel:
     """How fast an instance computes prompts, and when it started the first one of its queue.
 
     What is hard: a prompt that is half computed still counts in full in the accounting; dispatch by
@@ -127,30 +132,30 @@ class Queue:
     since the last completion shows how much of the first prompt is computed.
     """
 
-    __slots__ = ("_sums", "prompt_ms", "safe_token_ms", "since_ms", "token_ms")
+    __slots__ = ("_sums", "head_started_ms", "prompt_ms", "token_ms", "upper_token_ms")
 
     def __init__(self) -> None:
-        self.since_ms = 0.0
-        self._sums: Sums = NOMINAL_SUMS
+        self.head_started_ms = 0.0
+        self._sums: RegressionSums = DEFAULT_SUMS
         self.prompt_ms = 0.0
         """Fixed time per prompt."""
-        self.token_ms = NOMINAL_TOKEN_MS
+        self.token_ms = DEFAULT_TOKEN_MS
         """Time per prompt token."""
-        self.safe_token_ms = NOMINAL_TOKEN_MS
+        self.upper_token_ms = DEFAULT_TOKEN_MS
         """Upper estimate of `token_ms`, by which queues are compared."""
 
-    def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
+    def observe_completion(self, tokens: float, now_ms: float, remote_tokens: float = 0.0) -> float:
         """A prompt with `tokens` tokens completed and the next one starts; ms that it took.
 
-        `others`: pending tokens of other routers; with any, the time is not attributed to the
-        prompt.
+        `remote_tokens`: pending tokens of other routers; with any, the time is not attributed to
+        the prompt.
         """
-        ms = now_ms - self.since_ms
-        self.since_ms = now_ms
+        ms = now_ms - self.head_started_ms
+        self.head_started_ms = now_ms
         # A fully cached prompt gives no information about the speed.
-        if tokens >= 1.0 and others < 0.5:
-            self._sums = add_answer(self._sums, tokens, ms)
-            self.prompt_ms, self.token_ms, self.safe_token_ms = fit_line(self._sums)
+        if tokens >= 1.0 and remote_tokens < 0.5:
+            self._sums = add_completion(self._sums, tokens, ms)
+            self.prompt_ms, self.token_ms, self.upper_token_ms = fit_prompt_times(self._sums)
         return ms
 
     def predict_ms(self, tokens: float, prompts: float) -> float:
@@ -162,34 +167,34 @@ class Queue:
         return tokens * self._sums[1] / self._sums[2]
 
 
-class Book:
+class OutstandingTokens:
     """Outstanding tokens of one instance in one phase, own and those of other routers."""
 
-    __slots__ = ("_others", "own")
+    __slots__ = ("_remote", "own")
 
     def __init__(self) -> None:
         self.own = 0.0
-        self._others = 0.0
+        self._remote = 0.0
 
     @property
-    def others(self) -> float:
+    def remote(self) -> float:
         """Tokens of routers that do not share this accounting, as of the latest report."""
-        return self._others
+        return self._remote
 
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        return self.own + self._others
+        return self.own + self._remote
 
-    def enter(self, tokens: float) -> None:
+    def add(self, tokens: float) -> None:
         """Add a request of this router."""
         self.own += tokens
 
-    def close(self, tokens: float) -> None:
+    def remove(self, tokens: float) -> None:
         """Remove a request of this router, or its phase, that has ended."""
         self.own -= tokens
 
-    def report(self, reported: float) -> float:
+    def update_from_report(self, reported: float) -> float:
         """Include the tokens that the instance reports; returns the own outstanding tokens."""
-        self._others = estimate_pending(0.0, reported, self.own)
+        self._remote = estimate_pending(0.0, reported, self.own)
         return self.own

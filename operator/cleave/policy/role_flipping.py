@@ -7,8 +7,8 @@ flips to the opposite role, or back to its home, only under stricter conditions.
 
 What is hard: not to flap. Periodic traffic of any period would drive a plain threshold from side to
 side. So pressure must last for `rise_ms` before a flip, relief must last for the longer `calm_ms`
-before a flip back, and each flip within `FORGIVEN_MS` of the last one doubles the minimal time
-until the flip back, up to `LONGEST_STAY_MS`. That bounds the number of flips per hour.
+before a flip back, and each flip within `BACKOFF_RESET_MS` of the last one doubles the minimal time
+until the flip back, up to `MAX_MIN_FLIP_MS`. That bounds the number of flips per hour.
 
 Sources: Splitwise, section IV-A (own pool, mixed pool, opposite pool; identity kept, back when
 drained); TetriInfer, section 3.5 (an instance under a tenth of its load for a minute is flipped).
@@ -25,22 +25,22 @@ NONE = -1
 PREFILL, DECODE, MIXED = 0, 1, 2
 """Roles, as numbers."""
 
-FIRST_STAY_MS = 4_000.0
-LONGEST_STAY_MS = 256_000.0
-FORGIVEN_MS = 1_800_000.0
+FIRST_MIN_FLIP_MS = 4_000.0
+MAX_MIN_FLIP_MS = 256_000.0
+BACKOFF_RESET_MS = 1_800_000.0
 """After this time in its configured role, the next flip counts as the first one."""
-RELIEF = 0.5
+LOW_PRESSURE = 0.5
 """A side is relieved when its pressure is below this."""
-EARLY_MS = 500.0
+LEAD_MS = 500.0
 """The threshold of waiting is this much below the TTFT target: a flip takes effect with a delay,
 and each prompt that decode instances compute delays their decoding."""
 WAIT_SHARE = 0.25
 """Minimum of the threshold, as a share of the TTFT target."""
-UNSTATED_WAIT_MS = 250.0
+DEFAULT_WAIT_MS = 250.0
 """The threshold if there is no TTFT target."""
-AWAY_MS = 300_000.0
+MAX_FLIP_MS = 300_000.0
 """If flipping is off, a flipped instance flips back after this time."""
-IDLE = 0.1
+IDLE_LOAD = 0.1
 """An instance below this share of its load limit counts as idle (TetriInfer)."""
 
 MEMBER = np.dtype(
@@ -48,28 +48,31 @@ MEMBER = np.dtype(
         ("wait_ms", np.float64),  # time until its waiting prompts are computed
         ("use", np.float64),  # share of its KV used by computed prompts: 0 to 1 and more
         ("since_ms", np.float64),  # when it took its role
-        ("stay_ms", np.float64),  # minimal time until it flips back
-        ("idle_ms", np.float64),  # since when it is idle in its home's phase; inf: it is not
-        ("home", np.int64),  # its configured role
+        ("min_flip_ms", np.float64),  # minimal time until it flips back
+        (
+            "idle_ms",
+            np.float64,
+        ),  # since when it is idle in its configured_role's phase; inf: it is not
+        ("configured_role", np.int64),  # its configured role
         ("role", np.int64),
         ("is_open", np.int64),  # whether it takes requests at all
     ]
 )
 """One instance. The caller fills in all fields but the three times, which this module updates."""
 
-WATCH = np.dtype([("high_ms", np.float64), ("low_ms", np.float64)])
+PRESSURE_HISTORY = np.dtype([("high_since_ms", np.float64), ("low_since_ms", np.float64)])
 """Since when a side has been under pressure, and since when relieved; inf: it is not."""
 
 Members = NDArray[np.void]
-Watch = NDArray[np.void]
+PressureHistory = NDArray[np.void]
 
 
-class Terms(NamedTuple):
+class FlipThresholds(NamedTuple):
     """Thresholds of pressure and time for flips."""
 
     wait_ms: float
     """How long prompts may wait before other instances help."""
-    full: float = 0.9
+    full_usage: float = 0.9
     """Share of its KV from which a decode instance is full."""
     rise_ms: float = 1_000.0
     """How long pressure must last before a flip."""
@@ -83,28 +86,31 @@ class Terms(NamedTuple):
     """Number of instances that always stay in the decode role."""
 
 
-def make_terms(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> Terms:
+def build_thresholds(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) -> FlipThresholds:
     """The thresholds for a TTFT target; 0: there is no target."""
-    wait_ms = max(ttft_ms - EARLY_MS, WAIT_SHARE * ttft_ms) or UNSTATED_WAIT_MS
-    return Terms(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
+    wait_ms = max(ttft_ms - LEAD_MS, WAIT_SHARE * ttft_ms) or DEFAULT_WAIT_MS
+    return FlipThresholds(wait_ms, min_prefill=min_prefill, min_decode=min_decode)
 
 
-def make_watch() -> Watch:
+def build_pressure_history() -> PressureHistory:
     """The initial WATCH records, one for prefill and one for decode."""
-    watch = np.zeros(2, WATCH)
-    watch["high_ms"] = watch["low_ms"] = math.inf
+    watch = np.zeros(2, PRESSURE_HISTORY)
+    watch["high_since_ms"] = watch["low_since_ms"] = math.inf
     return watch
 
 
-def make_members(count: int) -> Members:
+def build_members(count: int) -> Members:
     """The initial MEMBER records of `count` instances."""
     members = np.zeros(count, MEMBER)
     members["idle_ms"] = math.inf
     return members
 
 
-def decide(members: Members, watch: Watch, terms: Terms, now_ms: float) -> tuple[int, int]:
-    """(slot, its new role), or (NONE, NONE); the caller records an executed flip with `take`.
+def decide(
+    members: Members, watch: PressureHistory, terms: FlipThresholds, now_ms: float
+) -> tuple[int, int]:
+    """(slot, its new role), or (NONE, NONE); the caller records an executed flip with
+    `record_role`.
 
     At most one flip at a time: the next decision sees its effect. `members` holds one MEMBER for
     each instance, `watch` one WATCH for prefill and one for decode; the times in both are updated.
@@ -113,28 +119,30 @@ def decide(members: Members, watch: Watch, terms: Terms, now_ms: float) -> tuple
     """
     for side in range(2):
         history = watch[side]
-        is_high = 1.0 < find_pressure(members, side, terms, True) < math.inf
-        is_low = find_pressure(members, side, terms, False) < RELIEF
-        history["high_ms"] = min(history["high_ms"], now_ms) if is_high else math.inf
-        history["low_ms"] = min(history["low_ms"], now_ms) if is_low else math.inf
-    _note_idle(members, terms, now_ms)
-    slot = _find_returning(members, watch, terms, now_ms)
+        is_high = 1.0 < compute_pressure(members, side, terms, True) < math.inf
+        is_low = compute_pressure(members, side, terms, False) < LOW_PRESSURE
+        history["high_since_ms"] = min(history["high_since_ms"], now_ms) if is_high else math.inf
+        history["low_since_ms"] = min(history["low_since_ms"], now_ms) if is_low else math.inf
+    _update_idle(members, terms, now_ms)
+    slot = _find_member_to_return(members, watch, terms, now_ms)
     if slot != NONE:
-        return slot, members[slot]["home"]
+        return slot, members[slot]["configured_role"]
     for side in range(2):
-        if watch[side]["high_ms"] > now_ms - terms.rise_ms:
+        if watch[side]["high_since_ms"] > now_ms - terms.rise_ms:
             continue
-        slot = _find_idle(members, watch, terms, side, now_ms)
+        slot = _find_idle_member(members, watch, terms, side, now_ms)
         if slot != NONE:
             return slot, side
-        if watch[1 - side]["high_ms"] == math.inf:
-            slot = _find_lender(members, terms, 1 - side)
+        if watch[1 - side]["high_since_ms"] == math.inf:
+            slot = _find_member_to_flip(members, terms, 1 - side)
             if slot != NONE:
                 return slot, MIXED
     return NONE, NONE
 
 
-def find_next_ms(members: Members, watch: Watch, terms: Terms, now_ms: float) -> float:
+def compute_next_check_ms(
+    members: Members, watch: PressureHistory, terms: FlipThresholds, now_ms: float
+) -> float:
     """The earliest time at which `decide` may return another result if no request comes or ends.
 
     The simulator calls this after a decision of NONE to skip checks. It assumes that waiting
@@ -143,46 +151,46 @@ def find_next_ms(members: Members, watch: Watch, terms: Terms, now_ms: float) ->
     soonest = math.inf
     for side in range(2):
         history = watch[side]
-        soonest = min(soonest, _find_due(history["high_ms"] + terms.rise_ms, now_ms))
-        soonest = min(soonest, _find_due(history["low_ms"] + terms.calm_ms, now_ms))
+        soonest = min(soonest, _skip_past(history["high_since_ms"] + terms.rise_ms, now_ms))
+        soonest = min(soonest, _skip_past(history["low_since_ms"] + terms.calm_ms, now_ms))
     for i in range(len(members)):
         member = members[i]
         idle_since_ms = max(member["idle_ms"], member["since_ms"])
-        soonest = min(soonest, _find_due(idle_since_ms + terms.idle_ms, now_ms))
-        soonest = min(soonest, _find_due(member["since_ms"] + member["stay_ms"], now_ms))
-        for share in (0.0, IDLE, RELIEF, 1.0):
+        soonest = min(soonest, _skip_past(idle_since_ms + terms.idle_ms, now_ms))
+        soonest = min(soonest, _skip_past(member["since_ms"] + member["min_flip_ms"], now_ms))
+        for share in (0.0, IDLE_LOAD, LOW_PRESSURE, 1.0):
             above_ms = member["wait_ms"] - share * terms.wait_ms
             if member["wait_ms"] > 0.0 and above_ms >= 0.0:
                 soonest = min(soonest, now_ms + above_ms)
     return soonest
 
 
-def recall(members: Members, now_ms: float) -> tuple[int, int]:
+def return_flipped(members: Members, now_ms: float) -> tuple[int, int]:
     """(slot, its configured role), or (NONE, NONE): the flip back if flipping is off.
 
-    It waits for `AWAY_MS`: two managers may disagree briefly, and users may set roles manually.
+    It waits for `MAX_FLIP_MS`: two managers may disagree briefly, and users may set roles manually.
     """
     for i in range(len(members)):
         member = members[i]
-        is_flipped = member["is_open"] and member["role"] != member["home"]
-        if is_flipped and now_ms - member["since_ms"] >= AWAY_MS:
-            return i, member["home"]
+        is_flipped = member["is_open"] and member["role"] != member["configured_role"]
+        if is_flipped and now_ms - member["since_ms"] >= MAX_FLIP_MS:
+            return i, member["configured_role"]
     return NONE, NONE
 
 
-def take(members: Members, slot: int, role: int, now_ms: float) -> None:
+def record_role(members: Members, slot: int, role: int, now_ms: float) -> None:
     """Record that an instance has taken a new role."""
     member = members[slot]
-    if member["role"] == member["home"]:
+    if member["role"] == member["configured_role"]:
         # Exponential back-off: a flip soon after the last one lasts twice as long.
-        doubled = min(2.0 * member["stay_ms"], LONGEST_STAY_MS)
-        is_first = now_ms - member["since_ms"] > FORGIVEN_MS or member["stay_ms"] == 0.0
-        member["stay_ms"] = FIRST_STAY_MS if is_first else doubled
+        doubled = min(2.0 * member["min_flip_ms"], MAX_MIN_FLIP_MS)
+        is_first = now_ms - member["since_ms"] > BACKOFF_RESET_MS or member["min_flip_ms"] == 0.0
+        member["min_flip_ms"] = FIRST_MIN_FLIP_MS if is_first else doubled
     member["role"] = role
     member["since_ms"] = now_ms
 
 
-def find_present(claimed: float, pending: float) -> float:
+def compute_computed_share(claimed: float, pending: float) -> float:
     """Share of the `claimed` resident tokens whose prompts are computed.
 
     Resident tokens include prompts that still wait (`pending` tokens of all instances) and have no
@@ -192,7 +200,7 @@ def find_present(claimed: float, pending: float) -> float:
     return max(1.0 - pending / claimed, 0.0) if claimed > 0.0 else 1.0
 
 
-def find_pressure(members: Members, side: int, terms: Terms, lent: bool) -> float:
+def compute_pressure(members: Members, side: int, terms: FlipThresholds, lent: bool) -> float:
     """Load of the least loaded instance for prefill (0) or decode (1), 1 being the threshold.
 
     inf when no instance serves this side; then none is flipped to it. Without `lent`, flipped
@@ -203,74 +211,80 @@ def find_pressure(members: Members, side: int, terms: Terms, lent: bool) -> floa
         member = members[i]
         if not member["is_open"] or member["role"] == 1 - side:
             continue
-        if lent or member["home"] != 1 - side:
-            least = min(least, _find_load(member, side, terms))
+        if lent or member["configured_role"] != 1 - side:
+            least = min(least, _compute_load(member, side, terms))
     return least
 
 
-def _find_load(member: Members, side: int, terms: Terms) -> float:
+def _compute_load(member: Members, side: int, terms: FlipThresholds) -> float:
     """Load of one instance for one side, relative to the threshold."""
     return float(
-        member["wait_ms"] / terms.wait_ms if side == PREFILL else member["use"] / terms.full
+        member["wait_ms"] / terms.wait_ms if side == PREFILL else member["use"] / terms.full_usage
     )
 
 
-def _find_due(at_ms: float, now_ms: float) -> float:
+def _skip_past(at_ms: float, now_ms: float) -> float:
     """`at_ms`, or inf if it is in the past, with 1 ms of tolerance for rounding."""
     return at_ms if at_ms > now_ms - 1.0 else math.inf
 
 
-def _note_idle(members: Members, terms: Terms, now_ms: float) -> None:
+def _update_idle(members: Members, terms: FlipThresholds, now_ms: float) -> None:
     for i in range(len(members)):
         member = members[i]
-        is_idle = _find_load(member, member["home"], terms) < IDLE
+        is_idle = _compute_load(member, member["configured_role"], terms) < IDLE_LOAD
         member["idle_ms"] = min(member["idle_ms"], now_ms) if is_idle else math.inf
 
 
-def _find_returning(members: Members, watch: Watch, terms: Terms, now_ms: float) -> int:
+def _find_member_to_return(
+    members: Members, watch: PressureHistory, terms: FlipThresholds, now_ms: float
+) -> int:
     """A flipped instance that may flip back: no longer needed there, or needed in its home."""
     for i in range(len(members)):
         member = members[i]
-        home, role = member["home"], member["role"]
+        home, role = member["configured_role"], member["role"]
         if role == home or home == MIXED or not member["is_open"]:
             continue
-        if now_ms - member["since_ms"] < member["stay_ms"]:
+        if now_ms - member["since_ms"] < member["min_flip_ms"]:
             continue
-        is_done = watch[1 - home]["low_ms"] <= now_ms - terms.calm_ms and not _has_foreign(member)
+        is_done = watch[1 - home][
+            "low_since_ms"
+        ] <= now_ms - terms.calm_ms and not _has_foreign_work(member)
         # Only in the opposite role it does nothing for its home; a MIXED instance already helps.
-        is_missed = role == 1 - home and watch[home]["high_ms"] <= now_ms - terms.rise_ms
+        is_missed = role == 1 - home and watch[home]["high_since_ms"] <= now_ms - terms.rise_ms
         if is_done or is_missed:
             return i
     return NONE
 
 
-def _has_foreign(member: Members) -> bool:
+def _has_foreign_work(member: Members) -> bool:
     """Whether prompts still wait at a decode instance that is about to flip back."""
-    return bool(member["wait_ms"] > 0.0) if member["home"] == DECODE else False
+    return bool(member["wait_ms"] > 0.0) if member["configured_role"] == DECODE else False
 
 
-def _find_idle(members: Members, watch: Watch, terms: Terms, side: int, now_ms: float) -> int:
+def _find_idle_member(
+    members: Members, watch: PressureHistory, terms: FlipThresholds, side: int, now_ms: float
+) -> int:
     """A MIXED instance of the other side that has long been idle there, if others remain."""
     idle, remaining = NONE, 0
     for i in range(len(members)):
         member = members[i]
         if member["is_open"] and member["role"] != side:
             remaining += 1
-            is_lent = member["home"] == 1 - side and member["role"] == MIXED
+            is_lent = member["configured_role"] == 1 - side and member["role"] == MIXED
             if is_lent and max(member["idle_ms"], member["since_ms"]) <= now_ms - terms.idle_ms:
                 idle = i
-    return idle if remaining > 1 and watch[1 - side]["low_ms"] < math.inf else NONE
+    return idle if remaining > 1 and watch[1 - side]["low_since_ms"] < math.inf else NONE
 
 
-def _find_lender(members: Members, terms: Terms, side: int) -> int:
+def _find_member_to_flip(members: Members, terms: FlipThresholds, side: int) -> int:
     """The least loaded instance in its configured role `side`, if enough of them remain."""
     best, least, count = NONE, math.inf, 0
     for i in range(len(members)):
         member = members[i]
-        if not member["is_open"] or member["role"] != side or member["home"] != side:
+        if not member["is_open"] or member["role"] != side or member["configured_role"] != side:
             continue
         count += 1
-        busy = _find_load(member, side, terms)
+        busy = _compute_load(member, side, terms)
         if busy < least:
             best, least = i, busy
     spared = terms.min_prefill if side == PREFILL else terms.min_decode

@@ -17,8 +17,8 @@ ADAPTER_TOKENS = 2_048.0
 """How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
 takes to bring one to another instance."""
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
+_MIX_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MIX_SHIFT = np.uint64(32)
 
 
 def to_key(name: str | bytes) -> int:
@@ -26,7 +26,7 @@ def to_key(name: str | bytes) -> int:
     return crc32(name.encode() if isinstance(name, str) else name)
 
 
-def find_kept(scores: Scores, keys: Keys, session: int, worth: float) -> int:
+def find_session_instance(scores: Scores, keys: Keys, session: int, worth: float) -> int:
     """Slot of the session's instance; NONE when all are closed.
 
     `keys`: keys of the instances, one per score. `worth`: instances whose score exceeds the least
@@ -36,9 +36,9 @@ def find_kept(scores: Scores, keys: Keys, session: int, worth: float) -> int:
     least = find_least(scores)
     if least == NONE:
         return NONE
-    mixed = (keys ^ np.uint64(session)) * _ODD
-    mixed = (mixed ^ (mixed >> _HALF)) * _ODD
-    mixed >>= _HALF
+    mixed = (keys ^ np.uint64(session)) * _MIX_MULTIPLIER
+    mixed = (mixed ^ (mixed >> _MIX_SHIFT)) * _MIX_MULTIPLIER
+    mixed >>= _MIX_SHIFT
     mixed[scores > scores[least] + worth] = 0
     return int(mixed.argmax())
 
@@ -59,17 +59,18 @@ def find_attached(
     scores count; only an adapter that decodes as well is compared by `scores`.
     """
     if session is not None and purpose != TO_DECODE:
-        return find_kept(_mask(pending_prompt, scores), keys, session, prompt_tokens)
+        return find_session_instance(_mask(pending_prompt, scores), keys, session, prompt_tokens)
     if adapter is None:
         return NONE
     compared = _mask(pending_prompt, scores) if purpose == TO_PREFILL else scores
-    return find_kept(compared, keys, adapter, ADAPTER_TOKENS)
+    return find_session_instance(compared, keys, adapter, ADAPTER_TOKENS)
 
 
 def goes_back(queue: float, queue_elsewhere: float, cached_tokens: float) -> bool:
     """Whether a prompt goes back to where `cached_tokens` of it were computed.
 
-    As `find_kept` weighs it: the queue there may be longer by what need not be computed there.
+    As `find_session_instance` weighs it: the queue there may be longer by what need not be computed
+    there.
     """
     return queue <= queue_elsewhere + cached_tokens
 

@@ -5,14 +5,14 @@ as a number. What is hard: a prompt computed beside decoding requests lengthens 
 iteration, so the length is bounded by their TPOT target, too.
 """
 
-from cleave.perf.timing import Chunk, Timing
+from cleave.perf.timing import EngineTiming, PromptChunk
 
-_MOST_TOKENS = 1 << 15
+_MAX_TOKENS = 1 << 15
 
 
-def find_whole_below_tokens(
-    prefill: Timing,
-    decode: Timing,
+def find_short_prompt_tokens(
+    prefill: EngineTiming,
+    decode: EngineTiming,
     transfer_ms: float,
     transfer_token_ms: float,
     batch: int,
@@ -27,15 +27,15 @@ def find_whole_below_tokens(
     that contains the prompt takes at most `tpot_ms`. Both conditions are monotonic in the length,
     so bisection finds it.
     """
-    decode_ms = decode.decode_pass_ms(batch + 1, context_tokens)
+    decode_ms = decode.predict_decode_ms(batch + 1, context_tokens)
 
     def is_short(tokens: int) -> bool:
-        shared_ms = decode.iteration_ms([Chunk(0, tokens)], batch, context_tokens)
+        shared_ms = decode.predict_iteration_ms([PromptChunk(0, tokens)], batch, context_tokens)
         moved_ms = transfer_ms + transfer_token_ms * tokens
-        disaggregated_ms = prefill.prefill_ms([tokens]) + moved_ms + decode_ms
+        disaggregated_ms = prefill.predict_prefill_ms([tokens]) + moved_ms + decode_ms
         return shared_ms <= min(disaggregated_ms, tpot_ms)
 
-    low, high = 0, _MOST_TOKENS
+    low, high = 0, _MAX_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
         if is_short(middle):

@@ -13,13 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cleave.profiling.errors import ProfilingError
-from cleave.profiling.http_client import Exchange, HttpError, OnEvents
+from cleave.profiling.http_client import HttpResponseError, OnEvents, TimedHttpExchange
 
 _DONE = b"data: [DONE]"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedCompletion:
     """A streamed completion. Times in seconds of the event loop's clock."""
 
     sent_s: float
@@ -40,7 +40,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Client:
+class OpenAIClient:
     """A client of one engine or gateway."""
 
     url: str
@@ -48,15 +48,15 @@ class Client:
     timeout_s: float = 120.0
     """Timeout of one response, from connecting to its end."""
     api_key: str | None = None
-    _place: tuple[str, int, bool] = field(init=False, repr=False)
+    _address: tuple[str, int, bool] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises ProfilingError when `url` is invalid."""
-        object.__setattr__(self, "_place", _parse_url(self.url))
+        object.__setattr__(self, "_address", _parse_url(self.url))
 
     async def get(self, path: str) -> bytes:
         """GET a path; the body. Raises ProfilingError."""
-        exchange = await self._exchange("GET", path, b"", None)
+        exchange = await self._send("GET", path, b"", None)
         if exchange.status != 200:
             raise ProfilingError(f"{self.url}{path} answers with status {exchange.status}")
         return bytes(exchange.body)
@@ -76,7 +76,7 @@ class Client:
         prompt: Sequence[int],
         output_tokens: int,
         on_events: OnEvents | None = None,
-    ) -> Answer:
+    ) -> TimedCompletion:
         """Stream exactly `output_tokens` tokens; `on_events` is called as they arrive.
 
         Raises ProfilingError when the response is an error or has another length.
@@ -91,20 +91,20 @@ class Client:
             "stream_options": {"include_usage": True},
         }
         payload = json.dumps(body).encode()
-        exchange = await self._exchange("POST", "/v1/completions", payload, on_events)
-        return _read_answer(self.url, exchange, output_tokens)
+        exchange = await self._send("POST", "/v1/completions", payload, on_events)
+        return _read_completion(self.url, exchange, output_tokens)
 
-    async def _exchange(
+    async def _send(
         self, method: str, path: str, payload: bytes, on_events: OnEvents | None
-    ) -> Exchange:
-        host, port, secure = self._place
+    ) -> TimedHttpExchange:
+        host, port, secure = self._address
         prefix = urlsplit(self.url).path.rstrip("/")
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         head = (
             f"{method} {prefix}{path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n{key}\r\n"
         )
-        exchange = Exchange(head.encode() + payload, on_events)
+        exchange = TimedHttpExchange(head.encode() + payload, on_events)
         loop = asyncio.get_running_loop()
         context = ssl.create_default_context() if secure else None
         transport: asyncio.BaseTransport | None = None
@@ -116,7 +116,7 @@ class Client:
                 await exchange.done
         except TimeoutError:
             raise ProfilingError(f"{self.url} has not answered in {self.timeout_s:.0f} s") from None
-        except HttpError as error:
+        except HttpResponseError as error:
             raise ProfilingError(f"{self.url}: {error}") from error
         except OSError as error:
             raise ProfilingError(f"{self.url} cannot be reached: {error}") from error
@@ -139,21 +139,23 @@ def _parse_url(url: str) -> tuple[str, int, bool]:
     return parts.hostname, port, secure
 
 
-def _read_answer(url: str, exchange: Exchange, output_tokens: int) -> Answer:
+def _read_completion(url: str, exchange: TimedHttpExchange, output_tokens: int) -> TimedCompletion:
     events = bytes(exchange.body).split(b"\n\n")
     if exchange.status != 200:
-        raise ProfilingError(f"{url}: status {exchange.status}: {_fault(exchange.body)}")
+        raise ProfilingError(
+            f"{url}: status {exchange.status}: {_find_error_message(exchange.body)}"
+        )
     if len(events) < 4 or events[-2] != _DONE:
-        raise ProfilingError(f"{url}: the stream ended early: {_fault(events[-2])}")
+        raise ProfilingError(f"{url}: the stream ended early: {_find_error_message(events[-2])}")
     # The last two events are the usage and the end marker.
     usage = json.loads(events[-3].removeprefix(b"data: ")).get("usage") or {}
     tokens = usage.get("completion_tokens", 0)
     if tokens != output_tokens:
         raise ProfilingError(f"{url}: {tokens} tokens came where {output_tokens} were asked for")
-    return Answer(exchange.sent_s, tuple(exchange.event_s[:-2]), tokens)
+    return TimedCompletion(exchange.sent_s, tuple(exchange.event_s[:-2]), tokens)
 
 
-def _fault(body: bytes | bytearray) -> str:
+def _find_error_message(body: bytes | bytearray) -> str:
     text = bytes(body).removeprefix(b"data: ").decode(errors="replace")
     try:
         return str(json.loads(text)["error"]["message"])

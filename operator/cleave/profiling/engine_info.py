@@ -7,16 +7,16 @@ import asyncio
 import re
 from dataclasses import dataclass
 
-from cleave.profiling.client import Client
+from cleave.profiling.client import OpenAIClient
 from cleave.profiling.errors import ProfilingError
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_COUNT_TIMEOUT_S = 10.0
-_COUNT_PERIOD_S = 0.005
+_COUNTER_TIMEOUT_S = 10.0
+_COUNTER_PERIOD_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineInfo:
     """One running engine."""
 
     model: str
@@ -37,7 +37,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class EngineCounters:
     """Totals since the engine started."""
 
     prefills: int
@@ -45,10 +45,10 @@ class Counters:
     """Sum of the times from scheduling to the first token, by the engine's own clock."""
     queue_s: float
     """Sum of the times before that: waiting to be scheduled, or for KV that is pulled."""
-    passes: int
+    iterations: int
 
 
-async def inspect(client: Client, model: str | None) -> EngineFacts:
+async def inspect_engine(client: OpenAIClient, model: str | None) -> EngineInfo:
     """The facts of the engine at `client`; `model` is required if it serves several.
 
     Raises ProfilingError.
@@ -63,43 +63,46 @@ async def inspect(client: Client, model: str | None) -> EngineFacts:
     card = cards[names.index(model)]
     version = await client.get_json("/version")
     cache = _find_labels(await client.get("/metrics"), "vllm:cache_config_info")
-    return EngineFacts(
+    return EngineInfo(
         model=model,
         source=card.get("root") or model,
         engine=version.get("engine", "vllm"),
         version=version["version"],
         max_model_len=int(card["max_model_len"]),
-        kv_block_size=_integer(cache, "block_size"),
-        kv_blocks_total=_integer(cache, "num_gpu_blocks"),
+        kv_block_size=_read_integer(cache, "block_size"),
+        kv_blocks_total=_read_integer(cache, "num_gpu_blocks"),
     )
 
 
-async def read_load(client: Client) -> int:
+async def count_requests(client: OpenAIClient) -> int:
     """Number of requests that run or wait on the engine. Raises ProfilingError."""
     page = await client.get("/metrics")
-    return round(_sum(page, "vllm:num_requests_running") + _sum(page, "vllm:num_requests_waiting"))
+    return round(
+        _sum_series(page, "vllm:num_requests_running")
+        + _sum_series(page, "vllm:num_requests_waiting")
+    )
 
 
-async def read_counters(client: Client, prefills: int = 0) -> Counters:
+async def read_counters(client: OpenAIClient, prefills: int = 0) -> EngineCounters:
     """The counters as soon as they include at least `prefills` requests.
 
     Engines update counters after they respond, so the last request may be missing for a moment.
     Raises ProfilingError when it is missing after a timeout.
     """
-    deadline = asyncio.get_running_loop().time() + _COUNT_TIMEOUT_S
+    deadline = asyncio.get_running_loop().time() + _COUNTER_TIMEOUT_S
     while True:
         page = await client.get("/metrics")
-        counters = Counters(
-            prefills=round(_sum(page, "vllm:request_prefill_time_seconds_count")),
-            prefill_s=_sum(page, "vllm:request_prefill_time_seconds_sum"),
-            queue_s=_sum(page, "vllm:request_queue_time_seconds_sum"),
-            passes=round(_sum(page, "vllm:iteration_tokens_total_count")),
+        counters = EngineCounters(
+            prefills=round(_sum_series(page, "vllm:request_prefill_time_seconds_count")),
+            prefill_s=_sum_series(page, "vllm:request_prefill_time_seconds_sum"),
+            queue_s=_sum_series(page, "vllm:request_queue_time_seconds_sum"),
+            iterations=round(_sum_series(page, "vllm:iteration_tokens_total_count")),
         )
         if counters.prefills >= prefills:
             return counters
         if asyncio.get_running_loop().time() > deadline:
             raise ProfilingError(f"{client.url}/metrics does not count requests that were answered")
-        await asyncio.sleep(_COUNT_PERIOD_S)
+        await asyncio.sleep(_COUNTER_PERIOD_S)
 
 
 def _find_labels(page: bytes, name: str) -> dict[str, str]:
@@ -109,7 +112,7 @@ def _find_labels(page: bytes, name: str) -> dict[str, str]:
     return {}
 
 
-def _sum(page: bytes, name: str) -> float:
+def _sum_series(page: bytes, name: str) -> float:
     """The sum of all samples of a metric. Raises ProfilingError when there is none."""
     lines = [line for line in page.decode().splitlines() if line.startswith(f"{name}{{")]
     if not lines:
@@ -117,7 +120,7 @@ def _sum(page: bytes, name: str) -> float:
     return sum(float(line.rsplit(maxsplit=1)[1]) for line in lines)
 
 
-def _integer(labels: dict[str, str], name: str) -> int:
+def _read_integer(labels: dict[str, str], name: str) -> int:
     value = labels.get(name, "")
     if not value.isdigit():
         raise ProfilingError(

@@ -9,17 +9,17 @@ class ProfilingError(RuntimeError):
 
 
 @asynccontextmanager
-async def single_fault() -> AsyncIterator[None]:
+async def unwrap_group() -> AsyncIterator[None]:
     """Raise the first ProfilingError of a task group instead of the exception group."""
     try:
         yield
     except BaseExceptionGroup as group:
-        raise _first(group) or group from None
+        raise _find_first(group) or group from None
 
 
-def _first(error: BaseException) -> ProfilingError | None:
+def _find_first(error: BaseException) -> ProfilingError | None:
     if isinstance(error, ProfilingError):
         return error
     if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_first, error.exceptions)), None)
+        return next(filter(None, map(_find_first, error.exceptions)), None)
     return None

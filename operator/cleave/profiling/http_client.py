@@ -13,50 +13,50 @@ OnEvents = Callable[[float, int], None]
 
 _HEAD_END = b"\r\n\r\n"
 _EVENT_END = b"\n\n"
-_MAX_HEAD = 65536
+_MAX_HEAD_BYTES = 65536
 
 
-class HttpError(ConnectionError):
+class HttpResponseError(ConnectionError):
     """The response is not HTTP, or the connection ended before the response."""
 
 
 class ChunkDecoder:
     """Removes the chunk sizes of `Transfer-Encoding: chunked` from a body received in parts."""
 
-    __slots__ = ("_held", "_left", "ended")
+    __slots__ = ("_pending", "_remaining", "ended")
 
     def __init__(self) -> None:
         self.ended = False
-        self._held = b""
-        self._left = 0
+        self._pending = b""
+        self._remaining = 0
         """Bytes of the current chunk and its line end that have not arrived."""
 
     def feed(self, data: bytes) -> bytes:
         """The body's bytes in `data`. Raises HttpError on a malformed chunk."""
-        data = self._held + data
-        self._held = b""
+        data = self._pending + data
+        self._pending = b""
         parts = []
         at = 0
         while at < len(data) and not self.ended:
-            if self._left:
-                part = data[at : at + self._left]
+            if self._remaining:
+                part = data[at : at + self._remaining]
                 # The last two bytes of a chunk are its line end.
-                parts.append(part[: max(0, self._left - 2)])
-                self._left -= len(part)
+                parts.append(part[: max(0, self._remaining - 2)])
+                self._remaining -= len(part)
                 at += len(part)
                 continue
             end = data.find(b"\r\n", at)
             if end < 0:
-                self._held = data[at:]
+                self._pending = data[at:]
                 break
             size = _parse_size(data[at:end])
             at = end + 2
             self.ended = size == 0
-            self._left = size + 2
+            self._remaining = size + 2
         return b"".join(parts)
 
 
-class Exchange(asyncio.Protocol):
+class TimedHttpExchange(asyncio.Protocol):
     """Sends one request, collects its response and records when each server-sent event arrives."""
 
     def __init__(self, request: bytes, on_events: OnEvents | None = None) -> None:
@@ -72,7 +72,7 @@ class Exchange(asyncio.Protocol):
         self._clock = loop.time
         self._head = b""
         self._chunks: ChunkDecoder | None = None
-        self._left = -1
+        self._content_length = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
@@ -86,37 +86,39 @@ class Exchange(asyncio.Protocol):
         try:
             if not self.status:
                 self._head += data
-                data = self._take_head()
+                data = self._parse_head()
             if self.status and not self.done.done():
-                self._take_body(data, now)
-        except HttpError as error:
-            self._end(error)
+                self._add_body(data, now)
+        except HttpResponseError as error:
+            self._finish(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed by either side."""
-        is_complete = self.status and not self._chunks and self._left < 0
-        self._end(None if is_complete else HttpError(str(exc or "the connection ended early")))
+        is_complete = self.status and not self._chunks and self._content_length < 0
+        self._finish(
+            None if is_complete else HttpResponseError(str(exc or "the connection ended early"))
+        )
 
-    def _take_head(self) -> bytes:
+    def _parse_head(self) -> bytes:
         head, separator, rest = self._head.partition(_HEAD_END)
         if not separator:
-            if len(self._head) > _MAX_HEAD:
-                raise HttpError("the answer has no HTTP head")
+            if len(self._head) > _MAX_HEAD_BYTES:
+                raise HttpResponseError("the answer has no HTTP head")
             return b""
         first, *fields = head.split(b"\r\n")
         words = first.split()
         if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-            raise HttpError("the answer is no HTTP/1.1")
+            raise HttpResponseError("the answer is no HTTP/1.1")
         for field in fields:
             name, _, value = field.lower().partition(b":")
             if name == b"transfer-encoding" and value.strip() == b"chunked":
                 self._chunks = ChunkDecoder()
             elif name == b"content-length" and value.strip().isdigit():
-                self._left = int(value)
+                self._content_length = int(value)
         self.status = int(words[1])
         return rest
 
-    def _take_body(self, data: bytes, now: float) -> None:
+    def _add_body(self, data: bytes, now: float) -> None:
         if self._chunks:
             data = self._chunks.feed(data)
         # The end of an event may be split over two parts.
@@ -127,10 +129,10 @@ class Exchange(asyncio.Protocol):
             self.event_s += [now] * events
             if self._on_events:
                 self._on_events(now, events)
-        if self._chunks.ended if self._chunks else len(self.body) == self._left:
-            self._end(None)
+        if self._chunks.ended if self._chunks else len(self.body) == self._content_length:
+            self._finish(None)
 
-    def _end(self, error: Exception | None) -> None:
+    def _finish(self, error: Exception | None) -> None:
         if self.done.done():
             return
         if error:
@@ -143,4 +145,4 @@ def _parse_size(line: bytes) -> int:
     try:
         return int(line.partition(b";")[0], 16)
     except ValueError:
-        raise HttpError("the answer's chunks are malformed") from None
+        raise HttpResponseError("the answer's chunks are malformed") from None

@@ -15,21 +15,21 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from cleave.profiling.client import Client
+from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import read_counters
-from cleave.profiling.errors import ProfilingError, single_fault
-from cleave.profiling.streams import Streams, streaming
+from cleave.profiling.errors import ProfilingError, unwrap_group
+from cleave.profiling.streams import TokenStreams, open_streams
 
 _TOKEN_IDS = range(8, 250)
 """Present in every vocabulary, and in most no special tokens."""
 _SETTLE_TOKENS = 3
 _WINDOW_TOKENS = 24
-_SAME_PASS = 0.2
+_SAME_ITERATION_SHARE = 0.2
 """Tokens that arrive within this share of an iteration belong to the same iteration."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Prefill:
+class PrefillCase:
     """One prefill iteration over `prompts` prompts of `tokens` each."""
 
     prompts: int
@@ -37,7 +37,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Decode:
+class DecodeCase:
     """One decode iteration of `batch` requests."""
 
     batch: int
@@ -46,48 +46,48 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Mixed:
+class MixedCase:
     """One iteration with a prompt and `batch` decoding requests."""
 
     batch: int
     context_prompt_tokens: int
-    """Prompt tokens of each decoding request, as in `Decode`."""
+    """Prompt tokens of each decoding request, as in `DecodeCase`."""
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Front:
+class OverheadCase:
     """Overhead of HTTP and the engine's API server: the client's time minus the engine's own."""
 
     tokens: int
 
 
-What = Prefill | Decode | Mixed | Front
+MeasuredCase = PrefillCase | DecodeCase | MixedCase | OverheadCase
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One observation."""
 
-    what: What
+    case: MeasuredCase
     ms: float
     context_tokens: int = 0
     """Sum over all decoding requests in the iteration."""
 
 
-class Shot(Protocol):
+class Measurement(Protocol):
     """A measurement that runs once."""
 
     @property
     def label(self) -> str:
         """A few words for the progress bar."""
 
-    async def run(self, client: Client, rng: random.Random) -> Sequence[Sample]:
+    async def run(self, client: OpenAIClient, rng: random.Random) -> Sequence[Sample]:
         """Run it; its samples, possibly none. Raises ProfilingError."""
 
 
 @dataclass(frozen=True, slots=True)
-class PromptShot:
+class PromptMeasurement:
     """One prompt alone, by the engine's clock from scheduling to the first token."""
 
     tokens: int
@@ -97,26 +97,28 @@ class PromptShot:
         """A few words for the progress bar."""
         return f"a prompt of {self.tokens} tokens"
 
-    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+    async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
         """Two samples: the prefill, and the overhead of the client's time over it."""
         samples, _ = await self.run_counted(client, rng)
         return samples
 
-    async def run_counted(self, client: Client, rng: random.Random) -> tuple[list[Sample], int]:
+    async def run_counted(
+        self, client: OpenAIClient, rng: random.Random
+    ) -> tuple[list[Sample], int]:
         """(the samples, number of iterations that the engine ran)."""
         before = await read_counters(client)
-        completion = await client.complete(draw(rng, self.tokens), 1)
+        completion = await client.complete(draw_prompt(rng, self.tokens), 1)
         after = await read_counters(client, before.prefills + 1)
         ms = (after.prefill_s - before.prefill_s) * 1e3 / (after.prefills - before.prefills)
         samples = [
-            Sample(Prefill(1, self.tokens), ms),
-            Sample(Front(self.tokens), max(0.0, completion.ttft_ms - ms)),
+            Sample(PrefillCase(1, self.tokens), ms),
+            Sample(OverheadCase(self.tokens), max(0.0, completion.ttft_ms - ms)),
         ]
-        return samples, after.passes - before.passes
+        return samples, after.iterations - before.iterations
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShot:
+class BatchMeasurement:
     """Several prompts in one iteration: sent while another prompt, the plug, is computed."""
 
     prompts: int
@@ -130,24 +132,24 @@ class BatchShot:
         """A few words for the progress bar."""
         return f"{self.prompts} prompts of {self.tokens} tokens"
 
-    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+    async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
         """One sample of the largest group in one iteration; none when all prompts ran alone.
 
         An engine that schedules the next iteration early takes the first prompt alone, so the group
         may be smaller than the number of prompts.
         """
-        prompts = [draw(rng, self.tokens) for _ in range(self.prompts)]
-        async with single_fault(), asyncio.TaskGroup() as group:
-            plug = group.create_task(client.complete(draw(rng, self.plug_tokens), 1))
+        prompts = [draw_prompt(rng, self.tokens) for _ in range(self.prompts)]
+        async with unwrap_group(), asyncio.TaskGroup() as group:
+            plug = group.create_task(client.complete(draw_prompt(rng, self.plug_tokens), 1))
             await asyncio.sleep(self.wait_s)
             tasks = [group.create_task(client.complete(prompt, 1)) for prompt in prompts]
         ends = sorted([plug.result().token_s[0], *(task.result().token_s[0] for task in tasks)])
-        size, seconds = max(group_passes(ends), default=(0, 0.0))
-        return [Sample(Prefill(size, self.tokens), seconds * 1e3)] if size > 1 else []
+        size, seconds = max(group_by_iteration(ends), default=(0, 0.0))
+        return [Sample(PrefillCase(size, self.tokens), seconds * 1e3)] if size > 1 else []
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeShot:
+class DecodeMeasurement:
     """Requests that decode together, first alone, then with prompts added."""
 
     batch: int
@@ -161,18 +163,18 @@ class DecodeShot:
         """A few words for the progress bar."""
         return f"decoding {self.batch} x {self.prompt_tokens} tokens"
 
-    async def run(self, client: Client, rng: random.Random) -> list[Sample]:
+    async def run(self, client: OpenAIClient, rng: random.Random) -> list[Sample]:
         """One sample of decoding and one for each added prompt."""
-        prompts = [draw(rng, self.prompt_tokens) for _ in range(self.batch)]
-        async with streaming(client, prompts, self.output_tokens, _SETTLE_TOKENS) as streams:
+        prompts = [draw_prompt(rng, self.prompt_tokens) for _ in range(self.batch)]
+        async with open_streams(client, prompts, self.output_tokens, _SETTLE_TOKENS) as streams:
             firsts = [len(times) for times in streams.token_s]
-            await streams.more(_WINDOW_TOKENS)
+            await streams.wait_for_tokens(_WINDOW_TOKENS)
             samples = [self._read_window(streams, firsts)]
             for tokens in self.mixed_tokens:
-                samples.append(await self._throw_in(client, streams, tokens, rng))
+                samples.append(await self._measure_mixed(client, streams, tokens, rng))
         return samples
 
-    def _read_window(self, streams: Streams, firsts: Sequence[int]) -> Sample:
+    def _read_window(self, streams: TokenStreams, firsts: Sequence[int]) -> Sample:
         gaps: list[float] = []
         contexts: list[int] = []
         for times, first in zip(streams.token_s, firsts, strict=True):
@@ -186,30 +188,30 @@ class DecodeShot:
                 f"{self.batch} streams come in bursts, not token by token: the engine's front or "
                 "this machine is too slow to observe iterations; measure smaller batches"
             )
-        return Sample(Decode(self.batch, self.prompt_tokens), ms, context)
+        return Sample(DecodeCase(self.batch, self.prompt_tokens), ms, context)
 
-    async def _throw_in(
-        self, client: Client, streams: Streams, tokens: int, rng: random.Random
+    async def _measure_mixed(
+        self, client: OpenAIClient, streams: TokenStreams, tokens: int, rng: random.Random
     ) -> Sample:
         """A sample with an added prompt: the median over streams of their longest token gap."""
         firsts = [len(times) for times in streams.token_s]
-        await client.complete(draw(rng, tokens), 1)
-        await streams.more(_SETTLE_TOKENS)
+        await client.complete(draw_prompt(rng, tokens), 1)
+        await streams.wait_for_tokens(_SETTLE_TOKENS)
         longest = [
             max(after - before for before, after in pairwise(times[first - 1 :]))
             for times, first in zip(streams.token_s, firsts, strict=True)
         ]
         context = self.prompt_tokens * self.batch + sum(firsts)
-        what = Mixed(self.batch, self.prompt_tokens, tokens)
+        what = MixedCase(self.batch, self.prompt_tokens, tokens)
         return Sample(what, median(longest) * 1e3, context)
 
 
-def draw(rng: random.Random, tokens: int) -> list[int]:
+def draw_prompt(rng: random.Random, tokens: int) -> list[int]:
     """A random prompt with that many tokens, which no prefix cache holds."""
     return rng.choices(_TOKEN_IDS, k=tokens)
 
 
-def group_passes(end_s: Sequence[float]) -> Iterator[tuple[int, float]]:
+def group_by_iteration(end_s: Sequence[float]) -> Iterator[tuple[int, float]]:
     """(number of first tokens, seconds) of each iteration but the first.
 
     `end_s`: ascending arrival times of first tokens, from iterations without pauses in between.
@@ -217,7 +219,7 @@ def group_passes(end_s: Sequence[float]) -> Iterator[tuple[int, float]]:
     longest = max(after - before for before, after in pairwise(end_s))
     groups = [[end_s[0]]]
     for before, after in pairwise(end_s):
-        if after - before > longest * _SAME_PASS:
+        if after - before > longest * _SAME_ITERATION_SHARE:
             groups.append([])
         groups[-1].append(after)
     for former, group in pairwise(groups):

@@ -5,11 +5,18 @@ from statistics import median, quantiles
 from typing import TypedDict
 
 from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, MixedPoint, PrefillPoint
-from cleave.profiling.engine_info import EngineFacts
-from cleave.profiling.measurements import Decode, Front, Mixed, Prefill, Sample, What
+from cleave.profiling.engine_info import EngineInfo
+from cleave.profiling.measurements import (
+    DecodeCase,
+    MeasuredCase,
+    MixedCase,
+    OverheadCase,
+    PrefillCase,
+    Sample,
+)
 
 
-class Duration(TypedDict):
+class MeasuredDuration(TypedDict):
     """The fields of a profile point for its duration."""
 
     ms: float
@@ -17,24 +24,28 @@ class Duration(TypedDict):
     spread_ms: float
 
 
-def spread_share(values: Sequence[float]) -> float:
+def compute_spread_share(values: Sequence[float]) -> float:
     """Distance of the quartiles divided by the median; 0 for a single value."""
-    return _spread(values) / median(values) if len(values) > 1 else 0.0
+    return _compute_quartile_distance(values) / median(values) if len(values) > 1 else 0.0
 
 
-def find_scattered(samples: Mapping[What, Sequence[Sample]], max_spread: float) -> list[str]:
+def list_scattered(
+    samples: Mapping[MeasuredCase, Sequence[Sample]], max_spread: float
+) -> list[str]:
     """A line for each point whose samples scatter more than `max_spread`."""
     lines = []
     for what, group in samples.items():
-        share = spread_share([sample.ms for sample in group])
-        if not isinstance(what, Front) and share > max_spread:
-            lines.append(f"{_name(what)}: {share:.0%} of {median(s.ms for s in group):.2f} ms")
+        share = compute_spread_share([sample.ms for sample in group])
+        if not isinstance(what, OverheadCase) and share > max_spread:
+            lines.append(
+                f"{_describe_case(what)}: {share:.0%} of {median(s.ms for s in group):.2f} ms"
+            )
     return lines
 
 
-def to_profile(
-    samples: Mapping[What, Sequence[Sample]],
-    facts: EngineFacts,
+def build_profile(
+    samples: Mapping[MeasuredCase, Sequence[Sample]],
+    facts: EngineInfo,
     *,
     device: str,
     measured_at: str,
@@ -54,80 +65,84 @@ def to_profile(
         kv_capacity_tokens=facts.kv_capacity_tokens,
         max_model_len=facts.max_model_len,
         dispatch_ms=round(find_dispatch_ms(samples), 3),
-        prefill=tuple(_prefill(samples)),
-        decode=tuple(_decode(samples)),
-        mixed=tuple(_mixed(samples)),
+        prefill=tuple(_build_prefill_points(samples)),
+        decode=tuple(_build_decode_points(samples)),
+        mixed=tuple(_build_mixed_points(samples)),
     )
 
 
-def find_dispatch_ms(samples: Mapping[What, Sequence[Sample]]) -> float:
+def find_dispatch_ms(samples: Mapping[MeasuredCase, Sequence[Sample]]) -> float:
     """Median over all prompts of the client's time minus the engine's own time."""
     overheads = [
         median(sample.ms for sample in group)
         for what, group in samples.items()
-        if isinstance(what, Front)
+        if isinstance(what, OverheadCase)
     ]
     return median(overheads) if overheads else 0.0
 
 
-def _prefill(samples: Mapping[What, Sequence[Sample]]) -> Iterable[PrefillPoint]:
+def _build_prefill_points(
+    samples: Mapping[MeasuredCase, Sequence[Sample]],
+) -> Iterable[PrefillPoint]:
     points = [
-        PrefillPoint(prompts=what.prompts, tokens=what.tokens, **_duration(group))
+        PrefillPoint(prompts=what.prompts, tokens=what.tokens, **_summarize(group))
         for what, group in samples.items()
-        if isinstance(what, Prefill)
+        if isinstance(what, PrefillCase)
     ]
-    return sorted(points, key=lambda point: point.place)
+    return sorted(points, key=lambda point: point.key)
 
 
-def _decode(samples: Mapping[What, Sequence[Sample]]) -> Iterable[DecodePoint]:
+def _build_decode_points(samples: Mapping[MeasuredCase, Sequence[Sample]]) -> Iterable[DecodePoint]:
     points = [
-        DecodePoint(batch=what.batch, context_tokens=_context(group), **_duration(group))
+        DecodePoint(
+            batch=what.batch, context_tokens=_compute_median_context(group), **_summarize(group)
+        )
         for what, group in samples.items()
-        if isinstance(what, Decode)
+        if isinstance(what, DecodeCase)
     ]
-    return sorted(points, key=lambda point: point.place)
+    return sorted(points, key=lambda point: point.key)
 
 
-def _mixed(samples: Mapping[What, Sequence[Sample]]) -> Iterable[MixedPoint]:
+def _build_mixed_points(samples: Mapping[MeasuredCase, Sequence[Sample]]) -> Iterable[MixedPoint]:
     points = [
         MixedPoint(
             prompt_tokens=what.prompt_tokens,
             batch=what.batch,
-            context_tokens=_context(group),
-            **_duration(group),
+            context_tokens=_compute_median_context(group),
+            **_summarize(group),
         )
         for what, group in samples.items()
-        if isinstance(what, Mixed)
+        if isinstance(what, MixedCase)
     ]
-    return sorted(points, key=lambda point: point.place)
+    return sorted(points, key=lambda point: point.key)
 
 
-def _duration(samples: Sequence[Sample]) -> Duration:
+def _summarize(samples: Sequence[Sample]) -> MeasuredDuration:
     values = [sample.ms for sample in samples]
     return {
         "ms": round(median(values), 4),
         "repeats": len(values),
-        "spread_ms": round(_spread(values), 4),
+        "spread_ms": round(_compute_quartile_distance(values), 4),
     }
 
 
-def _context(samples: Sequence[Sample]) -> int:
+def _compute_median_context(samples: Sequence[Sample]) -> int:
     return round(median(sample.context_tokens for sample in samples))
 
 
-def _spread(values: Sequence[float]) -> float:
+def _compute_quartile_distance(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     first, _, third = quantiles(values, n=4, method="inclusive")
     return third - first
 
 
-def _name(what: What) -> str:
-    if isinstance(what, Prefill):
+def _describe_case(what: MeasuredCase) -> str:
+    if isinstance(what, PrefillCase):
         return f"prefill of {what.prompts} x {what.tokens} tokens"
-    if isinstance(what, Decode):
+    if isinstance(what, DecodeCase):
         return f"decoding {what.batch} x {what.prompt_tokens} tokens"
-    if isinstance(what, Mixed):
+    if isinstance(what, MixedCase):
         return (
             f"a prompt of {what.prompt_tokens} tokens beside {what.batch} x "
             f"{what.context_prompt_tokens}"

@@ -19,7 +19,7 @@ class Chart:
 
     key: str
     title: str
-    note: str
+    caption: str
     """Description in one sentence; screen readers read it instead of the picture."""
     figure: go.Figure
     heading: Row
@@ -27,7 +27,7 @@ class Chart:
     """The same data as a table."""
 
 
-def blank(x: str, y: str) -> go.Figure:
+def create_figure(x: str, y: str) -> go.Figure:
     """An empty figure with axis titles."""
     axis: dict[str, Any] = {
         "gridcolor": "var(--grid)",
@@ -52,7 +52,9 @@ def blank(x: str, y: str) -> go.Figure:
     return figure
 
 
-def rule(figure: go.Figure, *, text: str, x: float | None = None, y: float | None = None) -> None:
+def add_rule(
+    figure: go.Figure, *, text: str, x: float | None = None, y: float | None = None
+) -> None:
     """A thin labelled line across the plot, vertical at `x` or horizontal at `y`."""
     line = {"line": {"color": "var(--rule)", "width": 1.25, "dash": "dash"}, "layer": "below"}
     words = {

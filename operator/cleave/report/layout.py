@@ -38,7 +38,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LayoutNode:
     """One node with the segments on it."""
 
     gpu: str
@@ -51,13 +51,13 @@ class Node:
         return self.gpus - sum(segment.gpus for segment in self.segments)
 
 
-def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[Node, ...]:
+def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[LayoutNode, ...]:
     """The nodes that the plan uses, by first fit; segments without room are left out."""
     machines = [(shape.gpu, shape.gpus_per_node) for shape in shapes for _ in range(shape.count)]
     filled: list[list[Segment]] = [[] for _ in machines]
     free = [gpus for _, gpus in machines]
     first_free: dict[tuple[str | None, int], int] = {}
-    for group in _groups(plan):
+    for group in _group_segments(plan):
         kind, num_gpus = group[0].gpu, sum(segment.gpus for segment in group)
         # Groups of one size fill from the left, so the search continues where the last one ended.
         node_index = first_free.get((kind, num_gpus), 0)
@@ -70,27 +70,27 @@ def lay_out(plan: Plan, shapes: tuple[NodeShape, ...]) -> tuple[Node, ...]:
             filled[node_index].extend(group)
             free[node_index] -= num_gpus
     return tuple(
-        Node(gpu, gpus, tuple(segments))
+        LayoutNode(gpu, gpus, tuple(segments))
         for (gpu, gpus), segments in zip(machines, filled, strict=True)
         if segments
     )
 
 
-def _groups(plan: Plan) -> Iterator[tuple[Segment, ...]]:
+def _group_segments(plan: Plan) -> Iterator[tuple[Segment, ...]]:
     """Segments that must share a node, largest instances first."""
     by_role = {pool.role: pool for pool in plan.pools}
     pools = sorted(plan.pools, key=lambda pool: -pool.parallelism.tensor)
     prefill, decode = by_role.get(Role.PREFILL), by_role.get(Role.DECODE)
     if plan.algorithm.startswith(LOW_AFFINITY) and prefill and decode:
-        yield from _pairs(prefill, decode)
+        yield from _pair_segments(prefill, decode)
         pools = [pool for pool in pools if pool.role is Role.MIXED]
     for pool in pools:
         for instance in range(pool.replicas):
             for stage in range(pool.parallelism.pipeline):
-                yield (_segment(pool, instance, stage),)
+                yield (_build_segment(pool, instance, stage),)
 
 
-def _pairs(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[Segment, ...]]:
+def _pair_segments(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[Segment, ...]]:
     """Equal stages of the instances of one cell; cells are as small as possible."""
     units = math.gcd(prefill.replicas, decode.replicas)
     for unit in range(units):
@@ -101,11 +101,11 @@ def _pairs(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[Segment,
         ]
         for stage in range(max(pool.parallelism.pipeline for pool, _ in members)):
             yield tuple(
-                _segment(pool, instance, stage)
+                _build_segment(pool, instance, stage)
                 for pool, instance in members
                 if stage < pool.parallelism.pipeline
             )
 
 
-def _segment(pool: PlannedPool, instance: int, stage: int) -> Segment:
+def _build_segment(pool: PlannedPool, instance: int, stage: int) -> Segment:
     return Segment(pool.role, instance, stage, pool.parallelism.tensor, pool.gpu)

@@ -18,33 +18,33 @@ from plotly.offline import get_plotlyjs
 
 from cleave.planner.plan import Plan
 from cleave.planner.result.text import (
-    VERDICTS,
-    milliseconds,
-    number,
-    percent,
-    plan_label,
-    pool_sentence,
-    reason_alone,
+    VERDICT_TEXTS,
+    describe_pool,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_plan,
+    strip_verdict,
 )
 from cleave.report import tables
-from cleave.report.charts import charts
+from cleave.report.charts import build_charts
 from cleave.report.figures import Chart
 from cleave.report.layout import lay_out
-from cleave.report.load_study import Study
-from cleave.report.node_drawing import describe, draw
-from cleave.report.what_if import WhatIf, what_if
+from cleave.report.load_study import LoadStudy
+from cleave.report.node_drawing import describe_node, draw_nodes
+from cleave.report.what_if import WhatIf, compute_what_if
 
 
-def page(study: Study) -> str:
+def render_page(study: LoadStudy) -> str:
     """The complete HTML file."""
-    drawn = {chart.key: chart for chart in charts(study)}
-    points = what_if(study) if study.sweeps else None
-    body = "\n".join(_body(study, drawn, points))
+    drawn = {chart.key: chart for chart in build_charts(study)}
+    points = compute_what_if(study) if study.sweeps else None
+    body = "\n".join(_render_body(study, drawn, points))
     data = {
         "charts": {key: chart.figure.to_plotly_json() for key, chart in drawn.items()},
-        "whatIf": _points(points),
+        "whatIf": _dump_points(points),
         "plans": [
-            {"label": plan_label(sweep.plan), "text": _in_words(sweep.plan)}
+            {"label": format_plan(sweep.plan), "text": _describe_plan(sweep.plan)}
             for sweep in study.sweeps
         ],
     }
@@ -54,75 +54,80 @@ def page(study: Study) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>Plan for {escape(study.subject.deployment)} - Cleave</title>
+<title>Plan for {escape(study.report_input.deployment)} - Cleave</title>
 <link rel="icon" href="data:,">
-<style>{_part("page.css")}</style>
+<style>{_load_asset("page.css")}</style>
 </head>
 <body>
 {body}
-<script type="application/json" id="data">{_json(data)}</script>
-<script type="application/octet-stream" id="plotly">{_plotly()}</script>
-<script>{_part("page.js")}</script>
+<script type="application/json" id="data">{_dump_json(data)}</script>
+<script type="application/octet-stream" id="plotly">{_load_plotly()}</script>
+<script>{_load_asset("page.js")}</script>
 </body>
 </html>
 """
 
 
-def _body(study: Study, drawn: dict[str, Chart], points: WhatIf | None) -> Iterator[str]:
+def _render_body(study: LoadStudy, drawn: dict[str, Chart], points: WhatIf | None) -> Iterator[str]:
     yield "<main>"
-    yield _header(study)
-    yield _warnings(study)
+    yield _render_header(study)
+    yield _render_warnings(study)
     if study.sweeps:
-        yield _section("Load", [_figure(drawn["attainment"])])
-        yield _section(
-            "Latency", [_figure(drawn["cdf-ttft"]), _figure(drawn["cdf-tpot"])], columns=2
+        yield _render_section("Load", [_render_figure(drawn["attainment"])])
+        yield _render_section(
+            "Latency",
+            [_render_figure(drawn["cdf-ttft"]), _render_figure(drawn["cdf-tpot"])],
+            columns=2,
         )
-        yield _section("Stages", [_figure(drawn["stages"])])
-    if study.answer.selected:
-        yield _section("Layout", [_layout(study.answer.selected, study)])
+        yield _render_section("Stages", [_render_figure(drawn["stages"])])
+    if study.result.selected:
+        yield _render_section("Layout", [_render_layout(study.result.selected, study)])
     if points:
-        yield _section("What if", [_sliders(points, study)])
-        yield _section(
+        yield _render_section("What if", [_render_sliders(points, study)])
+        yield _render_section(
             "Alternatives",
             [
-                tables.plans(study.answer, study.subject.rate, study.neighbours),
-                *(_figure(drawn[key]) for key in ("frontier", "tradeoff-ttft", "tradeoff-tpot")),
+                tables.render_plans(study.result, study.report_input.rate, study.neighbours),
+                *(
+                    _render_figure(drawn[key])
+                    for key in ("frontier", "tradeoff-ttft", "tradeoff-tpot")
+                ),
             ],
             columns=3,
         )
-    yield _section("How it was found", [_method(study)])
+    yield _render_section("How it was found", [_render_method(study)])
     yield "</main>"
 
 
-def _header(study: Study) -> str:
-    result, subject, slo = study.answer, study.subject, study.subject.slo
+def _render_header(study: LoadStudy) -> str:
+    result, subject, slo = study.result, study.report_input, study.report_input.slo
     chosen = result.selected
-    headline = _in_words(chosen) if chosen else "No plan holds this SLO"
+    headline = _describe_plan(chosen) if chosen else "No plan holds this SLO"
     if chosen:
-        tiles = tables.tiles(chosen, slo)
+        tiles = tables.render_tiles(chosen, slo)
     else:
-        tiles = tables.nearest(result.nearest_slo) if result.nearest_slo else ""
+        tiles = tables.render_nearest_slo(result.nearest_slo) if result.nearest_slo else ""
     return f"""<header class="card hero">
 <p class="overline">Cleave plan for <b>{escape(subject.deployment)}</b></p>
-<h1><span class="verdict {result.verdict.lower()}">{VERDICTS[result.verdict]}</span>
+<h1><span class="verdict {result.verdict.lower()}">{VERDICT_TEXTS[result.verdict]}</span>
 {escape(headline)}</h1>
-<p class="reason">{escape(reason_alone(result))}</p>
+<p class="reason">{escape(strip_verdict(result))}</p>
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
-<p class="asked"><b>Requested:</b> {escape(subject.model)}; {percent(slo.attainment)} of requests
-with TTFT within {milliseconds(slo.ttft_ms)} and TPOT within {milliseconds(slo.tpot_ms)};
-{number(subject.rate)} req/s; {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
+<p class="asked"><b>Requested:</b> {escape(subject.model)}; {format_percent(slo.attainment)} of requests
+with TTFT within {format_milliseconds(slo.ttft_ms)} and TPOT within {format_milliseconds(slo.tpot_ms)};
+{format_number(subject.rate)} req/s; {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 
 
-def _warnings(study: Study) -> str:
-    if not study.answer.warnings:
+def _render_warnings(study: LoadStudy) -> str:
+    if not study.result.warnings:
         return ""
-    items = "".join(f"<li>{escape(text)}</li>" for text in study.answer.warnings)
+    items = "".join(f"<li>{escape(text)}</li>" for text in study.result.warnings)
     return f'<aside class="card warnings"><h2>Warnings</h2><ul>{items}</ul></aside>'
 
 
-def _section(title: str, parts: Sequence[str], columns: int = 1) -> str:
+def _render_section(title: str, parts: Sequence[str], columns: int = 1) -> str:
     inner = "\n".join(parts)
     return (
         f'<section class="card"><h2>{escape(title)}</h2>'
@@ -130,21 +135,21 @@ def _section(title: str, parts: Sequence[str], columns: int = 1) -> str:
     )
 
 
-def _figure(chart: Chart) -> str:
-    note, key = escape(chart.note), chart.key
+def _render_figure(chart: Chart) -> str:
+    note, key = escape(chart.caption), chart.key
     return f"""<figure aria-labelledby="{key}-title">
 <h3 id="{key}-title">{escape(chart.title)}</h3>
 <div class="plot" id="plot-{key}" data-chart="{key}" role="img" aria-label="{note}"></div>
 <figcaption>{note}</figcaption>
-<details><summary>Numbers</summary>{tables.table(chart.title, chart.heading, chart.rows)}</details>
+<details><summary>Numbers</summary>{tables.render_table(chart.title, chart.heading, chart.rows)}</details>
 </figure>"""
 
 
-def _layout(plan: Plan, study: Study) -> str:
-    nodes = lay_out(plan, study.subject.nodes)
-    rows = [(f"node {index}", node.gpu, describe(node)) for index, node in enumerate(nodes)]
+def _render_layout(plan: Plan, study: LoadStudy) -> str:
+    nodes = lay_out(plan, study.report_input.nodes)
+    rows = [(f"node {index}", node.gpu, describe_node(node)) for index, node in enumerate(nodes)]
     keys = "".join(
-        f'<li><span class="swatch {pool.role}"></span>{escape(pool_sentence(pool))}</li>'
+        f'<li><span class="swatch {pool.role}"></span>{escape(describe_pool(pool))}</li>'
         for pool in plan.pools
     )
     shown_gpus = sum(segment.gpus for node in nodes for segment in node.segments)
@@ -155,15 +160,15 @@ def _layout(plan: Plan, study: Study) -> str:
     )
     return f"""<figure><h3>GPU by GPU</h3>
 <ul class="legend">{keys}<li><span class="swatch free"></span>free</li></ul>
-{draw(nodes)}{missing}
+{draw_nodes(nodes)}{missing}
 <figcaption>One square is a GPU, one frame the GPUs that hold one pipeline stage (s0, s1, ...) of
 an instance. One way to place the plan; the scheduler may find another.</figcaption>
 <details><summary>Numbers</summary>{
-        tables.table("GPU by GPU", ("node", "GPU", "what runs there"), rows)
+        tables.render_table("GPU by GPU", ("node", "GPU", "what runs there"), rows)
     }</details></figure>"""
 
 
-def _sliders(points: WhatIf, study: Study) -> str:
+def _render_sliders(points: WhatIf, study: LoadStudy) -> str:
     sliders = zip(
         ("rate", "ttft", "tpot"),
         ("Rate", "TTFT target", "TPOT target"),
@@ -193,36 +198,41 @@ one.</p>
 </div>"""
 
 
-def _method(study: Study) -> str:
-    result = study.answer
+def _render_method(study: LoadStudy) -> str:
+    result = study.result
     facts = (
         ("candidates", f"{result.num_candidates:,}"),
         ("simulated requests", f"{result.num_simulated_requests:,}"),
         ("time", f"{result.elapsed_s:.2f} s"),
-        ("seed", str(study.subject.seed)),
+        ("seed", str(study.report_input.seed)),
     )
     items = "".join(f'<div class="tile"><dt>{k}</dt><dd>{v}</dd></div>' for k, v in facts)
     return (
-        f'<div><dl class="tiles">{items}</dl>{tables.trust(result)}'
+        f'<div><dl class="tiles">{items}</dl>{tables.render_trust(result)}'
         '<p class="note">Goodput is the highest rate at which the target is met, by bisection over '
         "a discrete-event simulation of every instance. Predictions are at the requested "
         "rate.</p></div>"
     )
 
 
-def _in_words(plan: Plan) -> str:
-    return " and ".join(pool_sentence(pool) for pool in plan.pools)
+def _describe_plan(plan: Plan) -> str:
+    return " and ".join(describe_pool(pool) for pool in plan.pools)
 
 
-def _points(points: WhatIf | None) -> dict[str, Any] | None:
+def _dump_points(points: WhatIf | None) -> dict[str, Any] | None:
     if points is None:
         return None
     return {
-        "rate": [f"{number(rate)} req/s" for rate in points.rates],
-        "ttft": [milliseconds(value) for value in points.ttft_ms],
-        "tpot": [milliseconds(value) for value in points.tpot_ms],
+        "rate": [f"{format_number(rate)} req/s" for rate in points.rates],
+        "ttft": [format_milliseconds(value) for value in points.ttft_ms],
+        "tpot": [format_milliseconds(value) for value in points.tpot_ms],
         "points": [
-            [p.plan, number(p.goodput * p.copies), number(p.goodput * p.copies / p.gpus), p.gpus]
+            [
+                p.plan,
+                format_number(p.goodput * p.copies),
+                format_number(p.goodput * p.copies / p.gpus),
+                p.gpus,
+            ]
             if p.plan >= 0
             else None
             for p in points.points
@@ -231,15 +241,15 @@ def _points(points: WhatIf | None) -> dict[str, Any] | None:
     }
 
 
-def _json(data: dict[str, Any]) -> str:
+def _dump_json(data: dict[str, Any]) -> str:
     """JSON that is safe inside a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @cache
-def _plotly() -> str:
+def _load_plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
 
 
-def _part(name: str) -> str:
+def _load_asset(name: str) -> str:
     return files("cleave.report").joinpath(name).read_text(encoding="utf-8")

@@ -4,18 +4,18 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from cleave.api.deployment import Slo
-from cleave.planner.plan import Answer, NearestSlo, Percentiles, Plan
+from cleave.planner.plan import NearestSlo, Percentiles, Plan, PlanningResult
 from cleave.planner.result.text import (
-    milliseconds,
-    number,
-    percent,
-    plan_label,
-    power,
-    trust_sentence,
+    describe_trust,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_plan,
+    format_power,
 )
 
 
-def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def render_table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose first column names its rows; cells are text."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heading)
     body = "".join(
@@ -31,7 +31,7 @@ def table(caption: str, heading: Sequence[str], rows: Iterable[Sequence[str]]) -
     )
 
 
-def plans(result: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str:
+def render_plans(result: PlanningResult, rate: float, neighbours: tuple[Plan, ...] = ()) -> str:
     """Predictions at the requested rate of every plan of the result, then of its neighbours."""
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
@@ -40,16 +40,18 @@ def plans(result: Answer, rate: float, neighbours: tuple[Plan, ...] = ()) -> str
     )
     listed = ((result.selected,) if result.selected else ()) + result.alternatives
     every = (*listed, *neighbours)
-    caption = f"Predictions at {number(rate)} req/s; goodput in req/s"
-    return table(caption, heading, (_plan_row(plan, result.selected) for plan in every))
+    caption = f"Predictions at {format_number(rate)} req/s; goodput in req/s"
+    return render_table(
+        caption, heading, (_build_plan_row(plan, result.selected) for plan in every)
+    )
 
 
-def trust(result: Answer) -> str:
+def render_trust(result: PlanningResult) -> str:
     """The sources of the plans' latency models, as a list."""
     every = ((result.selected,) if result.selected else ()) + result.alternatives
     sources: dict[str, list[str]] = {}
     for plan in every:
-        sources.setdefault(trust_sentence(plan.prediction.trust), []).append(plan_label(plan))
+        sources.setdefault(describe_trust(plan.prediction.trust), []).append(format_plan(plan))
     items = (
         f"<li>{escape(source)}{': ' + escape(', '.join(names)) if len(sources) > 1 else ''}</li>"
         for source, names in sources.items()
@@ -57,75 +59,83 @@ def trust(result: Answer) -> str:
     return f"<h3>Latency models</h3><ul>{''.join(items)}</ul>" if sources else ""
 
 
-def tiles(plan: Plan, slo: Slo) -> str:
+def render_tiles(plan: Plan, slo: Slo) -> str:
     """The most important figures of the selected plan, in large type."""
     prediction = plan.prediction
     low, high = prediction.goodput_interval
     figures = (
         (
             "goodput",
-            f"{number(prediction.goodput)} req/s",
-            f"95 %: {number(low)} to {number(high)}",
+            f"{format_number(prediction.goodput)} req/s",
+            f"95 %: {format_number(low)} to {format_number(high)}",
             "",
         ),
-        ("per GPU", f"{number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs", ""),
+        ("per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs", ""),
         (
             "attainment",
-            percent(prediction.attainment),
-            f"target {percent(slo.attainment)}",
-            _met(prediction.attainment >= slo.attainment),
+            format_percent(prediction.attainment),
+            f"target {format_percent(slo.attainment)}",
+            _get_state(prediction.attainment >= slo.attainment),
         ),
-        ("P90 TTFT", *_against(prediction.ttft_ms, slo.ttft_ms)),
-        ("P90 TPOT", *_against(prediction.tpot_ms, slo.tpot_ms)),
-        ("price", number(prediction.cost_per_hour), "per hour", ""),
-        ("power", power(prediction.power_watts), "provisioned", ""),
+        ("P90 TTFT", *_compare_with_target(prediction.ttft_ms, slo.ttft_ms)),
+        ("P90 TPOT", *_compare_with_target(prediction.tpot_ms, slo.tpot_ms)),
+        ("price", format_number(prediction.cost_per_hour), "per hour", ""),
+        ("power", format_power(prediction.power_watts), "provisioned", ""),
     )
-    return "".join(_tile(*figure) for figure in figures)
+    return "".join(_render_tile(*figure) for figure in figures)
 
 
-def nearest(slo: NearestSlo) -> str:
+def render_nearest_slo(slo: NearestSlo) -> str:
     """The nearest feasible SLO, in large type."""
-    times = f"{number(slo.scale)} times the requested one"
+    times = f"{format_number(slo.scale)} times the requested one"
     figures = (
-        ("TTFT that holds", milliseconds(slo.ttft_ms), times),
-        ("TPOT that holds", milliseconds(slo.tpot_ms), times),
+        ("TTFT that holds", format_milliseconds(slo.ttft_ms), times),
+        ("TPOT that holds", format_milliseconds(slo.tpot_ms), times),
     )
-    tiles = "".join(_tile(*figure, "") for figure in figures)
+    tiles = "".join(_render_tile(*figure, "") for figure in figures)
     return f'{tiles}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
 
 
-def _tile(name: str, value: str, detail: str, state: str) -> str:
+def _render_tile(name: str, value: str, detail: str, state: str) -> str:
     return (
         f'<div class="tile {state}"><dt>{name}</dt><dd>{escape(value)}'
         f"<small>{escape(detail)}</small></dd></div>"
     )
 
 
-def _against(latency: Percentiles, target: float) -> tuple[str, str, str]:
-    return milliseconds(latency.p90), f"target {milliseconds(target)}", _met(latency.p90 <= target)
+def _compare_with_target(latency: Percentiles, target: float) -> tuple[str, str, str]:
+    return (
+        format_milliseconds(latency.p90),
+        f"target {format_milliseconds(target)}",
+        _get_state(latency.p90 <= target),
+    )
 
 
-def _met(holds: bool) -> str:
+def _get_state(holds: bool) -> str:
     return "good" if holds else "bad"
 
 
-def _plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
+def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
     prediction = plan.prediction
     return (
-        plan_label(plan) + (" (selected)" if plan is selected else ""),
+        format_plan(plan) + (" (selected)" if plan is selected else ""),
         "disaggregated" if plan.is_disaggregated else "colocated",
         str(plan.gpus),
-        number(prediction.goodput),
-        f"{number(prediction.goodput_interval[0])} to {number(prediction.goodput_interval[1])}",
-        number(plan.goodput_per_gpu),
-        percent(prediction.attainment),
-        *_percentiles(prediction.ttft_ms),
-        *_percentiles(prediction.tpot_ms),
-        number(prediction.cost_per_hour),
-        power(prediction.power_watts),
+        format_number(prediction.goodput),
+        f"{format_number(prediction.goodput_interval[0])} to {format_number(prediction.goodput_interval[1])}",
+        format_number(plan.goodput_per_gpu),
+        format_percent(prediction.attainment),
+        *_format_percentiles(prediction.ttft_ms),
+        *_format_percentiles(prediction.tpot_ms),
+        format_number(prediction.cost_per_hour),
+        format_power(prediction.power_watts),
         plan.algorithm,
     )
 
 
-def _percentiles(latency: Percentiles) -> tuple[str, str, str]:
-    return milliseconds(latency.p50), milliseconds(latency.p90), milliseconds(latency.p99)
+def _format_percentiles(latency: Percentiles) -> tuple[str, str, str]:
+    return (
+        format_milliseconds(latency.p50),
+        format_milliseconds(latency.p90),
+        format_milliseconds(latency.p99),
+    )

@@ -9,22 +9,24 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from cleave.planner.plan import Plan
-from cleave.planner.result.text import milliseconds, number, plan_label
-from cleave.report.figures import Chart, blank, rule
-from cleave.report.load_study import Study
+from cleave.planner.result.text import format_milliseconds, format_number, format_plan
+from cleave.report.figures import Chart, add_rule, create_figure
+from cleave.report.load_study import LoadStudy
 
 _LOG_SPAN = 30.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
-def frontier(study: Study) -> Chart:
+def build_frontier_chart(study: LoadStudy) -> Chart:
     """Goodput against cost (GPUs where prices are missing)."""
-    plans = _every(study)
+    plans = _list_plans(study)
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     axis = "price per hour" if priced else "GPUs"
-    figure = blank(axis, "goodput (req/s)")
+    figure = create_figure(axis, "goodput (req/s)")
     costs = [plan.prediction.cost_per_hour if priced else float(plan.gpus) for plan in plans]
-    edge = pareto([(x, plan.prediction.goodput) for x, plan in zip(costs, plans, strict=True)])
+    edge = find_pareto_front(
+        [(x, plan.prediction.goodput) for x, plan in zip(costs, plans, strict=True)]
+    )
     figure.add_scatter(
         x=[costs[i] for i in edge],
         y=[plans[i].prediction.goodput for i in edge],
@@ -36,7 +38,7 @@ def frontier(study: Study) -> Chart:
     _add_plans(figure, study, costs, [plan.prediction.goodput for plan in plans])
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
-    best = ", ".join(plan_label(plans[i]) for i in edge)
+    best = ", ".join(format_plan(plans[i]) for i in edge)
     hollow = " Hollow: some instances more or less." if study.neighbours else ""
     return Chart(
         "frontier",
@@ -45,44 +47,44 @@ def frontier(study: Study) -> Chart:
         figure,
         ("plan", axis, "goodput (req/s)"),
         tuple(
-            (plan_label(plan), number(x), number(plan.prediction.goodput))
+            (format_plan(plan), format_number(x), format_number(plan.prediction.goodput))
             for plan, x in zip(plans, costs, strict=True)
         ),
     )
 
 
-def tradeoff(study: Study, metric: str) -> Chart:
+def build_tradeoff_chart(study: LoadStudy, metric: str) -> Chart:
     """P90 latency against goodput per cost, with the SLO's side shaded (Vidur, figure 5)."""
-    plans, slo = _every(study), study.subject.slo
+    plans, slo = _list_plans(study), study.report_input.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     latencies = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     by = [plan.prediction.cost_per_hour if priced else plan.gpus for plan in plans]
     efficiencies = [plan.prediction.goodput / each for plan, each in zip(plans, by, strict=True)]
     unit = "goodput per price of an hour" if priced else "goodput per GPU (req/s)"
-    figure = blank(f"P90 {name} (ms)", unit)
+    figure = create_figure(f"P90 {name} (ms)", unit)
     _add_plans(figure, study, latencies, efficiencies)
     finite = [value for value in latencies if math.isfinite(value) and value > 0]
-    _scale(figure, [*finite, target])
+    _scale_axis(figure, [*finite, target])
     figure.add_vrect(x0=0.001, x1=target, fillcolor="var(--good-area)", line_width=0, layer="below")
-    rule(figure, x=target, text=f"target {milliseconds(target)}")
+    add_rule(figure, x=target, text=f"target {format_milliseconds(target)}")
     figure.update_yaxes(rangemode="tozero")
     within = sum(value <= target for value in latencies)
     return Chart(
         f"tradeoff-{metric}",
         f"Goodput per {'price' if priced else 'GPU'} against {name}",
-        f"At {number(study.subject.rate)} req/s {within} of {len(plans)} plans have their P90 "
-        f"{name} within {milliseconds(target)}, the shaded side.",
+        f"At {format_number(study.report_input.rate)} req/s {within} of {len(plans)} plans have their P90 "
+        f"{name} within {format_milliseconds(target)}, the shaded side.",
         figure,
         ("plan", f"P90 {name}", unit),
         tuple(
-            (plan_label(plan), milliseconds(x), number(y))
+            (format_plan(plan), format_milliseconds(x), format_number(y))
             for plan, x, y in zip(plans, latencies, efficiencies, strict=True)
         ),
     )
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the points that no other point dominates by lower cost and at least equal
     value."""
     order = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1]))
@@ -93,18 +95,18 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _every(study: Study) -> tuple[Plan, ...]:
-    result = study.answer
+def _list_plans(study: LoadStudy) -> tuple[Plan, ...]:
+    result = study.result
     listed = ((result.selected,) if result.selected else ()) + result.alternatives
     return (*listed, *study.neighbours)
 
 
-def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[float]) -> None:
+def _add_plans(figure: go.Figure, study: LoadStudy, x: Sequence[float], y: Sequence[float]) -> None:
     """One marker per plan: shape and color show the kind, a ring the selected plan.
 
     Neighbours of the result's plans are hollow.
     """
-    plans = _every(study)
+    plans = _list_plans(study)
     for kind, color, symbol in (
         ("disaggregated", "var(--first)", "circle"),
         ("colocated", "var(--second)", "square"),
@@ -126,10 +128,10 @@ def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[
                 "opacity": 1,
                 "symbol": [f"{symbol}-open" if each else symbol for each in hollow],
             },
-            text=[plan_label(plans[i]) for i in indices],
+            text=[format_plan(plans[i]) for i in indices],
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.3g}<extra></extra>",
         )
-    if study.answer.selected and math.isfinite(x[0]):
+    if study.result.selected and math.isfinite(x[0]):
         figure.add_scatter(
             x=[x[0]],
             y=[y[0]],
@@ -145,7 +147,7 @@ def _add_plans(figure: go.Figure, study: Study, x: Sequence[float], y: Sequence[
         )
 
 
-def _scale(figure: go.Figure, values: Sequence[float]) -> None:
+def _scale_axis(figure: go.Figure, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     if high > _LOG_SPAN * low:
         figure.update_xaxes(

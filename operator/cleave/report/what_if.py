@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.planner.plan import Plan
-from cleave.report.load_study import SCALES, Study, Sweep, goodput
+from cleave.report.load_study import SCALES, LoadStudy, RateSweep, interpolate_goodput
 
 RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Factors on the requested rate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class WhatIfPoint:
     """The best plan at one rate and one SLO, by the requested objective."""
 
     plan: int
@@ -37,7 +37,7 @@ class WhatIf:
     rates: tuple[float, ...]
     ttft_ms: tuple[float, ...]
     tpot_ms: tuple[float, ...]
-    points: tuple[Point, ...]
+    points: tuple[WhatIfPoint, ...]
     """Ordered by rate, then TTFT, then TPOT."""
 
     @property
@@ -45,23 +45,23 @@ class WhatIf:
         """Slider positions of the requested rate, TTFT and TPOT."""
         return RATES.index(1.0), SCALES.index(1.0), SCALES.index(1.0)
 
-    def at(self, rate: int, ttft: int, tpot: int) -> Point:
+    def get_point(self, rate: int, ttft: int, tpot: int) -> WhatIfPoint:
         """The point at three slider positions."""
         return self.points[(rate * len(self.ttft_ms) + ttft) * len(self.tpot_ms) + tpot]
 
 
-def what_if(study: Study) -> WhatIf:
+def compute_what_if(study: LoadStudy) -> WhatIf:
     """Compute every combination of RATES and SCALES."""
-    slo, target = study.subject.slo, study.subject.slo.attainment
-    goodputs = [_goodputs(sweep, target) for sweep in study.sweeps]
-    rates = tuple(factor * study.subject.rate for factor in RATES)
+    slo, target = study.report_input.slo, study.report_input.slo.attainment
+    goodputs = [_compute_goodputs(sweep, target) for sweep in study.sweeps]
+    rates = tuple(factor * study.report_input.rate for factor in RATES)
     indices = range(len(SCALES))
     return WhatIf(
         rates=rates,
         ttft_ms=tuple(scale * slo.ttft_ms for scale in SCALES),
         tpot_ms=tuple(scale * slo.tpot_ms for scale in SCALES),
         points=tuple(
-            _best(study, [table[ttft][tpot] for table in goodputs], rate)
+            _select_best(study, [table[ttft][tpot] for table in goodputs], rate)
             for rate in rates
             for ttft in indices
             for tpot in indices
@@ -69,36 +69,37 @@ def what_if(study: Study) -> WhatIf:
     )
 
 
-def _best(study: Study, goodputs: Sequence[float], rate: float) -> Point:
+def _select_best(study: LoadStudy, goodputs: Sequence[float], rate: float) -> WhatIfPoint:
     """The plan with least resources that serves `rate`; among equals the one with most goodput."""
     sweeps = study.sweeps
     feasible = [
-        Point(index, rate_served, copies, copies * sweep.plan.gpus)
+        WhatIfPoint(index, rate_served, copies, copies * sweep.plan.gpus)
         for index, (sweep, rate_served) in enumerate(zip(sweeps, goodputs, strict=True))
         if rate_served > 0
-        and (copies := math.ceil(rate / rate_served)) * sweep.plan.gpus <= study.subject.max_gpus
+        and (copies := math.ceil(rate / rate_served)) * sweep.plan.gpus
+        <= study.report_input.max_gpus
     ]
 
-    def rank(point: Point) -> tuple[float, float]:
-        taken = point.copies * _resources(sweeps[point.plan].plan, study.subject.rate)
+    def rank(point: WhatIfPoint) -> tuple[float, float]:
+        taken = point.copies * _compute_resources(sweeps[point.plan].plan, study.report_input.rate)
         return taken, -point.goodput * point.copies
 
-    return min(feasible, key=rank, default=Point(plan=-1, goodput=0.0, copies=0, gpus=0))
+    return min(feasible, key=rank, default=WhatIfPoint(plan=-1, goodput=0.0, copies=0, gpus=0))
 
 
-def _resources(plan: Plan, rate: float) -> float:
+def _compute_resources(plan: Plan, rate: float) -> float:
     """Resources of one copy in the unit of the objective, derived from `score`."""
     served = min(plan.prediction.goodput, rate)
     return served / plan.score if served and plan.score else float(plan.gpus)
 
 
-def _goodputs(sweep: Sweep, target: float) -> list[list[float]]:
+def _compute_goodputs(sweep: RateSweep, target: float) -> list[list[float]]:
     """Goodput by TTFT and TPOT scale, scaled so that the requested SLO has the predicted
     goodput."""
     by_scale = sweep.attainment_by_scale
     raw = [
         [
-            goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), target)
+            interpolate_goodput(sweep.rates, by_scale[:, ttft, tpot].tolist(), target)
             for tpot in range(len(SCALES))
         ]
         for ttft in range(len(SCALES))

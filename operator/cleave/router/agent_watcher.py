@@ -17,9 +17,9 @@ from collections.abc import Callable
 import grpc
 
 from cleave.policy.queue_model import INTERVAL_MS, MAX_INTERVAL_MS
-from cleave.router.registry import Directory
-from cleave.router.watchdog import Rounds
-from cleave.rpc.agent_discovery import Agents, DiscoveryError
+from cleave.router.registry import InstanceRegistry
+from cleave.router.watchdog import WatchdogTimer
+from cleave.rpc.agent_discovery import AgentDiscovery, DiscoveryError
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 DISCOVERY_TIMEOUT_S = 5.0
-MEETING_S = 3.0
+REGISTRATION_TIMEOUT_S = 3.0
 """How long `start` waits for the registrations of the agents that exist at the beginning."""
-FIRST_DELAY_S = 0.05
-LAST_DELAY_S = 2.0
+MIN_DELAY_S = 0.05
+MAX_DELAY_S = 2.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
@@ -44,30 +44,30 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class Fleet:
+class AgentWatcher:
     """Keeps one stream open to each agent."""
 
     def __init__(
         self,
         source: str,
-        directory: Directory,
+        directory: InstanceRegistry,
         clock: Callable[[], float],
         name: str = "",
         processes: int = 1,
     ) -> None:
         """`name`: common name of all `processes` that share load accounting; empty: a new one."""
-        self._agents = Agents(source)
-        self._directory = directory
+        self._agents = AgentDiscovery(source)
+        self._registry = directory
         self._clock = clock
         # Agents count routers by name and report their number to each of them.
         self._name = name or uuid.uuid4().hex
         # The processes share reports, so that together they request as many as a single one.
         self._interval_ms = min(processes * INTERVAL_MS, MAX_INTERVAL_MS)
-        self._wanted: frozenset[str] = frozenset()
+        self._addresses: frozenset[str] = frozenset()
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._poller: asyncio.Task[None] | None = None
-        self._unmet: set[str] = set()
-        self._met = asyncio.Event()
+        self._unregistered: set[str] = set()
+        self._all_registered = asyncio.Event()
 
     async def start(self) -> None:
         """Start watching; returns when every agent has registered or failed, or after MEETING_S.
@@ -75,12 +75,12 @@ class Fleet:
         A router that knows only a part of the fleet would reject models of the other part.
         Raises DiscoveryError when the source is malformed.
         """
-        await self._look()
+        await self._discover()
         self._poller = asyncio.create_task(self._poll())
-        if self._unmet:
+        if self._unregistered:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(MEETING_S):
-                    await self._met.wait()
+                async with asyncio.timeout(REGISTRATION_TIMEOUT_S):
+                    await self._all_registered.wait()
 
     async def stop(self) -> None:
         """End every stream."""
@@ -91,46 +91,46 @@ class Fleet:
         await self._agents.close()
 
     async def _poll(self) -> None:
-        timer = Rounds(POLL_S)
+        timer = WatchdogTimer(POLL_S)
         while True:
             await timer.wait()
-            if timer.is_fair:
-                self._directory.note_silence(self._clock())
+            if timer.is_reliable:
+                self._registry.update_connectivity(self._clock())
             try:
-                await self._look()
+                await self._discover()
             except (DiscoveryError, OSError, TimeoutError) as error:
                 log.warning("agents cannot be looked up: %s", error)
-            timer.begin()
+            timer.restart()
 
-    async def _look(self) -> None:
+    async def _discover(self) -> None:
         # Not wait_for: before Python 3.12 it may lose a cancellation, and stop() would never end.
         async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
-            self._wanted = await self._agents.find()
-        for address in self._wanted - self._streams.keys():
-            self._unmet.add(address)
-            self._streams[address] = asyncio.create_task(self._follow(address))
+            self._addresses = await self._agents.list_addresses()
+        for address in self._addresses - self._streams.keys():
+            self._unregistered.add(address)
+            self._streams[address] = asyncio.create_task(self._watch(address))
 
-    async def _follow(self, address: str) -> None:
-        delay = FIRST_DELAY_S
+    async def _watch(self, address: str) -> None:
+        delay = MIN_DELAY_S
         try:
             async with dial(address, _CHANNEL_OPTIONS) as channel:
-                while address in self._wanted:
+                while address in self._addresses:
                     try:
-                        if await self._read(address, channel):
-                            delay = FIRST_DELAY_S
+                        if await self._read_stream(address, channel):
+                            delay = MIN_DELAY_S
                     except ValueError:
                         # The agent may be of a newer version; other agents are not affected.
                         log.exception("agent %s sent an event that is not understood", address)
-                    self._meet(address)
-                    self._directory.lose(address)
+                    self._mark_registered(address)
+                    self._registry.on_disconnect(address)
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-                    delay = min(2 * delay, LAST_DELAY_S)
+                    delay = min(2 * delay, MAX_DELAY_S)
         finally:
-            self._meet(address)
-            self._directory.forget(address)
+            self._mark_registered(address)
+            self._registry.remove_agent(address)
             self._streams.pop(address, None)
 
-    async def _read(self, address: str, channel: grpc.aio.Channel) -> bool:
+    async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; whether any event came."""
         has_event = False
         agent = agent_pb2_grpc.AgentStub(channel)
@@ -138,13 +138,13 @@ class Fleet:
             async for event in agent.Watch(
                 agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
             ):
-                self._directory.hear(address, event, self._clock())
+                self._registry.on_event(address, event, self._clock())
                 if not has_event:
                     has_event = True
-                    self._meet(address)
+                    self._mark_registered(address)
         return has_event
 
-    def _meet(self, address: str) -> None:
-        self._unmet.discard(address)
-        if not self._unmet:
-            self._met.set()
+    def _mark_registered(self, address: str) -> None:
+        self._unregistered.discard(address)
+        if not self._unregistered:
+            self._all_registered.set()

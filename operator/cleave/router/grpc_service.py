@@ -13,22 +13,22 @@ from dataclasses import dataclass
 import grpc
 
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
-from cleave.router.instance import Instance, Target
-from cleave.router.router import Phase, Router
+from cleave.router.instance import RoutedInstance, Target
 from cleave.router.router import Pick as Placed
+from cleave.router.router import RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
 
 DEFAULT_LEASE_S = 600.0
 MAX_TICKETS = 65_536
-SWEEP_S = 1.0
-STOP_S = 1.0
+EXPIRY_PERIOD_S = 1.0
+STOP_GRACE_S = 1.0
 
 _PHASES = {
-    router_pb2.PHASE_UNSPECIFIED: Phase.WHOLE,
-    router_pb2.PHASE_PREFILL: Phase.PREFILL,
-    router_pb2.PHASE_DECODE: Phase.DECODE,
+    router_pb2.PHASE_UNSPECIFIED: RequestPhase.ALL,
+    router_pb2.PHASE_PREFILL: RequestPhase.PREFILL,
+    router_pb2.PHASE_DECODE: RequestPhase.DECODE,
 }
-_CODES = {
+_STATUS_CODES = {
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     NoInstance: grpc.StatusCode.UNAVAILABLE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -36,7 +36,7 @@ _CODES = {
 
 
 @dataclass(slots=True)
-class _Lease:
+class _TicketLease:
     pick: Placed
     ends_at: float
 
@@ -47,7 +47,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def __init__(self, router: Router, clock: Callable[[], float]) -> None:
         self._router = router
         self._clock = clock
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, _TicketLease] = {}
         # A random start: a ticket from before a restart must not release a new pick.
         self._tickets = itertools.count(random.getrandbits(62))
 
@@ -58,10 +58,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         try:
             pick = self._pick(request)
         except RouterError as error:
-            await context.abort(_CODES[type(error)], str(error))
+            await context.abort(_STATUS_CODES[type(error)], str(error))
         ticket = next(self._tickets)
         lease_s = request.lease_ms / 1_000 or DEFAULT_LEASE_S
-        self._leases[ticket] = _Lease(pick, self._clock() + lease_s)
+        self._leases[ticket] = _TicketLease(pick, self._clock() + lease_s)
         return router_pb2.PickResponse(
             ticket=ticket,
             prefill=_to_message(pick.prefill) if pick.prefill is not None else None,
@@ -74,11 +74,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ReleaseResponse:
         """Release the load of a ticket or of one phase; unknown tickets are ignored."""
         del context
-        phase = _PHASES.get(request.phase, Phase.WHOLE)
+        phase = _PHASES.get(request.phase, RequestPhase.ALL)
         lease = self._leases.get(request.ticket)
         if lease is not None:
             self._router.release(lease.pick, phase)
-            if not lease.pick.open:
+            if not lease.pick.is_open:
                 del self._leases[request.ticket]
         return router_pb2.ReleaseResponse()
 
@@ -90,9 +90,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         now = self._clock()
         return router_pb2.FleetSnapshot(
             instances=[
-                _describe(instance, now)
-                for _, instance in sorted(self._router.directory.instances.items())
-                if _serves(instance, request.model)
+                _describe_instance(instance, now)
+                for _, instance in sorted(self._router.registry.instances.items())
+                if _serves_model(instance, request.model)
             ]
         )
 
@@ -110,14 +110,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
             request.model,
             request.prompt_tokens,
             request.output_tokens,
-            single=request.single_instance,
-            avoid=frozenset(request.avoid),
+            colocated=request.single_instance,
+            excluded=frozenset(request.avoid),
             prefill_lost=any(map(self._was_prefill, request.avoid)),
         )
 
     def _was_prefill(self, name: str) -> bool:
         """Whether a failed instance had the prefill role; an unknown one counts as such."""
-        instance = self._router.directory.instances.get(name)
+        instance = self._router.registry.instances.get(name)
         return instance is None or instance.registration.role == agent_pb2.ROLE_PREFILL
 
 
@@ -128,7 +128,7 @@ class RouterServer:
         self._service = RouterService(router, clock)
         self._clock = clock
         self._server: grpc.aio.Server | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self, address: str) -> int:
         """Listen on host:port; returns the port. Raises OSError."""
@@ -139,19 +139,19 @@ class RouterServer:
         except RuntimeError as error:
             raise OSError(str(error)) from None
         await self._server.start()
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._expiry_task = asyncio.create_task(self._expire_leases())
         return port
 
     async def stop(self) -> None:
         """Close the port."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        if self._expiry_task is not None:
+            self._expiry_task.cancel()
         if self._server is not None:
-            await self._server.stop(STOP_S)
+            await self._server.stop(STOP_GRACE_S)
 
-    async def _sweep(self) -> None:
+    async def _expire_leases(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(EXPIRY_PERIOD_S)
             self._service.expire(self._clock())
 
 
@@ -164,19 +164,19 @@ def _to_message(target: Target) -> router_pb2.Target:
     )
 
 
-def _serves(instance: Instance, model: str) -> bool:
+def _serves_model(instance: RoutedInstance, model: str) -> bool:
     registration = instance.registration
     return model in ("", registration.model) or model in registration.adapters
 
 
-def _describe(instance: Instance, now: float) -> router_pb2.Instance:
-    ledger = instance.ledger
+def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Instance:
+    ledger = instance.in_flight
     return router_pb2.Instance(
         registration=instance.registration,
         load=instance.load,
         pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
         requests_in_flight=ledger.count_requests(),
-        report_age_ms=int(max(now - instance.heard_at, 0.0) * 1_000),
+        report_age_ms=int(max(now - instance.last_event_at, 0.0) * 1_000),
         selectable=instance.selectable,
         agent=instance.agent,
     )

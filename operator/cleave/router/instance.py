@@ -2,8 +2,8 @@
 
 Used by the directory (which changes it) and the board (which scores it). What is hard: load
 accounting belongs to one boot of an engine. After a restart the old requests are gone, but their
-picks are released later; so the `Ledger` is replaced, never reset, and late releases go to the old
-one.
+picks are released later; so the `InFlightLoad` is replaced, never reset, and late releases go to
+the old one.
 """
 
 import enum
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from cleave.policy.queue_model import Book, Queue, estimate_pending
-from cleave.rpc.enum_names import name_of
+from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
+from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
 """The roles that this version knows, in the order of the numbers in `policy.role_flipping`; agents
 of a newer version may report others.
 """
-STILL_NS = 10_000_000_000
+STALL_NS = 10_000_000_000
 """An engine without a step for this long has stalled, and its KV leases may have expired: they last
 20 s after a heartbeat, and heartbeats come every 5 s."""
 
@@ -40,24 +40,24 @@ class Target:
     """prefill, decode or mixed: its role when it was picked."""
     kv_port: int = 0
     """Port of rank 0 for layer-wise KV transfer during prefill; 0: not supported."""
-    ahead_from_tokens: int = 0
+    overlap_min_tokens: int = 0
     """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
 
 
-class Contact(enum.Enum):
+class Connectivity(enum.Enum):
     """State of the connection to an instance's agent."""
 
-    HEARD = "heard"
+    FRESH = "heard"
     """Connected, with recent events."""
     STALE = "stale"
     """Connected, no event for STALE_S: takes only requests that no other instance can take."""
-    SILENT = "silent"
+    UNRESPONSIVE = "silent"
     """Connected, no event for SILENCE_S: takes no requests."""
-    LOST = "connection lost"
+    DISCONNECTED = "connection lost"
     """Not connected: takes no requests."""
 
 
-class Entry(Protocol):
+class DecodingRequest(Protocol):
     """A request that decodes at an instance or will do so."""
 
     prompt_tokens: int
@@ -67,42 +67,42 @@ class Entry(Protocol):
     """Seconds of the router's clock; None: the prompt is not computed yet."""
 
 
-class Ledger:
+class InFlightLoad:
     """The load of one boot of an engine, from own requests and from reports."""
 
     __slots__ = (
-        "context",
-        "heavy",
-        "last_turn",
-        "others",
+        "decoding_requests",
+        "last_pick",
+        "num_heavy",
+        "num_prompts",
+        "num_remote_requests",
+        "num_requests",
         "prompt",
-        "prompts",
         "queue",
-        "requests",
         "resident",
-        "running",
+        "weighted_context",
     )
 
     def __init__(self) -> None:
-        self.prompt = Book()
+        self.prompt = OutstandingTokens()
         """Prompt tokens that are not computed yet."""
-        self.queue = Queue()
+        self.queue = PrefillQueueModel()
         """Model of the progress of these prompts."""
-        self.resident = Book()
+        self.resident = OutstandingTokens()
         """Tokens that hold KV blocks of requests being decoded."""
-        self.prompts = 0
+        self.num_prompts = 0
         """Number of own requests whose prompt is not computed yet."""
-        self.requests = 0
+        self.num_requests = 0
         """Number of own requests in either phase."""
-        self.others = 0.0
+        self.num_remote_requests = 0.0
         """Number of requests of other gateways, as of the last report."""
-        self.heavy = 0
+        self.num_heavy = 0
         """Number of decoding requests with long outputs."""
-        self.context = 0.0
+        self.weighted_context = 0.0
         """Sum of the contexts of decoding requests, weighted as in Aladdin."""
-        self.running: dict[Entry, None] = {}
+        self.decoding_requests: dict[DecodingRequest, None] = {}
         """Requests that decode there or will do so."""
-        self.last_turn = 0
+        self.last_pick = 0
         """Number of the latest pick of this instance."""
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
@@ -114,28 +114,28 @@ class Ledger:
 
     def count_requests(self) -> int:
         """Number of requests of all processes that share this accounting."""
-        return self.requests
+        return self.num_requests
 
     def count_prompts(self, pending: float) -> float:
         """Number of prompts with `pending` tokens; other gateways' prompts have the mean length."""
         remote = pending - self.prompt.own
-        return self.prompts + self.queue.count_prompts(remote) if remote else self.prompts
+        return self.num_prompts + self.queue.count_prompts(remote) if remote else self.num_prompts
 
-    def report_requests(self, here: int) -> None:
+    def update_remote_requests(self, reported: int) -> None:
         """Include the number of requests that the instance reports."""
-        self.others = estimate_pending(0.0, here, self.count_requests())
+        self.num_remote_requests = estimate_pending(0.0, reported, self.count_requests())
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Publish changes to the processes that share this accounting; here there are none."""
 
     def sync(self) -> None:
         """Publish changes and load those of other processes."""
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the accounting of a boot that has ended or whose instance is removed."""
 
 
-class Scoreboard:
+class BaseScoreTable:
     """Base class of score tables. Not a Protocol: those are three times as slow when compiled."""
 
     __slots__ = ()
@@ -145,23 +145,23 @@ class Scoreboard:
         raise NotImplementedError
 
 
-class Instance:
+class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_ledger",
+        "_open_load",
         "agent",
-        "board",
-        "contact",
-        "heard_at",
-        "ledger",
+        "connectivity",
+        "in_flight",
+        "last_event_at",
         "load",
         "name",
         "num_routers",
         "registration",
         "router_rank",
+        "score_table",
         "slot",
-        "stood_still_at",
+        "stalled_at",
         "target",
     )
 
@@ -170,7 +170,7 @@ class Instance:
         agent: str,
         registration: agent_pb2.Registration,
         now: float,
-        open_ledger: Callable[[str, str], Ledger] = lambda name, boot_id: Ledger(),  # noqa: ARG005
+        open_ledger: Callable[[str, str], InFlightLoad] = lambda name, boot_id: InFlightLoad(),  # noqa: ARG005
     ) -> None:
         """`open_ledger`: (instance name, boot ID) -> the accounting of that boot.
 
@@ -182,15 +182,15 @@ class Instance:
         self.agent = agent
         self.registration = registration
         self.load = agent_pb2.LoadReport()
-        self._open_ledger = open_ledger
-        self.ledger = open_ledger(self.name, registration.boot_id)
-        self.board: Scoreboard | None = None
+        self._open_load = open_ledger
+        self.in_flight = open_ledger(self.name, registration.boot_id)
+        self.score_table: BaseScoreTable | None = None
         """The table with its scores; None after its removal."""
         self.slot = 0
-        self.contact = Contact.HEARD
-        self.heard_at = now
+        self.connectivity = Connectivity.FRESH
+        self.last_event_at = now
         """Time of the latest event, in seconds of the directory's clock."""
-        self.stood_still_at = -math.inf
+        self.stalled_at = -math.inf
         """Time of the latest report after a stall (see STILL_NS), in seconds of the same clock."""
         self.num_routers = 1
         """Number of routers that send requests to this instance."""
@@ -206,7 +206,7 @@ class Instance:
     def selectable(self) -> bool:
         """Whether new requests may be sent there."""
         return (
-            self.contact in (Contact.HEARD, Contact.STALE)
+            self.connectivity in (Connectivity.FRESH, Connectivity.STALE)
             and self.registration.state == agent_pb2.STATE_READY
             and self.registration.role in ROLES
             and bool(self.target.boot_id and self.target.port)
@@ -219,29 +219,29 @@ class Instance:
         """
         target = to_target(registration)
         if registration.boot_id != self.registration.boot_id:
-            self.ledger.leave()
-            self.ledger = self._open_ledger(self.name, registration.boot_id)
+            self.in_flight.close()
+            self.in_flight = self._open_load(self.name, registration.boot_id)
             self.load = agent_pb2.LoadReport()
         self.agent = agent
         self.registration = registration
         self.target = target
 
-    def report(self, load: agent_pb2.LoadReport, now: float) -> bool:
+    def update_load(self, load: agent_pb2.LoadReport, now: float) -> bool:
         """Apply a load report; False when it belongs to another boot."""
         if load.boot_id != self.registration.boot_id:
             return False
         before = self.load
-        if load.sampled_ns - before.sampled_ns > STILL_NS and (
+        if load.sampled_ns - before.sampled_ns > STALL_NS and (
             before.num_running or before.num_waiting
         ):
-            self.stood_still_at = now
+            self.stalled_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
-        if self.ledger.prompt.report(load.pending_prompt_tokens) < 0.5:
+        if self.in_flight.prompt.update_from_report(load.pending_prompt_tokens) < 0.5:
             # All waiting prompts belong to other routers; the start of the first one is not known.
-            self.ledger.queue.since_ms = now * 1000
-        self.ledger.resident.report(count_resident_tokens(self.registration, load))
-        self.ledger.report_requests(load.num_running + load.num_waiting)
+            self.in_flight.queue.head_started_ms = now * 1000
+        self.in_flight.resident.update_from_report(count_resident_tokens(self.registration, load))
+        self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
         return True
 
 
@@ -266,7 +266,7 @@ def to_target(registration: agent_pb2.Registration) -> Target:
         engine_url=registration.engine_url,
         boot_id=registration.boot_id,
         epoch=registration.epoch,
-        role=name_of(agent_pb2.Role, registration.role),
+        role=get_enum_name(agent_pb2.Role, registration.role),
         kv_port=registration.kv_port,
-        ahead_from_tokens=registration.ahead_from_tokens,
+        overlap_min_tokens=registration.ahead_from_tokens,
     )

@@ -7,49 +7,49 @@ queue as the time of its own iteration.
 Source: Aladdin, section 5.1: the scheduler keeps its performance models up to date from traces.
 """
 
-from cleave.perf.published.aladdin import IterationTimes, TooFewSamplesError
-from cleave.policy.best_fit import Packing
+from cleave.perf.published.aladdin import IterationTimeModel, TooFewSamplesError
+from cleave.policy.best_fit import BestFitModel
 
-FEWEST_TOKENS = 8
+MIN_OUTPUT_TOKENS = 8
 """Shorter outputs depend more on the network than on iteration times."""
-_EVERY = 64
+_FIT_EVERY = 64
 """Number of samples between two fits."""
 
 
-class Passes:
+class IterationTimeEstimator:
     """The fitted iteration times of one fleet, with its targets."""
 
     def __init__(self, ttft_ms: float, tpot_ms: float) -> None:
         self._ttft_ms = ttft_ms
         self._tpot_ms = tpot_ms
-        self._times = IterationTimes()
-        self._samples = 0
-        self.packing: Packing | None = None
+        self._model = IterationTimeModel()
+        self._num_samples = 0
+        self.best_fit: BestFitModel | None = None
         """Parameters of best fit; None until the samples suffice for a fit."""
 
     def add_prompt(self, tokens: float, ms: float) -> None:
         """Include a prompt of `tokens` uncached tokens that took `ms` at the head of its queue."""
         if tokens >= 1 and ms > 0:
-            self._times.add_prefill(int(tokens), ms)
-            self._count()
+            self._model.add_prefill(int(tokens), ms)
+            self._refit()
 
-    def add_answer(self, tokens: int, ms: float, batch: int, context: float) -> None:
+    def add_completion(self, tokens: int, ms: float, batch: int, context: float) -> None:
         """Include an output of `tokens` tokens that took `ms` from its first to its last token.
 
         `batch`, `context`: the requests that decoded with it, and the sum of their contexts.
         """
-        if tokens >= FEWEST_TOKENS and ms > 0:
-            self._times.add_decode(batch, int(context), ms / (tokens - 1))
-            self._count()
+        if tokens >= MIN_OUTPUT_TOKENS and ms > 0:
+            self._model.add_decode(batch, int(context), ms / (tokens - 1))
+            self._refit()
 
-    def _count(self) -> None:
-        self._samples += 1
-        if self._samples % _EVERY:
+    def _refit(self) -> None:
+        self._num_samples += 1
+        if self._num_samples % _FIT_EVERY:
             return
         try:
-            coefficients = self._times.coefficients()
+            coefficients = self._model.solve()
         except TooFewSamplesError:
             return
         # With a slope of 0 no instance would ever be full.
         if coefficients.k1 > 0 and coefficients.k2 > 0:
-            self.packing = Packing(coefficients, self._ttft_ms, self._tpot_ms)
+            self.best_fit = BestFitModel(coefficients, self._ttft_ms, self._tpot_ms)

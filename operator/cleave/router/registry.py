@@ -12,10 +12,10 @@ from collections.abc import Collection
 from cleave.api.enums import DispatchPolicy
 from cleave.policy.session_affinity import to_key
 from cleave.router.errors import NoInstance, RouterError, UnknownModel
-from cleave.router.instance import Contact, Instance
-from cleave.router.score_table import Board
-from cleave.router.shared_load import SharedBooks
-from cleave.router.shared_score_table import share_board
+from cleave.router.instance import Connectivity, RoutedInstance
+from cleave.router.score_table import ScoreTable
+from cleave.router.shared_load import SharedLoad
+from cleave.router.shared_score_table import build_shared_table
 from cleave.rpc.v1 import agent_pb2
 
 STALE_S = 2.0
@@ -25,11 +25,11 @@ SILENCE_S = 10.0
 
 
 @dataclasses.dataclass(slots=True)
-class Model:
+class ServedModel:
     """A model or adapter with its score tables, one per deployment and revision."""
 
-    boards: list[Board]
-    instances: list[Instance]
+    score_tables: list[ScoreTable]
+    instances: list[RoutedInstance]
     base: str = ""
     """Base model of an adapter; empty: this is not an adapter."""
     adapter: int | None = None
@@ -38,25 +38,25 @@ class Model:
     """Whether instances serve more adapters than they can hold in memory at a time."""
 
 
-class Directory:
+class InstanceRegistry:
     """Instances by name, models by the name that clients request."""
 
     def __init__(
         self,
         policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT,
-        books: SharedBooks | None = None,
+        books: SharedLoad | None = None,
     ) -> None:
         """`books`: load accounting shared with the other processes; None: a single process."""
         self.policy = policy
         """The policy that determines the scores."""
-        self.books = books
-        self.instances: dict[str, Instance] = {}
-        self.models: dict[str, Model] = {}
-        self.known: set[str] = set()
+        self.shared_load = books
+        self.instances: dict[str, RoutedInstance] = {}
+        self.models: dict[str, ServedModel] = {}
+        self.known_models: set[str] = set()
         """Names of all models since the start, including those that no instance serves now."""
         self._names: dict[str, str] = {}
 
-    def hear(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
+    def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
         """Apply an event from the agent at this address; `now` in seconds.
 
         Raises ValueError when it is invalid; then nothing of it is applied.
@@ -66,46 +66,46 @@ class Directory:
         elif event.HasField("load"):
             self._report(agent, event.load, now)
 
-    def lose(self, agent: str) -> None:
+    def on_disconnect(self, agent: str) -> None:
         """The connection to an agent ended: no new requests until its next event."""
-        instance = self._held_by(agent)
-        if instance is not None and self._note_contact(instance, Contact.LOST):
+        instance = self._find_instance(agent)
+        if instance is not None and self._set_connectivity(instance, Connectivity.DISCONNECTED):
             self._rebuild()
 
-    def forget(self, agent: str) -> None:
+    def remove_agent(self, agent: str) -> None:
         """Remove an agent and its instance, unless another address has registered the instance."""
-        instance = self._held_by(agent)
+        instance = self._find_instance(agent)
         self._names.pop(agent, None)
         if instance is not None:
             self._drop(instance)
             self._rebuild()
 
-    def note_silence(self, now: float) -> None:
+    def update_connectivity(self, now: float) -> None:
         """Mark instances without events for STALE_S as stale, close them after SILENCE_S."""
         closed = False
         for instance in self.instances.values():
-            age = now - instance.heard_at
-            if age > STALE_S and instance.contact is not Contact.LOST:
-                contact = Contact.SILENT if age > SILENCE_S else Contact.STALE
-                closed |= self._note_contact(instance, contact)
+            age = now - instance.last_event_at
+            if age > STALE_S and instance.connectivity is not Connectivity.DISCONNECTED:
+                contact = Connectivity.UNRESPONSIVE if age > SILENCE_S else Connectivity.STALE
+                closed |= self._set_connectivity(instance, contact)
         if closed:
             self._rebuild()
 
-    def refresh(self, instance: Instance) -> None:
+    def refresh(self, instance: RoutedInstance) -> None:
         """Recompute the scores of an instance whose load changed."""
-        if instance.board is not None:
-            instance.board.update(instance.slot)
+        if instance.score_table is not None:
+            instance.score_table.update(instance.slot)
         else:
-            instance.ledger.sync()
+            instance.in_flight.sync()
 
     @property
-    def has_answers(self) -> bool:
+    def has_instances(self) -> bool:
         """Whether any engine has reported its adapters; before that the list is incomplete."""
-        return any(map(_has_answered, self.instances.values()))
+        return any(map(_knows_adapters, self.instances.values()))
 
-    def miss(self, model: str) -> RouterError:
+    def build_error(self, model: str) -> RouterError:
         """The error for an unknown model; NoInstance while the list of models is incomplete."""
-        if self.has_answers:
+        if self.has_instances:
             return UnknownModel(model)
         return NoInstance("no instance has answered so far")
 
@@ -116,14 +116,14 @@ class Directory:
         return min(lengths, default=0)
 
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
-        previous = self._held_by(agent)
+        previous = self._find_instance(agent)
         instance = self.instances.get(registration.instance)
         # First the part that may raise.
         if instance is None:
             instance = (
-                Instance(agent, registration, now)
-                if self.books is None
-                else Instance(agent, registration, now, self.books.open)
+                RoutedInstance(agent, registration, now)
+                if self.shared_load is None
+                else RoutedInstance(agent, registration, now, self.shared_load.open)
             )
             self.instances[registration.instance] = instance
         else:
@@ -131,78 +131,80 @@ class Directory:
         if previous is not None and previous is not instance:
             self._drop(previous)
         self._names[agent] = registration.instance
-        instance.heard_at, instance.contact = now, Contact.HEARD
+        instance.last_event_at, instance.connectivity = now, Connectivity.FRESH
         self._rebuild()
 
     def _report(self, agent: str, load: agent_pb2.LoadReport, now: float) -> None:
-        instance = self._held_by(agent)
-        if instance is None or not instance.report(load, now):
+        instance = self._find_instance(agent)
+        if instance is None or not instance.update_load(load, now):
             return
-        instance.heard_at = now
-        if self._note_contact(instance, Contact.HEARD):
+        instance.last_event_at = now
+        if self._set_connectivity(instance, Connectivity.FRESH):
             self._rebuild()
         else:
             self.refresh(instance)
 
-    def _drop(self, instance: Instance) -> None:
+    def _drop(self, instance: RoutedInstance) -> None:
         del self.instances[instance.name]
-        instance.board = None
-        instance.ledger.leave()
+        instance.score_table = None
+        instance.in_flight.close()
 
-    def _held_by(self, agent: str) -> Instance | None:
+    def _find_instance(self, agent: str) -> RoutedInstance | None:
         instance = self.instances.get(self._names.get(agent, ""))
         return instance if instance is not None and instance.agent == agent else None
 
-    def _note_contact(self, instance: Instance, contact: Contact) -> bool:
+    def _set_connectivity(self, instance: RoutedInstance, contact: Connectivity) -> bool:
         """Set the connectivity; whether that opens or closes the instance for requests."""
-        if instance.contact is contact:
+        if instance.connectivity is contact:
             return False
-        selectable, instance.contact = instance.selectable, contact
+        selectable, instance.connectivity = instance.selectable, contact
         self.refresh(instance)
         return instance.selectable is not selectable
 
     def _rebuild(self) -> None:
-        groups: dict[tuple[str, str, str], list[Instance]] = defaultdict(list)
+        groups: dict[tuple[str, str, str], list[RoutedInstance]] = defaultdict(list)
         for name in sorted(self.instances):
             instance = self.instances[name]
             registration = instance.registration
             key = registration.model, registration.deployment, registration.revision
             groups[key].append(instance)
-        adapters: dict[str, list[tuple[str, Board]]] = defaultdict(list)
+        adapters: dict[str, list[tuple[str, ScoreTable]]] = defaultdict(list)
         self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
             board = (
-                Board(instances, self.policy)
-                if self.books is None
-                else share_board(instances, self.policy, self.books)
+                ScoreTable(instances, self.policy)
+                if self.shared_load is None
+                else build_shared_table(instances, self.policy, self.shared_load)
             )
-            served = self.models.setdefault(model, Model([], []))
-            served.boards.append(board)
+            served = self.models.setdefault(model, ServedModel([], []))
+            served.score_tables.append(board)
             served.instances.extend(instances)
             for slot, instance in enumerate(instances):
-                instance.board, instance.slot = board, slot
-            for name in _find_adapters(instances):
+                instance.score_table, instance.slot = board, slot
+            for name in _list_adapters(instances):
                 adapters[name].append((model, board))
         for name, tables in adapters.items():
             if name not in self.models:
                 boards = [board for _, board in tables]
                 all_of_them = [instance for board in boards for instance in board.instances]
                 crowded = any(map(_is_crowded, all_of_them))
-                self.models[name] = Model(boards, all_of_them, tables[0][0], to_key(name), crowded)
-        self.known.update(self.models)
+                self.models[name] = ServedModel(
+                    boards, all_of_them, tables[0][0], to_key(name), crowded
+                )
+        self.known_models.update(self.models)
 
 
-def _find_adapters(instances: Collection[Instance]) -> Collection[str]:
+def _list_adapters(instances: Collection[RoutedInstance]) -> Collection[str]:
     """Adapters that all instances serve, ignoring those that do not know their adapters yet."""
-    reported = [set(each.registration.adapters) for each in instances if _has_answered(each)]
+    reported = [set(each.registration.adapters) for each in instances if _knows_adapters(each)]
     return sorted(set.intersection(*reported)) if reported else ()
 
 
-def _is_crowded(instance: Instance) -> bool:
+def _is_crowded(instance: RoutedInstance) -> bool:
     return len(instance.registration.adapters) > instance.registration.max_adapters
 
 
-def _has_answered(instance: Instance) -> bool:
+def _knows_adapters(instance: RoutedInstance) -> bool:
     """Whether its engine has started, or had started before a restart and reported adapters."""
     registration = instance.registration
     return registration.state != agent_pb2.STATE_STARTING or bool(registration.adapters)

@@ -17,30 +17,30 @@ from typing import TypeAlias
 import grpc
 
 from cleave.policy import role_flipping
-from cleave.policy.role_flipping import NONE, Terms
-from cleave.router.instance import ROLES, Instance, Ledger
-from cleave.router.registry import Directory
+from cleave.policy.role_flipping import NONE, FlipThresholds
+from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
+from cleave.router.registry import InstanceRegistry
 from cleave.rpc import role_epochs
 from cleave.rpc.channel import dial
-from cleave.rpc.enum_names import name_of
+from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 Role: TypeAlias = "agent_pb2.Role.ValueType"
 
-_NUMBERS = {role: number for number, role in enumerate(ROLES)}
+_ROLE_NUMBERS = {role: number for number, role in enumerate(ROLES)}
 """Role -> its number in `policy.role_flipping`."""
 
 PERIOD_S = 1.0
-ORDER_TIMEOUT_S = 20.0
+SET_ROLE_TIMEOUT_S = 20.0
 """Timeout of SetRole, as in the operator: the agent may have to test the KV path first. Meanwhile
 other flips of this gateway wait, but not requests."""
-REST_S = 10.0
+RETRY_DELAY_S = 10.0
 """Delay after a failed SetRole until the next one in the same deployment and revision."""
 
 
-class Flipping(Enum):
+class RoleFlippingMode(Enum):
     """Whether instances change roles with the traffic."""
 
     OFF = "Off"
@@ -51,7 +51,7 @@ class Flipping(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class RoleFlip:
     """The decision to give one instance another role."""
 
     instance: str
@@ -62,51 +62,59 @@ class Flip:
     """The new epoch of the role."""
     origin: Role
     role: Role
-    prompts: float
+    prefill_pressure: float
     """Pressure of prefill."""
-    decodes: float
+    decode_pressure: float
     """Pressure of decode."""
 
     @property
     def labels(self) -> tuple[str, str, str]:
         """(model, from, to), for metrics."""
-        return self.model, name_of(agent_pb2.Role, self.origin), name_of(agent_pb2.Role, self.role)
+        return (
+            self.model,
+            get_enum_name(agent_pb2.Role, self.origin),
+            get_enum_name(agent_pb2.Role, self.role),
+        )
 
     def describe(self) -> str:
         """A description for the log."""
         return (
             f"{self.instance}: {' -> '.join(self.labels[1:])}; "
-            f"pressure of prompts {self.prompts:.2f}, of decoding {self.decodes:.2f}"
+            f"pressure of prompts {self.prefill_pressure:.2f}, of decoding {self.decode_pressure:.2f}"
         )
 
 
-class Pools:
+class FlipState:
     """The state of role flipping of one deployment and revision, between two checks."""
 
     def __init__(self) -> None:
-        self.rest_until_s = 0.0
-        self.advised: Flip | None = None
+        self.retry_at_s = 0.0
+        self.recommended: RoleFlip | None = None
         self._names: list[str] = []
-        self._members = role_flipping.make_members(0)
-        self._watch = role_flipping.make_watch()
+        self._members = role_flipping.build_members(0)
+        self._history = role_flipping.build_pressure_history()
 
-    def look(
-        self, instances: list[Instance], terms: Terms, now_s: float, lends: bool = True
-    ) -> Flip | None:
+    def decide(
+        self,
+        instances: list[RoutedInstance],
+        terms: FlipThresholds,
+        now_s: float,
+        lends: bool = True,
+    ) -> RoleFlip | None:
         """The flip to execute now, or None; `lends`: False while flipping is off."""
         now_ms = now_s * 1000
-        self._follow([instance.name for instance in instances])
-        present = _find_present([instance.ledger for instance in instances])
+        self._update_members([instance.name for instance in instances])
+        present = _compute_computed_share([instance.in_flight for instance in instances])
         for member, instance in zip(self._members, instances, strict=True):
-            _measure(member, instance, present, now_ms)
+            _fill_member(member, instance, present, now_ms)
         if lends:
-            slot, role = role_flipping.decide(self._members, self._watch, terms, now_ms)
+            slot, role = role_flipping.decide(self._members, self._history, terms, now_ms)
         else:
-            slot, role = role_flipping.recall(self._members, now_ms)
+            slot, role = role_flipping.return_flipped(self._members, now_ms)
         if slot == NONE:
             return None
         instance, registration = instances[slot], instances[slot].registration
-        return Flip(
+        return RoleFlip(
             instance.name,
             registration.model,
             instance.agent,
@@ -114,155 +122,155 @@ class Pools:
             registration.epoch + 1,
             registration.role,
             ROLES[role],
-            self._find_pressure(0, terms),
-            self._find_pressure(1, terms),
+            self._compute_pressure(0, terms),
+            self._compute_pressure(1, terms),
         )
 
-    def take(self, flip: Flip, now_s: float) -> None:
+    def record(self, flip: RoleFlip, now_s: float) -> None:
         """Record an executed flip."""
         slot = self._names.index(flip.instance)
-        role_flipping.take(self._members, slot, _NUMBERS[flip.role], now_s * 1000)
+        role_flipping.record_role(self._members, slot, _ROLE_NUMBERS[flip.role], now_s * 1000)
 
-    def _find_pressure(self, side: int, terms: Terms) -> float:
-        return role_flipping.find_pressure(self._members, side, terms, True)
+    def _compute_pressure(self, side: int, terms: FlipThresholds) -> float:
+        return role_flipping.compute_pressure(self._members, side, terms, True)
 
-    def _follow(self, names: list[str]) -> None:
+    def _update_members(self, names: list[str]) -> None:
         """Adapt the members to the present instances, keeping the state of those that remain."""
         if names == self._names:
             return
-        members = role_flipping.make_members(len(names))
+        members = role_flipping.build_members(len(names))
         for slot, name in enumerate(names):
             if name in self._names:
                 members[slot] = self._members[self._names.index(name)]
         self._names, self._members = names, members
 
 
-class PoolManager:
+class RoleFlipper:
     """Flips roles of the instances of all models in a directory."""
 
     def __init__(
         self,
-        directory: Directory,
-        flipping: Flipping,
-        terms: Terms,
+        directory: InstanceRegistry,
+        flipping: RoleFlippingMode,
+        terms: FlipThresholds,
         clock: Callable[[], float],
-        note: Callable[[Flip], None],
-        order: Callable[[Flip], Awaitable[None]] | None = None,
+        note: Callable[[RoleFlip], None],
+        order: Callable[[RoleFlip], Awaitable[None]] | None = None,
     ) -> None:
         """`note`: called for each flip; `order`: executes a flip or raises AioRpcError."""
-        self._directory = directory
+        self._registry = directory
         self._flipping = flipping
-        self._terms = terms
+        self._thresholds = terms
         self._clock = clock
-        self._note = note
-        self._order = order or send
-        self._pools: dict[tuple[str, str], Pools] = {}
-        self._left_alone: set[str] = set()
+        self._on_flip = note
+        self._set_role = order or send_flip
+        self._states: dict[tuple[str, str], FlipState] = {}
+        self._excluded: set[str] = set()
         """Names of instances that cannot change roles and for which this has been logged."""
 
     async def run(self) -> None:
         """Check once per PERIOD_S until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.look()
+            await self.check()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Check all deployments and revisions; at most one flip for each of them."""
         present = set()
         # Adapters have the score tables of their base models.
-        bases = [model for model in self._directory.models.values() if not model.base]
+        bases = [model for model in self._registry.models.values() if not model.base]
         for model in bases:
-            for board in model.boards:
+            for board in model.score_tables:
                 registration = board.instances[0].registration
                 key = registration.deployment, registration.revision
                 present.add(key)
-                if _is_manager(board.instances):
+                if _is_leader(board.instances):
                     flippable = [each for each in board.instances if self._may_flip(each)]
-                    await self._tend(self._pools.setdefault(key, Pools()), flippable)
-        for key in self._pools.keys() - present:
-            del self._pools[key]
-        self._left_alone &= self._directory.instances.keys()
+                    await self._check_group(self._states.setdefault(key, FlipState()), flippable)
+        for key in self._states.keys() - present:
+            del self._states[key]
+        self._excluded &= self._registry.instances.keys()
 
-    def _may_flip(self, instance: Instance) -> bool:
+    def _may_flip(self, instance: RoutedInstance) -> bool:
         """Whether an instance can change its role; if not, the reason is logged once."""
         registration = instance.registration
         roles = {registration.role, registration.home or registration.role}
-        if registration.epoch < role_epochs.LAST and roles <= _NUMBERS.keys():
-            self._left_alone.discard(instance.name)
+        if registration.epoch < role_epochs.MAX_EPOCH and roles <= _ROLE_NUMBERS.keys():
+            self._excluded.discard(instance.name)
             return True
-        if instance.name not in self._left_alone:
-            self._left_alone.add(instance.name)
+        if instance.name not in self._excluded:
+            self._excluded.add(instance.name)
             log.warning(
                 "%s is excluded from role changes: role %s, home %s, epoch %d",
                 instance.name,
-                name_of(agent_pb2.Role, registration.role),
-                name_of(agent_pb2.Role, registration.home),
+                get_enum_name(agent_pb2.Role, registration.role),
+                get_enum_name(agent_pb2.Role, registration.home),
                 registration.epoch,
             )
         return False
 
-    async def _tend(self, pools: Pools, instances: list[Instance]) -> None:
+    async def _check_group(self, pools: FlipState, instances: list[RoutedInstance]) -> None:
         now = self._clock()
-        lends = self._flipping is not Flipping.OFF
-        flip = pools.look(instances, self._terms, now, lends)
+        lends = self._flipping is not RoleFlippingMode.OFF
+        flip = pools.decide(instances, self._thresholds, now, lends)
         if flip is None:
-            pools.advised = None
-        elif self._flipping is Flipping.ADVISORY:
-            if pools.advised is None or pools.advised.instance != flip.instance:
+            pools.recommended = None
+        elif self._flipping is RoleFlippingMode.ADVISORY:
+            if pools.recommended is None or pools.recommended.instance != flip.instance:
                 log.info("would flip %s", flip.describe())
-                self._note(flip)
-            pools.advised = flip
-        elif now >= pools.rest_until_s:
-            await self._carry_out(pools, flip)
+                self._on_flip(flip)
+            pools.recommended = flip
+        elif now >= pools.retry_at_s:
+            await self._execute(pools, flip)
 
-    async def _carry_out(self, pools: Pools, flip: Flip) -> None:
+    async def _execute(self, pools: FlipState, flip: RoleFlip) -> None:
         try:
-            await self._order(flip)
+            await self._set_role(flip)
         except grpc.aio.AioRpcError as error:
-            pools.rest_until_s = self._clock() + REST_S
+            pools.retry_at_s = self._clock() + RETRY_DELAY_S
             log.warning("not flipped: %s; %s", flip.describe(), error.details())
             return
         log.info("flipped %s", flip.describe())
-        pools.take(flip, self._clock())
-        self._note(flip)
+        pools.record(flip, self._clock())
+        self._on_flip(flip)
 
 
-async def send(flip: Flip) -> None:
+async def send_flip(flip: RoleFlip) -> None:
     """Send SetRole to the instance's agent. Raises AioRpcError."""
     async with dial(flip.agent) as channel:
         request = agent_pb2.SetRoleRequest(role=flip.role, epoch=flip.epoch, boot_id=flip.boot_id)
-        await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=ORDER_TIMEOUT_S)
+        await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=SET_ROLE_TIMEOUT_S)
 
 
-def _find_present(ledgers: list[Ledger]) -> float:
+def _compute_computed_share(ledgers: list[InFlightLoad]) -> float:
     claimed = sum(each.resident.pending for each in ledgers)
     # Other routers' requests count as resident only from their prefill on, so `others` is excluded.
-    pending = sum(each.prompt.pending - each.prompt.others for each in ledgers)
-    return role_flipping.find_present(claimed, pending)
+    pending = sum(each.prompt.pending - each.prompt.remote for each in ledgers)
+    return role_flipping.compute_computed_share(claimed, pending)
 
 
-def _measure(
-    member: role_flipping.Members, instance: Instance, present: float, now_ms: float
+def _fill_member(
+    member: role_flipping.Members, instance: RoutedInstance, present: float, now_ms: float
 ) -> None:
-    """Fill in the inputs of the policy; `present`: the result of `_find_present`."""
-    registration, ledger = instance.registration, instance.ledger
+    """Fill in the inputs of the policy; `present`: the result of `_compute_computed_share`."""
+    registration, ledger = instance.registration, instance.in_flight
     queue = ledger.queue
     pending = ledger.prompt.pending
     pending_ms = queue.predict_ms(pending, ledger.count_prompts(pending))
     # The start of a prompt of another router is not known.
-    worked_ms = max(now_ms - queue.since_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
+    worked_ms = max(now_ms - queue.head_started_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
     capacity = registration.kv_blocks_total * registration.kv_block_size
-    role = _NUMBERS[registration.role]
+    role = _ROLE_NUMBERS[registration.role]
     if member["role"] != role:
         # The operator, a user or another gateway has changed the role.
         member["since_ms"] = now_ms
     member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
     member["use"] = present * ledger.resident.pending / capacity if capacity else 0.0
-    member["home"] = _NUMBERS[registration.home or registration.role]
+    member["configured_role"] = _ROLE_NUMBERS[registration.home or registration.role]
     member["role"] = role
     member["is_open"] = instance.selectable and registration.kv_path.verified
 
 
-def _is_manager(instances: list[Instance]) -> bool:
+def _is_leader(instances: list[RoutedInstance]) -> bool:
     """Whether this router has rank 0 at most of these instances."""
     return 2 * sum(each.router_rank == 0 for each in instances) > len(instances)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cleave.policy.best_fit import GAMMA, weigh_context
+from cleave.policy.best_fit import GAMMA, compute_context_weight
 from cleave.policy.dispatch import (
     CACHED,
     FULLEST,
@@ -24,31 +24,31 @@ from cleave.policy.dispatch import (
     LIGHTEST,
     NONE,
     RULES,
-    STALE,
+    STALE_PENALTY,
     TO_WHOLE,
     close_slots,
     computes_short,
     measure_backlog,
 )
-from cleave.policy.output_length import ConditionalMean, Predictor
+from cleave.policy.output_length import ConditionalMean, LengthPredictor
 from cleave.router.errors import NoInstance
-from cleave.router.instance import Contact, Instance, Ledger, Target
-from cleave.router.iteration_time_fit import Passes
-from cleave.router.registry import Directory, Model
-from cleave.router.score_column import Line
-from cleave.router.score_table import Board
-from cleave.router.selection import Cached, Chooser, Wish, find_slots
-from cleave.router.unavailable_reason import explain
+from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
+from cleave.router.iteration_time_fit import IterationTimeEstimator
+from cleave.router.registry import InstanceRegistry, ServedModel
+from cleave.router.score_column import WritableScoreColumn
+from cleave.router.score_table import ScoreTable
+from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingRequest, find_slots
+from cleave.router.unavailable_reason import explain_unavailable
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Predicted before any answer has been seen."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RoutingRules:
     """What the planner knows and a router goes by."""
 
-    whole_below_tokens: int = 0
+    short_prompt_tokens: int = 0
     """Prompts up to so many tokens that are not cached go to a decode instance undivided, while
     every prefill instance has more to do; `policy.short_prompts` finds it; 0: none do."""
     ttft_ms: float = math.inf
@@ -56,14 +56,14 @@ class Rules:
     tpot_ms: float = math.inf
 
 
-_FORGET_EVERY = 4096
+_PRUNE_EVERY = 4096
 """Requests, until what engines that are gone had cached is forgotten."""
 
-_FIRST_ANSWERS = 1024
-_LEARNT_EVERY = 8
+_ALWAYS_OBSERVED = 1024
+_OBSERVE_EVERY = 8
 
 
-class Fallback(enum.Enum):
+class FallbackMode(enum.Enum):
     """When a request that should be split may run whole on a decode instance instead."""
 
     ALWAYS = "Always"
@@ -73,15 +73,15 @@ class Fallback(enum.Enum):
     """Only after a prefill attempt of this very request was lost."""
 
 
-class Phase(enum.Enum):
+class RequestPhase(enum.Enum):
     """What of a request is over."""
 
-    WHOLE = "whole"
+    ALL = "whole"
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-_PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE
+_PREFILL_PHASE, _DECODE_PHASE = RequestPhase.PREFILL, RequestPhase.DECODE
 """Compared for every request, and looking a member up takes an enum as long as a call."""
 
 
@@ -101,8 +101,8 @@ class Pick:
 
     def __init__(
         self,
-        prefill: Instance | None,
-        decode: Instance,
+        prefill: RoutedInstance | None,
+        decode: RoutedInstance,
         reason: str,
         prompt_tokens: int,
         output_tokens: float,
@@ -116,16 +116,16 @@ class Pick:
         """Predicted."""
         self.decoding_since: float | None = None
         """Seconds of the router's clock; None: its prompt is not computed yet."""
-        self._prefill_entry: tuple[Instance, Ledger, float] | None = None
-        self._decode_entry: tuple[Instance, Ledger, float] | None = None
+        self._prefill_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
+        self._decode_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether any of it is still in the books."""
         return self._prefill_entry is not None or self._decode_entry is not None
 
 
-Placed = tuple[Instance | None, Instance, str]
+Selection = tuple[RoutedInstance | None, RoutedInstance, str]
 """(prefill or None, decode or whole, reason)"""
 
 
@@ -134,32 +134,32 @@ class Router:
 
     def __init__(
         self,
-        directory: Directory,
-        fallback: Fallback = Fallback.ALWAYS,
-        rules: Rules | None = None,
+        directory: InstanceRegistry,
+        fallback: FallbackMode = FallbackMode.ALWAYS,
+        rules: RoutingRules | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
         """`seed`: above 0, of policies that draw."""
-        self.directory = directory
-        self.lengths: Predictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
+        self.registry = directory
+        self.length_predictor: LengthPredictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
         """What foretells outputs; whoever sees answers end lets it learn."""
         self._fallback = fallback
-        self._rules = rules or Rules()
-        self._passes = Passes(self._rules.ttft_ms, self._rules.tpot_ms)
+        self._rules = rules or RoutingRules()
+        self._iteration_times = IterationTimeEstimator(self._rules.ttft_ms, self._rules.tpot_ms)
         self._clock = clock
-        self._chooser = Chooser(
-            directory.policy, self._passes, clock, seed or random.randrange(1, 2147483647)
+        self._selector = EndpointSelector(
+            directory.policy, self._iteration_times, clock, seed or random.randrange(1, 2147483647)
         )
         rule = RULES[directory.policy]
-        self.reads_text = rule.prefill == CACHED
+        self.uses_prompt_text = rule.prefill == CACHED
         """Whether picks look at the prompt's text."""
         # What these two compare would cost all others a few percent of a request.
-        self._looks_closely = rule.decode in (LIGHTEST, FULLEST)
-        self._learns_passes = rule.decode == FULLEST
-        self._turn = self._num_answers = 0
-        books = directory.books
-        self._next_turn = books.next_turn if books is not None else itertools.count(1).__next__
+        self._tracks_decoding = rule.decode in (LIGHTEST, FULLEST)
+        self._fits_iteration_times = rule.decode == FULLEST
+        self._num_picks = self._num_completed = 0
+        books = directory.shared_load
+        self._count_pick = books.count_pick if books is not None else itertools.count(1).__next__
 
     def pick(
         self,
@@ -167,162 +167,167 @@ class Router:
         prompt_tokens: int,
         output_tokens: int = 0,
         *,
-        single: bool = False,
-        avoid: Collection[str] = (),
-        doubt: Collection[str] = (),
+        colocated: bool = False,
+        excluded: Collection[str] = (),
+        suspect: Collection[str] = (),
         prefill_lost: bool = False,
         session: bytes | None = None,
         text: bytes | memoryview = b"",
-        cached: Cached | None = None,
+        cached: CachedPrompt | None = None,
     ) -> Pick:
         """Place one request and enter it in the books.
 
-        `prompt_tokens` is an estimate, `output_tokens` its limit, 0: none. `single`: it cannot be
-        split. `avoid`: instances that it was lost on; `doubt`: those that refused it, taken only
-        before giving up on their role. `prefill_lost`: a prefill attempt of it was lost. `session`:
-        requests with the same one stay together where that costs little. `text`: of the prompt, for
-        policies that know what is cached. `cached`: computed there before. Raises RouterError.
+        `prompt_tokens` is an estimate, `output_tokens` its limit, 0: none. `colocated`: it cannot
+        be split. `excluded`: instances that it was lost on; `suspect`: those that refused it, taken
+        only before giving up on their role. `prefill_lost`: a prefill attempt of it was lost.
+        `session`: requests with the same one stay together where that costs little. `text`: of the
+        prompt, for policies that know what is cached. `cached`: computed there before. Raises
+        RouterError.
         """
-        known = self.directory.models.get(model)
+        known = self.registry.models.get(model)
         if known is None:
-            raise self.directory.miss(model)
-        avoids = [{*avoid, *doubt}, avoid] if doubt else [avoid]
-        predicted = self.lengths.predict(prompt_tokens, output_tokens)
-        wish = self._chooser.make_wish(prompt_tokens, predicted, session, text, known, cached)
-        prefill, decode, reason = self._place(model, known, wish, single, avoids, prefill_lost)
+            raise self.registry.build_error(model)
+        avoids = [{*excluded, *suspect}, excluded] if suspect else [excluded]
+        predicted = self.length_predictor.predict(prompt_tokens, output_tokens)
+        wish = self._selector.build_request(prompt_tokens, predicted, session, text, known, cached)
+        prefill, decode, reason = self._select(model, known, wish, colocated, avoids, prefill_lost)
         picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
-        self._enter(picked, prefill, decode, wish)
+        self._add_load(picked, prefill, decode, wish)
         return picked
 
-    def release(self, pick: Pick, phase: Phase = Phase.WHOLE) -> None:
+    def release(self, pick: Pick, phase: RequestPhase = RequestPhase.ALL) -> None:
         """Close the books of a request or of one phase; doing so again changes nothing."""
         entry = pick._prefill_entry
-        if entry is not None and phase is not _DECODE:
+        if entry is not None and phase is not _DECODE_PHASE:
             pick._prefill_entry = None
             now = pick.decoding_since = self._clock()
             instance, ledger, tokens = entry
-            ledger.prompt.close(tokens)
-            ledger.prompts -= 1
-            if phase is _PREFILL:
-                ms = ledger.queue.answer(tokens, now * 1000, ledger.prompt.others)
-                if self._learns_passes:
-                    self._passes.add_prompt(tokens, ms)
+            ledger.prompt.remove(tokens)
+            ledger.num_prompts -= 1
+            if phase is _PREFILL_PHASE:
+                ms = ledger.queue.observe_completion(tokens, now * 1000, ledger.prompt.remote)
+                if self._fits_iteration_times:
+                    self._iteration_times.add_prompt(tokens, ms)
             if pick.prefill is not None:
-                ledger.requests -= 1
+                ledger.num_requests -= 1
             # Where both phases end on one instance it is scored once, below.
-            if pick.prefill is not None or phase is _PREFILL or pick._decode_entry is None:
-                self._refresh(instance, ledger)
+            if pick.prefill is not None or phase is _PREFILL_PHASE or pick._decode_entry is None:
+                self._refresh_scores(instance, ledger)
         entry = pick._decode_entry
-        if entry is not None and phase is not _PREFILL:
+        if entry is not None and phase is not _PREFILL_PHASE:
             pick._decode_entry = None
             instance, ledger, tokens = entry
-            ledger.resident.close(tokens)
-            ledger.requests -= 1
-            if self._looks_closely:
-                self._leave(pick, ledger)
-            self._refresh(instance, ledger)
+            ledger.resident.remove(tokens)
+            ledger.num_requests -= 1
+            if self._tracks_decoding:
+                self._remove_decoding(pick, ledger)
+            self._refresh_scores(instance, ledger)
 
-    def learn(self, pick: Pick, output_tokens: int) -> None:
+    def observe_completion(self, pick: Pick, output_tokens: int) -> None:
         """A request that is still in the books has ended by itself with that many tokens."""
-        self._num_answers += 1
+        self._num_completed += 1
         # Lengths change slowly: once they are known, some of the answers tell enough.
-        if self._num_answers < _FIRST_ANSWERS or self._num_answers % _LEARNT_EVERY == 0:
-            self.lengths.learn(pick.prompt_tokens, output_tokens)
+        if self._num_completed < _ALWAYS_OBSERVED or self._num_completed % _OBSERVE_EVERY == 0:
+            self.length_predictor.observe(pick.prompt_tokens, output_tokens)
         entry = pick._decode_entry
-        if self._learns_passes and entry is not None and pick.decoding_since is not None:
+        if self._fits_iteration_times and entry is not None and pick.decoding_since is not None:
             _, ledger, _ = entry
             ms = (self._clock() - pick.decoding_since) * 1000
-            self._passes.add_answer(output_tokens, ms, len(ledger.running), ledger.context)
+            self._iteration_times.add_completion(
+                output_tokens, ms, len(ledger.decoding_requests), ledger.weighted_context
+            )
 
-    def allows_whole(self, prefill_lost: bool) -> bool:
+    def allows_colocated(self, prefill_lost: bool) -> bool:
         """Whether the fallback lets a splittable request run whole on a decode instance."""
-        if self._fallback is Fallback.ON_PREFILL_LOSS:
+        if self._fallback is FallbackMode.ON_PREFILL_LOSS:
             return prefill_lost
-        return self._fallback is Fallback.ALWAYS
+        return self._fallback is FallbackMode.ALWAYS
 
-    def find_obstacle(self, model: str) -> str:
+    def explain_unavailable(self, model: str) -> str:
         """Why a plain request for this model could not be placed now; empty when it could."""
-        known = self.directory.models.get(model)
+        known = self.registry.models.get(model)
         if known is None:
-            return str(self.directory.miss(model))
+            return str(self.registry.build_error(model))
         try:
-            wish = Wish(1, 1.0)
-            if self._place_pair(known, wish, [()]) is None:
-                self._place_whole(model, known, wish, False, [()], False)
+            wish = RoutingRequest(1, 1.0)
+            if self._select_pair(known, wish, [()]) is None:
+                self._select_colocated(model, known, wish, False, [()], False)
         except NoInstance as error:
             return str(error)
         return ""
 
-    def _place(
+    def _select(
         self,
         model: str,
-        known: Model,
-        wish: Wish,
+        known: ServedModel,
+        wish: RoutingRequest,
         single: bool,
         avoids: list[Collection[str]],
         prefill_lost: bool,
-    ) -> Placed:
+    ) -> Selection:
         placed = None
         if not single:
-            if self._rules.whole_below_tokens:
-                placed = self._place_short(known, wish, avoids)
-            placed = placed or self._place_pair(known, wish, avoids)
-        return placed or self._place_whole(model, known, wish, single, avoids, prefill_lost)
+            if self._rules.short_prompt_tokens:
+                placed = self._select_short(known, wish, avoids)
+            placed = placed or self._select_pair(known, wish, avoids)
+        return placed or self._select_colocated(model, known, wish, single, avoids, prefill_lost)
 
-    def _place_short(
-        self, known: Model, wish: Wish, avoids: list[Collection[str]]
-    ) -> Placed | None:
+    def _select_short(
+        self, known: ServedModel, wish: RoutingRequest, avoids: list[Collection[str]]
+    ) -> Selection | None:
         """A prompt so short, or cached so far, that it need not wait for a prefill instance."""
-        limit = self._rules.whole_below_tokens
+        limit = self._rules.short_prompt_tokens
         if wish.prompt_tokens > limit and not wish.hashes:
             return None
-        found = self._find_whole(known, "whole", wish, avoids[:1])
-        if found is None or found.contact is Contact.STALE:
+        found = self._find_colocated(known, "whole", wish, avoids[:1])
+        if found is None or found.connectivity is Connectivity.STALE:
             return None
-        todo = wish.prompt_tokens - self._chooser.count_cached(found, wish)
+        todo = wish.prompt_tokens - self._selector.count_cached(found, wish)
         queues = [
-            board.pending_prompt.find(slot)
-            for board in known.boards
+            board.pending_prompt.get_score(slot)
+            for board in known.score_tables
             if (slot := board.prefill.find_least()) != NONE
         ]
         queue = min(queues, default=math.inf)
-        if not computes_short(todo, found.ledger.prompt.pending, queue, limit):
+        if not computes_short(todo, found.in_flight.prompt.pending, queue, limit):
             return None
         return None, found, "short-prompt"
 
-    def _place_pair(self, known: Model, wish: Wish, avoids: list[Collection[str]]) -> Placed | None:
+    def _select_pair(
+        self, known: ServedModel, wish: RoutingRequest, avoids: list[Collection[str]]
+    ) -> Selection | None:
         """A split, or a mixed instance, with the first of `avoids` that leaves any."""
         for avoid in avoids:
-            placed = self._place_pair_without(known, wish, avoid)
+            placed = self._select_pair_excluding(known, wish, avoid)
             if placed is not None:
                 return placed
         return None
 
-    def _place_pair_without(
-        self, known: Model, wish: Wish, avoid: Collection[str]
-    ) -> Placed | None:
+    def _select_pair_excluding(
+        self, known: ServedModel, wish: RoutingRequest, avoid: Collection[str]
+    ) -> Selection | None:
         """On the board that has the least to do in both phases, where none is in doubt if any.
 
         Boards of one model are revisions side by side during a roll-out. Counting both phases gives
         each about what its scarcer phase can carry, and equal ones take turns.
         """
-        best: tuple[float, Board, int, int] | None = None
-        for board in known.boards:
+        best: tuple[float, ScoreTable, int, int] | None = None
+        for board in known.score_tables:
             closed = find_slots(board, avoid) if avoid else []
-            first, second = self._chooser.choose_pair(board, closed, wish)
+            first, second = self._selector.select_pair(board, closed, wish)
             if second == NONE:
                 continue
-            if len(known.boards) == 1:
+            if len(known.score_tables) == 1:
                 best = 0.0, board, first, second
                 break
             ahead = second if first == NONE else first
             todo = measure_backlog(
-                board.pending_prompt.find(ahead),
-                board.instances[second].ledger.resident.pending,
-                board.instances[ahead].ledger.last_turn,
+                board.pending_prompt.get_score(ahead),
+                board.instances[second].in_flight.resident.pending,
+                board.instances[ahead].in_flight.last_pick,
             )
-            if first != NONE and board.decode.find(second) >= STALE:
-                todo += STALE
+            if first != NONE and board.decode.get_score(second) >= STALE_PENALTY:
+                todo += STALE_PENALTY
             if best is None or todo < best[0]:
                 best = todo, board, first, second
         if best is None:
@@ -335,81 +340,91 @@ class Router:
         reason = "cross-cell" if crosses else "disaggregated"
         return board.instances[first], board.instances[second], reason
 
-    def _place_whole(
+    def _select_colocated(
         self,
         model: str,
-        known: Model,
-        wish: Wish,
+        known: ServedModel,
+        wish: RoutingRequest,
         single: bool,
         avoids: list[Collection[str]],
         prefill_lost: bool,
-    ) -> Placed:
-        if single or self.allows_whole(prefill_lost):
-            found = self._find_whole(known, "whole", wish, avoids)
+    ) -> Selection:
+        if single or self.allows_colocated(prefill_lost):
+            found = self._find_colocated(known, "whole", wish, avoids)
             if found is not None:
                 return None, found, "single-instance" if single else "no-prefill"
-        if self._fallback is Fallback.ALWAYS:
-            found = self._find_whole(known, "spare", wish, avoids)
+        if self._fallback is FallbackMode.ALWAYS:
+            found = self._find_colocated(known, "spare", wish, avoids)
             if found is not None:
                 return None, found, "no-decode"
-        raise NoInstance(explain(model, known, single, avoids[-1]))
+        raise NoInstance(explain_unavailable(model, known, single, avoids[-1]))
 
-    def _find_whole(
-        self, known: Model, use: str, wish: Wish, avoids: list[Collection[str]]
-    ) -> Instance | None:
+    def _find_colocated(
+        self, known: ServedModel, use: str, wish: RoutingRequest, avoids: list[Collection[str]]
+    ) -> RoutedInstance | None:
         """The best one for this use, with the first of `avoids` that leaves any."""
         for avoid in avoids:
-            best: tuple[float, Instance] | None = None
-            for board in known.boards:
-                line: Line = getattr(board, use)
+            best: tuple[float, RoutedInstance] | None = None
+            for board in known.score_tables:
+                line: WritableScoreColumn = getattr(board, use)
                 closed, scores = find_slots(board, avoid), line.to_array()
                 if closed:
                     scores = close_slots(scores, closed)
-                slot = self._chooser.find_slot(board, scores, TO_WHOLE, wish)
+                slot = self._selector.find_slot(board, scores, TO_WHOLE, wish)
                 if slot != NONE and (best is None or scores[slot] < best[0]):
                     best = float(scores[slot]), board.instances[slot]
             if best is not None:
                 return best[1]
         return None
 
-    def _enter(self, pick: Pick, prefill: Instance | None, decode: Instance, wish: Wish) -> None:
-        self._turn = self._next_turn()
+    def _add_load(
+        self,
+        pick: Pick,
+        prefill: RoutedInstance | None,
+        decode: RoutedInstance,
+        wish: RoutingRequest,
+    ) -> None:
+        self._num_picks = self._count_pick()
         first = decode if prefill is None else prefill
-        first.ledger.last_turn = decode.ledger.last_turn = self._turn
+        first.in_flight.last_pick = decode.in_flight.last_pick = self._num_picks
         todo = wish.prompt_tokens
         if wish.hashes or wish.cached is not None:
-            todo = max(todo - self._chooser.count_cached(first, wish), 0)
-            self._chooser.note_prompt(first, decode, wish)
-            if self._turn % _FORGET_EVERY == 0:
-                instances = self.directory.instances.values()
-                self._chooser.forget_others({each.target.boot_id for each in instances})
-        ahead = first.ledger
+            todo = max(todo - self._selector.count_cached(first, wish), 0)
+            self._selector.record_prompt(first, decode, wish)
+            if self._num_picks % _PRUNE_EVERY == 0:
+                instances = self.registry.instances.values()
+                self._selector.retain_boots({each.target.boot_id for each in instances})
+        ahead = first.in_flight
         if ahead.prompt.pending < 1.0:
-            ahead.queue.since_ms = self._clock() * 1000
-        ahead.prompt.enter(todo)
-        ahead.prompts += 1
+            ahead.queue.head_started_ms = self._clock() * 1000
+        ahead.prompt.add(todo)
+        ahead.num_prompts += 1
         pick._prefill_entry = (first, ahead, todo)
         resident = pick.prompt_tokens + pick.output_tokens
-        ledger = decode.ledger
-        ledger.resident.enter(resident)
-        ledger.requests += 1
-        if self._looks_closely:
-            ledger.running[pick] = None
-            ledger.context += weigh_context(pick.prompt_tokens, pick.output_tokens, GAMMA)
+        ledger = decode.in_flight
+        ledger.resident.add(resident)
+        ledger.num_requests += 1
+        if self._tracks_decoding:
+            ledger.decoding_requests[pick] = None
+            ledger.weighted_context += compute_context_weight(
+                pick.prompt_tokens, pick.output_tokens, GAMMA
+            )
             if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-                ledger.heavy += 1
+                ledger.num_heavy += 1
         pick._decode_entry = (decode, ledger, resident)
-        self.directory.refresh(decode)
+        self.registry.refresh(decode)
         if prefill is not None:
-            prefill.ledger.requests += 1
-            self.directory.refresh(prefill)
+            prefill.in_flight.num_requests += 1
+            self.registry.refresh(prefill)
 
-    def _leave(self, pick: Pick, ledger: Ledger) -> None:
-        del ledger.running[pick]
-        ledger.context -= weigh_context(pick.prompt_tokens, pick.output_tokens, GAMMA)
+    def _remove_decoding(self, pick: Pick, ledger: InFlightLoad) -> None:
+        del ledger.decoding_requests[pick]
+        ledger.weighted_context -= compute_context_weight(
+            pick.prompt_tokens, pick.output_tokens, GAMMA
+        )
         if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-            ledger.heavy -= 1
+            ledger.num_heavy -= 1
 
-    def _refresh(self, instance: Instance, ledger: Ledger) -> None:
-        if instance.ledger is ledger:
-            self.directory.refresh(instance)
+    def _refresh_scores(self, instance: RoutedInstance, ledger: InFlightLoad) -> None:
+        if instance.in_flight is ledger:
+            self.registry.refresh(instance)

@@ -1,5 +1,5 @@
-"""Columns of scores, one for each use of a board's instances. `Board` sets the scores, `policy`
-compares them.
+"""Columns of scores, one for each use of a board's instances. `ScoreTable` sets the scores,
+`policy` compares them.
 
 What is hard: each request changes the scores of a few instances and reads those of all, and one
 number that goes into a numpy array, or comes out of it, costs as much as a search through a short
@@ -15,12 +15,12 @@ from cleave.policy.dispatch import NONE, ScoreColumn, Scores, find_least
 _INF = math.inf
 
 
-class Line(ScoreColumn):
+class WritableScoreColumn(ScoreColumn):
     """A column of the router: scores by slot, +inf where the instance is closed for this use."""
 
     __slots__ = ()
 
-    def enter(self, slot: int, score: float) -> None:
+    def set_score(self, slot: int, score: float) -> None:
         """Set one score."""
         raise NotImplementedError
 
@@ -33,7 +33,7 @@ class Line(ScoreColumn):
         raise NotImplementedError
 
 
-class ShortLine(Line):
+class ListScoreColumn(WritableScoreColumn):
     """A column in a list, for few instances: setting and reading one score is cheap."""
 
     __slots__ = ("_scores",)
@@ -43,11 +43,11 @@ class ShortLine(Line):
         super().__init__(size)
         self._scores = [score] * size
 
-    def enter(self, slot: int, score: float) -> None:
+    def set_score(self, slot: int, score: float) -> None:
         """Set one score."""
         self._scores[slot] = score
 
-    def find(self, slot: int) -> float:
+    def get_score(self, slot: int) -> float:
         """One score."""
         return self._scores[slot]
 
@@ -68,7 +68,7 @@ class ShortLine(Line):
         return np.array(self._scores)
 
 
-class LongLine(Line):
+class ArrayScoreColumn(WritableScoreColumn):
     """A column in an array, for many instances: searching all scores is cheap."""
 
     __slots__ = ("_cells", "_scores")
@@ -79,11 +79,11 @@ class LongLine(Line):
         self._scores = scores
         self._cells: memoryview[float] = scores.data.cast("B").cast("d")
 
-    def enter(self, slot: int, score: float) -> None:
+    def set_score(self, slot: int, score: float) -> None:
         """Set one score."""
         self._cells[slot] = score
 
-    def find(self, slot: int) -> float:
+    def get_score(self, slot: int) -> float:
         """One score."""
         return self._cells[slot]
 

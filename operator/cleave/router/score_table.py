@@ -17,27 +17,27 @@ from cleave.policy.dispatch import (
     FULLEST,
     LIGHTEST,
     RULES,
-    STALE,
-    Cells,
+    STALE_PENALTY,
+    CellNumbers,
+    compute_heavy_ratio,
     is_by_score,
     score,
-    weigh,
 )
 from cleave.policy.session_affinity import to_key
-from cleave.router.instance import Contact, Instance, Scoreboard
-from cleave.router.score_column import Line, LongLine, ShortLine
+from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
+from cleave.router.score_column import ArrayScoreColumn, ListScoreColumn, WritableScoreColumn
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
-_STALE = Contact.STALE
+_STALE_CONTACT = Connectivity.STALE
 """Looked up for every request, which takes an enum a while."""
 
 _USES = ("prefill", "decode", "mixed", "whole", "spare")
 """Boards have a line of scores for each."""
-FEW = 24
+MAX_LIST_INSTANCES = 24
 """Up to so many instances lists are faster than arrays."""
 
 
-class Board(Scoreboard):
+class ScoreTable(BaseScoreTable):
     """Scores, +inf where the instance is closed for a use, empty where all are.
 
     They count tokens, or what else the policy compares: requests, or turns.
@@ -47,52 +47,52 @@ class Board(Scoreboard):
     """
 
     __slots__ = (
-        "_compares_more",
         "_counts",
-        "_lines",
-        "_places",
-        "away",
+        "_has_extra_columns",
+        "_instance_columns",
+        "_role_ranks",
         "batch",
-        "boots",
         "cells",
-        "computing",
+        "colocated",
         "context",
         "decode",
         "heaviness",
         "instances",
+        "is_remote",
         "is_shared",
         "keys",
         "mixed",
         "pending_prompt",
         "prefill",
+        "prompt_slots",
         "room",
+        "slot_by_boot",
         "spare",
-        "whole",
     )
 
     def __init__(
-        self, instances: list[Instance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
+        self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     ) -> None:
         self.instances = instances
         rule = RULES[policy]
         self._counts = rule.counts
-        self._compares_more = rule.decode in (LIGHTEST, FULLEST)
+        self._has_extra_columns = rule.decode in (LIGHTEST, FULLEST)
         size = len(instances)
-        is_short = size <= FEW and is_by_score(rule)
-        uses = [find_uses(instance) for instance in instances]
-        lines = _open_lines(uses, is_short)
+        is_short = size <= MAX_LIST_INSTANCES and is_by_score(rule)
+        uses = [list_uses(instance) for instance in instances]
+        lines = _build_columns(uses, is_short)
         self.prefill = lines["prefill"]
         """Prompt of a split request: prefill instances with a verified KV path."""
         self.decode = lines["decode"]
         """Its decoding: decode and mixed instances with a verified KV path."""
         self.mixed = lines["mixed"]
         """Whole requests on mixed instances, which are meant for them."""
-        self.whole = lines["whole"]
+        self.colocated = lines["whole"]
         """Whole requests on mixed and decode instances."""
         self.spare = lines["spare"]
         """Whole requests on prefill instances, when nothing else is left."""
-        self._lines = [_find_lines(lines, its) for its in uses]
-        self.pending_prompt = _make_line(size, is_short, 0.0)
+        self._instance_columns = [_select_columns(lines, its) for its in uses]
+        self.pending_prompt = _build_column(size, is_short, 0.0)
         """Prompt tokens that wait; nothing is closed."""
         self.room = np.zeros(size)
         """KV tokens that nobody has claimed; like all below for the policies that compare it."""
@@ -104,29 +104,29 @@ class Board(Scoreboard):
         """Their prompts and outputs, as Aladdin weighs them."""
         self.keys = np.array([to_key(each.name) for each in instances], np.uint64)
         """For sessions."""
-        self.away = np.zeros(size, np.bool_)
+        self.is_remote = np.zeros(size, np.bool_)
         """Instances that are home to another router: all that follow them share them out."""
         self.is_shared = False
         """Whether any is away."""
         self.cells = _number_cells(instances)
         """Which cell each is in; None: nobody states one."""
-        self._places = _count_off(instances)
-        self.boots = {each.target.boot_id: slot for slot, each in enumerate(instances)}
+        self._role_ranks = _rank_by_role(instances)
+        self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
         computes = "prefill" if self.prefill.size else "whole"
-        self.computing = [slot for slot, its in enumerate(uses) if computes in its]
+        self.prompt_slots = [slot for slot, its in enumerate(uses) if computes in its]
         """Slots of those that compute prompts."""
         for slot in range(size):
             self.update(slot)
 
-    def gather(self) -> None:
+    def refresh(self) -> None:
         """Take in what others did that score on the same board; there are none here."""
 
     def find_shortest_queue(self) -> float:
         """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
         pending = self.pending_prompt.to_list()
         least = math.inf
-        for slot in self.computing:
+        for slot in self.prompt_slots:
             least = min(least, pending[slot])
         return least
 
@@ -137,52 +137,56 @@ class Board(Scoreboard):
     def update(self, slot: int) -> None:
         """Score one instance anew from its books."""
         instance = self.instances[slot]
-        if self._compares_more or self.is_shared or instance.num_routers > 1:
-            self._look_closely(slot, instance)
-        ledger = instance.ledger
-        by_prompt, by_all = self._lines[slot]
+        if self._has_extra_columns or self.is_shared or instance.num_routers > 1:
+            self._update_extra_columns(slot, instance)
+        ledger = instance.in_flight
+        by_prompt, by_all = self._instance_columns[slot]
         prefills = by_prompt is not None
-        doubt = STALE if instance.contact is _STALE else 0.0
+        doubt = STALE_PENALTY if instance.connectivity is _STALE_CONTACT else 0.0
         counts = self._counts
         by_requests = counts == BY_REQUESTS
         prompt, prompts, resident = ledger.count_pending(prefills or by_requests)
-        requests = ledger.count_requests() + ledger.others if by_requests else 0.0
+        requests = ledger.count_requests() + ledger.num_remote_requests if by_requests else 0.0
         first, total = score(
             counts,
             prompt,
             prompts,
             resident,
             requests,
-            ledger.last_turn,
+            ledger.last_pick,
             ledger.queue,
             doubt,
             prefills,
         )
-        self.pending_prompt.enter(slot, prompt + doubt)
+        self.pending_prompt.set_score(slot, prompt + doubt)
         if by_prompt is not None:
-            by_prompt.enter(slot, first)
+            by_prompt.set_score(slot, first)
         for line in by_all:
-            line.enter(slot, total)
+            line.set_score(slot, total)
 
-    def _look_closely(self, slot: int, instance: Instance) -> None:
+    def _update_extra_columns(self, slot: int, instance: RoutedInstance) -> None:
         """What is compared besides scores."""
         if self.is_shared or instance.num_routers > 1:
-            self.away[slot] = self._places[slot] % instance.num_routers != instance.router_rank
+            self.is_remote[slot] = (
+                self._role_ranks[slot] % instance.num_routers != instance.router_rank
+            )
             self.is_shared = True
-        if self._compares_more:
-            self._measure(slot, instance)
+        if self._has_extra_columns:
+            self._update_load_columns(slot, instance)
 
-    def _measure(self, slot: int, instance: Instance) -> None:
+    def _update_load_columns(self, slot: int, instance: RoutedInstance) -> None:
         """What only few policies look at."""
-        ledger, stated = instance.ledger, instance.registration
+        ledger, stated = instance.in_flight, instance.registration
         held = ledger.resident.pending
         self.room[slot] = stated.kv_blocks_total * stated.kv_block_size - held
-        self.heaviness[slot] = weigh(ledger.heavy, len(ledger.running) - ledger.heavy)
-        self.batch[slot] = len(ledger.running)
-        self.context[slot] = ledger.context + held - ledger.resident.own
+        self.heaviness[slot] = compute_heavy_ratio(
+            ledger.num_heavy, len(ledger.decoding_requests) - ledger.num_heavy
+        )
+        self.batch[slot] = len(ledger.decoding_requests)
+        self.context[slot] = ledger.weighted_context + held - ledger.resident.own
 
 
-def find_uses(instance: Instance) -> Collection[str]:
+def list_uses(instance: RoutedInstance) -> Collection[str]:
     """What an instance is open for."""
     if not instance.selectable:
         return ()
@@ -197,27 +201,31 @@ def find_uses(instance: Instance) -> Collection[str]:
     return ()
 
 
-def _open_lines(uses: Sequence[Collection[str]], is_short: bool) -> dict[str, Line]:
+def _build_columns(
+    uses: Sequence[Collection[str]], is_short: bool
+) -> dict[str, WritableScoreColumn]:
     """By use, given those of each slot. What the same slots are open for is one line."""
-    lines: dict[str, Line] = {}
-    known: dict[tuple[bool, tuple[int, ...]], Line] = {}
+    lines: dict[str, WritableScoreColumn] = {}
+    known: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
     for use in _USES:
         slots = tuple(slot for slot, its in enumerate(uses) if use in its)
         size = len(uses) if slots else 0
         # Only this one counts the prompts alone.
         alike = use == "prefill", slots
-        known.setdefault(alike, _make_line(size, is_short or not size))
+        known.setdefault(alike, _build_column(size, is_short or not size))
         lines[use] = known[alike]
     return lines
 
 
-def _find_lines(lines: dict[str, Line], uses: Collection[str]) -> tuple[Line | None, list[Line]]:
+def _select_columns(
+    lines: dict[str, WritableScoreColumn], uses: Collection[str]
+) -> tuple[WritableScoreColumn | None, list[WritableScoreColumn]]:
     """(the line that is scored by pending prompt tokens, lines scored by all pending tokens)"""
     by_all = {id(lines[use]): lines[use] for use in uses if use != "prefill"}
     return lines["prefill"] if "prefill" in uses else None, [*by_all.values()]
 
 
-def _count_off(instances: list[Instance]) -> list[int]:
+def _rank_by_role(instances: list[RoutedInstance]) -> list[int]:
     """The place of each instance among those of its role."""
     counts: Counter[int] = Counter()
     places = []
@@ -228,7 +236,7 @@ def _count_off(instances: list[Instance]) -> list[int]:
     return places
 
 
-def _number_cells(instances: list[Instance]) -> Cells | None:
+def _number_cells(instances: list[RoutedInstance]) -> CellNumbers | None:
     """Numbers for the names of cells; those without one are together in one more."""
     names = [instance.registration.cell for instance in instances]
     if not any(names):
@@ -237,5 +245,5 @@ def _number_cells(instances: list[Instance]) -> Cells | None:
     return np.array([numbers[name] for name in names], np.int64)
 
 
-def _make_line(size: int, is_short: bool, score: float = math.inf) -> Line:
-    return ShortLine(size, score) if is_short else LongLine(np.full(size, score))
+def _build_column(size: int, is_short: bool, score: float = math.inf) -> WritableScoreColumn:
+    return ListScoreColumn(size, score) if is_short else ArrayScoreColumn(np.full(size, score))

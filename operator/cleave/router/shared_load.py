@@ -11,8 +11,8 @@ import functools
 import logging
 import struct
 
-from cleave.policy.queue_model import Book, Queue, estimate_pending
-from cleave.router.instance import Ledger
+from cleave.policy.queue_model import OutstandingTokens, PrefillQueueModel, estimate_pending
+from cleave.router.instance import InFlightLoad
 from cleave.shm.table import CELL_BYTES, SharedTable
 
 log = logging.getLogger(__name__)
@@ -21,84 +21,86 @@ MAX_BOOTS = 4_096
 """Limit of boots of engines at a time. All further ones share one row: each then has the sum of
 their loads and is picked last."""
 
-_PROMPTS, _REQUESTS, _PROMPT, _RESIDENT = 0, 1, 2, 3
-_OWN = 4
+_NUM_PROMPTS, _NUM_REQUESTS, _PROMPT_TOKENS, _RESIDENT_TOKENS = 0, 1, 2, 3
+_NUM_OWN_CELLS = 4
 """Number of own cells; they hold the load of the requests of each process."""
-_OTHERS_PROMPT, _OTHERS_RESIDENT, _TURN = 0, 1, 2
+_REMOTE_PROMPT, _REMOTE_RESIDENT, _LAST_PICK = 0, 1, 2
 """Common cells that every score needs, directly after the own cells that it needs. `_OTHERS_*`: the
 load of other gateways, as of the latest report to any process."""
-_OTHERS_REQUESTS, _SINCE, _PROMPT_MS, _TOKEN_MS, _SAFE_TOKEN_MS = 3, 4, 5, 6, 7
-"""Common cells that some scores need. `_SINCE` and all cells after it belong to the queue model."""
-_LEARNT, _NUM_LEARNT = 8, 9
-"""First cell and number of the `policy.queue_model.Sums` of the queue model."""
-_PROMPTS_LEARNT, _TOKENS = 1, 2
+_REMOTE_REQUESTS, _HEAD_STARTED, _PROMPT_MS, _TOKEN_MS, _UPPER_TOKEN_MS = 3, 4, 5, 6, 7
+"""Common cells that some scores need. `_HEAD_STARTED` and all cells after it belong to the queue
+model.
+"""
+_SUMS, _NUM_SUMS = 8, 9
+"""First cell and number of the `policy.queue_model.RegressionSums` of the queue model."""
+_SUM_OF_PROMPTS, _SUM_OF_TOKENS = 1, 2
 """Indices in these sums: prompts and their tokens."""
-_COMMON = _LEARNT + _NUM_LEARNT
+_NUM_COMMON_CELLS = _SUMS + _NUM_SUMS
 """Number of common cells."""
-_SPILL, _TURNS = 0, 1
+_OVERFLOW_ROW, _PICK_COUNTER_ROW = 0, 1
 """Rows that belong to no boot: for all boots beyond MAX_BOOTS, and for the counter of picks."""
-_GONE = -1
-"""Row number after `SharedLedger.leave`."""
+_CLOSED = -1
+"""Row number after `SharedInFlightLoad.close`."""
 
 
-def make_table(processes: int) -> SharedTable:
+def build_table(processes: int) -> SharedTable:
     """The table; to be created before the processes are forked."""
-    table = SharedTable(MAX_BOOTS, processes, own=_OWN, common=_COMMON)
+    table = SharedTable(MAX_BOOTS, processes, own=_NUM_OWN_CELLS, common=_NUM_COMMON_CELLS)
     table.claim(b"what has no row of its own")
     table.claim(b"turns")
     return table
 
 
-class SharedBooks:
+class SharedLoad:
     """Opens the shared accounting of instances for one process."""
 
     def __init__(self, table: SharedTable) -> None:
         self.table = table
         self._cells = table.cells
-        self._turn_at = table.common_at(_TURNS, _TURN)
-        self._spill: SharedLedger | None = None
+        self._pick_counter_index = table.locate_common(_PICK_COUNTER_ROW, _LAST_PICK)
+        self._overflow: SharedInFlightLoad | None = None
 
-    def open(self, instance: str, boot_id: str) -> "SharedLedger":
+    def open(self, instance: str, boot_id: str) -> "SharedInFlightLoad":
         """The ledger of one boot of an engine."""
         row = self.table.claim(f"{instance} {boot_id}".encode())
         if row is not None:
-            return SharedLedger(self.table, row)
+            return SharedInFlightLoad(self.table, row)
         log.warning("no room in the shared books: the load of %s is overestimated", instance)
-        if self._spill is None:
-            self._spill = SharedLedger(self.table, _SPILL)
-        return self._spill
+        if self._overflow is None:
+            self._overflow = SharedInFlightLoad(self.table, _OVERFLOW_ROW)
+        return self._overflow
 
-    def find_row(self, ledger: Ledger) -> int:
+    def find_row(self, ledger: InFlightLoad) -> int:
         """Row of a ledger; the overflow row if it is not shared."""
-        return ledger.row if isinstance(ledger, SharedLedger) else _SPILL
+        return ledger.row if isinstance(ledger, SharedInFlightLoad) else _OVERFLOW_ROW
 
-    def next_turn(self) -> int:
+    def count_pick(self) -> int:
         """Count a pick; its number. Two picks at exactly the same time may get the same number."""
-        turn = self._cells[self._turn_at] + 1.0
-        self._cells[self._turn_at] = turn
+        turn = self._cells[self._pick_counter_index] + 1.0
+        self._cells[self._pick_counter_index] = turn
         return int(turn)
 
 
 @functools.cache
-def _to_cells(count: int) -> struct.Struct:
+def _get_struct(count: int) -> struct.Struct:
     """A struct of `count` cells, cached because it is used for all rows."""
     return struct.Struct(f"{count}d")
 
 
-class View:
+class SharedRowView:
     """Reads the cells of one row that scores need: own cells of all processes and common cells."""
 
     __slots__ = ("_end", "_memory", "_processes", "_read", "_read_tokens", "_start", "_tokens_at")
 
     def __init__(self, table: SharedTable, row: int) -> None:
         self._memory, self._processes = table.memory, table.processes
-        self._end = _OWN * table.processes
-        self._start = CELL_BYTES * table.cell_at(row, 0, 0)
-        self._read = _to_cells(self._end + _LEARNT).unpack_from
-        self._tokens_at = CELL_BYTES * table.cell_at(row, _PROMPT, 0)
-        self._read_tokens = _to_cells(2 * table.processes + _TURN + 1).unpack_from
+        self._end = _NUM_OWN_CELLS * table.processes
+        self._start = CELL_BYTES * table.locate_cell(row, 0, 0)
+        self._read = _get_struct(self._end + _SUMS).unpack_from
+        self._tokens_at = CELL_BYTES * table.locate_cell(row, _PROMPT_TOKENS, 0)
+        self._read_tokens = _get_struct(2 * table.processes + _LAST_PICK + 1).unpack_from
 
-    def read(self) -> tuple[float, ...]:
+    def read_all(self) -> tuple[float, ...]:
         """The present values of all these cells."""
         values: tuple[float, ...] = self._read(self._memory, self._start)
         return values
@@ -107,20 +109,20 @@ class View:
         """(pending prompt tokens, resident tokens, number of the last pick), in half the time."""
         values: tuple[float, ...] = self._read_tokens(self._memory, self._tokens_at)
         middle, end = self._processes, 2 * self._processes
-        prompt = _add_up(values, 0, middle) + values[end + _OTHERS_PROMPT]
-        resident = _add_up(values, middle, end) + values[end + _OTHERS_RESIDENT]
-        return prompt, resident, values[end + _TURN]
+        prompt = _sum_cells(values, 0, middle) + values[end + _REMOTE_PROMPT]
+        resident = _sum_cells(values, middle, end) + values[end + _REMOTE_RESIDENT]
+        return prompt, resident, values[end + _LAST_PICK]
 
-    def add_up(self, values: tuple[float, ...], field: int) -> float:
-        """The sum of an own field over all processes, from the result of `read`."""
-        return _add_up(values, field * self._processes, (field + 1) * self._processes)
+    def sum_own(self, values: tuple[float, ...], field: int) -> float:
+        """The sum of an own field over all processes, from the result of `read_all`."""
+        return _sum_cells(values, field * self._processes, (field + 1) * self._processes)
 
-    def find(self, values: tuple[float, ...], field: int) -> float:
-        """A common cell, from the result of `read`."""
+    def get_common(self, values: tuple[float, ...], field: int) -> float:
+        """A common cell, from the result of `read_all`."""
         return values[self._end + field]
 
 
-def _add_up(values: tuple[float, ...], start: int, end: int) -> float:
+def _sum_cells(values: tuple[float, ...], start: int, end: int) -> float:
     """Sum, at least 0: rounding errors of added and removed fractions may leave it below."""
     total = 0.0
     for at in range(start, end):
@@ -128,24 +130,24 @@ def _add_up(values: tuple[float, ...], start: int, end: int) -> float:
     return total if total > 0.0 else 0.0
 
 
-class SharedLedger(Ledger):
+class SharedInFlightLoad(InFlightLoad):
     """A ledger in one row of the table. Other processes see changes after the next `sync` or
-    `tell`, which follows every change; their changes are read whenever values are needed."""
+    `publish`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
         "_cells",
-        "_common_at",
-        "_prompt",
-        "_prompt_at",
-        "_prompts",
-        "_prompts_at",
-        "_requests",
-        "_requests_at",
-        "_resident",
-        "_resident_at",
-        "_since_ms",
+        "_common_index",
+        "_prompt_index",
+        "_prompts_index",
+        "_published_head_started_ms",
+        "_published_pick",
+        "_published_prompt",
+        "_published_prompts",
+        "_published_requests",
+        "_published_resident",
+        "_requests_index",
+        "_resident_index",
         "_table",
-        "_turn",
         "_view",
         "row",
     )
@@ -154,186 +156,200 @@ class SharedLedger(Ledger):
         super().__init__()
         self.row = row
         self._table, self._cells = table, table.cells
-        self._view = View(table, row)
-        self._prompts_at, self._prompt_at = table.own_at(row, _PROMPTS), table.own_at(row, _PROMPT)
-        self._requests_at = table.own_at(row, _REQUESTS)
-        self._resident_at = table.own_at(row, _RESIDENT)
-        self._common_at = table.common_at(row, 0)
-        self.prompt = SharedBook(table, row, _PROMPT, _OTHERS_PROMPT)
-        self.resident = SharedBook(table, row, _RESIDENT, _OTHERS_RESIDENT)
-        self.queue: Queue = SharedQueue(table, row)
+        self._view = SharedRowView(table, row)
+        self._prompts_index, self._prompt_index = (
+            table.locate_own(row, _NUM_PROMPTS),
+            table.locate_own(row, _PROMPT_TOKENS),
+        )
+        self._requests_index = table.locate_own(row, _NUM_REQUESTS)
+        self._resident_index = table.locate_own(row, _RESIDENT_TOKENS)
+        self._common_index = table.locate_common(row, 0)
+        self.prompt = SharedOutstandingTokens(table, row, _PROMPT_TOKENS, _REMOTE_PROMPT)
+        self.resident = SharedOutstandingTokens(table, row, _RESIDENT_TOKENS, _REMOTE_RESIDENT)
+        self.queue: PrefillQueueModel = SharedPrefillQueueModel(table, row)
         # Values published last.
-        self._prompt = self._resident = 0.0
-        self._since_ms = self.queue.since_ms
-        self._requests = self._prompts = self._turn = 0
+        self._published_prompt = self._published_resident = 0.0
+        self._published_head_started_ms = self.queue.head_started_ms
+        self._published_requests = self._published_prompts = self._published_pick = 0
 
     def count_pending(self, prompts: bool = True) -> tuple[float, float, float]:
         """As in the base class, over all processes; also loads what they have published."""
         view = self._view
         if not prompts:
             prompt, resident, turn = view.read_tokens()
-            self.last_turn = self._turn = int(turn)
+            self.last_pick = self._published_pick = int(turn)
             return prompt, 0.0, resident
-        seen = self.look()
-        prompt = view.add_up(seen, _PROMPT) + view.find(seen, _OTHERS_PROMPT)
-        resident = view.add_up(seen, _RESIDENT) + view.find(seen, _OTHERS_RESIDENT)
+        seen = self.load_shared()
+        prompt = view.sum_own(seen, _PROMPT_TOKENS) + view.get_common(seen, _REMOTE_PROMPT)
+        resident = view.sum_own(seen, _RESIDENT_TOKENS) + view.get_common(seen, _REMOTE_RESIDENT)
         return prompt, self._count_prompts(seen), resident
 
     def count_prompts(self, pending: float) -> float:
         """Number of prompts of all processes; other gateways' prompts have the mean length."""
         del pending
-        return self._count_prompts(self._view.read())
+        return self._count_prompts(self._view.read_all())
 
     def count_requests(self) -> int:
         """Number of requests of all processes."""
-        return round(self._view.add_up(self._view.read(), _REQUESTS))
+        return round(self._view.sum_own(self._view.read_all(), _NUM_REQUESTS))
 
-    def report_requests(self, here: int) -> None:
+    def update_remote_requests(self, reported: int) -> None:
         """Include the number of requests that the instance reports."""
-        super().report_requests(here)
-        self._cells[self._common_at + _OTHERS_REQUESTS] = self.others
+        super().update_remote_requests(reported)
+        self._cells[self._common_index + _REMOTE_REQUESTS] = self.num_remote_requests
 
     def sync(self) -> None:
         """Publish changes and load those of other processes."""
-        if self.row != _GONE:
-            self.tell()
-            self.look()
+        if self.row != _CLOSED:
+            self.publish()
+            self.load_shared()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Publish the values that have changed to the other processes."""
         cells, prompt, resident = self._cells, self.prompt.own, self.resident.own
-        if prompt != self._prompt:
-            cells[self._prompt_at] = self._prompt = prompt
-        if resident != self._resident:
-            cells[self._resident_at] = self._resident = resident
-        if self.requests != self._requests:
-            self._requests = self.requests
-            cells[self._requests_at] = float(self.requests)
-        if self.prompts != self._prompts:
-            self._prompts = self.prompts
-            cells[self._prompts_at] = float(self.prompts)
-        if self.last_turn != self._turn:
-            self._turn = self.last_turn
-            cells[self._common_at + _TURN] = float(self.last_turn)
-        since_ms = self.queue.since_ms
-        if since_ms != self._since_ms:
-            cells[self._common_at + _SINCE] = self._since_ms = since_ms
+        if prompt != self._published_prompt:
+            cells[self._prompt_index] = self._published_prompt = prompt
+        if resident != self._published_resident:
+            cells[self._resident_index] = self._published_resident = resident
+        if self.num_requests != self._published_requests:
+            self._published_requests = self.num_requests
+            cells[self._requests_index] = float(self.num_requests)
+        if self.num_prompts != self._published_prompts:
+            self._published_prompts = self.num_prompts
+            cells[self._prompts_index] = float(self.num_prompts)
+        if self.last_pick != self._published_pick:
+            self._published_pick = self.last_pick
+            cells[self._common_index + _LAST_PICK] = float(self.last_pick)
+        since_ms = self.queue.head_started_ms
+        if since_ms != self._published_head_started_ms:
+            cells[self._common_index + _HEAD_STARTED] = self._published_head_started_ms = since_ms
 
-    def look(self) -> tuple[float, ...]:
+    def load_shared(self) -> tuple[float, ...]:
         """Load the common values that other processes published; returns all cells."""
         view, queue = self._view, self.queue
-        values = view.read()
-        self.last_turn = self._turn = int(view.find(values, _TURN))
-        queue.since_ms = self._since_ms = view.find(values, _SINCE)
-        queue.prompt_ms = view.find(values, _PROMPT_MS)
-        queue.token_ms = view.find(values, _TOKEN_MS)
-        queue.safe_token_ms = view.find(values, _SAFE_TOKEN_MS)
-        self.others = view.find(values, _OTHERS_REQUESTS)
+        values = view.read_all()
+        self.last_pick = self._published_pick = int(view.get_common(values, _LAST_PICK))
+        queue.head_started_ms = self._published_head_started_ms = view.get_common(
+            values, _HEAD_STARTED
+        )
+        queue.prompt_ms = view.get_common(values, _PROMPT_MS)
+        queue.token_ms = view.get_common(values, _TOKEN_MS)
+        queue.upper_token_ms = view.get_common(values, _UPPER_TOKEN_MS)
+        self.num_remote_requests = view.get_common(values, _REMOTE_REQUESTS)
         return values
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Release the row; later changes to this ledger are not shared."""
-        if self.row > _TURNS:
+        if self.row > _PICK_COUNTER_ROW:
             self._table.release(self.row)
-            self.row = _GONE
-            self.prompt, self.resident, self.queue = Book(), Book(), Queue()
+            self.row = _CLOSED
+            self.prompt, self.resident, self.queue = (
+                OutstandingTokens(),
+                OutstandingTokens(),
+                PrefillQueueModel(),
+            )
 
     def _count_prompts(self, values: tuple[float, ...]) -> float:
-        own = self._view.add_up(values, _PROMPTS)
-        remote = self._view.find(values, _OTHERS_PROMPT)
+        own = self._view.sum_own(values, _NUM_PROMPTS)
+        remote = self._view.get_common(values, _REMOTE_PROMPT)
         return own + self.queue.count_prompts(remote) if remote else own
 
 
-class SharedBook(Book):
+class SharedOutstandingTokens(OutstandingTokens):
     """Outstanding tokens of one instance in one phase: of all processes and of other gateways."""
 
-    __slots__ = ("_at", "_cells", "_others_at")
+    __slots__ = ("_cells", "_own_indices", "_remote_index")
 
     def __init__(self, table: SharedTable, row: int, own: int, others: int) -> None:
         """`own`, `others`: field numbers of the own cells and of the common cell."""
         super().__init__()
-        self._cells, self._others_at = table.cells, table.common_at(row, others)
-        self._at = [table.cell_at(row, own, process) for process in range(table.processes)]
+        self._cells, self._remote_index = table.cells, table.locate_common(row, others)
+        self._own_indices = [
+            table.locate_cell(row, own, process) for process in range(table.processes)
+        ]
 
     @property
-    def others(self) -> float:
+    def remote(self) -> float:
         """Tokens of routers that do not share this accounting, as of the latest report."""
-        return self._cells[self._others_at]
+        return self._cells[self._remote_index]
 
     @property
     def pending(self) -> float:
         """The estimate that dispatch compares."""
-        return self._add_up() + self._cells[self._others_at]
+        return self._sum_own() + self._cells[self._remote_index]
 
-    def report(self, reported: float) -> float:
+    def update_from_report(self, reported: float) -> float:
         """Include the tokens that the instance reports; returns those of all processes."""
-        own = self._add_up()
-        self._cells[self._others_at] = estimate_pending(0.0, reported, own)
+        own = self._sum_own()
+        self._cells[self._remote_index] = estimate_pending(0.0, reported, own)
         return own
 
-    def _add_up(self) -> float:
+    def _sum_own(self) -> float:
         # Cell by cell: unpacking a full row takes longer.
         cells, own = self._cells, 0.0
-        for at in self._at:
+        for at in self._own_indices:
             own += cells[at]
         return own if own > 0.0 else 0.0
 
 
-_Cells = tuple[
+_QueueCells = tuple[
     float, float, float, float, float, float, float, float, float, float, float, float, float
 ]
-"""The cells of a queue model, from `_SINCE` on."""
+"""The cells of a queue model, from `_HEAD_STARTED` on."""
 
 
-class SharedQueue(Queue):
+class SharedPrefillQueueModel(PrefillQueueModel):
     """The queue model of an instance, shared by all processes.
 
     Of two simultaneous updates one may be lost, which matters little among two hundred samples.
     """
 
-    __slots__ = ("_cells", "_learnt_at", "_memory", "_pack", "_place", "_unpack")
+    __slots__ = ("_cells", "_memory", "_memory_slice", "_pack", "_sums_index", "_unpack")
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self._cells, self._memory = table.cells, table.memory
-        start, end = table.common_at(row, _SINCE), table.common_at(row, _COMMON)
-        self._place = slice(CELL_BYTES * start, CELL_BYTES * end)
-        self._learnt_at = table.common_at(row, _LEARNT)
-        cells = _to_cells(end - start)
+        start, end = (
+            table.locate_common(row, _HEAD_STARTED),
+            table.locate_common(row, _NUM_COMMON_CELLS),
+        )
+        self._memory_slice = slice(CELL_BYTES * start, CELL_BYTES * end)
+        self._sums_index = table.locate_common(row, _SUMS)
+        cells = _get_struct(end - start)
         self._unpack, self._pack = cells.unpack, cells.pack
-        if not self._cells[self._learnt_at + _TOKENS]:
-            self._write()
-        self._read()
+        if not self._cells[self._sums_index + _SUM_OF_TOKENS]:
+            self._store_cells()
+        self._load_cells()
 
-    def answer(self, tokens: float, now_ms: float, others: float = 0.0) -> float:
+    def observe_completion(self, tokens: float, now_ms: float, remote_tokens: float = 0.0) -> float:
         """As in the base class; loads the shared model before and stores it afterwards."""
-        self._read()
-        ms = super().answer(tokens, now_ms, others)
-        self._write()
+        self._load_cells()
+        ms = super().observe_completion(tokens, now_ms, remote_tokens)
+        self._store_cells()
         return ms
 
     def count_prompts(self, tokens: float) -> float:
         """Expected number of prompts with `tokens` tokens in total."""
-        start = self._learnt_at
-        return tokens * self._cells[start + _PROMPTS_LEARNT] / self._cells[start + _TOKENS]
+        start = self._sums_index
+        return tokens * self._cells[start + _SUM_OF_PROMPTS] / self._cells[start + _SUM_OF_TOKENS]
 
-    def _read(self) -> None:
+    def _load_cells(self) -> None:
         """Load the shared model; of two start times of the first prompt the later one is right."""
-        cells: _Cells = self._unpack(self._memory[self._place])
-        since_ms, self.prompt_ms, self.token_ms, self.safe_token_ms, a, b, c, d, e, f, g, h, i = (
+        cells: _QueueCells = self._unpack(self._memory[self._memory_slice])
+        since_ms, self.prompt_ms, self.token_ms, self.upper_token_ms, a, b, c, d, e, f, g, h, i = (
             cells
         )
-        self.since_ms = max(self.since_ms, since_ms)
+        self.head_started_ms = max(self.head_started_ms, since_ms)
         self._sums = a, b, c, d, e, f, g, h, i
 
-    def _write(self) -> None:
+    def _store_cells(self) -> None:
         a, b, c, d, e, f, g, h, i = self._sums
         # Not pack_into(): it clears the cells first, and other processes may read at any moment.
-        self._memory[self._place] = self._pack(
-            self.since_ms,
+        self._memory[self._memory_slice] = self._pack(
+            self.head_started_ms,
             self.prompt_ms,
             self.token_ms,
-            self.safe_token_ms,
+            self.upper_token_ms,
             a,
             b,
             c,

@@ -8,33 +8,33 @@ has chosen, whether a sibling was faster, and chooses again.
 
 from collections.abc import Collection
 
-from cleave.router.registry import Model
-from cleave.router.router import Placed, Router
-from cleave.router.selection import Wish
-from cleave.router.shared_score_table import LongSharedBoard
+from cleave.router.registry import ServedModel
+from cleave.router.router import Router, Selection
+from cleave.router.selection import RoutingRequest
+from cleave.router.shared_score_table import ChangeLogScoreTable
 
-_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 """To choose; nothing keeps siblings from being faster each time."""
 
 
 class SharedRouter(Router):
     """One process's; its directory has shared books."""
 
-    def _place(
+    def _select(
         self,
         model: str,
-        known: Model,
-        wish: Wish,
+        known: ServedModel,
+        wish: RoutingRequest,
         single: bool,
         avoids: list[Collection[str]],
         prefill_lost: bool,
-    ) -> Placed:
-        for _ in range(_ATTEMPTS):
-            for board in known.boards:
-                board.gather()
-            placed = super()._place(model, known, wish, single, avoids, prefill_lost)
+    ) -> Selection:
+        for _ in range(_MAX_ATTEMPTS):
+            for board in known.score_tables:
+                board.refresh()
+            placed = super()._select(model, known, wish, single, avoids, prefill_lost)
             first = placed[0] or placed[1]
-            chosen = first.board
-            if not (isinstance(chosen, LongSharedBoard) and chosen.is_overtaken(first.slot)):
+            chosen = first.score_table
+            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.lost_race(first.slot)):
                 break
         return placed

@@ -7,24 +7,24 @@ Whether an instance is open and how well it is heard is each process's own view.
 """
 
 from cleave.api.enums import DispatchPolicy
-from cleave.router.instance import Instance
-from cleave.router.score_table import Board
-from cleave.router.shared_load import SharedBooks
+from cleave.router.instance import RoutedInstance
+from cleave.router.score_table import ScoreTable
+from cleave.router.shared_load import SharedLoad
 
-FEW_SHARED = 12
+MAX_RESCORED_INSTANCES = 12
 """Up to so many instances scoring all of them takes less than finding those that have changed."""
 
 
-class SharedBoard(Board):
+class SharedScoreTable(ScoreTable):
     """Of few instances."""
 
     __slots__ = ("_is_fresh",)
 
-    def __init__(self, instances: list[Instance], policy: DispatchPolicy) -> None:
+    def __init__(self, instances: list[RoutedInstance], policy: DispatchPolicy) -> None:
         self._is_fresh = False
         super().__init__(instances, policy)
 
-    def gather(self) -> None:
+    def refresh(self) -> None:
         """Take in what the siblings did; once for the door and the pick that follows."""
         if self._is_fresh:
             self._is_fresh = False
@@ -35,37 +35,37 @@ class SharedBoard(Board):
     def find_shortest_queue(self) -> float:
         """As it is now."""
         self._is_fresh = False
-        self.gather()
+        self.refresh()
         self._is_fresh = True
         return super().find_shortest_queue()
 
     def update(self, slot: int) -> None:
         """Tell siblings what has changed; it is scored once somebody picks."""
-        self.instances[slot].ledger.tell()
+        self.instances[slot].in_flight.publish()
         self._is_fresh = False
 
 
-class LongSharedBoard(Board):
+class ChangeLogScoreTable(ScoreTable):
     """Of many."""
 
-    __slots__ = ("_changed", "_follower", "_log", "_rows", "_slots")
+    __slots__ = ("_change_log", "_changed", "_reader", "_rows", "_slots")
 
     def __init__(
-        self, instances: list[Instance], policy: DispatchPolicy, books: SharedBooks
+        self, instances: list[RoutedInstance], policy: DispatchPolicy, books: SharedLoad
     ) -> None:
-        self._log = books.table.log
-        self._follower = self._log.follow()
-        self._rows = [books.find_row(each.ledger) for each in instances]
+        self._change_log = books.table.change_log
+        self._reader = self._change_log.open_reader()
+        self._rows = [books.find_row(each.in_flight) for each in instances]
         self._slots: dict[int, list[int]] = {}
         for slot, row in enumerate(self._rows):
             self._slots.setdefault(row, []).append(slot)
         self._changed: set[int] = set()
         super().__init__(instances, policy)
 
-    def gather(self) -> None:
+    def refresh(self) -> None:
         """Take in what this process and its siblings did."""
         changed = self._changed
-        if not self._follower.take(changed, len(self._rows)):
+        if not self._reader.drain(changed, len(self._rows)):
             changed.update(self._rows)
         if changed:
             for row in changed:
@@ -75,30 +75,36 @@ class LongSharedBoard(Board):
 
     def find_shortest_queue(self) -> float:
         """As it is now."""
-        self.gather()
+        self.refresh()
         return super().find_shortest_queue()
 
-    def is_overtaken(self, slot: int) -> bool:
+    def lost_race(self, slot: int) -> bool:
         """Whether a sibling has sent something there since the scores were gathered."""
-        before = self.pending_prompt.find(slot)
-        self.gather()
-        return self.pending_prompt.find(slot) > before
+        before = self.pending_prompt.get_score(slot)
+        self.refresh()
+        return self.pending_prompt.get_score(slot) > before
 
     def update(self, slot: int) -> None:
         """Tell siblings what has changed, and that it has; it is scored once somebody picks."""
-        self.instances[slot].ledger.tell()
+        self.instances[slot].in_flight.publish()
         row = self._rows[slot]
         self._changed.add(row)
-        self._log.note(row)
+        self._change_log.record(row)
 
 
-def share_board(instances: list[Instance], policy: DispatchPolicy, books: SharedBooks) -> Board:
+def build_shared_table(
+    instances: list[RoutedInstance], policy: DispatchPolicy, books: SharedLoad
+) -> ScoreTable:
     """One for so many; `books`: those of the instances.
 
     A process that has just heard of one instance more than its siblings may not be told by them
     what they change, until they hear of it too or a report comes.
     """
-    is_few = len(instances) <= FEW_SHARED
-    board = SharedBoard(instances, policy) if is_few else LongSharedBoard(instances, policy, books)
-    board.gather()
+    is_few = len(instances) <= MAX_RESCORED_INSTANCES
+    board = (
+        SharedScoreTable(instances, policy)
+        if is_few
+        else ChangeLogScoreTable(instances, policy, books)
+    )
+    board.refresh()
     return board

@@ -5,9 +5,9 @@ A source is one string, so that it fits an environment variable in a pod:
 `endpoints:NAMESPACE/SERVICE:PORT` (the EndpointSlices of a Service, from the API server),
 `dns:NAME:PORT` (all addresses of a headless Service) or `HOST:PORT[,HOST:PORT...]`.
 
-Gateways poll continuously; for them `Agents` uses a watch where the source supports one. Agents
-poll until they have results one peer: a few lists are far less work for the API server than a watch
-in every worker, each of which would receive the changes of all other workers.
+Gateways poll continuously; for them `AgentDiscovery` uses a watch where the source supports one.
+Agents poll until they have results one peer: a few lists are far less work for the API server than
+a watch in every worker, each of which would receive the changes of all other workers.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ import socket
 from pathlib import Path
 
 from cleave.rpc import endpointslices
-from cleave.rpc.endpointslices import Follower, Service
+from cleave.rpc.endpointslices import EndpointSliceWatcher, Service
 from cleave.rpc.http_client import HttpError
-from cleave.rpc.kube_api import AccessError, ApiError, find_access
+from cleave.rpc.kube_api import AccessError, ApiServerError, find_access
 
 ENV = "CLEAVE_AGENTS"
 """Environment variable with the default source."""
@@ -27,32 +27,32 @@ class DiscoveryError(ValueError):
     """The source is malformed or not usable in this process."""
 
 
-class Unreachable(OSError):  # noqa: N818 - names the condition
+class AgentSourceUnreachable(OSError):  # noqa: N818 - names the condition
     """The API server cannot be reached now."""
 
 
-class Agents:
+class AgentDiscovery:
     """The addresses of a source, for callers that poll continuously."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._follower: Follower | None = None
+        self._watcher: EndpointSliceWatcher | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def find(self) -> frozenset[str]:
+    async def list_addresses(self) -> frozenset[str]:
         """Addresses (host:port) known now; the first call starts a watch if possible.
 
         Raises DiscoveryError on a malformed source, OSError when it cannot be read.
         """
         if not self._source.startswith("endpoints:"):
-            return await find_agents(self._source)
-        if self._follower is None or self._task is None:
-            self._follower = Follower(_parse_service(self._source.partition(":")[2]))
+            return await list_agents(self._source)
+        if self._watcher is None or self._task is None:
+            self._watcher = EndpointSliceWatcher(_parse_service(self._source.partition(":")[2]))
             _check_access()
-            self._task = asyncio.create_task(self._follower.run())
+            self._task = asyncio.create_task(self._watcher.run())
         elif self._task.done():
             self._task.result()
-        return self._follower.addresses
+        return self._watcher.addresses
 
     async def close(self) -> None:
         """Stop the watch."""
@@ -61,7 +61,7 @@ class Agents:
             await asyncio.wait([self._task])
 
 
-async def find_agents(source: str) -> frozenset[str]:
+async def list_agents(source: str) -> frozenset[str]:
     """Present addresses (host:port) of the agents of `source`.
 
     A missing file and an unknown DNS name mean "none yet". Raises DiscoveryError on a malformed
@@ -69,25 +69,27 @@ async def find_agents(source: str) -> frozenset[str]:
     """
     kind, _, rest = source.partition(":")
     if kind == "file":
-        return _read(Path(rest))
+        return _read_file(Path(rest))
     if kind == "endpoints":
-        return await _list(_parse_service(rest))
+        return await _list_service_endpoints(_parse_service(rest))
     if kind == "dns":
         return await _resolve(rest)
-    return frozenset(_checked(address.strip()) for address in source.split(",") if address.strip())
+    return frozenset(
+        _validate_address(address.strip()) for address in source.split(",") if address.strip()
+    )
 
 
-async def _list(service: Service) -> frozenset[str]:
+async def _list_service_endpoints(service: Service) -> frozenset[str]:
     _check_access()
     try:
         return await endpointslices.list_endpoints(service)
-    except (AccessError, ApiError, HttpError) as error:
-        raise Unreachable(str(error)) from None
+    except (AccessError, ApiServerError, HttpError) as error:
+        raise AgentSourceUnreachable(str(error)) from None
 
 
 def _parse_service(text: str) -> Service:
     """Parse NAMESPACE/SERVICE:PORT. Raises DiscoveryError."""
-    path, port = _split(text)
+    path, port = _split_address(text)
     namespace, _, name = path.partition("/")
     if not namespace or not name or "/" in name:
         raise DiscoveryError(f"{text!r} is not NAMESPACE/SERVICE:PORT")
@@ -102,16 +104,16 @@ def _check_access() -> None:
         raise DiscoveryError(str(error)) from None
 
 
-def _read(path: Path) -> frozenset[str]:
+def _read_file(path: Path) -> frozenset[str]:
     try:
         lines = path.read_text().split()
     except FileNotFoundError:
         return frozenset()
-    return frozenset(_checked(line) for line in lines)
+    return frozenset(_validate_address(line) for line in lines)
 
 
 async def _resolve(name_and_port: str) -> frozenset[str]:
-    name, port = _split(name_and_port)
+    name, port = _split_address(name_and_port)
     try:
         results = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -122,13 +124,13 @@ async def _resolve(name_and_port: str) -> frozenset[str]:
     )
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise DiscoveryError(f"{address!r} is not HOST:PORT")
     return host, int(port)
 
 
-def _checked(address: str) -> str:
-    _split(address)
+def _validate_address(address: str) -> str:
+    _split_address(address)
     return address

@@ -17,18 +17,18 @@ from urllib.parse import urlencode
 
 from cleave.rpc import kube_api
 from cleave.rpc.http_client import HttpError
-from cleave.rpc.kube_api import Access, AccessError, ApiError, find_access
+from cleave.rpc.kube_api import AccessError, ApiServerAccess, ApiServerError, find_access
 
 log = logging.getLogger(__name__)
 
 SERVICE_LABEL = "kubernetes.io/service-name"
-LIST_S = 10.0
-WATCH_S = 240
+LIST_TIMEOUT_S = 10.0
+WATCH_TIMEOUT_S = 240
 """Timeout of a watch on the server; the list that follows it is the resync."""
 WATCH_SLACK_S = 20.0
 """Additional time after which a watch counts as dead."""
 FIRST_DELAY_S = 0.2
-LAST_DELAY_S = 5.0
+MAX_DELAY_S = 5.0
 
 _GONE = 410
 
@@ -45,18 +45,18 @@ class Service:
     port: int
 
 
-async def list_endpoints(service: Service, access: Access | None = None) -> Addresses:
+async def list_endpoints(service: Service, access: ApiServerAccess | None = None) -> Addresses:
     """host:port of all endpoints now. Raises AccessError, ApiError, HttpError."""
-    slices, _ = await _list(access or find_access(), service)
-    return _union(slices)
+    slices, _ = await _list_slices(access or find_access(), service)
+    return _merge_slices(slices)
 
 
-class Follower:
+class EndpointSliceWatcher:
     """Watches the endpoints of a Service and keeps their addresses up to date while it runs."""
 
-    def __init__(self, service: Service, find: Callable[[], Access] = find_access) -> None:
+    def __init__(self, service: Service, find: Callable[[], ApiServerAccess] = find_access) -> None:
         self._service = service
-        self._find = find
+        self._get_access = find
         self._slices: _Slices = {}
         self.addresses: Addresses = frozenset()
         """host:port of each endpoint, as of the last list or event."""
@@ -66,23 +66,23 @@ class Follower:
         delay = FIRST_DELAY_S
         while True:
             try:
-                access = self._find()
-                version = await self._take_list(access)
-                await self._take_events(access, version)
+                access = self._get_access()
+                version = await self._relist(access)
+                await self._watch(access, version)
                 delay = FIRST_DELAY_S
-            except (AccessError, ApiError, HttpError) as error:
+            except (AccessError, ApiServerError, HttpError) as error:
                 log.warning("endpoints of %s: %s", self._service.name, error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(2 * delay, LAST_DELAY_S)
+            delay = min(2 * delay, MAX_DELAY_S)
 
-    async def _take_list(self, access: Access) -> str:
-        self._slices, version = await _list(access, self._service)
-        self.addresses = _union(self._slices)
+    async def _relist(self, access: ApiServerAccess) -> str:
+        self._slices, version = await _list_slices(access, self._service)
+        self.addresses = _merge_slices(self._slices)
         return version
 
-    async def _take_events(self, access: Access, version: str) -> None:
-        seconds = int(WATCH_S * random.uniform(0.75, 1.0))
-        path = _path(
+    async def _watch(self, access: ApiServerAccess, version: str) -> None:
+        seconds = int(WATCH_TIMEOUT_S * random.uniform(0.75, 1.0))
+        path = _build_path(
             self._service,
             watch="1",
             allowWatchBookmarks="true",
@@ -92,31 +92,31 @@ class Follower:
         try:
             async with (
                 asyncio.timeout(seconds + WATCH_SLACK_S),
-                aclosing(kube_api.watch(access, path)) as events,
+                aclosing(kube_api.watch_objects(access, path)) as events,
             ):
                 async for event in events:
-                    self._take(event)
+                    self._apply_event(event)
         except TimeoutError:
             raise HttpError("the watch has gone silent") from None
-        except ApiError as error:
+        except ApiServerError as error:
             if error.status != _GONE:
                 raise
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _apply_event(self, event: dict[str, Any]) -> None:
         try:
             kind, item = event["type"], event["object"]
             if kind == "ERROR":
-                raise ApiError(item["code"], item.get("message", ""))
+                raise ApiServerError(item["code"], item.get("message", ""))
             if kind == "DELETED":
                 self._slices.pop(item["metadata"]["name"], None)
             elif kind in ("ADDED", "MODIFIED"):
-                self._slices[item["metadata"]["name"]] = read_slice(item, self._service.port)
+                self._slices[item["metadata"]["name"]] = parse_slice(item, self._service.port)
         except (KeyError, TypeError, AttributeError) as error:
             raise HttpError(f"the API server sent no event: {error!r}") from None
-        self.addresses = _union(self._slices)
+        self.addresses = _merge_slices(self._slices)
 
 
-def read_slice(item: dict[str, Any], port: int) -> Addresses:
+def parse_slice(item: dict[str, Any], port: int) -> Addresses:
     """The addresses (host:port) that one EndpointSlice lists."""
     if item.get("addressType") not in ("IPv4", "IPv6"):
         return frozenset()
@@ -124,13 +124,15 @@ def read_slice(item: dict[str, Any], port: int) -> Addresses:
     return frozenset(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
 
 
-async def _list(access: Access, service: Service) -> tuple[_Slices, str]:
+async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:
     """Addresses by slice, and the resource version from which to watch."""
     # Version 0: from the API server's cache; the watch corrects a slightly old list.
-    listed = await kube_api.get(access, _path(service, resourceVersion="0"), LIST_S)
+    listed = await kube_api.get_object(
+        access, _build_path(service, resourceVersion="0"), LIST_TIMEOUT_S
+    )
     try:
         slices = {
-            item["metadata"]["name"]: read_slice(item, service.port)
+            item["metadata"]["name"]: parse_slice(item, service.port)
             for item in listed.get("items") or ()
         }
         return slices, listed["metadata"]["resourceVersion"]
@@ -138,10 +140,10 @@ async def _list(access: Access, service: Service) -> tuple[_Slices, str]:
         raise HttpError(f"the API server sent no list of EndpointSlices: {error!r}") from None
 
 
-def _path(service: Service, **parameters: str) -> str:
+def _build_path(service: Service, **parameters: str) -> str:
     query = urlencode({"labelSelector": f"{SERVICE_LABEL}={service.name}", **parameters})
     return f"/apis/discovery.k8s.io/v1/namespaces/{service.namespace}/endpointslices?{query}"
 
 
-def _union(slices: _Slices) -> Addresses:
+def _merge_slices(slices: _Slices) -> Addresses:
     return frozenset().union(*slices.values())

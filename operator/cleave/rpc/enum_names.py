@@ -9,14 +9,14 @@ from typing import Protocol, TypeVar
 Number = TypeVar("Number", bound=int, contravariant=True)
 
 
-class Enum(Protocol[Number]):
+class ProtobufEnum(Protocol[Number]):
     """An enum as protobuf generates it."""
 
     def Name(self, number: Number) -> str:  # noqa: N802
         """Raises ValueError for numbers that are not in it."""
 
 
-def name_of(enum: Enum[Number], number: Number) -> str:
+def get_enum_name(enum: ProtobufEnum[Number], number: Number) -> str:
     """`ROLE_PREFILL` -> `prefill`; a number that this version does not know -> `unknown_9`."""
     try:
         return enum.Name(number).partition("_")[2].lower()

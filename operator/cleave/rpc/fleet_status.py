@@ -23,7 +23,7 @@ class KvPath(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Instance(msgspec.Struct, frozen=True):
+class FleetInstance(msgspec.Struct, frozen=True):
     """One instance as this gateway sees it."""
 
     name: str
@@ -60,10 +60,10 @@ class Instance(msgspec.Struct, frozen=True):
     kv_path: KvPath = KvPath()
 
 
-class FleetPage(msgspec.Struct, frozen=True):
+class FleetStatus(msgspec.Struct, frozen=True):
     """The response of one gateway."""
 
-    instances: tuple[Instance, ...] = ()
+    instances: tuple[FleetInstance, ...] = ()
     left_out: int = 0
     """Number of instances omitted because of MAX_INSTANCES."""
     draining: bool = False

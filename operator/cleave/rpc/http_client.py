@@ -14,9 +14,9 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from urllib.parse import urlsplit
 
-BODY_LIMIT = 64 << 20
-_LINE_LIMIT = 1 << 16
-_PIECE = 1 << 16
+MAX_BODY_BYTES = 64 << 20
+_MAX_LINE_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
 _HEADER_END = b"\r\n\r\n"
 
 
@@ -31,7 +31,7 @@ class Response:
         self, status: int, fields: Mapping[str, str], sent_at: float, reader: asyncio.StreamReader
     ) -> None:
         self.status = status
-        self.fields = fields
+        self.headers = fields
         """Header fields; names in lower case."""
         self.sent_at = sent_at
         """When the request had been written, in seconds of the event loop's clock."""
@@ -39,32 +39,32 @@ class Response:
         """When the first part of the body arrived, on the same clock; None: not yet."""
         self._reader = reader
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
+    async def iter_bytes(self) -> AsyncGenerator[bytes, None]:
         """The body in parts as they arrive. Raises HttpError when it is truncated."""
-        with _told():
-            async with contextlib.aclosing(self._framed()) as pieces:
+        with _map_errors():
+            async with contextlib.aclosing(self._iter_body()) as pieces:
                 async for piece in pieces:
                     if self.body_at is None:
                         self.body_at = asyncio.get_running_loop().time()
                     yield piece
 
-    async def read(self, limit: int = BODY_LIMIT) -> bytes:
+    async def read(self, limit: int = MAX_BODY_BYTES) -> bytes:
         """The complete body. Raises HttpError when it is truncated or longer than `limit` bytes."""
-        with _told():
-            if int(self.fields.get("content-length", 0)) > limit:
+        with _map_errors():
+            if int(self.headers.get("content-length", 0)) > limit:
                 raise HttpError("answer too large")
         body = bytearray()
-        async with contextlib.aclosing(self.pieces()) as pieces:
+        async with contextlib.aclosing(self.iter_bytes()) as pieces:
             async for piece in pieces:
                 body += piece
                 if len(body) > limit:
                     raise HttpError("answer too large")
         return bytes(body)
 
-    async def lines(self, limit: int = BODY_LIMIT) -> AsyncGenerator[bytes, None]:
+    async def iter_lines(self, limit: int = MAX_BODY_BYTES) -> AsyncGenerator[bytes, None]:
         """The lines of the body as they arrive, at most `limit` bytes each. Raises HttpError."""
         rest = bytearray()
-        async with contextlib.aclosing(self.pieces()) as pieces:
+        async with contextlib.aclosing(self.iter_bytes()) as pieces:
             async for piece in pieces:
                 rest += piece
                 if b"\n" in piece:
@@ -75,28 +75,28 @@ class Response:
                 elif len(rest) > limit:
                     raise HttpError("line too long")
 
-    def _framed(self) -> AsyncGenerator[bytes, None]:
-        if self.fields.get("transfer-encoding", "").lower() == "chunked":
-            return self._chunks()
-        if "content-length" in self.fields:
-            return self._counted(int(self.fields["content-length"]))
-        return self._rest()
+    def _iter_body(self) -> AsyncGenerator[bytes, None]:
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            return self._iter_chunked()
+        if "content-length" in self.headers:
+            return self._iter_exactly(int(self.headers["content-length"]))
+        return self._iter_until_eof()
 
-    async def _rest(self) -> AsyncGenerator[bytes, None]:
-        while piece := await self._reader.read(_PIECE):
+    async def _iter_until_eof(self) -> AsyncGenerator[bytes, None]:
+        while piece := await self._reader.read(_READ_BYTES):
             yield piece
 
-    async def _counted(self, length: int) -> AsyncGenerator[bytes, None]:
+    async def _iter_exactly(self, length: int) -> AsyncGenerator[bytes, None]:
         while length > 0:
-            piece = await self._reader.read(min(length, _PIECE))
+            piece = await self._reader.read(min(length, _READ_BYTES))
             if not piece:
                 raise EOFError("answer cut off")
             length -= len(piece)
             yield piece
 
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+    async def _iter_chunked(self) -> AsyncGenerator[bytes, None]:
         while size := int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            async for piece in self._counted(size):
+            async for piece in self._iter_exactly(size):
                 yield piece
             await self._reader.readexactly(2)
 
@@ -119,7 +119,7 @@ async def open_response(
     """
     writer: asyncio.StreamWriter | None = None
     try:
-        with _told(seconds):
+        with _map_errors(seconds):
             target = urlsplit(url)
             async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(
@@ -127,11 +127,13 @@ async def open_response(
                     target.port or (443 if tls else 80),
                     ssl=tls,
                     server_hostname=(server_name or target.hostname) if tls else None,
-                    limit=_LINE_LIMIT,
+                    limit=_MAX_LINE_BYTES,
                 )
-                _keep_alive(writer)
+                _enable_keepalive(writer)
                 path = f"{target.path or '/'}{'?' if target.query else ''}{target.query}"
-                writer.write(_head(method, path, target.netloc, len(body), headers or {}) + body)
+                writer.write(
+                    _build_head(method, path, target.netloc, len(body), headers or {}) + body
+                )
                 await writer.drain()
                 response = await _read_head(reader)
         yield response
@@ -141,9 +143,9 @@ async def open_response(
             writer.transport.abort()
 
 
-async def get(url: str, *, seconds: float, limit: int = BODY_LIMIT) -> bytes:
+async def get(url: str, *, seconds: float, limit: int = MAX_BODY_BYTES) -> bytes:
     """GET a URL within `seconds`; its body. Raises HttpError, also if the status is not 200."""
-    with _told(seconds):
+    with _map_errors(seconds):
         async with asyncio.timeout(seconds), open_response("GET", url, seconds=seconds) as answer:
             body = await answer.read(limit)
     if answer.status != 200:
@@ -152,7 +154,7 @@ async def get(url: str, *, seconds: float, limit: int = BODY_LIMIT) -> bytes:
 
 
 @contextlib.contextmanager
-def _told(seconds: float | None = None) -> Iterator[None]:
+def _map_errors(seconds: float | None = None) -> Iterator[None]:
     """Convert all errors of a connection to HttpError."""
     try:
         yield
@@ -163,7 +165,7 @@ def _told(seconds: float | None = None) -> Iterator[None]:
         raise HttpError(str(error) or type(error).__name__) from error
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
+def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     """Make the kernel detect within 25 s that the peer is unreachable, even on a silent watch."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -175,7 +177,9 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _head(method: str, path: str, host: str, length: int, headers: Mapping[str, str]) -> bytes:
+def _build_head(
+    method: str, path: str, host: str, length: int, headers: Mapping[str, str]
+) -> bytes:
     fields = {"Host": host, "Connection": "close", "Content-Length": str(length), **headers}
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()

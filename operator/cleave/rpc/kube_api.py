@@ -22,15 +22,15 @@ import yaml
 from cleave.rpc.http_client import HttpError, Response, open_response
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_HEAD_S = 10.0
-_MESSAGE_LIMIT = 1 << 16
+_HEAD_TIMEOUT_S = 10.0
+_MAX_MESSAGE_BYTES = 1 << 16
 
 
 class AccessError(ValueError):
     """No usable access to the API server; the message is one sentence."""
 
 
-class ApiError(RuntimeError):
+class ApiServerError(RuntimeError):
     """The API server returned an error status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -39,7 +39,7 @@ class ApiError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ApiServerAccess:
     """Address and credentials."""
 
     url: str
@@ -49,7 +49,9 @@ class Access:
     server_name: str | None = None
 
 
-def find_access(env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT) -> Access:
+def find_access(
+    env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCOUNT
+) -> ApiServerAccess:
     """Access from KUBECONFIG, else from the pod's service account. Raises AccessError."""
     if path := env.get("KUBECONFIG"):
         return read_kubeconfig(Path(path.split(os.pathsep)[0]))
@@ -59,23 +61,27 @@ def find_access(env: Mapping[str, str] = os.environ, folder: Path = SERVICE_ACCO
     host = f"[{host}]" if ":" in host else host
     try:
         token = (folder / "token").read_text().strip()
-        tls = _trust((folder / "ca.crt").read_text())
+        tls = _build_context((folder / "ca.crt").read_text())
     except OSError as error:
         remedy = "mount the service account's token (automountServiceAccountToken)"
         raise AccessError(f"{folder}: {error.strerror}: {remedy}") from None
-    return Access(f"https://{host}:{env.get('KUBERNETES_SERVICE_PORT', '443')}", token, tls)
+    return ApiServerAccess(
+        f"https://{host}:{env.get('KUBERNETES_SERVICE_PORT', '443')}", token, tls
+    )
 
 
-def read_kubeconfig(path: Path) -> Access:
+def read_kubeconfig(path: Path) -> ApiServerAccess:
     """Access of the file's current context. Raises AccessError."""
     try:
         config = yaml.safe_load(path.read_text())
-        context = _named(config["contexts"], config["current-context"])["context"]
-        cluster = _named(config["clusters"], context["cluster"])["cluster"]
-        user = _named(config["users"], context["user"])["user"] or {}
+        context = _find_entry(config["contexts"], config["current-context"])["context"]
+        cluster = _find_entry(config["clusters"], context["cluster"])["cluster"]
+        user = _find_entry(config["users"], context["user"])["user"] or {}
         url = str(cluster["server"]).rstrip("/")
         tls = _build_tls(cluster, user, path.parent) if url.startswith("https:") else None
-        return Access(url, _read_token(user, path.parent), tls, cluster.get("tls-server-name"))
+        return ApiServerAccess(
+            url, _read_token(user, path.parent), tls, cluster.get("tls-server-name")
+        )
     except OSError as error:
         raise AccessError(f"{error.filename or path}: {error.strerror}") from None
     except yaml.YAMLError:
@@ -84,26 +90,28 @@ def read_kubeconfig(path: Path) -> Access:
         raise AccessError(f"{path}: not a kubeconfig with a current context: {error}") from None
 
 
-async def get(access: Access, path: str, seconds: float) -> Any:  # noqa: ANN401 - parsed JSON
+async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:  # noqa: ANN401 - parsed JSON
     """Get one object or list. Raises ApiError, HttpError."""
     async with _open(access, path, seconds) as answer:
-        await _check(answer)
+        await _raise_for_status(answer)
         return _decode(await answer.read())
 
 
-async def watch(access: Access, path: str) -> AsyncGenerator[dict[str, Any], None]:
+async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a watch until the server ends it; the caller sets a timeout.
 
     Raises ApiError, HttpError.
     """
-    async with _open(access, path, _HEAD_S) as answer:
-        await _check(answer)
-        async with aclosing(answer.lines()) as lines:
+    async with _open(access, path, _HEAD_TIMEOUT_S) as answer:
+        await _raise_for_status(answer)
+        async with aclosing(answer.iter_lines()) as lines:
             async for line in lines:
                 yield _decode(line)
 
 
-def _open(access: Access, path: str, seconds: float) -> AbstractAsyncContextManager[Response]:
+def _open(
+    access: ApiServerAccess, path: str, seconds: float
+) -> AbstractAsyncContextManager[Response]:
     headers = {"Accept": "application/json", "User-Agent": "cleave"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
@@ -117,15 +125,15 @@ def _open(access: Access, path: str, seconds: float) -> AbstractAsyncContextMana
     )
 
 
-async def _check(answer: Response) -> None:
+async def _raise_for_status(answer: Response) -> None:
     if answer.status == 200:
         return
-    body = await answer.read(_MESSAGE_LIMIT)
+    body = await answer.read(_MAX_MESSAGE_BYTES)
     try:
         message = str(msgspec.json.decode(body)["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         message = body[:200].decode(errors="replace")
-    raise ApiError(answer.status, message)
+    raise ApiServerError(answer.status, message)
 
 
 def _decode(body: bytes) -> Any:  # noqa: ANN401
@@ -135,7 +143,7 @@ def _decode(body: bytes) -> Any:  # noqa: ANN401
         raise HttpError(f"the API server sent no JSON: {error}") from None
 
 
-def _named(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
+def _find_entry(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:
     for entry in entries:
         if entry["name"] == name:
             return entry
@@ -151,7 +159,7 @@ def _read_token(user: dict[str, Any], folder: Path) -> str:
 
 
 def _build_tls(cluster: dict[str, Any], user: dict[str, Any], folder: Path) -> ssl.SSLContext:
-    tls = _trust(_read_pem(cluster, "certificate-authority", folder).decode("ascii"))
+    tls = _build_context(_read_pem(cluster, "certificate-authority", folder).decode("ascii"))
     if cluster.get("insecure-skip-tls-verify"):
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     certificate = _read_pem(user, "client-certificate", folder)
@@ -165,7 +173,7 @@ def _build_tls(cluster: dict[str, Any], user: dict[str, Any], folder: Path) -> s
     return tls
 
 
-def _trust(authority: str) -> ssl.SSLContext:
+def _build_context(authority: str) -> ssl.SSLContext:
     """A TLS context that trusts this CA certificate (PEM); the system's CAs when empty."""
     tls = ssl.create_default_context(cadata=authority or None)
     # The CA certificates of many clusters lack the key identifiers that newer Pythons require.

@@ -4,7 +4,7 @@ A SetRole request must have a newer epoch than the agent. A request with the lar
 block all later ones, so the step is bounded.
 """
 
-MAX_STEP = 1 << 20
+MAX_EPOCH_STEP = 1 << 20
 """Largest difference from the agent's epoch: far more than the number of concurrent requests."""
-LAST = (1 << 64) - 1
+MAX_EPOCH = (1 << 64) - 1
 """Largest value of the field; an agent with it cannot change its role until it restarts."""

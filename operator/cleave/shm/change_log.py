@@ -7,73 +7,74 @@ may find its next entries overwritten; then it must assume that all rows have ch
 
 import mmap
 
-LENGTH = 4_096
+CAPACITY = 4_096
 """Entries of each process before its first one is overwritten."""
 _CELL_BYTES = 8
-_HEAD = 8
+_HEADER_CELLS = 8
 """Cells before the entries of a process: one cache line, of which the first cell is the counter."""
-_PART = _HEAD + LENGTH
+_PROCESS_CELLS = _HEADER_CELLS + CAPACITY
 
 
-class SharedLog:
+class ChangeLog:
     """The log as one process uses it; each process writes to its own part."""
 
-    __slots__ = ("_at", "_cells", "_count", "_process", "_processes")
+    __slots__ = ("_cells", "_count", "_process", "_processes", "_start")
 
     def __init__(self, cells: "memoryview[int]", processes: int, process: int) -> None:
-        """`cells`: the shared memory that `make_log` allocates."""
+        """`cells`: the shared memory that `build_change_log` allocates."""
         self._cells, self._processes, self._process = cells, processes, process
-        self._at = process * _PART
-        self._count = cells[self._at] if process < processes else 0
+        self._start = process * _PROCESS_CELLS
+        self._count = cells[self._start] if process < processes else 0
 
-    def seen_by(self, process: int) -> "SharedLog":
+    def for_process(self, process: int) -> "ChangeLog":
         """The same log for another process."""
-        return SharedLog(self._cells, self._processes, process)
+        return ChangeLog(self._cells, self._processes, process)
 
-    def note(self, number: int) -> None:
+    def record(self, number: int) -> None:
         """Append an entry for row `number`, whose cells must already have been written."""
-        cells, at, count = self._cells, self._at, self._count
-        cells[at + _HEAD + count % LENGTH] = number
+        cells, at, count = self._cells, self._start, self._count
+        cells[at + _HEADER_CELLS + count % CAPACITY] = number
         cells[at] = self._count = count + 1
 
-    def forget(self, process: int) -> None:
+    def invalidate_process(self, process: int) -> None:
         """A process has died: make readers assume that all rows have changed."""
-        self._cells[process * _PART] += LENGTH + 1
+        self._cells[process * _PROCESS_CELLS] += CAPACITY + 1
 
-    def follow(self) -> "Follower":
+    def open_reader(self) -> "ChangeLogReader":
         """A reader of the entries of all other processes from now on."""
         peers = (each for each in range(self._processes) if each != self._process)
-        return Follower(self._cells, [each * _PART for each in peers])
+        return ChangeLogReader(self._cells, [each * _PROCESS_CELLS for each in peers])
 
 
-class Follower:
+class ChangeLogReader:
     """Reads the entries of all other processes."""
 
-    __slots__ = ("_at", "_cells", "_seen")
+    __slots__ = ("_cells", "_read_counts", "_starts")
 
     def __init__(self, cells: "memoryview[int]", at: list[int]) -> None:
-        self._cells, self._at = cells, at
-        self._seen = [cells[each] for each in at]
+        self._cells, self._starts = cells, at
+        self._read_counts = [cells[each] for each in at]
 
-    def take(self, into: set[int], most: int) -> bool:
-        """Add the new entries to `into`; False: a process wrote more than `most`, so process all
-        rows."""
-        cells, counts, is_complete = self._cells, self._seen, True
-        for index, at in enumerate(self._at):
+    def drain(self, changed: set[int], limit: int) -> bool:
+        """Add the new entries to `changed`; False: a process wrote more than `limit`, so process
+        all rows.
+        """
+        cells, counts, is_complete = self._cells, self._read_counts, True
+        for index, at in enumerate(self._starts):
             count = cells[at]
             first = counts[index]
             if count == first:
                 continue
             counts[index] = count
-            if count - first > min(most, LENGTH):
+            if count - first > min(limit, CAPACITY):
                 is_complete = False
                 continue
             for each in range(first, count):
-                into.add(cells[at + _HEAD + each % LENGTH])
+                changed.add(cells[at + _HEADER_CELLS + each % CAPACITY])
         return is_complete
 
 
-def make_log(processes: int) -> SharedLog:
+def build_change_log(processes: int) -> ChangeLog:
     """The log of `processes` processes, created by their parent before it forks them."""
-    memory = mmap.mmap(-1, _CELL_BYTES * processes * _PART)
-    return SharedLog(memoryview(memory).cast("q"), processes, processes)
+    memory = mmap.mmap(-1, _CELL_BYTES * processes * _PROCESS_CELLS)
+    return ChangeLog(memoryview(memory).cast("q"), processes, processes)

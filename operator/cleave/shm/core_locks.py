@@ -7,17 +7,17 @@ import tempfile
 from pathlib import Path
 
 
-def folder() -> Path:
+def get_lock_folder() -> Path:
     """The folder of the lock files."""
     return Path(tempfile.gettempdir()) / "cleave-cores"
 
 
-def lock_file(locks: Path, core: int) -> Path:
+def get_lock_file(locks: Path, core: int) -> Path:
     """The file whose lock reserves `core`."""
     return locks / f"core-{core}.lock"
 
 
-def core_of(file: Path) -> int | None:
+def parse_core(file: Path) -> int | None:
     """The core of a lock file; None when the file is not a lock file."""
     core = file.name.removeprefix("core-").removesuffix(".lock")
     return int(core) if core.isdigit() and file.name == f"core-{core}.lock" else None

@@ -20,7 +20,7 @@ _BODY = struct.Struct("<IIQIIQdQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadSnapshot:
     """The load of an engine at one moment."""
 
     num_running: int = 0
@@ -43,7 +43,7 @@ class LoadPage:
     def __init__(self, path: Path) -> None:
         self._page = Page(path, _BODY)
 
-    def write(self, load: Load) -> None:
+    def write(self, load: LoadSnapshot) -> None:
         """Store a snapshot with the present time in place of `load.sampled_ns`."""
         self._page.write(
             load.num_running,
@@ -56,10 +56,10 @@ class LoadPage:
             time.monotonic_ns(),
         )
 
-    def read(self) -> Load:
+    def read(self) -> LoadSnapshot:
         """The latest consistent snapshot; Load() when there is none."""
         values = self._page.read()
-        return Load(*values) if values else Load()
+        return LoadSnapshot(*values) if values else LoadSnapshot()
 
     def close(self) -> None:
         """Unmap the page; the file stays."""

@@ -21,15 +21,15 @@ from typing import Self
 
 import numpy as np
 
-from cleave.shm.change_log import make_log
+from cleave.shm.change_log import build_change_log
 
 CELL_BYTES = 8
-_LINE = 8
+_CACHE_LINE_CELLS = 8
 """Cells of a cache line; each row starts on a line."""
 
-LOCK_S = 0.2
+LOCK_TIMEOUT_S = 0.2
 """Timeout of the lock; its holder needs some microseconds unless it has been stopped."""
-_LOCK_EVERY_S = 0.0005
+_LOCK_RETRY_S = 0.0005
 
 
 class SharedTable:
@@ -41,89 +41,90 @@ class SharedTable:
         The creating parent is not one of the processes; rows that it claims are never freed.
         """
         self.process = processes
-        self._own, self.processes = own, processes
-        self._width = -(-(own * processes + common) // _LINE) * _LINE
+        self._num_own, self.processes = own, processes
+        self._width = -(-(own * processes + common) // _CACHE_LINE_CELLS) * _CACHE_LINE_CELLS
         num_cells = rows * self._width
         self._file = os.memfd_create("cleave-shared")
         os.ftruncate(self._file, CELL_BYTES * (num_cells + rows) + rows * (processes + 1))
         self.memory = mmap.mmap(self._file, 0)
         table = np.frombuffer(self.memory, np.float64, num_cells).reshape(rows, self._width)
-        self._owned = table[:, : own * processes].reshape(rows, own, processes)
+        self._own_cells = table[:, : own * processes].reshape(rows, own, processes)
         self.common = table[:, own * processes : own * processes + common]
         """Common cells by row and field."""
         self._keys = np.frombuffer(self.memory, np.uint64, rows, CELL_BYTES * num_cells)
         claims = np.frombuffer(self.memory, np.uint8, offset=CELL_BYTES * (num_cells + rows))
-        self._held = claims.reshape(rows, processes + 1)
+        self._claims = claims.reshape(rows, processes + 1)
         self.cells = memoryview(self.memory)[: CELL_BYTES * num_cells].cast("d")
-        """All cells, indexed by `own_at` and `common_at`: ten times as fast as array items."""
-        self.log = make_log(processes)
+        """All cells, indexed by `locate_own` and `locate_common`: ten times as fast as array items.
+        """
+        self.change_log = build_change_log(processes)
         """Change log of the rows; only some users write to it."""
 
-    def seen_by(self, process: int) -> Self:
+    def for_process(self, process: int) -> Self:
         """The same table for another process."""
         other = copy.copy(self)
-        other.process, other.log = process, self.log.seen_by(process)
+        other.process, other.change_log = process, self.change_log.for_process(process)
         return other
 
     def claim(self, key: bytes) -> int | None:
         """The row of this key, the same in all processes; None: no row is free."""
         number = int.from_bytes(blake2b(key, digest_size=8).digest(), "little") or 1
         try:
-            with self._locked():
-                row = self._find(number)
+            with self._lock():
+                row = self._find_row(number)
                 if row is not None:
-                    self._held[row, self.process] = 1
+                    self._claims[row, self.process] = 1
                 return row
         except TimeoutError:
             return None
 
     def release(self, row: int) -> None:
         """End this process's claim; a row without claims is free for another key."""
-        self._owned[row, :, self.process] = 0.0
-        self._held[row, self.process] = 0
+        self._own_cells[row, :, self.process] = 0.0
+        self._claims[row, self.process] = 0
 
-    def forget(self, process: int) -> None:
+    def clear_process(self, process: int) -> None:
         """Clear the cells and claims of a process that has died."""
-        self._owned[:, :, process] = 0.0
-        self._held[:, process] = 0
-        self.log.forget(process)
+        self._own_cells[:, :, process] = 0.0
+        self._claims[:, process] = 0
+        self.change_log.invalidate_process(process)
 
-    def own_at(self, row: int, field: int) -> int:
+    def locate_own(self, row: int, field: int) -> int:
         """Index in `cells` of an own field of this process."""
-        return self.cell_at(row, field, self.process)
+        return self.locate_cell(row, field, self.process)
 
-    def cell_at(self, row: int, field: int, process: int) -> int:
+    def locate_cell(self, row: int, field: int, process: int) -> int:
         """Index in `cells` of an own field of `process`; processes are contiguous in a field."""
         return row * self._width + field * self.processes + process
 
-    def common_at(self, row: int, field: int) -> int:
+    def locate_common(self, row: int, field: int) -> int:
         """Index in `cells` of a common field; these come after the own fields."""
-        return self.cell_at(row, self._own, field)
+        return self.locate_cell(row, self._num_own, field)
 
     def read(self, row: int, field: int) -> tuple[float, ...]:
         """The own cells of all processes for one field."""
-        return tuple(self._owned[row, field].tolist())
+        return tuple(self._own_cells[row, field].tolist())
 
     def close(self) -> None:
         """Close the file, so that no more rows can be claimed; the mapped memory stays usable."""
         os.close(self._file)
 
-    def _find(self, number: int) -> int | None:
+    def _find_row(self, number: int) -> int | None:
         rows = np.flatnonzero(self._keys == number)
         if rows.size:
             return int(rows[0])
-        free = np.flatnonzero(~self._held.any(axis=1))
+        free = np.flatnonzero(~self._claims.any(axis=1))
         if not free.size:
             return None
         row = int(free[0])
-        self._owned[row] = 0.0
+        self._own_cells[row] = 0.0
         self.common[row] = 0.0
         self._keys[row] = number
         return row
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        deadline = time.monotonic() + LOCK_S
+    def _lock(self) -> Iterator[None]:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +132,7 @@ class SharedTable:
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > deadline:
                     raise TimeoutError("the table stays locked") from None
-                time.sleep(_LOCK_EVERY_S)
+                time.sleep(_LOCK_RETRY_S)
         try:
             yield
         finally:

@@ -1,81 +1,82 @@
 """What the next iteration of a micro-batch computes, by batching policy. Compiled.
 
-`form` is called between iterations, as an engine's scheduler is. What is hard: VLLM has to schedule
-the same requests as the emulated engine's scheduler, in this order and under one token budget:
+`form_batch` is called between iterations, as an engine's scheduler is. What is hard: VLLM has to
+schedule the same requests as the emulated engine's scheduler, in this order and under one token
+budget:
 1. members, of which the youngest are preempted when blocks run out; 2. the partly computed prompt;
 3. requests whose KV has arrived; 4. waiting requests in order.
 """
 
 import math
 
-from cleave.policy.prompt_batching import cut_chunk, joins_prompts
-from cleave.simulator.admission import has_room, may_let_in
-from cleave.simulator.completion import interrupt
+from cleave.policy.prompt_batching import compute_chunk_size, may_join_prompts
+from cleave.simulator.admission import has_room, may_admit_later
+from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.fleet import Batching
-from cleave.simulator.iterations import start_pass
-from cleave.simulator.kv_blocks import count_blocks, count_growth, hold
+from cleave.simulator.iterations import start_iterations
+from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.queues import (
     add_member,
     find_phase,
     find_waiting,
-    heap_remove,
     pop,
-    push_first,
+    push_front,
+    remove_key,
     remove_member,
 )
 from cleave.simulator.record_access import (
-    instance_at,
-    queue_at,
-    request_at,
-    slot_at,
-    stage_at,
+    get_instance,
+    get_queue,
+    get_request,
+    get_slot,
+    get_stage,
 )
-from cleave.simulator.records import HAND_OFFS, NONE, PREFILL, PROMPTS, Record, State
+from cleave.simulator.records import HANDOFFS, NONE, PREFILL, PROMPTS, Record, State
 from cleave.simulator.transfers import start_pull
 
 _UNLIMITED = 1 << 60
 
 
-def form(state: State, i: int, s: int, now: float) -> bool:
+def form_batch(state: State, i: int, s: int, now: float) -> bool:
     """Form and start the next iteration of slot `s` of instance `i`; False: nothing to compute."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
+    inst, slot = get_instance(state, i), get_slot(state, s)
     begin = now
     if inst.stages > 1:
-        begin = max(now, stage_at(state, i * state.max_stages).value)
+        begin = max(now, get_stage(state, i * state.max_stages).value)
     slot.tokens = 0
     slot.squares = 0
     slot.rows = 0
     slot.contexts = 0
-    slot.prompts = NONE
+    slot.first_prompt = NONE
     slot.decodes = 0
     slot.pulls = 0.0
     if inst.batching == Batching.VLLM:
-        has_enough = _gather_chunks(state, i, s, now, begin)
+        has_enough = _batch_chunks(state, i, s, now, begin)
     else:
-        has_enough = _gather_whole(state, i, s, now, begin)
+        has_enough = _batch_prompts(state, i, s, now, begin)
     if slot.rows + slot.tokens == 0:
         return False
-    interrupt(state, i, now, True)
-    is_alone = slot.prompts == NONE and inst.partial == NONE and has_enough
-    start_pass(state, i, s, begin, is_alone and not may_let_in(state, i))
+    interrupt_leap(state, i, now, True)
+    is_alone = slot.first_prompt == NONE and inst.partial == NONE and has_enough
+    start_iterations(state, i, s, begin, is_alone and not may_admit_later(state, i))
     return True
 
 
-def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
+def _batch_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """One iteration of vLLM v1; False when a request was preempted."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
-    has_enough = _grow(state, i, s, now)
+    inst, slot = get_instance(state, i), get_slot(state, s)
+    has_enough = _allocate_growth(state, i, s, now)
     limit = inst.max_tokens
     if inst.partial != NONE and slot.rows < limit:
         r = inst.partial
-        request = request_at(state, r)
-        count = cut_chunk(request.todo - request.computed, limit - slot.rows)
+        request = get_request(state, r)
+        count = compute_chunk_size(request.to_compute - request.computed, limit - slot.rows)
         if _count_chunk_blocks(state, inst, r, count) > inst.free:
             _preempt_partial(state, i, now)
             has_enough = False
         else:
             inst.partial = NONE
-            _take_chunk(state, i, s, r, count, now, begin)
+            _add_chunk(state, i, s, r, count, now, begin)
     if not has_enough and slot.rows + slot.tokens > 0:
         return False
     while slot.tokens + slot.rows < limit and inst.running < inst.max_seqs:
@@ -86,32 +87,32 @@ def _gather_chunks(state: State, i: int, s: int, now: float, begin: float) -> bo
 
 def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """Add the next waiting request to the iteration or start its transfer; False: no room."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
+    inst, slot = get_instance(state, i), get_slot(state, s)
     queue = find_waiting(state, i)
     if queue == NONE:
         return False
-    r = queue_at(state, queue).head
-    request = request_at(state, r)
+    r = get_queue(state, queue).head
+    request = get_request(state, r)
     if request.is_pulled:
         return _admit_pull(state, i, s, queue, now)
-    count = cut_chunk(request.todo, inst.max_tokens - slot.tokens - slot.rows)
+    count = compute_chunk_size(request.to_compute, inst.max_tokens - slot.tokens - slot.rows)
     if not has_room(state, i, s, r, count):
         return False
-    _pop(state, i, queue)
+    _pop_waiting(state, i, queue)
     inst.running += 1
-    _take_chunk(state, i, s, r, count, now, begin)
+    _add_chunk(state, i, s, r, count, now, begin)
     return True
 
 
-def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> bool:
+def _batch_prompts(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """One iteration of a policy without chunked prefill; False when a request was preempted."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
+    inst, slot = get_instance(state, i), get_slot(state, s)
     policy = inst.batching
     if policy == Batching.PREFILL_FIRST or policy == Batching.LIGHTLLM:
         _admit_prompts(state, i, s, now, begin)
         if slot.tokens > 0:
             return True
-    has_enough = _grow(state, i, s, now)
+    has_enough = _allocate_growth(state, i, s, now)
     if slot.rows > 0 and (policy == Batching.FASTER_TRANSFORMER or not has_enough):
         return has_enough
     while inst.running < inst.max_seqs and _join_loaded(state, i, s):
@@ -125,7 +126,7 @@ def _gather_whole(state: State, i: int, s: int, now: float, begin: float) -> boo
 
 def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> None:
     """Add waiting prompts to the iteration, unchunked, as many as the policy allows."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
+    inst, slot = get_instance(state, i), get_slot(state, s)
     limit = inst.max_tokens
     if inst.batching != Batching.PREFILL_FIRST and inst.batching != Batching.LIGHTLLM:
         limit = _UNLIMITED
@@ -133,48 +134,48 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
         queue = find_waiting(state, i)
         if queue == NONE:
             break
-        r = queue_at(state, queue).head
-        request = request_at(state, r)
+        r = get_queue(state, queue).head
+        request = get_request(state, r)
         if request.is_pulled:
             if not _admit_pull(state, i, s, queue, now):
                 break
             continue
-        count = request.todo
-        if not joins_prompts(slot.tokens, count, limit) or not has_room(state, i, s, r, count):
+        count = request.to_compute
+        if not may_join_prompts(slot.tokens, count, limit) or not has_room(state, i, s, r, count):
             break
-        _pop(state, i, queue)
+        _pop_waiting(state, i, queue)
         inst.running += 1
-        _take_chunk(state, i, s, r, count, now, begin)
+        _add_chunk(state, i, s, r, count, now, begin)
 
 
 def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
-    r = queue_at(state, queue).head
-    request = request_at(state, r)
-    if not has_room(state, i, s, r, request.prompt + request.made):
+    r = get_queue(state, queue).head
+    request = get_request(state, r)
+    if not has_room(state, i, s, r, request.prompt + request.generated):
         return False
-    _pop(state, i, queue)
-    inst = instance_at(state, i)
-    tokens = request.prompt + request.made
-    hold(inst, now, count_blocks(inst, tokens), tokens - 1)
+    _pop_waiting(state, i, queue)
+    inst = get_instance(state, i)
+    tokens = request.prompt + request.generated
+    change_usage(inst, now, count_blocks(inst, tokens), tokens - 1)
     start_pull(state, s, r, now)
     return True
 
 
-def _pop(state: State, i: int, queue: int) -> None:
+def _pop_waiting(state: State, i: int, queue: int) -> None:
     """Remove the first request of a queue; from a central queue it is assigned to instance `i`."""
-    request = request_at(state, pop(state, queue))
+    request = get_request(state, pop(state, queue))
     if queue < 2 * state.num_instances:
         return
-    if instance_at(state, i).role == PREFILL:
+    if get_instance(state, i).role == PREFILL:
         request.prefill = i
     else:
         request.decode = i
     # Another instance may have room for the new head of the queue.
     hand_offs = 2 * state.num_instances + 1
-    if queue_at(state, queue).size > 0:
-        state.offered |= HAND_OFFS if queue == hand_offs else PROMPTS
-    elif queue_at(state, hand_offs + 1).size > 0:
+    if get_queue(state, queue).size > 0:
+        state.offered |= HANDOFFS if queue == hand_offs else PROMPTS
+    elif get_queue(state, hand_offs + 1).size > 0:
         # Mixed instances take prompts once no handoffs wait.
         state.offered |= PROMPTS
 
@@ -182,24 +183,24 @@ def _pop(state: State, i: int, queue: int) -> None:
 def _join_loaded(state: State, i: int, s: int) -> bool:
     """Add the next request whose KV has arrived to the iteration; False when there is none."""
     loaded = state.num_instances + i
-    if queue_at(state, loaded).size == 0:
+    if get_queue(state, loaded).size == 0:
         return False
-    inst, slot = instance_at(state, i), slot_at(state, s)
+    inst, slot = get_instance(state, i), get_slot(state, s)
     r = pop(state, loaded)
-    request = request_at(state, r)
+    request = get_request(state, r)
     add_member(state, i, s, r)
     inst.running += 1
     slot.decodes = 1
     slot.rows += 1
-    slot.contexts += request.prompt + request.made
+    slot.contexts += request.prompt + request.generated
     return True
 
 
-def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
+def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
     """Add the next `count` tokens of a prompt, or of a preempted request, to the iteration."""
-    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
+    inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
     blocks = _count_chunk_blocks(state, inst, r, count)
-    hold(inst, now, blocks, count)
+    change_usage(inst, now, blocks, count)
     if math.isnan(request.prefill_start):
         request.prefill_start = begin
     start = request.computed
@@ -213,12 +214,12 @@ def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, be
         slot.squares += end * end - start * start
     inst.prompt_tokens += count
     request.computed = end
-    if end == request.todo:
+    if end == request.to_compute:
         request.next = NONE
-        if slot.prompts == NONE:
-            slot.prompts = r
+        if slot.first_prompt == NONE:
+            slot.first_prompt = r
         else:
-            request_at(state, slot.last_prompt).next = r
+            get_request(state, slot.last_prompt).next = r
         slot.last_prompt = r
     else:
         inst.partial = r
@@ -226,15 +227,15 @@ def _take_chunk(state: State, i: int, s: int, r: int, count: int, now: float, be
 
 def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
     """Additional blocks for the next `count` tokens of a prompt."""
-    request = request_at(state, r)
+    request = get_request(state, r)
     if request.computed == 0:
         return count_blocks(inst, count)
     return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
 
 
-def _grow(state: State, i: int, s: int, now: float) -> bool:
+def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
     """Allocate blocks for one more token of each member; False: members were preempted for it."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
+    inst, slot = get_instance(state, i), get_slot(state, s)
     has_enough = True
     need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
     while need > inst.free:
@@ -256,31 +257,31 @@ def _grow(state: State, i: int, s: int, now: float) -> bool:
 
 def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
     """Preempt a member: free its KV and put it at the head of the queue, to be recomputed."""
-    inst, slot, request = instance_at(state, i), slot_at(state, s), request_at(state, r)
-    heap_remove(state, s, slot.batch, request.end_step << 32 | r)
+    inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
+    remove_key(state, s, slot.batch, request.end_step << 32 | r)
     if slot.fresh == r:
         slot.fresh = request.next
     tokens = remove_member(state, i, s, r)
-    hold(inst, now, -count_blocks(inst, tokens), -tokens)
-    request.made = request.output - (request.end_step - slot.steps)
-    _wait_again(state, i, r)
+    change_usage(inst, now, -count_blocks(inst, tokens), -tokens)
+    request.generated = request.output - (request.end_step - slot.steps)
+    _requeue(state, i, r)
 
 
 def _preempt_partial(state: State, i: int, now: float) -> None:
     """Preempt the prompt that is partly computed, as `_preempt` does."""
-    inst = instance_at(state, i)
+    inst = get_instance(state, i)
     r = inst.partial
-    tokens = request_at(state, r).computed
-    hold(inst, now, -count_blocks(inst, tokens), -tokens)
+    tokens = get_request(state, r).computed
+    change_usage(inst, now, -count_blocks(inst, tokens), -tokens)
     inst.partial = NONE
-    _wait_again(state, i, r)
+    _requeue(state, i, r)
 
 
-def _wait_again(state: State, i: int, r: int) -> None:
-    inst, request = instance_at(state, i), request_at(state, r)
-    request.todo = request.prompt + request.made
+def _requeue(state: State, i: int, r: int) -> None:
+    inst, request = get_instance(state, i), get_request(state, r)
+    request.to_compute = request.prompt + request.generated
     request.computed = 0
     request.preemptions += 1
     inst.preemptions += 1
     inst.running -= 1
-    push_first(state, i, r)
+    push_front(state, i, r)

@@ -20,20 +20,20 @@ from typing import Any
 
 Function = Callable[..., Any]
 
-_KEPT = 4
+_MAX_VERSIONS = 4
 """Versions whose machine code stays in the cache."""
 _FOLDER = "cleave-simulator"
 
 
-def compile_function(function: Function, given: dict[Function, Any]) -> Function:
+def compile_function(function: Function, replacements: dict[Function, Any]) -> Function:
     """A compiled `function`, from the cache or compiled at its first call.
 
-    `given`: replacements for some of the functions that it calls, compiled or plain.
+    `replacements`: replacements for some of the functions that it calls, compiled or plain.
     All called functions must be in numba's subset of Python and take only types that numba knows.
     """
     import numba
 
-    clones = dict(given)
+    clones = dict(replacements)
 
     def clone(inner: FunctionType, **more: bool) -> Function:
         names = dict(inner.__globals__)
@@ -113,14 +113,14 @@ def _find_cache(name: str) -> Path:
     try:
         if not folder.exists():
             first.mkdir(parents=True, exist_ok=True)
-            _fill(folder)
-            _prune(first)
+            _create_cache(folder)
+            _prune_cache(first)
     except OSError:
-        return _make_private(name)
-    return folder if os.access(folder, os.W_OK) else _make_private(name)
+        return _create_private_folder(name)
+    return folder if os.access(folder, os.W_OK) else _create_private_folder(name)
 
 
-def _fill(folder: Path) -> None:
+def _create_cache(folder: Path) -> None:
     """Create the folder and copy the machine code that an image ships in a read-only place."""
     shipped = Path(sys.prefix) / "share" / _FOLDER / folder.name
     if not shipped.is_dir():
@@ -138,14 +138,14 @@ def _fill(folder: Path) -> None:
                 raise
 
 
-def _prune(cache: Path) -> None:
+def _prune_cache(cache: Path) -> None:
     """Delete all but the latest versions; each takes some MB."""
     versions = sorted(cache.iterdir(), key=lambda folder: folder.stat().st_mtime)
-    for folder in versions[:-_KEPT]:
+    for folder in versions[:-_MAX_VERSIONS]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_private(name: str) -> Path:
+def _create_private_folder(name: str) -> Path:
     """A folder for temporary files that only this user can access."""
     folder = Path(tempfile.gettempdir()) / f"cleave-simulator-{os.getuid()}"
     try:

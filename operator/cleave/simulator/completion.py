@@ -2,77 +2,82 @@
 
 import math
 
-from cleave.simulator.dispatch import close_prompt, close_resident
-from cleave.simulator.event_tree import wake
-from cleave.simulator.iterations import cut_leap, find_busy_ms, keep_last_pass, sum_passes
-from cleave.simulator.kv_blocks import count_blocks, count_growth, hold
-from cleave.simulator.queues import add_member, heap_remove, push, remove_member
-from cleave.simulator.record_access import instance_at, key_at, request_at, slot_at
+from cleave.simulator.dispatch import remove_prompt_load, remove_resident_load
+from cleave.simulator.event_tree import wake_instance
+from cleave.simulator.iterations import (
+    compute_busy_ms,
+    cut_leap,
+    reduce_to_last_iteration,
+    sum_leap_ms,
+)
+from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
+from cleave.simulator.queues import add_member, push, remove_key, remove_member
+from cleave.simulator.record_access import get_heap_key, get_instance, get_request, get_slot
 from cleave.simulator.records import NONE, State
 
 
-def complete(state: State, i: int, s: int, now: float) -> None:
+def complete_iterations(state: State, i: int, s: int, now: float) -> None:
     """The iterations of slot `s` are over: remove ended requests, complete computed prompts."""
-    slot, inst = slot_at(state, s), instance_at(state, i)
-    passes = slot.passes
-    inst.busy += find_busy_ms(inst, slot)
-    inst.passes += passes
+    slot, inst = get_slot(state, s), get_instance(state, i)
+    passes = slot.iterations
+    inst.busy += compute_busy_ms(inst, slot)
+    inst.iterations += passes
     inst.batch_peak = max(inst.batch_peak, slot.rows)
-    slot.passes = 0
+    slot.iterations = 0
     if slot.decodes:
-        _advance(state, i, s, passes, now)
-    r = slot.prompts
-    slot.prompts = NONE
+        _advance_members(state, i, s, passes, now)
+    r = slot.first_prompt
+    slot.first_prompt = NONE
     while r != NONE:
-        next_r = request_at(state, r).next
-        _end_prompt(state, i, s, r, now)
+        next_r = get_request(state, r).next
+        _complete_prompt(state, i, s, r, now)
         r = next_r
 
 
-def alert(state: State, i: int, now: float) -> None:
+def notify_instance(state: State, i: int, now: float) -> None:
     """Make instance `i` look for new work as soon as its current iterations allow."""
-    inst = instance_at(state, i)
+    inst = get_instance(state, i)
     # With one stage nothing else can start during the leap, so its end accounts for it.
-    interrupt(state, i, now, inst.stages > 1)
-    wake(state, i, now)
+    interrupt_leap(state, i, now, inst.stages > 1)
+    wake_instance(state, i, now)
 
 
-def interrupt(state: State, i: int, now: float, is_accounted: bool) -> None:
+def interrupt_leap(state: State, i: int, now: float, is_accounted: bool) -> None:
     """Cut the leap of instance `i`, if there is one, after the current iteration.
 
     `is_accounted`: account for all iterations before the current one now, because another batch may
     start or memory may be freed before the current one ends.
     """
-    inst = instance_at(state, i)
+    inst = get_instance(state, i)
     s = inst.oldest
-    if inst.in_flight != 1 or slot_at(state, s).passes == 1:
+    if inst.in_flight != 1 or get_slot(state, s).iterations == 1:
         return
-    slot = slot_at(state, s)
+    slot = get_slot(state, s)
     cut_leap(slot, now)
     if not is_accounted:
         return
-    passes = slot.passes - 1
+    passes = slot.iterations - 1
     if passes > 0:
-        _account(state, i, s, passes, now)
-    keep_last_pass(state, i, s)
+        _account_iterations(state, i, s, passes, now)
+    reduce_to_last_iteration(state, i, s)
 
 
-def _account(state: State, i: int, s: int, passes: int, now: float) -> None:
+def _account_iterations(state: State, i: int, s: int, passes: int, now: float) -> None:
     """Account for the first `passes` iterations of a leap, whose memory other events now see."""
-    slot, inst = slot_at(state, s), instance_at(state, i)
-    slot.passes = passes
-    inst.busy += find_busy_ms(inst, slot)
-    inst.passes += passes
-    idle_ms = now - slot.begin - sum_passes(slot, passes)
-    _advance(state, i, s, passes, now)
+    slot, inst = get_slot(state, s), get_instance(state, i)
+    slot.iterations = passes
+    inst.busy += compute_busy_ms(inst, slot)
+    inst.iterations += passes
+    idle_ms = now - slot.begin - sum_leap_ms(slot, passes)
+    _advance_members(state, i, s, passes, now)
     inst.kv_area += slot.batch * passes * idle_ms
     inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
-    slot.passes = passes + 1
+    slot.iterations = passes + 1
 
 
-def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
+def _advance_members(state: State, i: int, s: int, passes: int, now: float) -> None:
     """Each member has generated `passes` tokens; remove the members that have ended."""
-    slot, inst = slot_at(state, s), instance_at(state, i)
+    slot, inst = get_slot(state, s), get_instance(state, i)
     batch = slot.batch
     blocks = 0
     if passes > 1:
@@ -80,63 +85,63 @@ def _advance(state: State, i: int, s: int, passes: int, now: float) -> None:
         earlier = passes * (passes - 1) / 2
         squares = earlier * (2 * passes - 1) / 3
         inst.kv_area += batch * (slot.first * earlier + slot.change * squares)
-    hold(inst, now, blocks, batch * passes)
+    change_usage(inst, now, blocks, batch * passes)
     slot.steps += passes
     slot.context += batch * passes
-    inst.decode_passes += passes
+    inst.decode_iterations += passes
     inst.decode_tokens += batch * passes
     while slot.batch > 0:
-        key = key_at(state, s * state.heap_size).value
+        key = get_heap_key(state, s * state.heap_size).value
         if key >> 32 > slot.steps:
             break
-        heap_remove(state, s, slot.batch, key)
+        remove_key(state, s, slot.batch, key)
         r = key & 0xFFFFFFFF
         tokens = remove_member(state, i, s, r)
-        hold(inst, now, -count_blocks(inst, tokens), -tokens)
+        change_usage(inst, now, -count_blocks(inst, tokens), -tokens)
         inst.running -= 1
-        end_request(state, r, now)
+        complete_request(state, r, now)
 
 
-def _end_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
+def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
     """All KV of a prompt is computed, which yields an output token."""
-    inst, request = instance_at(state, i), request_at(state, r)
+    inst, request = get_instance(state, i), get_request(state, r)
     if math.isnan(request.prefill_end):
         request.prefill_end = now
-        close_prompt(state, r)
+        remove_prompt_load(state, r)
     if request.prefill == i:
         inst.running -= 1
-        _end_prefill(state, i, r, now)
+        _complete_prefill(state, i, r, now)
         return
-    request.made += 1
+    request.generated += 1
     if math.isnan(request.first_token):
         request.first_token = now
     if math.isnan(request.transfer_start):
         request.transfer_start = now
         request.transfer_end = now
-    if request.made == request.output:
+    if request.generated == request.output:
         inst.running -= 1
-        hold(inst, now, -count_blocks(inst, request.computed), -request.computed)
-        end_request(state, r, now)
+        change_usage(inst, now, -count_blocks(inst, request.computed), -request.computed)
+        complete_request(state, r, now)
     else:
         add_member(state, i, s, r)
 
 
-def _end_prefill(state: State, i: int, r: int, now: float) -> None:
+def _complete_prefill(state: State, i: int, r: int, now: float) -> None:
     """A prefill instance has computed a prompt: end the request or offer its KV for the pull."""
-    inst, request = instance_at(state, i), request_at(state, r)
+    inst, request = get_instance(state, i), get_request(state, r)
     if not state.has_decode or not state.first_by_decode:
-        request.made = 1
-        request.todo = request.prompt + 1
+        request.generated = 1
+        request.to_compute = request.prompt + 1
         request.first_token = now
-    if not state.has_decode or request.made == request.output:
-        hold(inst, now, -count_blocks(inst, request.prompt), -request.prompt)
-        end_request(state, r, now)
+    if not state.has_decode or request.generated == request.output:
+        change_usage(inst, now, -count_blocks(inst, request.prompt), -request.prompt)
+        complete_request(state, r, now)
         return
     request.is_pulled = 1
     push(state, 2 * state.num_instances, r)
 
 
-def end_request(state: State, r: int, now: float) -> None:
+def complete_request(state: State, r: int, now: float) -> None:
     """All output tokens of request `r` are generated."""
-    request_at(state, r).end = now
-    close_resident(state, r)
+    get_request(state, r).end = now
+    remove_resident_load(state, r)

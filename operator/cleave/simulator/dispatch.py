@@ -5,20 +5,20 @@ computed, so the books are kept here as `cleave.router` keeps them: prompt token
 is answered, prompt and output tokens of what decodes until it ends.
 """
 
-from cleave.policy.best_fit import weigh_context
+from cleave.policy.best_fit import compute_context_weight
 from cleave.policy.dispatch import (
     HEAVY_OUTPUT_TOKENS,
     LIGHTEST,
     TO_DECODE,
     TO_PREFILL,
     TO_WHOLE,
-    weigh,
+    compute_heavy_ratio,
 )
 from cleave.policy.dispatch import score as score_instance
-from cleave.policy.queue_model import add_answer, fit_line
-from cleave.simulator.kv_blocks import fits
-from cleave.simulator.outcome import Fate
-from cleave.simulator.record_access import instance_at, request_at, score_at
+from cleave.policy.queue_model import add_completion, fit_prompt_times
+from cleave.simulator.kv_blocks import fits_instance
+from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.record_access import get_instance, get_request, get_score
 from cleave.simulator.records import (
     DECODE,
     HEAVINESS,
@@ -29,165 +29,167 @@ from cleave.simulator.records import (
     ROOM,
     State,
 )
-from cleave.simulator.selection import choose, choose_short
+from cleave.simulator.selection import select_for_short_prompt, select_instances
 
 
-def place(state: State, r: int) -> None:
+def dispatch_request(state: State, r: int) -> None:
     """Choose the instances of an arriving request and enter it in their books."""
-    request = request_at(state, r)
+    request = get_request(state, r)
     if state.is_deferred:
-        if not _fits_somewhere(state, r):
-            request.fate = Fate.TOO_LONG
+        if not _fits_fleet(state, r):
+            request.outcome = RequestOutcome.TOO_LONG
         return
     first, second = NONE, NONE
-    if request.prompt <= state.whole_below and state.has_prefill and state.has_decode:
-        second = choose_short(state, r)
+    if request.prompt <= state.short_prompt_tokens and state.has_prefill and state.has_decode:
+        second = select_for_short_prompt(state, r)
     if second == NONE:
-        first, second = choose(state, r)
-    if (first != NONE and not fits(state, first, r)) or (
-        second != NONE and not fits(state, second, r)
+        first, second = select_instances(state, r)
+    if (first != NONE and not fits_instance(state, first, r)) or (
+        second != NONE and not fits_instance(state, second, r)
     ):
-        request.fate = Fate.TOO_LONG
+        request.outcome = RequestOutcome.TOO_LONG
         return
     request.prefill = first
     request.decode = second
-    _enter(state, r)
+    _add_load(state, r)
 
 
-def _fits_somewhere(state: State, r: int) -> bool:
+def _fits_fleet(state: State, r: int) -> bool:
     """Whether some mixed instance, or a prefill and a decode instance, could serve request `r`."""
     can_prefill = not state.has_prefill
     can_decode = not state.has_decode
     for i in range(state.num_instances):
-        role = instance_at(state, i).role
-        if fits(state, i, r):
+        role = get_instance(state, i).role
+        if fits_instance(state, i, r):
             can_prefill = can_prefill or role != DECODE
             can_decode = can_decode or role != PREFILL
     return can_prefill and can_decode
 
 
-def _enter(state: State, r: int) -> None:
-    request = request_at(state, r)
-    state.turn += 1
+def _add_load(state: State, r: int) -> None:
+    request = get_request(state, r)
+    state.num_picks += 1
     i = request.prefill if request.prefill != NONE else request.decode
     if state.has_prefill:
-        inst = instance_at(state, i)
-        if inst.prompt_book == 0:
-            inst.since_ms = state.now
-        inst.prompt_book += request.prompt
+        inst = get_instance(state, i)
+        if inst.pending_prompt_tokens == 0:
+            inst.head_started_ms = state.now
+        inst.pending_prompt_tokens += request.prompt
         inst.waiting += 1
-        inst.turn = state.turn
+        inst.last_pick = state.num_picks
         if request.prefill != NONE:
             inst.requests += 1
-        score(state, i)
+        update_scores(state, i)
     if request.decode != NONE:
-        inst = instance_at(state, request.decode)
-        inst.resident_book += request.prompt + request.predicted
-        inst.turn = state.turn
+        inst = get_instance(state, request.decode)
+        inst.resident_tokens += request.prompt + request.predicted
+        inst.last_pick = state.num_picks
         inst.requests += 1
-        _book(state, r)
-        score(state, request.decode)
+        _link_assigned(state, r)
+        update_scores(state, request.decode)
 
 
-def _book(state: State, r: int) -> None:
+def _link_assigned(state: State, r: int) -> None:
     """Request `r` joins the list of those that its decode instance has or will have."""
-    request = request_at(state, r)
-    inst = instance_at(state, request.decode)
-    inst.context_book += weigh_context(request.prompt, request.predicted, state.gamma)
-    inst.booked += 1
+    request = get_request(state, r)
+    inst = get_instance(state, request.decode)
+    inst.weighted_context += compute_context_weight(request.prompt, request.predicted, state.gamma)
+    inst.num_assigned += 1
     if request.predicted > HEAVY_OUTPUT_TOKENS:
         inst.heavy += 1
-    request.earlier = NONE
-    request.later = inst.booked_first
-    if inst.booked_first != NONE:
-        request_at(state, inst.booked_first).earlier = r
-    inst.booked_first = r
+    request.previous_assigned = NONE
+    request.next_assigned = inst.first_assigned
+    if inst.first_assigned != NONE:
+        get_request(state, inst.first_assigned).previous_assigned = r
+    inst.first_assigned = r
 
 
-def close_prompt(state: State, r: int) -> None:
+def remove_prompt_load(state: State, r: int) -> None:
     """The prompt of request `r` is answered."""
     if state.is_deferred:
         return
-    request = request_at(state, r)
+    request = get_request(state, r)
     i = request.prefill if request.prefill != NONE else request.decode
-    inst = instance_at(state, i)
-    inst.prompt_book -= request.prompt
+    inst = get_instance(state, i)
+    inst.pending_prompt_tokens -= request.prompt
     inst.waiting -= 1
-    sums = add_answer(
+    sums = add_completion(
         (
-            inst.learnt_passes,
-            inst.learnt_prompts,
-            inst.learnt_tokens,
-            inst.learnt_inverses,
-            inst.learnt_ms,
-            inst.learnt_rates,
-            inst.learnt_squares,
-            inst.learnt_last,
-            inst.learnt_last_ms,
+            inst.sum_iterations,
+            inst.sum_prompts,
+            inst.sum_tokens,
+            inst.sum_inverses,
+            inst.sum_ms,
+            inst.sum_rates,
+            inst.sum_squares,
+            inst.sum_last_tokens,
+            inst.sum_last_ms,
         ),
         float(request.prompt),
-        state.now - inst.since_ms,
+        state.now - inst.head_started_ms,
     )
-    inst.since_ms = state.now
-    inst.prompt_ms, inst.token_ms, inst.safe_token_ms = fit_line(sums)
+    inst.head_started_ms = state.now
+    inst.prompt_ms, inst.token_ms, inst.upper_token_ms = fit_prompt_times(sums)
     (
-        inst.learnt_passes,
-        inst.learnt_prompts,
-        inst.learnt_tokens,
-        inst.learnt_inverses,
-        inst.learnt_ms,
-        inst.learnt_rates,
-        inst.learnt_squares,
-        inst.learnt_last,
-        inst.learnt_last_ms,
+        inst.sum_iterations,
+        inst.sum_prompts,
+        inst.sum_tokens,
+        inst.sum_inverses,
+        inst.sum_ms,
+        inst.sum_rates,
+        inst.sum_squares,
+        inst.sum_last_tokens,
+        inst.sum_last_ms,
     ) = sums
     if request.prefill != NONE:
         inst.requests -= 1
-    score(state, i)
+    update_scores(state, i)
 
 
-def close_resident(state: State, r: int) -> None:
+def remove_resident_load(state: State, r: int) -> None:
     """Request `r` has ended."""
-    request = request_at(state, r)
+    request = get_request(state, r)
     if state.is_deferred or request.decode == NONE:
         return
-    inst = instance_at(state, request.decode)
-    inst.resident_book -= request.prompt + request.predicted
-    inst.context_book -= weigh_context(request.prompt, request.predicted, state.gamma)
+    inst = get_instance(state, request.decode)
+    inst.resident_tokens -= request.prompt + request.predicted
+    inst.weighted_context -= compute_context_weight(request.prompt, request.predicted, state.gamma)
     inst.requests -= 1
-    inst.booked -= 1
+    inst.num_assigned -= 1
     if request.predicted > HEAVY_OUTPUT_TOKENS:
         inst.heavy -= 1
-    if request.earlier != NONE:
-        request_at(state, request.earlier).later = request.later
+    if request.previous_assigned != NONE:
+        get_request(state, request.previous_assigned).next_assigned = request.next_assigned
     else:
-        inst.booked_first = request.later
-    if request.later != NONE:
-        request_at(state, request.later).earlier = request.earlier
-    score(state, request.decode)
+        inst.first_assigned = request.next_assigned
+    if request.next_assigned != NONE:
+        get_request(state, request.next_assigned).previous_assigned = request.previous_assigned
+    update_scores(state, request.decode)
 
 
-def score(state: State, i: int) -> None:
+def update_scores(state: State, i: int) -> None:
     """Set what the columns show of an instance, as the router's board does."""
-    inst, count = instance_at(state, i), state.num_instances
+    inst, count = get_instance(state, i), state.num_instances
     first, total = score_instance(
         state.counts,
-        inst.prompt_book,
+        inst.pending_prompt_tokens,
         inst.waiting,
-        inst.resident_book,
+        inst.resident_tokens,
         inst.requests,
-        inst.turn,
+        inst.last_pick,
         inst,
         0.0,
         inst.role == PREFILL,
     )
-    score_at(state, PENDING_PROMPT * count + i).value = inst.prompt_book
+    get_score(state, PENDING_PROMPT * count + i).value = inst.pending_prompt_tokens
     if inst.role == PREFILL:
-        score_at(state, TO_PREFILL * count + i).value = first
+        get_score(state, TO_PREFILL * count + i).value = first
         return
-    score_at(state, TO_DECODE * count + i).value = total
+    get_score(state, TO_DECODE * count + i).value = total
     if inst.role == MIXED:
-        score_at(state, TO_WHOLE * count + i).value = total
+        get_score(state, TO_WHOLE * count + i).value = total
     if state.decode_pick == LIGHTEST:
-        score_at(state, ROOM * count + i).value = inst.blocks * inst.block - inst.resident_book
-        score_at(state, HEAVINESS * count + i).value = weigh(inst.heavy, inst.booked - inst.heavy)
+        get_score(state, ROOM * count + i).value = inst.blocks * inst.block - inst.resident_tokens
+        get_score(state, HEAVINESS * count + i).value = compute_heavy_ratio(
+            inst.heavy, inst.num_assigned - inst.heavy
+        )

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from cleave.api.enums import DispatchPolicy as DispatchPolicy
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.policy.admission import Admission as Admission
-from cleave.policy.best_fit import Packing as Packing
-from cleave.policy.prompt_order import Order as Order
-from cleave.policy.role_flipping import Terms as Terms
+from cleave.policy.best_fit import BestFitModel as BestFitModel
+from cleave.policy.prompt_order import PrefillOrder as PrefillOrder
+from cleave.policy.role_flipping import FlipThresholds as FlipThresholds
 
 
 class Batching(IntEnum):
@@ -35,14 +35,14 @@ class Batching(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class SimulatedEngine:
     """One kind of instance.
 
     With pipeline stages there are as many micro-batches as stages. Requests stay in the one that
     they join; each forms its next pass when its last one is through, as vLLM's do.
     """
 
-    timing: Timing
+    timing: EngineTiming
     """Its passes; `timing.stages` is the pipeline parallel size."""
     kv_capacity_tokens: int
     """Tokens of KV that fit, whole blocks."""
@@ -52,7 +52,7 @@ class Engine:
     """Most requests in one pass; with pipeline stages: in all micro-batches together."""
     max_num_batched_tokens: int = 8192
     """Most tokens of one pass: vLLM's budget, Sarathi's chunk, DistServe's L_m."""
-    order: Order = Order.FCFS
+    order: PrefillOrder = PrefillOrder.FCFS
     prefill_sched_batch: int = 16
     """Waiting prompts that SJF and LJF sort at a time, against starvation."""
     admission: Admission = Admission.GREEDY
@@ -62,15 +62,15 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SimulatedPool:
     """Instances that are alike."""
 
-    engine: Engine
+    engine: SimulatedEngine
     replicas: int
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SimulatedTransfer:
     """Moving the KV of one request to its decode instance; the decode side pulls.
 
     `latency_ms + tokens * token_ms`, of which `overlapped_token_ms * tokens` happen while the
@@ -96,7 +96,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     """Everything that serves one model.
 
     Prefill pools alone: requests end with their first token (DistServe's simu_prefill). Decode
@@ -104,10 +104,10 @@ class Fleet:
     simulated: on mixed instances, or on prefill and decode instances with the hand-off between.
     """
 
-    prefill: tuple[Pool, ...] = ()
-    decode: tuple[Pool, ...] = ()
-    mixed: tuple[Pool, ...] = ()
-    transfer: Transfer = Transfer()
+    prefill: tuple[SimulatedPool, ...] = ()
+    decode: tuple[SimulatedPool, ...] = ()
+    mixed: tuple[SimulatedPool, ...] = ()
+    transfer: SimulatedTransfer = SimulatedTransfer()
     dispatch: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     """As the router dispatches. PREFIX_AWARE finds nothing cached: a trace holds no text."""
     defers_dispatch: bool = False
@@ -115,12 +115,12 @@ class Fleet:
     first come first served, until an instance between two passes has room for them."""
     dispatch_ms: float = 0.0
     """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
-    packing: Packing | None = None
+    best_fit: BestFitModel | None = None
     """What BEST_FIT promises; needed by it alone."""
-    whole_below_tokens: int = 0
+    short_prompt_tokens: int = 0
     """Prompts up to so long are computed by the decode instance itself while every prefill instance
     has more to do; 0: none."""
-    flipping: Terms | None = None
+    flipping: FlipThresholds | None = None
     """What the pool manager goes by, which looks once a second; None: roles stay as they are."""
     first_token_by_decode: bool = True
     """True: the client's first token comes from the decode instance, after the pull and one decode

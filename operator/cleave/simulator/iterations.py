@@ -9,80 +9,80 @@ as stages are in flight.
 
 import math
 
-from cleave.perf.timing import pass_ms
-from cleave.simulator.kv_blocks import find_last_step
+from cleave.perf.timing import compute_iteration_ms
+from cleave.simulator.kv_blocks import find_last_affordable_step
 from cleave.simulator.record_access import (
-    instance_at,
-    key_at,
-    points,
-    request_at,
-    slot_at,
-    stage_at,
+    get_heap_key,
+    get_instance,
+    get_points,
+    get_request,
+    get_slot,
+    get_stage,
 )
 from cleave.simulator.records import NONE, Record, State
 
 
-def start_pass(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
+def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
     """Start what slot `s` has gathered at `begin`.
 
     `is_alone`: no request can join before one of the members ends, so that a leap is possible.
     """
-    inst, slot = instance_at(state, i), slot_at(state, s)
-    first = find_pass_ms(state, inst, slot, slot.contexts) + slot.pulls
+    inst, slot = get_instance(state, i), get_slot(state, s)
+    first = predict_iteration_ms(state, inst, slot, slot.contexts) + slot.pulls
     slot.begin = begin
     slot.first = first
     slot.change = 0.0
-    slot.passes = 1
-    slot.finish = walk(state, i, slot) if inst.stages > 1 else begin + first
+    slot.iterations = 1
+    slot.finish = run_stages(state, i, slot) if inst.stages > 1 else begin + first
     # Pulls lengthen only the first iteration, so a series with pulls is not arithmetic.
     if is_alone and slot.tokens == 0 and slot.pulls == 0 and inst.in_flight == 0:
-        end = key_at(state, s * state.heap_size).value >> 32
-        end = find_last_step(state, inst, s, slot.steps + 1, end)
+        end = get_heap_key(state, s * state.heap_size).value >> 32
+        end = find_last_affordable_step(state, inst, s, slot.steps + 1, end)
         passes = end - slot.steps
         if passes > 1:
             contexts = slot.contexts + (passes - 1) * slot.rows
-            last = find_pass_ms(state, inst, slot, contexts)
-            slot.passes = passes
+            last = predict_iteration_ms(state, inst, slot, contexts)
+            slot.iterations = passes
             slot.change = (last - first) / (passes - 1)
             slot.finish = begin + passes * (first + last) / 2
     slot.next = NONE
     if inst.in_flight == 0:
         inst.oldest = s
     else:
-        slot_at(state, inst.newest).next = s
+        get_slot(state, inst.newest).next = s
     inst.newest = s
     inst.in_flight += 1
     if slot.decodes:
-        _note_first_pass(state, slot)
+        _record_first_iteration(state, slot)
 
 
-def find_pass_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
+def predict_iteration_ms(state: State, inst: Record, slot: Record, contexts: int) -> float:
     """ms of one iteration of the slot over all stages, with the sum of contexts `contexts`."""
-    ms = pass_ms(
+    ms = compute_iteration_ms(
         inst.prompt_step,
-        points(state, inst.prompt_table, inst.prompt_points),
+        get_points(state, inst.prompt_table, inst.prompt_points),
         inst.prompt_square,
-        points(state, inst.decode_table, inst.decode_points),
-        points(state, inst.context_table, inst.context_points),
+        get_points(state, inst.decode_table, inst.decode_points),
+        get_points(state, inst.context_table, inst.context_points),
         float(slot.tokens),
         float(slot.squares),
         slot.rows,
         float(contexts),
     )
-    return ms + (inst.stages - 1) * _find_hop_ms(inst, slot)
+    return ms + (inst.stages - 1) * _compute_hop_ms(inst, slot)
 
 
-def sum_passes(slot: Record, passes: int) -> float:
+def sum_leap_ms(slot: Record, passes: int) -> float:
     """Milliseconds of the first `passes` iterations of a leap."""
     return passes * slot.first + slot.change * (passes * (passes - 1) / 2)
 
 
-def find_busy_ms(inst: Record, slot: Record) -> float:
+def compute_busy_ms(inst: Record, slot: Record) -> float:
     """How long the first stage is busy with the iterations of a slot, in ms."""
-    passes = slot.passes
-    ms = sum_passes(slot, passes)
+    passes = slot.iterations
+    ms = sum_leap_ms(slot, passes)
     if inst.stages > 1:
-        hop = _find_hop_ms(inst, slot)
+        hop = _compute_hop_ms(inst, slot)
         ms = (ms - passes * (inst.stages - 1) * hop) / inst.stages + passes * hop
     return ms
 
@@ -93,60 +93,60 @@ def cut_leap(slot: Record, now: float) -> None:
     half = slot.first - slot.change / 2
     root = half * half + 2 * slot.change * elapsed
     divisor = half + math.sqrt(max(root, 0.0))
-    passes = slot.passes
+    passes = slot.iterations
     if divisor > 0:
-        passes = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.passes)))
-    while passes > 1 and sum_passes(slot, passes - 1) >= elapsed:
+        passes = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.iterations)))
+    while passes > 1 and sum_leap_ms(slot, passes - 1) >= elapsed:
         passes -= 1
-    while passes < slot.passes and sum_passes(slot, passes) < elapsed:
+    while passes < slot.iterations and sum_leap_ms(slot, passes) < elapsed:
         passes += 1
-    slot.passes = passes
-    slot.finish = slot.begin + sum_passes(slot, passes)
+    slot.iterations = passes
+    slot.finish = slot.begin + sum_leap_ms(slot, passes)
 
 
-def keep_last_pass(state: State, i: int, s: int) -> None:
+def reduce_to_last_iteration(state: State, i: int, s: int) -> None:
     """Reduce a leap to its last iteration, after all others have been accounted for."""
-    inst, slot = instance_at(state, i), slot_at(state, s)
-    before = slot.passes - 1
-    slot.begin += sum_passes(slot, before)
+    inst, slot = get_instance(state, i), get_slot(state, s)
+    before = slot.iterations - 1
+    slot.begin += sum_leap_ms(slot, before)
     slot.first += slot.change * before
     slot.change = 0.0
-    slot.passes = 1
+    slot.iterations = 1
     slot.rows = slot.batch
     slot.contexts = slot.context
     if inst.stages > 1:
         # The first iteration occupied the stages when the leap began; a later one does so now.
-        last = stage_at(state, i * state.max_stages + inst.stages - 1).value
-        slot.finish = walk(state, i, slot) if before > 0 else last
+        last = get_stage(state, i * state.max_stages + inst.stages - 1).value
+        slot.finish = run_stages(state, i, slot) if before > 0 else last
 
 
-def walk(state: State, i: int, slot: Record) -> float:
+def run_stages(state: State, i: int, slot: Record) -> float:
     """Run an iteration through all stages, each after the previous iteration; when it ends."""
-    inst = instance_at(state, i)
-    hop = _find_hop_ms(inst, slot)
+    inst = get_instance(state, i)
+    hop = _compute_hop_ms(inst, slot)
     stage = (slot.first - (inst.stages - 1) * hop) / inst.stages
     at = slot.begin
     last = inst.stages - 1
     for index in range(last):
-        at = max(at, stage_at(state, i * state.max_stages + index).value) + stage + hop
-        stage_at(state, i * state.max_stages + index).value = at
-    at = max(at, stage_at(state, i * state.max_stages + last).value) + stage
-    stage_at(state, i * state.max_stages + last).value = at
+        at = max(at, get_stage(state, i * state.max_stages + index).value) + stage + hop
+        get_stage(state, i * state.max_stages + index).value = at
+    at = max(at, get_stage(state, i * state.max_stages + last).value) + stage
+    get_stage(state, i * state.max_stages + last).value = at
     return at
 
 
-def _find_hop_ms(inst: Record, slot: Record) -> float:
+def _compute_hop_ms(inst: Record, slot: Record) -> float:
     if inst.stages == 1:
         return 0.0
     return inst.hop + inst.hop_token * (slot.tokens + slot.rows)
 
 
-def _note_first_pass(state: State, slot: Record) -> None:
+def _record_first_iteration(state: State, slot: Record) -> None:
     """Record decode start and first token of the members that decode for the first time."""
-    end = slot.begin + slot.first if slot.passes > 1 else slot.finish
+    end = slot.begin + slot.first if slot.iterations > 1 else slot.finish
     r = slot.fresh
     while r != NONE:
-        request = request_at(state, r)
+        request = get_request(state, r)
         if math.isnan(request.decode_start):
             request.decode_start = slot.begin
         if math.isnan(request.first_token):

@@ -5,7 +5,7 @@ A slot counts its members by the step, modulo the block size, at which that happ
 that the blocks of a thousand iterations can be computed without simulating them one by one.
 """
 
-from cleave.simulator.record_access import instance_at, phase_at, request_at, slot_at
+from cleave.simulator.record_access import get_instance, get_phase, get_request, get_slot
 from cleave.simulator.records import PREFILL, Record, State
 
 
@@ -16,16 +16,16 @@ def count_blocks(inst: Record, tokens: int) -> int:
     return -(-tokens // inst.block)
 
 
-def fits(state: State, i: int, r: int) -> bool:
+def fits_instance(state: State, i: int, r: int) -> bool:
     """Whether an empty instance `i` has the blocks for its part of request `r`."""
-    inst, request = instance_at(state, i), request_at(state, r)
+    inst, request = get_instance(state, i), get_request(state, r)
     # The last token's KV is never written.
     tokens = request.prompt if inst.role == PREFILL else request.prompt + request.output - 1
     blocks = -(-tokens // inst.block)
     return blocks <= inst.blocks and (inst.reserve == 0 or blocks <= inst.reserve <= inst.blocks)
 
 
-def hold(inst: Record, now: float, blocks: int, tokens: int) -> None:
+def change_usage(inst: Record, now: float, blocks: int, tokens: int) -> None:
     """Allocate `blocks` for `tokens` more tokens; negative amounts free them."""
     inst.kv_area += inst.kv_tokens * (now - inst.kv_at)
     inst.kv_at = now
@@ -39,22 +39,22 @@ def count_growth(state: State, inst: Record, s: int, start: int, end: int) -> in
     if inst.reserve or end <= start:
         return 0
     cycles = (end - start) // inst.block
-    blocks = cycles * slot_at(state, s).batch
+    blocks = cycles * get_slot(state, s).batch
     for step in range(start + cycles * inst.block, end):
-        blocks += phase_at(state, s * state.max_block + step % inst.block).value
+        blocks += get_phase(state, s * state.max_block + step % inst.block).value
     return blocks
 
 
-def find_last_step(state: State, inst: Record, s: int, start: int, end: int) -> int:
+def find_last_affordable_step(state: State, inst: Record, s: int, start: int, end: int) -> int:
     """The first step from `start` to `end` that lacks free blocks; `end` if none does."""
-    batch = slot_at(state, s).batch
+    batch = get_slot(state, s).batch
     if inst.reserve or batch * (-(-(end - start) // inst.block)) <= inst.free:
         return end
     cycles = inst.free // batch
     remaining = inst.free - cycles * batch
     step = start + cycles * inst.block
     while step < end:
-        remaining -= phase_at(state, s * state.max_block + step % inst.block).value
+        remaining -= get_phase(state, s * state.max_block + step % inst.block).value
         if remaining < 0:
             break
         step += 1

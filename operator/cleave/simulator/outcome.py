@@ -11,7 +11,7 @@ Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """Times in milliseconds since the start of the trace, one per request; nan: never reached.
 
     Instances are numbered in the fleet's order: prefill pools, decode pools, mixed pools.
@@ -35,9 +35,9 @@ class Outcome:
     """Where the prompt was computed; -1: nowhere (only decode pools, or never started)."""
     decode_instance: Counts
     """Where output tokens were generated; -1: nowhere. On a mixed instance both are equal."""
-    fate: Counts
-    """A `Fate` per request: whether it was served, or why not."""
-    instances: "Instances"
+    outcome: Counts
+    """A `RequestOutcome` per request: whether it was served, or why not."""
+    instances: "InstanceStatistics"
     num_flips: int = 0
     """Number of role changes of all instances."""
 
@@ -54,18 +54,18 @@ class Outcome:
         return tpot
 
     @property
-    def normalised_latency_ms(self) -> Times:
+    def normalized_latency_ms(self) -> Times:
         """(end - arrival) / output tokens (Orca; Vidur, section 7.2)."""
         latency: Times = (self.end_ms - self.arrival_ms) / self.output_tokens
         return latency
 
-    def attainment(self, ttft_ms: float, tpot_ms: float) -> float:
+    def compute_attainment(self, ttft_ms: float, tpot_ms: float) -> float:
         """Share of requests that meet both targets; unfinished requests meet neither."""
         met = (self.ttft_ms <= ttft_ms) & (self.tpot_ms <= tpot_ms)
         return float(np.count_nonzero(met)) / len(met)
 
 
-class Fate(IntEnum):
+class RequestOutcome(IntEnum):
     """How a request ended."""
 
     SERVED = 0
@@ -76,13 +76,13 @@ class Fate(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Instances:
+class InstanceStatistics:
     """One entry per instance, over the whole simulation."""
 
     busy_ms: Times
     """Time with an iteration running (with pipeline stages: on the first stage)."""
-    passes: Counts
-    decode_passes: Counts
+    iterations: Counts
+    decode_iterations: Counts
     """Iterations that contain decoding requests."""
     batch_peak: Counts
     """Largest number of requests that decoded in one iteration."""
@@ -92,7 +92,7 @@ class Instances:
     kv_token_ms: Times
     """Integral of the KV tokens held over time."""
     kv_peak_tokens: Counts
-    kv_left_tokens: Counts
+    kv_final_tokens: Counts
     """KV tokens still in use at the end; 0 unless requests were unfinished."""
     num_preemptions: Counts
     duration_ms: float
@@ -102,13 +102,13 @@ class Instances:
     def mean_batch(self) -> Times:
         """Mean number of decoding requests per decode iteration; nan if there was none."""
         with np.errstate(invalid="ignore"):
-            return np.asarray(self.decode_tokens / self.decode_passes, np.float64)
+            return np.asarray(self.decode_tokens / self.decode_iterations, np.float64)
 
-    def kv_usage(self, kv_capacity_tokens: Counts) -> Times:
+    def compute_kv_usage(self, kv_capacity_tokens: Counts) -> Times:
         """Mean share of the KV memory in use, given the capacity in tokens per instance."""
         return np.asarray(self.kv_token_ms / (kv_capacity_tokens * self.duration_ms), np.float64)
 
-    def mfu(self, flops_per_token: float, peak_flops: float | Times) -> Times:
+    def compute_mfu(self, flops_per_token: float, peak_flops: float | Times) -> Times:
         """Model FLOPs utilisation of each instance over the simulation (Vidur, section 5.2).
 
         `peak_flops`: per second, all GPUs of one instance; one figure, or one per instance.

@@ -8,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.policy.dispatch import RULES, TO_DECODE, TO_PREFILL, TO_WHOLE, is_by_score
-from cleave.policy.queue_model import NOMINAL_SUMS, NOMINAL_TOKEN_MS
-from cleave.policy.role_flipping import make_members
+from cleave.policy.queue_model import DEFAULT_SUMS, DEFAULT_TOKEN_MS
+from cleave.policy.role_flipping import build_members
 from cleave.simulator import records
 from cleave.simulator.errors import SimulationError
-from cleave.simulator.fleet import Batching, Engine, Fleet
-from cleave.simulator.role_flipping import PERIOD_MS
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet
+from cleave.simulator.role_flipping import CHECK_PERIOD_MS
 from cleave.simulator.validation import check_engine, check_fleet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedFleet:
     """A fleet as arrays for the compiled code; simulations copy what they change."""
 
-    fleet: Fleet
+    fleet: SimulatedFleet
     instances: records.Records
     slots: records.Records
     state: records.Records
@@ -35,7 +35,7 @@ class Prepared:
     members: records.Records
 
 
-def prepare(fleet: Fleet) -> Prepared:
+def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
     """Validate a fleet and convert it to arrays. Raises SimulationError."""
     roles = ((records.PREFILL, fleet.prefill), (records.DECODE, fleet.decode))
     pools = [(role, pool) for role, some in (*roles, (records.MIXED, fleet.mixed)) for pool in some]
@@ -44,32 +44,32 @@ def prepare(fleet: Fleet) -> Prepared:
     for _, pool in pools:
         check_engine(pool.engine)
     check_fleet(fleet)
-    tables = _Tables()
-    kinds = [_lay_out_engine(role, pool.engine, tables) for role, pool in pools]
+    tables = _PointTable()
+    kinds = [_build_instance(role, pool.engine, tables) for role, pool in pools]
     instances = np.concatenate(
         [np.repeat(kind, pool.replicas) for kind, (_, pool) in zip(kinds, pools, strict=True)]
     )
     stages = instances["stages"]
     instances["first_slot"] = np.cumsum(stages) - stages
     slots = np.zeros(int(stages.sum()), records.SLOT)
-    for name in ("oldest", "youngest", "prompts", "fresh", "next"):
+    for name in ("oldest", "youngest", "first_prompt", "fresh", "next"):
         slots[name] = records.NONE
-    return Prepared(
+    return PreparedFleet(
         fleet,
         instances,
         slots,
-        _lay_out_state(fleet, instances),
+        _build_state(fleet, instances),
         int(np.minimum(instances["max_seqs"], instances["blocks"]).max()),
         int(instances["block"].max()),
         int(stages.max()),
         np.array(tables.points),
-        _lay_out_scores(instances),
-        _lay_out_tree(len(instances)),
-        _lay_out_members(instances["role"]),
+        _build_scores(instances),
+        _build_tree(len(instances)),
+        _build_members(instances["role"]),
     )
 
 
-class _Tables:
+class _PointTable:
     """Points of latency models, one after another."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Tables:
         return start, len(points)
 
 
-def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> records.Records:
+def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> records.Records:
     row = np.zeros(1, records.INSTANCE)
     timing = engine.timing
     blocks = engine.kv_capacity_tokens // engine.kv_block_size
@@ -107,12 +107,12 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> records.Recor
         "sched_batch": engine.prefill_sched_batch,
         "stages": timing.stages,
         "partial": records.NONE,
-        "booked_first": records.NONE,
-        "token_ms": NOMINAL_TOKEN_MS,
-        "safe_token_ms": NOMINAL_TOKEN_MS,
+        "first_assigned": records.NONE,
+        "token_ms": DEFAULT_TOKEN_MS,
+        "upper_token_ms": DEFAULT_TOKEN_MS,
     }
-    sums = (name for name in row.dtype.names or () if name.startswith("learnt_"))
-    values |= zip(sums, NOMINAL_SUMS, strict=True)
+    sums = (name for name in row.dtype.names or () if name.startswith("sum_"))
+    values |= zip(sums, DEFAULT_SUMS, strict=True)
     values["prompt_table"], values["prompt_points"] = prompt
     values["decode_table"], values["decode_points"] = decode
     values["context_table"], values["context_points"] = context
@@ -124,7 +124,7 @@ def _lay_out_engine(role: int, engine: Engine, tables: _Tables) -> records.Recor
     return row
 
 
-def _lay_out_state(fleet: Fleet, instances: records.Records) -> records.Records:
+def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.Records:
     row = np.zeros(1, records.STATE)
     transfer = fleet.transfer
     role, rule = instances["role"], RULES[fleet.dispatch]
@@ -135,7 +135,7 @@ def _lay_out_state(fleet: Fleet, instances: records.Records) -> records.Records:
         "is_by_score": is_by_score(rule),
         "is_deferred": fleet.defers_dispatch,
         "dispatch_ms": fleet.dispatch_ms,
-        "whole_below": fleet.whole_below_tokens,
+        "short_prompt_tokens": fleet.short_prompt_tokens,
         "latency": transfer.latency_ms,
         "token": transfer.token_ms,
         "overlapped_token": transfer.overlapped_token_ms,
@@ -151,18 +151,22 @@ def _lay_out_state(fleet: Fleet, instances: records.Records) -> records.Records:
         "max_block": instances["block"].max(),
         "max_stages": instances["stages"].max(),
     }
-    values["look"] = math.inf
+    values["next_flip_check"] = math.inf
     if fleet.flipping is not None:
         thresholds = fleet.flipping
-        values |= {"look": PERIOD_MS, "wait": thresholds.wait_ms, "full": thresholds.full}
+        values |= {
+            "next_flip_check": CHECK_PERIOD_MS,
+            "wait": thresholds.wait_ms,
+            "full": thresholds.full_usage,
+        }
         values |= {
             "rise": thresholds.rise_ms,
             "calm": thresholds.calm_ms,
             "idle": thresholds.idle_ms,
         }
         values |= {"min_prefill": thresholds.min_prefill, "min_decode": thresholds.min_decode}
-    if fleet.packing is not None:
-        packing = fleet.packing
+    if fleet.best_fit is not None:
+        packing = fleet.best_fit
         for name in ("k1", "c1", "k2", "c2", "c3"):
             values[name] = getattr(packing.coefficients, name)
         values |= {"ttft_ms": packing.ttft_ms, "tpot_ms": packing.tpot_ms}
@@ -172,7 +176,7 @@ def _lay_out_state(fleet: Fleet, instances: records.Records) -> records.Records:
     return row
 
 
-def _lay_out_scores(instances: records.Records) -> NDArray[np.float64]:
+def _build_scores(instances: records.Records) -> NDArray[np.float64]:
     role = instances["role"]
     scores = np.zeros((records.NUM_COLUMNS, len(role)))
     scores[records.ROOM] = instances["blocks"] * instances["block"]
@@ -182,9 +186,9 @@ def _lay_out_scores(instances: records.Records) -> NDArray[np.float64]:
     return scores
 
 
-def _lay_out_members(roles: NDArray[np.int64]) -> records.Records:
-    members = make_members(len(roles))
-    members["home"] = members["role"] = roles
+def _build_members(roles: NDArray[np.int64]) -> records.Records:
+    members = build_members(len(roles))
+    members["configured_role"] = members["role"] = roles
     members["is_open"] = 1
     return members
 
@@ -193,7 +197,7 @@ def _count_leaves(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _lay_out_tree(count: int) -> NDArray[np.int64]:
+def _build_tree(count: int) -> NDArray[np.int64]:
     leaves = _count_leaves(count)
     tree = np.full(2 * leaves, records.NONE, np.int64)
     tree[leaves : leaves + count] = range(count)

@@ -18,62 +18,62 @@ from cleave.simulator import records
 from cleave.simulator.records import Record, State
 
 
-def request_at(state: State, row: int) -> Record:
+def get_request(state: State, row: int) -> Record:
     """The REQUEST in that row."""
     raise NotImplementedError
 
 
-def instance_at(state: State, row: int) -> Record:
+def get_instance(state: State, row: int) -> Record:
     """The INSTANCE in that row."""
     raise NotImplementedError
 
 
-def slot_at(state: State, row: int) -> Record:
+def get_slot(state: State, row: int) -> Record:
     """The SLOT in that row."""
     raise NotImplementedError
 
 
-def queue_at(state: State, row: int) -> Record:
+def get_queue(state: State, row: int) -> Record:
     """The QUEUE in that row."""
     raise NotImplementedError
 
 
-def pull_at(state: State, row: int) -> Record:
+def get_pull(state: State, row: int) -> Record:
     """The PULL in that row of the heap of transfers in progress."""
     raise NotImplementedError
 
 
-def key_at(state: State, row: int) -> Record:
+def get_heap_key(state: State, row: int) -> Record:
     """The key in that row of the members' heaps."""
     raise NotImplementedError
 
 
-def phase_at(state: State, row: int) -> Record:
+def get_phase(state: State, row: int) -> Record:
     """The number of members in that row of `phases`, see `kv_blocks`."""
     raise NotImplementedError
 
 
-def stage_at(state: State, row: int) -> Record:
+def get_stage(state: State, row: int) -> Record:
     """When the pipeline stage in that row is free, in ms."""
     raise NotImplementedError
 
 
-def node_at(state: State, row: int) -> Record:
+def get_node(state: State, row: int) -> Record:
     """The instance at that node of the tournament tree."""
     raise NotImplementedError
 
 
-def score_at(state: State, row: int) -> Record:
+def get_score(state: State, row: int) -> Record:
     """The score in that row."""
     raise NotImplementedError
 
 
-def points(state: State, start: int, count: int) -> Any:
+def get_points(state: State, start: int, count: int) -> Any:
     """`count` points of the latency models, from `start` on."""
     raise NotImplementedError
 
 
-def scores(state: State, start: int, count: int) -> Any:
+def get_scores(state: State, start: int, count: int) -> Any:
     """`count` of the scores that dispatch compares; those of one column lie together."""
     raise NotImplementedError
 
@@ -83,17 +83,17 @@ def amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
     raise NotImplementedError
 
 
-def scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
+def get_scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
     """`count` numbers of the scratch memory."""
     raise NotImplementedError
 
 
-def members(state: State, start: int, count: int) -> NDArray[np.void]:
+def get_members(state: State, start: int, count: int) -> NDArray[np.void]:
     """`count` MEMBER records, the instances as the role-flipping policy sees them."""
     raise NotImplementedError
 
 
-def watch(state: State, start: int, count: int) -> NDArray[np.void]:
+def get_pressure_history(state: State, start: int, count: int) -> NDArray[np.void]:
     """`count` WATCH records: since when each side has been under pressure or relieved."""
     raise NotImplementedError
 
@@ -105,22 +105,28 @@ def build_intrinsics() -> dict[Any, Any]:
 
     _add_methods()
     return {
-        request_at: _rows_of("requests", records.REQUEST),
-        instance_at: _rows_of("instances", records.INSTANCE),
-        slot_at: _rows_of("slots", records.SLOT),
-        queue_at: _rows_of("queues", records.QUEUE),
-        pull_at: _rows_of("pulls", records.PULL),
-        key_at: _rows_of("heaps", records.NUMBER),
-        phase_at: _rows_of("phases", records.NUMBER),
-        stage_at: _rows_of("stages", records.TIME),
-        node_at: _rows_of("tree", records.NUMBER),
-        score_at: _rows_of("scores", records.TIME),
-        points: _slices_of("tables", types.float64),
-        scores: _slices_of("scores", types.float64),
-        amounts: _slices_of("scratch", types.float64),
-        scratch: _slices_of("scratch", types.int64),
-        members: _slices_of("members", numba.from_dtype(records.MEMBER), records.MEMBER.itemsize),
-        watch: _slices_of("watch", numba.from_dtype(records.WATCH), records.WATCH.itemsize),
+        get_request: _build_row_intrinsic("requests", records.REQUEST),
+        get_instance: _build_row_intrinsic("instances", records.INSTANCE),
+        get_slot: _build_row_intrinsic("slots", records.SLOT),
+        get_queue: _build_row_intrinsic("queues", records.QUEUE),
+        get_pull: _build_row_intrinsic("pulls", records.PULL),
+        get_heap_key: _build_row_intrinsic("heaps", records.NUMBER),
+        get_phase: _build_row_intrinsic("phases", records.NUMBER),
+        get_stage: _build_row_intrinsic("stages", records.TIME),
+        get_node: _build_row_intrinsic("tree", records.NUMBER),
+        get_score: _build_row_intrinsic("scores", records.TIME),
+        get_points: _build_slice_intrinsic("tables", types.float64),
+        get_scores: _build_slice_intrinsic("scores", types.float64),
+        amounts: _build_slice_intrinsic("scratch", types.float64),
+        get_scratch: _build_slice_intrinsic("scratch", types.int64),
+        get_members: _build_slice_intrinsic(
+            "members", numba.from_dtype(records.MEMBER), records.MEMBER.itemsize
+        ),
+        get_pressure_history: _build_slice_intrinsic(
+            "pressure_history",
+            numba.from_dtype(records.PRESSURE_HISTORY),
+            records.PRESSURE_HISTORY.itemsize,
+        ),
     }
 
 
@@ -134,7 +140,7 @@ def _add_methods() -> None:
     overload_method(types.Array, "find_least", strict=False)(lambda scores: find_least)
 
 
-def _rows_of(name: str, dtype: Any) -> Any:
+def _build_row_intrinsic(name: str, dtype: Any) -> Any:
     """(state, row) -> the record in that row of the array whose address is in field `name`."""
     import numba
     from numba import types
@@ -147,14 +153,14 @@ def _rows_of(name: str, dtype: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             target = context.get_value_type(signature.return_type)
             pointer, index = values
-            return _point(context, builder, pointer, index, name, dtype.itemsize, target)
+            return _emit_pointer(context, builder, pointer, index, name, dtype.itemsize, target)
 
         return record(state, types.int64), generate
 
     return row_at
 
 
-def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
+def _build_slice_intrinsic(name: str, item: Any, itemsize: int = 8) -> Any:
     """(state, start, count) -> a view of those items of the array whose address is in `name`."""
     from numba import types
     from numba.extending import intrinsic
@@ -169,7 +175,7 @@ def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
             size = context.get_constant(types.intp, itemsize)
             target = context.get_data_type(item).as_pointer()
             array = make_array(array_type)(context, builder)
-            data = _point(context, builder, pointer, start, name, itemsize, target)
+            data = _emit_pointer(context, builder, pointer, start, name, itemsize, target)
             populate_array(array, data, [count], [size], size, None)
             return array._getvalue()
 
@@ -178,7 +184,7 @@ def _slices_of(name: str, item: Any, itemsize: int = 8) -> Any:
     return slice_at
 
 
-def _point(
+def _emit_pointer(
     context: Any, builder: Any, state: Any, row: Any, name: str, itemsize: int, target: Any
 ) -> Any:
     """Emit code for a pointer: the address in field `name` of `state`, plus `row` items."""

@@ -17,7 +17,7 @@ from cleave.policy.role_flipping import DECODE as DECODE
 from cleave.policy.role_flipping import MEMBER as MEMBER
 from cleave.policy.role_flipping import MIXED as MIXED
 from cleave.policy.role_flipping import PREFILL as PREFILL
-from cleave.policy.role_flipping import WATCH as WATCH
+from cleave.policy.role_flipping import PRESSURE_HISTORY as PRESSURE_HISTORY
 
 NONE = -1
 """No row."""
@@ -25,7 +25,7 @@ NONE = -1
 PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, NUM_COLUMNS = 3, 4, 5, 6, 7
 """Columns of scores behind those for TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
 
-HAND_OFFS, PROMPTS = 1, 2
+HANDOFFS, PROMPTS = 1, 2
 """Bit flags: which central queues have a new head."""
 
 Record = Any
@@ -34,82 +34,83 @@ Record = Any
 Records = NDArray[np.void]
 
 
-def _dtype(floats: str, integers: str) -> np.dtype[np.void]:
+def _build_dtype(floats: str, integers: str) -> np.dtype[np.void]:
     fields = [(name, np.float64) for name in floats.split()]
     return np.dtype(fields + [(name, np.int64) for name in integers.split()])
 
 
-REQUEST = _dtype(
+REQUEST = _build_dtype(
     "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end",
-    # made: output tokens generated when the request last joined a batch or a queue.
-    # todo, computed: tokens whose KV must be computed (again after a preemption), and is computed.
-    # is_pulled: its KV comes from a prefill instance and has not arrived yet.
-    # end_step: the step of its slot after which it ends.
-    # next: link in a queue, or in a slot's list of prompts; older, younger: links among members.
-    # predicted: output tokens that dispatch and admission assume.
-    # later, earlier: links in the decode instance's list of assigned requests.
-    "predicted later earlier "
-    "prompt output made todo computed is_pulled end_step next older younger "
-    "prefill decode preemptions fate",
+    # generated: output tokens generated when the request last joined a batch or a queue.
+    # to_compute, computed: tokens whose KV must be computed (again after a preemption), and is
+    # computed. is_pulled: its KV comes from a prefill instance and has not arrived yet. end_step:
+    # the step of its slot after which it ends. next: link in a queue, or in a slot's list of
+    # prompts; older, younger: links among members. predicted: output tokens that dispatch and
+    # admission assume. next_assigned, previous_assigned: links in the decode instance's list of
+    # assigned requests.
+    "predicted next_assigned previous_assigned "
+    "prompt output generated to_compute computed is_pulled end_step next older younger "
+    "prefill decode preemptions outcome",
 )
 """One request. Times in ms, nan until reached."""
 
-QUEUE = _dtype("", "head tail size")
+QUEUE = _build_dtype("", "head tail size")
 """Requests linked by `next`."""
 
-SLOT = _dtype(
+SLOT = _build_dtype(
     # A leap is a series of decode iterations that is simulated in one event.
     # first, change: ms of the leap's first iteration, and by how much each later one is longer.
     # pulls: ms by which transfers that begin with the iteration lengthen it.
     "begin finish first change pulls",
     # batch, context: members, and the sum of their contexts in the next decode iteration.
-    # steps: decode iterations completed; passes: iterations in flight (0: the slot is idle).
+    # steps: decode iterations completed; iterations: iterations in flight (0: the slot is idle).
     # decodes: whether members take part; oldest, youngest: ends of the list of members.
-    # prompts, last_prompt: list of the prompts that end in the iteration.
+    # first_prompt, last_prompt: list of the first_prompt that end in the iteration.
     # fresh: list of the members that have not decoded yet; next: the slot that started after it.
     # tokens, squares, rows, contexts: what the iteration computes.
-    "batch context steps passes decodes oldest youngest prompts fresh next "
+    "batch context steps iterations decodes oldest youngest first_prompt fresh next "
     "last_prompt tokens squares rows contexts",
 )
 """One micro-batch of an instance; an instance has as many slots as pipeline stages."""
 
-INSTANCE = _dtype(
+INSTANCE = _build_dtype(
     # Constants of the engine:
     "prompt_step prompt_square hop hop_token "
     # next, wake: of its next event and of an idle slot; link: when its transfers are through;
-    # prompt_book, resident_book: what the router counts, in tokens;
-    # learnt*, *_ms: its `policy.queue_model.Queue`; kv_at, kv_area: integral.
-    "next wake link prompt_book resident_book context_book since_ms prompt_ms token_ms "
-    "safe_token_ms learnt_passes learnt_prompts learnt_tokens learnt_inverses learnt_ms "
-    "learnt_rates learnt_squares learnt_last learnt_last_ms turn kv_at kv_area busy",
+    # pending_prompt_tokens, resident_tokens: what the router counts, in tokens;
+    # learnt*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral.
+    "next wake link pending_prompt_tokens resident_tokens weighted_context head_started_ms prompt_ms token_ms "
+    "upper_token_ms sum_iterations sum_prompts sum_tokens sum_inverses sum_ms "
+    "sum_rates sum_squares sum_last_tokens sum_last_ms last_pick kv_at kv_area busy",
     # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
-    # decode there with long outputs, of `booked`; booked_first: the list of these.
-    "requests waiting heavy booked booked_first "
+    # decode there with long outputs, of `num_assigned`; first_assigned: the list of these.
+    "requests waiting heavy num_assigned first_assigned "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "prompt_table prompt_points decode_table decode_points context_table context_points "
     # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
     "first_slot in_flight oldest newest partial free running window "
-    "kv_tokens kv_peak passes decode_passes batch_peak prompt_tokens decode_tokens preemptions",
+    "kv_tokens kv_peak iterations decode_iterations batch_peak prompt_tokens decode_tokens preemptions",
 )
 """One instance."""
 
-PULL = _dtype("time", "order request")
+PULL = _build_dtype("time", "order request")
 """A KV transfer in progress; the array is a heap by (time, order)."""
 
-NUMBER = _dtype("", "value")
-TIME = _dtype("value", "")
+NUMBER = _build_dtype("", "value")
+TIME = _build_dtype("value", "")
 
-STATE = _dtype(
-    # look: ms of the next role-flip check, inf: roles are fixed; wait .. idle: flip thresholds.
+STATE = _build_dtype(
+    # next_flip_check: ms of the next role-flip check, inf: roles are fixed; wait .. idle: flip
+    # thresholds.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
-    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta look wait full rise calm idle",
+    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait full rise calm idle",
     # counts, *_pick: the rule of policy.dispatch, is_by_score: whether it takes the least score,
     # is_deferred: whether requests wait centrally instead; offered: central queues that have
-    # another head; is_foretold: outputs are predicted, not known.
-    "whole_below counts prefill_pick decode_pick is_by_score is_deferred overlap_from is_shared "
-    "is_foretold first_by_decode has_prefill "
-    "has_decode random turn num_pulls pull_order offered events max_events "
+    # another head; is_predicted: outputs are predicted, not known.
+    "short_prompt_tokens counts prefill_pick decode_pick is_by_score is_deferred overlap_from is_shared "
+    "is_predicted first_by_decode has_prefill "
+    "has_decode random num_picks num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips "
     # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
@@ -120,9 +121,9 @@ STATE = _dtype(
     # instance): what policy.dispatch compares. tree: tournament over the instances' next events,
     # the winner at 1, instance i at num_leaves + i.
     # scratch: two numbers for each request and one more.
-    # members, watch: what policy.pooling looks at.
+    # members, pressure_history: what policy.pooling looks at.
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
-    "watch",
+    "pressure_history",
 )
 """Everything that a simulation reads and writes."""
 

@@ -7,39 +7,51 @@ has. And hours may lie between two requests, so checks that cannot find a change
 
 import math
 
-from cleave.policy.role_flipping import NONE, Terms, decide, find_next_ms, find_present, take
-from cleave.simulator.completion import interrupt
-from cleave.simulator.dispatch import score
-from cleave.simulator.event_tree import set_next
-from cleave.simulator.record_access import instance_at, members, score_at, watch
+from cleave.policy.role_flipping import (
+    NONE,
+    FlipThresholds,
+    compute_computed_share,
+    compute_next_check_ms,
+    decide,
+    record_role,
+)
+from cleave.simulator.completion import interrupt_leap
+from cleave.simulator.dispatch import update_scores
+from cleave.simulator.event_tree import schedule_next
+from cleave.simulator.record_access import (
+    get_instance,
+    get_members,
+    get_pressure_history,
+    get_score,
+)
 from cleave.simulator.records import State
 
-PERIOD_MS = 1_000.0
+CHECK_PERIOD_MS = 1_000.0
 
 
-def look(state: State, now: float, until: float) -> bool:
+def check_flip(state: State, now: float, until: float) -> bool:
     """Apply the decision of `policy.role_flipping` at once; whether a role was changed.
 
     `until`: time of the next event, before which nothing else changes.
     """
-    state.look = now + PERIOD_MS
-    if state.look == now:
+    state.next_flip_check = now + CHECK_PERIOD_MS
+    if state.next_flip_check == now:
         # After some 300,000 years, float64 milliseconds no longer resolve a second.
-        state.look = math.inf
+        state.next_flip_check = math.inf
     count = state.num_instances
-    fleet_members = members(state, 0, count)
+    fleet_members = get_members(state, 0, count)
     resident, pending = 0.0, 0.0
     for i in range(count):
-        resident += instance_at(state, i).resident_book
-        pending += instance_at(state, i).prompt_book
-    present = find_present(resident, pending)
+        resident += get_instance(state, i).resident_tokens
+        pending += get_instance(state, i).pending_prompt_tokens
+    present = compute_computed_share(resident, pending)
     for i in range(count):
-        inst, member = instance_at(state, i), fleet_members[i]
-        pending_ms = inst.waiting * inst.prompt_ms + inst.prompt_book * inst.token_ms
-        worked_ms = now - inst.since_ms if inst.prompt_book > 0 else 0.0
+        inst, member = get_instance(state, i), fleet_members[i]
+        pending_ms = inst.waiting * inst.prompt_ms + inst.pending_prompt_tokens * inst.token_ms
+        worked_ms = now - inst.head_started_ms if inst.pending_prompt_tokens > 0 else 0.0
         member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
-        member["use"] = present * inst.resident_book / (inst.blocks * inst.block)
-    thresholds = Terms(
+        member["use"] = present * inst.resident_tokens / (inst.blocks * inst.block)
+    thresholds = FlipThresholds(
         state.wait,
         state.full,
         state.rise,
@@ -48,25 +60,32 @@ def look(state: State, now: float, until: float) -> bool:
         state.min_prefill,
         state.min_decode,
     )
-    i, role = decide(fleet_members, watch(state, 0, 2), thresholds, now)
+    i, role = decide(fleet_members, get_pressure_history(state, 0, 2), thresholds, now)
     if i == NONE:
         # One period earlier than necessary, so that rounding cannot matter.
-        earliest = min(until, find_next_ms(fleet_members, watch(state, 0, 2), thresholds, now))
-        state.look = max(state.look, (earliest // PERIOD_MS - 1.0) * PERIOD_MS)
+        earliest = min(
+            until,
+            compute_next_check_ms(
+                fleet_members, get_pressure_history(state, 0, 2), thresholds, now
+            ),
+        )
+        state.next_flip_check = max(
+            state.next_flip_check, (earliest // CHECK_PERIOD_MS - 1.0) * CHECK_PERIOD_MS
+        )
         return False
-    take(fleet_members, i, role, now)
+    record_role(fleet_members, i, role, now)
     state.num_flips += 1
-    _flip(state, i, role, now)
+    _change_role(state, i, role, now)
     return True
 
 
-def _flip(state: State, i: int, role: int, now: float) -> None:
+def _change_role(state: State, i: int, role: int, now: float) -> None:
     """Set the role and recompute the instance's scores, which open or close it for each use."""
     # From its next iteration on it may sort its waiting prompts.
-    interrupt(state, i, now, False)
-    set_next(state, i)
-    instance_at(state, i).role = role
+    interrupt_leap(state, i, now, False)
+    schedule_next(state, i)
+    get_instance(state, i).role = role
     count = state.num_instances
     for use in range(3):
-        score_at(state, use * count + i).value = math.inf
-    score(state, i)
+        get_score(state, use * count + i).value = math.inf
+    update_scores(state, i)

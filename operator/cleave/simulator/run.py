@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.policy.role_flipping import make_watch
+from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
-from cleave.simulator.fleet import Fleet
-from cleave.simulator.outcome import Instances, Outcome
-from cleave.simulator.prepared_fleet import Prepared as Prepared
-from cleave.simulator.prepared_fleet import prepare as prepare
+from cleave.simulator.fleet import SimulatedFleet
+from cleave.simulator.outcome import InstanceStatistics, SimulationResult
+from cleave.simulator.prepared_fleet import PreparedFleet as PreparedFleet
+from cleave.simulator.prepared_fleet import prepare_fleet as prepare_fleet
 from cleave.simulator.trace import Trace
 from cleave.simulator.validation import check_trace
 
-_EVENTS_PER_TOKEN = 64
+_MAX_EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
 
 
-def simulate(fleet: "Fleet | Prepared", trace: Trace, seed: int = 0) -> Outcome:
+def simulate(
+    fleet: "SimulatedFleet | PreparedFleet", trace: Trace, seed: int = 0
+) -> SimulationResult:
     """Serve `trace` from an empty fleet until the last request has ended.
 
     `seed` matters only to random dispatch; equal arguments give equal results. Raises
@@ -33,17 +35,17 @@ def simulate(fleet: "Fleet | Prepared", trace: Trace, seed: int = 0) -> Outcome:
     loads the compiled code (a fraction of a second); the first one after a change compiles it
     (seconds).
     """
-    prepared = fleet if isinstance(fleet, Prepared) else prepare(fleet)
-    requests, instances, state = _run(prepared, trace, seed)
-    return _to_outcome(requests, instances, state)
+    prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
+    requests, instances, state = _run_compiled(prepared, trace, seed)
+    return _build_result(requests, instances, state)
 
 
-def measure(
-    fleet: "Fleet | Prepared", trace: Trace, seed: int = 0
+def measure_latencies(
+    fleet: "SimulatedFleet | PreparedFleet", trace: Trace, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(TTFT, TPOT) of each request in ms, as in the result of `simulate`, which takes longer."""
-    prepared = fleet if isinstance(fleet, Prepared) else prepare(fleet)
-    requests, _, _ = _run(prepared, trace, seed)
+    prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
+    requests, _, _ = _run_compiled(prepared, trace, seed)
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
     return first - requests["arrival"], (requests["end"] - first) / gaps
@@ -57,27 +59,27 @@ def is_compiled() -> bool:
     return compiler.is_compiled(run_events)
 
 
-def _run(
-    prepared: Prepared, trace: Trace, seed: int
+def _run_compiled(
+    prepared: PreparedFleet, trace: Trace, seed: int
 ) -> tuple[records.Records, records.Records, records.Records]:
     arrays, state = lay_out(prepared, trace, seed)
-    _load()(state)
+    _load_compiled()(state)
     return arrays["requests"], arrays["instances"], state
 
 
 def lay_out(
-    prepared: Prepared, trace: Trace, seed: int
+    prepared: PreparedFleet, trace: Trace, seed: int
 ) -> tuple[dict[str, NDArray[Any]], records.Records]:
     """What a simulation works on: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
     requests = np.zeros(len(trace), records.REQUEST)
     requests["arrival"] = trace.arrival_ms
     requests["prompt"] = trace.prompt_tokens
-    requests["todo"] = trace.prompt_tokens
+    requests["to_compute"] = trace.prompt_tokens
     requests["output"] = trace.output_tokens
     predicted = trace.predicted_tokens
     requests["predicted"] = trace.output_tokens if predicted is None else predicted
-    for name in _UNREACHED:
+    for name in _TIME_FIELDS:
         requests[name] = np.nan
     requests["prefill"] = requests["decode"] = records.NONE
     instances, slots = prepared.instances.copy(), prepared.slots.copy()
@@ -100,21 +102,21 @@ def lay_out(
         "pulls": np.empty(len(trace), records.PULL),
         "scratch": np.empty(2 * (len(trace) + 1), np.int64),
         "members": prepared.members.copy(),
-        "watch": make_watch(),
+        "pressure_history": build_pressure_history(),
     }
     state = prepared.state.copy()
     tokens = int(trace.prompt_tokens.sum() + trace.output_tokens.sum())
-    state["max_events"] = _EVENTS_PER_TOKEN * (tokens + len(trace))
+    state["max_events"] = _MAX_EVENTS_PER_TOKEN * (tokens + len(trace))
     state["random"] = 1 + (seed * 2_654_435_761 + 12_345) % 2_147_483_645
     state["num_requests"] = len(trace)
-    state["is_foretold"] = predicted is not None
+    state["is_predicted"] = predicted is not None
     state["heap_size"] = batch
     for name, array in arrays.items():
         state[name] = array.ctypes.data
     return arrays, state
 
 
-_UNREACHED = (
+_TIME_FIELDS = (
     "prefill_start",
     "prefill_end",
     "transfer_start",
@@ -126,7 +128,7 @@ _UNREACHED = (
 
 
 @functools.cache
-def _load() -> Callable[..., None]:
+def _load_compiled() -> Callable[..., None]:
     from cleave.simulator.events import run_events
 
     return compile_loop(run_events)
@@ -143,11 +145,11 @@ def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
     return compile_function(function, build_intrinsics() | own)
 
 
-def _to_outcome(
+def _build_result(
     requests: records.Records,
     instances: records.Records,
     state: records.Records,
-) -> Outcome:
+) -> SimulationResult:
     def column(name: str, of: records.Records = requests) -> Any:  # noqa: ANN401
         return np.ascontiguousarray(of[name])
 
@@ -156,7 +158,7 @@ def _to_outcome(
     prefill, decode = column("prefill"), column("decode")
     if state["has_prefill"][0]:
         prefill = np.where(prefill == records.NONE, decode, prefill)
-    return Outcome(
+    return SimulationResult(
         arrival_ms=column("arrival"),
         prefill_start_ms=column("prefill_start"),
         prefill_end_ms=column("prefill_end"),
@@ -169,17 +171,17 @@ def _to_outcome(
         num_preemptions=column("preemptions"),
         prefill_instance=prefill,
         decode_instance=decode,
-        fate=column("fate"),
-        instances=Instances(
+        outcome=column("outcome"),
+        instances=InstanceStatistics(
             busy_ms=column("busy", instances),
-            passes=column("passes", instances),
-            decode_passes=column("decode_passes", instances),
+            iterations=column("iterations", instances),
+            decode_iterations=column("decode_iterations", instances),
             batch_peak=column("batch_peak", instances),
             prompt_tokens=column("prompt_tokens", instances),
             decode_tokens=column("decode_tokens", instances),
             kv_token_ms=area,
             kv_peak_tokens=column("kv_peak", instances),
-            kv_left_tokens=column("kv_tokens", instances),
+            kv_final_tokens=column("kv_tokens", instances),
             num_preemptions=column("preemptions", instances),
             duration_ms=end,
         ),

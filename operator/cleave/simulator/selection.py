@@ -9,11 +9,11 @@ import math
 
 from cleave.policy.admission import sort_by_left
 from cleave.policy.best_fit import (
+    compute_context_weight,
+    compute_saved_ms,
     find_best_fit,
-    find_saved_ms,
     keeps_running,
     measure_fullness,
-    weigh_context,
 )
 from cleave.policy.dispatch import (
     FULLEST,
@@ -23,78 +23,80 @@ from cleave.policy.dispatch import (
     TO_WHOLE,
     Scores,
     choose_least_pair,
-    choose_pair,
     computes_short,
     find_least,
     find_slot,
+    select_pair,
 )
 from cleave.policy.output_length import guess_progress
-from cleave.simulator.record_access import amounts, instance_at, request_at, scores
+from cleave.simulator.record_access import amounts, get_instance, get_request, get_scores
 from cleave.simulator.records import FULLNESS, HEAVINESS, PENDING_PROMPT, ROOM, State
 
 
-def choose(state: State, r: int) -> tuple[int, int]:
+def select_instances(state: State, r: int) -> tuple[int, int]:
     """(prefill, decode) instance of a request; NONE: a phase not needed, or done by the other."""
     count = state.num_instances
     if state.has_prefill and state.has_decode:
-        decode = scores(state, TO_DECODE * count, count)
-        pending_prompt = scores(state, PENDING_PROMPT * count, count)
+        decode = get_scores(state, TO_DECODE * count, count)
+        pending_prompt = get_scores(state, PENDING_PROMPT * count, count)
         if state.is_by_score:
-            prefill = scores(state, TO_PREFILL * count, count)
-            mixed = scores(state, TO_WHOLE * count, count)
+            prefill = get_scores(state, TO_PREFILL * count, count)
+            mixed = get_scores(state, TO_WHOLE * count, count)
             return choose_least_pair(prefill, decode, mixed, pending_prompt)
-        return choose_pair(state, r, decode, pending_prompt)
+        return select_pair(state, r, decode, pending_prompt)
     if state.has_prefill:
         return find(state, TO_PREFILL, r, NONE), NONE
     return NONE, find(state, TO_DECODE, r, NONE)
 
 
-def choose_short(state: State, r: int) -> int:
+def select_for_short_prompt(state: State, r: int) -> int:
     """A decode instance that computes a short prompt itself; NONE: none does."""
     count = state.num_instances
-    i = _find_in(state, scores(state, TO_DECODE * count, count), TO_WHOLE, r)
+    i = _find_in(state, get_scores(state, TO_DECODE * count, count), TO_WHOLE, r)
     if i == NONE:
         return NONE
-    first = find_least(scores(state, TO_PREFILL * count, count))
-    queue = instance_at(state, first).prompt_book if first != NONE else math.inf
-    pending = instance_at(state, i).prompt_book
-    is_short = computes_short(request_at(state, r).prompt, pending, queue, state.whole_below)
+    first = find_least(get_scores(state, TO_PREFILL * count, count))
+    queue = get_instance(state, first).pending_prompt_tokens if first != NONE else math.inf
+    pending = get_instance(state, i).pending_prompt_tokens
+    is_short = computes_short(
+        get_request(state, r).prompt, pending, queue, state.short_prompt_tokens
+    )
     return i if is_short else NONE
 
 
 def find(state: State, purpose: int, r: int, _: int) -> int:
     """The slot for a purpose; stands for `policy.dispatch.find_for`."""
     count = state.num_instances
-    return _find_in(state, scores(state, purpose * count, count), purpose, r)
+    return _find_in(state, get_scores(state, purpose * count, count), purpose, r)
 
 
 def _find_in(state: State, values: Scores, purpose: int, r: int) -> int:
     """The slot that the policy's rule picks by the scores `values`."""
     count = state.num_instances
     pick = state.prefill_pick if purpose == TO_PREFILL else state.decode_pick
-    request = request_at(state, r)
+    request = get_request(state, r)
     if pick == FULLEST:
         slot = _find_best_fit(state, values, r, purpose == TO_WHOLE)
         if slot != NONE:
             return slot
     need = request.prompt + request.predicted
-    room = scores(state, ROOM * count, count)
-    heaviness = scores(state, HEAVINESS * count, count)
+    room = get_scores(state, ROOM * count, count)
+    heaviness = get_scores(state, HEAVINESS * count, count)
     slot, state.random = find_slot(pick, values, room, heaviness, need, state.random)
     return slot
 
 
 def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:
     count = state.num_instances
-    request, fullness = request_at(state, r), scores(state, FULLNESS * count, count)
-    need = weigh_context(request.prompt, request.predicted, state.gamma)
+    request, fullness = get_request(state, r), get_scores(state, FULLNESS * count, count)
+    need = compute_context_weight(request.prompt, request.predicted, state.gamma)
     for i in range(count):
-        inst = instance_at(state, i)
+        inst = get_instance(state, i)
         fullness[i] = measure_fullness(
             values[i],
-            inst.booked,
-            inst.context_book,
-            inst.prompt_book,
+            inst.num_assigned,
+            inst.weighted_context,
+            inst.pending_prompt_tokens,
             request.prompt,
             need,
             prefills,
@@ -106,27 +108,35 @@ def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:
 
 def check(state: State, i: int, r: int, prefills: bool) -> bool:
     """Whether instance `i` keeps (d) and (e); stands for `policy.best_fit.check`."""
-    inst, new = instance_at(state, i), request_at(state, r)
-    size = inst.booked + 1
+    inst, new = get_instance(state, i), get_request(state, r)
+    size = inst.num_assigned + 1
     held, left = amounts(state, 0, size), amounts(state, size, size)
     held[0], left[0] = new.prompt, new.predicted
-    step_ms = state.k2 * inst.context_book + state.c2 * inst.booked + state.c3
+    step_ms = state.k2 * inst.weighted_context + state.c2 * inst.num_assigned + state.c3
     saved_ms = math.inf
     at = 1
-    other = inst.booked_first
+    other = inst.first_assigned
     while other != NONE:
-        request = request_at(state, other)
+        request = get_request(state, other)
         held[at], left[at] = request.prompt, request.predicted
         if not math.isnan(request.prefill_end):
             decoding_ms = state.now - request.prefill_end
             made, left[at] = guess_progress(request.predicted, decoding_ms, step_ms)
             held[at] += made
-            spare_ms = find_saved_ms(made + 1.0, decoding_ms, state.tpot_ms, state.theta)
+            spare_ms = compute_saved_ms(made + 1.0, decoding_ms, state.tpot_ms, state.theta)
             saved_ms = min(saved_ms, spare_ms)
         at += 1
-        other = request.later
+        other = request.next_assigned
     sort_by_left(held, left)
     capacity = inst.blocks * inst.block
     return keeps_running(
-        held, left, saved_ms, inst.prompt_book, new.prompt, prefills, capacity, state, state
+        held,
+        left,
+        saved_ms,
+        inst.pending_prompt_tokens,
+        new.prompt,
+        prefills,
+        capacity,
+        state,
+        state,
     )

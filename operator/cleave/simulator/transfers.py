@@ -4,11 +4,11 @@ What is hard: transfers of one prefill instance may share its link, and those th
 time must be completed in the order in which they began.
 """
 
-from cleave.simulator.completion import interrupt
-from cleave.simulator.event_tree import wake
-from cleave.simulator.kv_blocks import count_blocks, hold
+from cleave.simulator.completion import interrupt_leap
+from cleave.simulator.event_tree import wake_instance
+from cleave.simulator.kv_blocks import change_usage, count_blocks
 from cleave.simulator.queues import push
-from cleave.simulator.record_access import instance_at, pull_at, request_at, slot_at
+from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot
 from cleave.simulator.records import NONE, State
 
 
@@ -17,11 +17,11 @@ def start_pull(state: State, s: int, r: int, now: float) -> None:
 
     `s`: the slot whose next iteration is being formed; the pull may lengthen that iteration.
     """
-    request, slot = request_at(state, r), slot_at(state, s)
+    request, slot = get_request(state, r), get_slot(state, s)
     end = now
     request.transfer_start = now
     if request.prefill != NONE:
-        source = instance_at(state, request.prefill)
+        source = get_instance(state, request.prefill)
         tokens = -(-request.prompt // source.block) * source.block
         token_ms = state.token
         if request.prompt >= state.overlap_from:
@@ -34,31 +34,31 @@ def start_pull(state: State, s: int, r: int, now: float) -> None:
             slot.pulls = state.receiver
         slot.pulls += tokens * state.receiver_token
     if end > now:
-        _push(state, end, r)
+        _push_pull(state, end, r)
     else:
         end_pull(state, r, now)
 
 
 def end_pull(state: State, r: int, now: float) -> None:
     """The KV of request `r` has arrived: free it on the prefill instance; it may decode."""
-    request = request_at(state, r)
+    request = get_request(state, r)
     request.transfer_end = now
     request.is_pulled = 0
     if request.prefill != NONE:
-        source = instance_at(state, request.prefill)
+        source = get_instance(state, request.prefill)
         # Freed blocks may admit waiting requests, and after a role flip this instance may decode.
-        interrupt(state, request.prefill, now, True)
-        hold(source, now, -count_blocks(source, request.prompt), -request.prompt)
-        wake(state, request.prefill, now)
+        interrupt_leap(state, request.prefill, now, True)
+        change_usage(source, now, -count_blocks(source, request.prompt), -request.prompt)
+        wake_instance(state, request.prefill, now)
     push(state, state.num_instances + request.decode, r)
 
 
-def _push(state: State, time: float, r: int) -> None:
+def _push_pull(state: State, time: float, r: int) -> None:
     """Add the transfer of request `r`, which ends at `time`, to the heap."""
     at = state.num_pulls
     state.num_pulls += 1
     state.pull_order += 1
-    pull = pull_at(state, at)
+    pull = get_pull(state, at)
     pull.time = time
     pull.order = state.pull_order
     pull.request = r
@@ -69,7 +69,7 @@ def _push(state: State, time: float, r: int) -> None:
 
 def pop_pull(state: State) -> int:
     """Remove the transfer that ends first from the heap; its request."""
-    first: int = pull_at(state, 0).request
+    first: int = get_pull(state, 0).request
     state.num_pulls -= 1
     count = state.num_pulls
     _swap_pulls(state, 0, count)
@@ -87,7 +87,7 @@ def pop_pull(state: State) -> int:
 
 def _ends_before(state: State, one: int, other: int) -> bool:
     """Whether one transfer ends before another; at equal times the one that started first does."""
-    first, second = pull_at(state, one), pull_at(state, other)
+    first, second = get_pull(state, one), get_pull(state, other)
     ends: bool = first.time < second.time
     if first.time == second.time:
         ends = first.order < second.order
@@ -95,7 +95,7 @@ def _ends_before(state: State, one: int, other: int) -> bool:
 
 
 def _swap_pulls(state: State, one: int, other: int) -> None:
-    first, second = pull_at(state, one), pull_at(state, other)
+    first, second = get_pull(state, one), get_pull(state, other)
     first.time, second.time = second.time, first.time
     first.order, second.order = second.order, first.order
     first.request, second.request = second.request, first.request

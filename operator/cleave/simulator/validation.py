@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.simulator.errors import SimulationError
-from cleave.simulator.fleet import DispatchPolicy, Engine, Fleet
+from cleave.simulator.fleet import DispatchPolicy, SimulatedEngine, SimulatedFleet
 from cleave.simulator.trace import Trace
 
-LONGEST_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
 """Limit of a prompt or an output."""
 
 
@@ -24,7 +24,7 @@ def check_trace(trace: Trace) -> None:
             "outputs; they must be as many"
         )
     if not (np.isfinite(arrival[-1]) and arrival[0] >= 0 and (arrival[1:] >= arrival[:-1]).all()):
-        _explain_arrivals(arrival)
+        _refuse_arrivals(arrival)
     lengths = [("prompt_tokens", prompt), ("output_tokens", output)]
     if trace.predicted_tokens is not None:
         lengths.append(("predicted_tokens", trace.predicted_tokens))
@@ -34,14 +34,14 @@ def check_trace(trace: Trace) -> None:
                 "ones; they must be as many"
             )
     for name, tokens in lengths:
-        if not (tokens.min() >= 1 and tokens.max() <= LONGEST_TOKENS):
-            at = int(np.flatnonzero(~((tokens >= 1) & (tokens <= LONGEST_TOKENS)))[0])
+        if not (tokens.min() >= 1 and tokens.max() <= MAX_TOKENS):
+            at = int(np.flatnonzero(~((tokens >= 1) & (tokens <= MAX_TOKENS)))[0])
             raise SimulationError(
-                f"{name}[{at}] of the trace is {tokens[at]}; it must be in 1..{LONGEST_TOKENS}"
+                f"{name}[{at}] of the trace is {tokens[at]}; it must be in 1..{MAX_TOKENS}"
             )
 
 
-def _explain_arrivals(arrival: NDArray[np.float64]) -> None:
+def _refuse_arrivals(arrival: NDArray[np.float64]) -> None:
     for at, time in enumerate(arrival):
         if not math.isfinite(time) or time < 0:
             raise SimulationError(
@@ -54,9 +54,9 @@ def _explain_arrivals(arrival: NDArray[np.float64]) -> None:
             )
 
 
-def check_fleet(fleet: Fleet) -> None:
+def check_fleet(fleet: SimulatedFleet) -> None:
     """Refuse negative times and counts, and combinations of options that cannot work."""
-    if fleet.dispatch is DispatchPolicy.BEST_FIT and fleet.packing is None:
+    if fleet.dispatch is DispatchPolicy.BEST_FIT and fleet.best_fit is None:
         raise SimulationError("dispatch is BEST_FIT without packing; set the fleet's packing")
     if fleet.defers_dispatch and fleet.flipping is not None:
         raise SimulationError("dispatch is deferred with flipping; choose one of them")
@@ -76,7 +76,7 @@ def check_fleet(fleet: Fleet) -> None:
             raise SimulationError(f"{name} is {value}; it must be a number from 0 on")
 
 
-def check_engine(engine: Engine) -> None:
+def check_engine(engine: SimulatedEngine) -> None:
     """Refuse limits below 1, memory below one block and an incomplete latency model."""
     for name in ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch"):
         value = getattr(engine, name)

@@ -5,21 +5,23 @@ Called when a development tree or an image is built, so that the first plan does
 
 import numpy as np
 
-from cleave.perf.timing import Timing
-from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.perf.timing import EngineTiming
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import is_compiled, simulate
 from cleave.simulator.trace import Trace
 
 
-def warm() -> None:
+def warm_up() -> None:
     """Compile unless the machine code is cached on disk."""
     if is_compiled():
         return
     print("cleave: compiling the simulator, once for this version (about 10 seconds)")  # noqa: T201
-    engine = Engine(Timing(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,)), kv_capacity_tokens=64)
+    engine = SimulatedEngine(
+        EngineTiming(1.0, (1.0, 2.0), 0.0, (1.0, 1.0), (0.0,)), kv_capacity_tokens=64
+    )
     one = np.ones(1, np.int64)
-    simulate(Fleet(mixed=(Pool(engine, 1),)), Trace(np.zeros(1), one, one))
+    simulate(SimulatedFleet(mixed=(SimulatedPool(engine, 1),)), Trace(np.zeros(1), one, one))
 
 
 if __name__ == "__main__":
-    warm()
+    warm_up()

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from cleave.api import workload as api
 from cleave.simulator.trace import Trace
-from cleave.traffic.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, Replay
+from cleave.traffic.workload import MAX_P90_TO_MEAN, Demand, DemandError, LogNormal, TraceReplay
 
 THRESHOLDS = (512, 2048, 8192, 32768)
 """Prompts above the first threshold saturate a GPU (TetriInfer, section 2.2.1); above the second
 Splitwise's prompt batches lose throughput (section III-D)."""
 
-_FEW = 1000
-_TOO_FEW = 200
+_RECOMMENDED_REQUESTS = 1000
+_MIN_REQUESTS = 200
 """With fewer requests, chance alone looks like waves, drift and unusual lengths."""
-_WINDOWS = 20
+_MIN_WINDOWS = 20
 """Dispersion needs at least this many windows, with on average this many requests each."""
 MAX_BURSTINESS = 20.0
 _MAX_RATE = 1_000_000
@@ -40,7 +40,7 @@ class LengthSummary:
     fit_distance: float
     """Largest difference between the recorded and the fitted cumulative share (Kolmogorov)."""
 
-    def to_spec(self) -> api.Lengths:
+    def to_spec(self) -> api.LengthDistribution:
         """The log-normal distribution with this mean, and with this p90 as far as possible."""
         return fit_lengths(self.mean, self.p90)
 
@@ -65,7 +65,7 @@ class ArrivalSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class TraceDescription:
     """Description of recorded traffic for planning."""
 
     num_requests: int
@@ -83,52 +83,57 @@ class Diagnosis:
     """False: replay the trace, because distributions do not fit it."""
 
 
-def diagnose(trace: Trace) -> Diagnosis:
+def characterize(trace: Trace) -> TraceDescription:
     """Describe recorded requests."""
-    prompts, outputs = _lengths(trace.prompt_tokens), _lengths(trace.output_tokens)
-    arrivals = _arrivals(trace) if trace.rate else None
-    correlation = _rank_correlation(trace.prompt_tokens, trace.output_tokens)
+    prompts, outputs = (
+        _summarize_lengths(trace.prompt_tokens),
+        _summarize_lengths(trace.output_tokens),
+    )
+    arrivals = _summarize_arrivals(trace) if trace.rate else None
+    correlation = _compute_rank_correlation(trace.prompt_tokens, trace.output_tokens)
     misfits = [
-        *([] if arrivals is None else _arrival_doubts(arrivals, len(trace))),
-        *_length_doubts(prompts, outputs, correlation),
+        *([] if arrivals is None else _list_arrival_misfits(arrivals, len(trace))),
+        *_list_length_misfits(prompts, outputs, correlation),
     ]
-    if len(trace) < _TOO_FEW:
+    if len(trace) < _MIN_REQUESTS:
         misfits = []
     verdict = ["replay the trace rather than its fit: " + "; ".join(misfits)] if misfits else []
-    return Diagnosis(
+    return TraceDescription(
         len(trace),
         arrivals,
         prompts,
         outputs,
         correlation,
         tuple((limit, float(np.mean(trace.prompt_tokens > limit))) for limit in THRESHOLDS),
-        (*_notes(trace, arrivals), *verdict),
+        (*_list_cautions(trace, arrivals), *verdict),
         not misfits,
     )
 
 
-def remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
+def list_remarks(demand: Demand, max_model_len: int) -> tuple[str, ...]:
     """Warnings about a demand for a plan with a model of that length, one sentence each."""
     messages = []
-    cut = demand.share_longer_than(max_model_len)
+    cut = demand.compute_share_longer_than(max_model_len)
     if cut > 0:
         messages.append(
             f"{cut:.1%} of the requests are longer than the model's {max_model_len:,} tokens and "
             "were cut"
         )
-    if isinstance(demand.source, Replay):
+    if isinstance(demand.source, TraceReplay):
         trace = demand.source.trace
-        messages += _notes(trace, _arrivals(trace))
+        messages += _list_cautions(trace, _summarize_arrivals(trace))
     return tuple(messages)
 
 
-def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None) -> api.Workload:
+def fit_workload(
+    trace: Trace, rate: float | None = None, burstiness: float | None = None
+) -> api.Workload:
     """Fit log-normal lengths and gamma-distributed gaps, in the form of `spec.workload`.
 
     `rate`, `burstiness`: used instead of the trace's own. Raises DemandError when there is no rate,
     or one outside the allowed range.
     """
-    arrivals = _arrivals(trace) if trace.rate else None
+    arrivals = _summarize_arrivals(trace) if trace.rate else None
     if rate is None:
         if arrivals is None:
             raise DemandError("rate: the requests have no arrival times; state one")
@@ -138,29 +143,29 @@ def fit(trace: Trace, rate: float | None = None, burstiness: float | None = None
     if burstiness is None:
         burstiness = min(arrivals.burstiness, MAX_BURSTINESS) if arrivals else 1.0
     return api.Workload(
-        rate=shorten(rate),
-        prompt_tokens=_lengths(trace.prompt_tokens).to_spec(),
-        output_tokens=_lengths(trace.output_tokens).to_spec(),
-        burstiness=shorten(burstiness),
+        rate=round_significant(rate),
+        prompt_tokens=_summarize_lengths(trace.prompt_tokens).to_spec(),
+        output_tokens=_summarize_lengths(trace.output_tokens).to_spec(),
+        burstiness=round_significant(burstiness),
     )
 
 
-def _lengths(tokens: NDArray[np.int64]) -> LengthSummary:
+def _summarize_lengths(tokens: NDArray[np.int64]) -> LengthSummary:
     mean, (p50, p90, p99) = float(np.mean(tokens)), np.percentile(tokens, [50, 90, 99]).tolist()
     spec = fit_lengths(mean, p90)
-    fitted = LogNormal.through(spec.mean, spec.p90 or spec.mean)
-    return LengthSummary(mean, p50, p90, p99, int(tokens.max()), _distance(tokens, fitted))
+    fitted = LogNormal.from_mean_and_p90(spec.mean, spec.p90 or spec.mean)
+    return LengthSummary(mean, p50, p90, p99, int(tokens.max()), _compute_distance(tokens, fitted))
 
 
-def fit_lengths(mean: float, p90: float) -> api.Lengths:
+def fit_lengths(mean: float, p90: float) -> api.LengthDistribution:
     """The log-normal distribution with this mean, and with this p90 as far as possible."""
-    short = shorten(mean)
+    short = round_significant(mean)
     # Reduced by more than rounding to four digits may add.
     nearest = min(max(p90, short), short * MAX_P90_TO_MEAN * 0.999)
-    return api.Lengths(mean=short, p90=max(shorten(nearest), short))
+    return api.LengthDistribution(mean=short, p90=max(round_significant(nearest), short))
 
 
-def _distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
+def _compute_distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
     """Kolmogorov distance of whole numbers: the fitted share up to n is that below n + 1/2."""
     values, counts = np.unique(tokens, return_counts=True)
     up_to = np.cumsum(counts) / len(tokens)
@@ -170,25 +175,25 @@ def _distance(tokens: NDArray[np.int64], fitted: LogNormal) -> float:
     return float(max(np.abs(up_to - at).max(), np.abs(below - before).max()))
 
 
-def _arrivals(trace: Trace) -> ArrivalSummary:
+def _summarize_arrivals(trace: Trace) -> ArrivalSummary:
     seconds = trace.arrival_ms / 1000
     gaps, duration_s = np.diff(seconds), float(seconds[-1] - seconds[0])
-    window_s = max(1.0, _WINDOWS / trace.rate)
-    windows = _counts(seconds, int(duration_s / window_s), window_s)
-    tenths = _counts(seconds, 10, duration_s / 10)
-    halves = _counts(seconds, 2, duration_s / 2)
+    window_s = max(1.0, _MIN_WINDOWS / trace.rate)
+    windows = _count_per_window(seconds, int(duration_s / window_s), window_s)
+    tenths = _count_per_window(seconds, 10, duration_s / 10)
+    halves = _count_per_window(seconds, 2, duration_s / 2)
     return ArrivalSummary(
         duration_s,
         trace.rate,
         float(np.std(gaps) / np.mean(gaps)),
-        float(np.var(windows) / np.mean(windows)) if len(windows) >= _WINDOWS else None,
+        float(np.var(windows) / np.mean(windows)) if len(windows) >= _MIN_WINDOWS else None,
         window_s,
         float(tenths.max() / tenths.mean()),
         float(halves[1] / halves[0]),
     )
 
 
-def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[np.int64]:
+def _count_per_window(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[np.int64]:
     """Requests in each of `num` windows, starting with the first request."""
     edges = seconds[0] + width_s * np.arange(num + 1)
     if num:
@@ -196,7 +201,7 @@ def _counts(seconds: NDArray[np.float64], num: int, width_s: float) -> NDArray[n
     return np.diff(np.searchsorted(seconds, edges))
 
 
-def _rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
+def _compute_rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
     """Spearman's correlation. Equal lengths share their mean rank; 0 when either side is
     constant."""
     ranks = []
@@ -208,19 +213,19 @@ def _rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> fl
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
+def _list_cautions(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
     """Warnings that concern a fit and a replay alike."""
     cautions = []
     error = 1.96 * float(np.std(trace.prompt_tokens)) / math.sqrt(len(trace))
-    if len(trace) < _FEW:
+    if len(trace) < _RECOMMENDED_REQUESTS:
         cautions.append(
             f"only {len(trace)} requests: the mean prompt is known to +-"
             f"{error / float(np.mean(trace.prompt_tokens)):.0%}, rare long ones hardly at all; "
-            f"record {_FEW:,} or more"
+            f"record {_RECOMMENDED_REQUESTS:,} or more"
         )
     if arrivals is None:
         cautions.append("no arrival times: state a rate and a burstiness")
-    elif arrivals.peak_to_mean > 1.5 and _is_a_peak(arrivals, len(trace)):
+    elif arrivals.peak_to_mean > 1.5 and _is_peak(arrivals, len(trace)):
         cautions.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
             f"rate: to hold the SLO there, plan for {arrivals.rate * arrivals.peak_to_mean:.3g} "
@@ -229,9 +234,9 @@ def _notes(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
     return cautions
 
 
-def _is_a_peak(arrivals: ArrivalSummary, num: int) -> bool:
+def _is_peak(arrivals: ArrivalSummary, num: int) -> bool:
     above_mean = (arrivals.peak_to_mean - 1) * num / 10
-    return num >= _TOO_FEW and _is_beyond_chance(above_mean, arrivals, num // 10)
+    return num >= _MIN_REQUESTS and _is_beyond_chance(above_mean, arrivals, num // 10)
 
 
 def _is_beyond_chance(difference: float, arrivals: ArrivalSummary, num: int) -> bool:
@@ -239,7 +244,7 @@ def _is_beyond_chance(difference: float, arrivals: ArrivalSummary, num: int) -> 
     return difference > 3 * max(1.0, arrivals.burstiness) * math.sqrt(num)
 
 
-def _arrival_doubts(arrivals: ArrivalSummary, num: int) -> list[str]:
+def _list_arrival_misfits(arrivals: ArrivalSummary, num: int) -> list[str]:
     misfits = []
     independent = max(1.0, arrivals.burstiness**2)
     if arrivals.dispersion is not None and arrivals.dispersion > 2 * independent:
@@ -259,7 +264,9 @@ def _arrival_doubts(arrivals: ArrivalSummary, num: int) -> list[str]:
     return misfits
 
 
-def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: float) -> list[str]:
+def _list_length_misfits(
+    prompts: LengthSummary, outputs: LengthSummary, correlation: float
+) -> list[str]:
     misfits = [
         f"{name} lengths are not log-normal ({lengths.fit_distance:.0%} of requests lie elsewhere)"
         for name, lengths in (("prompt", prompts), ("output", outputs))
@@ -274,6 +281,6 @@ def _length_doubts(prompts: LengthSummary, outputs: LengthSummary, correlation: 
     return misfits
 
 
-def shorten(value: float) -> float:
+def round_significant(value: float) -> float:
     """Round to four significant digits, for a value that a person will copy."""
     return float(f"{value:.4g}")

@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 _PREFIX = "cleave_gateway_"
 _START = "process_start_time_seconds"
-_NOT_ASKED_OF_MODELS = "refused"
+_REFUSED_OUTCOME = "refused"
 
 
 class CountsError(ValueError):
@@ -37,7 +37,7 @@ class Buckets:
     """Sum of all values."""
 
     @classmethod
-    def of(cls, values: Iterable[float], bounds: Sequence[float]) -> "Buckets":
+    def from_values(cls, values: Iterable[float], bounds: Sequence[float]) -> "Buckets":
         """A histogram of these values; the last bound must be infinite."""
         ordered = sorted(values)
         counts = (float(bisect_right(ordered, bound)) for bound in bounds)
@@ -50,7 +50,7 @@ class Buckets:
             pairs = zip(self.counts, other.counts, strict=True)
             return Buckets(self.bounds, tuple(mine + theirs for mine, theirs in pairs), total)
         bounds = tuple(sorted({*self.bounds, *other.bounds}))
-        sums = (self._up_to(bound) + other._up_to(bound) for bound in bounds)
+        sums = (self._count_up_to(bound) + other._count_up_to(bound) for bound in bounds)
         return Buckets(bounds, tuple(sums), total)
 
     def __sub__(self, before: "Buckets") -> "Buckets":
@@ -72,7 +72,7 @@ class Buckets:
         """None: no values."""
         return self.total / self.num if self.num else None
 
-    def find_quantile(self, share: float) -> float | None:
+    def compute_quantile(self, share: float) -> float | None:
         """As in Prometheus: linear inside a bucket, the last finite bound for values beyond it.
 
         None: no values.
@@ -88,19 +88,19 @@ class Buckets:
         part = (rank - below) / inside if inside else 1.0
         return low + (self.bounds[at] - low) * part
 
-    def find_quantile_ms(self, share: float) -> float | None:
+    def compute_quantile_ms(self, share: float) -> float | None:
         """The same in milliseconds, for values in seconds."""
-        quantile_s = self.find_quantile(share)
+        quantile_s = self.compute_quantile(share)
         return None if quantile_s is None else quantile_s * 1000
 
-    def _up_to(self, bound: float) -> float:
+    def _count_up_to(self, bound: float) -> float:
         """Number of values that are certainly at most `bound`."""
         at = bisect_right(self.bounds, bound)
         return self.counts[at - 1] if at else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class GatewayCounters:
     """Counters of one gateway since its start, summed over all models."""
 
     at_s: float = 0.0
@@ -111,7 +111,7 @@ class Counts:
     """Completed requests, except those refused before they reached a model."""
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
-    judged: float = 0.0
+    measured: float = 0.0
     """Responses that were measured against the targets."""
     attained: float = 0.0
     """Measured responses that met both targets."""
@@ -132,35 +132,35 @@ class Counts:
     tpot_target_ms: float | None = None
 
 
-def read_page(page: str, at_s: float) -> Counts:
+def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
     """Parse a gateway's `/metrics`, read at `at_s`. Raises CountsError."""
     try:
-        samples = _gather(page)
+        samples = _group_samples(page)
     except ValueError as error:
         raise CountsError("not a page of metrics") from error
     if not any(name.startswith(_PREFIX) for name in samples):
         raise CountsError("a page without metrics of a gateway")
 
     def total(name: str, **labels: str) -> float:
-        return sum(sample.value for sample in _find(samples, name, labels))
+        return sum(sample.value for sample in _select_samples(samples, name, labels))
 
     def target_ms(slo: str) -> float | None:
         # 0 means that no target is set.
         return total("slo_target_seconds", slo=slo) * 1000 or None
 
-    refused = total("requests_total", outcome=_NOT_ASKED_OF_MODELS)
-    return Counts(
+    refused = total("requests_total", outcome=_REFUSED_OUTCOME)
+    return GatewayCounters(
         at_s=at_s,
         started_s=sum(sample.value for sample in samples.get(_START, ())),
         requests=total("requests_total") - refused,
         prompt_tokens=total("prompt_tokens_total"),
         output_tokens=total("output_tokens_total"),
-        judged=total("slo_total"),
+        measured=total("slo_total"),
         attained=total("slo_total", missed=""),
-        ttft=_read_buckets(samples, "ttft_seconds"),
-        tpot=_read_buckets(samples, "tpot_seconds"),
-        prompts=_read_buckets(samples, "request_prompt_tokens"),
-        outputs=_read_buckets(samples, "request_output_tokens"),
+        ttft=_build_buckets(samples, "ttft_seconds"),
+        tpot=_build_buckets(samples, "tpot_seconds"),
+        prompts=_build_buckets(samples, "request_prompt_tokens"),
+        outputs=_build_buckets(samples, "request_output_tokens"),
         shed=total("shed_total"),
         retries=total("retries_total"),
         recoveries=total("recoveries_total"),
@@ -172,7 +172,7 @@ def read_page(page: str, at_s: float) -> Counts:
     )
 
 
-def _gather(page: str) -> Mapping[str, list[Sample]]:
+def _group_samples(page: str) -> Mapping[str, list[Sample]]:
     samples = defaultdict(list)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -180,7 +180,7 @@ def _gather(page: str) -> Mapping[str, list[Sample]]:
     return samples
 
 
-def _find(
+def _select_samples(
     samples: Mapping[str, list[Sample]], name: str, labels: Mapping[str, str]
 ) -> Iterator[Sample]:
     for sample in samples.get(_PREFIX + name, ()):
@@ -188,18 +188,18 @@ def _find(
             yield sample
 
 
-def _read_buckets(samples: Mapping[str, list[Sample]], name: str) -> Buckets:
+def _build_buckets(samples: Mapping[str, list[Sample]], name: str) -> Buckets:
     """Sum of the histograms of all labels."""
     counts: dict[float, float] = defaultdict(float)
-    for sample in _find(samples, name + "_bucket", {}):
+    for sample in _select_samples(samples, name + "_bucket", {}):
         counts[float(sample.labels["le"])] += sample.value
     bounds = sorted(counts)
-    total = sum(sample.value for sample in _find(samples, name + "_sum", {}))
+    total = sum(sample.value for sample in _select_samples(samples, name + "_sum", {}))
     return Buckets(tuple(bounds), tuple(counts[bound] for bound in bounds), total)
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficRates:
     """Traffic of a window. None: no requests from which to compute the figure."""
 
     window_s: float
@@ -220,24 +220,24 @@ class Traffic:
     flips: int
 
 
-def compare(before: Counts, after: Counts) -> Traffic | None:
+def compute_rates(before: GatewayCounters, after: GatewayCounters) -> TrafficRates | None:
     """Traffic between two readings of one gateway process; None: no time has passed."""
     window_s = after.at_s - before.at_s
     if window_s <= 0:
         return None
-    measured, attained = after.judged - before.judged, after.attained - before.attained
+    measured, attained = after.measured - before.measured, after.attained - before.attained
     ttft, tpot = after.ttft - before.ttft, after.tpot - before.tpot
-    return Traffic(
+    return TrafficRates(
         window_s=window_s,
         requests_per_s=(after.requests - before.requests) / window_s,
         prompt_tokens_per_s=(after.prompt_tokens - before.prompt_tokens) / window_s,
         output_tokens_per_s=(after.output_tokens - before.output_tokens) / window_s,
         slo_attainment=attained / measured if measured else None,
         goodput=attained / window_s if measured else None,
-        ttft_p50_ms=ttft.find_quantile_ms(0.5),
-        ttft_p90_ms=ttft.find_quantile_ms(0.9),
-        tpot_p50_ms=tpot.find_quantile_ms(0.5),
-        tpot_p90_ms=tpot.find_quantile_ms(0.9),
+        ttft_p50_ms=ttft.compute_quantile_ms(0.5),
+        ttft_p90_ms=ttft.compute_quantile_ms(0.9),
+        tpot_p50_ms=tpot.compute_quantile_ms(0.5),
+        tpot_p90_ms=tpot.compute_quantile_ms(0.9),
         shed=round(after.shed - before.shed),
         retries=round(after.retries - before.retries),
         recoveries=round(after.recoveries - before.recoveries),
@@ -245,30 +245,30 @@ def compare(before: Counts, after: Counts) -> Traffic | None:
     )
 
 
-class History:
+class CounterHistory:
     """Counters of one gateway process, as far back as a window of `span_s` needs them."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
-        self._kept: deque[Counts] = deque()
+        self._counters: deque[GatewayCounters] = deque()
 
-    def add(self, counts: Counts) -> None:
+    def add(self, counts: GatewayCounters) -> None:
         """Add counters that were just read; those of an earlier process are dropped."""
-        if self._kept and self._kept[-1].started_s != counts.started_s:
-            self._kept.clear()
-        self._kept.append(counts)
+        if self._counters and self._counters[-1].started_s != counts.started_s:
+            self._counters.clear()
+        self._counters.append(counts)
         # Retain the last counters before the window: its start.
-        while len(self._kept) > 2 and self._kept[1].at_s <= counts.at_s - self._span_s:
-            self._kept.popleft()
+        while len(self._counters) > 2 and self._counters[1].at_s <= counts.at_s - self._span_s:
+            self._counters.popleft()
 
-    def look_back(self, window_s: float) -> Traffic | None:
+    def get_rates(self, window_s: float) -> TrafficRates | None:
         """Traffic of the last `window_s`, or of the time covered so far; None: no counters yet."""
-        if not self._kept:
+        if not self._counters:
             return None
-        latest = self._kept[-1]
+        latest = self._counters[-1]
         begins = latest.at_s - window_s
         before = next(
-            (earlier for earlier, after in pairwise(self._kept) if after.at_s > begins),
-            self._kept[0],
+            (earlier for earlier, after in pairwise(self._counters) if after.at_s > begins),
+            self._counters[0],
         )
-        return compare(before, latest)
+        return compute_rates(before, latest)

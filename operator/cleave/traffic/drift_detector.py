@@ -12,27 +12,27 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from cleave.api.workload import Lengths, Workload
+from cleave.api.workload import LengthDistribution, Workload
 from cleave.traffic.counters import Buckets
-from cleave.traffic.refit import find_dispersion, find_variation
-from cleave.traffic.window import Window, join
+from cleave.traffic.refit import compute_dispersion, compute_variation
+from cleave.traffic.window import TrafficWindow, join_windows
 from cleave.traffic.workload import LogNormal
 
-DIFFERENCE = 0.25
+MIN_DIFFERENCE = 0.25
 """Changes by less than half of this are ignored: plans would not differ."""
-LIMIT = 9.0
+SUM_LIMIT = 9.0
 """Limit of a sum, in standard deviations of a window."""
 _ALLOWANCE = 0.5
-_MOST = 3.0
+_MAX_INCREMENT = 3.0
 """Largest contribution of one window: detecting a change takes at least three windows."""
-_ENOUGH = 200
+_MIN_REQUESTS = 200
 """Requests that a reference needs; its remaining error is allowed for."""
-_ENOUGH_WINDOWS = 6
-_MOST_LEARNT = 40
+_MIN_WINDOWS = 6
+_MAX_REFERENCE_WINDOWS = 40
 """Windows after which the reference stays fixed, so that slow changes are not absorbed by it."""
-_LONGEST_S = 1800.0
+_MAX_LEARNING_S = 1800.0
 """After this long a reference is computed from the requests so far, if there are any."""
-_MOST_KEPT = 240
+_MAX_WINDOWS = 240
 """Windows that are retained."""
 
 
@@ -45,7 +45,7 @@ class Quantity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LengthSpread:
     """Mean and variation of one length."""
 
     mean: float
@@ -53,64 +53,64 @@ class Spread:
     """Standard deviation divided by the mean."""
 
     @classmethod
-    def of(cls, lengths: Lengths) -> "Spread":
+    def from_lengths(cls, lengths: LengthDistribution) -> "LengthSpread":
         """The spread of the log-normal distribution with these lengths."""
-        sigma = LogNormal.through(lengths.mean, lengths.p90 or lengths.mean).sigma
+        sigma = LogNormal.from_mean_and_p90(lengths.mean, lengths.p90 or lengths.mean).sigma
         return cls(lengths.mean, math.sqrt(math.expm1(sigma**2)))
 
     @classmethod
-    def seen(cls, buckets: Buckets) -> "Spread":
+    def from_buckets(cls, buckets: Buckets) -> "LengthSpread":
         """The spread of observed lengths; `buckets` must not be empty."""
         mean = buckets.mean or 0.0
-        return cls(max(mean, 1.0), find_variation(buckets))
+        return cls(max(mean, 1.0), compute_variation(buckets))
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class TrafficReference:
     """The traffic before a change."""
 
     rate: float
     dispersion: float
     """Variance divided by mean of the requests in a window, 1 for Poisson."""
-    prompt_tokens: Spread
-    output_tokens: Spread
+    prompt_tokens: LengthSpread
+    output_tokens: LengthSpread
     num_requests: float = math.inf
     """Number of requests it was computed from; infinite: taken from the spec."""
     num_windows: float = math.inf
 
     @classmethod
-    def of(cls, workload: Workload) -> "Reference | None":
+    def from_workload(cls, workload: Workload) -> "TrafficReference | None":
         """The traffic of spec.workload; None: it comes from a trace, or without a rate."""
         if not (workload.rate and workload.prompt_tokens and workload.output_tokens):
             return None
         return cls(
             workload.rate,
             max(workload.gap_variation**2, 1.0),
-            Spread.of(workload.prompt_tokens),
-            Spread.of(workload.output_tokens),
+            LengthSpread.from_lengths(workload.prompt_tokens),
+            LengthSpread.from_lengths(workload.output_tokens),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TrafficChange:
     """A detected change of the traffic."""
 
-    at_s: float
+    detected_s: float
     """When it was detected."""
     since_s: float
     """When it probably began."""
-    what: Quantity
+    quantity: Quantity
     before: float
     after: float
     """Mean since then, in req/s or tokens."""
 
     def __str__(self) -> str:
-        unit = " req/s" if self.what is Quantity.RATE else ""
-        return f"{self.what} {self.before:.3g} to {self.after:.3g}{unit}"
+        unit = " req/s" if self.quantity is Quantity.RATE else ""
+        return f"{self.quantity} {self.before:.3g} to {self.after:.3g}{unit}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _CusumState:
     quantity: Quantity
     sign: int
     value: float = 0.0
@@ -118,29 +118,31 @@ class _Sum:
     """When it was last 0."""
 
 
-_NOTHING = tuple(_Sum(quantity, sign) for quantity in Quantity for sign in (1, -1))
+_ZERO_SUMS = tuple(_CusumState(quantity, sign) for quantity in Quantity for sign in (1, -1))
 
 
 @dataclass(frozen=True, slots=True)
-class Detector:
-    """State of the detector; `watch` returns the next state."""
+class DriftDetector:
+    """State of the detector; `update_detector` returns the next state."""
 
-    reference: Reference | None = None
+    reference: TrafficReference | None = None
     """None: it is computed from the first windows."""
-    seen: tuple[Window, ...] = ()
+    windows: tuple[TrafficWindow, ...] = ()
     """The latest windows."""
-    sums: tuple[_Sum, ...] = _NOTHING
-    least_dispersion: float = 1.0
+    sums: tuple[_CusumState, ...] = _ZERO_SUMS
+    min_dispersion: float = 1.0
     """Dispersion before the last change, as a lower limit: few windows do not determine it."""
 
     @property
-    def is_in_doubt(self) -> bool:
+    def is_suspicious(self) -> bool:
         """Whether a change may be about to be detected; the windows then contain two kinds of
         traffic."""
-        return max(each.value for each in self.sums) >= LIMIT / 2
+        return max(each.value for each in self.sums) >= SUM_LIMIT / 2
 
 
-def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
+def update_detector(
+    detector: DriftDetector, window: TrafficWindow
+) -> tuple[DriftDetector, TrafficChange | None]:
     """The state after `window`, and the change if it completes one.
 
     After a change the reference is computed again from new windows; detection continues as soon as
@@ -149,67 +151,73 @@ def watch(detector: Detector, window: Window) -> tuple[Detector, Change | None]:
     """
     if window.length_s <= 0:
         return detector, None
-    reference, windows = detector.reference, (*detector.seen, window)[-_MOST_KEPT:]
+    reference, windows = detector.reference, (*detector.windows, window)[-_MAX_WINDOWS:]
     sums = detector.sums
     if reference is not None:
-        sums = tuple(_add(each, reference, window) for each in sums)
+        sums = tuple(_update_sum(each, reference, window) for each in sums)
         highest = max(sums, key=lambda each: each.value)
-        if highest.value >= LIMIT:
+        if highest.value >= SUM_LIMIT:
             recent = tuple(each for each in windows if each.end_s > highest.since_s)
-            return Detector(least_dispersion=reference.dispersion), _tell(
+            return DriftDetector(min_dispersion=reference.dispersion), _build_change(
                 highest, reference, recent
             )
-    min_dispersion = detector.least_dispersion
-    if reference is None or reference.num_windows < _MOST_LEARNT:
-        reference = _learn(windows, min_dispersion) or reference
-    return Detector(reference, windows, sums, min_dispersion), None
+    min_dispersion = detector.min_dispersion
+    if reference is None or reference.num_windows < _MAX_REFERENCE_WINDOWS:
+        reference = _build_reference(windows, min_dispersion) or reference
+    return DriftDetector(reference, windows, sums, min_dispersion), None
 
 
-def _learn(windows: tuple[Window, ...], min_dispersion: float) -> Reference | None:
-    joined = join(windows)
+def _build_reference(
+    windows: tuple[TrafficWindow, ...], min_dispersion: float
+) -> TrafficReference | None:
+    joined = join_windows(windows)
     num_requests = min(joined.prompts.num, joined.outputs.num, joined.num_requests)
     if not num_requests:
         return None
-    is_enough = num_requests >= _ENOUGH and len(windows) >= _ENOUGH_WINDOWS
-    if not is_enough and joined.length_s < _LONGEST_S:
+    is_enough = num_requests >= _MIN_REQUESTS and len(windows) >= _MIN_WINDOWS
+    if not is_enough and joined.length_s < _MAX_LEARNING_S:
         return None
-    return Reference(
+    return TrafficReference(
         joined.rate,
-        max(find_dispersion(windows), min_dispersion),
-        Spread.seen(joined.prompts),
-        Spread.seen(joined.outputs),
+        max(compute_dispersion(windows), min_dispersion),
+        LengthSpread.from_buckets(joined.prompts),
+        LengthSpread.from_buckets(joined.outputs),
         num_requests,
         len(windows),
     )
 
 
-def _tell(highest: _Sum, reference: Reference, recent: tuple[Window, ...]) -> Change:
-    joined = join(recent)
+def _build_change(
+    highest: _CusumState, reference: TrafficReference, recent: tuple[TrafficWindow, ...]
+) -> TrafficChange:
+    joined = join_windows(recent)
     before, after = {
         Quantity.RATE: (reference.rate, joined.rate),
         Quantity.PROMPT_TOKENS: (reference.prompt_tokens.mean, joined.prompts.mean or 0.0),
         Quantity.OUTPUT_TOKENS: (reference.output_tokens.mean, joined.outputs.mean or 0.0),
     }[highest.quantity]
-    return Change(joined.end_s, highest.since_s, highest.quantity, before, after)
+    return TrafficChange(joined.end_s, highest.since_s, highest.quantity, before, after)
 
 
-def _add(former: _Sum, reference: Reference, window: Window) -> _Sum:
-    deviations = _deviate(former.quantity, reference, window)
+def _update_sum(
+    former: _CusumState, reference: TrafficReference, window: TrafficWindow
+) -> _CusumState:
+    deviations = _compute_deviation(former.quantity, reference, window)
     if deviations is None:
         return former
     deviation, scale, spread = deviations
     # Also allow for the standard error of the reference.
     reference_error = spread / math.sqrt(reference.num_requests)
-    allowance = max(_ALLOWANCE, (math.log1p(DIFFERENCE) / 2) * scale) + reference_error * scale
-    value = former.value + min(former.sign * deviation - allowance, _MOST)
+    allowance = max(_ALLOWANCE, (math.log1p(MIN_DIFFERENCE) / 2) * scale) + reference_error * scale
+    value = former.value + min(former.sign * deviation - allowance, _MAX_INCREMENT)
     if value <= 0:
         return replace(former, value=0.0, since_s=window.end_s)
     since_s = former.since_s if former.value else window.start_s
     return replace(former, value=value, since_s=since_s)
 
 
-def _deviate(
-    quantity: Quantity, reference: Reference, window: Window
+def _compute_deviation(
+    quantity: Quantity, reference: TrafficReference, window: TrafficWindow
 ) -> tuple[float, float, float] | None:
     """(deviation, deviation of a factor of e, relative standard deviation of one request).
 
@@ -223,15 +231,17 @@ def _deviate(
             roots = math.sqrt(window.num_requests + 0.375) - math.sqrt(expected + 0.375)
             return 2 * roots / spread, math.sqrt(expected) / spread, spread
         case Quantity.PROMPT_TOKENS:
-            return _deviate_length(reference.prompt_tokens, window.prompts)
+            return _compute_length_deviation(reference.prompt_tokens, window.prompts)
         case Quantity.OUTPUT_TOKENS:
-            return _deviate_length(reference.output_tokens, window.outputs)
+            return _compute_length_deviation(reference.output_tokens, window.outputs)
 
 
-def _deviate_length(reference: Spread, buckets: Buckets) -> tuple[float, float, float] | None:
+def _compute_length_deviation(
+    reference: LengthSpread, buckets: Buckets
+) -> tuple[float, float, float] | None:
     if not buckets.num or not buckets.total:
         return None
-    current = Spread.seen(buckets)
+    current = LengthSpread.from_buckets(buckets)
     # The mean of n log-normal lengths is itself nearly log-normal, with this variance.
     variation = max(reference.variation, current.variation, 0.01)
     variance = math.log1p(variation**2 / buckets.num)

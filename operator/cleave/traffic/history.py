@@ -39,8 +39,8 @@ ARRIVAL_NAMES = {
 """Names of the arrival column -> seconds per unit. Any of them may contain dates and times."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
-_LONGEST_VALUE = 40
-_MOST_TOKENS = 10_000_000
+_MAX_VALUE_CHARACTERS = 40
+_MAX_TOKENS = 10_000_000
 
 Value = TypeVar("Value")
 
@@ -60,11 +60,11 @@ class _Table(NamedTuple):
     lines: Sequence[int]
     """Line number of each row, from 1."""
 
-    def fault(self, row: int, what: str) -> HistoryError:
+    def build_error(self, row: int, what: str) -> HistoryError:
         return HistoryError(f"{self.path}:{self.lines[row]}: {what}")
 
 
-def read(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """Read the requests of a CSV or JSONL file; the first one arrives at 0 ms.
 
     Accepts the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
@@ -72,28 +72,30 @@ def read(path: Path) -> Trace:
     all requests arrive at once; such a trace supplies lengths for a given rate. Raises
     HistoryError.
     """
-    return _trace(_table(path))
+    return _build_trace(_read_table(path))
 
 
-def read_with(path: Path, *named: Sequence[str]) -> tuple[Trace, list[NDArray[np.int64] | None]]:
+def read_trace_with_columns(
+    path: Path, *named: Sequence[str]
+) -> tuple[Trace, list[NDArray[np.int64] | None]]:
     """The same with further columns of counts: for each of `named` the first name that the file
     has.
 
     Names are in normalised form: lower-case letters and digits only. None: no such column; an empty
     cell counts as 0. Raises HistoryError.
     """
-    table = _table(path)
-    plain = _plain_names(table)
+    table = _read_table(path)
+    plain = _normalize_names(table)
     indices = [
         next((plain.index(name) for name in names if name in plain), None) for names in named
     ]
-    return _trace(table), [
-        None if index is None else _stated_counts(table, index) for index in indices
+    return _build_trace(table), [
+        None if index is None else _read_optional_counts(table, index) for index in indices
     ]
 
 
-def write(path: Path, trace: Trace) -> None:
-    """Write a CSV file that `read` accepts, with microsecond resolution. Raises HistoryError."""
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a CSV file that `read_trace` accepts, with microsecond resolution. Raises HistoryError."""
     rows = zip(
         np.round(trace.arrival_ms / 1000, 6).tolist(),
         trace.prompt_tokens.tolist(),
@@ -108,10 +110,10 @@ def write(path: Path, trace: Trace) -> None:
         raise HistoryError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _table(path: Path) -> _Table:
-    text = _text(path)
+def _read_table(path: Path) -> _Table:
+    text = _read_text(path)
     is_json = path.suffix in _JSON_LINES or text.lstrip()[:1] == "{"
-    table = _json_table(path, text) if is_json else _csv_table(path, text)
+    table = _parse_json_lines(path, text) if is_json else _parse_csv(path, text)
     if not table.rows:
         raise HistoryError(f"{path}: holds no requests; record some traffic first")
     if len(table.rows) > MAX_REQUESTS:
@@ -121,16 +123,16 @@ def _table(path: Path) -> _Table:
     return table
 
 
-def _trace(table: _Table) -> Trace:
-    prompt, output, arrival = _columns(table)
+def _build_trace(table: _Table) -> Trace:
+    prompt, output, arrival = _find_columns(table)
     return Trace(
-        _arrivals(table, arrival) if arrival is not None else np.zeros(len(table.rows)),
-        _tokens(table, prompt),
-        _tokens(table, output),
+        _read_arrivals(table, arrival) if arrival is not None else np.zeros(len(table.rows)),
+        _read_tokens(table, prompt),
+        _read_tokens(table, output),
     )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             # Not limited by its reported size: pipes and devices have none.
@@ -145,7 +147,7 @@ def _text(path: Path) -> str:
         raise HistoryError(f"{path}: is not UTF-8 text (byte {error.start}); convert it") from error
 
 
-def _csv_table(path: Path, text: str) -> _Table:
+def _parse_csv(path: Path, text: str) -> _Table:
     reader = csv.reader(StringIO(text, newline=""))
     rows: list[list[str]] = []
     lines: list[int] = []
@@ -160,11 +162,13 @@ def _csv_table(path: Path, text: str) -> _Table:
     table = _Table(path, names, rows, lines)
     for at, row in enumerate(rows):
         if len(row) != len(names):
-            raise table.fault(at, f"has {len(row)} of {len(names)} fields: complete or drop it")
+            raise table.build_error(
+                at, f"has {len(row)} of {len(names)} fields: complete or drop it"
+            )
     return table
 
 
-def _json_table(path: Path, text: str) -> _Table:
+def _parse_json_lines(path: Path, text: str) -> _Table:
     decoder = msgspec.json.Decoder()
     objects: list[dict[str, object]] = []
     lines: list[int] = []
@@ -176,7 +180,7 @@ def _json_table(path: Path, text: str) -> _Table:
         except (msgspec.DecodeError, RecursionError) as error:
             raise HistoryError(f"{path}:{number}: not a JSON object: {error}") from error
         if not isinstance(record, dict):
-            raise HistoryError(f"{path}:{number}: not a JSON object: {_shown(record)}")
+            raise HistoryError(f"{path}:{number}: not a JSON object: {_format_value(record)}")
         objects.append(record)
         lines.append(number)
     names = list(objects[0]) if objects else []
@@ -184,14 +188,14 @@ def _json_table(path: Path, text: str) -> _Table:
     return _Table(path, names, [[each.get(name) for name in names] for each in objects], lines)
 
 
-def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
+def _find_columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     """Indices of the prompt and output columns; index and unit of the arrival column."""
-    plain = _plain_names(table)
+    plain = _normalize_names(table)
     prompt = next((plain.index(name) for name in PROMPT_NAMES if name in plain), None)
     output = next((plain.index(name) for name in OUTPUT_NAMES if name in plain), None)
     if prompt is None or output is None:
         missing = "prompt_tokens" if prompt is None else "output_tokens"
-        named = ", ".join(map(_shown, table.names)) or "none"
+        named = ", ".join(map(_format_value, table.names)) or "none"
         raise HistoryError(
             f"{table.path}: no column {missing} (or a usual name for it) among {named}; rename one"
         )
@@ -204,21 +208,25 @@ def _columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     return prompt, output, (column_index, 0.001 if is_mooncake else unit)
 
 
-def _plain_names(table: _Table) -> list[str]:
+def _normalize_names(table: _Table) -> list[str]:
     return ["".join(filter(str.isalnum, name)).lower() for name in table.names]
 
 
-def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
+def _read_arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
     """Milliseconds since the first arrival."""
     column_index, unit_s = column
     cells = [row[column_index] for row in table.rows]
-    seconds = _dates(table, cells) if _is_date(cells[0]) else _numbers(table, column_index) * unit_s
+    seconds = (
+        _parse_dates(table, cells)
+        if _is_date(cells[0])
+        else _read_numbers(table, column_index) * unit_s
+    )
     backwards = np.flatnonzero(np.diff(seconds) < 0)
     if len(backwards):
         at = int(backwards[0]) + 1
-        raise table.fault(
+        raise table.build_error(
             at,
-            f"{_shown(cells[at])} is before the request above; sort by {table.names[column_index]}",
+            f"{_format_value(cells[at])} is before the request above; sort by {table.names[column_index]}",
         )
     arrivals_ms: NDArray[np.float64] = (seconds - seconds[0]) * 1000
     return arrivals_ms
@@ -226,12 +234,12 @@ def _arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float64]:
 
 def _is_date(cell: object) -> bool:
     # Numbers first, as 20240131 would parse as a date too.
-    if not isinstance(cell, str) or _parsed(float, cell) is not None:
+    if not isinstance(cell, str) or _try_parse(float, cell) is not None:
         return False
-    return _parsed(datetime.fromisoformat, cell.strip()) is not None
+    return _try_parse(datetime.fromisoformat, cell.strip()) is not None
 
 
-def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
+def _parse_dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
     """Seconds since the first date."""
     try:
         dates = [datetime.fromisoformat(str(cell).strip()) for cell in cells]
@@ -241,68 +249,72 @@ def _dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
         at = next(
             at
             for at, cell in enumerate(cells)
-            if (date := _parsed(datetime.fromisoformat, str(cell).strip())) is None
+            if (date := _try_parse(datetime.fromisoformat, str(cell).strip())) is None
             or (date.tzinfo is None) != (first.tzinfo is None)
         )
-        raise table.fault(at, f"{_shown(cells[at])}: no date and time as in line 2") from None
+        raise table.build_error(
+            at, f"{_format_value(cells[at])}: no date and time as in line 2"
+        ) from None
     return np.array([each / timedelta(seconds=1) for each in since])
 
 
-def _stated_counts(table: _Table, column_index: int) -> NDArray[np.int64]:
+def _read_optional_counts(table: _Table, column_index: int) -> NDArray[np.int64]:
     """A column of counts in which an empty cell is 0."""
     rows = [
         [0 if at == column_index and cell in (None, "") else cell for at, cell in enumerate(row)]
         for row in table.rows
     ]
-    return _tokens(table._replace(rows=rows), column_index, minimum=0)
+    return _read_tokens(table._replace(rows=rows), column_index, minimum=0)
 
 
-def _tokens(table: _Table, column_index: int, minimum: int = 1) -> NDArray[np.int64]:
-    numbers = _numbers(table, column_index)
-    wrong = np.flatnonzero((numbers < minimum) | (numbers > _MOST_TOKENS) | (numbers % 1 != 0))
+def _read_tokens(table: _Table, column_index: int, minimum: int = 1) -> NDArray[np.int64]:
+    numbers = _read_numbers(table, column_index)
+    wrong = np.flatnonzero((numbers < minimum) | (numbers > _MAX_TOKENS) | (numbers % 1 != 0))
     if len(wrong):
         at = int(wrong[0])
-        raise table.fault(
+        raise table.build_error(
             at,
-            f"{table.names[column_index]} {_shown(table.rows[at][column_index])}: must be a "
-            f"whole number from {minimum} to {_MOST_TOKENS:,}; drop or correct the request",
+            f"{table.names[column_index]} {_format_value(table.rows[at][column_index])}: must be a "
+            f"whole number from {minimum} to {_MAX_TOKENS:,}; drop or correct the request",
         )
     return numbers.astype(np.int64)
 
 
-def _numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
+def _read_numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
     """Convert a column of finite numbers at once; search for the faulty line only if that fails."""
     cells = [row[column_index] for row in table.rows]
     try:
         # Exclude bool, which Python accepts as a number.
         odd = bool in set(map(type, cells))
-        numbers = np.array([_number(cell) for cell in cells] if odd else cells, dtype=np.float64)
+        numbers = np.array(
+            [_parse_number(cell) for cell in cells] if odd else cells, dtype=np.float64
+        )
     except (ValueError, TypeError, OverflowError):
-        numbers = np.array([_number(cell) for cell in cells])
+        numbers = np.array([_parse_number(cell) for cell in cells])
     wrong = np.flatnonzero(~np.isfinite(numbers))
     if len(wrong):
         at = int(wrong[0])
-        raise table.fault(
+        raise table.build_error(
             at,
-            f"{table.names[column_index]} {_shown(cells[at])}: not a number; "
+            f"{table.names[column_index]} {_format_value(cells[at])}: not a number; "
             "drop or correct the request",
         )
     return numbers
 
 
-def _number(cell: object) -> float:
+def _parse_number(cell: object) -> float:
     is_plain = isinstance(cell, str | int | float) and not isinstance(cell, bool)
-    number = _parsed(float, cell) if is_plain else None
+    number = _try_parse(float, cell) if is_plain else None
     return np.nan if number is None else number
 
 
-def _parsed(parse: Callable[[Any], Value], cell: object) -> Value | None:
+def _try_parse(parse: Callable[[Any], Value], cell: object) -> Value | None:
     try:
         return parse(cell)
     except (ValueError, OverflowError):
         return None
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."

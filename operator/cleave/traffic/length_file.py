@@ -12,7 +12,7 @@ from statistics import fmean
 
 import msgspec
 
-from cleave.policy.length_ranges import LIMIT, PROMPT_TOKENS, Nodes, RangeTree
+from cleave.policy.length_ranges import OUTPUT_LIMIT, PROMPT_TOKENS, RangeTree, TreeNodes
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
@@ -20,9 +20,9 @@ MAX_BYTES = 1 << 20
 GRANULARITIES = (100, 200, 400)
 """Widths of length ranges in tokens, as in TetriInfer."""
 
-_LEAST_GAIN = 0.02
+_MIN_GAIN = 0.02
 """Smallest relative gain in mean absolute error that is not taken for chance."""
-_SLACK = 0.01
+_ACCURACY_TOLERANCE = 0.01
 """Loss of accuracy, averaged over granularities, that is taken for chance."""
 
 
@@ -40,10 +40,10 @@ class Score(msgspec.Struct, frozen=True, rename="camel"):
     bias: float
     """Relative error of the sum of all outputs: 0.1 if a tenth too much was predicted."""
 
-    def beats(self, other: "Score") -> bool:
+    def is_better_than(self, other: "Score") -> bool:
         """Whether errors are smaller and ranges are not correct less often."""
-        is_nearer = self.mean_absolute_error < (1 - _LEAST_GAIN) * other.mean_absolute_error
-        return is_nearer and fmean(self.accuracy) >= fmean(other.accuracy) - _SLACK
+        is_nearer = self.mean_absolute_error < (1 - _MIN_GAIN) * other.mean_absolute_error
+        return is_nearer and fmean(self.accuracy) >= fmean(other.accuracy) - _ACCURACY_TOLERANCE
 
 
 class Scores(msgspec.Struct, frozen=True, rename="camel"):
@@ -57,7 +57,7 @@ class Scores(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def is_better(self) -> bool:
         """Whether the classifier is better than what gateways use without it."""
-        return self.classifier.beats(self.conditional_mean)
+        return self.classifier.is_better_than(self.conditional_mean)
 
     @property
     def comparison(self) -> str:
@@ -95,11 +95,11 @@ class LengthFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     @property
     def tree(self) -> RangeTree:
         """The tree that predicts lengths."""
-        nodes = Nodes(self.features, self.thresholds, self.below, self.above, self.tokens)
+        nodes = TreeNodes(self.features, self.thresholds, self.below, self.above, self.tokens)
         return RangeTree(nodes)
 
 
-def read(path: Path) -> LengthFile:
+def read_length_file(path: Path) -> LengthFile:
     """Read and validate a file. Raises LengthsError."""
     try:
         with path.open("rb") as file:
@@ -109,13 +109,13 @@ def read(path: Path) -> LengthFile:
     try:
         trained = msgspec.json.decode(content, type=LengthFile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _fault(path, str(error)) from error
+        raise _build_error(path, str(error)) from error
     if fault := _find_fault(trained):
-        raise _fault(path, fault)
+        raise _build_error(path, fault)
     return trained
 
 
-def write(path: Path, trained: LengthFile) -> None:
+def write_length_file(path: Path, trained: LengthFile) -> None:
     """Write a file. Raises LengthsError."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(trained), indent=1) + b"\n")
@@ -123,7 +123,7 @@ def write(path: Path, trained: LengthFile) -> None:
         raise LengthsError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _fault(path: Path, what: str) -> LengthsError:
+def _build_error(path: Path, what: str) -> LengthsError:
     return LengthsError(
         f"{path}: not a file of trained lengths: {what}; make it with cleave lengths train"
     )
@@ -145,7 +145,7 @@ def _find_fault(trained: LengthFile) -> str:
         # Children come after their parents, so every path ends.
         if (below, above) != (0, 0) and not (at < below < count and at < above < count):
             return f"node {at} has invalid children"
-        if trained.features[at] not in (PROMPT_TOKENS, LIMIT):
+        if trained.features[at] not in (PROMPT_TOKENS, OUTPUT_LIMIT):
             return f"node {at} compares an unknown feature {trained.features[at]}"
         if not (math.isfinite(trained.tokens[at]) and trained.tokens[at] >= 0):
             return f"node {at} predicts {trained.tokens[at]} tokens"

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from cleave.policy.output_length import ConditionalMean
 from cleave.traffic.length_file import GRANULARITIES, LengthFile, Score, Scores
 
-FIRST = 256.0
+INITIAL_TOKENS = 256.0
 """Prediction before any request has completed, as in a gateway."""
-BEHIND = 500
+IN_FLIGHT_REQUESTS = 500
 """Requests assumed in flight when one arrives: their outputs are not known yet."""
 
 Counts = NDArray[np.int64]
@@ -22,7 +22,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class CompletedRequests:
     """Requests that ended by themselves, in the order of the trace; arrays of equal length."""
 
     prompt_tokens: Counts
@@ -34,27 +34,27 @@ class Answers:
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
-    def part(self, begin: int, end: int) -> "Answers":
+    def select(self, begin: int, end: int) -> "CompletedRequests":
         """Requests `begin` to `end`, the end excluded."""
-        return Answers(
+        return CompletedRequests(
             self.prompt_tokens[begin:end], self.limits[begin:end], self.output_tokens[begin:end]
         )
 
 
-def judge(trained: LengthFile, answers: Answers, begin: int = 0) -> Scores:
+def evaluate_classifier(trained: LengthFile, answers: CompletedRequests, begin: int = 0) -> Scores:
     """Score the predictors on requests from `begin` on; the mean also learns from those before."""
-    evaluated = answers.part(begin, len(answers))
+    evaluated = answers.select(begin, len(answers))
     outputs = evaluated.output_tokens
     tree = trained.tree
     inputs = list(zip(evaluated.prompt_tokens.tolist(), evaluated.limits.tolist(), strict=True))
     leaves = np.array([tree.find_leaf(*each) for each in inputs])
     ranges = np.array(trained.ranges)
-    means = play_mean(answers)[begin:]
+    means = predict_by_mean(answers)[begin:]
     return Scores(
-        score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
-        score(means, _ranges_of(means), outputs),
+        compute_score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
+        compute_score(means, _get_ranges(means), outputs),
         # The root node holds the mean and the ranges of all training requests.
-        score(
+        compute_score(
             np.full(len(outputs), trained.tokens[0]),
             np.repeat(ranges[:1], len(outputs), axis=0),
             outputs,
@@ -62,9 +62,9 @@ def judge(trained: LengthFile, answers: Answers, begin: int = 0) -> Scores:
     )
 
 
-def score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
+def compute_score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
     """`ranges`: predicted range indices, one column per granularity."""
-    right = (ranges == _ranges_of(outputs)).mean(axis=0)
+    right = (ranges == _get_ranges(outputs)).mean(axis=0)
     return Score(
         [round(float(share), 4) for share in right],
         round(float(np.abs(tokens - outputs).mean()), 2),
@@ -72,20 +72,20 @@ def score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
     )
 
 
-def play_mean(answers: Answers) -> Values:
+def predict_by_mean(answers: CompletedRequests) -> Values:
     """Predictions of the mean by prompt length, which learns from the requests before each."""
-    mean = ConditionalMean(FIRST)
+    mean = ConditionalMean(INITIAL_TOKENS)
     predictions = np.empty(len(answers))
     prompts, limits = answers.prompt_tokens.tolist(), answers.limits.tolist()
     outputs = answers.output_tokens.tolist()
     for at, prompt in enumerate(prompts):
         predictions[at] = mean.predict(prompt, limits[at])
-        if at >= BEHIND:
-            mean.learn(prompts[at - BEHIND], outputs[at - BEHIND])
+        if at >= IN_FLIGHT_REQUESTS:
+            mean.observe(prompts[at - IN_FLIGHT_REQUESTS], outputs[at - IN_FLIGHT_REQUESTS])
     return predictions
 
 
-def _ranges_of(tokens: Values | Counts) -> Counts:
+def _get_ranges(tokens: Values | Counts) -> Counts:
     """Index of each request's range, one column per granularity."""
     numbers: Counts = (tokens[:, None] // np.array(GRANULARITIES)).astype(np.int64)
     return numbers

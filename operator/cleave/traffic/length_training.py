@@ -25,30 +25,32 @@ from cleave.traffic.length_file import (
     Score,
     Scores,
 )
-from cleave.traffic.length_scores import Answers, Counts, judge
+from cleave.traffic.length_scores import CompletedRequests, Counts, evaluate_classifier
 
-LEAST = 1_000
+MIN_REQUESTS = 1_000
 """Minimum number of requests: fewer say nothing about the longest tenth."""
 PROMPT_ERROR = 0.2
 """Usual relative error of prompt tokens that are estimated from bytes."""
 
-_TRAINED = 0.7
+_TRAINING_SHARE = 0.7
 """Share of the trace used for training; the rest is for evaluation."""
-_MOST_LEAVES = 64
-_LEAST_IN_LEAF = 100
-_LONGEST = 4_000
+_MAX_LEAVES = 64
+_MIN_LEAF_REQUESTS = 100
+_MAX_OUTPUT_TOKENS = 4_000
 """Longer outputs form one range."""
 _ESTIMATES = ("estimatedprompttokens",)
 _LIMITS = ("maxtokens", "maxcompletiontokens", "maxoutputtokens")
-_UNJUDGED = Score([0.0] * len(GRANULARITIES), 0.0, 0.0)
+_NO_SCORE = Score([0.0] * len(GRANULARITIES), 0.0, 0.0)
 
 
-def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float]:
+def read_requests(
+    path: Path, prompt_error: float = PROMPT_ERROR
+) -> tuple[CompletedRequests, float]:
     """The requests of a trace that ended by themselves, and the noise added to their prompt tokens.
 
     Raises HistoryError and LengthsError.
     """
-    trace, (estimates, limits) = history.read_with(path, _ESTIMATES, _LIMITS)
+    trace, (estimates, limits) = history.read_trace_with_columns(path, _ESTIMATES, _LIMITS)
     if estimates is None:
         prompts, error = _blur(trace.prompt_tokens, prompt_error), prompt_error
     else:
@@ -57,10 +59,10 @@ def read(path: Path, prompt_error: float = PROMPT_ERROR) -> tuple[Answers, float
         limits = np.zeros(len(trace), dtype=np.int64)
     # Outputs cut by their limit do not show the natural length; gateways ignore them as well.
     ended = (limits == 0) | (trace.output_tokens < limits)
-    answers = Answers(prompts[ended], limits[ended], trace.output_tokens[ended])
-    if len(answers) < LEAST:
+    answers = CompletedRequests(prompts[ended], limits[ended], trace.output_tokens[ended])
+    if len(answers) < MIN_REQUESTS:
         raise LengthsError(
-            f"{path}: {len(answers):,} requests ended before their limit; {LEAST:,} are needed: "
+            f"{path}: {len(answers):,} requests ended before their limit; {MIN_REQUESTS:,} are needed: "
             "record more traffic"
         )
     return answers, error
@@ -71,19 +73,19 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
 
     Raises HistoryError and LengthsError.
     """
-    answers, error = read(path, prompt_error)
-    trained = round(_TRAINED * len(answers))
-    tree_fields = _fit(answers.part(0, trained))
+    answers, error = read_requests(path, prompt_error)
+    trained = round(_TRAINING_SHARE * len(answers))
+    tree_fields = _fit(answers.select(0, trained))
     file = LengthFile(
         format=FORMAT,
         trace=path.name,
         trained_on=trained,
         judged_by=len(answers) - trained,
         prompt_error=error,
-        scores=Scores(_UNJUDGED, _UNJUDGED, _UNJUDGED),
+        scores=Scores(_NO_SCORE, _NO_SCORE, _NO_SCORE),
         **tree_fields,
     )
-    return msgspec.structs.replace(file, scores=judge(file, answers, trained))
+    return msgspec.structs.replace(file, scores=evaluate_classifier(file, answers, trained))
 
 
 def _blur(tokens: Counts, error: float) -> Counts:
@@ -93,20 +95,20 @@ def _blur(tokens: Counts, error: float) -> Counts:
     return blurred
 
 
-def _fit(answers: Answers) -> dict[str, Any]:
+def _fit(answers: CompletedRequests) -> dict[str, Any]:
     """Fit a decision tree; returns its nodes as fields of `LengthFile`."""
     try:
         from sklearn.tree import DecisionTreeClassifier
     except ImportError:
         raise LengthsError(
-            f"training needs the extra lengths: {distribution.install(['lengths'])} "
+            f"training needs the extra lengths: {distribution.build_install_command(['lengths'])} "
             "(gateways do not need it)"
         ) from None
     inputs = np.column_stack([answers.prompt_tokens, answers.limits])
     outputs = answers.output_tokens
-    classes = np.minimum(outputs, _LONGEST) // GRANULARITIES[0]
+    classes = np.minimum(outputs, _MAX_OUTPUT_TOKENS) // GRANULARITIES[0]
     model = DecisionTreeClassifier(
-        max_leaf_nodes=_MOST_LEAVES, min_samples_leaf=_LEAST_IN_LEAF, random_state=0
+        max_leaf_nodes=_MAX_LEAVES, min_samples_leaf=_MIN_LEAF_REQUESTS, random_state=0
     )
     tree = model.fit(inputs, classes).tree_
     came = model.decision_path(inputs).tocsc()
@@ -121,10 +123,10 @@ def _fit(answers: Answers) -> dict[str, Any]:
         "below": np.where(is_leaf, 0, tree.children_left).tolist(),
         "above": np.where(is_leaf, 0, tree.children_right).tolist(),
         "tokens": [round(float(each.mean()), 1) for each in members],
-        "ranges": [_likeliest(each) for each in members],
+        "ranges": [_find_likeliest_ranges(each) for each in members],
     }
 
 
-def _likeliest(outputs: Counts) -> Sequence[int]:
+def _find_likeliest_ranges(outputs: Counts) -> Sequence[int]:
     """Index of the range with most outputs, by granularity."""
     return [int(np.bincount(outputs // width).argmax()) for width in GRANULARITIES]

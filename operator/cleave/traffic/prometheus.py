@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.traffic.history import HistoryError
-from cleave.traffic.workload import Demand, Drawn, Independent, Quantiles
+from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, Quantiles
 
 PROMPT_METRIC = "vllm:request_prompt_tokens_bucket"
 OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"
@@ -26,16 +26,16 @@ SUCCESS_METRIC = "vllm:request_success_total"
 
 TIMEOUT_S = 15.0
 """Longest wait for any part of a response."""
-MAX_ANSWER_BYTES = 1 << 24
-_MOST_POINTS = 1000
+MAX_RESPONSE_BYTES = 1 << 24
+_MAX_POINTS = 1000
 """Most points of the rate over time; Prometheus itself returns at most 11,000."""
-_SHORTEST_STEP_S = 60.0
+_MIN_STEP_S = 60.0
 _RATE_WINDOW_S = 240.0
 """Shorter windows contain too few scrapes, which are 15 to 60 seconds apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
+class PrometheusTraffic:
     """Past traffic as read from a Prometheus server."""
 
     times_s: NDArray[np.float64]
@@ -49,37 +49,39 @@ class Observed:
     share_beyond: float
     """Share of prompts or outputs above the last finite bucket; they are drawn at its bound."""
 
-    def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
+    def build_demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
         """A demand with these lengths, arriving at `rate` (default: the mean of the window)."""
-        lengths = Independent(self.prompt_tokens, self.output_tokens)
-        return Demand(rate or float(np.mean(self.rates)), Drawn(lengths, burstiness))
+        lengths = IndependentLengths(self.prompt_tokens, self.output_tokens)
+        return Demand(rate or float(np.mean(self.rates)), GeneratedRequests(lengths, burstiness))
 
 
-def read(url: str, end_s: float, window_s: float, model: str | None = None) -> Observed:
+def read_traffic(
+    url: str, end_s: float, window_s: float, model: str | None = None
+) -> PrometheusTraffic:
     """Read the traffic of the `window_s` seconds before the Unix time `end_s`.
 
     `model`: only requests with this `model_name`. Raises HistoryError.
     """
-    if not (math.isfinite(window_s) and window_s >= _SHORTEST_STEP_S):
-        raise HistoryError(f"window {window_s:g} s: must be at least {_SHORTEST_STEP_S:g} s")
+    if not (math.isfinite(window_s) and window_s >= _MIN_STEP_S):
+        raise HistoryError(f"window {window_s:g} s: must be at least {_MIN_STEP_S:g} s")
     # PromQL strings are quoted like JSON's.
     chosen = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
-    with _client(url) as client:
-        prompts = _histogram(client, PROMPT_METRIC + chosen, end_s, window_s)
-        outputs = _histogram(client, OUTPUT_METRIC + chosen, end_s, window_s)
-        times_s, rates = _rates(client, SUCCESS_METRIC + chosen, end_s, window_s)
-    return Observed(
+    with _open_client(url) as client:
+        prompts = _query_histogram(client, PROMPT_METRIC + chosen, end_s, window_s)
+        outputs = _query_histogram(client, OUTPUT_METRIC + chosen, end_s, window_s)
+        times_s, rates = _query_rates(client, SUCCESS_METRIC + chosen, end_s, window_s)
+    return PrometheusTraffic(
         times_s,
         rates,
-        prompts.quantiles(),
-        outputs.quantiles(),
+        prompts.to_quantiles(),
+        outputs.to_quantiles(),
         prompts.total,
         max(prompts.share_beyond, outputs.share_beyond),
     )
 
 
 @contextmanager
-def _client(url: str) -> Iterator[httpx.Client]:
+def _open_client(url: str) -> Iterator[httpx.Client]:
     """An HTTP client whose errors become HistoryErrors with the server's URL, without its
     password."""
     try:
@@ -97,7 +99,7 @@ def _client(url: str) -> Iterator[httpx.Client]:
         raise HistoryError(f"Prometheus at {server}: {error}") from error
 
 
-class _Histogram(NamedTuple):
+class _LengthHistogram(NamedTuple):
     bounds: NDArray[np.float64]
     """Finite upper bounds of the buckets."""
     shares: NDArray[np.float64]
@@ -109,19 +111,23 @@ class _Histogram(NamedTuple):
     def share_beyond(self) -> float:
         return 1 - float(self.shares[-1])
 
-    def quantiles(self) -> Quantiles:
+    def to_quantiles(self) -> Quantiles:
         """Linear inside each bucket; an empty bucket is a jump."""
         levels = np.concatenate(([0.0], self.shares / self.shares[-1]))
         tokens = np.maximum(np.concatenate(([1.0], self.bounds)), 1.0)
         return Quantiles(tuple(levels.tolist()), tuple(tokens.tolist()))
 
 
-def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float) -> _Histogram:
+def _query_histogram(
+    client: httpx.Client, metric: str, end_s: float, window_s: float
+) -> _LengthHistogram:
     # `increase` handles counters that restart with their engine.
     query = f"sum by (le) (increase({metric}[{int(window_s)}s]))"
-    series = _ask(client, "/api/v1/query", {"query": query, "time": str(end_s)})
+    series = _query_series(client, "/api/v1/query", {"query": query, "time": str(end_s)})
     buckets = sorted(
-        (_number(each.metric.get("le")), _number(each.value[1])) for each in series if each.value
+        (_parse_number(each.metric.get("le")), _parse_number(each.value[1]))
+        for each in series
+        if each.value
     )
     if not buckets or not buckets[-1][1] > 0:
         raise HistoryError(
@@ -134,17 +140,17 @@ def _histogram(client: httpx.Client, metric: str, end_s: float, window_s: float)
     shares = np.minimum(np.maximum.accumulate(finite[:, 1]) / total, 1.0)
     if not shares.any():
         raise HistoryError(f"Prometheus: no finite bucket of {metric} holds a request")
-    return _Histogram(finite[:, 0], shares, total)
+    return _LengthHistogram(finite[:, 0], shares, total)
 
 
-def _rates(
+def _query_rates(
     client: httpx.Client, metric: str, end_s: float, window_s: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    step_s = max(_SHORTEST_STEP_S, math.ceil(window_s / _MOST_POINTS))
+    step_s = max(_MIN_STEP_S, math.ceil(window_s / _MAX_POINTS))
     query = f"sum(rate({metric}[{int(max(step_s, _RATE_WINDOW_S))}s]))"
     span = {"start": str(end_s - window_s + step_s), "end": str(end_s), "step": str(step_s)}
-    series = _ask(client, "/api/v1/query_range", {"query": query, **span})
-    points = [(at, _number(rate)) for each in series for at, rate in each.values]
+    series = _query_series(client, "/api/v1/query_range", {"query": query, **span})
+    points = [(at, _parse_number(rate)) for each in series for at, rate in each.values]
     points_found = np.array([point for point in points if math.isfinite(point[1])]).reshape(-1, 2)
     if not points_found[:, 1].any():
         raise HistoryError(f"Prometheus holds no rate of {metric} in the window")
@@ -161,7 +167,7 @@ class _Data(msgspec.Struct):
     result: list[_Series]
 
 
-class _Answer(msgspec.Struct):
+class _QueryResponse(msgspec.Struct):
     """A response of Prometheus' HTTP API, version 1."""
 
     status: str
@@ -169,19 +175,21 @@ class _Answer(msgspec.Struct):
     error: str = "no reason given"
 
 
-def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
+def _query_series(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
     """The series in the server's response."""
     latest_s = time.monotonic() + TIMEOUT_S
     with client.stream("GET", path, params=query) as response:
         body = bytearray()
         for piece in response.iter_bytes():
             body += piece
-            if len(body) > MAX_ANSWER_BYTES:
-                raise HistoryError(f"Prometheus: the response is over {MAX_ANSWER_BYTES >> 20} MiB")
+            if len(body) > MAX_RESPONSE_BYTES:
+                raise HistoryError(
+                    f"Prometheus: the response is over {MAX_RESPONSE_BYTES >> 20} MiB"
+                )
             if time.monotonic() > latest_s:
                 raise httpx.ReadTimeout("the response is too slow")
     try:
-        reply = msgspec.json.decode(body, type=_Answer)
+        reply = msgspec.json.decode(body, type=_QueryResponse)
     except msgspec.DecodeError as error:
         raise HistoryError(
             f"Prometheus: {path} answered {response.status_code}, not as Prometheus does: {error}"
@@ -191,7 +199,7 @@ def _ask(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[
     return reply.data.result
 
 
-def _number(text: object) -> float:
+def _parse_number(text: object) -> float:
     """Prometheus writes numbers as text, including NaN and +Inf."""
     try:
         return float(str(text))

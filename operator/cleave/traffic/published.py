@@ -15,8 +15,8 @@ import numpy as np
 from cleave.traffic.workload import (
     Demand,
     DemandError,
-    Drawn,
-    Independent,
+    GeneratedRequests,
+    IndependentLengths,
     LogNormal,
     Marginal,
     Quantiles,
@@ -24,13 +24,13 @@ from cleave.traffic.workload import (
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedWorkload:
     """Lengths of one data set; arrivals are Poisson, as in the papers."""
 
     name: str
     source: str
     """Paper and table; for data sets repository, commit and licence."""
-    known: str
+    published: str
     """What the source states."""
     assumed: str
     """What the source does not state and is assumed."""
@@ -41,30 +41,30 @@ class Published:
     rate: float = 1.0
     """Rate of the source in req/s, or 1."""
 
-    def demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
+    def build_demand(self, rate: float | None = None, burstiness: float = 1.0) -> Demand:
         """Its requests, at its own rate unless `rate` is given."""
-        lengths = Independent(self.prompt_tokens, self.output_tokens)
+        lengths = IndependentLengths(self.prompt_tokens, self.output_tokens)
         arrivals_per_s = self.rate if rate is None else rate
-        return Demand(arrivals_per_s, Drawn(lengths, burstiness), self.max_model_len)
+        return Demand(arrivals_per_s, GeneratedRequests(lengths, burstiness), self.max_model_len)
 
 
-def find(name: str) -> Published:
+def get_workload(name: str) -> PublishedWorkload:
     """The workload of that name. Raises DemandError, which lists all names."""
     normalized = name.strip().lower().replace("_", "-")
     for workload in WORKLOADS:
         if workload.name == normalized:
             return workload
-    near = get_close_matches(normalized, names(), n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(names())}"
+    near = get_close_matches(normalized, list_names(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(list_names())}"
     raise DemandError(f"no published workload {name!r}{hint}")
 
 
-def names() -> tuple[str, ...]:
-    """All names that `find` accepts."""
+def list_names() -> tuple[str, ...]:
+    """All names that `get_workload` accepts."""
     return tuple(workload.name for workload in WORKLOADS)
 
 
-def _geometric(smallest: float, median: float, p90: float, largest: float) -> Quantiles:
+def _build_geometric(smallest: float, median: float, p90: float, largest: float) -> Quantiles:
     """Equal ratios between the four quantiles: skewed to the right, as lengths are."""
     quantile_levels = (0.0, 0.5, 0.9, 1.0)
     levels = np.unique(np.concatenate([np.linspace(a, b, 9) for a, b in pairwise(quantile_levels)]))
@@ -72,20 +72,20 @@ def _geometric(smallest: float, median: float, p90: float, largest: float) -> Qu
     return Quantiles(tuple(levels.tolist()), tuple(np.exp(logs).tolist()))
 
 
-def _azure(tokens: Sequence[float]) -> Quantiles:
+def _build_azure(tokens: Sequence[float]) -> Quantiles:
     """Quantiles at 0, 1/32, ... 31/32 and five more in the tail."""
     levels = (*(i / 32 for i in range(32)), 0.98, 0.99, 0.995, 0.999, 1.0)
     return Quantiles(levels, tuple(tokens))
 
 
 _VIDUR = "Vidur (MLSys 2024), table 1"
-_VIDUR_KNOWN = "mean, median and 90th percentile of both lengths; at most 4,096 tokens together"
+_VIDUR_PUBLISHED = "mean, median and 90th percentile of both lengths; at most 4,096 tokens together"
 _VIDUR_ASSUMED = (
     "equal ratios between the quantiles; least and largest length, so that the mean is met; prompt "
     "and output drawn apart"
 )
 _DISTSERVE = "DistServe (OSDI 2024), section 6.1 and figure 7"
-_DISTSERVE_KNOWN = (
+_DISTSERVE_PUBLISHED = (
     "mean lengths, quoted from the figure (no text states them); OPT's 2,048 positions"
 )
 _DISTSERVE_ASSUMED = (
@@ -96,78 +96,78 @@ _AZURE = (
     "Azure LLM inference trace 2023, {}: Azure/AzurePublicDataset@b469a11 (CC-BY-4.0), described "
     "in Splitwise (ISCA 2024), section III-A"
 )
-_AZURE_KNOWN = "quantiles of both lengths, and the rate, of one hour in November 2023"
+_AZURE_PUBLISHED = "quantiles of both lengths, and the rate, of one hour in November 2023"
 _AZURE_ASSUMED = "straight lines between the quantiles; prompt and output drawn apart; Poisson"
 
 WORKLOADS = (
-    Published(
+    PublishedWorkload(
         "chat-1m",
         _VIDUR,
-        _VIDUR_KNOWN,
+        _VIDUR_PUBLISHED,
         _VIDUR_ASSUMED,
-        _geometric(14, 417, 1678, 3920),
-        _geometric(4, 139, 484, 912),
+        _build_geometric(14, 417, 1678, 3920),
+        _build_geometric(4, 139, 484, 912),
         4096,
     ),
-    Published(
+    PublishedWorkload(
         "arxiv-4k",
         _VIDUR,
-        _VIDUR_KNOWN,
+        _VIDUR_PUBLISHED,
         _VIDUR_ASSUMED + "; the cut leaves a mean output of 275 where the paper has 291",
-        _geometric(1200, 2730, 3702, 3915),
-        _geometric(125, 167, 372, 4096),
+        _build_geometric(1200, 2730, 3702, 3915),
+        _build_geometric(125, 167, 372, 4096),
         4096,
     ),
-    Published(
+    PublishedWorkload(
         "bwb-4k",
         _VIDUR,
-        _VIDUR_KNOWN,
+        _VIDUR_PUBLISHED,
         _VIDUR_ASSUMED,
-        _geometric(580, 1037, 1453, 2200),
-        _geometric(975, 1601, 2149, 2600),
+        _build_geometric(580, 1037, 1453, 2200),
+        _build_geometric(975, 1601, 2149, 2600),
         4096,
     ),
-    Published(
+    PublishedWorkload(
         "sharegpt",
         _DISTSERVE,
-        _DISTSERVE_KNOWN,
+        _DISTSERVE_PUBLISHED,
         _DISTSERVE_ASSUMED.format(2.0, 2.0),
         # Above the published means, which are those of requests cut to 2,048 tokens.
-        LogNormal.through(808, 2.0 * 808),
-        LogNormal.through(220, 2.0 * 220),
+        LogNormal.from_mean_and_p90(808, 2.0 * 808),
+        LogNormal.from_mean_and_p90(220, 2.0 * 220),
         2048,
     ),
-    Published(
+    PublishedWorkload(
         "humaneval",
         _DISTSERVE,
-        _DISTSERVE_KNOWN,
+        _DISTSERVE_PUBLISHED,
         _DISTSERVE_ASSUMED.format(1.6, 1.8),
-        LogNormal.through(171.3, 1.6 * 171.3),
-        LogNormal.through(98.2, 1.8 * 98.2),
+        LogNormal.from_mean_and_p90(171.3, 1.6 * 171.3),
+        LogNormal.from_mean_and_p90(98.2, 1.8 * 98.2),
         2048,
     ),
-    Published(
+    PublishedWorkload(
         "longbench",
         _DISTSERVE,
-        _DISTSERVE_KNOWN,
+        _DISTSERVE_PUBLISHED,
         _DISTSERVE_ASSUMED.format(1.1, 1.6),
-        LogNormal.through(1740, 1.1 * 1740),
-        LogNormal.through(94.8, 1.6 * 94.8),
+        LogNormal.from_mean_and_p90(1740, 1.1 * 1740),
+        LogNormal.from_mean_and_p90(94.8, 1.6 * 94.8),
         2048,
     ),
-    Published(
+    PublishedWorkload(
         "azure-code",
         _AZURE.format("code (8,819 requests)"),
-        _AZURE_KNOWN,
+        _AZURE_PUBLISHED,
         _AZURE_ASSUMED,
-        _azure(
+        _build_azure(
             (
                 *(3, 51, 90, 137, 185, 246, 348, 462, 578, 700, 825, 915, 1016, 1093, 1196, 1342),
                 *(1469, 1605, 1734, 1885, 2048, 2195, 2372, 2539, 2744, 2982, 3330, 3775, 4434),
                 *(5510, 6499, 7435, 7436, 7436, 7436, 7437, 7437),
             )
         ),
-        _azure(
+        _build_azure(
             (
                 *(6, 6, 6, 7, 7, 8, 8, 9, 9, 9, 10, 10, 11, 11, 12, 12, 13, 14, 15, 15, 16, 18, 19),
                 *(21, 24, 27, 31, 37, 46, 58, 77, 126, 171, 251, 359, 825, 1899),
@@ -176,19 +176,19 @@ WORKLOADS = (
         None,
         rate=2.566,
     ),
-    Published(
+    PublishedWorkload(
         "azure-conversation",
         _AZURE.format("conversation (19,366 requests)"),
-        _AZURE_KNOWN,
+        _AZURE_PUBLISHED,
         _AZURE_ASSUMED,
-        _azure(
+        _build_azure(
             (
                 *(2, 165, 194, 206, 235, 374, 383, 391, 396, 401, 405, 412, 428, 818, 966, 1001),
                 *(1020, 1037, 1052, 1067, 1083, 1100, 1120, 1147, 1189, 1312, 1335, 1767, 2309),
                 *(3018, 4079, 4089, 4098, 4142, 4831, 6179, 14050),
             )
         ),
-        _azure(
+        _build_azure(
             (
                 *(7, 33, 45, 53, 60, 68, 75, 81, 85, 89, 92, 95, 99, 104, 110, 118, 129, 141, 157),
                 *(171, 195, 223, 377, 389, 395, 397, 402, 411, 416, 427, 440, 502, 540, 601, 643),

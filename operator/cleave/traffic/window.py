@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 
-from cleave.traffic.counters import Buckets, Counts
+from cleave.traffic.counters import Buckets, GatewayCounters
 
-_NONE = Buckets()
-_LIFE = 0.9
-_CHANCE = 3.0
+_EMPTY = Buckets()
+_LIFETIME_QUANTILE = 0.9
+_MAX_CHANCE_DEVIATIONS = 3.0
 """Standard deviations by which arrivals and ended requests differ by chance."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TrafficWindow:
     """Traffic of one time window. None: no requests from which to compute the figure."""
 
     end_s: float
@@ -28,13 +28,13 @@ class Window:
     length_s: float
     num_requests: float
     """Number of arrivals."""
-    prompts: Buckets = _NONE
+    prompts: Buckets = _EMPTY
     """Tokens of requests that were answered."""
-    outputs: Buckets = _NONE
-    ttft: Buckets = _NONE
+    outputs: Buckets = _EMPTY
+    ttft: Buckets = _EMPTY
     """In seconds."""
-    tpot: Buckets = _NONE
-    judged: float = 0.0
+    tpot: Buckets = _EMPTY
+    measured: float = 0.0
     """Responses that were measured against the targets."""
     attained: float = 0.0
     """Measured responses that met both targets."""
@@ -52,27 +52,32 @@ class Window:
     @property
     def attainment(self) -> float | None:
         """Share of measured responses that met both targets."""
-        return self.attained / self.judged if self.judged else None
+        return self.attained / self.measured if self.measured else None
 
     @property
-    def life_s(self) -> float:
+    def lifetime_s(self) -> float:
         """Lifetime that 90 % of requests do not exceed, approximately; 0: no request ended."""
-        first_s, token_s = self.ttft.find_quantile(_LIFE) or 0.0, self.tpot.find_quantile(_LIFE)
-        return first_s + (self.outputs.find_quantile(_LIFE) or 0.0) * (token_s or 0.0)
+        first_s, token_s = (
+            self.ttft.compute_quantile(_LIFETIME_QUANTILE) or 0.0,
+            self.tpot.compute_quantile(_LIFETIME_QUANTILE),
+        )
+        return first_s + (self.outputs.compute_quantile(_LIFETIME_QUANTILE) or 0.0) * (
+            token_s or 0.0
+        )
 
     @property
     def ttft_p50_ms(self) -> float | None:
         """Median of the TTFT."""
-        return self.ttft.find_quantile_ms(0.5)
+        return self.ttft.compute_quantile_ms(0.5)
 
 
-def between(before: Counts, after: Counts) -> Window | None:
+def compute_window(before: GatewayCounters, after: GatewayCounters) -> TrafficWindow | None:
     """The window between two readings; None: no time has passed, or counters have restarted."""
     length_s = after.at_s - before.at_s
     if length_s <= 0 or after.started_s != before.started_s or after.requests < before.requests:
         return None
     ended, more = after.requests - before.requests, after.in_flight - before.in_flight
-    return Window(
+    return TrafficWindow(
         end_s=after.at_s,
         length_s=length_s,
         num_requests=max(ended + more, 0.0),
@@ -80,19 +85,19 @@ def between(before: Counts, after: Counts) -> Window | None:
         outputs=after.outputs - before.outputs,
         ttft=after.ttft - before.ttft,
         tpot=after.tpot - before.tpot,
-        judged=after.judged - before.judged,
+        measured=after.measured - before.measured,
         attained=after.attained - before.attained,
     )
 
 
-def join(windows: Sequence[Window]) -> Window:
+def join_windows(windows: Sequence[TrafficWindow]) -> TrafficWindow:
     """One window with the sum of all lengths and counts. Raises ValueError for none."""
     if not windows:
         raise ValueError("windows: there are none to join; read the counters twice")
     return reduce(_add, windows)
 
 
-def list_settled(windows: Sequence[Window], settle_s: float) -> tuple[Window, ...]:
+def list_settled(windows: Sequence[TrafficWindow], settle_s: float) -> tuple[TrafficWindow, ...]:
     """The windows whose latencies belong to their own traffic, not to earlier traffic.
 
     Leaves out the first `settle_s`, and windows up to the end of a backlog: while more requests end
@@ -102,20 +107,23 @@ def list_settled(windows: Sequence[Window], settle_s: float) -> tuple[Window, ..
         return ()
     begun_s = windows[0].start_s + settle_s
     suffixes = (windows[at:] for at in range(len(windows) + 1))
-    calm = next(each for each in suffixes if not _drains(each))
+    calm = next(each for each in suffixes if not _is_draining(each))
     return tuple(each for each in calm if each.start_s >= begun_s)
 
 
-def _drains(windows: Sequence[Window]) -> bool:
+def _is_draining(windows: Sequence[TrafficWindow]) -> bool:
     """Whether, from the first window up to some other, significantly more requests ended than
     arrived."""
     came = accumulate(each.num_requests for each in windows)
     ended = accumulate(each.prompts.num for each in windows)
-    return any(b - a > _CHANCE * math.sqrt(max(a, 1.0)) for a, b in zip(came, ended, strict=True))
+    return any(
+        b - a > _MAX_CHANCE_DEVIATIONS * math.sqrt(max(a, 1.0))
+        for a, b in zip(came, ended, strict=True)
+    )
 
 
-def _add(first: Window, second: Window) -> Window:
-    return Window(
+def _add(first: TrafficWindow, second: TrafficWindow) -> TrafficWindow:
+    return TrafficWindow(
         end_s=max(first.end_s, second.end_s),
         length_s=first.length_s + second.length_s,
         num_requests=first.num_requests + second.num_requests,
@@ -123,6 +131,6 @@ def _add(first: Window, second: Window) -> Window:
         outputs=first.outputs + second.outputs,
         ttft=first.ttft + second.ttft,
         tpot=first.tpot + second.tpot,
-        judged=first.judged + second.judged,
+        measured=first.measured + second.measured,
         attained=first.attained + second.attained,
     )

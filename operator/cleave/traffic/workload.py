@@ -20,7 +20,7 @@ from cleave.api import workload as api
 from cleave.simulator.trace import Trace
 from cleave.traffic import history
 
-Counts = NDArray[np.int64]
+TokenCounts = NDArray[np.int64]
 Values = NDArray[np.float64]
 
 MAX_P90_TO_MEAN = 2.27
@@ -29,7 +29,7 @@ MAX_P90_TO_MEAN = 2.27
 _Z90 = 1.2815515655446004
 _PROMPTS, _OUTPUTS, _GAPS = range(3)
 """Separate random streams of one seed, so that a change of one does not affect the others."""
-_SURVEY = 20_000
+_SURVEY_REQUESTS = 20_000
 """Requests drawn to estimate a mean or a share that has no formula."""
 
 
@@ -45,7 +45,7 @@ class Marginal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedLength:
     """One constant length."""
 
     tokens: float
@@ -63,7 +63,7 @@ class LogNormal:
     sigma: float
 
     @classmethod
-    def through(cls, mean: float, p90: float) -> Self:
+    def from_mean_and_p90(cls, mean: float, p90: float) -> Self:
         """The distribution with this mean and 90th percentile.
 
         p90 / mean = exp(z sigma - sigma^2 / 2) with z = 1.2816. The smaller of both solutions is
@@ -102,7 +102,7 @@ class Quantiles:
     """The length at each level."""
 
     @classmethod
-    def evenly(cls, tokens: Sequence[float]) -> Self:
+    def from_even_quantiles(cls, tokens: Sequence[float]) -> Self:
         """Quantiles at equidistant levels, from the smallest to the largest length."""
         return cls(tuple(np.linspace(0, 1, len(tokens)).tolist()), tuple(tokens))
 
@@ -112,7 +112,7 @@ class Quantiles:
         return lengths
 
 
-class Lengths(Protocol):
+class JointLengthDistribution(Protocol):
     """Joint distribution of prompt and output lengths."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values]:
@@ -120,7 +120,7 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Independent:
+class IndependentLengths:
     """Independent prompt and output lengths."""
 
     prompt_tokens: Marginal
@@ -129,25 +129,27 @@ class Independent:
     def draw(self, num: int, seed: int) -> tuple[Values, Values]:
         """`num` pairs."""
         return (
-            self.prompt_tokens.draw(_stream(seed, _PROMPTS), num),
-            self.output_tokens.draw(_stream(seed, _OUTPUTS), num),
+            self.prompt_tokens.draw(_create_generator(seed, _PROMPTS), num),
+            self.output_tokens.draw(_create_generator(seed, _OUTPUTS), num),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Samples:
+class RecordedLengths:
     """Recorded pairs, drawn with replacement, which preserves correlation of prompt and output."""
 
-    prompt_tokens: Counts
-    output_tokens: Counts
+    prompt_tokens: TokenCounts
+    output_tokens: TokenCounts
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values]:
         """`num` pairs."""
-        picks = (_stream(seed, _PROMPTS).random(num) * len(self.prompt_tokens)).astype(np.int64)
+        picks = (_create_generator(seed, _PROMPTS).random(num) * len(self.prompt_tokens)).astype(
+            np.int64
+        )
         return self.prompt_tokens[picks].astype(float), self.output_tokens[picks].astype(float)
 
 
-class Source(Hashable, Protocol):
+class RequestSource(Hashable, Protocol):
     """A source of requests at one per second. Hashable, so that its samples can be cached."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
@@ -155,26 +157,26 @@ class Source(Hashable, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class GeneratedRequests:
     """Lengths from a distribution; independent, gamma-distributed gaps between arrivals."""
 
-    lengths: Lengths
+    lengths: JointLengthDistribution
     burstiness: float = 1.0
     """Coefficient of variation of the gaps: 0 regular, 1 Poisson, above bursty."""
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """`num` requests."""
-        return np.cumsum(self._gaps(num, seed)), *self.lengths.draw(num, seed)
+        return np.cumsum(self._draw_gaps(num, seed)), *self.lengths.draw(num, seed)
 
-    def _gaps(self, num: int, seed: int) -> Values:
+    def _draw_gaps(self, num: int, seed: int) -> Values:
         if self.burstiness == 0:
             return np.ones(num)
         shape = self.burstiness**-2
-        return _stream(seed, _GAPS).standard_gamma(shape, num) / shape
+        return _create_generator(seed, _GAPS).standard_gamma(shape, num) / shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replay:
+class TraceReplay:
     """A recorded trace, replayed in a loop from its first request (seed 0) or a random one."""
 
     trace: Trace
@@ -182,7 +184,7 @@ class Replay:
     def draw(self, num: int, seed: int) -> tuple[Values, Values, Values]:
         """`num` requests."""
         recorded = len(self.trace)
-        start = int(_stream(seed, _GAPS).random() * recorded) if seed else 0
+        start = int(_create_generator(seed, _GAPS).random() * recorded) if seed else 0
         order = (start + np.arange(num)) % recorded
         gaps = np.diff(self.trace.arrival_ms) / 1000 * self.trace.rate
         # The loop is closed with a mean gap, since the gap before the first request is unknown.
@@ -200,7 +202,7 @@ class Demand:
 
     rate: float
     """Expected arrivals in req/s."""
-    source: Source
+    source: RequestSource
     max_model_len: int | None = None
     """Prompts are cut below it, outputs so that prompt and output reach it at most; None: no
     limit."""
@@ -220,41 +222,41 @@ class Demand:
             raise DemandError(f"rate {requests_per_s:g}: must be above 0 requests per second")
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
-        unit = _unit(self.source, self.max_model_len, num_requests, seed)
+        unit = _draw_unit_trace(self.source, self.max_model_len, num_requests, seed)
         return Trace(
             unit.arrival_ms / requests_per_s, unit.prompt_tokens.copy(), unit.output_tokens.copy()
         )
 
-    def at(self, rate: float) -> "Demand":
+    def with_rate(self, rate: float) -> "Demand":
         """The same requests at another rate."""
         return replace(self, rate=rate)
 
-    def limited(self, max_model_len: int) -> "Demand":
+    def with_max_model_len(self, max_model_len: int) -> "Demand":
         """The same requests for a model with at most this many tokens of prompt and output."""
         if max_model_len < 2:
             raise DemandError(f"max_model_len {max_model_len}: must be at least 2")
         return replace(self, max_model_len=max_model_len)
 
-    def share_longer_than(self, max_model_len: int) -> float:
-        """Share of requests that `limited` would cut, estimated from a sample."""
-        drawn = _unit(self.source, None, _SURVEY, 0)
+    def compute_share_longer_than(self, max_model_len: int) -> float:
+        """Share of requests that `with_max_model_len` would cut, estimated from a sample."""
+        drawn = _draw_unit_trace(self.source, None, _SURVEY_REQUESTS, 0)
         return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
 
     @property
     def mean_prompt_tokens(self) -> float:
         """Estimated from a sample, as the limited distribution has no formula."""
-        return float(np.mean(self._survey().prompt_tokens))
+        return float(np.mean(self._draw_survey().prompt_tokens))
 
     @property
     def mean_output_tokens(self) -> float:
         """Estimated from a sample."""
-        return float(np.mean(self._survey().output_tokens))
+        return float(np.mean(self._draw_survey().output_tokens))
 
-    def _survey(self) -> Trace:
-        return _unit(self.source, self.max_model_len, _SURVEY, 0)
+    def _draw_survey(self) -> Trace:
+        return _draw_unit_trace(self.source, self.max_model_len, _SURVEY_REQUESTS, 0)
 
 
-def from_spec(spec: api.Workload, base_dir: Path) -> Demand:
+def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
     """Build the demand of `spec.workload`; a relative trace path starts at `base_dir`.
 
     A trace alone is replayed; with a rate, its lengths are resampled and arrive at that rate with
@@ -262,61 +264,70 @@ def from_spec(spec: api.Workload, base_dir: Path) -> Demand:
     """
     if spec.trace is not None:
         try:
-            trace = history.read(base_dir / spec.trace.path)
+            trace = history.read_trace(base_dir / spec.trace.path)
         except history.HistoryError as error:
             raise DemandError(str(error)) from error
         return (
-            from_trace(trace)
+            build_from_trace(trace)
             if spec.rate is None
-            else resampled(trace, spec.rate, spec.gap_variation)
+            else resample_trace(trace, spec.rate, spec.gap_variation)
         )
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: state it with promptTokens and outputTokens, or state a trace")
-    lengths = Independent(_marginal(spec.prompt_tokens), _marginal(spec.output_tokens))
-    return Demand(spec.rate, Drawn(lengths, spec.gap_variation))
+    lengths = IndependentLengths(
+        _build_marginal(spec.prompt_tokens), _build_marginal(spec.output_tokens)
+    )
+    return Demand(spec.rate, GeneratedRequests(lengths, spec.gap_variation))
 
 
-def from_trace(trace: Trace) -> Demand:
+def build_from_trace(trace: Trace) -> Demand:
     """Replay the trace. Raises DemandError when it has no rate."""
     if trace.rate == 0:
         raise DemandError(
             f"the {len(trace)} recorded requests span no time: state a rate beside the trace"
         )
-    return Demand(trace.rate, Replay(trace))
+    return Demand(trace.rate, TraceReplay(trace))
 
 
-def resampled(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
+def resample_trace(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
     """Lengths of the trace drawn with replacement, arriving at `rate`."""
-    return Demand(rate, Drawn(Samples(trace.prompt_tokens, trace.output_tokens), burstiness))
+    return Demand(
+        rate,
+        GeneratedRequests(RecordedLengths(trace.prompt_tokens, trace.output_tokens), burstiness),
+    )
 
 
-def fixed(prompt_tokens: int, output_tokens: int, rate: float, burstiness: float = 1.0) -> Demand:
+def build_fixed(
+    prompt_tokens: int, output_tokens: int, rate: float, burstiness: float = 1.0
+) -> Demand:
     """Requests of equal lengths."""
-    lengths = Independent(Fixed(prompt_tokens), Fixed(output_tokens))
-    return Demand(rate, Drawn(lengths, burstiness))
+    lengths = IndependentLengths(FixedLength(prompt_tokens), FixedLength(output_tokens))
+    return Demand(rate, GeneratedRequests(lengths, burstiness))
 
 
-def _marginal(lengths: api.Lengths) -> Marginal:
+def _build_marginal(lengths: api.LengthDistribution) -> Marginal:
     if lengths.p90 is None:
-        return Fixed(lengths.mean)
-    return LogNormal.through(lengths.mean, lengths.p90)
+        return FixedLength(lengths.mean)
+    return LogNormal.from_mean_and_p90(lengths.mean, lengths.p90)
 
 
-def _stream(seed: int, stream: int) -> np.random.Generator:
+def _create_generator(seed: int, stream: int) -> np.random.Generator:
     return np.random.default_rng((seed, stream))
 
 
 @lru_cache(maxsize=16)
-def _unit(source: Source, max_model_len: int | None, num: int, seed: int) -> Trace:
+def _draw_unit_trace(
+    source: RequestSource, max_model_len: int | None, num: int, seed: int
+) -> Trace:
     """`num` requests at one per second, cached: a search draws the same ones many times."""
     arrivals, prompts, outputs = source.draw(num, seed)
-    prompt_tokens, output_tokens = _whole(prompts), _whole(outputs)
+    prompt_tokens, output_tokens = _round_lengths(prompts), _round_lengths(outputs)
     if max_model_len is not None:
         prompt_tokens = np.minimum(prompt_tokens, max_model_len - 1)
         output_tokens = np.minimum(output_tokens, max_model_len - prompt_tokens)
     return Trace(arrivals * 1000, prompt_tokens, output_tokens)
 
 
-def _whole(lengths: Values) -> Counts:
-    rounded: Counts = np.maximum(np.rint(lengths), 1).astype(np.int64)
+def _round_lengths(lengths: Values) -> TokenCounts:
+    rounded: TokenCounts = np.maximum(np.rint(lengths), 1).astype(np.int64)
     return rounded

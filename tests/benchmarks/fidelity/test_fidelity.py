@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cleave.profiling.client import Client
+from cleave.profiling.client import OpenAIClient
 from cleave.simulator.trace import Trace
 
 Import = Callable[[str], ModuleType]
@@ -195,7 +195,7 @@ async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> 
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
-    offered = await load.offer(Client(f"http://{host}:{port}", "m"), trace(), 0.5, seed=1)
+    offered = await load.offer(OpenAIClient(f"http://{host}:{port}", "m"), trace(), 0.5, seed=1)
     server.close()
     await server.wait_closed()
     assert len(heads) == 4

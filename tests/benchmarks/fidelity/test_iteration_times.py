@@ -5,11 +5,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cleave.perf.timing import Chunk, Timing
+from cleave.perf.timing import EngineTiming, PromptChunk
 
 Import = Callable[[str], ModuleType]
 
-TIMING = Timing(16.0, (2.0, 4.0, 7.0), 1e-4, (1.0, 1.5, 1.8), (0.001,))
+TIMING = EngineTiming(16.0, (2.0, 4.0, 7.0), 1e-4, (1.0, 1.5, 1.8), (0.001,))
 
 
 def row(begin_s: float, ms: float, prompts: list[int], batch: int, contexts: int, pulled: int = 0):
@@ -21,10 +21,10 @@ def served(prompt: float, decode: float, pull_ms: float) -> list[list[float]]:
     """Passes of an engine whose prompts, decoding and pulls take so much."""
     rows = []
     for turn in range(20):
-        decode_ms = TIMING.decode_pass_ms(turn + 1, 50 * turn) * decode
-        whole_ms = TIMING.iteration_ms([Chunk(0, 10 + turn)], turn + 1, 50 * turn)
-        grown_ms = (whole_ms - TIMING.decode_pass_ms(turn + 1, 50 * turn)) * prompt
-        alone_ms = TIMING.prefill_ms([10 + turn]) * prompt
+        decode_ms = TIMING.predict_decode_ms(turn + 1, 50 * turn) * decode
+        whole_ms = TIMING.predict_iteration_ms([PromptChunk(0, 10 + turn)], turn + 1, 50 * turn)
+        grown_ms = (whole_ms - TIMING.predict_decode_ms(turn + 1, 50 * turn)) * prompt
+        alone_ms = TIMING.predict_prefill_ms([10 + turn]) * prompt
         rows += [
             row(turn, decode_ms, [], turn + 1, 50 * turn),
             row(turn + 0.2, decode_ms + grown_ms, [10 + turn], turn + 1, 50 * turn),
@@ -53,8 +53,10 @@ def test_passes_that_never_occurred_take_what_was_profiled(module: Import) -> No
 
 def test_a_timing_at_a_pace_takes_as_long_as_the_passes_did(module: Import) -> None:
     slow = module("pace").Pace(prompt=1.1, decode=1.3).apply(TIMING)
-    assert slow.prefill_ms([40, 9]) == pytest.approx(TIMING.prefill_ms([40, 9]) * 1.1)
-    assert slow.decode_pass_ms(5, 400) == pytest.approx(TIMING.decode_pass_ms(5, 400) * 1.3)
+    assert slow.predict_prefill_ms([40, 9]) == pytest.approx(
+        TIMING.predict_prefill_ms([40, 9]) * 1.1
+    )
+    assert slow.predict_decode_ms(5, 400) == pytest.approx(TIMING.predict_decode_ms(5, 400) * 1.3)
 
 
 def test_only_whole_passes_of_the_time_asked_for_are_read(module: Import, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 HOST = "127.0.0.1"
 TOKENS = 128
@@ -16,11 +16,11 @@ TOKENS = 128
 Import = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("way", [Way.SHARED_MEMORY, Way.NIXL, Way.GLOO])
+@pytest.mark.parametrize("way", [Transport.SHARED_MEMORY, Transport.NIXL, Transport.GLOO])
 def test_prompts_come_after_they_are_computed_and_meanwhile(
-    module: Import, way: Way, monkeypatch: pytest.MonkeyPatch
+    module: Import, way: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way is Way.NIXL:
+    if way is Transport.NIXL:
         pytest.importorskip("nixl", reason="NIXL comes with the worker extras")
         monkeypatch.setenv("UCX_TLS", "tcp")
     overlap, pair = module("overlap"), module("pair")

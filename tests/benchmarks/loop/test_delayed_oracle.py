@@ -2,7 +2,7 @@
 
 from cleave.api.role import Role
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
-from cleave.planner.replan.replay import Running
+from cleave.planner.replan.replay import RunningPlan
 
 
 def test_each_plan_comes_after_its_change_was_seen_and_its_instances_have_started(module) -> None:
@@ -11,7 +11,7 @@ def test_each_plan_comes_after_its_change_was_seen_and_its_instances_have_starte
     phases = (days.Phase("few", "azure-code", 2.0), days.Phase("many", "azure-code", 6.0))
     problem = days.ask(phases[0])
     plans = [
-        Running(
+        RunningPlan(
             tuple(
                 PlannedPool(role, count, gpu=EMULATED_GPU) for role in (Role.PREFILL, Role.DECODE)
             )
@@ -22,5 +22,5 @@ def test_each_plan_comes_after_its_change_was_seen_and_its_instances_have_starte
     (step,) = late.wait_for(day, problem, plans, [0.0, 900.0, 1_800.0])
     assert 900.0 < step.seen_s <= 1_020.0
     assert step.at_s == step.seen_s + following.START_S
-    assert step.running is plans[1]
+    assert step.running_plan is plans[1]
     assert len(day.done) == 1

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from cleave.planner.replan.replay import Running
+from cleave.planner.replan.replay import RunningPlan
 
 
 @pytest.fixture
 def world(module):
     days, following = module("days"), module("following")
     problem = days.ask(days.DAYS["small"][0])
-    fleet = following.to_fleet(problem, Running(pools(2, 2)))
+    fleet = following.to_fleet(problem, RunningPlan(pools(2, 2)))
     trace = days.draw(days.DAYS["small"][:2], 60.0, seed=3)
     return module("world").World(trace, problem.slo, fleet)
 
@@ -37,7 +37,7 @@ def test_who_came_before_a_change_ends_on_the_instances_of_then(world, module) -
     days, following = module("days"), module("following")
     alone = world.close(60.0)
     problem = days.ask(days.DAYS["small"][0])
-    world.change(following.to_fleet(problem, Running(pools(4, 4))), 60.0)
+    world.change(following.to_fleet(problem, RunningPlan(pools(4, 4))), 60.0)
     both = world.close(120.0)
     assert np.array_equal(both.met[: len(alone.met)], alone.met)
     assert np.all(both.arrival_s[: len(alone.met)] < 60.0)

@@ -8,16 +8,16 @@ import pytest
 import virtual_engine
 from one_engine import ENGINE, burst, stream
 
-from cleave.simulator.fleet import Admission, Fleet, Order, Pool
+from cleave.simulator.fleet import Admission, PrefillOrder, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 
 
-@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("order", list(PrefillOrder))
 @pytest.mark.parametrize("is_burst", [True, False])
-def test_prompts_run_in_the_order_that_is_simulated(order: Order, is_burst: bool) -> None:
+def test_prompts_run_in_the_order_that_is_simulated(order: PrefillOrder, is_burst: bool) -> None:
     trace = burst("sharegpt", 80) if is_burst else stream("chat-1m", 0.9, 150)
     engine = replace(ENGINE, order=order)
-    simulated = simulate(Fleet(prefill=(Pool(engine, 1),)), trace)
+    simulated = simulate(SimulatedFleet(prefill=(SimulatedPool(engine, 1),)), trace)
     run = virtual_engine.run(trace, engine, decodes=False)
     np.testing.assert_allclose(simulated.prefill_start_ms, run.start_ms, atol=1e-6)
     np.testing.assert_allclose(simulated.first_token_ms, run.first_ms, atol=1e-6)

@@ -82,7 +82,7 @@ def test_ctrl_c_ends_what_runs_in_the_foreground(
             assert up.wait(60) == 0
         finally:
             up.kill()
-    assert state.running() == []
+    assert state.list_running() == []
 
 
 def test_an_engine_that_fails_is_told_at_once_by_up_and_kept_in_status(
@@ -94,7 +94,7 @@ def test_an_engine_that_fails_is_told_at_once_by_up_and_kept_in_status(
         try:
             assert up.stdout is not None
             assert any(line.startswith("ready ") for line in up.stdout)
-            snapshot = state.find("chat").read()
+            snapshot = state.find_running("chat").read()
             assert snapshot is not None
             (agent,) = (pod.pid for pod in snapshot.pods if pod.name == "chat-prefill-0")
             children = psutil.Process(agent or 0).children(recursive=True)
@@ -142,14 +142,14 @@ def test_a_detached_start_that_is_broken_off_leaves_nothing(
             assert up.wait(60) == 130
         finally:
             up.kill()
-    assert state.running() == []
+    assert state.list_running() == []
 
 
 def test_a_killed_supervisor_takes_its_processes_with_it(
     cleave: Cleave, manifest: Path, port: str, state_root: Path
 ) -> None:
     assert cleave("up", "-f", str(manifest), "--port", port, "-d").returncode == 0
-    snapshot = state.find("chat").read()
+    snapshot = state.find_running("chat").read()
     assert snapshot is not None
     pods = [psutil.Process(pod.pid or 0) for pod in snapshot.pods]
     tree = pods + [child for pod in pods for child in pod.children(recursive=True)]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from cleave.api.manifest import load
 from cleave.cli.main import app
-from cleave.manifests.pool import revision
+from cleave.manifests.pool import hash_revision
 
 PAIRS = [{"role": "prefill", "replicas": 2}, {"role": "decode", "replicas": 3}]
 
@@ -81,7 +81,7 @@ def test_another_image_replaces_pairs(cli: CliRunner, tmp_path: Path) -> None:
         (2, 0, 3, 0),
     ]
     told = json.loads(result.stdout)
-    assert told["revision"] == {"from": revision(load(old)), "to": revision(load(new))}
+    assert told["revision"] == {"from": hash_revision(load(old)), "to": hash_revision(load(new))}
     assert min(step["capacity"] for step in told["steps"]) == 1
     assert told["steps"][1]["roles"]["prefill"] == {"new": 1, "old": 2, "started": 1, "stopped": 0}
 
@@ -93,7 +93,7 @@ def test_the_table_has_a_line_per_step(cli: CliRunner, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     summary, _, heading, _, *rows = result.stdout.strip().splitlines()
     assert summary == (
-        f"chat: revision {revision(load(old))} -> {revision(load(new))}; 2 steps with maxSurge 1, "
+        f"chat: revision {hash_revision(load(old))} -> {hash_revision(load(new))}; 2 steps with maxSurge 1, "
         "maxUnavailable 0; at most 2 mixed instances at a time"
     )
     assert heading.split() == ["STEP", "MIXED", "CAPACITY", "WHAT"]
@@ -140,11 +140,13 @@ def test_nothing_to_do_is_said(cli: CliRunner, tmp_path: Path) -> None:
     old = manifest(tmp_path, "old")
     result = run(cli, old, "--from", old)
     assert result.exit_code == 0
-    assert result.stdout.strip() == f"chat: revision {revision(load(old))}; nothing has to change"
+    assert (
+        result.stdout.strip() == f"chat: revision {hash_revision(load(old))}; nothing has to change"
+    )
 
 
 def test_a_roll_out_goes_on_from_its_status(cli: CliRunner, tmp_path: Path) -> None:
-    target = revision(load(manifest(tmp_path, "bare", image="new:2")))
+    target = hash_revision(load(manifest(tmp_path, "bare", image="new:2")))
     status = seen(target, ("prefill", 3, 3, 1), ("decode", 4, 4, 1))
     new = manifest(tmp_path, "new", image="new:2", status=status)
     assert steps(run(cli, new, "-o", "json"))[:3] == [(1, 2, 1, 3), (1, 2, 1, 2), (1, 2, 2, 2)]

@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from cleave.api.deployment import Slo
-from cleave.cli.planning.explanation import explain
-from cleave.perf.confidence import Basis, Trust
-from cleave.planner.plan import Answer, Percentiles, Plan, Prediction, Verdict
+from cleave.cli.planning.explanation import print_explanation
+from cleave.perf.confidence import Confidence, LatencySource
+from cleave.planner.plan import Percentiles, Plan, PlanningResult, PlanVerdict, Prediction
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError
-from cleave.planner.search.candidate_placement import planned_pools
+from cleave.planner.search.candidate_placement import to_planned_pools
 
 from tests.support.known_problems import Kind, chat, nodes, of_size, problem, split
 
@@ -22,12 +22,12 @@ def explained(gpu: str) -> str:
     question = problem(chat(8.0), Slo(ttft_ms=1000, tpot_ms=60), supplies=supplies, kinds=kinds)
     single = of_size(question)
     tpot = Percentiles(30.0, 30.0, 30.0)
-    trust = Trust(Basis.FITTED, "DistServe's coefficients", None)
+    trust = Confidence(LatencySource.FITTED, "DistServe's coefficients", None)
     seen = Prediction(8.0, (8.0, 8.0), 0.9, tpot, tpot, 1.0, 1.0, trust)
-    plan = Plan(planned_pools(split(question, single, 2, single, 1)), seen, "Algorithm 1", 1.0)
-    answer = Answer(Verdict.DISAGGREGATE, plan, (), "", "", None, (), 1, 1, 0.1)
+    plan = Plan(to_planned_pools(split(question, single, 2, single, 1)), seen, "Algorithm 1", 1.0)
+    answer = PlanningResult(PlanVerdict.DISAGGREGATE, plan, (), "", "", None, (), 1, 1, 0.1)
     page = io.StringIO()
-    explain(Console(file=page, width=1000), question, answer)
+    print_explanation(Console(file=page, width=1000), question, answer)
     return page.getvalue()
 
 
@@ -36,7 +36,7 @@ def _no_simulation(monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise ScalingError("not asked here")
 
-    monkeypatch.setattr(growth, "growth", refuse)
+    monkeypatch.setattr(growth, "fit_growth", refuse)
 
 
 def test_a_loss_is_told_anew_and_from_checkpoints_with_what_those_take() -> None:

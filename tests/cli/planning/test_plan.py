@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cleave import distribution
 from cleave.api.manifest import load, validate
 from cleave.cli.main import app
-from cleave.cli.planning.inputs import Overrides, overridden
+from cleave.cli.planning.inputs import Overrides, apply_overrides
 from cleave.planner import plan_search
 
 MANIFEST = """\
@@ -147,11 +147,11 @@ def test_the_question_may_differ_from_the_file(cli, file, said) -> None:
 
 def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_path) -> None:
     stated = load(MANIFEST.replace("rate: 4", "rate: 4, burstiness: 2"))
-    asked = overridden(stated, Overrides(trace=tmp_path / "t.csv", rate=3))
+    asked = apply_overrides(stated, Overrides(trace=tmp_path / "t.csv", rate=3))
     traffic = asked.spec.workload
     assert (traffic.trace.path, traffic.rate) == (str(tmp_path / "t.csv"), 3)
     assert (traffic.prompt_tokens, traffic.burstiness) == (None, 2)
-    replayed = overridden(stated, Overrides(trace=tmp_path / "t.csv"))
+    replayed = apply_overrides(stated, Overrides(trace=tmp_path / "t.csv"))
     assert replayed.spec.workload.burstiness is None
 
 
@@ -234,7 +234,7 @@ def test_a_folder_is_no_file_for_a_page(cli, file, tmp_path) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_without_the_planner_the_remedy_is_one_line(cli, file, monkeypatch, command) -> None:
-    monkeypatch.setattr(distribution, "missing", list)
+    monkeypatch.setattr(distribution, "find_missing_extras", list)
     done = cli.invoke(app, [command, "-f", str(file)])
     assert done.exit_code == 1
     assert done.stderr == f"error: 'cleave {command}' needs the extra \"planner\": make setup\n"

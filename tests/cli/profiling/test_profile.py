@@ -19,8 +19,13 @@ from cleave.perf import named_profiles
 from cleave.perf.profile import profile
 from cleave.profiling import measurement_plan
 
-FEW = measurement_plan.Settings(
-    repeats=1, batches=(1, 2), contexts=(32,), steps_per_octave=1, longest_prompt=64, max_spread=1e9
+FEW = measurement_plan.ProfilingSettings(
+    repeats=1,
+    batches=(1, 2),
+    contexts=(32,),
+    steps_per_octave=1,
+    max_prompt_tokens=64,
+    max_spread=1e9,
 )
 
 
@@ -45,9 +50,9 @@ def test_a_profile_is_written_shown_and_can_be_run(
     assert shown.exit_code == 0, shown.output
     assert "prefill 1 x 64" in shown.output
     assert f"written to {file}" in shown.output
-    found = profile.read(file)
+    found = profile.read_profile(file)
     assert (found.model, found.device, found.engine) == ("opt-13b", "A100-SXM-80GB", "emulated")
-    assert named_profiles.load(str(file)).kv_capacity_tokens == found.kv_capacity_tokens
+    assert named_profiles.load_profile(str(file)).kv_capacity_tokens == found.kv_capacity_tokens
 
     words += ["-o", "json", "--tensor-parallel-size", "2"]
     told = json.loads(cli.invoke(app, words).stdout)

@@ -10,7 +10,7 @@ from cleave.api.workload import Workload
 from cleave.cli.main import app
 from cleave.traffic import history, prometheus, published
 from cleave.traffic.history import HistoryError
-from cleave.traffic.prometheus import Observed
+from cleave.traffic.prometheus import PrometheusTraffic
 from cleave.traffic.workload import Quantiles
 
 
@@ -18,9 +18,9 @@ from cleave.traffic.workload import Quantiles
 def recording(tmp_path: Path) -> Path:
     """Two kinds of requests, which no log-normal distribution describes."""
     file = tmp_path / "requests.csv"
-    trace = published.find("humaneval").demand(rate=4).draw(2000)
+    trace = published.get_workload("humaneval").build_demand(rate=4).draw(2000)
     trace.prompt_tokens[::2] = 4000
-    history.write(file, trace)
+    history.write_trace(file, trace)
     return file
 
 
@@ -101,7 +101,7 @@ def test_more_requests_of_a_recording_can_be_drawn(
         assert result.exit_code == 0
         assert "5000 requests similar to" in result.stdout
     assert drawn[0].read_text() == drawn[1].read_text() != drawn[2].read_text()
-    trace = history.read(drawn[0])
+    trace = history.read_trace(drawn[0])
     assert len(trace) == 5000
     assert trace.rate == pytest.approx(12, rel=0.1)
     assert np.mean(trace.prompt_tokens == 4000) == pytest.approx(0.5, abs=0.05)
@@ -114,11 +114,11 @@ def test_traffic_of_a_prometheus_server_is_described(
     rates = np.array([1.0, 5.0])
     asked = []
 
-    def read(*arguments: object) -> Observed:
+    def read(*arguments: object) -> PrometheusTraffic:
         asked.append(arguments)
-        return Observed(np.arange(2.0), rates, lengths, lengths, 1234.0, 0.02)
+        return PrometheusTraffic(np.arange(2.0), rates, lengths, lengths, 1234.0, 0.02)
 
-    monkeypatch.setattr(prometheus, "read", read)
+    monkeypatch.setattr(prometheus, "read_traffic", read)
     options = ("--prometheus", "http://p:9090", "--window", "6h", "--model", "chat")
     result = run(cli, *options, "-o", "yaml")
     assert block(result)["rate"] == 3
@@ -169,16 +169,16 @@ def test_a_rate_that_no_deployment_has_is_told(cli: CliRunner, recording: Path, 
 
 
 def test_names_are_completed() -> None:
-    from cleave.cli.profiling.workload import complete
+    from cleave.cli.profiling.workload import complete_published
 
-    assert complete("azure") == ["azure-code", "azure-conversation"]
+    assert complete_published("azure") == ["azure-code", "azure-conversation"]
 
 
 def test_an_error_of_the_server_is_told(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*arguments: object) -> Observed:
+    def read(*arguments: object) -> PrometheusTraffic:
         raise HistoryError("Prometheus at http://p: no answer in 15 s")
 
-    monkeypatch.setattr(prometheus, "read", read)
+    monkeypatch.setattr(prometheus, "read_traffic", read)
     result = run(cli, "--prometheus", "http://p")
     assert (result.exit_code, result.stderr) == (
         2,

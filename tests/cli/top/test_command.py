@@ -18,16 +18,16 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from typer.testing import CliRunner
 
 from cleave.cli.main import app
-from cleave.gateway.metrics.gateway_metrics import Collector, Metrics, Slo
+from cleave.gateway.metrics.gateway_metrics import GatewayCollector, GatewayMetrics, SloTargets
 from cleave.local import state
-from cleave.local.state import Snapshot
-from cleave.rpc.fleet_status import FleetPage, Instance
+from cleave.local.state import DeploymentSnapshot
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus
 
 COMMAND = [sys.executable, "-m", "cleave.cli.main", "top"]
-FLEET = FleetPage(
+FLEET = FleetStatus(
     (
-        Instance("chat-prefill-0", "chat", "m", role="prefill", home="prefill", state="ready"),
-        Instance("chat-decode-0", "chat", "m", role="mixed", home="decode", state="ready"),
+        FleetInstance("chat-prefill-0", "chat", "m", role="prefill", home="prefill", state="ready"),
+        FleetInstance("chat-decode-0", "chat", "m", role="mixed", home="decode", state="ready"),
     )
 )
 PATIENCE_S = 30
@@ -37,9 +37,9 @@ class Gateway:
     """Counts an answer at each look."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics(Slo(0.4, 0.04))
+        self.metrics = GatewayMetrics(SloTargets(0.4, 0.04))
         registry = CollectorRegistry()
-        registry.register(Collector(self.metrics))
+        registry.register(GatewayCollector(self.metrics))
         ProcessCollector(registry=registry)
         self.pages = {"/fleet": lambda: msgspec.json.encode(FLEET), "/metrics": self._tell}
         self._registry = registry
@@ -52,7 +52,7 @@ class Gateway:
 
     def _tell(self) -> bytes:
         self.metrics.requests["m", "ok"] += 1
-        self.metrics.attained["m", ""] += 1
+        self.metrics.slo_results["m", ""] += 1
         self.metrics.models["m"].ttft["prefill"].observe(0.15)
         return generate_latest(self._registry)
 
@@ -116,12 +116,14 @@ def test_programs_get_an_object(cli: CliRunner, gateway: Gateway) -> None:
 def test_of_a_deployment_on_this_machine_the_gateway_is_known(
     cli: CliRunner, gateway: Gateway
 ) -> None:
-    folder = state.folder("chat")
+    folder = state.get_folder("chat")
     with folder.lock():
-        folder.write(Snapshot("chat", os.getpid(), "http://127.0.0.1:1"))
+        folder.write(DeploymentSnapshot("chat", os.getpid(), "http://127.0.0.1:1"))
         done = cli.invoke(app, ["top", "--once"])
         assert (done.exit_code, "try again" in done.stderr) == (1, True)
-        folder.write(Snapshot("chat", os.getpid(), "http://127.0.0.1:1", internal_url=gateway.url))
+        folder.write(
+            DeploymentSnapshot("chat", os.getpid(), "http://127.0.0.1:1", internal_url=gateway.url)
+        )
         done = cli.invoke(app, ["top", "--once", "--interval", "0.2"])
     assert (done.exit_code, done.stdout.startswith("chat  m\n")) == (0, True)
 

@@ -9,32 +9,32 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from cleave.cli.top.screen import print_plain, to_screen
-from cleave.cli.top.view import View, Watcher, to_plain
-from cleave.rpc.fleet_status import FleetPage, Instance, KvPath
-from cleave.traffic.counters import Buckets, Counts
+from cleave.cli.top.screen import print_plain, render_screen
+from cleave.cli.top.view import TopView, ViewBuilder, build_document
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
+from cleave.traffic.counters import Buckets, GatewayCounters
 
 NOON = 1_800_000_000.0
 GOOD = KvPath(verified=True, transport="nixl over tcp", bytes_per_s=1.2e9)
 
 
-def make_instance(name: str, role: str = "decode", **fields: Any) -> Instance:
+def make_instance(name: str, role: str = "decode", **fields: Any) -> FleetInstance:
     known = {"home": role, "state": "ready", "contact": "heard", "kv_path": GOOD}
-    return Instance(name, "chat", "m", role=role, **{**known, **fields})
+    return FleetInstance(name, "chat", "m", role=role, **{**known, **fields})
 
 
-def replace_instance(instance: Instance, **fields: Any) -> Instance:
+def replace_instance(instance: FleetInstance, **fields: Any) -> FleetInstance:
     return msgspec.structs.replace(instance, **fields)
 
 
-def count(at_s: float, requests: float) -> Counts:
+def count(at_s: float, requests: float) -> GatewayCounters:
     """Nine in ten within 400 ms, each of 20 tokens."""
-    return Counts(
+    return GatewayCounters(
         at_s=at_s,
         started_s=NOON - 100,
         requests=requests,
         output_tokens=20 * requests,
-        judged=requests,
+        measured=requests,
         attained=0.9 * requests,
         ttft=Buckets((0.3, 0.5, float("inf")), (0.5 * requests, requests, requests)),
         tpot=Buckets((0.02, 0.04, float("inf")), (0.0, requests, requests)),
@@ -49,16 +49,16 @@ PAIR = make_instance("chat-prefill-0", "prefill"), make_instance("chat-decode-0"
 
 
 @pytest.fixture
-def view() -> View:
-    watcher = Watcher()
-    watcher.take(FleetPage(PAIR), count(0.0, 1_000), NOON - 10)
-    return watcher.take(FleetPage(PAIR), count(10.0, 1_100), NOON)
+def view() -> TopView:
+    watcher = ViewBuilder()
+    watcher.update(FleetStatus(PAIR), count(0.0, 1_000), NOON - 10)
+    return watcher.update(FleetStatus(PAIR), count(10.0, 1_100), NOON)
 
 
-def draw(view: View, width: int = 120, height: int = 40) -> list[str]:
+def draw(view: TopView, width: int = 120, height: int = 40) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height)
     with console.capture() as capture:
-        console.print(to_screen(view, width, height))
+        console.print(render_screen(view, width, height))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -67,7 +67,7 @@ def find(lines: list[str], first: str) -> list[str]:
     return found.split()
 
 
-def test_traffic_stands_beside_its_targets(view: View) -> None:
+def test_traffic_stands_beside_its_targets(view: TopView) -> None:
     lines = draw(view)
     assert lines[0] == "chat  m"
     assert "in flight 23  waiting 4  instances ready 2 of 2" in lines[1]
@@ -78,42 +78,42 @@ def test_traffic_stands_beside_its_targets(view: View) -> None:
 
 
 def test_after_one_look_there_are_no_rates_but_the_instances() -> None:
-    view = Watcher().take(FleetPage(PAIR), Counts(started_s=NOON + 5), NOON)
+    view = ViewBuilder().update(FleetStatus(PAIR), GatewayCounters(started_s=NOON + 5), NOON)
     lines = draw(view)
     for window in ("5", "60", "all"):
         assert set(find(lines, window)[1:]) - {"s"} == {"-"}
     assert find(lines, "chat-decode-0")
-    assert to_plain(view)["now"] is None
+    assert build_document(view)["now"] is None
 
 
 def test_an_instance_away_from_home_is_marked_and_its_change_is_told() -> None:
-    watcher = Watcher()
-    watcher.take(FleetPage(PAIR), count(0.0, 0), NOON)
+    watcher = ViewBuilder()
+    watcher.update(FleetStatus(PAIR), count(0.0, 0), NOON)
     away = replace_instance(PAIR[1], role="mixed")
-    view = watcher.take(FleetPage((PAIR[0], away)), count(1.0, 0), NOON + 1)
+    view = watcher.update(FleetStatus((PAIR[0], away)), count(1.0, 0), NOON + 1)
     lines = draw(view)
     assert find(lines, "chat-decode-0")[1] == "decode→mixed"
     assert lines[-1].endswith("chat-decode-0: decode → mixed")
-    later = watcher.take(FleetPage(PAIR), count(2.0, 0), NOON + 2)
+    later = watcher.update(FleetStatus(PAIR), count(2.0, 0), NOON + 2)
     assert [change.role for change in later.changes] == ["decode", "mixed"], "the last one first"
 
 
 def test_only_the_last_changes_are_remembered() -> None:
-    watcher = Watcher()
+    watcher = ViewBuilder()
     for number, role in enumerate(["decode", "mixed"] * 50):
-        page = FleetPage((replace_instance(PAIR[1], role=role),))
-        view = watcher.take(page, count(float(number), 0), NOON + number)
+        page = FleetStatus((replace_instance(PAIR[1], role=role),))
+        view = watcher.update(page, count(float(number), 0), NOON + number)
     assert len(view.changes) == 5
     assert view.changes[0].at == NOON + 99
 
 
-def test_gateways_that_do_not_tell_homes_mark_nothing(view: View) -> None:
-    old = FleetPage(tuple(replace_instance(each, home="") for each in PAIR))
+def test_gateways_that_do_not_tell_homes_mark_nothing(view: TopView) -> None:
+    old = FleetStatus(tuple(replace_instance(each, home="") for each in PAIR))
     assert find(draw(replace(view, fleet=old)), "chat-decode-0")[1] == "decode"
 
 
-def test_why_an_instance_is_not_ready_is_told(view: View) -> None:
-    page = FleetPage(
+def test_why_an_instance_is_not_ready_is_told(view: TopView) -> None:
+    page = FleetStatus(
         (
             make_instance("a", state="starting", reason="engine lost: exit code 1"),
             make_instance("b", contact="connection lost"),
@@ -128,24 +128,24 @@ def test_why_an_instance_is_not_ready_is_told(view: View) -> None:
     assert lines[-1] == "a: engine lost: exit code 1"
 
 
-def test_the_kv_bar_is_empty_full_or_between(view: View) -> None:
+def test_the_kv_bar_is_empty_full_or_between(view: TopView) -> None:
     shares = {"none": 0.0, "little": 0.01, "half": 0.5, "full": 1.0, "wrong": 1.7}
-    page = FleetPage(tuple(make_instance(n, kv_cache_usage=u) for n, u in shares.items()))
+    page = FleetStatus(tuple(make_instance(n, kv_cache_usage=u) for n, u in shares.items()))
     lines = draw(replace(view, fleet=page))
     bars = {name: find(lines, name)[7].count("█") for name in shares}
     assert bars == {"none": 0, "little": 1, "half": 5, "full": 10, "wrong": 10}
 
 
-def test_a_gateway_that_has_gone_leaves_what_it_said_last(view: View) -> None:
+def test_a_gateway_that_has_gone_leaves_what_it_said_last(view: TopView) -> None:
     lines = draw(replace(view, fault="connection refused"))
     assert lines[1].endswith("no response since then: connection refused")
     assert find(lines, "chat-decode-0")
-    assert to_plain(replace(view, fault="gone"))["fault"] == "gone"
+    assert build_document(replace(view, fault="gone"))["fault"] == "gone"
 
 
 @pytest.mark.parametrize("width", [50, 80, 100, 160])
-def test_columns_leave_until_the_rest_fits(view: View, width: int) -> None:
-    page = FleetPage(tuple(make_instance(f"chat-decode-{n:06x}") for n in range(8)))
+def test_columns_leave_until_the_rest_fits(view: TopView, width: int) -> None:
+    page = FleetStatus(tuple(make_instance(f"chat-decode-{n:06x}") for n in range(8)))
     lines = draw(replace(view, fleet=page), width)
     (heading,) = [line for line in lines if line.startswith("INSTANCE")]
     assert heading.split()[:5] == ["INSTANCE", "ROLE", "STATE", "RUN", "WAIT"]
@@ -156,11 +156,13 @@ def test_columns_leave_until_the_rest_fits(view: View, width: int) -> None:
 
 
 @pytest.mark.parametrize("height", [24, 30, 60])
-def test_of_many_instances_those_stay_that_somebody_should_look_at(view: View, height: int) -> None:
+def test_of_many_instances_those_stay_that_somebody_should_look_at(
+    view: TopView, height: int
+) -> None:
     many = [make_instance(f"d{n:04}", kv_cache_usage=n / 1e4) for n in range(4_000)]
     many[17] = make_instance("d0017", state="verifying", reason="KV path is tested")
     many[18] = make_instance("d0018", role="mixed", home="decode")
-    page = FleetPage(tuple(many), left_out=96)
+    page = FleetStatus(tuple(many), left_out=96)
     lines = draw(replace(view, fleet=page), 80, height)
     assert len(lines) == height
     names = [line.split()[0] for line in lines if re.match(r"d\d{4} ", line)]
@@ -168,8 +170,8 @@ def test_of_many_instances_those_stay_that_somebody_should_look_at(view: View, h
     assert f"and {4_096 - len(names)} more" in lines
 
 
-def test_in_print_nothing_is_left_out_but_what_the_gateway_leaves_out(view: View) -> None:
-    page = FleetPage(tuple(make_instance(f"d{n:04}") for n in range(200)), left_out=7)
+def test_in_print_nothing_is_left_out_but_what_the_gateway_leaves_out(view: TopView) -> None:
+    page = FleetStatus(tuple(make_instance(f"d{n:04}") for n in range(200)), left_out=7)
     out = io.StringIO()
     print_plain(Console(file=out, width=40, highlight=False), replace(view, fleet=page))
     lines = out.getvalue().splitlines()

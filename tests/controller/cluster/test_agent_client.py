@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from cleave.api.role import Role
-from cleave.controller.cluster.agent_client import AgentError, set_home
+from cleave.controller.cluster.agent_client import AgentError, set_configured_role
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 
@@ -52,36 +52,36 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
 
 
 async def test_the_order_is_lasting_and_newer_than_the_agents_own(served: Served) -> None:
-    await set_home(served.address, Role.PREFILL)
+    await set_configured_role(served.address, Role.PREFILL)
     (order,) = served.agent.orders
     assert (order.role, order.epoch, order.lasting) == (agent_pb2.ROLE_PREFILL, 5, True)
 
 
 async def test_an_agent_that_is_at_home_there_is_told_nothing(served: Served) -> None:
-    await set_home(served.address, Role.DECODE)
+    await set_configured_role(served.address, Role.DECODE)
     assert not served.agent.orders
 
 
 @pytest.mark.parametrize("served", [1], indirect=True)
 async def test_an_order_that_was_outrun_is_given_once_more(served: Served) -> None:
-    await set_home(served.address, Role.PREFILL)
+    await set_configured_role(served.address, Role.PREFILL)
     assert [order.epoch for order in served.agent.orders] == [5, 6]
 
 
 @pytest.mark.parametrize("served", [9], indirect=True)
 async def test_an_agent_that_keeps_refusing_is_left_alone(served: Served) -> None:
     with pytest.raises(AgentError, match="epoch is not newer"):
-        await set_home(served.address, Role.PREFILL)
+        await set_configured_role(served.address, Role.PREFILL)
     assert len(served.agent.orders) == 2
 
 
 async def test_an_agent_with_the_last_epoch_there_is_is_told_nothing(served: Served) -> None:
     served.agent.stated.epoch = 2**64 - 1
     with pytest.raises(AgentError, match=r"epoch exhausted .*; delete the pod"):
-        await set_home(served.address, Role.PREFILL)
+        await set_configured_role(served.address, Role.PREFILL)
     assert not served.agent.orders
 
 
 async def test_an_agent_that_is_not_there_is_an_error_of_one_line() -> None:
     with pytest.raises(AgentError, match=r"^agent 127\.0\.0\.1:1: .+"):
-        await set_home("127.0.0.1:1", Role.PREFILL)
+        await set_configured_role("127.0.0.1:1", Role.PREFILL)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from cleave.controller.cluster.cache import Key, Store
+from cleave.controller.cluster.cache import ObjectCache, ResourceKey
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import chat, node
 
-CHAT = Key("LLMDeployment", "default", "chat")
-POOL = Key("InstancePool", "default", "chat-decode")
+CHAT = ResourceKey("LLMDeployment", "default", "chat")
+POOL = ResourceKey("InstancePool", "default", "chat-decode")
 
 
 def made(manifest: Manifest, version: int = 1, uid: str = "u1", **meta: Any) -> Manifest:
@@ -36,93 +36,93 @@ def pod(version: int = 1, uid: str = "i1", name: str = "chat-decode-x", **status
     return made({**kind, "metadata": meta, "spec": {}, "status": status}, version, uid)
 
 
-def filled() -> Store:
-    store = Store()
-    store.put(made(chat()))
-    store.put(pool())
+def filled() -> ObjectCache:
+    store = ObjectCache()
+    store.upsert(made(chat()))
+    store.upsert(pool())
     return store
 
 
 def test_a_pod_concerns_its_pool_and_its_deployment() -> None:
     store = filled()
-    assert store.put(pod()) == {CHAT, POOL}
-    assert [each.name for each in store.pods(POOL)] == ["chat-decode-x"]
-    assert store.pods(CHAT) == store.pods(POOL)
+    assert store.upsert(pod()) == {CHAT, POOL}
+    assert [each.name for each in store.list_pods(POOL)] == ["chat-decode-x"]
+    assert store.list_pods(CHAT) == store.list_pods(POOL)
 
 
 def test_a_pod_that_changes_pools_concerns_both_and_belongs_to_the_new_one() -> None:
     store = filled()
-    store.put(pod())
+    store.upsert(pod())
     labels = pod()["metadata"]["labels"] | {"cleave.dev/pool": "chat-prefill"}
     moved = {**pod(version=2), "metadata": {**pod(version=2)["metadata"], "labels": labels}}
-    assert store.put(moved) == {CHAT, POOL}
-    assert store.pods(POOL) == ()
-    assert [each.pool for each in store.pods(CHAT)] == ["chat-prefill"]
+    assert store.upsert(moved) == {CHAT, POOL}
+    assert store.list_pods(POOL) == ()
+    assert [each.pool for each in store.list_pods(CHAT)] == ["chat-prefill"]
 
 
 def test_a_change_that_means_nothing_concerns_nobody() -> None:
     store = filled()
-    store.put(pod())
-    assert store.put(pod(version=2, hostIP="10.1.1.1")) == set()
+    store.upsert(pod())
+    assert store.upsert(pod(version=2, hostIP="10.1.1.1")) == set()
 
 
 def test_an_older_version_never_replaces_a_newer_one() -> None:
     store = filled()
-    store.put(pod(version=5, phase="Running"))
-    assert store.put(pod(version=4, phase="Pending")) == set()
-    assert store.pods(POOL)[0].phase == "Running"
+    store.upsert(pod(version=5, phase="Running"))
+    assert store.upsert(pod(version=4, phase="Pending")) == set()
+    assert store.list_pods(POOL)[0].phase == "Running"
 
 
 def test_what_has_gone_does_not_come_back() -> None:
     store = filled()
-    store.put(pod())
-    assert store.drop(pod(version=3)) == {CHAT, POOL}
-    assert store.put(pod(version=2)) == set()
-    assert store.pods(POOL) == ()
-    assert store.put(pod(version=4, uid="i2")) == {CHAT, POOL}
+    store.upsert(pod())
+    assert store.delete(pod(version=3)) == {CHAT, POOL}
+    assert store.upsert(pod(version=2)) == set()
+    assert store.list_pods(POOL) == ()
+    assert store.upsert(pod(version=4, uid="i2")) == {CHAT, POOL}
 
 
 def test_the_end_of_another_object_of_the_name_is_not_the_end_of_this_one() -> None:
     store = filled()
-    store.put(pod(version=4, uid="i2"))
-    assert store.drop(pod(version=3, uid="i1")) == set()
-    assert len(store.pods(POOL)) == 1
+    store.upsert(pod(version=4, uid="i2"))
+    assert store.delete(pod(version=3, uid="i1")) == set()
+    assert len(store.list_pods(POOL)) == 1
 
 
 def test_a_list_shows_what_has_gone_unseen() -> None:
     store = filled()
-    store.put(pod(version=4))
-    store.put(pod(version=9, uid="i2", name="chat-decode-y"))
+    store.upsert(pod(version=4))
+    store.upsert(pod(version=9, uid="i2", name="chat-decode-y"))
     # The second one is newer than the list: it may have come after it.
-    assert store.missing("Pod", {}, before=8) == {CHAT, POOL}
-    assert [each.name for each in store.pods(POOL)] == ["chat-decode-y"]
+    assert store.delete_missing("Pod", {}, before=8) == {CHAT, POOL}
+    assert [each.name for each in store.list_pods(POOL)] == ["chat-decode-y"]
 
 
 def test_pools_belong_to_their_deployment_until_they_go() -> None:
     store = filled()
-    assert [seen.meta["name"] for seen in store.pools(CHAT)] == ["chat-decode"]
-    assert store.drop(pool(version=2)) == {CHAT, POOL}
-    assert store.pools(CHAT) == []
+    assert [seen.meta["name"] for seen in store.list_pools(CHAT)] == ["chat-decode"]
+    assert store.delete(pool(version=2)) == {CHAT, POOL}
+    assert store.list_pools(CHAT) == []
 
 
 def test_a_nodes_heartbeat_concerns_nobody_and_its_gpus_concern_all() -> None:
     store = filled()
-    assert store.put(made(node(), 1, "n1")) == {CHAT, POOL}
-    assert store.put(made(node(), 2, "n1")) == set()
-    assert store.put(made(node(gpus=4), 3, "n1")) == {CHAT, POOL}
-    assert store.drop(made(node(), 4, "n1")) == {CHAT, POOL}
+    assert store.upsert(made(node(), 1, "n1")) == {CHAT, POOL}
+    assert store.upsert(made(node(), 2, "n1")) == set()
+    assert store.upsert(made(node(gpus=4), 3, "n1")) == {CHAT, POOL}
+    assert store.delete(made(node(), 4, "n1")) == {CHAT, POOL}
 
 
 def test_a_node_that_fails_concerns_the_pools_that_have_pods_there() -> None:
     store = filled()
-    store.put(made(node(), 1, "n1"))
+    store.upsert(made(node(), 1, "n1"))
     down = made(node(), 2, "n1")
     down["status"] = {**down["status"], "conditions": [{"type": "Ready", "status": "False"}]}
-    assert store.put(down) == set()
+    assert store.upsert(down) == set()
     there = pod()
     there["spec"] = {"nodeName": "n1"}
-    store.put(there)
-    assert store.put(made(node(), 3, "n1")) == {POOL}
+    store.upsert(there)
+    assert store.upsert(made(node(), 3, "n1")) == {POOL}
 
 
 def test_children_are_found_by_their_owner() -> None:
@@ -134,27 +134,27 @@ def test_children_are_found_by_their_owner() -> None:
         "metadata": {"name": "chat", "namespace": "default"},
     }
     there = made(service, 1, "s1", ownerReferences=[owner], annotations={"cleave.dev/applied": "x"})
-    assert store.put(there) == {CHAT}
-    assert store.children("u1")["Service", "chat"].applied == "x"
-    assert store.drop(there) == {CHAT}
-    assert not store.children("u1")
+    assert store.upsert(there) == {CHAT}
+    assert store.get_children("u1")["Service", "chat"].applied == "x"
+    assert store.delete(there) == {CHAT}
+    assert not store.get_children("u1")
 
 
 def test_gateways_are_known_by_address() -> None:
     store = filled()
     gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
     gateway["metadata"]["labels"]["cleave.dev/component"] = "gateway"
-    store.put(gateway)
-    assert store.gateways(CHAT) == ("10.0.0.9",)
-    assert store.pods(CHAT) == ()
-    store.drop(gateway)
-    assert store.gateways(CHAT) == ()
+    store.upsert(gateway)
+    assert store.list_gateways(CHAT) == ("10.0.0.9",)
+    assert store.list_pods(CHAT) == ()
+    store.delete(gateway)
+    assert store.list_gateways(CHAT) == ()
 
 
 def test_a_faulty_resource_is_kept_with_its_faults() -> None:
-    store = Store()
-    assert store.put(made(chat(slo={"ttftMs": "soon", "tpotMs": 1}))) == {CHAT}
-    seen = store.seen(CHAT)
+    store = ObjectCache()
+    assert store.upsert(made(chat(slo={"ttftMs": "soon", "tpotMs": 1}))) == {CHAT}
+    seen = store.get(CHAT)
     assert seen is not None
     assert seen.resource is None
     assert seen.faults == ("spec.slo.ttftMs: must be a number (got 'soon')",)

@@ -11,7 +11,13 @@ import yaml
 from aiohttp import web
 
 from cleave.controller.cluster import client
-from cleave.controller.cluster.client import KINDS, ApiError, Kube, connect, persistent
+from cleave.controller.cluster.client import (
+    KINDS,
+    KubeApiError,
+    KubeClient,
+    connect,
+    retry_transient,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 STATUS = {"kind": "Status", "reason": "Forbidden", "message": "you may not"}
@@ -20,7 +26,7 @@ STATUS = {"kind": "Status", "reason": "Forbidden", "message": "you may not"}
 @asynccontextmanager
 async def served(
     handler: Handler, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Kube]:
+) -> AsyncIterator[KubeClient]:
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(application, shutdown_timeout=0.01)
@@ -55,11 +61,11 @@ def write_kubeconfig(path: Path, server: str) -> None:
 
 
 def test_paths_are_those_of_the_api() -> None:
-    assert KINDS["Pod"].path("llm", "chat-1") == "/api/v1/namespaces/llm/pods/chat-1"
-    assert KINDS["Pod"].path() == "/api/v1/pods"
-    assert KINDS["Node"].path("ignored", "n1") == "/api/v1/nodes/n1"
+    assert KINDS["Pod"].build_path("llm", "chat-1") == "/api/v1/namespaces/llm/pods/chat-1"
+    assert KINDS["Pod"].build_path() == "/api/v1/pods"
+    assert KINDS["Node"].build_path("ignored", "n1") == "/api/v1/nodes/n1"
     assert (
-        KINDS["InstancePool"].path("llm", "a", "status")
+        KINDS["InstancePool"].build_path("llm", "a", "status")
         == "/apis/cleave.dev/v1alpha1/namespaces/llm/instancepools/a/status"
     )
 
@@ -96,12 +102,12 @@ async def test_a_refusal_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return web.json_response(STATUS, status=403, headers={"Retry-After": "7"})
 
     async with served(refuse, tmp_path, monkeypatch) as server:
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(KubeApiError) as caught:
             await server.get("Pod", "llm", "a")
     error = caught.value
     assert (error.status, error.reason, error.message) == (403, "Forbidden", "you may not")
-    assert error.pause_s == 7
-    assert not error.passes
+    assert error.retry_after_s == 7
+    assert not error.is_transient
 
 
 async def test_what_is_no_json_is_still_an_error_in_one_line(
@@ -111,9 +117,9 @@ async def test_what_is_no_json_is_still_an_error_in_one_line(
         return web.Response(status=502, text="<html>bad gateway</html>")
 
     async with served(break_down, tmp_path, monkeypatch) as server:
-        with pytest.raises(ApiError, match="502 Refused: <html>bad gateway</html>") as caught:
+        with pytest.raises(KubeApiError, match="502 Refused: <html>bad gateway</html>") as caught:
             await server.request("GET", "/a")
-    assert caught.value.passes
+    assert caught.value.is_transient
 
 
 async def test_a_silent_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +128,9 @@ async def test_a_silent_server_is_given_up(tmp_path: Path, monkeypatch: pytest.M
         return web.Response()
 
     async with served(be_silent, tmp_path, monkeypatch) as server:
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(KubeApiError) as caught:
             await server.request("GET", "/a", timeout_s=0.05)
-    assert (caught.value.status, caught.value.passes) == (0, True)
+    assert (caught.value.status, caught.value.is_transient) == (0, True)
 
 
 async def test_a_kind_is_served_where_its_group_names_it(
@@ -147,46 +153,46 @@ async def test_without_a_cluster_the_remedy_is_named(
         "kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none")
     )
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ApiError, match="set KUBECONFIG"):
+    with pytest.raises(KubeApiError, match="set KUBECONFIG"):
         await connect()
 
 
 class TestPersistence:
     """Calls that are tried again."""
 
-    async def call(self, *answers: ApiError | dict[str, Any]) -> tuple[Any, list[float]]:
+    async def call(self, *answers: KubeApiError | dict[str, Any]) -> tuple[Any, list[float]]:
         waiting, pauses = list(answers), list[float]()
 
         async def ask() -> dict[str, Any]:
             answer = waiting.pop(0)
-            if isinstance(answer, ApiError):
+            if isinstance(answer, KubeApiError):
                 raise answer
             return answer
 
         async def sleep(seconds: float) -> None:
             pauses.append(seconds)
 
-        return await persistent(ask, tries=4, sleep=sleep), pauses
+        return await retry_transient(ask, attempts=4, sleep=sleep), pauses
 
     async def test_it_waits_longer_each_time(self) -> None:
-        away = ApiError(0, "Unreachable", "away")
+        away = KubeApiError(0, "Unreachable", "away")
         said, pauses = await self.call(away, away, away, {"ok": 1})
         assert said == {"ok": 1}
         assert [0.75 * p <= s <= 1.25 * p for p, s in zip((0.2, 0.4, 0.8), pauses, strict=True)]
         assert pauses == sorted(pauses)
 
     async def test_it_waits_as_long_as_it_is_asked_to_within_bounds(self) -> None:
-        slow = ApiError(429, "TooManyRequests", "later", pause_s=3)
-        slower = ApiError(429, "TooManyRequests", "later", pause_s=600)
+        slow = KubeApiError(429, "TooManyRequests", "later", retry_after_s=3)
+        slower = KubeApiError(429, "TooManyRequests", "later", retry_after_s=600)
         _, pauses = await self.call(slow, slower, {})
         assert 2.25 <= pauses[0] <= 3.75
         assert pauses[1] <= 12.5
 
     async def test_it_gives_up(self) -> None:
-        away = ApiError(503, "Unavailable", "away")
-        with pytest.raises(ApiError, match="503"):
+        away = KubeApiError(503, "Unavailable", "away")
+        with pytest.raises(KubeApiError, match="503"):
             await self.call(*[away] * 9)
 
     async def test_it_does_not_repeat_what_was_refused(self) -> None:
-        with pytest.raises(ApiError, match="422"):
-            await self.call(ApiError(422, "Invalid", "no"), {})
+        with pytest.raises(KubeApiError, match="422"):
+            await self.call(KubeApiError(422, "Invalid", "no"), {})

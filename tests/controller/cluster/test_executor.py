@@ -8,21 +8,21 @@ from cleave.api.role import Role
 from cleave.controller.cluster import client
 from cleave.controller.cluster.actions import (
     Apply,
-    Ask,
     Create,
     Delete,
     Emit,
+    ObjectReference,
     PatchStatus,
-    PlanOutcome,
-    Reference,
+    PlanJob,
     Repurpose,
+    RequestPlan,
     Requeue,
     SetFinalizers,
 )
 from cleave.controller.cluster.agent_client import AgentError
-from cleave.controller.cluster.client import ApiError
-from cleave.controller.cluster.executor import Executor, NotLeadingError, StaleError, TakenError
-from cleave.controller.metrics import Metrics
+from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
+from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import Manifest
 
 POD: Manifest = {
@@ -30,45 +30,45 @@ POD: Manifest = {
     "kind": "Pod",
     "metadata": {"name": "chat-decode-1", "namespace": "llm"},
 }
-POOL = Reference("InstancePool", "llm", "chat-decode", "u1")
+POOL = ObjectReference("InstancePool", "llm", "chat-decode", "u1")
 
 
 class Server:
     """Answers in order; an exception is raised instead."""
 
-    def __init__(self, *answers: Manifest | ApiError) -> None:
+    def __init__(self, *answers: Manifest | KubeApiError) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[str, str, dict[str, Any]]] = []
 
     async def request(self, method: str, path: str, **options: Any) -> Manifest:
         self.asked.append((method, path, options))
         answer = self.answers.pop(0) if self.answers else {"metadata": {"name": "x"}}
-        if isinstance(answer, ApiError):
+        if isinstance(answer, KubeApiError):
             raise answer
         return answer
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest:
-        return await self.request("GET", client.KINDS[kind].path(namespace, name))
+        return await self.request("GET", client.KINDS[kind].build_path(namespace, name))
 
 
 class Hands:
     def __init__(
-        self, *answers: Manifest | ApiError, may_write: bool = True, refusal: str = ""
+        self, *answers: Manifest | KubeApiError, may_write: bool = True, refusal: str = ""
     ) -> None:
         self.orders: list[tuple[str, Role]] = []
         self.refusal = refusal
         self.server = Server(*answers)
         self.seen: list[Manifest] = []
-        self.gone: list[Reference] = []
-        self.metrics = Metrics()
+        self.gone: list[ObjectReference] = []
+        self.metrics = OperatorMetrics()
         self.executor = Executor(
             self.server,  # type: ignore[arg-type]
             may_write=lambda: may_write,
-            seen=self.seen.append,
-            gone=self.gone.append,
+            on_change=self.seen.append,
+            on_delete=self.gone.append,
             clock=lambda: 0.0,
             metrics=self.metrics,
-            order=self.order,
+            set_role=self.order,
         )
 
     async def order(self, agent: str, role: Role) -> None:
@@ -79,7 +79,7 @@ class Hands:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(client, "_FIRST_BACKOFF_S", 0.0)
 
 
 async def test_an_apply_is_forced_under_the_operators_name() -> None:
@@ -104,7 +104,7 @@ def service(uid: str, deployment: str = "chat", applied: str = "x") -> Manifest:
 
 
 async def test_what_was_never_seen_is_looked_for_before_it_is_made() -> None:
-    hands = Hands(ApiError(404, "NotFound", "none"), service("u1"))
+    hands = Hands(KubeApiError(404, "NotFound", "none"), service("u1"))
     await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
     assert [method for method, _, _ in hands.server.asked] == ["GET", "PATCH"]
 
@@ -119,15 +119,17 @@ async def test_what_is_there_as_it_should_be_is_not_written_again() -> None:
 @pytest.mark.parametrize("theirs", [service("u9", ""), service("u9", "chat-workers")])
 async def test_what_belongs_to_somebody_else_is_never_taken(theirs: Manifest) -> None:
     hands = Hands(theirs)
-    with pytest.raises(TakenError, match="Service chat exists already"):
+    with pytest.raises(NameTakenError, match="Service chat exists already"):
         await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
     assert len(hands.server.asked) == 1
 
 
 async def test_a_conflict_over_what_was_never_seen_is_somebody_elses_object() -> None:
-    hands = Hands(ApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector'))
+    hands = Hands(
+        KubeApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector')
+    )
     budget = {**service("u1"), "kind": "PodDisruptionBudget"}
-    with pytest.raises(TakenError, match="helm"):
+    with pytest.raises(NameTakenError, match="helm"):
         await hands.executor.carry_out([Apply(budget, is_new=True)])
     ((_, _, options),) = hands.server.asked
     assert options["query"]["force"] == "false"
@@ -141,14 +143,14 @@ async def test_pools_by_hand_share_what_one_deployment_would_have() -> None:
 
 async def test_a_pod_that_was_made_before_is_taken_as_it_is() -> None:
     there = {**POD, "spec": {"nodeName": "n1"}}
-    hands = Hands(ApiError(409, "AlreadyExists", "it is there"), there)
+    hands = Hands(KubeApiError(409, "AlreadyExists", "it is there"), there)
     await hands.executor.carry_out([Create(POD)])
     assert hands.seen == [there]
 
 
 async def test_a_deletion_names_the_very_object_and_its_end_is_no_error() -> None:
-    hands = Hands(ApiError(404, "NotFound", "gone"))
-    target = Reference("Pod", "llm", "chat-decode-1", "u7")
+    hands = Hands(KubeApiError(404, "NotFound", "gone"))
+    target = ObjectReference("Pod", "llm", "chat-decode-1", "u7")
     await hands.executor.carry_out([Delete(target, grace_s=1)])
     ((method, path, options),) = hands.server.asked
     assert (method, path) == ("DELETE", "/api/v1/namespaces/llm/pods/chat-decode-1")
@@ -158,8 +160,8 @@ async def test_a_deletion_names_the_very_object_and_its_end_is_no_error() -> Non
 
 
 async def test_another_object_of_the_name_is_left_alone() -> None:
-    hands = Hands(ApiError(409, "Conflict", "another uid"))
-    target = Reference("Pod", "llm", "chat-decode-1", "u7")
+    hands = Hands(KubeApiError(409, "Conflict", "another uid"))
+    target = ObjectReference("Pod", "llm", "chat-decode-1", "u7")
     await hands.executor.carry_out([Delete(target)])
     assert hands.gone == [target]
 
@@ -174,7 +176,7 @@ async def test_a_status_goes_to_the_status_of_the_very_object() -> None:
 
 
 async def test_finalizers_are_set_only_on_what_was_seen() -> None:
-    hands = Hands(ApiError(409, "Conflict", "changed"))
+    hands = Hands(KubeApiError(409, "Conflict", "changed"))
     with pytest.raises(StaleError):
         await hands.executor.carry_out([SetFinalizers(POOL, ("a",), "12")])
     ((_, _, options),) = hands.server.asked
@@ -182,19 +184,19 @@ async def test_finalizers_are_set_only_on_what_was_seen() -> None:
 
 
 async def test_errors_that_pass_are_tried_again_and_others_are_not() -> None:
-    busy = ApiError(429, "TooManyRequests", "later", pause_s=0)
-    hands = Hands(busy, ApiError(503, "Unavailable", "later"), POD)
+    busy = KubeApiError(429, "TooManyRequests", "later", retry_after_s=0)
+    hands = Hands(busy, KubeApiError(503, "Unavailable", "later"), POD)
     await hands.executor.carry_out([Apply(POD)])
     assert len(hands.server.asked) == 3
-    hands = Hands(ApiError(422, "Invalid", "no"))
-    with pytest.raises(ApiError, match="422"):
+    hands = Hands(KubeApiError(422, "Invalid", "no"))
+    with pytest.raises(KubeApiError, match="422"):
         await hands.executor.carry_out([Apply(POD)])
     assert len(hands.server.asked) == 1
 
 
 async def test_tries_are_bounded() -> None:
-    hands = Hands(*[ApiError(500, "InternalError", "no")] * 9)
-    with pytest.raises(ApiError, match="500"):
+    hands = Hands(*[KubeApiError(500, "InternalError", "no")] * 9)
+    with pytest.raises(KubeApiError, match="500"):
         await hands.executor.carry_out([Apply(POD)])
     assert len(hands.server.asked) == 5
 
@@ -207,34 +209,34 @@ async def test_nothing_is_written_without_the_lease() -> None:
 
 
 async def test_what_comes_after_a_failure_is_not_done() -> None:
-    hands = Hands(ApiError(403, "Forbidden", "no"))
-    with pytest.raises(ApiError):
+    hands = Hands(KubeApiError(403, "Forbidden", "no"))
+    with pytest.raises(KubeApiError):
         await hands.executor.carry_out([Apply(POD), PatchStatus(POOL, {})])
     assert len(hands.server.asked) == 1
 
 
 async def test_what_is_alike_is_done_whatever_becomes_of_one_of_it() -> None:
-    hands = Hands(ApiError(403, "Forbidden", "no"))
-    with pytest.raises(ApiError):
+    hands = Hands(KubeApiError(403, "Forbidden", "no"))
+    with pytest.raises(KubeApiError):
         await hands.executor.carry_out([Apply(POD), Apply(POD)])
     assert hands.seen
 
 
 async def test_an_event_that_nobody_takes_stops_nothing() -> None:
-    hands = Hands(ApiError(403, "Forbidden", "no"), POD)
+    hands = Hands(KubeApiError(403, "Forbidden", "no"), POD)
     await hands.executor.carry_out([Emit(POOL, "Ready", "it is"), Apply(POD)])
     assert len(hands.server.asked) == 2
 
 
 async def test_questions_and_waits_are_not_its_affair() -> None:
     hands = Hands()
-    await hands.executor.carry_out([Ask(PlanOutcome("a")), Requeue(3)])
+    await hands.executor.carry_out([RequestPlan(PlanJob("a")), Requeue(3)])
     assert not hands.server.asked
     assert not hands.metrics.actions
 
 
 MOVE = Repurpose(
-    Reference("Pod", "llm", "chat-decode-1", "i1"),
+    ObjectReference("Pod", "llm", "chat-decode-1", "i1"),
     agent="10.0.0.1:9000",
     role=Role.PREFILL,
     metadata={"labels": {"cleave.dev/role": "prefill"}},

@@ -3,14 +3,19 @@
 import msgspec
 import pytest
 
-from cleave.controller.cluster.instance_status import ask, count_requests, merge, summarize_kv_paths
-from cleave.rpc.fleet_status import FleetPage, Instance, KvPath
+from cleave.controller.cluster.instance_status import (
+    count_requests,
+    fetch_instances,
+    merge,
+    summarize_kv_paths,
+)
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
 
 from tests.support.doubles import Answering
 
 
-def page(*instances: Instance) -> bytes:
-    return msgspec.json.encode(FleetPage(instances))
+def page(*instances: FleetInstance) -> bytes:
+    return msgspec.json.encode(FleetStatus(instances))
 
 
 def told(body: bytes, status: int = 200) -> bytes:
@@ -18,10 +23,14 @@ def told(body: bytes, status: int = 200) -> bytes:
 
 
 async def test_what_the_replicas_say_becomes_one_view(serve: Answering) -> None:
-    one = Instance("d-0", contact="heard", num_running=3, report_age_s=0.5, requests_in_flight=2)
-    two = Instance("d-0", contact="heard", num_running=4, report_age_s=0.1, requests_in_flight=1)
-    urls = [await serve(told(page(one))), await serve(told(page(two, Instance("p-0"))))]
-    seen = await ask(urls)
+    one = FleetInstance(
+        "d-0", contact="heard", num_running=3, report_age_s=0.5, requests_in_flight=2
+    )
+    two = FleetInstance(
+        "d-0", contact="heard", num_running=4, report_age_s=0.1, requests_in_flight=1
+    )
+    urls = [await serve(told(page(one))), await serve(told(page(two, FleetInstance("p-0"))))]
+    seen = await fetch_instances(urls)
     assert all(head.startswith(b"GET /fleet HTTP/1.1\r\n") for head in serve.asked)
     assert list(seen) == ["d-0", "p-0"]
     assert (seen["d-0"].num_running, seen["d-0"].requests_in_flight) == (4, 3)
@@ -34,30 +43,30 @@ async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answe
         await serve(told(b"{")),
         await serve(told(b'{"instances": [{}]}')),
         await serve(told(b'{"instances": 7}')),
-        await serve(told(page(Instance("x")), 503)),
-        await serve(told(page(Instance("p-0")))),
+        await serve(told(page(FleetInstance("x")), 503)),
+        await serve(told(page(FleetInstance("p-0")))),
     ]
-    assert list(await ask(urls, timeout_s=0.5)) == ["p-0"]
-    assert await ask(urls[:5], timeout_s=0.5) is None
-    assert await ask([]) is None
+    assert list(await fetch_instances(urls, timeout_s=0.5)) == ["p-0"]
+    assert await fetch_instances(urls[:5], timeout_s=0.5) is None
+    assert await fetch_instances([]) is None
 
 
 async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering) -> None:
     url = await serve(told(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}'))
-    assert await ask([url]) == {"p-0": Instance("p-0")}
+    assert await fetch_instances([url]) == {"p-0": FleetInstance("p-0")}
 
 
 def test_a_gateway_that_has_lost_an_agent_is_believed_last() -> None:
-    lost = Instance("d-0", contact="connection lost", state="ready", report_age_s=0.0)
-    heard = Instance("d-0", contact="heard", state="draining", report_age_s=1.0)
+    lost = FleetInstance("d-0", contact="connection lost", state="ready", report_age_s=0.0)
+    heard = FleetInstance("d-0", contact="heard", state="draining", report_age_s=1.0)
     for views in ((lost, heard), (heard, lost)):
-        assert merge(FleetPage((view,)) for view in views)["d-0"].state == "draining"
+        assert merge(FleetStatus((view,)) for view in views)["d-0"].state == "draining"
 
 
 def test_what_a_gateway_has_just_sent_counts_before_the_engine_tells_of_it() -> None:
-    assert count_requests(Instance("d", num_running=2, num_waiting=3)) == 5
-    assert count_requests(Instance("d", num_running=1, requests_in_flight=4)) == 4
-    assert count_requests(Instance("d")) == 0
+    assert count_requests(FleetInstance("d", num_running=2, num_waiting=3)) == 5
+    assert count_requests(FleetInstance("d", num_running=1, requests_in_flight=4)) == 4
+    assert count_requests(FleetInstance("d")) == 0
 
 
 MOVED = "p -> d: 24.00 MB for 2,560 tokens in"
@@ -85,20 +94,20 @@ UNTOLD = KvPath(True, "nixl", 8.4, detail=f"{MOVED} 0 s")
     ],
 )
 def test_the_kv_paths_become_one_sentence(paths: list[KvPath], verified: int, message: str) -> None:
-    told = summarize_kv_paths(Instance(f"i{n}", kv_path=path) for n, path in enumerate(paths))
+    told = summarize_kv_paths(FleetInstance(f"i{n}", kv_path=path) for n, path in enumerate(paths))
     assert (told.verified, told.total, told.message) == (verified, len(paths), message)
 
 
 def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
-    told = summarize_kv_paths([Instance("p-0", state="starting", reason="engine starts")])
+    told = summarize_kv_paths([FleetInstance("p-0", state="starting", reason="engine starts")])
     assert told.message == "1 of 1 instances are not verified: p-0: engine starts"
 
 
 def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -> None:
-    sends = Instance("d-0", contact="heard", selectable=True, report_age_s=0.1)
-    waits = Instance("d-0", contact="silent", report_age_s=0.0)
-    assert merge(FleetPage((view,)) for view in (waits, sends))["d-0"].selectable
+    sends = FleetInstance("d-0", contact="heard", selectable=True, report_age_s=0.1)
+    waits = FleetInstance("d-0", contact="silent", report_age_s=0.0)
+    assert merge(FleetStatus((view,)) for view in (waits, sends))["d-0"].selectable
 
 
 async def test_a_gateway_that_knows_no_instance_has_answered(serve: Answering) -> None:
-    assert await ask([await serve(told(page()))]) == {}
+    assert await fetch_instances([await serve(told(page()))]) == {}

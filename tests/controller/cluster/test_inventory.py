@@ -1,7 +1,7 @@
 """The machines as the planner takes them."""
 
 from cleave.api.cluster import Cluster, NetworkKind
-from cleave.controller.cluster.inventory import inventory
+from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import ObservedNode
 
 
@@ -10,32 +10,34 @@ def node(name: str, gpu: str = "H100", count: int = 8, **more) -> ObservedNode:
 
 
 def test_nodes_that_are_alike_are_one_group() -> None:
-    found = inventory([node("a"), node("b"), node("c", "A100", 4), ObservedNode("d", True, True)])
+    found = build_inventory(
+        [node("a"), node("b"), node("c", "A100", 4), ObservedNode("d", True, True)]
+    )
     assert found.cluster is not None
     groups = [(each.gpu, each.gpus_per_node, each.count) for each in found.cluster.nodes]
     assert groups == [("A100", 4, 1), ("H100", 8, 2)]
-    assert found.machines.gpus_per_node == {"A100": 4, "H100": 8}
+    assert found.topology.gpus_per_node == {"A100": 4, "H100": 8}
 
 
 def test_without_gpus_there_is_no_cluster() -> None:
-    assert inventory([ObservedNode("a", True, True)]).cluster is None
+    assert build_inventory([ObservedNode("a", True, True)]).cluster is None
 
 
 def test_numbers_and_kinds_are_told_apart() -> None:
-    one, two = inventory([node("a")]), inventory([node("a"), node("b")])
-    assert one.kinds == two.kinds
-    assert one.numbers != two.numbers
-    assert inventory([node("a", "A100")]).kinds != one.kinds
+    one, two = build_inventory([node("a")]), build_inventory([node("a"), node("b")])
+    assert one.node_kinds_hash == two.node_kinds_hash
+    assert one.node_counts_hash != two.node_counts_hash
+    assert build_inventory([node("a", "A100")]).node_kinds_hash != one.node_kinds_hash
 
 
 def test_a_node_that_fails_for_a_while_changes_nothing() -> None:
     down = ObservedNode("a", ready=False, schedulable=True, gpu="H100", num_gpus=8)
-    assert inventory([down]) == inventory([node("a")])
+    assert build_inventory([down]) == build_inventory([node("a")])
 
 
 def test_the_network_is_taken_for_fast_only_where_all_nodes_say_so() -> None:
-    slow = inventory([node("a", has_rdma=True), node("b")]).cluster
-    fast = inventory([node("a", has_rdma=True), node("b", has_rdma=True)]).cluster
+    slow = build_inventory([node("a", has_rdma=True), node("b")]).cluster
+    fast = build_inventory([node("a", has_rdma=True), node("b", has_rdma=True)]).cluster
     assert slow is not None
     assert fast is not None
     assert slow.network.kind is NetworkKind.ETHERNET
@@ -46,7 +48,7 @@ def test_settings_say_what_nodes_do_not() -> None:
     stated = Cluster.model_validate(
         {"nodes": [{"gpu": "none"}], "network": {"bandwidthGbps": 400}, "profiles": ["/p.yaml"]}
     )
-    found = inventory([node("a")], stated)
+    found = build_inventory([node("a")], stated)
     assert found.cluster is not None
     assert found.cluster.network.bandwidth_gbps == 400
     assert found.cluster.profiles == ["/p.yaml"]
@@ -54,12 +56,12 @@ def test_settings_say_what_nodes_do_not() -> None:
 
 
 def test_cliques_are_the_domain_only_where_every_node_has_one() -> None:
-    assert inventory([node("a", clique="c")]).machines.domain == "nvidia.com/gpu.clique"
-    some = inventory([node("a", clique="c"), node("b")])
-    assert some.machines.domain == "kubernetes.io/hostname"
+    assert build_inventory([node("a", clique="c")]).topology.domain == "nvidia.com/gpu.clique"
+    some = build_inventory([node("a", clique="c"), node("b")])
+    assert some.topology.domain == "kubernetes.io/hostname"
 
 
 def test_a_node_that_shares_its_gpus_offers_the_planner_no_more_than_it_looks_at() -> None:
-    found = inventory([node("a", count=512), node("b", count=256)])
+    found = build_inventory([node("a", count=512), node("b", count=256)])
     assert found.cluster is not None
     assert [(each.gpus_per_node, each.count) for each in found.cluster.nodes] == [(128, 2)]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cleave.controller.cluster.client import ApiError
-from cleave.controller.cluster.leader_election import Leader
+from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.leader_election import LeaderElector
 from cleave.manifests.labels import Manifest
 
 from tests.support.doubles import Clock
@@ -23,7 +23,7 @@ class Leases:
     async def get(self, _kind: str, _namespace: str, _name: str, **_: Any) -> Manifest:
         self._must_be_up()
         if self.lease is None:
-            raise ApiError(404, "NotFound", "no lease")
+            raise KubeApiError(404, "NotFound", "no lease")
         return copy.deepcopy(self.lease)
 
     async def request(self, method: str, _path: str, *, body: Manifest, **_: Any) -> Manifest:
@@ -31,7 +31,7 @@ class Leases:
         version = body["metadata"].get("resourceVersion")
         known = self.lease["metadata"]["resourceVersion"] if self.lease else None
         if (method == "POST") != (self.lease is None) or version != known:
-            raise ApiError(409, "Conflict", "changed")
+            raise KubeApiError(409, "Conflict", "changed")
         self.writes += 1
         meta = {**body["metadata"], "resourceVersion": str(self.writes)}
         self.lease = copy.deepcopy({**body, "metadata": meta})
@@ -39,7 +39,7 @@ class Leases:
 
     def _must_be_up(self) -> None:
         if self.down:
-            raise ApiError(0, "Unreachable", "down")
+            raise KubeApiError(0, "Unreachable", "down")
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def leases() -> Leases:
     return Leases()
 
 
-def candidate(name: str, leases: Leases, clock: Clock) -> Leader:
-    return Leader(leases, "cleave", "operator", name, clock=clock)  # type: ignore[arg-type]
+def candidate(name: str, leases: Leases, clock: Clock) -> LeaderElector:
+    return LeaderElector(leases, "cleave", "operator", name, clock=clock)  # type: ignore[arg-type]
 
 
 async def test_the_first_one_leads_and_the_second_waits(leases: Leases, clock: Clock) -> None:
     one, two = (candidate(name, leases, clock) for name in ("one", "two"))
-    await one._try()
-    await two._try()
+    await one._try_acquire()
+    await two._try_acquire()
     assert (one.is_leading, two.is_leading) == (True, False)
     assert one.elected.is_set()
     assert leases.lease
@@ -65,11 +65,11 @@ async def test_a_silent_leader_stops_before_another_takes_over(
     leases: Leases, clock: Clock
 ) -> None:
     one, two = (candidate(name, leases, clock) for name in ("one", "two"))
-    await one._try()
+    await one._try_acquire()
     led_together = False
     took_over_s = None
     for _ in range(100):
-        await two._try()
+        await two._try_acquire()
         led_together |= one.is_leading and two.is_leading
         if two.is_leading and took_over_s is None:
             took_over_s = clock.now_s
@@ -82,8 +82,8 @@ async def test_a_silent_leader_stops_before_another_takes_over(
 async def test_renewals_keep_the_others_waiting(leases: Leases, clock: Clock) -> None:
     one, two = (candidate(name, leases, clock) for name in ("one", "two"))
     for _ in range(30):
-        await one._try()
-        await two._try()
+        await one._try_acquire()
+        await two._try_acquire()
         clock.now_s += 1.0
         assert one.is_leading
         assert not two.is_leading
@@ -91,9 +91,9 @@ async def test_renewals_keep_the_others_waiting(leases: Leases, clock: Clock) ->
 
 async def test_who_resigns_is_followed_at_once(leases: Leases, clock: Clock) -> None:
     one, two = (candidate(name, leases, clock) for name in ("one", "two"))
-    await one._try()
+    await one._try_acquire()
     await one.resign()
-    await two._try()
+    await two._try_acquire()
     assert (one.is_leading, two.is_leading) == (False, True)
     assert leases.lease
     assert leases.lease["spec"]["leaseTransitions"] == 2
@@ -103,13 +103,13 @@ async def test_nobody_writes_while_the_api_server_is_away_and_the_leader_goes_on
     leases: Leases, clock: Clock
 ) -> None:
     one = candidate("one", leases, clock)
-    await one._try()
+    await one._try_acquire()
     leases.down = True
     clock.now_s += 3.0
-    await one._try()
+    await one._try_acquire()
     assert not one.is_leading
     leases.down = False
-    await one._try()
+    await one._try_acquire()
     assert one.is_leading
 
 
@@ -117,12 +117,12 @@ async def test_two_that_see_the_same_free_lease_do_not_both_get_it(
     leases: Leases, clock: Clock
 ) -> None:
     one, two = (candidate(name, leases, clock) for name in ("one", "two"))
-    await one._try()
+    await one._try_acquire()
     await one.resign()
     seen = await leases.get("Lease", "", "")
-    await two._put(two._lease(seen))
-    with pytest.raises(ApiError, match="409"):
-        await one._put(one._lease(seen))
+    await two._replace_lease(two._build_lease(seen))
+    with pytest.raises(KubeApiError, match="409"):
+        await one._replace_lease(one._build_lease(seen))
 
 
 async def test_a_writer_that_was_slow_counts_from_before_it_asked(
@@ -134,7 +134,7 @@ async def test_a_writer_that_was_slow_counts_from_before_it_asked(
             return await super().request(*args, **options)
 
     one = candidate("one", Slow(), clock)
-    await one._try()
+    await one._try_acquire()
     assert one.is_leading
     clock.now_s += 0.6
     assert not one.is_leading

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.controller.cluster.objects import child
+from cleave.controller.cluster.objects import parse_child
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_a_deployment_is_updated_when_all_its_replicas_are(replicas, status, is_
         "spec": {"replicas": replicas},
         "status": {"observedGeneration": 3, **status},
     }
-    assert child(manifest).is_updated is is_updated
+    assert parse_child(manifest).is_updated is is_updated

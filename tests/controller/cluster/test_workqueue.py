@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cleave.controller.cluster.workqueue import LONGEST_DELAY_S, WorkQueue
+from cleave.controller.cluster.workqueue import MAX_DELAY_S, WorkQueue
 
 from tests.support.doubles import Clock
 
@@ -41,9 +41,9 @@ async def test_a_key_that_is_being_worked_on_waits_for_its_end(queue: WorkQueue[
     await taken(queue)
     queue.add("a")
     assert await taken(queue) is None
-    queue.done("a")
+    queue.mark_done("a")
     assert await taken(queue) == "a"
-    queue.done("a")
+    queue.mark_done("a")
     assert await taken(queue) is None
 
 
@@ -62,7 +62,7 @@ async def test_the_earlier_of_two_delays_counts_and_the_later_is_forgotten(
     queue.add_after("a", 6)
     clock.now_s = 3
     assert await taken(queue) == "a"
-    queue.done("a")
+    queue.mark_done("a")
     clock.now_s = 20
     assert await taken(queue) is None
 
@@ -70,11 +70,11 @@ async def test_the_earlier_of_two_delays_counts_and_the_later_is_forgotten(
 async def test_failures_back_off_up_to_a_bound_and_success_forgets_them(
     queue: WorkQueue[str],
 ) -> None:
-    delays = [queue.failed("a") for _ in range(10)]
+    delays = [queue.retry_with_backoff("a") for _ in range(10)]
     assert delays[:4] == [0.5, 1.0, 2.0, 4.0]
-    assert delays[-1] == LONGEST_DELAY_S
-    queue.succeeded("a")
-    assert queue.failed("a") == 0.5
+    assert delays[-1] == MAX_DELAY_S
+    queue.reset_backoff("a")
+    assert queue.retry_with_backoff("a") == 0.5
 
 
 async def test_what_is_forgotten_is_not_due_any_more(queue: WorkQueue[str], clock: Clock) -> None:

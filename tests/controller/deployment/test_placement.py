@@ -6,18 +6,18 @@ from typing import Any
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
 from cleave.api.role import Role
-from cleave.controller.cluster.actions import PlanOutcome
-from cleave.controller.cluster.inventory import Inventory, inventory
+from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.cluster.inventory import Inventory, build_inventory
 from cleave.controller.cluster.objects import ObservedNode
-from cleave.controller.deployment.placement import Decision, decide, inputs
+from cleave.controller.deployment.placement import PlacementDecision, decide, hash_inputs
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import by_hand, chat
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
-THERE = inventory([ObservedNode("n1", True, True, gpu="H100", num_gpus=8)])
-MORE = inventory([ObservedNode(f"n{i}", True, True, gpu="H100", num_gpus=8) for i in (1, 2)])
-OTHER = inventory([ObservedNode("n1", True, True, gpu="A100", num_gpus=8)])
+THERE = build_inventory([ObservedNode("n1", True, True, gpu="H100", num_gpus=8)])
+MORE = build_inventory([ObservedNode(f"n{i}", True, True, gpu="H100", num_gpus=8) for i in (1, 2)])
+OTHER = build_inventory([ObservedNode("n1", True, True, gpu="A100", num_gpus=8)])
 
 
 def deployment(**spec: Any) -> LLMDeployment:
@@ -34,22 +34,22 @@ def ask(
     asked: LLMDeployment,
     status: Manifest | None = None,
     there: Inventory = THERE,
-    outcome: PlanOutcome | None = None,
+    outcome: PlanJob | None = None,
     is_limited: bool = False,
-) -> Decision:
+) -> PlacementDecision:
     return decide(asked, status or {}, there, outcome, is_limited=is_limited)
 
 
-def told(decision: Decision) -> tuple[bool | None, str]:
+def told(decision: PlacementDecision) -> tuple[bool | None, str]:
     return decision.conditions[0].status, decision.conditions[0].reason
 
 
 def test_what_is_stated_by_hand_is_in_force() -> None:
     decision = ask(deployment(placement=by_hand(prefill=2, decode=1), workload=WORKLOAD))
     assert decision.placement is not None
-    assert decision.placement.replicas(Role.PREFILL) == 2
+    assert decision.placement.count_replicas(Role.PREFILL) == 2
     assert told(decision) == (True, "Manual")
-    assert decision.question is None
+    assert decision.plan_request is None
 
 
 def test_without_traffic_the_smallest_pair_comes_up_and_no_plan_is_claimed() -> None:
@@ -68,24 +68,24 @@ def test_a_model_that_the_planner_does_not_know_gets_the_smallest_pair_and_the_r
             (Role.PREFILL, 1),
             (Role.DECODE, 1),
         ]
-        assert decision.question is None
+        assert decision.plan_request is None
         assert told(decision) == (False, "ModelUnknown")
         message = decision.conditions[0].message
         for part in (model, "one GPU each", "is not known", "config.json", "spec.placement.manual"):
             assert part in message
     emulated = {"type": "Emulated"}
     known = ask(deployment(model="openai/gpt-oss-120b", workload=WORKLOAD, engine=emulated))
-    assert known.question is not None
+    assert known.plan_request is not None
 
 
 def test_of_an_unknown_model_nothing_is_advised_and_what_runs_stays() -> None:
     advisory = {"workload": WORKLOAD, "planning": {"mode": "Advisory"}, "model": "org/new"}
     alone = ask(deployment(**advisory), {"plan": plan("before")})
-    assert (alone.placement, alone.question) == (None, None)
+    assert (alone.placement, alone.plan_request) == (None, None)
     assert told(alone) == (False, "ModelUnknown")
     stated = ask(deployment(**advisory, placement=by_hand(prefill=2, decode=1)))
     assert stated.placement is not None
-    assert stated.placement.replicas(Role.PREFILL) == 2
+    assert stated.placement.count_replicas(Role.PREFILL) == 2
     assert told(stated) == (True, "Manual")
 
 
@@ -110,7 +110,7 @@ def test_advice_hides_no_fault_of_what_is_stated() -> None:
     advisory = {"workload": WORKLOAD, "planning": {"mode": "Advisory"}}
     for model in ("Qwen/Qwen3-30B-A3B", "org/new"):
         decision = ask(deployment(model=model, placement={"manual": pools}, **advisory))
-        assert (decision.placement, decision.question) == (None, None)
+        assert (decision.placement, decision.plan_request) == (None, None)
         assert told(decision) == (False, "Faulty")
 
 
@@ -120,57 +120,57 @@ def test_the_planner_is_asked_once_and_what_runs_stays_meanwhile() -> None:
     decision = ask(asked, running)
     assert decision.placement is None
     assert decision.plan == running["plan"]
-    assert decision.question == PlanOutcome(inputs(asked, THERE), THERE.numbers)
+    assert decision.plan_request == PlanJob(hash_inputs(asked, THERE), THERE.node_counts_hash)
     assert told(decision) == (False, "Planning")
 
 
 def test_an_answer_is_in_force_and_stays_so_from_status_alone() -> None:
     asked = deployment(workload=WORKLOAD)
-    question = ask(asked).question
+    question = ask(asked).plan_request
     assert question is not None
-    answered = ask(asked, outcome=question.with_plan(plan(question.inputs)))
+    answered = ask(asked, outcome=question.with_plan(plan(question.inputs_hash)))
     assert answered.placement is not None
-    assert answered.placement.replicas(Role.MIXED) == 3
+    assert answered.placement.count_replicas(Role.MIXED) == 3
     assert told(answered) == (True, "Planned")
     kept = ask(asked, {"plan": answered.plan})
     assert kept.placement == answered.placement
-    assert kept.question is None
+    assert kept.plan_request is None
 
 
 def test_an_answer_to_another_question_does_not_count() -> None:
     asked = deployment(workload=WORKLOAD)
-    decision = ask(asked, outcome=PlanOutcome("other").with_plan(plan("other")))
+    decision = ask(asked, outcome=PlanJob("other").with_plan(plan("other")))
     assert decision.placement is None
-    assert decision.question is not None
+    assert decision.plan_request is not None
 
 
 def test_more_nodes_are_no_reason_to_plan_anew_and_other_gpus_are() -> None:
     asked = deployment(workload=WORKLOAD)
-    status = {"plan": plan(inputs(asked, THERE))}
-    assert ask(asked, status, MORE).question is None
-    assert ask(asked, status, OTHER).question is not None
+    status = {"plan": plan(hash_inputs(asked, THERE))}
+    assert ask(asked, status, MORE).plan_request is None
+    assert ask(asked, status, OTHER).plan_request is not None
 
 
 def test_more_nodes_are_a_reason_where_no_plan_was_found_or_pods_find_no_room() -> None:
     asked = deployment(workload=WORKLOAD)
-    question = ask(asked).question
+    question = ask(asked).plan_request
     assert question is not None
     nothing = question.as_infeasible("needs 40 GPUs, has 8")
     refused = ask(asked, outcome=nothing)
     assert told(refused) == (False, "Infeasible")
     assert refused.conditions[1].status is False
     assert "spec.placement.manual" in refused.conditions[0].message
-    assert refused.question is None
-    assert ask(asked, there=MORE, outcome=nothing).question is not None
-    planned = question.with_plan(plan(question.inputs))
-    assert ask(asked, there=MORE, outcome=planned, is_limited=False).question is None
-    assert ask(asked, there=MORE, outcome=planned, is_limited=True).question is not None
-    assert ask(asked, there=THERE, outcome=planned, is_limited=True).question is None
+    assert refused.plan_request is None
+    assert ask(asked, there=MORE, outcome=nothing).plan_request is not None
+    planned = question.with_plan(plan(question.inputs_hash))
+    assert ask(asked, there=MORE, outcome=planned, is_limited=False).plan_request is None
+    assert ask(asked, there=MORE, outcome=planned, is_limited=True).plan_request is not None
+    assert ask(asked, there=THERE, outcome=planned, is_limited=True).plan_request is None
 
 
 def test_an_infeasible_edit_keeps_what_runs() -> None:
     asked = deployment(workload=WORKLOAD)
-    question = ask(asked).question
+    question = ask(asked).plan_request
     assert question is not None
     running = {"plan": plan("before")}
     refused = ask(asked, running, outcome=question.as_infeasible("no"))
@@ -180,12 +180,12 @@ def test_an_infeasible_edit_keeps_what_runs() -> None:
 
 def test_faults_are_told_and_not_asked_again() -> None:
     asked = deployment(workload=WORKLOAD)
-    question = ask(asked).question
+    question = ask(asked).plan_request
     assert question is not None
     faulty = ask(asked, outcome=question.with_faults(["spec.model.source: unknown"]))
     assert told(faulty) == (False, "Faulty")
     assert faulty.conditions[0].message == "spec.model.source: unknown"
-    assert faulty.question is None
+    assert faulty.plan_request is None
 
 
 def test_advice_is_told_and_changes_nothing() -> None:
@@ -196,21 +196,21 @@ def test_advice_is_told_and_changes_nothing() -> None:
     )
     first = ask(asked)
     assert first.placement is not None
-    assert first.question is not None
-    advised = ask(asked, outcome=first.question.with_plan(plan(first.question.inputs)))
+    assert first.plan_request is not None
+    advised = ask(asked, outcome=first.plan_request.with_plan(plan(first.plan_request.inputs_hash)))
     assert advised.placement == first.placement
-    assert advised.advice == plan(first.question.inputs)
+    assert advised.advice == plan(first.plan_request.inputs_hash)
     assert told(advised) == (True, "Advised")
     again = ask(asked, {"advice": advised.advice})
-    assert again.question is None
+    assert again.plan_request is None
     assert again.advice == advised.advice
 
 
 def test_advice_alone_brings_nothing_up() -> None:
     asked = deployment(workload=WORKLOAD, planning={"mode": "Advisory"})
-    question = ask(asked).question
+    question = ask(asked).plan_request
     assert question is not None
-    decision = ask(asked, outcome=question.with_plan(plan(question.inputs)))
+    decision = ask(asked, outcome=question.with_plan(plan(question.inputs_hash)))
     assert decision.placement is None
     assert decision.advice is not None
 
@@ -218,7 +218,11 @@ def test_advice_alone_brings_nothing_up() -> None:
 def test_the_engines_environment_and_image_change_no_plan() -> None:
     plain = deployment(workload=WORKLOAD)
     engine = {"type": "vLLM", "image": "mine", "env": [{"name": "A", "value": "1"}]}
-    assert inputs(plain, THERE) == inputs(deployment(workload=WORKLOAD, engine=engine), THERE)
+    assert hash_inputs(plain, THERE) == hash_inputs(
+        deployment(workload=WORKLOAD, engine=engine), THERE
+    )
     args = {"type": "vLLM", "args": ["--max-num-seqs", "4"]}
-    assert inputs(plain, THERE) != inputs(deployment(workload=WORKLOAD, engine=args), THERE)
-    assert inputs(plain, THERE) == inputs(plain, replace(THERE, numbers="other"))
+    assert hash_inputs(plain, THERE) != hash_inputs(
+        deployment(workload=WORKLOAD, engine=args), THERE
+    )
+    assert hash_inputs(plain, THERE) == hash_inputs(plain, replace(THERE, node_counts_hash="other"))

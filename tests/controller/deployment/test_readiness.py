@@ -11,12 +11,12 @@ from msgspec.structs import replace as replace_fields
 from cleave.api.deployment import LLMDeployment
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import Apply
-from cleave.controller.cluster.cache import Key
+from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.cluster.objects import ObservedChild
 from cleave.controller.deployment.reconcile import DeploymentView, reconcile
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import revision
-from cleave.rpc.fleet_status import MAX_INSTANCES, Instance, KvPath
+from cleave.manifests.pool import hash_revision
+from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance, KvPath
 
 from tests.controller.deployment.test_reconcile import both, deployment, made_pools, pods, view
 from tests.controller.test_convergence import World, condition, happen, world
@@ -229,14 +229,14 @@ def planned(**spec: Any) -> World:
     here = world(workload=TRAFFIC, **spec)
     look(here, 2)
     question = here.asked[-1]
-    answers = here.controller.desk._answers
-    answers[Key("LLMDeployment", "default", "chat")] = question.with_plan(
+    answers = here.controller.planner._results
+    answers[ResourceKey("LLMDeployment", "default", "chat")] = question.with_plan(
         {
             "revision": "a",
             "reason": "it is enough",
             "gpus": 2,
             "pools": [{"role": "mixed", "replicas": 2}],
-            "inputs": question.inputs,
+            "inputs": question.inputs_hash,
         }
     )
     here.converge()
@@ -256,8 +256,8 @@ def test_a_spec_without_a_plan_that_holds_is_not_ready() -> None:
     here = planned()
     here.cluster.edit("LLMDeployment", "chat", workload={**TRAFFIC, "rate": 9})
     look(here)
-    answers = here.controller.desk._answers
-    key = Key("LLMDeployment", "default", "chat")
+    answers = here.controller.planner._results
+    key = ResourceKey("LLMDeployment", "default", "chat")
     answers[key] = here.asked[-1].as_infeasible("no plan meets the targets")
     look(here)
     assert state(here) == ("False", "Infeasible")
@@ -312,7 +312,7 @@ def test_a_pool_that_has_not_looked_at_its_spec_yet_is_awaited() -> None:
 
 def test_gateways_have_to_send_requests_to_the_instances() -> None:
     here = serving()
-    unknown = {pod.name: Instance(pod.name) for pod in here.pods}
+    unknown = {pod.name: FleetInstance(pod.name) for pod in here.pods}
     assert both(replace(here, instances=unknown))[0] == ("False", "RollingOut")
     sent = {name: replace_fields(each, selectable=True) for name, each in unknown.items()}
     assert both(replace(here, instances=sent))[0] == ("True", "Serving")
@@ -323,19 +323,19 @@ def test_a_gateway_that_answers_without_an_instance_sends_it_no_requests() -> No
     assert both(replace(here, instances=None))[0] == ("True", "Serving")
     assert both(replace(here, instances={}))[0] == ("False", "RollingOut")
     decode = {
-        pod.name: Instance(pod.name, selectable=True)
+        pod.name: FleetInstance(pod.name, selectable=True)
         for pod in here.pods
         if pod.role is Role.DECODE
     }
     assert both(replace(here, instances=decode))[0] == ("False", "RollingOut")
     # A page that is full says nothing of those that it leaves out.
-    full = {f"other-{number}": Instance(f"other-{number}") for number in range(MAX_INSTANCES)}
+    full = {f"other-{number}": FleetInstance(f"other-{number}") for number in range(MAX_INSTANCES)}
     assert both(replace(here, instances={**full, **decode}))[0] == ("True", "Serving")
 
 
 def test_where_requests_have_to_be_split_the_kv_path_has_to_be_verified() -> None:
     here = serving(routing={"fallback": "Never"})
-    sent = {pod.name: Instance(pod.name, selectable=True) for pod in here.pods}
+    sent = {pod.name: FleetInstance(pod.name, selectable=True) for pod in here.pods}
     assert both(replace(here, instances=sent))[0] == ("False", "RollingOut")
     path = KvPath(verified=True)
     tested = {name: replace_fields(each, kv_path=path) for name, each in sent.items()}
@@ -357,7 +357,7 @@ def test_no_generation_is_ready_before_instances_of_its_revision_were(seed: int)
             labels = meta["labels"]
             served.setdefault(labels["cleave.dev/revision"], set()).add(labels["cleave.dev/role"])
         elif each["kind"] == "LLMDeployment":
-            of = revision(LLMDeployment.model_validate({**chat(), "spec": each["spec"]}))
+            of = hash_revision(LLMDeployment.model_validate({**chat(), "spec": each["spec"]}))
             revisions[meta["generation"]] = of
             if is_ready(each):
                 generation = each["status"]["observedGeneration"]

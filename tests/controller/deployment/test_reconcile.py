@@ -3,23 +3,23 @@
 from dataclasses import replace
 from typing import Any
 
-from cleave.api.deployment import Fallback, LLMDeployment
+from cleave.api.deployment import FallbackPolicy, LLMDeployment
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import (
     Action,
     Apply,
-    Ask,
     Delete,
     Emit,
     PatchStatus,
+    RequestPlan,
     SetFinalizers,
 )
-from cleave.controller.cluster.inventory import inventory
+from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import ObservedChild, ObservedPod
 from cleave.controller.deployment.reconcile import DeploymentView, reconcile
 from cleave.manifests.labels import Manifest
-from cleave.rpc.fleet_status import Instance, KvPath
+from cleave.rpc.fleet_status import FleetInstance, KvPath
 
 from tests.support.fake_cluster import by_hand, chat
 
@@ -37,7 +37,7 @@ def deployment(deleted: str = "", finalizers: tuple[str, ...] = ("cleave.dev/dra
 
 
 def view(asked: LLMDeployment, **fields: Any) -> DeploymentView:
-    return DeploymentView(asked, inventory([]), NOW_S, **fields)
+    return DeploymentView(asked, build_inventory([]), NOW_S, **fields)
 
 
 def names(actions: list[Action], kind: str = "") -> list[str]:
@@ -220,7 +220,7 @@ def test_pools_go_first_and_the_deployment_when_they_have() -> None:
 
 def test_while_paused_it_only_tells() -> None:
     actions = reconcile(view(deployment(paused=True)))
-    assert [each for each in actions if isinstance(each, Apply | Ask)] == []
+    assert [each for each in actions if isinstance(each, Apply | RequestPlan)] == []
     assert condition(actions, "Progressing") == ("False", "Paused")
 
 
@@ -285,7 +285,7 @@ def test_a_role_that_is_scaled_to_zero_is_not_needed_where_the_other_may_do_both
         assert both(here) == [("True", "Serving")] * 2
     alone = scaled(prefill=0, decode=2)
     assert both(replace(alone, pods=())) == [("False", "DecodeNotReady")] * 2
-    never = alone.deployment.spec.routing.model_copy(update={"fallback": Fallback.NEVER})
+    never = alone.deployment.spec.routing.model_copy(update={"fallback": FallbackPolicy.NEVER})
     spec = alone.deployment.spec.model_copy(update={"routing": never})
     strict = alone.deployment.model_copy(update={"spec": spec})
     assert both(replace(alone, deployment=strict)) == [("False", "PrefillNotReady")] * 2
@@ -309,12 +309,12 @@ def test_the_kv_path_is_what_the_gateways_say() -> None:
     here = view(asked, pools=pools, pods=pods(pools))
     assert condition(reconcile(here), "KVPathVerified") == ("Unknown", "NotReported")
     good = KvPath(verified=True, transport="nixl over tcp", detail="p -> d: 1.2 MB for 9 tokens")
-    known = {each.name: Instance(each.name, kv_path=good) for each in here.pods}
+    known = {each.name: FleetInstance(each.name, kv_path=good) for each in here.pods}
     told = reconcile(replace(here, instances=known))
     assert condition(told, "KVPathVerified") == ("True", "Verified")
     message = next(c for c in status_of(told)["conditions"] if c["type"] == "KVPathVerified")
     assert "nixl over tcp, p -> d: 1.2 MB for 9 tokens" in message["message"]
-    bad = {**known, here.pods[0].name: Instance(here.pods[0].name)}
+    bad = {**known, here.pods[0].name: FleetInstance(here.pods[0].name)}
     assert condition(reconcile(replace(here, instances=bad)), "KVPathVerified")[0] == "False"
 
 
@@ -341,7 +341,7 @@ def test_a_model_that_the_planner_does_not_know_is_deployed_and_the_condition_sa
     )
     actions = reconcile(view(asked))
     assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
-    assert not [each for each in actions if isinstance(each, Ask)]
+    assert not [each for each in actions if isinstance(each, RequestPlan)]
     (patch,) = (each for each in actions if isinstance(each, PatchStatus))
     said = next(each for each in patch.status["conditions"] if each["type"] == "PlanReady")
     assert (said["status"], said["reason"]) == ("False", "ModelUnknown")

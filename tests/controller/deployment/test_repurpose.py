@@ -16,9 +16,9 @@ from cleave.controller.cluster.actions import Create, Delete, Repurpose
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment import repurpose
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import pools as make_pools
-from cleave.planner.placement import plan
-from cleave.rpc.fleet_status import Instance
+from cleave.manifests.pool import build_pools as make_pools
+from cleave.planner.placement import choose_placement
+from cleave.rpc.fleet_status import FleetInstance
 
 from tests.controller.test_convergence import World, ready, world
 from tests.support.fake_cluster import by_hand, chat
@@ -45,7 +45,7 @@ def pools(**spec: Any) -> Any:
 
 
 def pods(of: InstancePool, **fields: Any) -> list[ObservedPod]:
-    told = {"ready": True, "ip": "10.0.0.1", "template": apply.template(of), "load": 1.0}
+    told = {"ready": True, "ip": "10.0.0.1", "template": apply.hash_template(of), "load": 1.0}
     told |= fields
     return [
         ObservedPod(f"{of.name}-{n}", f"u{n}", of.spec.role, "a", pool=of.name, **told)
@@ -58,7 +58,7 @@ def everybody(there: dict[Role, InstancePool], **fields: Any) -> list[ObservedPo
 
 
 def chosen(there: Any, goals: Any, **fields: Any) -> list[tuple[str, Role]]:
-    found = repurpose.choose(everybody(there, **fields), goals, there)
+    found = repurpose.choose_changes(everybody(there, **fields), goals, there)
     return [(move.pod.name, move.role) for move in found]
 
 
@@ -76,7 +76,7 @@ def test_the_emptiest_one_moves() -> None:
     there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
     busy, idle = pods(there[Role.DECODE])
     everyone = [*pods(there[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
-    (move,) = repurpose.choose(everyone, goals, there)
+    (move,) = repurpose.choose_changes(everyone, goals, there)
     assert move.pod.name == idle.name
 
 
@@ -113,8 +113,8 @@ def test_engines_that_follow_their_role_are_alike_whatever_limits_the_roles_have
     ]
     asked = chat(placement={"manual": limits}, engine={"type": "Emulated", **engine})
     deployment = LLMDeployment.model_validate(asked)
-    prefill, decode = make_pools(deployment, plan(deployment))
-    assert repurpose.are_alike(prefill, decode) is alike
+    prefill, decode = make_pools(deployment, choose_placement(deployment))
+    assert repurpose.are_compatible(prefill, decode) is alike
 
 
 @pytest.mark.parametrize("spec", [{"nodes": 2, "parallelism": {"tensor": 2}},
@@ -133,7 +133,7 @@ def test_an_instance_that_cannot_be_told_does_not_move(fields: dict[str, Any]) -
 def test_nobody_moves_while_revisions_change() -> None:
     there, goals = count(prefill=1, decode=3), count(prefill=2, decode=2)
     everyone = [*everybody(there), replace(pods(there[Role.DECODE])[0], name="x", revision="old")]
-    assert repurpose.choose(everyone, goals, there) == []
+    assert repurpose.choose_changes(everyone, goals, there) == []
 
 
 counts = st.fixed_dictionaries({str(role): st.integers(0, 6) for role in Role})
@@ -145,8 +145,8 @@ def test_moves_bring_every_pool_closer_and_none_past_its_goal(
 ) -> None:
     there, goals = count(**now), count(**goal)
     everyone = everybody(there)
-    moves = repurpose.choose(everyone, goals, there)
-    after = Counter(pod.role for pod in repurpose.after(everyone, moves))
+    moves = repurpose.choose_changes(everyone, goals, there)
+    after = Counter(pod.role for pod in repurpose.apply_changes(everyone, moves))
     assert len({move.pod.name for move in moves}) == len(moves)
     for role in Role:
         low, high = sorted((now[role], goal[role]))
@@ -159,24 +159,24 @@ def test_moves_bring_every_pool_closer_and_none_past_its_goal(
 
 def test_an_order_names_the_pod_its_agent_and_its_new_owner() -> None:
     there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
-    moves = repurpose.choose(everybody(there), goals, there)
-    (order,) = repurpose.moved(moves, there)
+    moves = repurpose.choose_changes(everybody(there), goals, there)
+    (order,) = repurpose.build_actions(moves, there)
     assert order.agent == "10.0.0.1:9000"
     assert order.role is Role.PREFILL
     meta = order.metadata
     assert meta["labels"] == {"cleave.dev/pool": "chat-prefill", "cleave.dev/role": "prefill"}
-    assert meta["annotations"]["cleave.dev/template"] == apply.template(goals[Role.PREFILL])
+    assert meta["annotations"]["cleave.dev/template"] == apply.hash_template(goals[Role.PREFILL])
     assert [owner["uid"] for owner in meta["ownerReferences"]] == ["p-prefill"]
 
 
 def test_an_agent_that_takes_itself_for_something_else_is_told() -> None:
     there = count(prefill=1, decode=1)
     known = {
-        "chat-decode-0": Instance("chat-decode-0", role="prefill", home="prefill"),
+        "chat-decode-0": FleetInstance("chat-decode-0", role="prefill", home="prefill"),
         # Lent, not moved.
-        "chat-prefill-0": Instance("chat-prefill-0", role="mixed", home="prefill"),
+        "chat-prefill-0": FleetInstance("chat-prefill-0", role="mixed", home="prefill"),
     }
-    (order,) = repurpose.corrected(everybody(there), known, there)
+    (order,) = repurpose.correct_roles(everybody(there), known, there)
     assert order.target.name == "chat-decode-0"
     assert order.role is Role.DECODE
     assert not order.metadata

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from cleave.api.plan import SelectedPlan
 from cleave.api.role import Role
-from cleave.api.scaling import Peak, Scaling
-from cleave.controller.deployment.scaling import Demand, find_peak, measure, scale, sized
-from cleave.traffic.window import Window
+from cleave.api.scaling import Scaling, ScheduledPeak
+from cleave.controller.deployment.scaling import (
+    TrafficDemand,
+    compute_replicas,
+    compute_scheduled_rate,
+    measure_demand,
+    scale,
+)
+from cleave.traffic.window import TrafficWindow
 
 P, D = Role.PREFILL, Role.DECODE
 LATENCIES = {"ttftMs": {}, "tpotMs": {}}
@@ -39,23 +45,23 @@ def terms(most: int = 100, **fields: Any) -> Scaling:
 
 
 def demand(rate: float, peak: float | None = None, in_flight: float = 1, quiet_s: float = 0):
-    return Demand(rate, peak, in_flight, quiet_s)
+    return TrafficDemand(rate, peak, in_flight, quiet_s)
 
 
 def test_a_rate_gets_as_many_workers_as_the_line_says_in_the_plans_proportion() -> None:
-    assert sized(terms(), plan(), 4.0) == {P: 1, D: 2}
-    assert sized(terms(), plan(), 8.0) == {P: 2, D: 4}
-    assert sized(terms(), plan(), 8.1) == {P: 3, D: 6}
+    assert compute_replicas(terms(), plan(), 4.0) == {P: 1, D: 2}
+    assert compute_replicas(terms(), plan(), 8.0) == {P: 2, D: 4}
+    assert compute_replicas(terms(), plan(), 8.1) == {P: 3, D: 6}
 
 
 def test_a_part_of_a_large_worker_is_enough_for_a_part_of_its_rate() -> None:
-    small = sized(terms(), plan(prefill=3, decode=5), 5.0)
+    small = compute_replicas(terms(), plan(prefill=3, decode=5), 5.0)
     # 1.25 workers by the line, half a one more for what it leaves out.
     assert small == {P: math.ceil(3 * 1.75), D: math.ceil(5 * 1.75)}
 
 
 def test_what_the_plan_was_found_to_serve_takes_no_more_than_the_plan() -> None:
-    assert sized(terms(), plan(prefill=3, decode=5), 3.9) == {P: 3, D: 5}
+    assert compute_replicas(terms(), plan(prefill=3, decode=5), 3.9) == {P: 3, D: 5}
 
 
 def test_bounds_are_kept_role_by_role() -> None:
@@ -64,26 +70,26 @@ def test_bounds_are_kept_role_by_role() -> None:
         {"role": "decode", "maxReplicas": 5},
     ]
     asked = Scaling.model_validate({"roles": roles})
-    assert sized(asked, plan(), 0.0) == {P: 2, D: 1}
-    assert sized(asked, plan(), 40.0) == {P: 3, D: 5}
+    assert compute_replicas(asked, plan(), 0.0) == {P: 2, D: 1}
+    assert compute_replicas(asked, plan(), 40.0) == {P: 3, D: 5}
 
 
 def test_a_role_that_is_not_named_keeps_the_plans_number() -> None:
     asked = Scaling.model_validate({"roles": [{"role": "decode", "maxReplicas": 9}]})
-    assert sized(asked, plan(), 16.0) == {P: 1, D: 8}
+    assert compute_replicas(asked, plan(), 16.0) == {P: 1, D: 8}
 
 
 @given(st.floats(0, 1000), st.floats(0, 1000), st.integers(1, 5), st.integers(1, 5))
 def test_a_higher_rate_never_gets_fewer(one: float, other: float, p: int, d: int) -> None:
     low, high = sorted((one, other))
-    few, many = (sized(terms(10_000), plan(p, d), rate) for rate in (low, high))
+    few, many = (compute_replicas(terms(10_000), plan(p, d), rate) for rate in (low, high))
     assert all(few[role] <= many[role] for role in few)
 
 
 @given(st.floats(0, 1000), st.integers(1, 4), st.integers(1, 4))
 def test_there_are_never_fewer_than_the_line_itself_says(rate: float, p: int, d: int) -> None:
     line = 0.25 * rate
-    found = sized(terms(10_000), plan(p, d, goodput=0.0), rate)
+    found = compute_replicas(terms(10_000), plan(p, d, goodput=0.0), rate)
     assert found[P] >= p * line - 1e-6
     assert found[D] >= d * line - 1e-6
 
@@ -110,7 +116,7 @@ def test_a_few_requests_are_not_taken_for_the_traffic_of_every_minute() -> None:
     asked, law = terms(calmS=300), plan(goodput=40.0, workers=10, prefill=10, decode=20,
                                         lowestRate=60.0)  # fmt: skip
     now = {P: 10, D: 20}
-    assert scale(asked, law, now, demand(rate=1.0, peak=1.0)) == sized(asked, law, 12.0)
+    assert scale(asked, law, now, demand(rate=1.0, peak=1.0)) == compute_replicas(asked, law, 12.0)
 
 
 def test_nothing_changes_while_nobody_tells_of_the_traffic() -> None:
@@ -154,25 +160,25 @@ def test_they_sleep_on_while_no_gateway_answers_and_wake_when_the_field_goes() -
     assert all(woken.values())
 
 
-def window(end_s: float, requests: float, length_s: float = 15.0) -> Window:
-    return Window(end_s=end_s, length_s=length_s, num_requests=requests)
+def window(end_s: float, requests: float, length_s: float = 15.0) -> TrafficWindow:
+    return TrafficWindow(end_s=end_s, length_s=length_s, num_requests=requests)
 
 
 def test_a_rate_is_that_of_a_minute_and_the_peak_that_of_the_calm() -> None:
     windows = [window(15.0 * n, 150 if n == 10 else 15) for n in range(1, 41)]
-    found = measure(windows, calm_s=300, in_flight=2, quiet_s=0)
-    assert found == Demand(rate=1.0, peak=1.0, in_flight=2, quiet_s=0)
-    found = measure(windows, calm_s=480, in_flight=2, quiet_s=0)
+    found = measure_demand(windows, calm_s=300, in_flight=2, idle_s=0)
+    assert found == TrafficDemand(rate=1.0, peak=1.0, in_flight=2, idle_s=0)
+    found = measure_demand(windows, calm_s=480, in_flight=2, idle_s=0)
     assert found is not None
     assert found.peak == pytest.approx((150 + 45) / 60)
 
 
 def test_a_calm_that_was_not_watched_from_its_beginning_is_none() -> None:
     windows = [window(15.0 * n, 15) for n in range(1, 11)]
-    found = measure(windows, calm_s=300, in_flight=0, quiet_s=0)
+    found = measure_demand(windows, calm_s=300, in_flight=0, idle_s=0)
     assert found is not None
     assert found.peak is None
-    assert measure([], calm_s=300, in_flight=0, quiet_s=0) is None
+    assert measure_demand([], calm_s=300, in_flight=0, idle_s=0) is None
 
 
 @pytest.mark.parametrize(
@@ -188,20 +194,20 @@ def test_a_calm_that_was_not_watched_from_its_beginning_is_none() -> None:
 )
 def test_a_known_peak_lasts_from_its_beginning_for_so_long(moment: str, rate: float) -> None:
     schedule = [
-        Peak(cron="0 9 * * 1-5", duration_s=3600, rate=7),
-        Peak(cron="15 9 * * mon", duration_s=3600, rate=9),
+        ScheduledPeak(cron="0 9 * * 1-5", duration_s=3600, rate=7),
+        ScheduledPeak(cron="15 9 * * mon", duration_s=3600, rate=9),
     ]
     now_s = datetime.fromisoformat(moment).timestamp()
-    assert find_peak(schedule, now_s) == rate
+    assert compute_scheduled_rate(schedule, now_s) == rate
 
 
 def test_a_known_peak_has_what_it_needs_before_the_traffic_comes() -> None:
     asked = terms(**IDLE)
     quiet = demand(0, 0, in_flight=0, quiet_s=999)
-    assert scale(asked, plan(), NONE, quiet, at_least=7.9) == NOW
-    assert scale(asked, plan(), NONE, None, at_least=7.9) == NOW
-    assert scale(asked, plan(), {P: 1, D: 2}, demand(12.0), at_least=7.9) == {P: 3, D: 6}
-    assert scale(asked, plan(), NOW, demand(1.0, 1.0), at_least=7.9) == NOW
+    assert scale(asked, plan(), NONE, quiet, min_rate=7.9) == NOW
+    assert scale(asked, plan(), NONE, None, min_rate=7.9) == NOW
+    assert scale(asked, plan(), {P: 1, D: 2}, demand(12.0), min_rate=7.9) == {P: 3, D: 6}
+    assert scale(asked, plan(), NOW, demand(1.0, 1.0), min_rate=7.9) == NOW
 
 
 @settings(max_examples=25)
@@ -216,13 +222,13 @@ def test_whatever_the_wave_an_instance_that_came_stays_for_a_calm(
     period_s: int, share: float, high: float, low: float, calm_s: int
 ) -> None:
     """An hour of a square wave, looked at every 15 s; windows are kept for half an hour."""
-    asked, windows, now = terms(calmS=calm_s), deque[Window](maxlen=128), dict[Role, int]()
+    asked, windows, now = terms(calmS=calm_s), deque[TrafficWindow](maxlen=128), dict[Role, int]()
     came_s = -math.inf
     for end_s in range(15, 3600, 15):
         seconds = range(end_s - 15, end_s)
         arrived = sum(high if each % period_s < share * period_s else low for each in seconds)
         windows.append(window(end_s, arrived))
-        seen = measure(tuple(windows), calm_s, in_flight=1, quiet_s=0)
+        seen = measure_demand(tuple(windows), calm_s, in_flight=1, idle_s=0)
         then = dict(scale(asked, plan(), now, seen))
         if any(then[role] > count for role, count in now.items()):
             came_s = end_s

@@ -12,7 +12,7 @@ from cleave.controller.cluster.actions import Action, Create, Delete, PatchStatu
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool.reconcile import PoolView, reconcile
-from cleave.controller.settings import Settings
+from cleave.controller.settings import OperatorSettings
 
 NOW_S = 1_000_000.0
 
@@ -49,7 +49,7 @@ def pod(name: str, asked: InstancePool, **fields: Any) -> ObservedPod:
         namespace="llm",
         deployment="chat",
         pool="chat-decode",
-        template=apply.template(asked),
+        template=apply.hash_template(asked),
         node="n1",
         instance=name,
     )
@@ -92,7 +92,7 @@ def test_pods_belong_to_the_pool_and_carry_what_they_were_made_from() -> None:
     meta = made.manifest["metadata"]
     assert meta["ownerReferences"][0]["uid"] == "p1"
     assert meta["ownerReferences"][0]["controller"] is True
-    assert meta["annotations"] == {"cleave.dev/template": apply.template(asked)}
+    assert meta["annotations"] == {"cleave.dev/template": apply.hash_template(asked)}
 
 
 def test_too_many_instances_lose_the_emptiest() -> None:
@@ -224,7 +224,7 @@ class TestSeveralNodes:
 
     def test_it_is_ready_when_both_are(self) -> None:
         leader = pod("a", self.asked)
-        follower = pod("a-1", self.asked, instance="a", is_follower=True, ready=False)
+        follower = pod("a-1", self.asked, instance="a", is_multi_node_worker=True, ready=False)
         for is_ready in (False, True):
             here = view(self.asked, leader, replace(follower, ready=is_ready))
             (status,) = [e.status for e in reconcile(here) if isinstance(e, PatchStatus)]
@@ -232,7 +232,7 @@ class TestSeveralNodes:
 
     def test_where_one_goes_both_go_and_another_instance_comes(self) -> None:
         leader = pod("a", self.asked)
-        follower = pod("a-1", self.asked, instance="a", is_follower=True, phase="Failed")
+        follower = pod("a-1", self.asked, instance="a", is_multi_node_worker=True, phase="Failed")
         done = pods_only(reconcile(view(self.asked, leader, follower)))
         assert done[:2] == [("delete", "a"), ("delete", "a-1")]
         assert [kind for kind, _ in done[2:]] == ["create"]
@@ -242,7 +242,7 @@ class TestSets:
     """The same where LeaderWorkerSet is installed."""
 
     asked = TestSeveralNodes.asked
-    settings = Settings(has_sets=True)
+    settings = OperatorSettings(has_leader_worker_sets=True)
 
     def test_a_set_makes_the_whole_instance(self) -> None:
         here = view(self.asked, settings=self.settings)
@@ -252,12 +252,12 @@ class TestSets:
         group = made["spec"]["leaderWorkerTemplate"]
         for part in ("leaderTemplate", "workerTemplate"):
             marks = group[part]["metadata"]["annotations"]
-            assert marks == {"cleave.dev/template": apply.template(self.asked)}
+            assert marks == {"cleave.dev/template": apply.hash_template(self.asked)}
 
     def test_its_pods_are_an_instance_and_go_with_it(self) -> None:
         pods = [
             pod("x-0", self.asked, set_name="x", instance="x-0"),
-            pod("x-0-1", self.asked, set_name="x", instance="x-0", is_follower=True),
+            pod("x-0-1", self.asked, set_name="x", instance="x-0", is_multi_node_worker=True),
         ]
         here = view(self.asked, *pods, settings=self.settings)
         assert pods_only(reconcile(here)) == []
@@ -297,8 +297,8 @@ def test_instances_that_replace_others_of_their_revision_do_not_ask_for_their_no
 
 def test_names_are_never_those_that_are_taken() -> None:
     asked = pool()
-    some = pool_pods.names(asked, (), 5)
+    some = pool_pods.generate_names(asked, (), 5)
     assert len(set(some)) == 5
-    more = pool_pods.names(asked, some, 5)
+    more = pool_pods.generate_names(asked, some, 5)
     assert not set(some) & set(more)
     assert all(len(name) <= 63 for name in more)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cleave.api.role import Role
 from cleave.controller.cluster.objects import ObservedPod
-from cleave.controller.pool.unschedulable import Limit, Trial, limit
+from cleave.controller.pool.unschedulable import CapacityProbe, SchedulingLimit, compute_limit
 
 WHY = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 NOW_S = 1_000.0
@@ -29,39 +29,43 @@ def waiting(name: str, age_s: float = 500.0, why: str = WHY) -> ObservedPod:
     )
 
 
-def trial(again_s: float, fits: int = 2, attempts: int = 1, nodes: str = "n1") -> Trial:
-    return Trial(fits, attempts, again_s, nodes, WHY.rstrip("."))
+def trial(again_s: float, fits: int = 2, attempts: int = 1, nodes: str = "n1") -> CapacityProbe:
+    return CapacityProbe(fits, attempts, again_s, nodes, WHY.rstrip("."))
 
 
 def decide(
-    wanted: int, *pods: ObservedPod, last: Trial | None = None, now_s: float = NOW_S, nodes="n1"
-) -> Limit:
-    return limit(wanted, pods, now_s=now_s, timeout_s=TIMEOUT_S, nodes=nodes, last=last)
+    wanted: int,
+    *pods: ObservedPod,
+    last: CapacityProbe | None = None,
+    now_s: float = NOW_S,
+    nodes="n1",
+) -> SchedulingLimit:
+    return compute_limit(wanted, pods, now_s=now_s, timeout_s=TIMEOUT_S, nodes=nodes, last=last)
 
 
-def names(found: Limit) -> list[str]:
-    return [pod.name for pod in found.give_up]
+def names(found: SchedulingLimit) -> list[str]:
+    return [pod.name for pod in found.evict]
 
 
 def test_nothing_is_said_of_a_pool_that_fits() -> None:
-    assert decide(2, placed("a"), placed("b")) == Limit()
+    assert decide(2, placed("a"), placed("b")) == SchedulingLimit()
 
 
 def test_a_pod_may_wait_for_a_node_for_its_time() -> None:
     found = decide(2, placed("a"), waiting("b", age_s=100))
-    assert found == Limit(again_after_s=20.0)
+    assert found == SchedulingLimit(requeue_after_s=20.0)
 
 
 def test_a_pod_that_nobody_has_tried_to_place_is_left_alone() -> None:
     unseen = waiting("b", why="")
-    assert decide(2, placed("a"), unseen) == Limit()
+    assert decide(2, placed("a"), unseen) == SchedulingLimit()
 
 
 def test_after_its_time_it_is_given_up_and_the_pool_stays_at_what_fits() -> None:
     found = decide(4, placed("a"), placed("b"), waiting("c"), waiting("d"))
     assert names(found) == ["c", "d"]
-    assert found.most == 2
-    assert found.again_after_s == 60.0
+    assert found.max_instances == 2
+    assert found.requeue_after_s == 60.0
     assert found.reason == (
         "nodes have room for 2 of 4 instances: 0/2 nodes are available: 2 Insufficient "
         "nvidia.com/gpu; tried again at 1970-01-01T00:17:40Z or when nodes change"
@@ -69,20 +73,20 @@ def test_after_its_time_it_is_given_up_and_the_pool_stays_at_what_fits() -> None
 
 
 def test_until_the_next_trial_all_stays_as_it_is() -> None:
-    last = decide(4, placed("a"), placed("b"), waiting("c"), waiting("d")).trial
+    last = decide(4, placed("a"), placed("b"), waiting("c"), waiting("d")).probe
     found = decide(4, placed("a"), placed("b"), last=last, now_s=NOW_S + 10)
-    assert (found.give_up, found.most, found.again_after_s) == ((), 2, 50.0)
-    assert found.trial == last
+    assert (found.evict, found.max_instances, found.requeue_after_s) == ((), 2, 50.0)
+    assert found.probe == last
     assert "room for 2 of 4" in found.reason
 
 
 def test_a_lost_instance_is_replaced_meanwhile() -> None:
-    assert decide(4, placed("a"), last=trial(NOW_S + 30)).most == 2
+    assert decide(4, placed("a"), last=trial(NOW_S + 30)).max_instances == 2
 
 
 def test_the_next_trial_may_have_them_all_and_is_still_told() -> None:
     found = decide(4, placed("a"), placed("b"), last=trial(NOW_S))
-    assert found.most is None
+    assert found.max_instances is None
     assert found.reason.endswith("; being tried again")
 
 
@@ -90,53 +94,53 @@ def test_pauses_grow_up_to_ten_minutes() -> None:
     pauses, last, now_s = [], None, NOW_S
     for _ in range(6):
         found = decide(2, placed("a"), waiting("b", age_s=500), last=last, now_s=now_s)
-        assert found.trial is not None
-        pauses.append(found.trial.again_s - now_s)
-        last, now_s = found.trial, found.trial.again_s
+        assert found.probe is not None
+        pauses.append(found.probe.retry_at_s - now_s)
+        last, now_s = found.probe, found.probe.retry_at_s
     assert pauses == [60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
 
 
 def test_other_nodes_begin_the_next_trial_at_once() -> None:
     found = decide(4, placed("a"), placed("b"), last=trial(NOW_S + 600, attempts=5), nodes="n2")
-    assert found.most is None
-    assert found.trial == replace(trial(NOW_S, attempts=0), nodes="n2")
+    assert found.max_instances is None
+    assert found.probe == replace(trial(NOW_S, attempts=0), nodes="n2")
     # With nodes that have not been tried the pauses begin anew.
-    again = decide(3, placed("a"), placed("b"), waiting("c"), last=found.trial, nodes="n2")
-    assert again.trial is not None
-    assert again.trial.again_s == NOW_S + 60
+    again = decide(3, placed("a"), placed("b"), waiting("c"), last=found.probe, nodes="n2")
+    assert again.probe is not None
+    assert again.probe.retry_at_s == NOW_S + 60
     at_once = decide(3, placed("a"), waiting("c"), last=trial(NOW_S, attempts=5), nodes="n3")
-    assert at_once.trial is not None
-    assert at_once.trial.again_s == NOW_S + 60
+    assert at_once.probe is not None
+    assert at_once.probe.retry_at_s == NOW_S + 60
 
 
 def test_a_trial_that_found_room_ends_the_limit() -> None:
-    assert decide(3, placed("a"), placed("b"), placed("c"), last=trial(NOW_S)) == Limit()
+    assert decide(3, placed("a"), placed("b"), placed("c"), last=trial(NOW_S)) == SchedulingLimit()
 
 
 def test_wanting_no_more_than_fits_ends_the_limit() -> None:
-    assert decide(2, placed("a"), placed("b"), last=trial(NOW_S + 600)) == Limit()
-    assert decide(2, placed("a"), last=trial(NOW_S + 600)) == Limit()
+    assert decide(2, placed("a"), placed("b"), last=trial(NOW_S + 600)) == SchedulingLimit()
+    assert decide(2, placed("a"), last=trial(NOW_S + 600)) == SchedulingLimit()
 
 
 def test_a_pool_without_any_instance_leaves_the_eldest_waiting() -> None:
     found = decide(3, waiting("b", age_s=400), waiting("a", age_s=500), waiting("c", age_s=300))
     assert names(found) == ["b", "c"]
-    assert found.most == 1
-    later = decide(3, waiting("a", age_s=500), last=found.trial)
-    assert later.give_up == ()
+    assert found.max_instances == 1
+    later = decide(3, waiting("a", age_s=500), last=found.probe)
+    assert later.evict == ()
     assert "room for 0 of 3 instances" in later.reason
 
 
 def test_a_single_instance_waits_as_long_as_it_takes_and_says_why() -> None:
     found = decide(1, waiting("a"))
-    assert found.give_up == ()
-    assert found.trial is None
+    assert found.evict == ()
+    assert found.probe is None
     assert found.reason.startswith("nodes have room for 0 of 1 instances: 0/2 nodes are available")
 
 
 def test_pods_that_go_or_are_over_count_for_nothing() -> None:
     going, over = replace(waiting("b"), deleting=True), replace(placed("c"), phase="Failed")
-    assert decide(1, placed("a"), going, over) == Limit()
+    assert decide(1, placed("a"), going, over) == SchedulingLimit()
 
 
 def test_what_most_of_them_wait_for_is_told() -> None:
@@ -159,20 +163,20 @@ trials = st.none() | st.builds(
 
 @given(st.integers(0, 8), pods, trials)
 def test_a_decision_that_was_carried_out_is_not_taken_again(
-    wanted: int, found: list[ObservedPod], last: Trial | None
+    wanted: int, found: list[ObservedPod], last: CapacityProbe | None
 ) -> None:
     first = decide(wanted, *found, last=last)
-    left = [pod for pod in found if pod not in first.give_up]
-    second = decide(wanted, *left, last=first.trial)
-    assert second.give_up == ()
-    assert second.most is None or second.most == first.most
+    left = [pod for pod in found if pod not in first.evict]
+    second = decide(wanted, *left, last=first.probe)
+    assert second.evict == ()
+    assert second.max_instances is None or second.max_instances == first.max_instances
 
 
 @given(st.integers(0, 8), pods, trials)
 def test_instances_with_a_node_are_never_given_up(
-    wanted: int, found: list[ObservedPod], last: Trial | None
+    wanted: int, found: list[ObservedPod], last: CapacityProbe | None
 ) -> None:
     decided = decide(wanted, *found, last=last)
-    assert not any(pod.scheduled for pod in decided.give_up)
-    assert len(decided.give_up) < max(1, len(found))
-    assert bool(decided.reason) == (decided.trial is not None or decided.reason.endswith("a node"))
+    assert not any(pod.scheduled for pod in decided.evict)
+    assert len(decided.evict) < max(1, len(found))
+    assert bool(decided.reason) == (decided.probe is not None or decided.reason.endswith("a node"))

@@ -3,38 +3,40 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cleave.api.workload import Lengths, Workload
+from cleave.api.workload import LengthDistribution, Workload
 from cleave.controller.replan.drift import (
-    DOUBT_S,
-    Course,
+    MAX_DEFERRAL_S,
+    DriftState,
+    find_current_start_s,
     find_settle_s,
-    find_start,
-    follow,
     list_recent,
+    update,
 )
 from cleave.traffic.counters import Buckets
-from cleave.traffic.drift_detector import Change, Quantity
-from cleave.traffic.window import Window
+from cleave.traffic.drift_detector import Quantity, TrafficChange
+from cleave.traffic.window import TrafficWindow
 
 from tests.support.deployment_views import NOW_S, traffic
 
 PLANNED_FOR = Workload(
-    rate=4, prompt_tokens=Lengths(mean=300, p90=400), output_tokens=Lengths(mean=30, p90=40)
+    rate=4,
+    prompt_tokens=LengthDistribution(mean=300, p90=400),
+    output_tokens=LengthDistribution(mean=30, p90=40),
 )
 DOUBLED = traffic(4, 600, NOW_S - 300) + traffic(8, 300)
 
 
 def find_change(
-    planned_for: Workload | None, windows: Sequence[Window], since_s: float | None
-) -> Change | None:
-    return follow(Course(), planned_for, windows, since_s).change
+    planned_for: Workload | None, windows: Sequence[TrafficWindow], since_s: float | None
+) -> TrafficChange | None:
+    return update(DriftState(), planned_for, windows, since_s).change
 
 
 def test_twice_the_rate_is_a_change_and_the_same_is_none() -> None:
     change = find_change(PLANNED_FOR, DOUBLED, NOW_S - 900)
     assert change is not None
-    assert change.what is Quantity.RATE
-    assert NOW_S - 330 < change.since_s < change.at_s < NOW_S - 200
+    assert change.quantity is Quantity.RATE
+    assert NOW_S - 330 < change.since_s < change.detected_s < NOW_S - 200
     assert find_change(PLANNED_FOR, traffic(4, 600), NOW_S - 900) is None
 
 
@@ -42,7 +44,7 @@ def test_a_change_that_was_lived_with_does_not_hide_the_next() -> None:
     again = traffic(4, 600, NOW_S - 900) + traffic(8, 600, NOW_S - 300) + traffic(16, 300)
     change = find_change(PLANNED_FOR, again, NOW_S - 1500)
     assert change is not None
-    assert NOW_S - 330 < change.since_s < change.at_s < NOW_S - 200
+    assert NOW_S - 330 < change.since_s < change.detected_s < NOW_S - 200
     assert change.after > 12
 
 
@@ -56,20 +58,20 @@ def test_nothing_is_compared_with_traffic_that_nobody_stated() -> None:
 
 
 def test_a_look_waits_while_a_change_is_about_to_show_and_not_for_ever() -> None:
-    calm = follow(Course(), PLANNED_FOR, traffic(4, 600), NOW_S - 900)
-    assert not calm.puts_off(0.0, 300)
+    calm = update(DriftState(), PLANNED_FOR, traffic(4, 600), NOW_S - 900)
+    assert not calm.should_defer_review(0.0, 300)
     begun = traffic(4, 600, NOW_S - 30) + traffic(8, 30)
-    doubtful = follow(Course(), PLANNED_FOR, begun, NOW_S - 900)
+    doubtful = update(DriftState(), PLANNED_FOR, begun, NOW_S - 900)
     assert doubtful.change is None
-    assert doubtful.puts_off(DOUBT_S - 1, 300)
-    assert not doubtful.puts_off(DOUBT_S, 3600)
-    assert doubtful.puts_off(2.9, 15)
-    assert not doubtful.puts_off(3.0, 15)
-    assert not Course().puts_off(0.0, 300)
+    assert doubtful.should_defer_review(MAX_DEFERRAL_S - 1, 300)
+    assert not doubtful.should_defer_review(MAX_DEFERRAL_S, 3600)
+    assert doubtful.should_defer_review(2.9, 15)
+    assert not doubtful.should_defer_review(3.0, 15)
+    assert not DriftState().should_defer_review(0.0, 300)
 
 
 def test_recent_is_as_long_as_it_has_to_be() -> None:
-    def recent_s(windows: Sequence[Window], since_s: float, lead_s: float = 0.0) -> float:
+    def recent_s(windows: Sequence[TrafficWindow], since_s: float, lead_s: float = 0.0) -> float:
         return sum(each.length_s for each in list_recent(windows, since_s, 120, lead_s))
 
     assert recent_s(DOUBLED, NOW_S - 900) == 120
@@ -82,47 +84,50 @@ def test_recent_is_as_long_as_it_has_to_be() -> None:
 
 
 def test_a_course_goes_on_where_it_was() -> None:
-    course = Course()
+    course = DriftState()
     for count in range(1, len(DOUBLED) + 1):
-        course = follow(course, PLANNED_FOR, DOUBLED[:count], NOW_S - 900)
-    assert course == follow(Course(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+        course = update(course, PLANNED_FOR, DOUBLED[:count], NOW_S - 900)
+    assert course == update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
     assert course.change is not None
-    assert follow(course, PLANNED_FOR, DOUBLED, NOW_S - 900) == course
+    assert update(course, PLANNED_FOR, DOUBLED, NOW_S - 900) == course
 
 
 def test_another_plan_or_another_fleet_begins_a_course_anew() -> None:
-    course = follow(Course(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    course = update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
     other = PLANNED_FOR.model_copy(update={"rate": 8.0})
-    assert follow(course, other, traffic(8, 300), NOW_S - 900).change is None
-    assert follow(course, PLANNED_FOR, (), NOW_S).change is None
+    assert update(course, other, traffic(8, 300), NOW_S - 900).change is None
+    assert update(course, PLANNED_FOR, (), NOW_S).change is None
 
 
 def test_traffic_that_has_just_changed_is_known_better_each_minute() -> None:
-    course = follow(Course(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    course = update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
     assert course.change is not None
-    seen_s = course.change.at_s
-    assert course.is_fresh(seen_s, 300)
-    assert course.is_fresh(seen_s + 299, 300)
-    assert not course.is_fresh(seen_s + 300, 300)
-    assert not Course().is_fresh(seen_s, 300)
+    seen_s = course.change.detected_s
+    assert course.has_recent_change(seen_s, 300)
+    assert course.has_recent_change(seen_s + 299, 300)
+    assert not course.has_recent_change(seen_s + 300, 300)
+    assert not DriftState().has_recent_change(seen_s, 300)
 
 
 def test_what_ends_before_a_change_of_lengths_is_seen_tells_of_the_traffic_before() -> None:
     settled_s = NOW_S - 900
-    rate = Change(NOW_S - 15, NOW_S - 60, Quantity.RATE, 4, 8)
-    lengths = Change(NOW_S - 15, NOW_S - 60, Quantity.PROMPT_TOKENS, 300, 900)
-    assert find_start(DOUBLED, rate, settled_s) == NOW_S - 60
-    assert find_start(DOUBLED, lengths, settled_s) == NOW_S - 15
+    rate = TrafficChange(NOW_S - 15, NOW_S - 60, Quantity.RATE, 4, 8)
+    lengths = TrafficChange(NOW_S - 15, NOW_S - 60, Quantity.PROMPT_TOKENS, 300, 900)
+    assert find_current_start_s(DOUBLED, rate, settled_s) == NOW_S - 60
+    assert find_current_start_s(DOUBLED, lengths, settled_s) == NOW_S - 15
     # Enough has come since, so that there is no need of what came before.
-    known = Change(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
-    assert find_start(DOUBLED, known, settled_s) == NOW_S - 120
+    known = TrafficChange(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
+    assert find_current_start_s(DOUBLED, known, settled_s) == NOW_S - 120
 
 
 def test_a_fleet_that_has_settled_since_tells_of_itself_alone() -> None:
-    change = Change(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
-    assert find_start(DOUBLED, change, NOW_S - 60) == NOW_S - 60
-    assert find_start(DOUBLED, replace(change, at_s=NOW_S - 15), NOW_S - 150) == NOW_S - 150
-    assert find_start(DOUBLED, None, NOW_S - 300) == NOW_S - 300
+    change = TrafficChange(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
+    assert find_current_start_s(DOUBLED, change, NOW_S - 60) == NOW_S - 60
+    assert (
+        find_current_start_s(DOUBLED, replace(change, detected_s=NOW_S - 15), NOW_S - 150)
+        == NOW_S - 150
+    )
+    assert find_current_start_s(DOUBLED, None, NOW_S - 300) == NOW_S - 300
 
 
 def test_latencies_tell_of_the_traffic_once_requests_of_before_have_ended() -> None:
@@ -133,5 +138,5 @@ def test_latencies_tell_of_the_traffic_once_requests_of_before_have_ended() -> N
     life_s = find_settle_s(long, None, since_s, 60)
     assert 100 < life_s < 150, "some 5,400 tokens at 20 ms"
     assert find_settle_s((*long[:40], *DOUBLED[40:]), None, since_s, 60) > 60, "nor those before"
-    change = Change(NOW_S - 255, NOW_S - 300, Quantity.RATE, 4, 8)
+    change = TrafficChange(NOW_S - 255, NOW_S - 300, Quantity.RATE, 4, 8)
     assert find_settle_s(long, change, since_s, 60) == life_s + 45

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from cleave.api.manifest import validate
-from cleave.controller.cluster.actions import PlanOutcome, Review
+from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.replan import planner_process
-from cleave.controller.replan.planner_process import Desk, answer
-from cleave.planner.replan.revision import Terms
+from cleave.controller.replan.planner_process import PlannerClient, run_planner
+from cleave.planner.replan.revision import ReplanSettings
 
 from tests.support.fake_cluster import chat
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
-QUESTION = PlanOutcome("digest", "numbers")
+QUESTION = PlanJob("digest", "numbers")
 
 
 def text(**spec: Any) -> str:
@@ -24,19 +24,19 @@ def text(**spec: Any) -> str:
 
 
 def test_a_question_without_gpus_is_answered_with_what_is_missing() -> None:
-    said = answer(text(workload=WORKLOAD, engine={"type": "vLLM"}), None, QUESTION)
+    said = run_planner(text(workload=WORKLOAD, engine={"type": "vLLM"}), None, QUESTION)
     assert said.plan is None
     assert said.faults == ("no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)",)
-    assert (said.inputs, said.numbers) == ("digest", "numbers")
+    assert (said.inputs_hash, said.node_counts_hash) == ("digest", "numbers")
 
 
 def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> None:
     asked = {"workload": WORKLOAD, "planning": {"maxGPUs": 4}}
-    alone = answer(text(**asked), None, QUESTION)
+    alone = run_planner(text(**asked), None, QUESTION)
     assert alone.plan is not None
     assert "growth" not in alone.plan
     roles = [{"role": pool["role"], "maxReplicas": 9} for pool in alone.plan["pools"]]
-    said = answer(text(**asked, scaling={"roles": roles}), None, QUESTION)
+    said = run_planner(text(**asked, scaling={"roles": roles}), None, QUESTION)
     assert said.plan is not None
     assert said.plan["growth"]["workers"] >= 1
 
@@ -54,7 +54,7 @@ def test_no_file_is_opened_that_a_deployment_names(
 
     monkeypatch.setattr("builtins.open", watched)
     spec = {"model": "/run/secrets", "workload": {**WORKLOAD, "trace": None}, "engine": engine}
-    answer(text(**spec), None, QUESTION)
+    run_planner(text(**spec), None, QUESTION)
     assert not [path for path in opened if path.startswith("/run/secrets")]
 
 
@@ -65,8 +65,8 @@ class Answers:
         self.release = asyncio.Event()
         self.asked: list[str] = []
 
-    async def __call__(self, _deployment: Any, _cluster: Any, question: PlanOutcome) -> PlanOutcome:
-        self.asked.append(question.inputs)
+    async def __call__(self, _deployment: Any, _cluster: Any, question: PlanJob) -> PlanJob:
+        self.asked.append(question.inputs_hash)
         await self.release.wait()
         return question.as_infeasible("no")
 
@@ -78,36 +78,36 @@ async def settle() -> None:
 
 async def test_the_same_question_is_asked_once_and_another_one_replaces_it() -> None:
     answered: list[str] = []
-    desk: Desk[str] = Desk(answered.append)
+    desk: PlannerClient[str] = PlannerClient(answered.append)
     answers = Answers()
-    desk._answer = answers  # type: ignore[method-assign]
+    desk._run_in_process = answers  # type: ignore[method-assign]
     asked = validate(chat(workload=WORKLOAD))
     for inputs in ("one", "one", "two"):
-        desk.ask("chat", asked, None, PlanOutcome(inputs))
+        desk.submit("chat", asked, None, PlanJob(inputs))
         await settle()
     assert answers.asked == ["one", "two"]
     answers.release.set()
     await settle()
     assert answered == ["chat"]
-    last = desk.last("chat")
+    last = desk.get_result("chat")
     assert last is not None
-    assert last.inputs == "two"
+    assert last.inputs_hash == "two"
     desk.forget("chat")
-    assert desk.last("chat") is None
+    assert desk.get_result("chat") is None
     await desk.close()
 
 
 async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None:
-    desk: Desk[str] = Desk(lambda _: None)
+    desk: PlannerClient[str] = PlannerClient(lambda _: None)
     answers = Answers()
-    desk._answer = answers  # type: ignore[method-assign]
+    desk._run_in_process = answers  # type: ignore[method-assign]
     asked = validate(chat(workload=WORKLOAD))
-    review = Review(0.0, (), "", (), Terms())
+    review = PlanReview(0.0, (), "", (), ReplanSettings())
     for number in range(3):
-        look = replace(QUESTION, inputs=f"look {number}", review=review)
-        desk.ask(f"chat-{number}", asked, None, look)
+        look = replace(QUESTION, inputs_hash=f"look {number}", review=review)
+        desk.submit(f"chat-{number}", asked, None, look)
     await settle()
-    desk.ask("new", asked, None, QUESTION)
+    desk.submit("new", asked, None, QUESTION)
     await settle()
     answers.release.set()
     await settle()
@@ -117,19 +117,19 @@ async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None
 
 async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
-    desk: Desk[str] = Desk(lambda _: answered.set(), limit_s=0.2)
-    monkeypatch.setattr(planner_process, "answer", sleeps)
+    desk: PlannerClient[str] = PlannerClient(lambda _: answered.set(), timeout_s=0.2)
+    monkeypatch.setattr(planner_process, "run_planner", sleeps)
     # The planner's process imports `sleeps` from here.
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    desk.ask("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    desk.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
     await asyncio.wait_for(answered.wait(), 30)
-    last = desk.last("chat")
+    last = desk.get_result("chat")
     assert last is not None
     assert last.faults == ("the planner has not finished within 0 s",)
     await desk.close()
 
 
-def sleeps(_text: str, _cluster: object, question: PlanOutcome) -> PlanOutcome:
+def sleeps(_text: str, _cluster: object, question: PlanJob) -> PlanJob:
     import time
 
     time.sleep(60)

@@ -7,17 +7,17 @@ import pytest
 
 from cleave.api.role import Role
 from cleave.controller.rollout.planner import (
-    Count,
+    InstanceCount,
     RoleState,
     RolloutError,
     RolloutLimits,
-    Step,
-    after,
-    capacity,
+    RolloutStep,
+    apply_step,
+    compute_capacity,
     is_done,
+    list_steps,
+    make_ready,
     next_step,
-    steps,
-    when_ready,
 )
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -30,7 +30,7 @@ def running(**replicas: int) -> dict[Role, RoleState]:
     return {Role(role): RoleState(n, old=n, old_ready=n) for role, n in replicas.items()}
 
 
-def kept(step: Mapping[Role, Step]) -> dict[str, tuple[int, int]]:
+def kept(step: Mapping[Role, RolloutStep]) -> dict[str, tuple[int, int]]:
     return {str(role): (each.new, each.old) for role, each in step.items()}
 
 
@@ -38,7 +38,7 @@ def way(roles: Mapping[Role, RoleState], limits: RolloutLimits = LIMITS) -> list
     """New and old of every role, step by step, when all becomes ready."""
     return [
         tuple(count for each in step.values() for count in (each.new, each.old))
-        for step in steps(roles, limits)
+        for step in list_steps(roles, limits)
     ]
 
 
@@ -71,10 +71,10 @@ def test_roles_of_unlike_size_move_in_proportion() -> None:
 
 def test_a_large_deployment_serves_its_whole_plan_all_the_way() -> None:
     roles: Mapping[Role, RoleState] = running(prefill=7, decode=30)
-    for step in steps(roles, LIMITS):
-        reached = after(roles, step)
-        assert capacity(reached) >= 1
-        roles = when_ready(reached)
+    for step in list_steps(roles, LIMITS):
+        reached = apply_step(roles, step)
+        assert compute_capacity(reached) >= 1
+        roles = make_ready(reached)
     assert is_done(roles)
 
 
@@ -198,8 +198,12 @@ def test_nothing_wanted_means_nothing_kept() -> None:
 
 def test_of_two_old_revisions_the_one_without_partners_goes_first() -> None:
     roles = {
-        P: RoleState(3, old=4, old_ready=4, older={"a": Count(3, 3), "b": Count(1, 1)}),
-        D: RoleState(3, old=4, old_ready=3, older={"a": Count(3, 3), "b": Count(1, 0)}),
+        P: RoleState(
+            3, old=4, old_ready=4, older={"a": InstanceCount(3, 3), "b": InstanceCount(1, 1)}
+        ),
+        D: RoleState(
+            3, old=4, old_ready=3, older={"a": InstanceCount(3, 3), "b": InstanceCount(1, 0)}
+        ),
     }
     step = next_step(roles, LIMITS)
     assert [step[role].older for role in (P, D)] == [{"a": 3, "b": 0}] * 2
@@ -208,7 +212,9 @@ def test_of_two_old_revisions_the_one_without_partners_goes_first() -> None:
 
 def test_of_two_old_revisions_the_one_that_is_worth_more_stays() -> None:
     roles = {
-        role: RoleState(3, old=4, old_ready=4, older={"a": Count(1, 1), "b": Count(3, 3)})
+        role: RoleState(
+            3, old=4, old_ready=4, older={"a": InstanceCount(1, 1), "b": InstanceCount(3, 3)}
+        )
         for role in (P, D)
     }
     assert next_step(roles, LIMITS)[P].older == {"a": 0, "b": 3}
@@ -226,11 +232,19 @@ def test_instances_that_are_not_ready_for_a_moment_stay_with_their_partners() ->
 def test_a_third_revision_waits_for_what_is_on_its_way() -> None:
     # Full as below, but a place will be free by itself.
     draining = {
-        P: RoleState(2, old=3, old_ready=3, older={"a": Count(2, 2), "b": Count(1, 1)}),
-        D: RoleState(6, old=6, old_ready=6, leaving=1, older={"a": Count(4, 4), "b": Count(2, 2)}),
+        P: RoleState(
+            2, old=3, old_ready=3, older={"a": InstanceCount(2, 2), "b": InstanceCount(1, 1)}
+        ),
+        D: RoleState(
+            6,
+            old=6,
+            old_ready=6,
+            leaving=1,
+            older={"a": InstanceCount(4, 4), "b": InstanceCount(2, 2)},
+        ),
     }
     assert kept(next_step(draining, LIMITS)) == {"prefill": (0, 3), "decode": (0, 6)}
-    pairs = {"a": Count(1, 1), "b": Count(1, 1)}
+    pairs = {"a": InstanceCount(1, 1), "b": InstanceCount(1, 1)}
     starting = {
         P: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
         D: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
@@ -241,13 +255,17 @@ def test_a_third_revision_waits_for_what_is_on_its_way() -> None:
 def test_a_third_revision_finds_its_place_at_the_least_cost() -> None:
     # Pairs of a and b fill all seven and three places: one prefill instance of a has to go.
     roles = {
-        P: RoleState(2, old=3, old_ready=3, older={"a": Count(2, 2), "b": Count(1, 1)}),
-        D: RoleState(6, old=6, old_ready=6, older={"a": Count(4, 4), "b": Count(2, 2)}),
+        P: RoleState(
+            2, old=3, old_ready=3, older={"a": InstanceCount(2, 2), "b": InstanceCount(1, 1)}
+        ),
+        D: RoleState(
+            6, old=6, old_ready=6, older={"a": InstanceCount(4, 4), "b": InstanceCount(2, 2)}
+        ),
     }
     step = next_step(roles, LIMITS)
     assert step[P].older == {"a": 1, "b": 1}
     assert step[D].older == {"a": 4, "b": 2}
-    assert capacity(after(roles, step)) == pytest.approx(5 / 6)
+    assert compute_capacity(apply_step(roles, step)) == pytest.approx(5 / 6)
 
 
 def test_capacity_counts_pairs_only() -> None:
@@ -255,7 +273,7 @@ def test_capacity_counts_pairs_only() -> None:
         P: RoleState(2, old=1, old_ready=1, new=1, new_ready=1),
         D: RoleState(4, old=4, old_ready=4, new=1, new_ready=1),
     }
-    assert capacity(roles) == pytest.approx(1 / 2 + 1 / 4)
+    assert compute_capacity(roles) == pytest.approx(1 / 2 + 1 / 4)
 
 
 @pytest.mark.parametrize(
@@ -274,5 +292,5 @@ def test_limits_that_allow_nothing_are_refused(limits: dict[str, float], told: s
 
 
 def test_the_preview_starts_from_what_is_there() -> None:
-    roles = when_ready(after(running(mixed=2), next_step(running(mixed=2), LIMITS)))
+    roles = make_ready(apply_step(running(mixed=2), next_step(running(mixed=2), LIMITS)))
     assert way(roles) == way(running(mixed=2))[1:]

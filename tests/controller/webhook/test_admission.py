@@ -2,7 +2,7 @@ import pytest
 
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.controller.webhook import admission
-from cleave.controller.webhook.admission import ReviewError, answer, judge
+from cleave.controller.webhook.admission import ReviewError, check_resource, review_admission
 
 CLUSTER = Cluster(nodes=[NodeGroup(count=2, gpu="A100-SXM-80GB", gpus_per_node=8)])
 
@@ -41,13 +41,13 @@ def review(resource):
 
 
 def test_a_good_resource_is_let_in() -> None:
-    said = answer(review(deployment()), None)
+    said = review_admission(review(deployment()), None)
     assert said["response"] == {"uid": "u-1", "allowed": True}
     assert said["apiVersion"] == "admission.k8s.io/v1"
 
 
 def test_a_bad_one_is_refused_with_every_fault_in_the_words_of_validate() -> None:
-    said = answer(review(deployment(slo={"ttftMs": -1, "tpotMs": "x"})), None)["response"]
+    said = review_admission(review(deployment(slo={"ttftMs": -1, "tpotMs": "x"})), None)["response"]
     assert said["allowed"] is False
     assert said["status"]["reason"] == "Invalid"
     assert said["status"]["message"] == (
@@ -59,7 +59,7 @@ def test_what_cannot_be_planned_and_what_looks_like_seconds_is_let_in_with_whole
     workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
     slo = {"ttftMs": 0.4, "tpotMs": 0.04}
     resource = deployment(model="openai/gpt-oss-120b", workload=workload, slo=slo)
-    said = answer(review(resource), CLUSTER)["response"]
+    said = review_admission(review(resource), CLUSTER)["response"]
     assert said["allowed"] is True
     fields = ["spec.slo.ttftMs", "spec.slo.tpotMs", "spec.model.source", "spec.placement.manual"]
     assert [each.partition(":")[0] for each in said["warnings"]] == fields
@@ -73,35 +73,35 @@ def test_what_the_api_server_writes_into_metadata_is_not_looked_at() -> None:
         "uid": "1",
         "managedFields": [{"manager": "kubectl"}],
     }
-    assert answer(review(resource), None)["response"]["allowed"]
+    assert review_admission(review(resource), None)["response"]["allowed"]
 
 
 def test_a_status_that_is_older_than_the_types_is_not_looked_at() -> None:
     resource = {**deployment(), "status": {"unknown": 1}}
-    assert not judge(resource, None).faults
+    assert not check_resource(resource, None).faults
 
 
 def test_pools_are_judged_too() -> None:
-    assert not judge(pool(), None).faults
-    assert judge(pool(role="prefil"), None).faults == (
+    assert not check_resource(pool(), None).faults
+    assert check_resource(pool(role="prefil"), None).faults == (
         "spec.role: must be one of prefill, decode, mixed; did you mean prefill? (got 'prefil')",
     )
 
 
 @pytest.mark.parametrize("resource", [None, {}, {"kind": "Pod"}])
 def test_what_is_none_of_ours_is_let_in(resource) -> None:
-    assert answer(review(resource), None)["response"]["allowed"]
+    assert review_admission(review(resource), None)["response"]["allowed"]
 
 
 @pytest.mark.parametrize("body", [{}, {"request": None}, {"request": {"uid": 1}}])
 def test_what_is_no_review_is_no_question(body) -> None:
     with pytest.raises(ReviewError):
-        answer(body, None)
+        review_admission(body, None)
 
 
 def test_what_today_s_nodes_lack_is_a_warning() -> None:
     stated = {"manual": [{"role": "mixed", "gpu": "H100-SXM-80GB"}]}
-    said = answer(review(deployment(placement=stated)), CLUSTER)["response"]
+    said = review_admission(review(deployment(placement=stated)), CLUSTER)["response"]
     assert said["allowed"]
     (warning,) = said["warnings"]
     assert warning == (
@@ -112,9 +112,11 @@ def test_what_today_s_nodes_lack_is_a_warning() -> None:
 
 def test_long_warnings_are_cut_before_the_api_server_cuts_them(monkeypatch) -> None:
     monkeypatch.setattr(
-        admission, "judge", lambda *_: admission.Judgement(warnings=("x" * 300,) * 20)
+        admission,
+        "check_resource",
+        lambda *_: admission.AdmissionFindings(warnings=("x" * 300,) * 20),
     )
-    said = answer(review(deployment()), None)["response"]["warnings"]
+    said = review_admission(review(deployment()), None)["response"]["warnings"]
     assert len(said) == 8
     assert {len(text) for text in said} == {250}
     assert said[0].endswith("...")

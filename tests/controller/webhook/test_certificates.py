@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from cleave.controller.webhook import certificates
-from cleave.controller.webhook.certificates import Certificate, CertificateError, check, issue
+from cleave.controller.webhook.certificates import (
+    CertificateError,
+    ServingCertificate,
+    check,
+    issue,
+)
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 NAMES = ("cleave-webhook.cleave-system.svc",)
@@ -17,11 +22,11 @@ def test_a_new_certificate_is_good_for_its_names() -> None:
 
 def test_the_tls_library_takes_it(tmp_path: Path) -> None:
     made = issue(NAMES, datetime.now(UTC))
-    (tmp_path / "crt").write_text(made.chain)
+    (tmp_path / "crt").write_text(made.cert_chain)
     (tmp_path / "key").write_text(made.key)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tmp_path / "crt", tmp_path / "key")
-    client = ssl.create_default_context(cadata=made.trusted)
+    client = ssl.create_default_context(cadata=made.ca_bundle)
     assert client.cert_store_stats()["x509_ca"] == 1
 
 
@@ -40,35 +45,35 @@ def test_it_is_made_anew_when_the_service_has_another_name() -> None:
 def test_a_key_of_another_certificate_is_noticed() -> None:
     one, other = issue(NAMES, NOW), issue(NAMES, NOW)
     with pytest.raises(CertificateError, match="not the key"):
-        check(Certificate(one.trusted, one.chain, other.key), NAMES, NOW)
+        check(ServingCertificate(one.ca_bundle, one.cert_chain, other.key), NAMES, NOW)
 
 
 def test_an_authority_that_signed_something_else_is_noticed() -> None:
     one, other = issue(NAMES, NOW), issue(NAMES, NOW)
     with pytest.raises(CertificateError, match="no CA that signed"):
-        check(Certificate(other.trusted, one.chain, one.key), NAMES, NOW)
+        check(ServingCertificate(other.ca_bundle, one.cert_chain, one.key), NAMES, NOW)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "-----BEGIN CERTIFICATE-----\nx\n"])
 def test_what_is_no_certificate_is_said_to_be_none(text: str) -> None:
     good = issue(NAMES, NOW)
     with pytest.raises(CertificateError, match="holds no certificate"):
-        check(Certificate(good.trusted, text, good.key), NAMES, NOW)
+        check(ServingCertificate(good.ca_bundle, text, good.key), NAMES, NOW)
 
 
 def test_operators_that_show_the_old_certificate_stay_trusted() -> None:
     old = issue(NAMES, NOW)
     later = NOW + timedelta(days=61)
-    new = issue(NAMES, later, old.trusted)
+    new = issue(NAMES, later, old.ca_bundle)
     check(new, NAMES, later)
-    mixed = Certificate(new.trusted, old.chain, old.key)
+    mixed = ServingCertificate(new.ca_bundle, old.cert_chain, old.key)
     check(mixed, NAMES, NOW)
 
 
 def test_authorities_that_have_ended_are_forgotten() -> None:
     old = issue(NAMES, NOW)
-    new = issue(NAMES, NOW + timedelta(days=91), old.trusted)
-    assert new.trusted.count("BEGIN CERTIFICATE") == 1
+    new = issue(NAMES, NOW + timedelta(days=91), old.ca_bundle)
+    assert new.ca_bundle.count("BEGIN CERTIFICATE") == 1
 
 
 def test_a_secret_gives_back_what_was_put_into_it() -> None:

@@ -11,7 +11,12 @@ import pytest
 
 from cleave.controller.webhook import certificates, server
 from cleave.controller.webhook.certificates import CertificateError
-from cleave.controller.webhook.server import Keeper, StoreError, Webhook, WebhookConfig
+from cleave.controller.webhook.server import (
+    CertificateRotator,
+    CertificateStoreError,
+    WebhookConfig,
+    WebhookServer,
+)
 
 NAMES = ("localhost",)
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -47,55 +52,55 @@ class Shelf:
         self.bundles = [bundle] * count
 
 
-def keeper(shelf, *, issues=True, now=NOW, names=NAMES) -> Keeper:
-    return Keeper(shelf, names, issues=issues, now=lambda: now)
+def keeper(shelf, *, issues=True, now=NOW, names=NAMES) -> CertificateRotator:
+    return CertificateRotator(shelf, names, issues_certificate=issues, now=lambda: now)
 
 
 async def test_an_empty_secret_is_filled_and_the_api_server_told_whom_to_trust() -> None:
     shelf = Shelf()
-    made = await keeper(shelf).keep()
+    made = await keeper(shelf).rotate()
     certificates.check(made, NAMES, NOW)
     assert certificates.from_secret(shelf.secret) == made
-    assert base64.b64decode(shelf.bundles[0]).decode() == made.trusted
+    assert base64.b64decode(shelf.bundles[0]).decode() == made.ca_bundle
 
 
 async def test_nothing_is_written_while_the_certificate_is_good() -> None:
     shelf = Shelf()
-    first = await keeper(shelf).keep()
-    assert await keeper(shelf, now=NOW + timedelta(days=30)).keep() == first
+    first = await keeper(shelf).rotate()
+    assert await keeper(shelf, now=NOW + timedelta(days=30)).rotate() == first
     assert shelf.writes == 1
 
 
 async def test_it_is_renewed_before_its_end() -> None:
     shelf = Shelf()
-    first = await keeper(shelf).keep()
-    second = await keeper(shelf, now=NOW + timedelta(days=70)).keep()
-    assert second.chain != first.chain
-    assert first.trusted in second.trusted
+    first = await keeper(shelf).rotate()
+    second = await keeper(shelf, now=NOW + timedelta(days=70)).rotate()
+    assert second.cert_chain != first.cert_chain
+    assert first.ca_bundle in second.ca_bundle
 
 
 async def test_operators_that_start_together_show_one_certificate() -> None:
     shelf = Shelf()
-    made = await asyncio.gather(*(keeper(shelf).keep() for _ in range(4)))
+    made = await asyncio.gather(*(keeper(shelf).rotate() for _ in range(4)))
     assert len(set(made)) == 1
     assert shelf.writes == 1
 
 
 async def test_a_bundle_that_somebody_emptied_is_written_again() -> None:
     shelf = Shelf()
-    await keeper(shelf).keep()
+    await keeper(shelf).rotate()
     shelf.bundles = ["", ""]
-    made = await keeper(shelf).keep()
-    assert [base64.b64decode(each).decode() for each in shelf.bundles] == [made.trusted] * 2
+    made = await keeper(shelf).rotate()
+    assert [base64.b64decode(each).decode() for each in shelf.bundles] == [made.ca_bundle] * 2
 
 
 async def test_cert_managers_secret_is_read_and_never_written() -> None:
     shelf = Shelf()
     with pytest.raises(CertificateError, match="cert-manager has not written"):
-        await keeper(shelf, issues=False).keep()
+        await keeper(shelf, issues=False).rotate()
     theirs = certificates.issue(NAMES, NOW - timedelta(days=80))
     shelf.secret["data"] = certificates.to_secret(theirs)
-    assert await keeper(shelf, issues=False).keep() == theirs
+    assert await keeper(shelf, issues=False).rotate() == theirs
     assert shelf.writes == 0
     assert shelf.bundles == [""]
 
@@ -108,7 +113,7 @@ async def test_a_secret_that_is_always_changed_by_others_is_given_up() -> None:
 
     shelf.replace_secret = lose
     with pytest.raises(CertificateError, match="changed 5 times"):
-        await keeper(shelf).keep()
+        await keeper(shelf).rotate()
 
 
 def free_port() -> int:
@@ -118,12 +123,14 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, Webhook]]:
+async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, WebhookServer]]:
     monkeypatch.setattr(server, "_RETRY_S", 0.01)
-    monkeypatch.setattr(server, "_LOOK_S", 0.02)
+    monkeypatch.setattr(server, "_ROTATION_CHECK_S", 0.02)
     port = free_port()
-    config = WebhookConfig(("127.0.0.1",), port, NAMES, issues=True)
-    served = Webhook(config, Keeper(shelf, NAMES, issues=True), lambda: None)
+    config = WebhookConfig(("127.0.0.1",), port, NAMES, issues_certificate=True)
+    served = WebhookServer(
+        config, CertificateRotator(shelf, NAMES, issues_certificate=True), lambda: None
+    )
     task = asyncio.create_task(served.run())
     try:
         async with asyncio.timeout(10):
@@ -180,7 +187,7 @@ async def test_what_is_no_question_is_answered_400(monkeypatch, body) -> None:
 
 async def test_an_api_server_that_is_away_at_the_start_is_asked_again(monkeypatch) -> None:
     shelf = Shelf()
-    shelf.faults = [StoreError("away"), StoreError("away")]
+    shelf.faults = [CertificateStoreError("away"), CertificateStoreError("away")]
     async with serving(shelf, monkeypatch) as (_, served):
         assert served.is_listening
     assert not served.is_listening
@@ -195,7 +202,7 @@ async def test_a_new_certificate_is_shown_without_a_restart(monkeypatch) -> None
             "data": certificates.to_secret(new),
         }
         only_new = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        only_new.load_verify_locations(cadata=new.trusted)
+        only_new.load_verify_locations(cadata=new.ca_bundle)
         async with asyncio.timeout(10):
             while not await shows(url, only_new):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -212,8 +219,8 @@ async def shows(url: str, context: ssl.SSLContext) -> bool:
 
 async def test_what_takes_too_long_is_left_to_the_failure_policy(monkeypatch) -> None:
     shelf = Shelf()
-    monkeypatch.setattr(server, "_ANSWER_S", 0.01)
-    monkeypatch.setattr(server, "answer", lambda *_: __import__("time").sleep(0.2))
+    monkeypatch.setattr(server, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(server, "review_admission", lambda *_: __import__("time").sleep(0.2))
     async with (
         serving(shelf, monkeypatch) as (url, _),
         aiohttp.ClientSession() as session,

@@ -7,7 +7,7 @@ import pytest
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.api.manifest import validate
 from cleave.api.pool import InstancePool
-from cleave.controller.webhook.validation import Findings, of_deployment, of_pool
+from cleave.controller.webhook.validation import ValidationFindings, check_deployment, check_pool
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 WORKLOAD = {"rate": 2, "promptTokens": {"mean": 500}, "outputTokens": {"mean": 100}}
@@ -15,7 +15,7 @@ A100 = Cluster(nodes=[NodeGroup(count=2, gpu="A100-SXM-80GB", gpus_per_node=8)])
 SMALL = Cluster(nodes=[NodeGroup(count=1, gpu="A10G", gpus_per_node=1)])
 
 
-def find(cluster=None, **spec) -> Findings:
+def find(cluster=None, **spec) -> ValidationFindings:
     whole = {"model": LLAMA, "slo": {"ttftMs": 400, "tpotMs": 40}, **spec}
     document = {
         "apiVersion": "cleave.dev/v1alpha1",
@@ -23,7 +23,7 @@ def find(cluster=None, **spec) -> Findings:
         "metadata": {"name": "chat"},
         "spec": whole,
     }
-    return of_deployment(validate(document), cluster)
+    return check_deployment(validate(document), cluster)
 
 
 def manual(*pools):
@@ -35,7 +35,7 @@ def parallel(role, tensor=1, pipeline=1, **more):
 
 
 def test_the_smallest_deployment_is_possible_anywhere() -> None:
-    assert find() == find(A100) == find(SMALL) == Findings()
+    assert find() == find(A100) == find(SMALL) == ValidationFindings()
 
 
 def test_heads_that_cannot_be_shared_are_a_fault() -> None:
@@ -69,7 +69,7 @@ def test_cleaves_own_connector_matches_any_two_sizes_that_the_model_takes() -> N
         parallel("prefill", tensor=4, pipeline=2), parallel("decode", tensor=10, pipeline=5)
     )
     engine = {"connector": "Cleave"}
-    assert find(model="facebook/opt-13b", engine=engine, placement=pools) == Findings()
+    assert find(model="facebook/opt-13b", engine=engine, placement=pools) == ValidationFindings()
     pools = manual(parallel("prefill", tensor=3), parallel("decode"))
     (fault,) = find(engine=engine, placement=pools).faults
     assert "32 attention heads cannot be shared by 3 GPUs" in fault
@@ -78,7 +78,7 @@ def test_cleaves_own_connector_matches_any_two_sizes_that_the_model_takes() -> N
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (2, 2), (2, 8)])
 def test_sizes_of_which_one_is_a_multiple_of_the_other_pass(prefill, decode) -> None:
     pools = manual(parallel("prefill", tensor=prefill), parallel("decode", tensor=decode))
-    assert find(placement=pools) == Findings()
+    assert find(placement=pools) == ValidationFindings()
 
 
 def test_fewer_gpus_that_would_read_copies_of_kv_heads_are_a_fault() -> None:
@@ -91,9 +91,9 @@ def test_fewer_gpus_that_would_read_copies_of_kv_heads_are_a_fault() -> None:
         "prefill, or spec.engine.connector Cleave"
     )
     own = {"connector": "Cleave"}
-    assert find(model="Qwen/Qwen3-30B-A3B", engine=own, placement=pools) == Findings()
+    assert find(model="Qwen/Qwen3-30B-A3B", engine=own, placement=pools) == ValidationFindings()
     # MLA keeps its latent whole on every GPU.
-    assert find(model="deepseek-ai/DeepSeek-V3", placement=pools) == Findings()
+    assert find(model="deepseek-ai/DeepSeek-V3", placement=pools) == ValidationFindings()
 
 
 def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
@@ -106,7 +106,7 @@ def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
     )
     assert "fewer than 8 KV heads" in said
     turned = manual(parallel("prefill", tensor=4), parallel("decode", tensor=8))
-    assert find(model="somebody/something-new", placement=turned) == Findings()
+    assert find(model="somebody/something-new", placement=turned) == ValidationFindings()
 
 
 def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
@@ -118,9 +118,9 @@ def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
         assert said.startswith("spec.model.source: it is not in Cleave's model table")
         assert "one prefill and one decode instance of one GPU each" in said
         assert remedy.startswith("spec.placement.manual: ")
-    assert find(model=unknown) == Findings()
+    assert find(model=unknown) == ValidationFindings()
     by_hand = manual(parallel("mixed", tensor=3))
-    assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == Findings()
+    assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == ValidationFindings()
 
 
 def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
@@ -130,7 +130,10 @@ def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
     assert found.warnings[0].startswith(
         "spec.model.source: it is a folder, which the operator does not read: "
     )
-    assert find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3))) == Findings()
+    assert (
+        find(model=str(tmp_path), placement=manual(parallel("mixed", tensor=3)))
+        == ValidationFindings()
+    )
 
 
 def test_targets_that_look_like_seconds_are_a_warning() -> None:
@@ -138,7 +141,7 @@ def test_targets_that_look_like_seconds_are_a_warning() -> None:
     assert found.faults == ()
     (said,) = found.warnings
     assert said.startswith("spec.slo.ttftMs: 0.4 is 0.4 milliseconds; are these seconds?")
-    assert find(slo={"ttftMs": 10, "tpotMs": 1}) == Findings()
+    assert find(slo={"ttftMs": 10, "tpotMs": 1}) == ValidationFindings()
     emulated = find(slo={"ttftMs": 400, "tpotMs": 0.04}, engine={"type": "Emulated"})
     assert len(emulated.warnings) == 1
 
@@ -161,12 +164,12 @@ def test_an_emulated_engine_asks_for_a_latency_profile_and_nothing_else() -> Non
     assert fault.startswith("spec.engine.emulated.latency: no latency profile")
     fine = {"type": "Emulated"}
     odd = manual(parallel("mixed", tensor=3, gpu="H100-SXM-80GB"))
-    assert find(SMALL, model="x/y", engine=fine, placement=odd) == Findings()
+    assert find(SMALL, model="x/y", engine=fine, placement=odd) == ValidationFindings()
 
 
 def test_a_profile_in_a_file_may_be_in_the_workers_image_only() -> None:
     engine = {"type": "Emulated", "emulated": {"latency": "/profiles/mine.yaml"}}
-    assert find(engine=engine) == Findings()
+    assert find(engine=engine) == ValidationFindings()
 
 
 def test_an_instance_larger_than_all_nodes_is_a_warning() -> None:
@@ -180,7 +183,7 @@ def test_an_instance_larger_than_all_nodes_is_a_warning() -> None:
 
 
 def test_an_instance_over_several_nodes_is_none() -> None:
-    assert find(A100, placement=manual(parallel("mixed", tensor=16))) == Findings()
+    assert find(A100, placement=manual(parallel("mixed", tensor=16))) == ValidationFindings()
 
 
 def test_nodes_of_the_wanted_kind_count() -> None:
@@ -192,7 +195,10 @@ def test_nodes_of_the_wanted_kind_count() -> None:
 
 def test_a_gpu_may_be_named_as_its_nodes_are_labelled() -> None:
     labelled = Cluster(nodes=[NodeGroup(gpu="NVIDIA-A100-SXM4-80GB", gpus_per_node=8)])
-    assert find(labelled, placement=manual(parallel("mixed", gpu="A100-SXM-80GB"))) == Findings()
+    assert (
+        find(labelled, placement=manual(parallel("mixed", gpu="A100-SXM-80GB")))
+        == ValidationFindings()
+    )
 
 
 def test_a_model_too_large_for_the_nodes_is_a_warning_with_the_reason() -> None:
@@ -209,7 +215,7 @@ def test_kinds_that_the_cluster_lacks_are_a_warning() -> None:
 
 
 def test_what_fits_is_not_spoken_of() -> None:
-    assert find(A100, workload=WORKLOAD) == Findings()
+    assert find(A100, workload=WORKLOAD) == ValidationFindings()
 
 
 def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
@@ -227,7 +233,7 @@ def test_a_pool_by_hand_is_held_to_the_same_rules() -> None:
         },
     }
     pool = InstancePool.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
-    found = of_pool(pool, A100)
+    found = check_pool(pool, A100)
     assert found.faults == (
         "spec.parallelism: llama-3.1-8b: 32 attention heads cannot be shared by 5 GPUs",
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cleave.gateway import server
-from cleave.gateway.admission.api_keys import KeysError, KeysFile, read_keys
+from cleave.gateway.admission.api_keys import ApiKeysError, ApiKeysFile, read_api_keys
 
 
 def mount(folder: Path, version: str, text: str) -> Path:
@@ -20,12 +20,12 @@ def mount(folder: Path, version: str, text: str) -> Path:
     return folder / "keys"
 
 
-def accepts(file: KeysFile, key: str) -> bool:
-    return file.keys.accept(f"Bearer {key}".encode())
+def accepts(file: ApiKeysFile, key: str) -> bool:
+    return file.keys.accepts(f"Bearer {key}".encode())
 
 
 def test_a_replaced_secret_is_read_again(tmp_path: Path) -> None:
-    file = KeysFile(mount(tmp_path, "v1", "first\n"))
+    file = ApiKeysFile(mount(tmp_path, "v1", "first\n"))
     assert (accepts(file, "first"), accepts(file, "second")) == (True, False)
     mount(tmp_path, "v2", "secnd\n")
     file.refresh()
@@ -34,7 +34,7 @@ def test_a_replaced_secret_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n"])
 def test_an_emptied_secret_opens_nothing_and_closes_nothing(tmp_path: Path, text: str) -> None:
-    file = KeysFile(mount(tmp_path, "v1", "first\n"))
+    file = ApiKeysFile(mount(tmp_path, "v1", "first\n"))
     mount(tmp_path, "v2", text)
     file.refresh()
     assert (accepts(file, "first"), accepts(file, "")) == (True, False)
@@ -42,25 +42,25 @@ def test_an_emptied_secret_opens_nothing_and_closes_nothing(tmp_path: Path, text
 
 def test_a_secret_that_is_gone_leaves_its_keys(tmp_path: Path) -> None:
     path = mount(tmp_path, "v1", "first\n")
-    file = KeysFile(path)
+    file = ApiKeysFile(path)
     path.unlink()
     file.refresh()
     assert accepts(file, "first")
-    with pytest.raises(KeysError):
-        read_keys(path)
+    with pytest.raises(ApiKeysError):
+        read_api_keys(path)
 
 
 def test_without_a_file_everybody_is_served() -> None:
-    file = KeysFile(None)
+    file = ApiKeysFile(None)
     file.refresh()
-    assert file.keys.accept(None)
+    assert file.keys.accepts(None)
 
 
 async def test_a_running_gateway_takes_new_keys(make_stage, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(server, "FILES_S", 0.02)
+    monkeypatch.setattr(server, "FILE_CHECK_INTERVAL_S", 0.02)
     path = mount(tmp_path, "v1", "first\n")
     stage = await make_stage({"x": "mixed"}, api_keys=path)
     mount(tmp_path, "v2", "second\n")
-    await stage.until(lambda: stage.context.keys.accept(b"Bearer second"), "new keys")
+    await stage.until(lambda: stage.context.api_keys.accepts(b"Bearer second"), "new keys")
     assert (await stage.ask(None, "/v1/models", Authorization="Bearer first")).status == 401
     assert (await stage.ask(None, "/v1/models", Authorization="Bearer second")).status == 200

@@ -7,7 +7,7 @@ import pytest
 
 from cleave.gateway import server
 from cleave.gateway.admission import controller
-from cleave.gateway.config import Late
+from cleave.gateway.config import LateRequestPolicy
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -37,7 +37,7 @@ class Gate:
 
 
 async def test_without_tenants_the_door_is_open(single) -> None:
-    assert single.context.door.open
+    assert single.context.admission.is_disabled
     await single.ask(ASK)
 
 
@@ -70,7 +70,7 @@ async def test_above_its_limit_a_tenant_is_told_when_to_come_back(
     assert (await stage.ask(ASK, **bearer("b"))).status == 200, "others are not concerned"
     assert [(await client.read()).status for client in clients] == [200, 200]
     metrics = stage.context.metrics
-    assert metrics.shed == {("small", code): 1}
+    assert metrics.rejections == {("small", code): 1}
     assert metrics.tenants == {("small", "ok"): 2, ("small", "shed"): 1, ("big", "ok"): 1}
     await stage.until_idle()
 
@@ -92,7 +92,7 @@ async def test_a_request_that_is_cut_off_frees_its_place(make_stage, tmp_path) -
 async def test_tenants_take_turns_once_engines_have_enough_to_do(
     make_stage, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 1.0)
     keys = write_tenants(
         tmp_path,
         {"name": "loud", "keys": ["l"]},
@@ -115,7 +115,7 @@ async def test_tenants_take_turns_once_engines_have_enough_to_do(
     await send("quiet", "q")
     await send("first", "f")
     assert gate.order == ["loud0"]
-    assert stage.context.door.count_waiting() == {"m": 5}
+    assert stage.context.admission.count_waiting() == {"m": 5}
     gate.opened.set()
     assert [(await client.read()).status for client in clients] == [200] * 6
     assert gate.order[:2] == ["loud0", "first"]
@@ -127,7 +127,7 @@ async def test_tenants_take_turns_once_engines_have_enough_to_do(
 async def test_a_client_that_leaves_the_queue_is_forgotten(
     make_stage, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 1.0)
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"], "maxQueued": 1})
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
     gate = stage.engines["x"].script = Gate()
@@ -135,14 +135,14 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(
     first.send(ASK, **bearer("a"))
     await stage.until(lambda: len(gate.order) == 1, "one is in")
     second.send(ASK, **bearer("a"))
-    await stage.until(lambda: stage.context.door.count_waiting() == {"m": 1}, "one waits")
+    await stage.until(lambda: stage.context.admission.count_waiting() == {"m": 1}, "one waits")
     await stage.until(lambda: stage.context.metrics.waiting == 1, "the sweeper has looked")
     page = await stage.ask(path="/metrics", **bearer("a"))
     assert "cleave_gateway_requests_waiting 1.0" in page.body.decode()
     refused = await stage.ask(ASK, **bearer("a"))
     assert (refused.status, refused.error["code"]) == (429, "tenant_queue_full")
     second.close()
-    await stage.until(lambda: not stage.context.door.count_waiting(), "it is gone")
+    await stage.until(lambda: not stage.context.admission.count_waiting(), "it is gone")
     gate.opened.set()
     assert (await first.read()).status == 200
     await stage.until_idle()
@@ -152,27 +152,29 @@ async def test_who_waits_is_let_in_once_others_requests_have_ended(
     make_stage, tmp_path, monkeypatch
 ) -> None:
     """Those of siblings and other gateways, of which nothing is heard but that they are gone."""
-    monkeypatch.setattr(server, "SWEEP_S", 60.0)
+    monkeypatch.setattr(server, "TICK_S", 60.0)
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
-    directory = stage.context.router.directory
+    directory = stage.context.router.registry
     instance = directory.instances["x"]
-    instance.ledger.prompt.enter(controller.HOLD_TOKENS)
+    instance.in_flight.prompt.add(controller.BACKLOG_LIMIT_TOKENS)
     directory.refresh(instance)
     client = await stage.connect()
     client.send(ASK, **bearer("a"))
-    await stage.until(lambda: stage.context.door.count_waiting() == {"m": 1}, "it waits")
-    instance.ledger.prompt.close(controller.HOLD_TOKENS)
+    await stage.until(lambda: stage.context.admission.count_waiting() == {"m": 1}, "it waits")
+    instance.in_flight.prompt.remove(controller.BACKLOG_LIMIT_TOKENS)
     directory.refresh(instance)
     assert (await client.read()).status == 200
-    await stage.until(lambda: not stage.context.door.waited_for.is_set(), "nobody is looked after")
+    await stage.until(
+        lambda: not stage.context.admission.has_waiters.is_set(), "nobody is looked after"
+    )
 
 
 @pytest.mark.interpreted
 async def test_nobody_waits_for_ever(make_stage, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 1.0)
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
-    stage = await make_stage({"x": "mixed"}, api_keys=keys, first_byte_s=0.4, answer_s=20.0)
+    stage = await make_stage({"x": "mixed"}, api_keys=keys, first_byte_s=0.4, response_s=20.0)
     gate = stage.engines["x"].script = Gate()
     first = await stage.connect()
     first.send(ASK, **bearer("a"))
@@ -187,25 +189,25 @@ async def test_nobody_waits_for_ever(make_stage, tmp_path, monkeypatch) -> None:
 async def teach(stage, seconds_per_token: float) -> None:
     """As if requests of many lengths had passed."""
     await stage.ask(STREAM)
-    model = stage.context.door._models["m"]
+    model = stage.context.admission._ttft_models["m"]
     for tokens in range(10, 4_000, 10):
         model.observe(tokens, tokens * seconds_per_token)
 
 
-@pytest.mark.parametrize("late", [Late.REFUSE, Late.SERVE])
+@pytest.mark.parametrize("late", [LateRequestPolicy.REFUSE, LateRequestPolicy.SERVE])
 async def test_what_would_be_late_is_refused_early_where_that_is_wanted(make_stage, late) -> None:
     stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, late=late)
     gate = Gate()
-    if late is Late.REFUSE:
+    if late is LateRequestPolicy.REFUSE:
         await teach(stage, 0.001)
     stage.engines["x"].script = gate
     first = await stage.connect()
     first.send(STREAM | {"prompt": "x" * 1_600})
     await stage.until(lambda: len(gate.order) == 1, "400 tokens are before")
-    gate.opened.set() if late is Late.SERVE else None
+    gate.opened.set() if late is LateRequestPolicy.SERVE else None
     response = await stage.ask(STREAM | {"prompt": "y" * 800})
-    assert response.status == (429 if late is Late.REFUSE else 200)
-    if late is Late.REFUSE:
+    assert response.status == (429 if late is LateRequestPolicy.REFUSE else 200)
+    if late is LateRequestPolicy.REFUSE:
         assert response.error["code"] == "late"
         assert "too late" in response.error["message"]
         gate.opened.set()
@@ -222,7 +224,7 @@ async def test_a_tenants_own_rule_goes_before_the_gateways(make_stage, tmp_path)
     stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, api_keys=keys)
     await stage.ask(STREAM, **bearer("c"))
     for tokens in range(10, 4_000, 10):
-        stage.context.door._models["m"].observe(tokens, tokens * 0.001)
+        stage.context.admission._ttft_models["m"].observe(tokens, tokens * 0.001)
     gate = stage.engines["x"].script = Gate()
     first, second = await stage.connect(), await stage.connect()
     first.send(STREAM | {"prompt": "x" * 1_600}, **bearer("c"))
@@ -252,7 +254,7 @@ async def test_attainment_counts_what_was_missed_and_what_was_not_served(make_st
     for number, each in enumerate(scripts):
         engine.script = each
         assert (await stage.ask(STREAM)).status == (200 if number < 4 else 502)
-    missed = {what: count for (_, what), count in stage.context.metrics.attained.items()}
+    missed = {what: count for (_, what), count in stage.context.metrics.slo_results.items()}
     assert missed == {"": 1, "ttft": 1, "tpot": 1, "ttft_and_tpot": 1, "unserved": 1}
     page = (await stage.ask(None, "/metrics")).body
     assert b'cleave_gateway_slo_total{missed="ttft",model="m"} 1.0' in page

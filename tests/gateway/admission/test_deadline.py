@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cleave.gateway.admission.deadline import LEAST_SAMPLES, FirstTokenModel, find_excess_s
+from cleave.gateway.admission.deadline import MIN_SAMPLES, FirstTokenModel, predict_ttft_excess_s
 
 
 def learn(slope: float, base: float, lengths: list[float], noise: float = 0.0) -> FirstTokenModel:
@@ -20,7 +20,7 @@ LENGTHS = [float(100 * (1 + i % 40)) for i in range(200)]
 def test_a_line_is_learnt() -> None:
     model = learn(0.0001, 0.05, LENGTHS, noise=0.01)
     assert model.predict_s(10_000) == pytest.approx(1.05, rel=0.05)
-    assert model.find_tokens(0.5) == pytest.approx(5_000, rel=0.05)
+    assert model.compute_tokens_within(0.5) == pytest.approx(5_000, rel=0.05)
 
 
 def test_a_slower_fleet_is_noticed() -> None:
@@ -36,15 +36,15 @@ def test_equal_lengths_tell_a_slope_nevertheless() -> None:
 
 
 def test_with_little_known_nobody_is_late() -> None:
-    model = learn(1.0, 0.0, [10.0] * int(LEAST_SAMPLES - 5))
+    model = learn(1.0, 0.0, [10.0] * int(MIN_SAMPLES - 5))
     assert model.predict_s(1_000) is None
-    assert model.find_tokens(1.0) is None
-    assert find_excess_s(model, 1e6, 1e6, 0.1) == 0
+    assert model.compute_tokens_within(1.0) is None
+    assert predict_ttft_excess_s(model, 1e6, 1e6, 0.1) == 0
 
 
 def test_a_request_is_late_by_what_is_before_it_only() -> None:
     model = learn(0.0001, 0.0, LENGTHS)
-    assert find_excess_s(model, 0, 3_000, 0.4) == 0
-    assert find_excess_s(model, 900, 3_000, 0.4) == 0
-    assert find_excess_s(model, 2_000, 3_000, 0.4) == pytest.approx(0.1, rel=0.05)
-    assert find_excess_s(model, 2_000, 9_000, 0.4) == 0, "it could never be on time"
+    assert predict_ttft_excess_s(model, 0, 3_000, 0.4) == 0
+    assert predict_ttft_excess_s(model, 900, 3_000, 0.4) == 0
+    assert predict_ttft_excess_s(model, 2_000, 3_000, 0.4) == pytest.approx(0.1, rel=0.05)
+    assert predict_ttft_excess_s(model, 2_000, 9_000, 0.4) == 0, "it could never be on time"

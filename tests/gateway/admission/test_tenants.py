@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cleave.gateway.admission.api_keys import Keys, read_keys
-from cleave.gateway.admission.rate_limit import Limits
-from cleave.gateway.admission.tenants import EVERYBODY, KeysError, Tenant
-from cleave.gateway.config import Late
+from cleave.gateway.admission.api_keys import ApiKeys, read_api_keys
+from cleave.gateway.admission.rate_limit import TenantLimits
+from cleave.gateway.admission.tenants import DEFAULT_TENANT, ApiKeysError, Tenant
+from cleave.gateway.config import LateRequestPolicy
 
 HASHED = "sha256:" + hashlib.sha256(b"secret").hexdigest()
 FILE = f"""
@@ -28,26 +28,26 @@ tenants:
 """
 
 
-def read(tmp_path: Path, text: str) -> Keys:
+def read(tmp_path: Path, text: str) -> ApiKeys:
     path = tmp_path / "keys"
     path.write_text(text)
-    return read_keys(path)
+    return read_api_keys(path)
 
 
 def test_a_tenants_keys_lead_to_its_limits(tmp_path) -> None:
     keys = read(tmp_path, FILE)
-    search = Tenant("search", Limits(600, 100_000, 8), 2.5, 3, 4, Late.REFUSE)
-    assert keys.find(b"Bearer secret") == keys.find(b"bearer other") == search
-    assert keys.find(b"Bearer third") == Tenant("batch")
-    assert keys.find(b"Bearer sha256:" + HASHED.encode()) is None
-    assert keys.find(None) is None
+    search = Tenant("search", TenantLimits(600, 100_000, 8), 2.5, 3, 4, LateRequestPolicy.REFUSE)
+    assert keys.find_tenant(b"Bearer secret") == keys.find_tenant(b"bearer other") == search
+    assert keys.find_tenant(b"Bearer third") == Tenant("batch")
+    assert keys.find_tenant(b"Bearer sha256:" + HASHED.encode()) is None
+    assert keys.find_tenant(None) is None
     assert {tenant.name for tenant in keys.tenants} == {"search", "batch"}
 
 
 def test_a_plain_list_is_one_tenant_without_limits(tmp_path) -> None:
     keys = read(tmp_path, f"one # mine\n\n# nothing\n{HASHED}\n")
-    assert keys.find(b"Bearer one") is keys.find(b"Bearer secret") is EVERYBODY
-    assert keys.find(b"Bearer two") is None
+    assert keys.find_tenant(b"Bearer one") is keys.find_tenant(b"Bearer secret") is DEFAULT_TENANT
+    assert keys.find_tenant(b"Bearer two") is None
 
 
 @pytest.mark.interpreted
@@ -77,7 +77,7 @@ def test_no_key_is_to_be_found_in_what_is_kept(tmp_path) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line_that_names_it(tmp_path, text: str, said: str) -> None:
-    with pytest.raises(KeysError) as refused:
+    with pytest.raises(ApiKeysError) as refused:
         read(tmp_path, text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)

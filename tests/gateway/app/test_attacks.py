@@ -10,7 +10,7 @@ import pytest
 
 from cleave.gateway.app import client_connection as client_module
 from cleave.gateway.app.client_connection import FEED_BYTES, LARGE_BODY_BYTES, WRITE_BUFFER_BYTES
-from cleave.gateway.http.request_parser import Request
+from cleave.gateway.http.request_parser import HttpRequest
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -159,7 +159,7 @@ async def test_the_bodies_of_whole_requests_are_not_counted(single) -> None:
 
 @pytest.mark.interpreted
 async def test_a_body_that_comes_too_slowly_is_refused(make_stage, monkeypatch) -> None:
-    monkeypatch.setattr(client_module, "LEAST_BODY_RATE", 1 << 20)
+    monkeypatch.setattr(client_module, "MIN_BODY_RATE", 1 << 20)
     stage = await make_stage({"x": "mixed"}, idle_s=0.5)
     client = await stage.connect()
     client.writer.write(HEAD + b"Content-Length: 1000000\r\n\r\n")
@@ -178,7 +178,7 @@ async def test_a_body_that_comes_too_slowly_is_refused(make_stage, monkeypatch) 
 
 @pytest.mark.interpreted
 async def test_a_large_body_may_take_longer_than_a_pause_may(make_stage, monkeypatch) -> None:
-    monkeypatch.setattr(client_module, "LEAST_BODY_RATE", 1_000)
+    monkeypatch.setattr(client_module, "MIN_BODY_RATE", 1_000)
     stage = await make_stage({"x": "mixed"}, idle_s=0.5)
     client = await stage.connect()
     raw = json.dumps(ASK | {"prompt": "x" * 10_000}).encode()
@@ -197,7 +197,7 @@ async def test_a_refused_body_is_freed_at_once(single) -> None:
         for body in (ASK | {"model": "other"}, ASK | {"prompt": ["x"] * 2_000}):
             assert (await client.ask(body)).status in (400, 404)
         await asyncio.sleep(0)
-        assert not [each for each in gc.get_objects() if type(each) is Request]
+        assert not [each for each in gc.get_objects() if type(each) is HttpRequest]
     finally:
         gc.enable()
 
@@ -333,5 +333,5 @@ async def test_the_liveness_page_tells_whether_deadlines_are_kept(
     for task in stage.gateway._tasks:
         task.cancel()
     await asyncio.sleep(0)
-    stage.context.swept_at -= 6
+    stage.context.last_tick_at -= 6
     assert (await stage.ask(None, "/livez")).status == 503

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from cleave.gateway.app import fleet_status
-from cleave.rpc.fleet_status import FleetPage, Instance, KvPath
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -18,10 +18,10 @@ async def stage(make_stage, internal_port):
     return stage
 
 
-async def read_page(stage) -> FleetPage:
+async def read_page(stage) -> FleetStatus:
     response = await stage.ask(None, "/fleet")
     assert response.status == 200
-    return msgspec.json.decode(response.body, type=FleetPage)
+    return msgspec.json.decode(response.body, type=FleetStatus)
 
 
 async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
@@ -32,14 +32,14 @@ async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
     report = agent_pb2.LoadReport(
         boot_id="boot-d", num_running=3, num_waiting=1, kv_cache_usage=0.25
     )
-    directory = stage.context.router.directory
-    directory.hear("d", agent_pb2.WatchEvent(load=report), stage.context.clock() - 1.5)
+    directory = stage.context.router.registry
+    directory.on_event("d", agent_pb2.WatchEvent(load=report), stage.context.clock() - 1.5)
     pick = stage.context.router.pick("m", 100, 20)
     page = await read_page(stage)
     assert [instance.name for instance in page.instances] == ["d", "p"]
     told = page.instances[0]
     assert 1.5 <= told.report_age_s < 60
-    assert msgspec.structs.replace(told, report_age_s=0.0) == Instance(
+    assert msgspec.structs.replace(told, report_age_s=0.0) == FleetInstance(
         name="d",
         deployment="d",
         model="m",

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cleave.gateway.config import GatewayConfig, Timeouts
-from cleave.gateway.http.request_parser import RequestReader
-from cleave.gateway.server import Gateway
+from cleave.gateway.http.request_parser import RequestParser
+from cleave.gateway.server import GatewayServer
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.ambiguous_requests import (
@@ -99,7 +99,7 @@ class World:
         config = GatewayConfig(
             agents="", port=0, max_body_bytes=1 << 16, timeouts=Timeouts(drain_s=1)
         )
-        self.gateway = Gateway(config)
+        self.gateway = GatewayServer(config)
         await self.gateway.start()
         registration = agent_pb2.Registration(
             instance="x",
@@ -110,7 +110,7 @@ class World:
             engine_url=f"http://127.0.0.1:{port}",
         )
         event = agent_pb2.WatchEvent(registration=registration)
-        self.gateway.context.router.directory.hear("x", event, 1e12)
+        self.gateway.context.router.registry.on_event("x", event, 1e12)
 
     async def stop(self) -> None:
         await self.gateway.stop()
@@ -353,11 +353,11 @@ def test_no_spoilt_bytes_break_anything(world: World, caplog, raw, places) -> No
 
 
 def read(pieces: list[bytes]) -> tuple[list[tuple[bytes, bytes]], bool]:
-    reader = RequestReader(1 << 16, lambda request: None)
+    reader = RequestParser(1 << 16, lambda request: None)
     for piece in pieces:
-        if reader.refusal is None:
+        if reader.error is None:
             reader.feed(piece)
-    return [(one.path, one.body) for one in reader.ready], reader.refusal is not None
+    return [(one.path, one.body) for one in reader.ready], reader.error is not None
 
 
 @settings(THOROUGH, max_examples=5 * settings.default.max_examples)

@@ -6,16 +6,16 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from cleave.gateway.app.handlers import _METHODS
-from cleave.gateway.app.openapi import describe
-from cleave.gateway.app.routes import MODEL
+from cleave.gateway.app.openapi import build_openapi
+from cleave.gateway.app.routes import MODEL_PREFIX
 
-DESCRIBED = describe()
+DESCRIBED = build_openapi()
 
 
 def test_every_path_that_is_routed_is_described_and_no_other() -> None:
     routed = {(path.decode(), method.decode().lower()) for path, method in _METHODS.items()}
     described = {(path, method) for path, item in DESCRIBED["paths"].items() for method in item}
-    assert described - routed == {(f"{MODEL.decode()}{{model}}", "get")}
+    assert described - routed == {(f"{MODEL_PREFIX.decode()}{{model}}", "get")}
     assert routed <= described
 
 

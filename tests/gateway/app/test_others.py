@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cleave.gateway.app.handlers import _OTHERS
+from cleave.gateway.app.handlers import _OTHER_PATHS
 
 HAND_OFF = {"kv_transfer_params": {"remote_engine_id": "x"}}
 
@@ -16,7 +16,7 @@ def answer(body: bytes, status: int = 200, kind: str = "application/json"):
     return script
 
 
-@pytest.mark.parametrize("path", sorted(_OTHERS))
+@pytest.mark.parametrize("path", sorted(_OTHER_PATHS))
 async def test_one_instance_answers_and_nothing_is_changed(pair, path: bytes) -> None:
     body = b'{"data": [ 1.50 ], "usage": {"prompt_tokens": 4, "completion_tokens": null}}'
     pair.engines["d"].script = answer(body)

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from cleave.rpc.fleet_status import FleetPage
+from cleave.rpc.fleet_status import FleetStatus
 from cleave.rpc.v1 import agent_pb2
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -19,7 +19,7 @@ async def odd(make_stage, internal_port, request):
     stage = await make_stage({"x": "mixed", "y": "mixed"}, internal_port=internal_port)
     event = stage.engines["y"].registration()
     event.registration.MergeFrom(agent_pb2.Registration(**ODD[request.param]))
-    stage.context.router.directory.hear("y", event, stage.context.clock())
+    stage.context.router.registry.on_event("y", event, stage.context.clock())
     return stage, ODD[request.param]
 
 
@@ -36,7 +36,7 @@ async def test_every_page_shows_it(odd, internal_port: int) -> None:
     assert metrics.status == 200
     line = f'cleave_gateway_instances{{model="m",role="{role}",state="{state}"}}'
     assert line in metrics.body.decode()
-    page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetPage)
+    page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetStatus)
     told = page.instances[1]
     assert (told.role, told.state) == (role, state)
     assert told.home == words.get("home", role)
@@ -56,9 +56,9 @@ async def test_numbers_that_json_does_not_have_leave_the_page_readable(
     kv_path = agent_pb2.KvPath(verified=True, transfer_ms=math.inf, bytes_per_s=math.nan)
     stage.state(stage.engines["x"], kv_path=kv_path)
     load = agent_pb2.LoadReport(boot_id="boot-x", kv_cache_usage=math.nan)
-    stage.context.router.directory.hear("x", agent_pb2.WatchEvent(load=load), 0.0)
+    stage.context.router.registry.on_event("x", agent_pb2.WatchEvent(load=load), 0.0)
     stage.gateway.port = internal_port
-    page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetPage)
+    page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetStatus)
     (told,) = page.instances
     assert (told.kv_cache_usage, told.kv_path.transfer_ms, told.kv_path.bytes_per_s) == (0, 0, 0)
     assert (await stage.ask(None, "/metrics")).status == 200

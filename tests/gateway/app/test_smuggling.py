@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.gateway.http.request_parser import RequestReader
+from cleave.gateway.http.request_parser import RequestParser
 
 BODY = b'{"model":"m"}'
 SECOND = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -13,9 +13,9 @@ SECOND = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
 
 def read(raw: bytes) -> tuple[list[tuple[bytes, bytes]], bool]:
     """((path, body) of each request, whether the rest is refused), as the gateway sees it."""
-    reader = RequestReader(1 << 20, lambda request: None)
+    reader = RequestParser(1 << 20, lambda request: None)
     reader.feed(raw)
-    return [(one.path, one.body) for one in reader.ready], reader.refusal is not None
+    return [(one.path, one.body) for one in reader.ready], reader.error is not None
 
 
 def read_again(raw: bytes) -> tuple[list[tuple[bytes, bytes]], bool]:

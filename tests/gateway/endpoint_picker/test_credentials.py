@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.endpoint_picker.credentials import PickerError, make_credentials
+from cleave.gateway.endpoint_picker.credentials import EndpointPickerError, make_credentials
 from cleave.gateway.main import main
 from cleave.gateway.tls import TlsError
 
@@ -129,7 +129,7 @@ def test_files_that_cannot_be_used_are_one_clear_error(files: Files, tmp_path: P
 
 def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(PickerError, match="needs the extra gateway"):
+    with pytest.raises(EndpointPickerError, match="needs the extra gateway"):
         make_credentials(GatewayConfig(""))
 
 

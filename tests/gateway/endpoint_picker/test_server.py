@@ -14,13 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.gateway.admission import controller
-from cleave.gateway.admission.api_keys import Keys
+from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.context import Context
-from cleave.gateway.endpoint_picker.credentials import PickerError
-from cleave.gateway.endpoint_picker.ext_proc import CHUNK_BYTES, ENDPOINT, NAMESPACE
-from cleave.gateway.endpoint_picker.server import PickerServer, name_gateway
-from cleave.router.registry import Directory
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
+from cleave.gateway.endpoint_picker.ext_proc import CHUNK_BYTES, ENDPOINT_KEY, NAMESPACE
+from cleave.gateway.endpoint_picker.server import EndpointPickerServer, format_gateway_address
+from cleave.router.registry import InstanceRegistry
 from cleave.router.router import Router
 from cleave.rpc.v1 import external_processor_pb2 as pb
 
@@ -76,7 +76,7 @@ async def test_a_whole_request_goes_to_an_instance_and_is_in_its_books(asked, mo
     placed = await proxy.ask()
     assert placed.endpoints == [stage.endpoint_of("x"), stage.address]
     assert json.loads(placed.body) == ASK
-    ledger = stage.context.router.directory.instances["x"].ledger
+    ledger = stage.context.router.registry.instances["x"].ledger
     assert ledger.requests == 1
     assert ledger.prompt.own > 0
     seen = await proxy.answer(200, b'{"usage":{"completion', b'_tokens": 3}}')
@@ -90,7 +90,7 @@ async def test_the_prompt_leaves_the_books_with_the_first_bytes_of_the_answer(as
     stage = await asked({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.ask({**ASK, "stream": True})
-    ledger = stage.context.router.directory.instances["x"].ledger
+    ledger = stage.context.router.registry.instances["x"].ledger
     await proxy.send(response_headers=headers_of({":status": "200"}, False))
     await proxy.hear()
     assert ledger.prompt.own > 0
@@ -213,7 +213,7 @@ async def test_an_unknown_model_is_refused_with_404(asked) -> None:
 
 async def test_without_an_instance_a_request_is_refused_with_503(asked) -> None:
     stage = await asked({"x": "mixed"})
-    stage.context.router.directory.lose("x")
+    stage.context.router.registry.on_disconnect("x")
     placed = await stage.proxy().ask()
     status, error = placed.refused
     assert (status, error["code"]) == (503, "no_instance")
@@ -306,7 +306,7 @@ async def test_a_proxy_that_vanishes_leaves_nothing_in_the_books(asked) -> None:
 
 
 async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) -> None:
-    stage = await asked({"x": "mixed"}, answer_s=0.3)
+    stage = await asked({"x": "mixed"}, response_s=0.3)
     proxy = stage.proxy()
     await proxy.ask()
     await stage.until_idle()
@@ -318,10 +318,10 @@ async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) 
 async def test_a_request_that_waits_past_its_deadline_is_answered(
     asked, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(controller, "HOLD_TOKENS", 0.0)
+    monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 0.0)
     keys = tmp_path / "keys"
     keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 9}\n")
-    stage = await asked({"x": "mixed"}, api_keys=keys, answer_s=0.3)
+    stage = await asked({"x": "mixed"}, api_keys=keys, response_s=0.3)
     status, error = (await stage.proxy().ask(authorization="Bearer secret")).refused
     assert (status, error["code"]) == (504, "engine_timeout")
     await stage.until_idle()
@@ -358,7 +358,7 @@ async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
     stage = await asked({"x": "mixed"})
     lengths = stage.context.router.lengths
     learnt = []
-    lengths.learn = lambda prompt, output: learnt.append(output)
+    lengths.observe_completion = lambda prompt, output: learnt.append(output)
     for pieces in (
         [b'{"choices":[],"usage":{"completion_tokens":41}}'],
         [b'data: {"a":1}\n', b'\ndata: {"a":2}\n\n', b"data: [DONE]\n\n"],
@@ -373,12 +373,12 @@ async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
 @pytest.mark.interpreted
 async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked) -> None:
     stage = await asked({"x": "mixed"})
-    stage.context.router.lengths.learn = lambda *_: pytest.fail("learnt from an error")
+    stage.context.router.lengths.observe_completion = lambda *_: pytest.fail("learnt from an error")
     for _ in range(3):
         proxy = stage.proxy()
         await proxy.ask()
         await proxy.answer(503, b'{"a":1}\n\n')
-    assert stage.context.breaker.doubted(stage.context.clock()) == {"x"}
+    assert stage.context.circuit_breaker.doubted(stage.context.clock()) == {"x"}
     assert stage.context.metrics.requests["m", "failed"] == 3
 
 
@@ -391,7 +391,7 @@ async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_fi
         metadata_context=served_by(stage.address),
     )
     await proxy.hear()
-    assert stage.context.router.directory.instances["x"].ledger.requests == 0
+    assert stage.context.router.registry.instances["x"].ledger.requests == 0
     assert await proxy.pass_on(b'{"usage":{"completion_tokens":3}}', True)
     await stage.until_idle()
     # It is told by who served it.
@@ -401,7 +401,7 @@ async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_fi
 
 def served_by(address: str) -> pb.Metadata:
     metadata = pb.Metadata()
-    metadata.filter_metadata[NAMESPACE].update({f"{ENDPOINT}-served": address})
+    metadata.filter_metadata[NAMESPACE].update({f"{ENDPOINT_KEY}-served": address})
     return metadata
 
 
@@ -417,7 +417,7 @@ async def test_a_proxy_that_only_watches_is_left_alone(asked) -> None:
 async def test_picks_follow_instances_that_come_and_go(asked) -> None:
     stage = await asked({"x": "mixed"})
     await stage.proxy().ask()
-    stage.context.router.directory.forget("x")
+    stage.context.router.registry.remove_agent("x")
     await stage.add("y", "mixed")
     assert (await stage.proxy().ask()).endpoints[0] == stage.endpoint_of("y")
 
@@ -470,18 +470,18 @@ async def test_who_watches_health_does_not_keep_a_gateway_from_ending(asked) -> 
 
 
 def test_a_picker_needs_an_address_that_proxies_can_reach() -> None:
-    assert name_gateway("10.0.0.7", 8080) == "10.0.0.7:8080"
-    assert name_gateway("fd00::7", 8080) == "[fd00::7]:8080"
+    assert format_gateway_address("10.0.0.7", 8080) == "10.0.0.7:8080"
+    assert format_gateway_address("fd00::7", 8080) == "[fd00::7]:8080"
     for host in ("0.0.0.0", "::", "localhost"):
-        with pytest.raises(PickerError, match=f"--host {host}"):
-            name_gateway(host, 8080)
+        with pytest.raises(EndpointPickerError, match=f"--host {host}"):
+            format_gateway_address(host, 8080)
 
 
 async def test_a_picker_cannot_name_a_gateway_that_speaks_https() -> None:
     config = GatewayConfig(agents="", tls_certificate=Path("tls.crt"), tls_key=Path("tls.key"))
-    router = Router(Directory())
-    with pytest.raises(PickerError, match="leave out --tls-cert"):
-        await PickerServer(Context(config, router, Keys(None))).start(0, 8080)
+    router = Router(InstanceRegistry())
+    with pytest.raises(EndpointPickerError, match="leave out --tls-cert"):
+        await EndpointPickerServer(GatewayContext(config, router, ApiKeys(None))).start(0, 8080)
 
 
 async def test_at_its_end_a_gateway_waits_for_answers_that_pass_by_it(asked) -> None:

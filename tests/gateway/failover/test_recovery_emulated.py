@@ -54,7 +54,9 @@ async def ask_and_lose(fleet, body: dict[str, Any], path: str, tokens: int):
         engines[name].engine.faults.drop = tokens
     client = await stage.connect()
     client.send(body, path)
-    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
+    await stage.suspect_until(
+        lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost"
+    )
     for emulated in engines.values():
         emulated.engine.faults.clear()
     return read(await client.read())
@@ -176,7 +178,9 @@ async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None
     engines["x"].engine.faults.drop = 7
     client = await stage.connect()
     client.send(ask(CHAT), CHAT)
-    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
+    await stage.suspect_until(
+        lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost"
+    )
     engines["x"].engine.faults.clear()
     texts, _ = read(await client.read())
     assert texts == expected
@@ -188,7 +192,9 @@ async def test_it_does_not_wait_for_ever(make_fleet) -> None:
     engines["x"].engine.faults.drop = 7
     client = await stage.connect()
     client.send(ask(CHAT), CHAT)
-    await stage.until(lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost")
+    await stage.suspect_until(
+        lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost"
+    )
     stage.state(stage.engines["x"], engine_url=engines["x"].url, state=agent_pb2.STATE_DRAINING)
     response = await client.read()
     error = json.loads(response.events[-1].removeprefix(b"data: "))["error"]
@@ -197,7 +203,7 @@ async def test_it_does_not_wait_for_ever(make_fleet) -> None:
 
 
 async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> None:
-    monkeypatch.setattr(circuit_breaker, "LEAST_PATIENCE_S", 0.5)
+    monkeypatch.setattr(circuit_breaker, "MIN_STALL_TIMEOUT_S", 0.5)
     stage, engines = await make_fleet({"a": "mixed", "b": "mixed"})
     expected, _ = read(await stage.ask(ask(CHAT, max_tokens=400), CHAT))
     client = await stage.connect()
@@ -205,8 +211,8 @@ async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> N
     await client.read_head()
     running = next(e for e in engines.values() if e.engine.num_requests)
     running.engine.faults.apply(b'{"hang": true}')
-    for exchange in stage.context.exchanges:
-        exchange._attempt.pulse.pause_s = 0.01
+    for exchange in stage.context.active_requests:
+        exchange._attempt.stall_detector.longest_pause_s = 0.01
     pieces = []
     while piece := await client.read_chunk():
         pieces.append(piece)
@@ -216,7 +222,7 @@ async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> N
     texts, _ = read(client_saw)
     assert texts == expected
     assert stage.context.metrics.retries[("decode", "stall")] == 1
-    assert len(stage.context.breaker.doubted(stage.context.clock())) == 1
+    assert len(stage.context.circuit_breaker.list_suspects(stage.context.clock())) == 1
     running.engine.faults.clear()
     await stage.until_idle()
 

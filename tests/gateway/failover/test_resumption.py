@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from cleave.gateway.failover.resumption import (
-    CHAT,
-    COMPLETIONS,
-    Ending,
+    CHAT_PATH,
+    COMPLETIONS_PATH,
     NotResumableError,
     Resumption,
+    StreamEnding,
     is_repeatable,
-    plan,
+    plan_resumption,
 )
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.failover.transcript import Transcript
-from cleave.gateway.http.completion_request import build_whole, read_completion
+from cleave.gateway.http.completion_request import build_colocated_body, parse_completion
 
 PROMPT_IDS = b"11,12,13"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -27,7 +27,7 @@ def read(**fields: Any):
     asked = {"model": "m", "prompt": "hi", "stream": True, **fields}
     if "messages" in fields:
         del asked["prompt"]
-    return read_completion(json.dumps(asked).encode())
+    return parse_completion(json.dumps(asked).encode())
 
 
 def see(*tokens: tuple[str, int], chat: bool = False, **last: Any) -> Transcript:
@@ -54,14 +54,14 @@ def told(choice: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps({"id": "c", "choices": [{"index": 0, **choice}]}).encode()
 
 
-def resume(completion, seen, path=COMPLETIONS, ids=PROMPT_IDS, limit=100) -> Resumption:
-    planned = plan(path, completion, seen, ids, limit)
+def resume(completion, seen, path=COMPLETIONS_PATH, ids=PROMPT_IDS, limit=100) -> Resumption:
+    planned = plan_resumption(path, completion, seen, ids, limit)
     assert isinstance(planned, Resumption)
     return planned
 
 
 def body_of(planned: Resumption) -> dict[str, Any]:
-    return json.loads(build_whole(planned.completion))
+    return json.loads(build_colocated_body(planned.completion))
 
 
 def test_prompt_and_tokens_so_far_become_the_prompt() -> None:
@@ -73,7 +73,7 @@ def test_prompt_and_tokens_so_far_become_the_prompt() -> None:
         "ignore_eos": True,
     }
     planned = resume(read(**asked), see(("a", 21), ("b", 22)))
-    assert planned.how == "continued"
+    assert planned.mode == "continued"
     assert body_of(planned) == {
         "model": "m",
         "stream": True,
@@ -89,8 +89,8 @@ def test_prompt_and_tokens_so_far_become_the_prompt() -> None:
 
 def test_a_chat_goes_on_as_a_completion() -> None:
     asked = read(messages=MESSAGES, max_completion_tokens=10, chat_template_kwargs={"x": 1})
-    planned = resume(asked, see(("a", 21), chat=True), CHAT)
-    assert planned.path == COMPLETIONS
+    planned = resume(asked, see(("a", 21), chat=True), CHAT_PATH)
+    assert planned.path == COMPLETIONS_PATH
     assert body_of(planned) == {
         "model": "m",
         "stream": True,
@@ -100,9 +100,11 @@ def test_a_chat_goes_on_as_a_completion() -> None:
     }
 
 
-@pytest.mark.parametrize(("path", "left"), [(CHAT, 96), (COMPLETIONS, 15)], ids=["chat", "text"])
+@pytest.mark.parametrize(
+    ("path", "left"), [(CHAT_PATH, 96), (COMPLETIONS_PATH, 15)], ids=["chat", "text"]
+)
 def test_without_a_limit_the_apis_own_counts(path: bytes, left: int) -> None:
-    chat = path == CHAT
+    chat = path == CHAT_PATH
     asked = read(messages=MESSAGES) if chat else read()
     planned = resume(asked, see(("a", 21), chat=chat), path)
     assert body_of(planned)["max_tokens"] == left
@@ -112,7 +114,7 @@ def test_tokens_without_their_text_are_generated_again() -> None:
     """Half a character is nothing that a client has seen."""
     seen = see(("a", 21), ("", 22), ("", 23))
     assert body_of(resume(read(max_tokens=9), seen))["prompt"] == [11, 12, 13, 21]
-    assert seen.choices[0].ids == [21]
+    assert seen.choices[0].token_ids == [21]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +137,10 @@ def test_what_hangs_on_its_engine_is_replayed_if_it_can_be(fields: dict[str, Any
     seen = see(("a", 21))
     again = read(**fields, temperature=0)
     planned = resume(again, seen)
-    assert (planned.how, planned.path, planned.completion) == ("replayed", COMPLETIONS, again)
+    assert (planned.mode, planned.path, planned.completion) == ("replayed", COMPLETIONS_PATH, again)
     if "seed" not in fields:
         with pytest.raises(NotResumableError, match="sampled"):
-            plan(COMPLETIONS, read(**fields, temperature=1), seen, PROMPT_IDS, 100)
+            plan_resumption(COMPLETIONS_PATH, read(**fields, temperature=1), seen, PROMPT_IDS, 100)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +159,15 @@ def test_what_hangs_on_its_engine_is_replayed_if_it_can_be(fields: dict[str, Any
     ids=str,
 )
 def test_values_that_ask_for_nothing_bind_nothing(fields: dict[str, Any]) -> None:
-    assert resume(read(**fields, temperature=1), see(("a", 21))).how == "continued"
+    assert resume(read(**fields, temperature=1), see(("a", 21))).mode == "continued"
 
 
 def test_a_client_may_ask_for_ids_itself_and_may_refuse_them() -> None:
     asked = read(return_token_ids=True)
-    assert (asked.numbered, asked.asks_ids) == (True, True)
-    assert resume(asked, see(("a", 21))).how == "continued"
-    assert not read(return_token_ids=False).numbered
-    assert not read(return_token_ids=None).asks_ids
+    assert (asked.has_token_ids, asked.return_token_ids) == (True, True)
+    assert resume(asked, see(("a", 21))).mode == "continued"
+    assert not read(return_token_ids=False).has_token_ids
+    assert not read(return_token_ids=None).return_token_ids
 
 
 def test_a_client_that_asked_for_ids_sees_each_once_though_its_text_came_later() -> None:
@@ -174,19 +176,19 @@ def test_a_client_that_asked_for_ids_sees_each_once_though_its_text_came_later()
         planned = resume(read(return_token_ids=True), seen)
         assert body_of(planned)["prompt"] == [11, 12, 13, 21]
         rest = [{"text": "", "token_ids": [22]}, {"text": "é", "token_ids": [23]}]
-        turned = [planned.splice.turn(told(choice)) for choice in rest]
+        turned = [planned.splice.rewrite(told(choice)) for choice in rest]
         assert b'"token_ids":[]' in turned[0]
         assert b'"token_ids":[23]' in turned[1]
     other = resume(read(return_token_ids=True), seen).splice
     with pytest.raises(SpliceError, match="otherwise"):
-        other.turn(told({"text": "b", "token_ids": [29]}))
+        other.rewrite(told({"text": "b", "token_ids": [29]}))
 
 
 def test_without_ids_only_a_repeatable_answer_goes_on() -> None:
     seen = see(("a", 21))
-    assert resume(read(temperature=0), seen, ids=b"").how == "replayed"
+    assert resume(read(temperature=0), seen, ids=b"").mode == "replayed"
     with pytest.raises(NotResumableError):
-        plan(COMPLETIONS, read(temperature=1), seen, b"", 100)
+        plan_resumption(COMPLETIONS_PATH, read(temperature=1), seen, b"", 100)
 
 
 @pytest.mark.parametrize("part", ["reasoning", "reasoning_content", "refusal"])
@@ -194,24 +196,24 @@ def test_what_the_engine_parses_is_not_continued_as_text(part: str) -> None:
     seen = see(("a", 21), chat=True)
     value = {"choices": [{"index": 0, "delta": {part: "hm"}}]}
     seen.read(b"data: " + json.dumps(value).encode() + b"\n\n")
-    assert resume(read(messages=MESSAGES, temperature=0), seen, CHAT).how == "replayed"
+    assert resume(read(messages=MESSAGES, temperature=0), seen, CHAT_PATH).mode == "replayed"
 
 
 def test_a_prompt_with_pictures_is_more_than_its_tokens() -> None:
     content = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x"}}]
     asked = read(messages=[{"role": "user", "content": content}], temperature=0)
-    assert resume(asked, see(("a", 21), chat=True), CHAT).how == "replayed"
+    assert resume(asked, see(("a", 21), chat=True), CHAT_PATH).mode == "replayed"
     asked = read(messages=[{"role": "user", "content": content[:1]}], temperature=0)
-    assert resume(asked, see(("a", 21), chat=True), CHAT).how == "continued"
+    assert resume(asked, see(("a", 21), chat=True), CHAT_PATH).mode == "continued"
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
 def test_an_answer_of_which_only_the_end_is_missing_is_ended_here(chat: bool) -> None:
-    path = CHAT if chat else COMPLETIONS
+    path = CHAT_PATH if chat else COMPLETIONS_PATH
     fields = {"messages": MESSAGES} if chat else {}
     asked = read(**fields, max_tokens=2, stream_options={"include_usage": True})
-    ending = plan(path, asked, see(("a", 21), ("b", 22), chat=chat), PROMPT_IDS, 100)
-    assert isinstance(ending, Ending)
+    ending = plan_resumption(path, asked, see(("a", 21), ("b", 22), chat=chat), PROMPT_IDS, 100)
+    assert isinstance(ending, StreamEnding)
     last, usage, done = ending.events.split(b"\n\n")[:-1]
     assert json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
     assert json.loads(usage[6:])["usage"] == {
@@ -224,18 +226,18 @@ def test_an_answer_of_which_only_the_end_is_missing_is_ended_here(chat: bool) ->
 
 def test_an_answer_that_is_finished_needs_no_engine() -> None:
     seen = see(("a", 21), finish_reason="stop")
-    ending = plan(COMPLETIONS, read(stop=["x"], temperature=1), seen, b"", 0)
-    assert ending == Ending(b"data: [DONE]\n\n")
+    ending = plan_resumption(COMPLETIONS_PATH, read(stop=["x"], temperature=1), seen, b"", 0)
+    assert ending == StreamEnding(b"data: [DONE]\n\n")
 
 
 def test_a_stream_that_has_said_nothing_is_simply_asked_again() -> None:
     seen = see(chat=True)
-    assert resume(read(messages=MESSAGES, stop=["x"]), seen, CHAT).how == "replayed"
+    assert resume(read(messages=MESSAGES, stop=["x"]), seen, CHAT_PATH).mode == "replayed"
 
 
 def test_other_answers_are_not_resumed() -> None:
     with pytest.raises(NotResumableError):
-        plan(b"/v1/messages", read(temperature=0), see(("a", 21)), PROMPT_IDS, 100)
+        plan_resumption(b"/v1/messages", read(temperature=0), see(("a", 21)), PROMPT_IDS, 100)
 
 
 @pytest.mark.parametrize(
@@ -262,11 +264,13 @@ def test_messages_that_are_nested_too_deeply_are_no_text() -> None:
     hows = []
     for frames in range(0, 700, 2):
         try:
-            planned = at_depth(frames, lambda: plan(CHAT, chat, seen, PROMPT_IDS, 100))
+            planned = at_depth(
+                frames, lambda: plan_resumption(CHAT_PATH, chat, seen, PROMPT_IDS, 100)
+            )
         except NotResumableError:
             hows.append("refused")
         except RecursionError:
             break
         else:
-            hows.append(planned.how)
+            hows.append(planned.mode)
     assert set(hows) == {"continued", "refused"}

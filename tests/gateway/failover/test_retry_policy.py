@@ -6,7 +6,7 @@ import json
 import pytest
 
 from cleave.gateway.proxy import attempt
-from cleave.router.router import Fallback
+from cleave.router.router import FallbackMode
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -68,13 +68,13 @@ def two_of_each(make_stage):
 
     def make(**options: object):
         roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
-        return make_stage(roles, first_byte_s=0.5, answer_s=0.5, **options)
+        return make_stage(roles, first_byte_s=0.5, response_s=0.5, **options)
 
     return make
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("fallback", Fallback)
+@pytest.mark.parametrize("fallback", FallbackMode)
 async def test_a_lost_prefill_is_done_again_elsewhere(two_of_each, failure, fallback) -> None:
     stage = await two_of_each(fallback=fallback)
     stage.engines["p1"].script = failure
@@ -134,13 +134,13 @@ async def test_a_whole_answer_cut_in_the_middle_is_done_again(two_of_each) -> No
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize(
     ("fallback", "status"),
-    [(Fallback.ALWAYS, 200), (Fallback.ON_PREFILL_LOSS, 200), (Fallback.NEVER, 503)],
+    [(FallbackMode.ALWAYS, 200), (FallbackMode.ON_PREFILL_LOSS, 200), (FallbackMode.NEVER, 503)],
 )
 async def test_without_another_prefill_the_fallback_decides(
     make_stage, failure, fallback, status
 ) -> None:
     stage = await make_stage(
-        {"p": "prefill", "d": "decode"}, fallback=fallback, first_byte_s=0.5, answer_s=0.5
+        {"p": "prefill", "d": "decode"}, fallback=fallback, first_byte_s=0.5, response_s=0.5
     )
     stage.engines["p"].script = failure
     response = await stage.ask(ASK)
@@ -154,7 +154,7 @@ async def test_without_another_prefill_the_fallback_decides(
 
 @pytest.mark.parametrize(
     ("fallback", "status"),
-    [(Fallback.ALWAYS, 200), (Fallback.ON_PREFILL_LOSS, 503), (Fallback.NEVER, 503)],
+    [(FallbackMode.ALWAYS, 200), (FallbackMode.ON_PREFILL_LOSS, 503), (FallbackMode.NEVER, 503)],
 )
 async def test_only_always_starts_without_a_prefill_instance(make_stage, fallback, status) -> None:
     stage = await make_stage({"d": "decode"}, fallback=fallback)
@@ -198,13 +198,13 @@ async def test_a_hand_off_of_another_request_is_thrown_away(pair) -> None:
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
 async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monkeypatch) -> None:
     """Its decode engine stood still in between: vLLM would go on from what lies there now."""
-    monkeypatch.setattr(attempt, "LEASE_S", 0.0)
-    directory = pair.context.router.directory
+    monkeypatch.setattr(attempt, "KV_LEASE_S", 0.0)
+    directory = pair.context.router.registry
 
     async def stand_still(engine, request, writer):
         if "kv_transfer_params" in request.body:
-            directory.instances["d"].stood_still_at = pair.context.clock() + 1
-        await type(engine).answer(engine, request, writer)
+            directory.instances["d"].stalled_at = pair.context.clock() + 1
+        await type(engine).on_response(engine, request, writer)
 
     pair.engines["d"].script = stand_still
     assert (await pair.ask(body)).status == 200
@@ -215,7 +215,7 @@ async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monk
 
 
 async def test_an_answer_that_waited_long_in_a_queue_is_used(pair, monkeypatch) -> None:
-    monkeypatch.setattr(attempt, "LEASE_S", 0.0)
+    monkeypatch.setattr(attempt, "KV_LEASE_S", 0.0)
     assert (await pair.ask(STREAM)).status == 200
     assert pair.context.metrics.handoffs == {"used": 1}
 
@@ -224,7 +224,7 @@ async def test_a_hand_off_that_cannot_be_pulled_is_computed_anew(pair) -> None:
     """vLLM answers 500 when the KV is gone; the same instance may do both phases."""
 
     async def refuse_handoff(engine, request, writer):
-        await (fail if "kv_transfer_params" in request.body else type(engine).answer)(
+        await (fail if "kv_transfer_params" in request.body else type(engine).on_response)(
             engine, request, writer
         )
 
@@ -308,7 +308,7 @@ async def test_when_everything_fails_the_error_names_the_last_cause(two_of_each)
 
 
 async def test_a_request_that_times_out_everywhere_is_a_gateway_timeout(make_stage) -> None:
-    stage = await make_stage({f"x{i}": "mixed" for i in range(5)}, answer_s=0.3)
+    stage = await make_stage({f"x{i}": "mixed" for i in range(5)}, response_s=0.3)
     for engine in stage.engines.values():
         engine.script = hang
     response = await stage.ask(ASK)
@@ -380,7 +380,7 @@ async def test_a_client_that_leaves_stops_whatever_runs_for_it(pair, moment: str
         if moment == "prefill" or (moment == "first token" and not request.is_prefill):
             await asyncio.sleep(600)
         elif request.is_prefill:
-            await engine.answer(request, writer)
+            await engine.on_response(request, writer)
         else:
             await engine.stream(writer, ["t"] * 100_000, pause_s=0.01)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.gateway.failover.splice import Continued, Replayed, SpliceError
-from cleave.gateway.failover.transcript import DONE, Transcript
+from cleave.gateway.failover.splice import ContinuedStream, ReplayedStream, SpliceError
+from cleave.gateway.failover.transcript import DONE_EVENT, Transcript
 
 HEAD = {"id": "first", "created": 1, "model": "m"}
 
@@ -28,8 +28,8 @@ def transcript(*events: bytes) -> Transcript:
     return seen
 
 
-def turn_all(splice: Continued | Replayed, *events: bytes) -> list[Any]:
-    turned = b"".join(splice.turn(one.removesuffix(b"\n\n")) for one in events)
+def turn_all(splice: ContinuedStream | ReplayedStream, *events: bytes) -> list[Any]:
+    turned = b"".join(splice.rewrite(one.removesuffix(b"\n\n")) for one in events)
     parts = turned.split(b"\n\n")[:-1]
     return [
         "[DONE]" if part.endswith(b"[DONE]") else json.loads(part.removeprefix(b"data: "))
@@ -39,7 +39,7 @@ def turn_all(splice: Continued | Replayed, *events: bytes) -> list[Any]:
 
 def test_a_continued_chat_keeps_its_form_and_its_head() -> None:
     seen = transcript(event(chat("one", [7])))
-    splice = Continued(seen, chat=True, tokens=1)
+    splice = ContinuedStream(seen, chat=True, tokens=1)
     other = {"id": "other", "created": 9, "object": "text_completion", "model": "m"}
     choice = {"index": 0, "text": " two", "prompt_token_ids": [1, 7], "token_ids": [8]}
     last = {**choice, "text": "", "finish_reason": "stop", "stop_reason": 2}
@@ -48,7 +48,7 @@ def test_a_continued_chat_keeps_its_form_and_its_head() -> None:
         event(choice, **other),
         event(last, **other),
         event(**other, usage=usage),
-        DONE,
+        DONE_EVENT,
     ]
     first, second, third, done = turn_all(splice, *events)
     assert {first[key] for key in ("id", "object")} == {"first", "chat.completion.chunk"}
@@ -62,7 +62,7 @@ def test_a_continued_chat_keeps_its_form_and_its_head() -> None:
 
 
 def test_a_continued_completion_hides_the_longer_prompt() -> None:
-    splice = Continued(transcript(event({"index": 0, "text": "a"})), chat=False, tokens=1)
+    splice = ContinuedStream(transcript(event({"index": 0, "text": "a"})), chat=False, tokens=1)
     (turned,) = turn_all(splice, event({"index": 0, "text": "b", "prompt_token_ids": [1, 2]}))
     assert turned["choices"] == [{"index": 0, "text": "b", "prompt_token_ids": None}]
 
@@ -88,7 +88,7 @@ def test_a_replay_adds_what_is_missing_however_its_events_are_cut(made, sizes, p
     known = {i: c.texts.get(("delta", "content"), "") for i, c in seen.choices.items()}
     again = [event(chat(piece, [1], index)) for piece in cut(text, sizes) for index in range(n)]
     ends = [event(chat("", [2], index, finish_reason="stop")) for index in range(n)]
-    rest = turn_all(Replayed(seen), *again, *ends, DONE)
+    rest = turn_all(ReplayedStream(seen), *again, *ends, DONE_EVENT)
     assert rest.pop() == "[DONE]"
     for index in range(n):
         choices = [c for value in rest for c in value["choices"] if c["index"] == index]
@@ -98,10 +98,10 @@ def test_a_replay_adds_what_is_missing_however_its_events_are_cut(made, sizes, p
 
 
 def test_a_replay_that_says_something_else_is_refused() -> None:
-    splice = Replayed(transcript(event(chat("one two"))))
-    assert splice.turn(event(chat("one")).strip()) == b""
+    splice = ReplayedStream(transcript(event(chat("one two"))))
+    assert splice.rewrite(event(chat("one")).strip()) == b""
     with pytest.raises(SpliceError):
-        splice.turn(event(chat(" tin")).strip())
+        splice.rewrite(event(chat(" tin")).strip())
 
 
 def test_a_replayed_tool_call_goes_on_within_its_arguments() -> None:
@@ -114,7 +114,7 @@ def test_a_replayed_tool_call_goes_on_within_its_arguments() -> None:
         event({"index": 0, "delta": {"tool_calls": [call(arguments='{"x": ')]}}),
     )
     rest = turn_all(
-        Replayed(seen),
+        ReplayedStream(seen),
         event({"index": 0, "delta": {"tool_calls": [begun | {"id": "b"}]}}),
         event({"index": 0, "delta": {"tool_calls": [call(arguments='{"x": 1')]}}),
         event({"index": 0, "delta": {"tool_calls": [call(arguments="}")]}}),
@@ -127,7 +127,7 @@ def test_a_replay_counts_tokens_and_log_probabilities_off() -> None:
     def one(tokens: list[str]) -> dict[str, Any]:
         return {"index": 0, "text": "".join(tokens), "logprobs": {"tokens": tokens}}
 
-    splice = Replayed(transcript(event(one(["a"])), event(one(["b"]))))
+    splice = ReplayedStream(transcript(event(one(["a"])), event(one(["b"]))))
     (rest,) = turn_all(splice, event(one(["a", "b", "c"])))
     assert rest["choices"] == [one(["c"])]
 
@@ -135,7 +135,7 @@ def test_a_replay_counts_tokens_and_log_probabilities_off() -> None:
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_prompts_ids_come_with_a_replay_if_they_have_not_come_before(seen: bool) -> None:
     first = event({"index": 0, "text": "a", "prompt_token_ids": [1]}, prompt_token_ids=[1])
-    splice = Replayed(transcript(first) if seen else transcript())
+    splice = ReplayedStream(transcript(first) if seen else transcript())
     again = event({"index": 0, "text": "ab", "prompt_token_ids": [1]}, prompt_token_ids=[1])
     (turned,) = turn_all(splice, again)
     assert ("prompt_token_ids" in turned) is not seen
@@ -144,11 +144,11 @@ def test_the_prompts_ids_come_with_a_replay_if_they_have_not_come_before(seen: b
 
 def test_usage_is_told_once() -> None:
     usage = event(usage={"prompt_tokens": 1})
-    assert turn_all(Replayed(transcript(event(chat("a")))), usage)
-    assert turn_all(Replayed(transcript(event(chat("a")), usage)), usage) == []
+    assert turn_all(ReplayedStream(transcript(event(chat("a")))), usage)
+    assert turn_all(ReplayedStream(transcript(event(chat("a")), usage)), usage) == []
 
 
 def test_an_error_stays_one() -> None:
     error = b'data: {"error": {"message": "no"}}'
-    assert Replayed(transcript()).turn(error) == error + b"\n\n"
-    assert Continued(transcript(), chat=True, tokens=0).turn(error) == error + b"\n\n"
+    assert ReplayedStream(transcript()).rewrite(error) == error + b"\n\n"
+    assert ContinuedStream(transcript(), chat=True, tokens=0).rewrite(error) == error + b"\n\n"

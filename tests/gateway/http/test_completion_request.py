@@ -13,23 +13,23 @@ from cleave.gateway.http.completion_request import (
     MAX_NESTED_BYTES,
     MAX_PROMPTS,
     BodyScan,
-    build_decode,
-    build_prefill,
-    build_whole,
-    read_completion,
-    read_other,
+    build_colocated_body,
+    build_decode_body,
+    build_prefill_body,
+    parse_completion,
+    parse_engine_request,
 )
-from cleave.gateway.http.errors import ApiError
+from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.http.large_json import SLICE_BYTES
 
 
 def read(**fields: object):
-    return read_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+    return parse_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
 def test_unknown_fields_and_values_reach_the_engine_byte_for_byte() -> None:
     body = b'{"model":"m", "prompt":"h\\u0069", "future":{"a" : [1.50, 1e3, -0]}}'
-    whole = build_whole(read_completion(body))
+    whole = build_colocated_body(parse_completion(body))
     assert b'"prompt":"h\\u0069"' in whole
     assert b'"future":{"a" : [1.50, 1e3, -0]}' in whole
 
@@ -38,7 +38,7 @@ def test_prefill_computes_one_token_and_keeps_its_kv() -> None:
     completion = read(
         stream=True, stream_options={"include_usage": True}, max_tokens=50, min_tokens=3, top_k=5
     )
-    assert json.loads(build_prefill(completion)) == {
+    assert json.loads(build_prefill_body(completion)) == {
         "model": "m",
         "prompt": "hi",
         "top_k": 5,
@@ -56,18 +56,18 @@ def test_prefill_computes_one_token_and_keeps_its_kv() -> None:
 
 
 def test_prefill_overrides_the_newer_name_of_the_limit_too() -> None:
-    prefill = json.loads(build_prefill(read(max_completion_tokens=50)))
+    prefill = json.loads(build_prefill_body(read(max_completion_tokens=50)))
     assert (prefill["max_tokens"], prefill["max_completion_tokens"]) == (1, 1)
 
 
 def test_decode_is_the_original_plus_exactly_the_hand_off() -> None:
     handoff = b'{"remote_block_ids": [[1, 2]],  "x":1.0}'
     completion = read(stream=True, max_tokens=50)
-    decode = build_decode(completion, msgspec.Raw(handoff))
+    decode = build_decode_body(completion, msgspec.Raw(handoff))
     assert handoff in decode
     body = json.loads(decode)
     del body["kv_transfer_params"]
-    assert body == json.loads(build_whole(completion))
+    assert body == json.loads(build_colocated_body(completion))
 
 
 @pytest.mark.parametrize(
@@ -82,23 +82,23 @@ def test_decode_is_the_original_plus_exactly_the_hand_off() -> None:
     ],
 )
 def test_no_client_can_bring_a_hand_off(smuggled: bytes) -> None:
-    completion = read_completion(b'{"model":"m","prompt":"hi",' + smuggled + b"}")
-    whole = build_whole(completion)
+    completion = parse_completion(b'{"model":"m","prompt":"hi",' + smuggled + b"}")
+    whole = build_colocated_body(completion)
     assert b"remote_engine_id" not in whole
     assert b"params" not in whole
-    decoded = json.loads(build_prefill(completion))
+    decoded = json.loads(build_prefill_body(completion))
     assert decoded["kv_transfer_params"]["remote_engine_id"] is None
 
 
 def test_other_engine_arguments_pass() -> None:
     completion = read(vllm_xargs={"session_id": "s", "kv_transfer_params": "x"})
-    assert json.loads(build_whole(completion))["vllm_xargs"] == {"session_id": "s"}
+    assert json.loads(build_colocated_body(completion))["vllm_xargs"] == {"session_id": "s"}
 
 
 def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:
-    completion = read_completion(b'{"model":"a","model":"m","prompt":"hi"}')
+    completion = parse_completion(b'{"model":"a","model":"m","prompt":"hi"}')
     assert completion.model == "m"
-    assert build_whole(completion).count(b'"model"') == 1
+    assert build_colocated_body(completion).count(b'"model"') == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_of_equal_keys_the_last_one_counts_and_is_the_only_one_sent() -> None:
     ids=str,
 )
 def test_what_cannot_be_split_is_recognised(fields: dict) -> None:
-    assert not read(**fields).splittable
+    assert not read(**fields).can_disaggregate
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_cannot_be_split_is_recognised(fields: dict) -> None:
     ids=str,
 )
 def test_what_can_be_split_is(fields: dict) -> None:
-    assert read(**fields).splittable
+    assert read(**fields).can_disaggregate
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_prompt_tokens_are_estimated(prompt: object, tokens: int) -> None:
 
 def test_prompt_tokens_of_a_chat_are_estimated_from_its_messages() -> None:
     messages = [{"role": "user", "content": "x" * 4_000}]
-    completion = read_completion(json.dumps({"model": "m", "messages": messages}).encode())
+    completion = parse_completion(json.dumps({"model": "m", "messages": messages}).encode())
     assert completion.prompt_tokens == pytest.approx(1_000, abs=20)
 
 
@@ -202,8 +202,8 @@ def test_the_limit_is_read_from_either_name() -> None:
     ids=lambda value: repr(value)[:40],
 )
 def test_what_is_no_request_is_refused_with_the_field_at_fault(body: bytes, param) -> None:
-    with pytest.raises(ApiError) as refused:
-        read_completion(body)
+    with pytest.raises(GatewayError) as refused:
+        parse_completion(body)
     assert refused.value.status == 400
     assert refused.value.param == param
 
@@ -250,13 +250,13 @@ def test_no_body_costs_more_than_a_few_scans_of_it(name: str) -> None:
         costs = []
         for _ in range(3):
             began = time.thread_time()
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(GatewayError):
                 work()
             costs.append(time.thread_time() - began)
         return min(costs)
 
     scan = measure(lambda: msgspec.json.decode(body, type=msgspec.Raw))
-    for read_it in (lambda: read_completion(body), lambda: read_other(body, "m")):
+    for read_it in (lambda: parse_completion(body), lambda: parse_engine_request(body, "m")):
         assert measure(read_it) < 5 * scan + 0.03
 
 
@@ -266,22 +266,22 @@ def test_a_request_has_a_bounded_number_of_fields(count: int, size: int) -> None
     fields = {f"k{number}": 1 for number in range(count - 2)} | {"model": "m", "prompt": "a" * size}
     body = json.dumps(fields).encode()
     if count == MAX_FIELDS:
-        assert json.loads(build_whole(read_completion(body))) == fields
+        assert json.loads(build_colocated_body(parse_completion(body))) == fields
         return
-    with pytest.raises(ApiError, match="the body has more than 1024 fields"):
-        read_completion(body)
+    with pytest.raises(GatewayError, match="the body has more than 1024 fields"):
+        parse_completion(body)
 
 
 def test_so_have_arguments_of_the_engine() -> None:
     assert read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS)})
-    with pytest.raises(ApiError, match="vllm_xargs has more than 1024 fields") as refused:
+    with pytest.raises(GatewayError, match="vllm_xargs has more than 1024 fields") as refused:
         read(vllm_xargs={f"k{number}": 1 for number in range(MAX_FIELDS + 1)})
     assert refused.value.param == "vllm_xargs"
 
 
 def test_arguments_of_the_engine_have_a_bounded_length() -> None:
     assert read(vllm_xargs={"k": "a" * (MAX_NESTED_BYTES - 100)})
-    with pytest.raises(ApiError, match="vllm_xargs is longer than 262144 bytes"):
+    with pytest.raises(GatewayError, match="vllm_xargs is longer than 262144 bytes"):
         read(vllm_xargs={"k": "a" * MAX_NESTED_BYTES})
 
 
@@ -312,12 +312,12 @@ def test_a_large_body_is_read_alike_in_slices_and_at_once(fields: dict[str, obje
     body = json.dumps({"model": "m", **fields}).encode()
     found, steps = scan(body)
     assert steps >= len(body) // SLICE_BYTES
-    at_once, in_slices = read_completion(body), read_completion(body, found)
-    assert build_whole(in_slices) == build_whole(at_once)
+    at_once, in_slices = parse_completion(body), parse_completion(body, found)
+    assert build_colocated_body(in_slices) == build_colocated_body(at_once)
     for name in FACTS:
         assert getattr(in_slices, name) == getattr(at_once, name), name
-    other = read_other(body, "m", scan(body)[0])
-    assert build_whole(other) == build_whole(read_other(body, "m"))
+    other = parse_engine_request(body, "m", scan(body)[0])
+    assert build_colocated_body(other) == build_colocated_body(parse_engine_request(body, "m"))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -327,21 +327,21 @@ def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str) -> Non
     def judge(read_it: Callable[[], object]) -> tuple[int, str | None] | None:
         try:
             read_it()
-        except ApiError as error:
+        except GatewayError as error:
             return error.status, error.param
         return None
 
     found, _ = scan(body)
-    at_once = judge(lambda: read_completion(body))
-    assert judge(lambda: read_completion(body, found)) == at_once
+    at_once = judge(lambda: parse_completion(body))
+    assert judge(lambda: parse_completion(body, found)) == at_once
 
 
 @pytest.mark.parametrize("prompt", ["a, b", [1, 2, 3]])
 def test_a_completion_has_a_bounded_number_of_prompts(prompt: object) -> None:
     completion = read(prompt=[prompt] * MAX_PROMPTS)
-    assert json.loads(build_whole(completion))["prompt"] == [prompt] * MAX_PROMPTS
+    assert json.loads(build_colocated_body(completion))["prompt"] == [prompt] * MAX_PROMPTS
     assert completion.prompt_tokens > MAX_PROMPTS
-    with pytest.raises(ApiError, match="prompt is a list of more than 1024 prompts") as refused:
+    with pytest.raises(GatewayError, match="prompt is a list of more than 1024 prompts") as refused:
         read(prompt=[prompt] * (MAX_PROMPTS + 1))
     assert (refused.value.status, refused.value.param) == (400, "prompt")
 
@@ -352,8 +352,8 @@ def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
     # which, and there is none where functions are compiled.
     for depth in range(700, 1_001):
         try:
-            read_completion(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
-        except ApiError as error:
+            parse_completion(b'{"model":"m","prompt":[%b%b]}' % (b"[" * depth, b"]" * depth))
+        except GatewayError as error:
             said.add((error.status, error.param))
     assert (400, None) in said
     assert said <= {(400, None), (400, "prompt")}
@@ -362,17 +362,17 @@ def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
 @pytest.mark.parametrize("first", [b"1", b"-1"])
 def test_token_ids_are_one_prompt_however_they_are_written(first: bytes) -> None:
     body = b'{"model":"m","prompt":[' + b" " * 100 + first + b", 1" * 4_999 + b"]}"
-    assert read_completion(body).prompt_tokens == 5_000
-    assert read_completion(body).splittable
+    assert parse_completion(body).prompt_tokens == 5_000
+    assert parse_completion(body).can_disaggregate
 
 
 def test_long_values_tie_a_request_to_its_engine_and_pass_as_they_are() -> None:
     tools = [{"type": "function", "function": {"name": "f" * 2_000}}]
     completion = read(stream=True, tools=tools, n="1" * 2_000)
-    assert (completion.numbered, completion.splittable) == (False, False)
-    assert json.loads(build_whole(completion))["tools"] == tools
+    assert (completion.has_token_ids, completion.can_disaggregate) == (False, False)
+    assert json.loads(build_colocated_body(completion))["tools"] == tools
 
 
 def test_a_name_of_a_model_has_a_bounded_length() -> None:
-    with pytest.raises(ApiError, match="model is longer than 4096 bytes"):
+    with pytest.raises(GatewayError, match="model is longer than 4096 bytes"):
         read(model="m" * 5_000)

@@ -5,7 +5,11 @@ import math
 
 import pytest
 
-from cleave.gateway.http.connection_limiter import MAX_EXAMINED, Connections, group
+from cleave.gateway.http.connection_limiter import (
+    MAX_EXAMINED,
+    ConnectionLimiter,
+    get_address_group,
+)
 
 
 class Clock:
@@ -22,7 +26,7 @@ class Fake:
         self.since = since
         self.dropped = False
 
-    def idle_since(self) -> float:
+    def get_idle_since(self) -> float:
         return self.since
 
     def drop(self) -> None:
@@ -35,37 +39,39 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def port(clock: Clock) -> Connections:
-    return Connections("clients", 4, clock)
+def port(clock: Clock) -> ConnectionLimiter:
+    return ConnectionLimiter("clients", 4, clock)
 
 
-def connect(port: Connections, address: str, *since: float) -> list[Fake]:
+def connect(port: ConnectionLimiter, address: str, *since: float) -> list[Fake]:
     made = [Fake(each) for each in since]
     for one in made:
         assert port.admit(one, (address, 1))
     return made
 
 
-def test_with_room_an_address_may_have_all(port: Connections) -> None:
+def test_with_room_an_address_may_have_all(port: ConnectionLimiter) -> None:
     assert not any(one.dropped for one in connect(port, "1.1.1.1", 1, 2, 3, 4))
     assert len(port) == 4
 
 
-def test_the_one_that_is_idle_longest_makes_room(port: Connections) -> None:
+def test_the_one_that_is_idle_longest_makes_room(port: ConnectionLimiter) -> None:
     first = connect(port, "1.1.1.1", 1, 2, 3, 4)
     connect(port, "1.1.1.1", 5, 6)
     assert [one.dropped for one in first] == [True, True, False, False]
     assert len(port) == 4
 
 
-def test_a_connection_that_has_been_active_goes_after_the_idle_ones(port: Connections) -> None:
+def test_a_connection_that_has_been_active_goes_after_the_idle_ones(
+    port: ConnectionLimiter,
+) -> None:
     first = connect(port, "1.1.1.1", 1, 2, 3, 4)
     first[0].since = first[2].since = 5
     connect(port, "1.1.1.1", 6, 7)
     assert [one.dropped for one in first] == [False, True, False, True]
 
 
-def test_the_address_with_most_gives_way_before_others(port: Connections) -> None:
+def test_the_address_with_most_gives_way_before_others(port: ConnectionLimiter) -> None:
     (other,) = connect(port, "2.2.2.2", 0)
     many = connect(port, "1.1.1.1", 1, 2, 3)
     connect(port, "3.3.3.3", 9, 9)
@@ -73,7 +79,7 @@ def test_the_address_with_most_gives_way_before_others(port: Connections) -> Non
     assert [one.dropped for one in many] == [True, True, False]
 
 
-def test_an_address_whose_connections_are_all_busy_is_passed_over(port: Connections) -> None:
+def test_an_address_whose_connections_are_all_busy_is_passed_over(port: ConnectionLimiter) -> None:
     busy = connect(port, "1.1.1.1", math.inf, math.inf, math.inf)
     (idle,) = connect(port, "2.2.2.2", 1)
     connect(port, "3.3.3.3", 2)
@@ -81,7 +87,7 @@ def test_an_address_whose_connections_are_all_busy_is_passed_over(port: Connecti
     assert not any(one.dropped for one in busy)
 
 
-def test_a_busy_connection_is_never_closed(port: Connections) -> None:
+def test_a_busy_connection_is_never_closed(port: ConnectionLimiter) -> None:
     running = connect(port, "1.1.1.1", *[math.inf] * 4)
     assert not port.admit(Fake(1), ("2.2.2.2", 1))
     assert not any(one.dropped for one in running)
@@ -90,10 +96,10 @@ def test_a_busy_connection_is_never_closed(port: Connections) -> None:
     assert [one.dropped for one in running] == [False, False, True, False]
 
 
-def test_who_has_left_leaves_room(port: Connections) -> None:
+def test_who_has_left_leaves_room(port: ConnectionLimiter) -> None:
     first = connect(port, "1.1.1.1", 1, 2, 3, 4)
-    port.leave(first[3])
-    port.leave(first[3])
+    port.remove(first[3])
+    port.remove(first[3])
     connect(port, "1.1.1.1", 5)
     assert not any(one.dropped for one in first)
 
@@ -106,12 +112,12 @@ def test_a_new_connection_costs_the_same_however_many_are_open(
     examined = 0
 
     class Counted(Fake):
-        def idle_since(self) -> float:
+        def get_idle_since(self) -> float:
             nonlocal examined
             examined += 1
-            return super().idle_since()
+            return super().get_idle_since()
 
-    port = Connections("clients", 1_024, clock)
+    port = ConnectionLimiter("clients", 1_024, clock)
     most = 0
     for i in range(4_096):
         examined = 0
@@ -122,7 +128,7 @@ def test_a_new_connection_costs_the_same_however_many_are_open(
     assert len(port) == 1_024
 
 
-def test_a_full_port_is_told_once_a_minute(port: Connections, clock: Clock, caplog) -> None:
+def test_a_full_port_is_told_once_a_minute(port: ConnectionLimiter, clock: Clock, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         connect(port, "1.1.1.1", *range(10))
         clock.now += 61
@@ -136,14 +142,14 @@ def test_a_full_port_is_told_once_a_minute(port: Connections, clock: Clock, capl
     [
         ("10.1.2.3", "10.1.2.3"),
         ("::ffff:10.1.2.3", "10.1.2.3"),
-        ("2001:db8:0:1::5", group(("2001:db8:0:1:ffff::1", 1, 0, 0))),
-        ("fe80::1%eth0", group(("fe80::2", 1, 0, 0))),
+        ("2001:db8:0:1::5", get_address_group(("2001:db8:0:1:ffff::1", 1, 0, 0))),
+        ("fe80::1%eth0", get_address_group(("fe80::2", 1, 0, 0))),
     ],
 )
 def test_a_machine_is_one_address(address: str, counted: str) -> None:
-    assert group((address, 1)) == counted
+    assert get_address_group((address, 1)) == counted
 
 
 def test_networks_are_told_apart() -> None:
-    assert group(("2001:db8:0:1::5", 1)) != group(("2001:db8:0:2::5", 1))
-    assert group(None) == group("") == ""
+    assert get_address_group(("2001:db8:0:1::5", 1)) != get_address_group(("2001:db8:0:2::5", 1))
+    assert get_address_group(None) == get_address_group("") == ""

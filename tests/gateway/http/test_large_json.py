@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.gateway.http import large_json
-from cleave.gateway.http.bounded_json import TooManyError
+from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.large_json import MAX_DEPTH, MemberScanner
 
 TEXTS = st.text(st.sampled_from('ab{}[],:"\\\\ \n\u00e9\U0001f600'), max_size=8)
@@ -141,11 +141,11 @@ def test_what_is_no_list_is_refused(text: bytes) -> None:
 def test_members_beyond_the_limit_end_the_scan(size: int) -> None:
     text = b"[" + b"1," * 99 + b"1]"
     assert len(scan(text, size, 100).elements()) == 100
-    with pytest.raises(TooManyError):
+    with pytest.raises(TooManyMembersError):
         scan(text, size, 99).elements()
     text = b'{"a":1' + b',"a":1' * 99 + b"}"
     assert len(scan(text, size, 100).members()) == 1
-    with pytest.raises(TooManyError):
+    with pytest.raises(TooManyMembersError):
         scan(text, size, 99).members()
 
 

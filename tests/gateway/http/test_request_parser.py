@@ -5,28 +5,28 @@ from http import HTTPStatus
 
 import pytest
 
-from cleave.gateway.http.errors import ApiError
-from cleave.gateway.http.request_parser import MAX_BARE_BYTES, Request, RequestReader
+from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.http.request_parser import MAX_FRAMING_RUN_BYTES, HttpRequest, RequestParser
 
 MAX_BODY_BYTES = 1 << 20
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 SIZED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
-NO_KEY = ApiError(HTTPStatus.UNAUTHORIZED, "no key", "invalid_request_error")
+NO_KEY = GatewayError(HTTPStatus.UNAUTHORIZED, "no key", "invalid_request_error")
 
 
-def accept(request: Request) -> ApiError | None:
+def accept(request: HttpRequest) -> GatewayError | None:
     return None
 
 
 @pytest.fixture
-def reader() -> RequestReader:
-    return RequestReader(MAX_BODY_BYTES, accept)
+def reader() -> RequestParser:
+    return RequestParser(MAX_BODY_BYTES, accept)
 
 
-def count_until_refused(reader: RequestReader, piece: bytes, most_bytes: int) -> int:
+def count_until_refused(reader: RequestParser, piece: bytes, most_bytes: int) -> int:
     """Bytes that it reads before it refuses."""
     sent = 0
-    while reader.refusal is None:
+    while reader.error is None:
         assert sent < most_bytes, f"{sent} bytes were read and none refused"
         reader.feed(piece)
         sent += len(piece)
@@ -40,46 +40,46 @@ def count_until_refused(reader: RequestReader, piece: bytes, most_bytes: int) ->
 )
 @pytest.mark.parametrize("piece", [b"a" * 1_000, b"aaa"], ids=["large reads", "small reads"])
 def test_trailers_and_extensions_without_an_end_are_refused(
-    reader: RequestReader, begun: bytes, piece: bytes
+    reader: RequestParser, begun: bytes, piece: bytes
 ) -> None:
     reader.feed(CHUNKED)
     reader.feed(begun)
-    assert count_until_refused(reader, piece, 64 << 10) <= MAX_BARE_BYTES + len(piece)
-    assert reader.refusal.status == 400
-    assert "trailers" in reader.refusal.message
+    assert count_until_refused(reader, piece, 64 << 10) <= MAX_FRAMING_RUN_BYTES + len(piece)
+    assert reader.error.status == 400
+    assert "trailers" in reader.error.message
 
 
-def test_many_short_trailers_are_refused(reader: RequestReader) -> None:
+def test_many_short_trailers_are_refused(reader: RequestParser) -> None:
     reader.feed(CHUNKED + b"0\r\n")
-    assert count_until_refused(reader, b"name: value\r\n", 64 << 10) < 2 * MAX_BARE_BYTES
+    assert count_until_refused(reader, b"name: value\r\n", 64 << 10) < 2 * MAX_FRAMING_RUN_BYTES
 
 
 def test_extensions_between_bytes_of_content_are_bounded_by_the_largest_body(
-    reader: RequestReader,
+    reader: RequestParser,
 ) -> None:
     reader.feed(CHUNKED)
     piece = b"1;" + b"a" * 4_000 + b"\r\nx\r\n"
     assert count_until_refused(reader, piece, 4 << 20) < MAX_BODY_BYTES + 2 * len(piece)
 
 
-def test_a_body_in_chunks_of_one_byte_is_read(reader: RequestReader) -> None:
+def test_a_body_in_chunks_of_one_byte_is_read(reader: RequestParser) -> None:
     reader.feed(CHUNKED)
     for _ in range(100_000):
         reader.feed(b"1\r\nx\r\n")
     reader.feed(b"0\r\n\r\n")
-    assert reader.refusal is None
+    assert reader.error is None
     assert reader.ready[0].body == b"x" * 100_000
 
 
-def test_a_long_head_and_an_extension_do_not_add_up(reader: RequestReader) -> None:
+def test_a_long_head_and_an_extension_do_not_add_up(reader: RequestParser) -> None:
     reader.feed(CHUNKED[:-2] + b"a: " + b"x" * 20_000 + b"\r\n\r\n")
     reader.feed(b"3;a=b\r\n")
     reader.feed(b"abc\r\n0\r\nt: u\r\n\r\n")
-    assert reader.refusal is None
+    assert reader.error is None
     assert reader.ready[0].body == b"abc"
 
 
-def test_a_body_in_small_reads_takes_its_own_size(reader: RequestReader) -> None:
+def test_a_body_in_small_reads_takes_its_own_size(reader: RequestParser) -> None:
     reader.feed(SIZED)
     tracemalloc.start()
     try:
@@ -88,45 +88,45 @@ def test_a_body_in_small_reads_takes_its_own_size(reader: RequestReader) -> None
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert reader.kept_bytes == 300_000
+    assert reader.buffered_bytes == 300_000
     assert taken < 400_000
 
 
 def test_the_head_is_looked_at_before_any_of_the_body_is_kept() -> None:
     seen: list[bytes] = []
 
-    def check(request: Request) -> ApiError | None:
+    def check(request: HttpRequest) -> GatewayError | None:
         seen.append(request.path)
         return NO_KEY
 
-    reader = RequestReader(MAX_BODY_BYTES, check)
+    reader = RequestParser(MAX_BODY_BYTES, check)
     reader.feed(SIZED[:-2])
-    assert reader.refusal is None
+    assert reader.error is None
     reader.feed(b"\r\nabc")
     assert seen == [b"/v1/completions"]
-    assert reader.refusal is NO_KEY
+    assert reader.error is NO_KEY
     reader.feed(b"abc" * 1_000)
-    assert reader.kept_bytes == 0
+    assert reader.buffered_bytes == 0
     assert not reader.reading_body
 
 
 def test_a_request_that_has_come_whole_is_looked_at_by_who_answers_it() -> None:
-    reader = RequestReader(MAX_BODY_BYTES, lambda request: NO_KEY)
+    reader = RequestParser(MAX_BODY_BYTES, lambda request: NO_KEY)
     reader.feed(SIZED.replace(b"1000000", b"3") + b"abc")
-    assert reader.refusal is None
+    assert reader.error is None
     assert reader.ready[0].body == b"abc"
 
 
-def test_a_head_in_parts_counts_with_what_its_lines_take(reader: RequestReader) -> None:
+def test_a_head_in_parts_counts_with_what_its_lines_take(reader: RequestParser) -> None:
     reader.feed(b"GET / HTTP/1.1\r\n" + b"".join(b"%x:\r\n" % i for i in range(1_000)))
-    assert reader.kept_bytes > 100_000
+    assert reader.buffered_bytes > 100_000
     reader.feed(b"\r\n")
-    assert reader.kept_bytes == 0
+    assert reader.buffered_bytes == 0
     assert len(reader.ready) == 1
 
 
-def test_what_is_refused_is_let_go_of(reader: RequestReader) -> None:
+def test_what_is_refused_is_let_go_of(reader: RequestParser) -> None:
     reader.feed(SIZED + b"abc")
-    reader.refuse(NO_KEY)
+    reader.reject(NO_KEY)
     reader.feed(b"abc")
-    assert (reader.kept_bytes, reader.refusal) == (0, NO_KEY)
+    assert (reader.buffered_bytes, reader.error) == (0, NO_KEY)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.gateway.http.token_estimate import PICTURE_TOKENS, estimate_tokens
+from cleave.gateway.http.token_estimate import IMAGE_TOKENS, estimate_tokens
 
 
 def write(text: str, *, escaped: bool = False) -> bytes:
@@ -43,9 +43,9 @@ def test_a_picture_counts_as_one_however_large() -> None:
         {"type": "text", "text": "word" * 500},
     ]
     text = json.dumps([{"role": "user", "content": parts}]).encode()
-    assert estimate_tokens(text) == pytest.approx(PICTURE_TOKENS + 500, abs=60)
+    assert estimate_tokens(text) == pytest.approx(IMAGE_TOKENS + 500, abs=60)
     text = json.dumps([{"role": "user", "content": parts * 3}]).encode()
-    assert estimate_tokens(text) == pytest.approx(3 * (PICTURE_TOKENS + 500), abs=150)
+    assert estimate_tokens(text) == pytest.approx(3 * (IMAGE_TOKENS + 500), abs=150)
 
 
 def test_pictures_are_looked_for_a_bounded_number_of_times() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from cleave.gateway.http.write_batcher import AT_ONCE, Outbox
+from cleave.gateway.http.write_batcher import MAX_BATCH, WriteBatcher
 
 Sent = list[tuple[str, bytes]]
 
@@ -24,40 +24,40 @@ class Wire(asyncio.Transport):
         return self.cut
 
 
-def build() -> tuple[Outbox, Sent, list[Callable[[], None]]]:
+def build() -> tuple[WriteBatcher, Sent, list[Callable[[], None]]]:
     later: list[Callable[[], None]] = []
-    return Outbox(later.append), [], later
+    return WriteBatcher(later.append), [], later
 
 
 def test_it_is_sent_in_order_once_the_turn_is_over() -> None:
     outbox, sent, later = build()
     a, b = Wire("a", sent), Wire("b", sent)
     for wire, data in ((a, b"1"), (b, b"2"), (a, b"3")):
-        outbox.post(wire, data)
+        outbox.write(wire, data)
     assert (sent, len(later)) == ([], 1)
     later.pop()()
     assert sent == [("a", b"1"), ("b", b"2"), ("a", b"3")]
-    outbox.post(b, b"4")
+    outbox.write(b, b"4")
     assert len(later) == 1, "the next turn is asked for anew"
 
 
 def test_many_are_not_held_back_until_then() -> None:
     outbox, sent, later = build()
     wire = Wire("a", sent)
-    for number in range(AT_ONCE + 1):
-        outbox.post(wire, b"%d" % number)
-    assert [data for _, data in sent] == [b"%d" % number for number in range(AT_ONCE)]
+    for number in range(MAX_BATCH + 1):
+        outbox.write(wire, b"%d" % number)
+    assert [data for _, data in sent] == [b"%d" % number for number in range(MAX_BATCH)]
     for work in later:
         work()
-    assert sent[-1] == ("a", b"%d" % AT_ONCE)
-    assert len(sent) == AT_ONCE + 1, "what was sent is not sent again"
+    assert sent[-1] == ("a", b"%d" % MAX_BATCH)
+    assert len(sent) == MAX_BATCH + 1, "what was sent is not sent again"
 
 
 def test_what_is_for_a_connection_that_was_cut_is_dropped_and_nothing_else() -> None:
     outbox, sent, _ = build()
     gone, there = Wire("gone", sent), Wire("there", sent)
-    outbox.post(gone, b"1")
-    outbox.post(there, b"2")
+    outbox.write(gone, b"1")
+    outbox.write(there, b"2")
     gone.cut = True
     outbox.flush()
     assert sent == [("there", b"2")]
@@ -65,7 +65,7 @@ def test_what_is_for_a_connection_that_was_cut_is_dropped_and_nothing_else() -> 
 
 async def test_an_event_loop_ends_its_turn_by_itself() -> None:
     sent: Sent = []
-    Outbox().post(Wire("a", sent), b"1")
+    WriteBatcher().write(Wire("a", sent), b"1")
     assert not sent
     await asyncio.sleep(0)
     assert sent == [("a", b"1")]

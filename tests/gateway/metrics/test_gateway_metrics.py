@@ -5,7 +5,7 @@ import random
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Reference
 
-from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, Collector, Metrics
+from cleave.gateway.metrics.gateway_metrics import TTFT_BOUNDS_S, GatewayCollector, GatewayMetrics
 from cleave.rpc.v1 import agent_pb2
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -14,14 +14,14 @@ STREAM = ASK | {"stream": True}
 
 def test_histograms_are_written_as_prometheus_itself_would() -> None:
     rng = random.Random(7)
-    metrics, registry, own = Metrics(), CollectorRegistry(), CollectorRegistry()
+    metrics, registry, own = GatewayMetrics(), CollectorRegistry(), CollectorRegistry()
     name, text = "cleave_gateway_ttft_seconds", "Request read to first byte of stream"
     labels = ["model", "role"]
     reference = Reference(name, text, labels, buckets=TTFT_BOUNDS_S, registry=registry)
     for value in [*TTFT_BOUNDS_S, *(rng.expovariate(1.0) for _ in range(1_000)), 0.0, 1e6]:
         metrics.models["m"].ttft["prefill"].observe(value)
         reference.labels("m", "prefill").observe(value)
-    own.register(Collector(metrics))
+    own.register(GatewayCollector(metrics))
     lines = [
         {line for line in generate_latest(r).decode().splitlines() if line.startswith(name)}
         for r in (own, registry)

@@ -7,19 +7,23 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cleave.gateway.metrics.gateway_metrics import Metrics, Slo
-from cleave.gateway.metrics.multiprocess import SummedCollector, restore, save
-from cleave.gateway.shared_state import Siblings
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics, SloTargets
+from cleave.gateway.metrics.multiprocess import (
+    MultiprocessCollector,
+    restore_counters,
+    save_counters,
+)
+from cleave.gateway.shared_state import SharedGatewayState
 
 
 @pytest.fixture
 def siblings(tmp_path: Path):
-    made = Siblings(2, tmp_path)
+    made = SharedGatewayState(2, tmp_path)
     yield made
     made.close()
 
 
-def count(metrics: Metrics, times: int) -> None:
+def count(metrics: GatewayMetrics, times: int) -> None:
     for _ in range(times):
         metrics.requests["m", "ok"] += 1
         metrics.handoffs["used"] += 1
@@ -29,9 +33,11 @@ def count(metrics: Metrics, times: int) -> None:
         metrics.streams += 1
 
 
-def scrape(metrics: Metrics, siblings: Siblings) -> dict[tuple[str, tuple[str, ...]], float]:
+def scrape(
+    metrics: GatewayMetrics, siblings: SharedGatewayState
+) -> dict[tuple[str, tuple[str, ...]], float]:
     registry = CollectorRegistry()
-    registry.register(SummedCollector(metrics, siblings))
+    registry.register(MultiprocessCollector(metrics, siblings))
     return {
         (sample.name, tuple(sorted(sample.labels.values()))): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
@@ -40,14 +46,14 @@ def scrape(metrics: Metrics, siblings: Siblings) -> dict[tuple[str, tuple[str, .
 
 
 def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> None:
-    first, second = siblings.seen_by(0), siblings.seen_by(1)
-    ours, theirs = Metrics(Slo(0.4, 0.04)), Metrics(Slo(0.4, 0.04))
+    first, second = siblings.for_process(0), siblings.for_process(1)
+    ours, theirs = GatewayMetrics(SloTargets(0.4, 0.04)), GatewayMetrics(SloTargets(0.4, 0.04))
     count(ours, 2)
     count(theirs, 3)
     theirs.requests["n", "failed"] += 1
-    save(theirs, second)
-    second.beat(0.0, 1, 4)
-    first.beat(0.0, 1, 3)
+    save_counters(theirs, second)
+    second.publish_heartbeat(0.0, 1, 4)
+    first.publish_heartbeat(0.0, 1, 3)
     page = scrape(ours, first)
     assert page["cleave_gateway_requests_total", ("m", "ok")] == 5
     assert page["cleave_gateway_requests_total", ("failed", "n")] == 1
@@ -62,15 +68,15 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> N
 
 
 def test_nothing_that_was_told_goes_down_when_a_process_is_killed(siblings) -> None:
-    first, second = siblings.seen_by(0), siblings.seen_by(1)
-    dying, other = Metrics(), Metrics()
+    first, second = siblings.for_process(0), siblings.for_process(1)
+    dying, other = GatewayMetrics(), GatewayMetrics()
     count(dying, 5)
     told = scrape(dying, first)
     count(dying, 2)
-    siblings.forget(0)
+    siblings.clear_process(0)
     after = scrape(other, second)
-    successor = Metrics()
-    restore(successor, first.read_counts(0))
+    successor = GatewayMetrics()
+    restore_counters(successor, first.read_counters(0))
     count(successor, 1)
     later = scrape(successor, first)
     name = "cleave_gateway_requests_total", ("m", "ok")
@@ -80,10 +86,10 @@ def test_nothing_that_was_told_goes_down_when_a_process_is_killed(siblings) -> N
 
 
 def test_processes_that_serve_and_were_replaced_are_counted(siblings) -> None:
-    first = siblings.seen_by(0)
-    first.begin(os.getpid())
-    siblings.note_restart()
-    page = scrape(Metrics(), first)
+    first = siblings.for_process(0)
+    first.register_process(os.getpid())
+    siblings.record_restart()
+    page = scrape(GatewayMetrics(), first)
     assert page["cleave_gateway_processes", ()] == 1
     assert page["cleave_gateway_process_restarts_total", ()] == 1
     assert page["process_resident_memory_bytes", ()] > 0

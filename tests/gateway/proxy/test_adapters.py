@@ -42,7 +42,7 @@ async def test_an_adapter_is_no_second_model_that_must_be_named(single) -> None:
 async def test_adapters_and_their_model_take_turns_in_one_queue(
     make_stage, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(controller, "HOLD_TOKENS", 1.0)
+    monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 1.0)
     keys = tmp_path / "keys.yaml"
     first = {"name": "first", "keys": ["f"], "priority": 1}
     keys.write_text(f"tenants: {json.dumps([{'name': 'other', 'keys': ['o']}, first])}\n")
@@ -55,7 +55,7 @@ async def test_adapters_and_their_model_take_turns_in_one_queue(
         clients.append(await stage.connect())
         clients[-1].send(ASK | {"model": model}, Authorization=f"Bearer {key}")
         await stage.until(lambda n=number: stage.context.metrics.in_flight == n + 1, "it has come")
-    assert stage.context.door.count_waiting() == {"m": 3}
+    assert stage.context.admission.count_waiting() == {"m": 3}
     opened.set()
     assert [(await client.read()).status for client in clients] == [200] * 4
     assert [request.body["model"] for request in engine.requests] == ["m", "law", "m", "sql"]

@@ -40,7 +40,7 @@ async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make
 
 async def test_answers_teach_the_router_how_long_answers_are(make_stage) -> None:
     stage = await make_stage({"x": "mixed"})
-    before = stage.context.router.lengths.predict(2)
+    before = stage.context.router.length_predictor.predict(2)
     for _ in range(20):
         await stage.ask({"model": "m", "prompt": "hello", "stream": True})
-    assert stage.context.router.lengths.predict(2) < before / 2
+    assert stage.context.router.length_predictor.predict(2) < before / 2

@@ -16,8 +16,8 @@ def offer(stage, *, from_tokens: int = 1, free: int = 100, waiting: int = 0) -> 
         load = agent_pb2.LoadReport(
             boot_id=engine.boot_id, kv_blocks_free=free, num_waiting=waiting, sampled_ns=1
         )
-        directory = stage.context.router.directory
-        directory.hear(engine.name, agent_pb2.WatchEvent(load=load), 1e12)
+        directory = stage.context.router.registry
+        directory.on_event(engine.name, agent_pb2.WatchEvent(load=load), 1e12)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ async def test_a_prefill_that_hands_over_is_counted_as_asked_ahead(ahead) -> Non
     opened = gate(ahead.engines["d"])
     asking = asyncio.create_task(ahead.ask(ASK))
     await ahead.until(lambda: ahead.context.metrics.handoffs == {"ahead": 1}, "it is counted")
-    assert ahead.context.router.directory.instances["p"].ledger.prompt.own == 0
+    assert ahead.context.router.registry.instances["p"].in_flight.prompt.own == 0
     opened.set()
     assert (await asking).status == 200
 

@@ -151,12 +151,12 @@ async def test_an_unknown_model_is_not_found(pair) -> None:
 
 async def test_a_model_whose_fleet_is_away_is_counted_by_its_name(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, ttft_slo_ms=100.0)
-    stage.context.router.directory.forget("x")
+    stage.context.router.registry.remove_agent("x")
     for model in ("m", "gpt-9"):
         assert (await stage.ask(ASK | {"model": model})).status == 503
     counted = stage.context.metrics
     assert counted.requests == {("m", "unavailable"): 1, ("", "unavailable"): 1}
-    assert counted.attained == {("m", "unserved"): 1}
+    assert counted.slo_results == {("m", "unserved"): 1}
 
 
 async def test_no_ready_instance_is_unavailable_with_the_reason(make_stage) -> None:
@@ -170,10 +170,10 @@ async def test_no_ready_instance_is_unavailable_with_the_reason(make_stage) -> N
 
 async def test_when_all_are_momentarily_away_the_client_may_come_back(make_stage) -> None:
     stage = await make_stage({"p": "prefill", "d": "decode"})
-    directory = stage.context.router.directory
-    directory.instances["p"].heard_at = 0.0
-    directory.note_silence(11.0)
-    directory.lose("d")
+    directory = stage.context.router.registry
+    directory.instances["p"].last_event_at = 0.0
+    directory.update_connectivity(11.0)
+    directory.on_disconnect("d")
     response = await stage.ask(ASK)
     assert (response.status, response.headers["retry-after"]) == (503, "1")
     message = response.error["message"]
@@ -216,7 +216,7 @@ async def test_running_streams_do_not_count_as_waiting(make_stage) -> None:
 
 async def test_the_prompt_leaves_the_books_with_the_first_token(single) -> None:
     client = await single.connect()
-    ledger = single.context.router.directory.instances["x"].ledger
+    ledger = single.context.router.registry.instances["x"].in_flight
 
     async def go_on(engine, request, writer):
         await engine.stream(writer, ["t"] * 10_000, pause_s=0.01)

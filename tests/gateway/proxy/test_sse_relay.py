@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.gateway.http.errors import fail_engine
-from cleave.gateway.proxy.sse_relay import KEPT_MASK, Relay, StreamLostError
+from cleave.gateway.http.errors import build_engine_error
+from cleave.gateway.proxy.sse_relay import COMPACTION_MASK, SseRelay, StreamLostError
 from cleave.gateway.upstream.kv_transfer_params import HandoffError
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -27,13 +27,13 @@ def cut(stream: bytes, borders: list[int]) -> list[bytes]:
     return [stream[a:b] for a, b in itertools.pairwise(marks) if b > a]
 
 
-def relay(**options: bool) -> Relay:
-    return Relay(b"", False, 0.0, **options)
+def relay(**options: bool) -> SseRelay:
+    return SseRelay(b"", False, 0.0, **options)
 
 
-def pass_all(stream: Relay, pieces: list[bytes]) -> bytes:
-    sent = [stream.pass_on(piece, False) for piece in pieces]
-    return b"".join([*sent, stream.pass_on(b"", True)])
+def pass_all(stream: SseRelay, pieces: list[bytes]) -> bytes:
+    sent = [stream.forward(piece, False) for piece in pieces]
+    return b"".join([*sent, stream.forward(b"", True)])
 
 
 @given(borders)
@@ -41,16 +41,16 @@ def test_a_hand_off_is_found_wherever_the_stream_is_cut(borders: list[int]) -> N
     stream, passed = relay(), b""
     *before, last = cut(event("x") + SECRET, borders)
     for piece in before:
-        passed += stream.pass_on(piece, False)
+        passed += stream.forward(piece, False)
     with pytest.raises(HandoffError):
-        stream.pass_on(last, False)
+        stream.forward(last, False)
     assert b"remote_engine_id" not in passed
 
 
 @pytest.mark.parametrize("odd", [b": %b\n\n", b"data: {%b}  \n\n", b"%b\n\n"])
 def test_a_hand_off_is_found_in_what_is_no_event_of_ours(odd: bytes) -> None:
     with pytest.raises(HandoffError):
-        relay().pass_on(odd % b'"kv_transfer_params": {"remote_engine_id": 1}', False)
+        relay().forward(odd % b'"kv_transfer_params": {"remote_engine_id": 1}', False)
 
 
 @given(borders, st.integers(0, 6))
@@ -58,16 +58,16 @@ def test_events_pass_unchanged_and_whole_wherever_the_stream_is_cut(borders, eve
     whole = event("data: \n\n {}") * events + DONE
     stream, sent = relay(), b""
     for piece in cut(whole, borders):
-        sent += stream.pass_on(piece, False)
+        sent += stream.forward(piece, False)
         assert sent.endswith(b"\n\n") or not sent
-    assert sent + stream.pass_on(b"", True) == whole
-    assert stream.events == events
+    assert sent + stream.forward(b"", True) == whole
+    assert stream.num_events == events
 
 
 def test_the_head_goes_before_the_first_event() -> None:
-    stream = Relay(HEAD, True, 0.0)
-    assert stream.pass_on(b"data: {", False) == HEAD
-    assert stream.pass_on(b"}\n\n", False) == b"a\r\ndata: {}\n\n\r\n"
+    stream = SseRelay(HEAD, True, 0.0)
+    assert stream.forward(b"data: {", False) == HEAD
+    assert stream.forward(b"}\n\n", False) == b"a\r\ndata: {}\n\n\r\n"
 
 
 @pytest.mark.parametrize("events", [b"", event("one")], ids=["at first", "after a token"])
@@ -75,38 +75,38 @@ def test_the_head_goes_before_the_first_event() -> None:
 def test_an_engines_error_ends_its_stream_and_is_not_the_clients(events: bytes, code) -> None:
     error = b"data: " + json.dumps({"error": {"message": "no", "code": code}}).encode() + b"\n\n"
     with pytest.raises(StreamLostError, match="reported an error") as lost:
-        relay().pass_on(events + error + DONE, False)
+        relay().forward(events + error + DONE, False)
     assert lost.value.data == events
 
 
 def test_an_engine_that_aborts_the_request_has_not_ended_it() -> None:
     with pytest.raises(StreamLostError, match="gave the request up") as lost:
-        relay().pass_on(event("one") + event("", finish_reason="abort") + DONE, True)
+        relay().forward(event("one") + event("", finish_reason="abort") + DONE, True)
     assert lost.value.data == event("one")
 
 
 def test_a_refusal_passes() -> None:
     error = b'data: {"error": {"message": "no", "code": 400}}\n\n'
-    assert relay().pass_on(error + DONE, True) == error + DONE
+    assert relay().forward(error + DONE, True) == error + DONE
 
 
 @pytest.mark.parametrize("rest", [b"", b'data: {"ha'], ids=["between events", "within one"])
 def test_a_stream_that_ends_without_done_is_lost(rest: bytes) -> None:
     stream = relay()
-    assert stream.pass_on(event("one") + rest, False) == event("one")
+    assert stream.forward(event("one") + rest, False) == event("one")
     with pytest.raises(StreamLostError, match="early"):
-        stream.pass_on(b"", True)
+        stream.forward(b"", True)
 
 
 def test_of_other_answers_nothing_is_known_and_all_passes() -> None:
     whole = b"event: ping\ndata: 1"
-    assert relay(opaque=True).pass_on(whole, True) == whole
+    assert relay(opaque=True).forward(whole, True) == whole
 
 
 def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6,7],"token_ids":[8]}]}\n\n'
-    stream = Relay(HEAD, False, 0.0, has_token_ids=True)
-    sent = stream.pass_on(first[:30], False) + stream.pass_on(first[30:], False)
+    stream = SseRelay(HEAD, False, 0.0, has_token_ids=True)
+    sent = stream.forward(first[:30], False) + stream.forward(first[30:], False)
     assert sent == HEAD + first.replace(b"[5,6,7]", b"null")
     assert stream.prompt_ids == b"5,6,7"
 
@@ -114,23 +114,23 @@ def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
 def test_a_client_that_asked_for_ids_gets_them() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6]}]}\n\n'
     stream = relay(has_token_ids=True, return_token_ids=True)
-    assert stream.pass_on(first, False) == first
+    assert stream.forward(first, False) == first
     assert stream.prompt_ids == b"5,6"
 
 
 def test_a_break_is_told_after_the_last_whole_event() -> None:
     stream = relay()
-    stream.pass_on(event("one") + b'data: {"half', False)
-    told = stream.break_off(fail_engine(502, "gone"))
+    stream.forward(event("one") + b'data: {"half', False)
+    told = stream.build_error_end(build_engine_error(502, "gone"))
     assert json.loads(told.removeprefix(b"data: "))["error"]["message"] == "gone"
 
 
 def test_long_streams_are_kept_as_text() -> None:
     stream = relay()
-    for _ in range(3 * KEPT_MASK):
-        stream.pass_on(event("ab", token_ids=[1]), False)
-    assert len(stream._kept) <= KEPT_MASK + 1
-    seen = stream.read().choices[0]
-    assert seen.texts["text",] == "ab" * 3 * KEPT_MASK
-    assert len(seen.ids) == 3 * KEPT_MASK
-    assert stream.pass_on(DONE, True) == DONE
+    for _ in range(3 * COMPACTION_MASK):
+        stream.forward(event("ab", token_ids=[1]), False)
+    assert len(stream._sent_pieces) <= COMPACTION_MASK + 1
+    seen = stream.read_transcript().choices[0]
+    assert seen.texts["text",] == "ab" * 3 * COMPACTION_MASK
+    assert len(seen.token_ids) == 3 * COMPACTION_MASK
+    assert stream.forward(DONE, True) == DONE

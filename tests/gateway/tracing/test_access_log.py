@@ -11,8 +11,8 @@ import urllib.request
 
 import pytest
 
-from cleave.gateway.tracing.access_log import ACCESS
-from cleave.logs import JsonLines, TextLines
+from cleave.gateway.tracing.access_log import ACCESS_LOGGER
+from cleave.logs import JsonFormatter, TextFormatter
 
 PROMPT = "MARKER-PROMPT"
 KEY = "MARKER-KEY"
@@ -27,8 +27,8 @@ def lines(caplog):
     caplog.set_level(logging.DEBUG)
 
     def read() -> list[dict]:
-        records = [record for record in caplog.records if record.name == ACCESS]
-        return [json.loads(JsonLines().format(record)) for record in records]
+        records = [record for record in caplog.records if record.name == ACCESS_LOGGER]
+        return [json.loads(JsonFormatter().format(record)) for record in records]
 
     return read
 
@@ -142,12 +142,12 @@ async def test_no_log_tells_prompts_keys_or_bodies(make_stage, caplog, tmp_path,
     client.writer.write(f"POST {PROMPT} {KEY}\r\n\r\n".encode())
     await client.read()
     keys.write_text(f"sha256:{KEY}")
-    stage.gateway._keys._stamp = None
-    stage.gateway._keys.refresh()
+    stage.gateway._api_keys_file._file_version = None
+    stage.gateway._api_keys_file.refresh()
     await stage.until_idle()
-    assert len([record for record in caplog.records if record.name == ACCESS]) == 10
+    assert len([record for record in caplog.records if record.name == ACCESS_LOGGER]) == 10
     for record in caplog.records:
-        for form in (JsonLines(), TextLines()):
+        for form in (JsonFormatter(), TextFormatter()):
             line = form.format(record)
             assert PROMPT not in line
             assert KEY not in line
@@ -169,5 +169,5 @@ def test_lines_of_a_gateway_are_json_where_the_environment_says_so() -> None:
             assert gateway.wait(15) == 0
         finally:
             gateway.kill()
-    (access,) = [line for line in lines if line["logger"] == ACCESS]
+    (access,) = [line for line in lines if line["logger"] == ACCESS_LOGGER]
     assert (access["status"], access["outcome"]) == (503, "unavailable")

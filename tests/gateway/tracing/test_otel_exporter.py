@@ -10,7 +10,7 @@ import pytest
 
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main
-from cleave.gateway.metrics.gateway_metrics import Metrics
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.gateway.tracing import otel_exporter, recorder
 from cleave.gateway.tracing.request_record import TracingError
 from cleave.rpc.v1 import agent_pb2
@@ -349,7 +349,7 @@ async def test_a_fault_of_the_library_is_none_of_the_clients(make_traced, monkey
     def fail(*_: object) -> None:
         raise TypeError("of the library")
 
-    monkeypatch.setattr(otel_exporter.OtelTracing, "_begin_and_end", fail)
+    monkeypatch.setattr(otel_exporter.OtelExporter, "_emit_span", fail)
     client = await stage.connect()
     for body in (ASK, STREAM, ASK):
         assert (await client.ask(body)).status == 200
@@ -371,14 +371,16 @@ async def test_what_becomes_of_spans_is_a_metric(make_traced) -> None:
 )
 def test_an_endpoint_that_is_no_url_is_refused_in_one_line(url) -> None:
     with pytest.raises(TracingError, match="--otlp-endpoint must be a URL") as refused:
-        recorder.make_watch(GatewayConfig(agents="", otlp_endpoint=url), Metrics())
+        recorder.make_recorder(GatewayConfig(agents="", otlp_endpoint=url), GatewayMetrics())
     assert "\n" not in str(refused.value)
 
 
 def test_an_unknown_protocol_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json")
     with pytest.raises(TracingError, match="must be grpc or http/protobuf"):
-        recorder.make_watch(GatewayConfig(agents="", otlp_endpoint="http://x:4318"), Metrics())
+        recorder.make_recorder(
+            GatewayConfig(agents="", otlp_endpoint="http://x:4318"), GatewayMetrics()
+        )
 
 
 def test_without_the_library_the_option_is_refused_and_the_environment_only_warns(
@@ -388,8 +390,12 @@ def test_without_the_library_the_option_is_refused_and_the_environment_only_warn
     monkeypatch.delattr("cleave.gateway.tracing.otel_exporter")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(TracingError, match="need the extra otel: make setup"):
-        recorder.make_watch(GatewayConfig(agents="", otlp_endpoint="http://x:4317"), Metrics())
-    assert recorder.make_watch(GatewayConfig(agents="", otlp_endpoint=""), Metrics()) is None
+        recorder.make_recorder(
+            GatewayConfig(agents="", otlp_endpoint="http://x:4317"), GatewayMetrics()
+        )
+    assert (
+        recorder.make_recorder(GatewayConfig(agents="", otlp_endpoint=""), GatewayMetrics()) is None
+    )
     assert "tracing is off" in caplog.text
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from cleave.gateway.tracing.request_record import Story
-from cleave.gateway.tracing.spans import describe
+from cleave.gateway.tracing.request_record import RequestRecord
+from cleave.gateway.tracing.spans import build_spans
 from cleave.gateway.tracing.traceparent import TraceContext
 
 
 @pytest.mark.parametrize(("secure", "scheme"), [(False, "http"), (True, "https")])
 def test_a_request_is_told_with_the_scheme_that_its_client_used(secure: bool, scheme: str) -> None:
     trace = TraceContext(trace_id=1, parent_id=0, sampled=True)
-    story = Story("r", "POST", "/v1/completions", "m", 1.0, trace=trace, secure=secure)
+    story = RequestRecord("r", "POST", "/v1/completions", "m", 1.0, trace=trace, secure=secure)
     story.end("ok", 2.0)
-    (span,) = describe(story)
+    (span,) = build_spans(story)
     assert span.attributes["url.scheme"] == scheme

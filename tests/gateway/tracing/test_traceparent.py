@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.gateway.tracing.traceparent import TraceContext, make_span_id, read_context
+from cleave.gateway.tracing.traceparent import TraceContext, make_span_id, read_trace_context
 
 IDS = st.integers(1, (1 << 64) - 1)
 TRACE_IDS = st.integers(1, (1 << 128) - 1)
@@ -12,10 +12,10 @@ TRACE_IDS = st.integers(1, (1 << 128) - 1)
 
 @given(TRACE_IDS, IDS, st.booleans(), st.sampled_from([0.0, 1.0]))
 def test_what_is_written_is_read_again_whatever_the_share(trace_id, span_id, sampled, share):
-    line = TraceContext(trace_id, 7, sampled).write(span_id)
+    line = TraceContext(trace_id, 7, sampled).format_header(span_id)
     assert line.endswith(b"\r\n")
     header = line.removeprefix(b"traceparent: ").strip()
-    assert read_context(header, share) == TraceContext(trace_id, span_id, sampled)
+    assert read_trace_context(header, share) == TraceContext(trace_id, span_id, sampled)
 
 
 @pytest.mark.parametrize(
@@ -34,25 +34,25 @@ def test_what_is_written_is_read_again_whatever_the_share(trace_id, span_id, sam
     ],
 )
 def test_a_trace_of_its_own_begins_where_the_header_is_none(header):
-    told = read_context(header, 1.0)
+    told = read_trace_context(header, 1.0)
     assert (told.parent_id, told.sampled) == (0, True)
     assert told.trace_id != 1
-    assert not read_context(header, 0.0).sampled
+    assert not read_trace_context(header, 0.0).sampled
 
 
 def test_later_versions_of_the_header_are_read_as_far_as_they_are_known():
     header = b"01-%032x-%016x-03-more" % (5, 6)
-    assert read_context(header, 0.0) == TraceContext(5, 6, sampled=True)
+    assert read_trace_context(header, 0.0) == TraceContext(5, 6, sampled=True)
 
 
 def test_the_share_is_what_is_sampled():
-    sampled = sum(read_context(None, 0.25).sampled for _ in range(4_000))
+    sampled = sum(read_trace_context(None, 0.25).sampled for _ in range(4_000))
     assert 800 < sampled < 1_200
 
 
 def test_the_trace_id_decides_so_that_everybody_decides_alike():
     for _ in range(200):
-        told = read_context(None, 0.5)
+        told = read_trace_context(None, 0.5)
         assert told.sampled == (told.trace_id & ((1 << 64) - 1) < 1 << 63)
 
 

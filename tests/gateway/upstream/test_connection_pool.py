@@ -68,22 +68,22 @@ async def test_an_engine_gets_no_more_connections_than_allowed(make_stage) -> No
 async def test_idle_connections_are_closed_before_the_engine_does(single) -> None:
     client = await single.connect()
     await client.ask(ASK)
-    pool = single.context.find_pool(single.context.router.directory.instances["x"].target)
-    pool.sweep(single.context.clock() + 1)
-    assert not pool.empty
-    pool.sweep(single.context.clock() + 100)
-    await single.until(lambda: pool.empty, "closed")
+    pool = single.context.get_pool(single.context.router.registry.instances["x"].target)
+    pool.close_idle(single.context.clock() + 1)
+    assert not pool.is_empty
+    pool.close_idle(single.context.clock() + 100)
+    await single.until(lambda: pool.is_empty, "closed")
     assert (await client.ask(ASK)).status == 200
 
 
 async def test_pools_of_engines_that_are_gone_are_forgotten(single) -> None:
     await single.ask(ASK)
-    target = single.context.router.directory.instances["x"].target
-    pool = single.context.find_pool(target)
+    target = single.context.router.registry.instances["x"].target
+    pool = single.context.get_pool(target)
     await single.engines["x"].stop()
-    await single.until(lambda: pool.empty, "closed")
-    single.context.sweep_pools(single.context.clock())
-    assert single.context.find_pool(target) is not pool
+    await single.until(lambda: pool.is_empty, "closed")
+    single.context.expire_pools(single.context.clock())
+    assert single.context.get_pool(target) is not pool
     await single.engines["x"].start()
 
 

@@ -2,7 +2,12 @@
 
 import pytest
 
-from cleave.gateway.upstream.stream_start import MAX_HELD_BYTES, Opening, judge_event, skip_roles
+from cleave.gateway.upstream.stream_start import (
+    MAX_START_BYTES,
+    StreamStart,
+    classify_start,
+    skip_role_deltas,
+)
 
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"text":"one"}]}\n\n'
 ROLE = b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -10,8 +15,8 @@ WORD = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"one"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-def judge(opening: bytes) -> Opening:
-    return judge_event(opening, skip_roles(opening))
+def judge(opening: bytes) -> StreamStart:
+    return classify_start(opening, skip_role_deltas(opening))
 
 
 def error(code: object) -> bytes:
@@ -22,50 +27,50 @@ def error(code: object) -> bytes:
 
 @pytest.mark.parametrize("opening", [TOKEN, ROLE + WORD, ROLE + ROLE + WORD, DONE, b'data: {"id'])
 def test_a_token_begins_the_stream(opening: bytes) -> None:
-    assert judge(opening) is Opening.BEGIN
+    assert judge(opening) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize("opening", [b"", ROLE, ROLE + ROLE], ids=["nothing", "one", "two"])
 def test_a_role_alone_tells_nothing(opening: bytes) -> None:
-    assert judge(opening) is Opening.HOLD
+    assert judge(opening) is StreamStart.PENDING
 
 
 @pytest.mark.parametrize("code", [500, 503, "null", '"500"'])
 @pytest.mark.parametrize("before", [b"", ROLE, ROLE + ROLE], ids=["first", "role", "roles"])
 @pytest.mark.parametrize("after", [b"", DONE], ids=["alone", "done"])
 def test_an_error_before_any_token_is_a_failure(before, code, after) -> None:
-    assert judge(before + error(code) + after) is Opening.FAIL
+    assert judge(before + error(code) + after) is StreamStart.FAILED
 
 
 @pytest.mark.parametrize("before", [b"", ROLE], ids=["first", "role"])
 def test_an_error_cut_anywhere_is_one_once_it_is_whole(before) -> None:
     whole = before + error(500)
     verdicts = [judge(whole[:end]) for end in range(len(before), len(whole))]
-    assert set(verdicts) == {Opening.HOLD}
-    assert judge(whole) is Opening.FAIL
+    assert set(verdicts) == {StreamStart.PENDING}
+    assert judge(whole) is StreamStart.FAILED
 
 
 @pytest.mark.parametrize("code", [400, 404, 422])
 def test_an_error_that_is_the_clients_fault_goes_to_the_client(code: int) -> None:
-    assert judge(error(code) + DONE) is Opening.BEGIN
+    assert judge(error(code) + DONE) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize("content", [b'data: {"error": "boom"}\n\n', b'data: {"error": \xff}\n\n'])
 def test_an_error_in_another_shape_is_a_failure(content: bytes) -> None:
-    assert judge(content) is Opening.FAIL
+    assert judge(content) is StreamStart.FAILED
 
 
 def test_an_error_after_a_token_is_none_of_the_opening() -> None:
-    assert judge(TOKEN + error(500)) is Opening.BEGIN
+    assert judge(TOKEN + error(500)) is StreamStart.STARTED
 
 
 def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
-    assert judge(TOKEN.replace(b"one", b'data: {\\"error\\": 500}')) is Opening.BEGIN
+    assert judge(TOKEN.replace(b"one", b'data: {\\"error\\": 500}')) is StreamStart.STARTED
 
 
 def test_what_is_held_is_limited() -> None:
-    endless = b'data: {"error": "' + b"x" * MAX_HELD_BYTES
-    assert judge(endless) is Opening.BEGIN
+    endless = b'data: {"error": "' + b"x" * MAX_START_BYTES
+    assert judge(endless) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize(
@@ -80,12 +85,12 @@ def test_what_is_held_is_limited() -> None:
 )
 def test_what_was_looked_at_need_not_be_looked_at_again(whole: bytes) -> None:
     for first in range(len(whole)):
-        at = skip_roles(whole[:first])
+        at = skip_role_deltas(whole[:first])
         for second in range(first, len(whole)):
-            assert skip_roles(whole[:second], at) == skip_roles(whole[:second])
+            assert skip_role_deltas(whole[:second], at) == skip_role_deltas(whole[:second])
 
 
 def test_a_role_that_says_something_begins_the_stream() -> None:
     says = ROLE.replace(b'"content":""', b'"content":"one"')
-    assert judge(says) is Opening.BEGIN
-    assert judge(says + ROLE) is Opening.BEGIN
+    assert judge(says) is StreamStart.STARTED
+    assert judge(says + ROLE) is StreamStart.STARTED

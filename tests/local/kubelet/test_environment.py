@@ -2,8 +2,13 @@ import sys
 
 import pytest
 
-from cleave.local.kubelet.environment import command_line, expand, fields, resolve
-from cleave.local.kubelet.pod_spec import PodError, parse
+from cleave.local.kubelet.environment import (
+    build_command_line,
+    build_downward_api_fields,
+    expand,
+    resolve_env,
+)
+from cleave.local.kubelet.pod_spec import PodError, parse_pod
 
 
 def field_ref(name: str, path: str) -> dict[str, object]:
@@ -11,13 +16,13 @@ def field_ref(name: str, path: str) -> dict[str, object]:
 
 
 def test_the_downward_api_names_the_pod_its_address_and_its_labels() -> None:
-    spec = parse(
+    spec = parse_pod(
         {
             "metadata": {"name": "p", "namespace": "ns", "labels": {"a/b": "c"}},
             "spec": {"containers": [{"name": "m", "command": ["true"]}]},
         }
     )
-    known = fields(spec, "127.64.0.1", "127.0.0.1", "node")
+    known = build_downward_api_fields(spec, "127.64.0.1", "127.0.0.1", "node")
     env = [
         field_ref("NAME", "metadata.name"),
         field_ref("NS", "metadata.namespace"),
@@ -25,7 +30,7 @@ def test_the_downward_api_names_the_pod_its_address_and_its_labels() -> None:
         field_ref("LABEL", "metadata.labels['a/b']"),
         field_ref("NONE", "metadata.labels['absent']"),
     ]
-    assert resolve(env, known, {}) == {
+    assert resolve_env(env, known, {}) == {
         "NAME": "p", "NS": "ns", "IP": "127.64.0.1", "LABEL": "c", "NONE": "",
     }  # fmt: skip
 
@@ -37,7 +42,7 @@ def test_variables_refer_to_earlier_ones_and_overrides_win() -> None:
         {"name": "C", "value": "3"},
         {"name": "EMPTY"},
     ]
-    assert resolve(env, {}, {"A": "2", "D": "4"}) == {
+    assert resolve_env(env, {}, {"A": "2", "D": "4"}) == {
         "A": "2", "B": "2$(C)", "C": "3", "EMPTY": "", "D": "4",
     }  # fmt: skip
 
@@ -53,7 +58,7 @@ def test_a_source_that_cannot_be_resolved_is_refused(
     source: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(PodError, match=complaint):
-        resolve([{"name": "X", "valueFrom": source}], {}, {})
+        resolve_env([{"name": "X", "valueFrom": source}], {}, {})
 
 
 def test_references_are_expanded_as_in_kubernetes() -> None:
@@ -62,5 +67,9 @@ def test_references_are_expanded_as_in_kubernetes() -> None:
 
 
 def test_python_is_this_interpreter_and_nothing_else_is_replaced() -> None:
-    assert command_line(["python", "$(A)", "python"], {"A": "x"}) == [sys.executable, "x", "python"]
-    assert command_line(["sh", "-c"], {}) == ["sh", "-c"]
+    assert build_command_line(["python", "$(A)", "python"], {"A": "x"}) == [
+        sys.executable,
+        "x",
+        "python",
+    ]
+    assert build_command_line(["sh", "-c"], {}) == ["sh", "-c"]

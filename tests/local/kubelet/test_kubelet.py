@@ -13,7 +13,7 @@ import pytest
 
 from cleave.local.kubelet import process
 from cleave.local.kubelet.kubelet import Kubelet
-from cleave.local.kubelet.node import Gpu, Node
+from cleave.local.kubelet.node import GpuDevice, LocalNode
 from cleave.local.kubelet.pod_spec import PodError
 
 PodBuilder = Callable[..., dict[str, Any]]
@@ -35,7 +35,7 @@ POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podI
 
 
 def status(kubelet: Kubelet, name: str) -> dict[str, Any]:
-    (found,) = [p["status"] for p in kubelet.pods() if p["metadata"]["name"] == name]
+    (found,) = [p["status"] for p in kubelet.list_pods() if p["metadata"]["name"] == name]
     return found
 
 
@@ -44,12 +44,12 @@ def container(kubelet: Kubelet, name: str) -> dict[str, Any]:
 
 
 def pid_of(kubelet: Kubelet, name: str) -> int | None:
-    (found,) = [facts.pid for spec, facts in kubelet.observed() if spec.name == name]
+    (found,) = [facts.pid for spec, facts in kubelet.list_pod_states() if spec.name == name]
     return found
 
 
 def printed(kubelet: Kubelet, name: str) -> str:
-    log = kubelet.log(name)
+    log = kubelet.get_log_path(name)
     return log.read_text() if log.exists() else ""
 
 
@@ -75,9 +75,11 @@ async def test_a_pod_gets_its_own_address_name_and_agents_file(
     for name in ("one", "two"):
         builder = pod(name, code, container={"env": env, "ports": [{"containerPort": 9000}]})
         builder["spec"]["containers"][0]["args"] += ["--host", "$(POD_IP)"]
-        kubelet.run(builder)
+        kubelet.run_pod(builder)
         await until(lambda n=name: printed(kubelet, n))
-    one, two = (json.loads(kubelet.log(n).read_text().splitlines()[0]) for n in ("one", "two"))
+    one, two = (
+        json.loads(kubelet.get_log_path(n).read_text().splitlines()[0]) for n in ("one", "two")
+    )
     assert one[0].startswith("127.")
     assert one[0] != two[0]
     assert one[1:] == ["one", f"file:{kubelet.agents_file}", "-c", "--host", one[0]]
@@ -87,65 +89,65 @@ async def test_the_agents_file_names_worker_pods_while_they_are_there(
     kubelet: Kubelet, pod: PodBuilder
 ) -> None:
     worker = {"cleave.dev/component": "worker"}
-    kubelet.run(pod("w", SLEEP, labels=worker))
-    kubelet.run(pod("g", SLEEP, labels={"cleave.dev/component": "gateway"}))
+    kubelet.run_pod(pod("w", SLEEP, labels=worker))
+    kubelet.run_pod(pod("g", SLEEP, labels={"cleave.dev/component": "gateway"}))
     assert kubelet.agents_file.read_text() == f"{status(kubelet, 'w')['podIP']}:9000\n"
-    await kubelet.stop("w")
+    await kubelet.stop_pod("w")
     assert kubelet.agents_file.read_text() == ""
 
 
 async def test_whole_cores_are_exclusive_and_the_rest_is_shared(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:
-    kubelet.run(pod("gateway", SLEEP))
+    kubelet.run_pod(pod("gateway", SLEEP))
     await until(lambda: pid_of(kubelet, "gateway"))
-    kubelet.run(pod("engine", SLEEP, container=CORE_EACH))
+    kubelet.run_pod(pod("engine", SLEEP, container=CORE_EACH))
     await until(lambda: pid_of(kubelet, "engine"))
     await until(lambda: os.sched_getaffinity(pid_of(kubelet, "engine") or 0) == {0})
     await until(lambda: os.sched_getaffinity(pid_of(kubelet, "gateway") or 0) == {1})
-    await kubelet.stop("engine")
+    await kubelet.stop_pod("engine")
     await until(lambda: os.sched_getaffinity(pid_of(kubelet, "gateway") or 0) == {0, 1})
 
 
 async def test_a_pod_without_a_free_core_is_refused_in_one_line(
     kubelet: Kubelet, pod: PodBuilder
 ) -> None:
-    kubelet.run(pod("a", SLEEP, container=CORE_EACH))
-    kubelet.run(pod("b", SLEEP, container=CORE_EACH))
+    kubelet.run_pod(pod("a", SLEEP, container=CORE_EACH))
+    kubelet.run_pod(pod("b", SLEEP, container=CORE_EACH))
     with pytest.raises(PodError, match=r"1 exclusive core.* 0 free .*--allow-shared-cores"):
-        kubelet.run(pod("c", SLEEP, container=CORE_EACH))
-    assert len(kubelet.pods()) == 2
+        kubelet.run_pod(pod("c", SLEEP, container=CORE_EACH))
+    assert len(kubelet.list_pods()) == 2
 
 
 async def test_cores_are_shared_when_told_and_the_pod_is_told_too(
-    tmp_path: Path, node: Node, pod: PodBuilder, until: Until
+    tmp_path: Path, node: LocalNode, pod: PodBuilder, until: Until
 ) -> None:
     code = "import os; print(os.environ.get('CLEAVE_ALLOW_SHARED_CORES')); " + SLEEP
     async with Kubelet(node, tmp_path / "chat", allow_shared_cores=True) as kubelet:
         for name in "abc":
-            kubelet.run(pod(name, code, container=CORE_EACH))
+            kubelet.run_pod(pod(name, code, container=CORE_EACH))
             await until(lambda n=name: printed(kubelet, n) == "1\n")
 
 
 async def test_gpus_are_given_out_once(tmp_path: Path, pod: PodBuilder, until: Until) -> None:
-    gpus = (Gpu(0, "H100", 2**36), Gpu(1, "H100", 2**36))
-    node = Node("here", frozenset({0}), 2**34, gpus)
+    gpus = (GpuDevice(0, "H100", 2**36), GpuDevice(1, "H100", 2**36))
+    node = LocalNode("here", frozenset({0}), 2**34, gpus)
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES']); " + SLEEP
     one = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     async with Kubelet(node, tmp_path / "chat") as kubelet:
         for name, seen in (("a", "0\n"), ("b", "1\n")):
-            kubelet.run(pod(name, code, container=one))
-            log = kubelet.log(name)
+            kubelet.run_pod(pod(name, code, container=one))
+            log = kubelet.get_log_path(name)
             await until(lambda log=log: log.exists() and log.read_text())
             assert log.read_text() == seen
         with pytest.raises(PodError, match="1 GPU"):
-            kubelet.run(pod("c", code, container=one))
+            kubelet.run_pod(pod("c", code, container=one))
 
 
 async def test_a_pod_that_ends_is_started_again_after_a_pause(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:
-    kubelet.run(pod("crash", "raise SystemExit(3)"))
+    kubelet.run_pod(pod("crash", "raise SystemExit(3)"))
     await until(lambda: "waiting" in container(kubelet, "crash")["state"])
     await until(lambda: container(kubelet, "crash")["lastState"])
     assert container(kubelet, "crash")["state"]["waiting"]["reason"] == "CrashLoopBackOff"
@@ -161,8 +163,8 @@ async def test_a_pod_whose_process_cannot_be_made_is_tried_again(
         def full(*_: object) -> None:
             raise OSError("too many processes")
 
-        patch.setattr(process, "start", full)
-        kubelet.run(pod("w", SLEEP))
+        patch.setattr(process, "start_process", full)
+        kubelet.run_pod(pod("w", SLEEP))
         await until(lambda: "waiting" in container(kubelet, "w")["state"])
         await until(lambda: "terminated" in container(kubelet, "w")["lastState"])
     ended = container(kubelet, "w")["lastState"]["terminated"]
@@ -173,8 +175,8 @@ async def test_a_pod_whose_process_cannot_be_made_is_tried_again(
 async def test_a_pod_that_is_never_restarted_succeeds_or_fails(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:
-    kubelet.run(pod("good", "", restartPolicy="Never"))
-    kubelet.run(pod("bad", "import os; os.kill(os.getpid(), 9)", restartPolicy="Never"))
+    kubelet.run_pod(pod("good", "", restartPolicy="Never"))
+    kubelet.run_pod(pod("bad", "import os; os.kill(os.getpid(), 9)", restartPolicy="Never"))
     await until(lambda: status(kubelet, "good")["phase"] == "Succeeded")
     await until(lambda: status(kubelet, "bad")["phase"] == "Failed")
     assert container(kubelet, "bad")["state"]["terminated"]["exitCode"] == 137
@@ -186,25 +188,25 @@ async def test_a_pod_that_ignores_the_signal_is_killed_after_its_grace_with_its_
     child = (
         f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid)"
     )
-    kubelet.run(pod("stubborn", f"{child}; {STUBBORN}", terminationGracePeriodSeconds=1))
+    kubelet.run_pod(pod("stubborn", f"{child}; {STUBBORN}", terminationGracePeriodSeconds=1))
     await until(lambda: "up" in printed(kubelet, "stubborn"))
     pid = pid_of(kubelet, "stubborn")
     assert pid is not None
-    child_pid = int(kubelet.log("stubborn").read_text().split()[0])
-    await kubelet.stop("stubborn")
+    child_pid = int(kubelet.get_log_path("stubborn").read_text().split()[0])
+    await kubelet.stop_pod("stubborn")
     assert not alive(pid)
     await until(lambda: not alive(child_pid))
-    assert kubelet.pods() == []
+    assert kubelet.list_pods() == []
 
 
 async def test_a_second_stop_without_grace_ends_a_slow_one(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:
-    kubelet.run(pod("stubborn", STUBBORN, terminationGracePeriodSeconds=600))
+    kubelet.run_pod(pod("stubborn", STUBBORN, terminationGracePeriodSeconds=600))
     await until(lambda: printed(kubelet, "stubborn"))
-    slow = asyncio.create_task(kubelet.stop("stubborn"))
+    slow = asyncio.create_task(kubelet.stop_pod("stubborn"))
     await asyncio.sleep(0.1)
-    await asyncio.wait_for(kubelet.stop("stubborn", 0), 10)
+    await asyncio.wait_for(kubelet.stop_pod("stubborn", 0), 10)
     await asyncio.wait_for(slow, 10)
 
 
@@ -213,7 +215,7 @@ async def test_a_pod_is_ready_when_its_probe_says_so(
 ) -> None:
     flag = tmp_path / "flag"
     probe = {"httpGet": {"port": "http", "path": "/health"}, "periodSeconds": 0.05}
-    kubelet.run(
+    kubelet.run_pod(
         pod(
             "web",
             SERVER.format(flag=str(flag)),
@@ -237,7 +239,7 @@ async def test_a_container_that_fails_its_liveness_probe_is_restarted(
     kubelet: Kubelet, pod: PodBuilder, until: Until
 ) -> None:
     probe = {"httpGet": {"port": 8080}, "periodSeconds": 0.05, "failureThreshold": 2}
-    kubelet.run(pod("dead", SLEEP, container={"livenessProbe": probe}))
+    kubelet.run_pod(pod("dead", SLEEP, container={"livenessProbe": probe}))
     await until(lambda: container(kubelet, "dead")["restartCount"] == 1)
 
 
@@ -245,10 +247,10 @@ async def test_an_address_whose_port_is_taken_is_passed_over(
     kubelet: Kubelet, pod: PodBuilder
 ) -> None:
     """Pods of a kubelet that died may still drain on their addresses."""
-    kubelet.run(pod("first", SLEEP))
+    kubelet.run_pod(pod("first", SLEEP))
     prefix, _, host = status(kubelet, "first")["podIP"].rpartition(".")
     with socket.create_server((f"{prefix}.{int(host) + 1}", 8080)):
-        kubelet.run(pod("next", SLEEP, container={"ports": [{"containerPort": 8080}]}))
+        kubelet.run_pod(pod("next", SLEEP, container={"ports": [{"containerPort": 8080}]}))
     assert status(kubelet, "next")["podIP"] == f"{prefix}.{int(host) + 2}"
 
 

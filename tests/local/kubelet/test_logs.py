@@ -8,9 +8,9 @@ def test_a_log_that_grew_too_long_is_moved_aside_while_its_writer_goes_on(tmp_pa
     with log.open("a") as writer:
         writer.write("old\n")
         writer.flush()
-        logs.bound(log, limit_bytes=100)
+        logs.rotate(log, max_bytes=100)
         assert log.read_text() == "old\n"
-        logs.bound(log, limit_bytes=3)
+        logs.rotate(log, max_bytes=3)
         writer.write("new\n")
     assert log.read_text() == "new\n"
     assert (tmp_path / "p.log.1").read_text() == "old\n"
@@ -35,5 +35,5 @@ def test_a_log_that_cannot_be_moved_aside_is_cut_all_the_same(tmp_path: Path) ->
     log = tmp_path / "p.log"
     log.write_text("old\n")
     (tmp_path / "p.log.1").symlink_to(tmp_path / "absent" / "file")
-    logs.bound(log, limit_bytes=3)
+    logs.rotate(log, max_bytes=3)
     assert log.read_text() == ""

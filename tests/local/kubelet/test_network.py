@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from cleave.local.kubelet.network import HOST_IP, busy_ports, find_internal_port
+from cleave.local.kubelet.network import HOST_IP, find_busy_ports, find_internal_port
 
 
 @pytest.mark.parametrize("port", [1, 8080, 55_535, 55_536, 65_535])
@@ -21,4 +21,4 @@ def test_an_internal_port_that_somebody_has_is_not_taken() -> None:
         taken.listen()
         second = find_internal_port(8080)
     assert second > first
-    assert not busy_ports(HOST_IP, [second])
+    assert not find_busy_ports(HOST_IP, [second])

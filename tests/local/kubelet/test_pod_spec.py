@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from cleave.local.kubelet.pod_spec import PodError, ProbeKind, parse
+from cleave.local.kubelet.pod_spec import PodError, ProbeKind, parse_pod
 
 
 def pod(**container: Any) -> dict[str, Any]:
@@ -27,18 +27,18 @@ def pod(**container: Any) -> dict[str, Any]:
 def test_cores_are_exclusive_when_request_and_limit_are_the_same_whole_number(
     requests: dict[str, Any], limits: dict[str, Any], cores: int
 ) -> None:
-    spec = parse(pod(resources={"requests": requests, "limits": limits}))
+    spec = parse_pod(pod(resources={"requests": requests, "limits": limits}))
     assert spec.exclusive_cores == cores
 
 
 def test_memory_and_gpus_are_read_as_quantities() -> None:
     limits = {"memory": "1.5Gi", "nvidia.com/gpu": "4"}
-    spec = parse(pod(resources={"limits": limits}))
+    spec = parse_pod(pod(resources={"limits": limits}))
     assert (spec.memory_bytes, spec.gpus) == (3 * 2**29, 4)
 
 
 def test_probes_take_kubernetes_defaults_and_named_ports() -> None:
-    spec = parse(
+    spec = parse_pod(
         pod(
             ports=[{"name": "http", "containerPort": 8080}],
             readinessProbe={"httpGet": {"port": "http", "path": "/health"}, "periodSeconds": 2},
@@ -67,4 +67,4 @@ def test_a_pod_that_cannot_be_run_is_refused_with_its_reason(
     broken: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(PodError, match=complaint):
-        parse(broken)
+        parse_pod(broken)

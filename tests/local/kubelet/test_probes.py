@@ -7,15 +7,15 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cleave.local.kubelet.pod_spec import Probe, ProbeKind
-from cleave.local.kubelet.probes import Tally, prober
+from cleave.local.kubelet.probes import ProbeState, build_prober
 
 PROBE = Probe(ProbeKind.HTTP, 1, "/", failure_threshold=2, success_threshold=2)
 
 
-def after(tally: Tally, answers: str) -> list[bool]:
+def after(tally: ProbeState, answers: str) -> list[bool]:
     seen = []
     for answer in answers:
-        tally = tally.after(PROBE, answer == "+")
+        tally = tally.record(PROBE, answer == "+")
         seen.append(tally.passed)
     return seen
 
@@ -31,7 +31,7 @@ def after(tally: Tally, answers: str) -> list[bool]:
 def test_a_probe_changes_its_mind_only_at_its_thresholds(
     passed: bool, answers: str, then: list[bool]
 ) -> None:
-    assert after(Tally(passed), answers) == then
+    assert after(ProbeState(passed), answers) == then
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ async def test_a_grpc_probe_passes_only_while_the_service_is_serving(
     served: tuple[health.aio.HealthServicer, int],
 ) -> None:
     servicer, port = served
-    asker = prober(Probe(ProbeKind.GRPC, port, "ready", timeout_s=10), "127.0.0.1")
+    asker = build_prober(Probe(ProbeKind.GRPC, port, "ready", timeout_s=10), "127.0.0.1")
     try:
-        assert not await asker.ask()
+        assert not await asker.check()
         await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
-        assert await asker.ask()
+        assert await asker.check()
         await servicer.set("ready", health_pb2.HealthCheckResponse.NOT_SERVING)
-        assert not await asker.ask()
+        assert not await asker.check()
     finally:
         await asker.close()
 
@@ -80,7 +80,7 @@ async def test_an_http_probe_goes_by_the_status(answer: bytes, passes: bool) -> 
     async with server:
         port = server.sockets[0].getsockname()[1]
         probe = Probe(ProbeKind.HTTP, port, "/health", timeout_s=10)
-        assert await prober(probe, "127.0.0.1").ask() is passes
+        assert await build_prober(probe, "127.0.0.1").check() is passes
 
 
 async def test_a_probe_that_gets_no_answer_fails_in_its_time() -> None:
@@ -93,8 +93,8 @@ async def test_a_probe_that_gets_no_answer_fails_in_its_time() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         silent = Probe(ProbeKind.HTTP, port, "/", timeout_s=0.1)
-        assert not await prober(silent, "127.0.0.1").ask()
-        asker = prober(replace(silent, kind=ProbeKind.GRPC), "127.0.0.1")
-        assert not await asker.ask()
+        assert not await build_prober(silent, "127.0.0.1").check()
+        asker = build_prober(replace(silent, kind=ProbeKind.GRPC), "127.0.0.1")
+        assert not await asker.check()
         await asker.close()
         hold.set()

@@ -1,13 +1,13 @@
 import pytest
 
-from cleave.local.kubelet.quantities import cpus, gib, memory_bytes
+from cleave.local.kubelet.quantities import format_gib, parse_cpus, parse_memory_bytes
 
 
 @pytest.mark.parametrize(
     ("quantity", "cores"), [("500m", 0.5), (".5", 0.5), ("2.", 2), (3, 3), ("2e1", 20), ("1k", 1e3)]
 )
 def test_cores_are_whole_or_parts(quantity: str | int, cores: float) -> None:
-    assert cpus(quantity) == cores
+    assert parse_cpus(quantity) == cores
 
 
 @pytest.mark.parametrize(
@@ -15,14 +15,14 @@ def test_cores_are_whole_or_parts(quantity: str | int, cores: float) -> None:
     [("6Gi", 6 * 2**30), ("128M", 128_000_000), ("1E", 10**18), ("1E3", 1000), ("1Ei", 2**60)],
 )
 def test_memory_is_in_bytes(quantity: str, size: int) -> None:
-    assert memory_bytes(quantity) == size
+    assert parse_memory_bytes(quantity) == size
 
 
 @pytest.mark.parametrize("quantity", ["6GB", "-1", "", "nan", "1e999", "1 Gi"])
 def test_what_is_no_quantity_is_refused(quantity: str) -> None:
     with pytest.raises(ValueError, match="is not a quantity"):
-        memory_bytes(quantity)
+        parse_memory_bytes(quantity)
 
 
 def test_people_read_gibibytes() -> None:
-    assert gib(3 * 2**29) == "1.5 GiB"
+    assert format_gib(3 * 2**29) == "1.5 GiB"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from cleave.api.cluster import Cluster, Network, NetworkKind, NodeGroup
+from cleave.api.cluster import Cluster, NetworkKind, NetworkSpec, NodeGroup
 from cleave.api.manifest import ManifestError, load_cluster
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu
-from cleave.perf.hardware.inventory import kinds, network_link, to_gpu
+from cleave.perf.hardware.inventory import find_network_link, list_gpus, to_gpu
 from cleave.perf.hardware.link import LinkKind
 
 MIXED = load_cluster(
@@ -21,18 +21,18 @@ gpus:
 
 def faults(cluster: Cluster, *choices: GpuChoice) -> tuple[str, ...]:
     with pytest.raises(ManifestError) as raised:
-        kinds(cluster, choices)
+        list_gpus(cluster, choices)
     return raised.value.faults
 
 
 def test_names_and_labels_of_one_gpu_are_one_kind() -> None:
-    assert list(kinds(MIXED)) == ["H100-SXM-80GB", "A100-SXM-80GB"]
+    assert list(list_gpus(MIXED)) == ["H100-SXM-80GB", "A100-SXM-80GB"]
 
 
 def test_a_gpu_of_ones_own_is_read_field_by_field() -> None:
     cluster = load_cluster(OWN)
     wanted = Gpu("Trainer-X", 64, 2000, 400, None, None, 32, 500, 0)
-    assert kinds(cluster) == {"Trainer-X": wanted}
+    assert list_gpus(cluster) == {"Trainer-X": wanted}
     assert to_gpu(cluster.gpus[0]) == wanted
 
 
@@ -48,7 +48,7 @@ def test_every_unknown_gpu_is_named_with_its_place_and_a_remedy() -> None:
 
 def test_choices_narrow_down_and_set_prices_and_caps() -> None:
     choice = GpuChoice(type="H100", price_per_hour=2.5, power_cap_watts=350)
-    (gpu,) = kinds(MIXED, [choice]).values()
+    (gpu,) = list_gpus(MIXED, [choice]).values()
     assert (gpu.name, gpu.price_per_hour, gpu.power_watts) == ("H100-SXM-80GB", 2.5, 350)
     assert gpu.dense_tflops < 989
 
@@ -68,7 +68,7 @@ def test_every_fault_of_the_choices_is_told() -> None:
 
 
 def test_the_network_of_the_file_is_one_gpus_link() -> None:
-    network = Network(bandwidth_gbps=100, latency_us=20, kind=NetworkKind.ETHERNET)
+    network = NetworkSpec(bandwidth_gbps=100, latency_us=20, kind=NetworkKind.ETHERNET)
     cluster = Cluster(nodes=[NodeGroup(gpu="H100")], network=network)
-    link = network_link(cluster, kinds(cluster)["H100-SXM-80GB"])
+    link = find_network_link(cluster, list_gpus(cluster)["H100-SXM-80GB"])
     assert (link.kind, link.gb_per_s, link.latency_us) == (LinkKind.ETHERNET, 12.5, 20)

@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.perf.hardware.gpu import find
-from cleave.perf.hardware.link import Link, LinkKind, between_nodes, slower, within_node
+from cleave.perf.hardware.gpu import find_gpu
+from cleave.perf.hardware.link import (
+    Link,
+    LinkKind,
+    build_network_link,
+    build_node_link,
+    select_slower,
+)
 
-A100 = find("A100-SXM-80GB")
-H100 = find("H100-SXM-80GB")
+A100 = find_gpu("A100-SXM-80GB")
+H100 = find_gpu("H100-SXM-80GB")
 
 # Medians in ms from Vidur's operator profiles (github.com/microsoft/vidur at 7d47513, MIT):
 # (GPUs, bytes) -> all-reduce in one node.
@@ -43,47 +49,52 @@ H100_NETWORK_SEND = {1017856: 0.057, 13139968: 0.378, 67108864: 1.871}
 
 @pytest.mark.parametrize(("gpu", "measured"), [(A100, A100_REDUCE), (H100, H100_REDUCE)])
 def test_all_reduces_take_what_was_measured(gpu, measured: dict[tuple[int, int], float]) -> None:
-    link = within_node(gpu)
-    errors = [abs(link.all_reduce_ms(size, gpus) / ms - 1) for (gpus, size), ms in measured.items()]
+    link = build_node_link(gpu)
+    errors = [
+        abs(link.compute_all_reduce_ms(size, gpus) / ms - 1)
+        for (gpus, size), ms in measured.items()
+    ]
     assert statistics.mean(errors) < 0.15
     assert max(errors) < 0.35
 
 
 def test_sends_take_what_was_measured() -> None:
-    near, far = within_node(H100), between_nodes(H100, 400, 5)
+    near, far = build_node_link(H100), build_network_link(H100, 400, 5)
     for size, ms in H100_SEND.items():
-        assert near.send_ms(size) == pytest.approx(ms, rel=0.10)
+        assert near.compute_send_ms(size) == pytest.approx(ms, rel=0.10)
     for size, ms in H100_NETWORK_SEND.items():
-        assert far.send_ms(size) == pytest.approx(ms, rel=0.20)
+        assert far.compute_send_ms(size) == pytest.approx(ms, rel=0.20)
 
 
 def test_networks_are_stated_in_bits_and_computed_in_bytes() -> None:
-    assert between_nodes(A100, 200, 5).gb_per_s == 25
+    assert build_network_link(A100, 200, 5).gb_per_s == 25
 
 
 def test_a_network_is_no_faster_than_the_way_to_it() -> None:
-    assert between_nodes(A100, 800, 5).gb_per_s == A100.pcie_gbps
+    assert build_network_link(A100, 800, 5).gb_per_s == A100.pcie_gbps
 
 
 def test_gpus_without_nvlink_share_pcie() -> None:
-    link = within_node(find("L40S"))
+    link = build_node_link(find_gpu("L40S"))
     assert (link.kind, link.gb_per_s) == (LinkKind.PCIE, 32)
-    assert within_node(A100).kind is LinkKind.NVLINK
+    assert build_node_link(A100).kind is LinkKind.NVLINK
 
 
 def test_bytes_through_the_hosts_are_slower_than_past_them() -> None:
-    rdma = between_nodes(A100, 25, 5)
-    tcp = between_nodes(A100, 25, 5, LinkKind.ETHERNET)
-    assert tcp.send_ms(1e6) > rdma.send_ms(1e6)
+    rdma = build_network_link(A100, 25, 5)
+    tcp = build_network_link(A100, 25, 5, LinkKind.ETHERNET)
+    assert tcp.compute_send_ms(1e6) > rdma.compute_send_ms(1e6)
 
 
 def test_between_unlike_gpus_the_slower_side_counts() -> None:
-    fast, slow = between_nodes(H100, 400, 2), between_nodes(A100, 200, 5)
-    assert slower(fast, slow) == slower(slow, fast) == Link(LinkKind.INFINIBAND, 25, 5)
+    fast, slow = build_network_link(H100, 400, 2), build_network_link(A100, 200, 5)
+    assert (
+        select_slower(fast, slow) == select_slower(slow, fast) == Link(LinkKind.INFINIBAND, 25, 5)
+    )
 
 
 def test_one_gpu_reduces_with_nobody() -> None:
-    assert within_node(A100).all_reduce_ms(1e9, 1) == 0
+    assert build_node_link(A100).compute_all_reduce_ms(1e9, 1) == 0
 
 
 @given(
@@ -96,7 +107,11 @@ def test_more_bytes_more_gpus_and_slower_links_take_longer(
     size: float, more: float, gpus: int, gbps: float
 ) -> None:
     link = Link(LinkKind.NVLINK, gbps)
-    assert link.all_reduce_ms(size + more, gpus) > link.all_reduce_ms(size, gpus) > 0
-    assert link.all_reduce_ms(size + more, gpus + 1) > link.all_reduce_ms(size + more, gpus)
-    assert link.send_ms(size + more) > link.send_ms(size) > 0
-    assert Link(LinkKind.NVLINK, gbps * 2).send_ms(more) < link.send_ms(more)
+    assert (
+        link.compute_all_reduce_ms(size + more, gpus) > link.compute_all_reduce_ms(size, gpus) > 0
+    )
+    assert link.compute_all_reduce_ms(size + more, gpus + 1) > link.compute_all_reduce_ms(
+        size + more, gpus
+    )
+    assert link.compute_send_ms(size + more) > link.compute_send_ms(size) > 0
+    assert Link(LinkKind.NVLINK, gbps * 2).compute_send_ms(more) < link.compute_send_ms(more)

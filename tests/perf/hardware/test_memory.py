@@ -7,17 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf.hardware import memory
-from cleave.perf.hardware.gpu import CATALOGUE, find
-from cleave.perf.hardware.memory import Reserve, kv_capacity_tokens, weight_bytes_on_gpu
+from cleave.perf.hardware.gpu import CATALOGUE, find_gpu
+from cleave.perf.hardware.memory import (
+    MemoryReserve,
+    compute_kv_capacity_tokens,
+    compute_weight_bytes,
+)
 from cleave.perf.model import model_shape
 from cleave.perf.model.known_models import CONFIGS
 from cleave.perf.published import distserve
 
-A100 = find("A100-SXM-80GB")
-H100 = find("H100-SXM-80GB")
+A100 = find_gpu("A100-SXM-80GB")
+H100 = find_gpu("H100-SXM-80GB")
 GIB = 2**30
 
-DISTSERVE = Reserve(
+DISTSERVE = MemoryReserve(
     utilisation=0.94,
     runtime_gib=0,
     collective_gib=0,
@@ -32,19 +36,19 @@ def test_published_capacities_of_distserve_follow_exactly_without_tensor_paralle
     name: str,
 ) -> None:
     published = distserve.KV_CAPACITY_TOKENS[name]
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     for (tensor, pipeline), tokens in published.items():
         if tensor == 1:
-            ours = kv_capacity_tokens(shape, A100, tensor, pipeline, DISTSERVE)
+            ours = compute_kv_capacity_tokens(shape, A100, tensor, pipeline, DISTSERVE)
             assert ours == pytest.approx(tokens, rel=0.002)
 
 
 @pytest.mark.parametrize("name", ["opt-13b", "opt-66b", "opt-175b"])
 def test_with_tensor_parallelism_sharing_the_embedding_leaves_a_little_more(name: str) -> None:
     # DistServe's table keeps the whole embedding on every GPU; vLLM shares it.
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     errors = [
-        kv_capacity_tokens(shape, A100, *sizes, DISTSERVE) / tokens - 1
+        compute_kv_capacity_tokens(shape, A100, *sizes, DISTSERVE) / tokens - 1
         for sizes, tokens in distserve.KV_CAPACITY_TOKENS[name].items()
         if sizes[0] > 1
     ]
@@ -56,59 +60,61 @@ def test_with_tensor_parallelism_sharing_the_embedding_leaves_a_little_more(name
 def test_vllms_own_report_for_llama_3_8b_is_met() -> None:
     # vllm-project/vllm, pull request 10511, comment of 2024-12-14, H100 with 79.22 GiB:
     # weights 14.96 GiB, KV 53.29 GiB; with two GPUs weights 7.48 GiB and 58.97 GiB.
-    shape = model_shape.load("Meta-Llama-3-8B")
-    assert weight_bytes_on_gpu(shape, 1, 1) / GIB == pytest.approx(14.96, rel=0.001)
-    assert weight_bytes_on_gpu(shape, 2, 1) / GIB == pytest.approx(7.48, rel=0.001)
-    alone = kv_capacity_tokens(shape, H100, 1, 1) * shape.kv_bytes_per_token / GIB
+    shape = model_shape.load_shape("Meta-Llama-3-8B")
+    assert compute_weight_bytes(shape, 1, 1) / GIB == pytest.approx(14.96, rel=0.001)
+    assert compute_weight_bytes(shape, 2, 1) / GIB == pytest.approx(7.48, rel=0.001)
+    alone = compute_kv_capacity_tokens(shape, H100, 1, 1) * shape.kv_bytes_per_token / GIB
     assert alone == pytest.approx(53.29, rel=0.04)
-    shared = kv_capacity_tokens(shape, H100, 2, 1) * shape.kv_bytes_on_gpu(2, 1) / GIB
+    shared = (
+        compute_kv_capacity_tokens(shape, H100, 2, 1) * shape.compute_kv_bytes_on_gpu(2, 1) / GIB
+    )
     assert shared == pytest.approx(58.97, rel=0.04)
 
 
 def test_the_activations_of_8192_tokens_are_near_what_vllm_reports() -> None:
-    assert memory.activation_bytes(model_shape.load("llama-3-8b"), 1) / GIB == pytest.approx(
-        1.26, abs=0.2
-    )
+    assert memory.compute_activation_bytes(
+        model_shape.load_shape("llama-3-8b"), 1
+    ) / GIB == pytest.approx(1.26, abs=0.2)
 
 
 def test_kv_heads_are_replicated_beyond_their_number() -> None:
-    shape = model_shape.load("qwen2.5-7b")
-    assert shape.kv_bytes_on_gpu(4, 1) == shape.kv_bytes_per_token // 4
-    assert shape.kv_bytes_on_gpu(8, 1) == shape.kv_bytes_per_token // 4
+    shape = model_shape.load_shape("qwen2.5-7b")
+    assert shape.compute_kv_bytes_on_gpu(4, 1) == shape.kv_bytes_per_token // 4
+    assert shape.compute_kv_bytes_on_gpu(8, 1) == shape.kv_bytes_per_token // 4
 
 
 def test_a_latent_is_kept_by_every_gpu() -> None:
-    shape = model_shape.load("deepseek-v3")
-    assert shape.kv_bytes_on_gpu(8, 1) == shape.kv_bytes_per_token
+    shape = model_shape.load_shape("deepseek-v3")
+    assert shape.compute_kv_bytes_on_gpu(8, 1) == shape.kv_bytes_per_token
 
 
 def test_tied_embeddings_are_stored_on_both_outer_stages() -> None:
-    shape = model_shape.load("opt-13b")
+    shape = model_shape.load_shape("opt-13b")
     table = shape.embedding_parameters * 2
-    alone = weight_bytes_on_gpu(shape, 1, 1)
-    halves = weight_bytes_on_gpu(shape, 1, 2)
+    alone = compute_weight_bytes(shape, 1, 1)
+    halves = compute_weight_bytes(shape, 1, 2)
     assert alone == shape.weight_bytes
     assert halves == pytest.approx(table + (alone - table) / 2)
 
 
 def test_the_fullest_stage_counts_where_layers_do_not_divide() -> None:
-    shape = model_shape.load("llama-3.1-405b")
-    assert shape.layers_per_stage(4) == 32
-    assert weight_bytes_on_gpu(shape, 8, 4) * 4 * 8 > shape.weight_bytes
+    shape = model_shape.load_shape("llama-3.1-405b")
+    assert shape.count_layers_per_stage(4) == 32
+    assert compute_weight_bytes(shape, 8, 4) * 4 * 8 > shape.weight_bytes
 
 
 def test_dense_first_layers_do_not_hide_a_stage_full_of_experts() -> None:
-    shape = model_shape.load("deepseek-v3")
-    per_stage = weight_bytes_on_gpu(shape, 8, 2)
-    dense, sparse = shape.mlp_parameters_of_layer(8)
+    shape = model_shape.load_shape("deepseek-v3")
+    per_stage = compute_weight_bytes(shape, 8, 2)
+    dense, sparse = shape.count_layer_mlp_parameters(8)
     assert sparse > 20 * dense
     assert per_stage > 31 * sparse * shape.bytes_per_weight
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_gpu_holds_exactly_the_weights(name: str) -> None:
-    shape = model_shape.load(name)
-    assert weight_bytes_on_gpu(shape, 1, 1) == pytest.approx(shape.weight_bytes, rel=1e-9)
+    shape = model_shape.load_shape(name)
+    assert compute_weight_bytes(shape, 1, 1) == pytest.approx(shape.weight_bytes, rel=1e-9)
 
 
 @given(
@@ -118,33 +124,36 @@ def test_one_gpu_holds_exactly_the_weights(name: str) -> None:
     pipeline=st.integers(1, 16),
 )
 def test_more_gpus_never_hold_less(name: str, gpu, tensor: int, pipeline: int) -> None:
-    shape = model_shape.load(name)
-    one = weight_bytes_on_gpu(shape, tensor, pipeline)
-    assert weight_bytes_on_gpu(shape, tensor, pipeline + 1) <= one
+    shape = model_shape.load_shape(name)
+    one = compute_weight_bytes(shape, tensor, pipeline)
+    assert compute_weight_bytes(shape, tensor, pipeline + 1) <= one
     assert one * tensor * pipeline >= shape.weight_bytes * 0.999
-    if shape.why_not(2 * tensor, pipeline) is None:
-        assert weight_bytes_on_gpu(shape, 2 * tensor, pipeline) < one
+    if shape.explain_unsupported(2 * tensor, pipeline) is None:
+        assert compute_weight_bytes(shape, 2 * tensor, pipeline) < one
         # The first step to several GPUs costs their collective library's buffers.
-        if tensor > 1 and (before := kv_capacity_tokens(shape, gpu, tensor, pipeline)):
-            assert kv_capacity_tokens(shape, gpu, 2 * tensor, pipeline) > before
+        if tensor > 1 and (before := compute_kv_capacity_tokens(shape, gpu, tensor, pipeline)):
+            assert compute_kv_capacity_tokens(shape, gpu, 2 * tensor, pipeline) > before
 
 
 def test_a_model_that_does_not_fit_has_no_capacity_and_a_reason() -> None:
-    shape = model_shape.load("llama-3.1-70b")
-    assert kv_capacity_tokens(shape, A100, 1, 1) == 0
-    assert memory.why_not(shape, A100, 1, 1) == (
+    shape = model_shape.load_shape("llama-3.1-70b")
+    assert compute_kv_capacity_tokens(shape, A100, 1, 1) == 0
+    assert memory.explain_unsupported(shape, A100, 1, 1) == (
         "llama-3.1-70b does not fit: 131.4 GiB of weights on each A100-SXM-80GB, "
         "which has 68.7 GiB for weights and KV; use more GPUs for an instance"
     )
-    assert memory.why_not(shape, A100, 4, 1) is None
+    assert memory.explain_unsupported(shape, A100, 4, 1) is None
 
 
 def test_a_split_that_no_engine_makes_has_a_reason_too() -> None:
-    reason = memory.why_not(model_shape.load("qwen2.5-7b"), A100, 8, 1)
+    reason = memory.explain_unsupported(model_shape.load_shape("qwen2.5-7b"), A100, 8, 1)
     assert reason == "qwen2.5-7b: 28 attention heads cannot be shared by 8 GPUs"
 
 
 def test_a_larger_share_of_the_device_holds_more() -> None:
-    shape = model_shape.load("opt-13b")
-    shares = [kv_capacity_tokens(shape, A100, 1, 1, Reserve(utilisation=u / 10)) for u in (8, 9)]
+    shape = model_shape.load_shape("opt-13b")
+    shares = [
+        compute_kv_capacity_tokens(shape, A100, 1, 1, MemoryReserve(utilisation=u / 10))
+        for u in (8, 9)
+    ]
     assert 0 < shares[0] < shares[1]

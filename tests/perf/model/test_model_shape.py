@@ -53,47 +53,47 @@ def write(folder: Path, config: dict[str, object]) -> str:
 
 
 def test_opt_13b_is_described_with_and_without_its_owner() -> None:
-    shape = model_shape.load("facebook/opt-13b")
-    assert shape == model_shape.load("opt-13b")
+    shape = model_shape.load_shape("facebook/opt-13b")
+    assert shape == model_shape.load_shape("opt-13b")
     assert shape.kv_bytes_per_token == 2 * 40 * 5120 * 2
     assert shape.max_model_len == 2048
 
 
 def test_grouped_query_attention_keeps_fewer_heads(tmp_path: Path) -> None:
-    shape = model_shape.load(write(tmp_path, LLAMA))
+    shape = model_shape.load_shape(write(tmp_path, LLAMA))
     assert shape.head_size == 128
     assert shape.kv_bytes_per_token == 131_072
 
 
 def test_a_config_with_its_own_head_size_and_precision_is_followed(tmp_path: Path) -> None:
     config = {**LLAMA, "head_dim": 64, "dtype": "float32"}
-    assert model_shape.load(write(tmp_path, config)).kv_bytes_per_token == 2 * 32 * 8 * 64 * 4
+    assert model_shape.load_shape(write(tmp_path, config)).kv_bytes_per_token == 2 * 32 * 8 * 64 * 4
 
 
 def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
-    assert model_shape.load(write(tmp_path, {"text_config": LLAMA})).num_layers == 32
+    assert model_shape.load_shape(write(tmp_path, {"text_config": LLAMA})).num_layers == 32
 
 
 def test_an_unknown_name_is_refused_with_the_described_ones() -> None:
     with pytest.raises(model_shape.UnknownModelError, match="opt-13b"):
-        model_shape.load("someone/else")
+        model_shape.load_shape("someone/else")
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"num_attention_heads": 1}'])
 def test_a_broken_config_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(model_shape.UnknownModelError, match=r"config\.json"):
-        model_shape.load(str(tmp_path))
+        model_shape.load_shape(str(tmp_path))
 
 
 def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(model_shape.UnknownModelError, match="int3"):
-        model_shape.load(write(tmp_path, {**LLAMA, "torch_dtype": "int3"}))
+        model_shape.load_shape(write(tmp_path, {**LLAMA, "torch_dtype": "int3"}))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(model_shape.UnknownModelError, match="cannot be read"):
-        model_shape.load(str(tmp_path))
+        model_shape.load_shape(str(tmp_path))
 
 
 def refused(config: object) -> str:
@@ -107,7 +107,7 @@ def refused(config: object) -> str:
 def test_known_models_have_the_parameters_that_were_published(
     name: str, billions: tuple[float, float]
 ) -> None:
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     assert shape.parameters / 1e9 == pytest.approx(billions[0], rel=0.01)
     assert shape.active_parameters / 1e9 == pytest.approx(billions[1], rel=0.02)
 
@@ -123,31 +123,31 @@ def test_known_models_have_the_parameters_that_were_published(
     ],
 )
 def test_every_way_to_write_a_name_is_one_model(name: str, same: str) -> None:
-    assert model_shape.load(name) == model_shape.load(same)
+    assert model_shape.load_shape(name) == model_shape.load_shape(same)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct-AWQ", "llama-3.1-8b-fp8", "llama"])
 def test_a_quantised_copy_and_half_a_name_are_not_taken_for_the_model(name: str) -> None:
     with pytest.raises(UnknownModelError, match="known: opt-13b, "):
-        model_shape.load(name)
+        model_shape.load_shape(name)
 
 
 def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
     folder = write(tmp_path, LLAMA)
-    assert model_shape.load(f"{folder}/config.json") == model_shape.load(folder)
-    assert model_shape.load(folder).name == tmp_path.name
+    assert model_shape.load_shape(f"{folder}/config.json") == model_shape.load_shape(folder)
+    assert model_shape.load_shape(folder).name == tmp_path.name
 
 
 def test_one_latent_is_cached_for_all_heads() -> None:
     # DeepSeek-V3's report, section 2.1.1: 512 + 64 numbers per token and layer.
-    shape = model_shape.load("deepseek-v3")
+    shape = model_shape.load_shape("deepseek-v3")
     assert shape.kv_bytes_per_token == 61 * (512 + 64) * 2
     assert shape.weight_bytes == pytest.approx(671e9, rel=0.01)
     assert shape.decode_attention_flops > 3 * shape.prefill_attention_flops
 
 
 def test_flops_are_two_per_active_weight() -> None:
-    shape = model_shape.load("llama-3.1-8b")
+    shape = model_shape.load_shape("llama-3.1-8b")
     layers = shape.parameters - 2 * shape.embedding_parameters
     assert shape.flops_per_token == 2 * layers
     assert shape.lm_head_flops == 2 * 128256 * 4096
@@ -157,10 +157,10 @@ def test_flops_are_two_per_active_weight() -> None:
 def test_few_tokens_touch_few_experts_and_many_touch_all() -> None:
     experts = model_shape.from_config("mixtral", MIXTRAL).experts
     assert experts is not None
-    assert experts.touched(0) == 0
-    assert experts.touched(1) == pytest.approx(2)
-    assert 2 < experts.touched(4) < 8
-    assert experts.touched(1000) == pytest.approx(8)
+    assert experts.count_activated(0) == 0
+    assert experts.count_activated(1) == pytest.approx(2)
+    assert 2 < experts.count_activated(4) < 8
+    assert experts.count_activated(1000) == pytest.approx(8)
 
 
 @pytest.mark.parametrize(
@@ -262,15 +262,15 @@ def test_falcons_words_are_understood() -> None:
     ],
 )
 def test_a_model_says_why_it_cannot_be_split(tensor: int, pipeline: int, reason: str) -> None:
-    assert model_shape.from_config("m", LLAMA).why_not(tensor, pipeline) == reason
+    assert model_shape.from_config("m", LLAMA).explain_unsupported(tensor, pipeline) == reason
 
 
 def test_kv_heads_and_mlp_must_divide_too() -> None:
     heads = {"num_attention_heads": 48, "num_key_value_heads": 6, "head_dim": 128}
     few = model_shape.from_config("m", {**LLAMA, **heads})
-    assert few.why_not(4, 1) == "6 KV heads cannot be shared by 4 GPUs"
+    assert few.explain_unsupported(4, 1) == "6 KV heads cannot be shared by 4 GPUs"
     odd = model_shape.from_config("m", {**LLAMA, "intermediate_size": 14337})
-    assert odd.why_not(2, 1) == "an MLP of width 14337 cannot be shared by 2 GPUs"
+    assert odd.explain_unsupported(2, 1) == "an MLP of width 14337 cannot be shared by 2 GPUs"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_config_inside_itself_is_refused() -> None:
 def test_a_hostile_file_is_one_line_with_its_path(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnknownModelError) as raised:
-        model_shape.load(str(tmp_path))
+        model_shape.load_shape(str(tmp_path))
     assert str(raised.value).startswith(f"{tmp_path}/config.json: ")
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -345,12 +345,12 @@ def test_a_hostile_file_is_one_line_with_its_path(tmp_path: Path, text: str, tol
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UnknownModelError, match=r"config\.json: is no JSON"):
-        model_shape.load(str(tmp_path))
+        model_shape.load_shape(str(tmp_path))
 
 
 def test_a_multimodal_config_lends_its_text_part_the_precision(tmp_path: Path) -> None:
     outer = {"torch_dtype": "float32", "text_config": {**LLAMA, "torch_dtype": None}}
-    shape = model_shape.load(write(tmp_path, outer))
+    shape = model_shape.load_shape(write(tmp_path, outer))
     assert shape.dtype_bytes == shape.kv_dtype_bytes == 4
 
 
@@ -372,7 +372,7 @@ def test_any_value_in_any_field_gives_a_shape_or_one_line(field: str, value: obj
 
 
 @given(
-    shape=st.sampled_from([model_shape.load(name) for name in CONFIGS]),
+    shape=st.sampled_from([model_shape.load_shape(name) for name in CONFIGS]),
     tensor=st.sampled_from([1, 2, 4, 8]),
     pipeline=st.integers(1, 16),
 )
@@ -380,6 +380,9 @@ def test_shares_of_all_gpus_are_never_less_than_the_whole(
     shape: ModelShape, tensor: int, pipeline: int
 ) -> None:
     gpus = tensor * pipeline
-    assert shape.kv_bytes_on_gpu(tensor, pipeline) * gpus >= shape.kv_bytes_per_token
-    assert shape.attention_parameters(tensor) * tensor >= shape.attention_parameters() * 0.999
+    assert shape.compute_kv_bytes_on_gpu(tensor, pipeline) * gpus >= shape.kv_bytes_per_token
+    assert (
+        shape.count_attention_parameters(tensor) * tensor
+        >= shape.count_attention_parameters() * 0.999
+    )
     assert shape.active_parameters <= shape.parameters

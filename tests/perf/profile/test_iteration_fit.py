@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.perf.confidence import Basis
+from cleave.perf.confidence import LatencySource
 from cleave.perf.profile import iteration_fit
 from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, PrefillPoint
 
@@ -18,10 +18,12 @@ TRUTH = measured_profiles.TRUTH
 def test_points_without_noise_give_back_what_made_them() -> None:
     timing = iteration_fit.to_timing(measured_profiles.from_fit())
     for prompts in ([64], [700], [2048], [512, 512], [300] * 4):
-        assert timing.prefill_ms(prompts) == pytest.approx(TRUTH.prefill_ms(prompts), rel=1e-3)
+        assert timing.predict_prefill_ms(prompts) == pytest.approx(
+            TRUTH.predict_prefill_ms(prompts), rel=1e-3
+        )
     for batch, context in ((1, 64), (3, 900), (48, 20_000), (64, 65_536)):
-        assert timing.decode_pass_ms(batch, context) == pytest.approx(
-            TRUTH.decode_pass_ms(batch, context), rel=1e-6
+        assert timing.predict_decode_ms(batch, context) == pytest.approx(
+            TRUTH.predict_decode_ms(batch, context), rel=1e-6
         )
 
 
@@ -38,8 +40,8 @@ def test_without_batches_the_curvature_does() -> None:
 
 def test_noise_of_two_percent_leaves_an_error_of_about_as_much() -> None:
     noisy = measured_profiles.from_fit(0.02)
-    trust = iteration_fit.trust(noisy)
-    assert trust.basis is Basis.MEASURED
+    trust = iteration_fit.assess_confidence(noisy)
+    assert trust.kind is LatencySource.MEASURED
     assert trust.source == "vllm on A100-SXM-80GB, measured 2026-11-21"
     assert trust.error == pytest.approx(0.02, abs=0.012)
 
@@ -47,8 +49,8 @@ def test_noise_of_two_percent_leaves_an_error_of_about_as_much() -> None:
 def test_the_error_is_that_of_the_worst_part() -> None:
     whole = measured_profiles.from_fit()
     off = replace(whole, mixed=(replace(whole.mixed[0], ms=whole.mixed[0].ms * 2),))
-    assert iteration_fit.held_out_errors(off).mixed == pytest.approx(0.5, abs=0.01)
-    assert iteration_fit.trust(off).error == pytest.approx(0.5, abs=0.01)
+    assert iteration_fit.compute_validation_errors(off).mixed == pytest.approx(0.5, abs=0.01)
+    assert iteration_fit.assess_confidence(off).error == pytest.approx(0.5, abs=0.01)
 
 
 def test_two_points_have_no_error_to_tell() -> None:
@@ -60,15 +62,17 @@ def test_two_points_have_no_error_to_tell() -> None:
         ),
         mixed=(),
     )
-    assert iteration_fit.trust(few).error is None
-    assert iteration_fit.to_timing(few).prefill_ms([50]) == pytest.approx(1 + 49 / 99, rel=1e-6)
+    assert iteration_fit.assess_confidence(few).error is None
+    assert iteration_fit.to_timing(few).predict_prefill_ms([50]) == pytest.approx(
+        1 + 49 / 99, rel=1e-6
+    )
 
 
 def test_a_profile_of_one_batch_is_a_line_over_its_contexts() -> None:
     points = tuple(DecodePoint(batch=4, context_tokens=c, ms=2 + c / 100) for c in (0, 100, 500))
     timing = iteration_fit.to_timing(measured_profiles.from_fit(decode=points))
-    assert timing.decode_pass_ms(4, 300) == pytest.approx(5.0)
-    assert timing.decode_pass_ms(1, 300) == pytest.approx(5.0)
+    assert timing.predict_decode_ms(4, 300) == pytest.approx(5.0)
+    assert timing.predict_decode_ms(1, 300) == pytest.approx(5.0)
 
 
 def test_each_batch_has_its_own_slope_where_that_predicts_better() -> None:
@@ -85,7 +89,9 @@ def test_each_batch_has_its_own_slope_where_that_predicts_better() -> None:
 def test_stages_that_were_measured_keep_their_hops_inside() -> None:
     timing = iteration_fit.to_timing(measured_profiles.from_fit(pipeline_parallel_size=2))
     assert (timing.stages, timing.hop_ms) == (2, 0.0)
-    assert timing.prefill_ms([512]) == pytest.approx(TRUTH.prefill_ms([512]), rel=1e-6)
+    assert timing.predict_prefill_ms([512]) == pytest.approx(
+        TRUTH.predict_prefill_ms([512]), rel=1e-6
+    )
 
 
 @st.composite
@@ -109,8 +115,12 @@ def test_whatever_was_measured_longer_passes_are_never_shorter(
     found: MeasuredProfile, tokens: int, batch: int
 ) -> None:
     timing = iteration_fit.to_timing(found)
-    assert 0 <= timing.prefill_ms([tokens]) <= timing.prefill_ms([tokens + 100]) * (1 + 1e-9)
-    once, later = (timing.decode_pass_ms(batch, context) for context in (0, 10_000))
+    assert (
+        0
+        <= timing.predict_prefill_ms([tokens])
+        <= timing.predict_prefill_ms([tokens + 100]) * (1 + 1e-9)
+    )
+    once, later = (timing.predict_decode_ms(batch, context) for context in (0, 10_000))
     assert 0 <= once <= later * (1 + 1e-9)
-    assert once <= timing.decode_pass_ms(batch + 50, 0) * (1 + 1e-9)
-    iteration_fit.trust(found)
+    assert once <= timing.predict_decode_ms(batch + 50, 0) * (1 + 1e-9)
+    iteration_fit.assess_confidence(found)

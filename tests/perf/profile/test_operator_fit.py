@@ -4,7 +4,7 @@ import pytest
 
 from cleave.perf.profile import operator_fit
 from cleave.perf.profile.codec import InvalidProfileError
-from cleave.perf.timing import Chunk
+from cleave.perf.timing import PromptChunk
 
 from tests.support import measured_profiles
 
@@ -22,19 +22,21 @@ def test_a_prompt_pass_is_the_sum_of_its_operators(tensor: int) -> None:
     timing = operator_fit.to_timing(OPERATORS, tensor)
     attention = 2 * 500**2 / tensor / 1e5
     expected = rows_ms(500, tensor) + 0.25 / tensor + attention
-    assert timing.prefill_ms([500]) == pytest.approx(expected, rel=1e-6)
+    assert timing.predict_prefill_ms([500]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_prompts_together_cost_one_of_their_equivalent_length() -> None:
     timing = operator_fit.to_timing(OPERATORS, 1)
     equivalent = (300**2 + 400**2) ** 0.5
     attention = 2 * equivalent**2 / 1e5
-    assert timing.prefill_ms([300, 400]) == pytest.approx(rows_ms(700, 1) + 0.25 + attention)
+    assert timing.predict_prefill_ms([300, 400]) == pytest.approx(
+        rows_ms(700, 1) + 0.25 + attention
+    )
 
 
 def test_a_later_chunk_attends_to_the_earlier_ones() -> None:
     timing = operator_fit.to_timing(OPERATORS, 1)
-    chunk = timing.iteration_ms([Chunk(300, 400)], 0, 0)
+    chunk = timing.predict_iteration_ms([PromptChunk(300, 400)], 0, 0)
     assert chunk == pytest.approx(rows_ms(100, 1) + 0.25 + 2 * (400**2 - 300**2) / 1e5)
 
 
@@ -43,7 +45,7 @@ def test_a_decode_pass_has_a_row_of_logits_for_each_request(tensor: int) -> None
     timing = operator_fit.to_timing(OPERATORS, tensor)
     attention = 2 * (0.1 + 900 / tensor / 1e4)
     expected = rows_ms(4, tensor) + 0.25 * 4 / tensor + attention
-    assert timing.decode_pass_ms(4, 900) == pytest.approx(expected)
+    assert timing.predict_decode_ms(4, 900) == pytest.approx(expected)
 
 
 def test_stages_pay_the_measured_send_between_them() -> None:
@@ -59,7 +61,9 @@ def test_a_size_that_was_not_measured_is_refused_with_those_that_were() -> None:
 
 
 def test_a_size_without_its_all_reduce_is_not_complete() -> None:
-    assert operator_fit.tensor_parallel_sizes(measured_profiles.operators(all_reduce=())) == (1,)
+    assert operator_fit.list_tensor_parallel_sizes(measured_profiles.operators(all_reduce=())) == (
+        1,
+    )
 
 
 def test_two_lengths_of_attention_give_a_square_alone() -> None:

@@ -22,13 +22,13 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     whole = measured_profiles.from_fit(
         0.01, operators=measured_profiles.operators(), max_model_len=2048
     )
-    profile.write(whole, tmp_path / name)
-    assert profile.read(tmp_path / name) == whole
+    profile.write_profile(whole, tmp_path / name)
+    assert profile.read_profile(tmp_path / name) == whole
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_points_stand_on_one_line_each_what_was_measured_first(tmp_path: Path) -> None:
-    profile.write(measured_profiles.from_fit(), tmp_path / "p.yaml")
+    profile.write_profile(measured_profiles.from_fit(), tmp_path / "p.yaml")
     text = (tmp_path / "p.yaml").read_text()
     assert "- {batch: 1, contextTokens: 64, ms: " in text
     assert text.startswith("kind: LatencyProfile\nversion: 1\nmodel: facebook/opt-13b\n")
@@ -36,9 +36,9 @@ def test_points_stand_on_one_line_each_what_was_measured_first(tmp_path: Path) -
 
 def test_an_unquoted_date_is_read_as_text(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
-    profile.write(measured_profiles.from_fit(), path)
+    profile.write_profile(measured_profiles.from_fit(), path)
     path.write_text(path.read_text().replace("'2026-11-21'", "2026-11-21"))
-    assert profile.read(path).measured_at == "2026-11-21"
+    assert profile.read_profile(path).measured_at == "2026-11-21"
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_an_unquoted_date_is_read_as_text(tmp_path: Path) -> None:
 )
 def test_a_fault_is_one_line_with_its_path(tmp_path: Path, change: Change, fault: str) -> None:
     path = tmp_path / "p.yaml"
-    profile.write(measured_profiles.from_fit(), path)
+    profile.write_profile(measured_profiles.from_fit(), path)
     document = yaml.safe_load(path.read_text())
     change(document)
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(InvalidProfileError, match=fault) as caught:
-        profile.read(path)
+        profile.read_profile(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_none_is_one_line(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidProfileError, match=fault) as caught:
-        profile.read(tmp_path / name)
+        profile.read_profile(tmp_path / name)
     assert "\n" not in str(caught.value)
 
 
@@ -108,12 +108,12 @@ def test_a_list_inside_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("{kind: LatencyProfile, version: 1, model: &a [*a]}")
     with pytest.raises(InvalidProfileError, match=r"model: must be text \(got \[\[\.\.\.\]\]\)"):
-        profile.read(path)
+        profile.read_profile(path)
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidProfileError, match=r"p\.yaml: No such file"):
-        profile.read(tmp_path / "p.yaml")
+        profile.read_profile(tmp_path / "p.yaml")
 
 
 def test_prompts_of_one_length_draw_no_line() -> None:
@@ -137,9 +137,12 @@ def test_numbers_of_operators_are_checked_too() -> None:
 
 
 def test_json_has_camel_case_keys_and_no_defaults(tmp_path: Path) -> None:
-    profile.write(measured_profiles.from_fit(), tmp_path / "p.json")
+    profile.write_profile(measured_profiles.from_fit(), tmp_path / "p.json")
     document = json.loads((tmp_path / "p.json").read_text())
     assert document["kvCapacityTokens"] == 60_000
     assert "tensorParallelSize" not in document
-    assert document["prefill"][0] == {"tokens": 64, "ms": measured_profiles.TRUTH.prefill_ms([64])}
-    assert DecodePoint(batch=1, context_tokens=0, ms=1.0).place == (1, 0)
+    assert document["prefill"][0] == {
+        "tokens": 64,
+        "ms": measured_profiles.TRUTH.predict_prefill_ms([64]),
+    }
+    assert DecodePoint(batch=1, context_tokens=0, ms=1.0).key == (1, 0)

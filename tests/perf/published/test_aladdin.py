@@ -7,8 +7,8 @@ import pytest
 
 from cleave.perf.published.aladdin import (
     Coefficients,
-    IterationTimes,
-    KvUse,
+    IterationTimeModel,
+    KvUsageModel,
     OnlineFit,
     TooFewSamplesError,
 )
@@ -16,74 +16,78 @@ from cleave.perf.published.aladdin import (
 TRUTH = Coefficients(k1=0.1, c1=18.0, k2=0.0006, c2=0.04, c3=20.0)
 
 
-def learn(times: IterationTimes, truth: Coefficients, passes: int, noise: float = 0.0) -> None:
+def learn(times: IterationTimeModel, truth: Coefficients, passes: int, noise: float = 0.0) -> None:
     draw = random.Random(3)
     for _ in range(passes):
         tokens, batch = draw.randrange(10, 4000), draw.randrange(1, 100)
         context = batch * draw.randrange(10, 2000)
-        times.add_prefill(tokens, truth.prefill_ms(tokens) * (1 + draw.gauss(0, noise)))
+        times.add_prefill(tokens, truth.predict_prefill_ms(tokens) * (1 + draw.gauss(0, noise)))
         times.add_decode(
-            batch, context, truth.decode_ms(batch, context) * (1 + draw.gauss(0, noise))
+            batch, context, truth.predict_decode_ms(batch, context) * (1 + draw.gauss(0, noise))
         )
 
 
 def test_the_coefficients_are_found() -> None:
-    times = IterationTimes()
+    times = IterationTimeModel()
     learn(times, TRUTH, 100)
-    found = times.coefficients()
+    found = times.solve()
     for name in ("k1", "c1", "k2", "c2", "c3"):
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=1e-4)
 
 
 def test_the_error_is_about_the_noise() -> None:
-    times = IterationTimes()
+    times = IterationTimeModel()
     learn(times, TRUTH, 400, noise=0.05)
-    error = times.trust().error
+    error = times.assess_confidence().error
     assert error == pytest.approx(0.05 * math.sqrt(2 / math.pi), abs=0.02)
 
 
 def test_a_machine_that_changes_is_followed() -> None:
-    times = IterationTimes()
+    times = IterationTimeModel()
     learn(times, TRUTH, 500)
     slower = Coefficients(k1=0.2, c1=30.0, k2=0.001, c2=0.1, c3=40.0)
     learn(times, slower, 8000)
-    found = times.coefficients()
-    assert found.prefill_ms(1000) == pytest.approx(slower.prefill_ms(1000), rel=0.01)
-    assert found.decode_ms(32, 20_000) == pytest.approx(slower.decode_ms(32, 20_000), rel=0.01)
-    assert times.trust().error == pytest.approx(0, abs=0.01)
+    found = times.solve()
+    assert found.predict_prefill_ms(1000) == pytest.approx(
+        slower.predict_prefill_ms(1000), rel=0.01
+    )
+    assert found.predict_decode_ms(32, 20_000) == pytest.approx(
+        slower.predict_decode_ms(32, 20_000), rel=0.01
+    )
+    assert times.assess_confidence().error == pytest.approx(0, abs=0.01)
 
 
 def test_kv_is_a_line_over_the_tokens() -> None:
-    use = KvUse()
+    use = KvUsageModel()
     for tokens in range(100, 200, 10):
         use.add(tokens, 0.8 * tokens + 3)
-    assert use.kv(1000) == pytest.approx(803)
+    assert use.predict_kv(1000) == pytest.approx(803)
 
 
 @pytest.mark.parametrize("batch", [2, 40])
 def test_equation_4_turns_equation_3_around(batch: int) -> None:
-    most = TRUTH.most_context_tokens(batch, itl_ms=40.0)
-    assert TRUTH.decode_ms(batch, most) == pytest.approx(40.0)
-    assert TRUTH.most_context_tokens(batch, itl_ms=19.0) < 0
+    most = TRUTH.compute_max_context_tokens(batch, itl_ms=40.0)
+    assert TRUTH.predict_decode_ms(batch, most) == pytest.approx(40.0)
+    assert TRUTH.compute_max_context_tokens(batch, itl_ms=19.0) < 0
 
 
 def test_contexts_that_cost_nothing_are_not_limited() -> None:
     free = Coefficients(0.1, 18.0, 0.0, 0.04, 20.0)
-    assert free.most_context_tokens(2, 40.0) == math.inf
-    assert free.most_context_tokens(2, 10.0) == -math.inf
+    assert free.compute_max_context_tokens(2, 40.0) == math.inf
+    assert free.compute_max_context_tokens(2, 10.0) == -math.inf
 
 
 def test_the_timing_has_the_same_lines() -> None:
-    timing = TRUTH.timing()
-    assert timing.prefill_ms([300, 200]) == pytest.approx(TRUTH.prefill_ms(500))
-    assert timing.decode_pass_ms(17, 5000) == pytest.approx(TRUTH.decode_ms(17, 5000))
+    timing = TRUTH.to_timing()
+    assert timing.predict_prefill_ms([300, 200]) == pytest.approx(TRUTH.predict_prefill_ms(500))
+    assert timing.predict_decode_ms(17, 5000) == pytest.approx(TRUTH.predict_decode_ms(17, 5000))
 
 
 def test_few_samples_are_refused_with_the_phase() -> None:
-    times = IterationTimes()
+    times = IterationTimeModel()
     learn(times, TRUTH, 7)
     with pytest.raises(TooFewSamplesError, match="prefill: 7 samples are too few for a fit; 8"):
-        times.coefficients()
+        times.solve()
 
 
 def test_samples_of_one_length_determine_nothing() -> None:
@@ -91,12 +95,12 @@ def test_samples_of_one_length_determine_nothing() -> None:
     for _ in range(100):
         fit.add((512.0, 1.0), 70.0)
     with pytest.raises(TooFewSamplesError, match="do not determine"):
-        fit.coefficients()
+        fit.solve()
     assert fit.error is None
 
 
 def test_single_requests_teach_nothing_about_batches() -> None:
-    times = IterationTimes()
+    times = IterationTimeModel()
     times.add_decode(1, 100, 20.0)
     assert times.decode.num_samples == 0
 
@@ -104,4 +108,4 @@ def test_single_requests_teach_nothing_about_batches() -> None:
 @pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_duration_is_refused(ms: float) -> None:
     with pytest.raises(ValueError, match="is invalid"):
-        IterationTimes().add_prefill(10, ms)
+        IterationTimeModel().add_prefill(10, ms)

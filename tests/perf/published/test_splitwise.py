@@ -6,13 +6,13 @@ from cleave.perf.profile import iteration_fit
 from cleave.perf.published import splitwise
 
 
-@pytest.mark.parametrize("key", splitwise.measured())
+@pytest.mark.parametrize("key", splitwise.list_profiles())
 def test_every_run_is_a_profile_whose_decode_is_predicted_within_five_percent(
     key: tuple[str, str, int],
 ) -> None:
-    found = splitwise.profile(*key)
+    found = splitwise.find_profile(*key)
     assert found is not None
-    errors = iteration_fit.held_out_errors(found)
+    errors = iteration_fit.compute_validation_errors(found)
     assert errors.decode is not None
     assert errors.decode < 0.05
     # A100s have prompts that take longer in a batch than alone, which no sum of tokens explains.
@@ -21,29 +21,29 @@ def test_every_run_is_a_profile_whose_decode_is_predicted_within_five_percent(
 
 
 def test_single_prompts_come_back_as_published() -> None:
-    found = splitwise.profile("llama-2-70b", "H100-SXM-80GB", 8)
+    found = splitwise.find_profile("llama-2-70b", "H100-SXM-80GB", 8)
     assert found is not None
     timing = iteration_fit.to_timing(found)
     # Medians of splitwise-sim's perf_model.csv.
-    assert timing.prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
-    assert timing.decode_pass_ms(32, 32 * 576) == pytest.approx(38.62, rel=0.02)
+    assert timing.predict_prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
+    assert timing.predict_decode_ms(32, 32 * 576) == pytest.approx(38.62, rel=0.02)
 
 
 def test_batches_of_64_are_missing_where_they_did_not_fit() -> None:
     sizes = {
         tensor: max(point.batch for point in found.decode)
         for tensor in (2, 4, 8)
-        if (found := splitwise.profile("llama-2-70b", "A100-SXM-80GB", tensor)) is not None
+        if (found := splitwise.find_profile("llama-2-70b", "A100-SXM-80GB", tensor)) is not None
     }
     assert sizes == {2: 32, 4: 64, 8: 64}
 
 
 def test_what_was_not_published_is_not_there() -> None:
-    assert splitwise.profile("llama-2-70b", "H200-SXM-141GB", 8) is None
-    assert splitwise.prompt_power_share("opt-13b", 1, 512) is None
+    assert splitwise.find_profile("llama-2-70b", "H200-SXM-141GB", 8) is None
+    assert splitwise.find_prompt_power_share("opt-13b", 1, 512) is None
 
 
 def test_long_prompts_draw_the_whole_power_and_decoding_draws_less() -> None:
-    assert splitwise.prompt_power_share("bloom", 8, 8192) == pytest.approx(1.03)
-    assert splitwise.prompt_power_share("bloom", 8, 384) == pytest.approx((0.72 + 0.88) / 2)
-    assert splitwise.token_power_share("bloom", 8, 1000) == pytest.approx(0.66)
+    assert splitwise.find_prompt_power_share("bloom", 8, 8192) == pytest.approx(1.03)
+    assert splitwise.find_prompt_power_share("bloom", 8, 384) == pytest.approx((0.72 + 0.88) / 2)
+    assert splitwise.find_token_power_share("bloom", 8, 1000) == pytest.approx(0.66)

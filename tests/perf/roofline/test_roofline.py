@@ -9,30 +9,37 @@ from hypothesis import strategies as st
 
 from cleave.perf import named_profiles
 from cleave.perf.hardware import gpu
-from cleave.perf.hardware.link import within_node
+from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.profile import curve
 from cleave.perf.published import distserve
 from cleave.perf.roofline import roofline
 from cleave.perf.roofline.roofline import Roofline
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
-A100, H100 = gpu.find("A100-SXM-80GB"), gpu.find("H100-SXM-80GB")
+A100, H100 = gpu.find_gpu("A100-SXM-80GB"), gpu.find_gpu("H100-SXM-80GB")
 PROMPTS = ((128,), (512,), (1024,), (2048,), (512,) * 4)
 BATCHES = tuple((batch, batch * mean) for batch in (1, 16, 64, 128) for mean in (128, 1024))
 
 
-def timing(name: str, device: gpu.Gpu = A100, tensor: int = 1) -> Timing:
-    return Roofline(model_shape.load(name), device, tensor, within_node(device)).timing()
+def timing(name: str, device: gpu.Gpu = A100, tensor: int = 1) -> EngineTiming:
+    return Roofline(
+        model_shape.load_shape(name), device, tensor, build_node_link(device)
+    ).to_timing()
 
 
 @pytest.mark.parametrize("name", [name for name in distserve.FITS if name.startswith("distserve")])
 def test_distserves_engine_is_met_within_an_eighth(name: str) -> None:
     _, shape, size = name.split("/")
-    computed, published = timing(shape, A100, int(size[2:])), named_profiles.load(name).timing
-    prefill = curve.mean_error((computed.prefill_ms(p), published.prefill_ms(p)) for p in PROMPTS)
-    decode = curve.mean_error(
-        (computed.decode_pass_ms(*b), published.decode_pass_ms(*b)) for b in BATCHES
+    computed, published = (
+        timing(shape, A100, int(size[2:])),
+        named_profiles.load_profile(name).timing,
+    )
+    prefill = curve.compute_mean_error(
+        (computed.predict_prefill_ms(p), published.predict_prefill_ms(p)) for p in PROMPTS
+    )
+    decode = curve.compute_mean_error(
+        (computed.predict_decode_ms(*b), published.predict_decode_ms(*b)) for b in BATCHES
     )
     assert prefill is not None
     assert decode is not None
@@ -43,17 +50,17 @@ def test_distserves_engine_is_met_within_an_eighth(name: str) -> None:
 @pytest.mark.parametrize("device", [A100, H100])
 @pytest.mark.parametrize("name", ["opt-13b", "llama-3.1-8b", "qwen3-30b-a3b"])
 def test_reading_the_weights_is_the_floor_of_a_decode_pass(name: str, device: gpu.Gpu) -> None:
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     active = 2 * (shape.active_parameters - shape.embedding_parameters)
     floor_ms = active / (device.memory_gbps * 1e6)
-    assert timing(name, device).decode_pass_ms(1, 0) > floor_ms
+    assert timing(name, device).predict_decode_ms(1, 0) > floor_ms
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
 def test_computing_is_the_floor_of_a_prompt_pass(name: str) -> None:
-    shape = model_shape.load(name)
+    shape = model_shape.load_shape(name)
     floor_ms = 4096 * shape.flops_per_token / (H100.dense_tflops * 1e9) / 8
-    assert timing(name, H100, 8).prefill_ms([4096]) > floor_ms
+    assert timing(name, H100, 8).predict_prefill_ms([4096]) > floor_ms
 
 
 @given(
@@ -64,62 +71,70 @@ def test_computing_is_the_floor_of_a_prompt_pass(name: str) -> None:
 )
 def test_more_work_takes_longer(name: str, tensor: int, tokens: int, batch: int) -> None:
     found = _cached(name, tensor)
-    assert found.prefill_ms([tokens]) < found.prefill_ms([tokens + 64])
-    assert found.decode_pass_ms(batch, 1000) < found.decode_pass_ms(batch + 8, 1000)
-    assert found.decode_pass_ms(batch, 1000) < found.decode_pass_ms(batch, 2000)
+    assert found.predict_prefill_ms([tokens]) < found.predict_prefill_ms([tokens + 64])
+    assert found.predict_decode_ms(batch, 1000) < found.predict_decode_ms(batch + 8, 1000)
+    assert found.predict_decode_ms(batch, 1000) < found.predict_decode_ms(batch, 2000)
     # No jump from one point of the tables to the next.
-    assert found.prefill_ms([tokens + 1]) < 1.2 * found.prefill_ms([tokens])
+    assert found.predict_prefill_ms([tokens + 1]) < 1.2 * found.predict_prefill_ms([tokens])
 
 
-_TIMINGS: dict[tuple[str, int], Timing] = {}
+_TIMINGS: dict[tuple[str, int], EngineTiming] = {}
 
 
-def _cached(name: str, tensor: int) -> Timing:
+def _cached(name: str, tensor: int) -> EngineTiming:
     if (name, tensor) not in _TIMINGS:
         _TIMINGS[name, tensor] = timing(name, H100, tensor)
     return _TIMINGS[name, tensor]
 
 
 def test_more_gpus_take_less_time_for_a_long_prompt_but_never_their_share() -> None:
-    passes = [timing("llama-2-70b", A100, tensor).prefill_ms([2048]) for tensor in (1, 2, 4, 8)]
+    passes = [
+        timing("llama-2-70b", A100, tensor).predict_prefill_ms([2048]) for tensor in (1, 2, 4, 8)
+    ]
     for one, two in pairwise(passes):
         assert one / 2 < two < one
 
 
 def test_pcie_makes_tensor_parallel_dear() -> None:
-    shape, slow = model_shape.load("llama-2-70b"), replace(A100, nvlink_gbps=None)
+    shape, slow = model_shape.load_shape("llama-2-70b"), replace(A100, nvlink_gbps=None)
     fast_ms, slow_ms = (
-        Roofline(shape, A100, 4, within_node(device)).timing().prefill_ms([2048])
+        Roofline(shape, A100, 4, build_node_link(device)).to_timing().predict_prefill_ms([2048])
         for device in (A100, slow)
     )
     assert slow_ms > 1.5 * fast_ms
 
 
 def test_a_power_cap_slows_prompts_and_leaves_decoding() -> None:
-    capped = H100.capped(350)
-    slower = timing("llama-3.1-8b", capped).prefill_ms([4096])
-    assert slower / timing("llama-3.1-8b", H100).prefill_ms([4096]) == pytest.approx(1.25, abs=0.06)
+    capped = H100.with_power_cap(350)
+    slower = timing("llama-3.1-8b", capped).predict_prefill_ms([4096])
+    assert slower / timing("llama-3.1-8b", H100).predict_prefill_ms([4096]) == pytest.approx(
+        1.25, abs=0.06
+    )
     once, later = (
-        timing("llama-3.1-8b", device).decode_pass_ms(4, 4000) for device in (H100, capped)
+        timing("llama-3.1-8b", device).predict_decode_ms(4, 4000) for device in (H100, capped)
     )
     assert later == pytest.approx(once, rel=0.02)
 
 
 def test_eight_bits_on_a_gpu_that_computes_in_them_nearly_halve_a_long_prompt() -> None:
-    shape = model_shape.load("llama-3.1-8b")
+    shape = model_shape.load_shape("llama-3.1-8b")
     quantised = replace(
         shape, quantization=model_shape.Quantization("fp8", 8, is_8_bit_compute=True)
     )
 
     def prefill(each: model_shape.ModelShape, device: gpu.Gpu) -> float:
-        return Roofline(each, device, 1, within_node(device)).timing().prefill_ms([2048])
+        return (
+            Roofline(each, device, 1, build_node_link(device))
+            .to_timing()
+            .predict_prefill_ms([2048])
+        )
 
     assert 0.5 < prefill(quantised, H100) / prefill(shape, H100) < 0.7
     assert prefill(quantised, A100) / prefill(shape, A100) > 0.95
 
 
 def test_an_engine_whose_host_starts_the_kernels_is_no_faster_than_its_host() -> None:
-    shape = model_shape.load("llama-2-70b")
-    engine = roofline.Engine("slow", 5.0, 0.5)
-    found = Roofline(shape, A100, 8, within_node(A100), engine).timing()
-    assert found.decode_pass_ms(1, 0) == pytest.approx(5.0 + 80 * 0.5)
+    shape = model_shape.load_shape("llama-2-70b")
+    engine = roofline.EngineOverhead("slow", 5.0, 0.5)
+    found = Roofline(shape, A100, 8, build_node_link(A100), engine).to_timing()
+    assert found.predict_decode_ms(1, 0) == pytest.approx(5.0 + 80 * 0.5)

@@ -6,30 +6,39 @@ import pytest
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.api.deployment import Slo
 from cleave.api.manifest import ManifestError
-from cleave.perf.estimator import for_cluster
+from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import link
 from cleave.perf.model import model_shape
 from cleave.planner.problem import Problem, Supply
 from cleave.planner.provision import machines
-from cleave.planner.provision.search import Goal, ProvisioningError, Question, provision
+from cleave.planner.provision.search import (
+    ProvisioningError,
+    ProvisioningObjective,
+    ProvisioningRequest,
+    provision,
+)
 from cleave.traffic import published
 
 CLUSTER = Cluster(nodes=[NodeGroup(gpu="A100-SXM-80GB"), NodeGroup(gpu="H100-SXM-80GB")])
 
 
 def problem(name: str = "llama-2-70b", cluster: Cluster = CLUSTER) -> Problem:
-    shape = model_shape.load(name)
-    estimator = for_cluster(shape, cluster)
+    shape = model_shape.load_shape(name)
+    estimator = build_estimator(shape, cluster)
     supplies = tuple(
-        Supply(gpu, 1, 8, 8, link.within_node(machine.gpu), machine.network)
+        Supply(gpu, 1, 8, 8, link.build_node_link(machine.gpu), machine.network)
         for gpu, machine in estimator.machines.items()
     )
-    demand = published.find("azure-conversation").demand().limited(shape.max_model_len)
+    demand = (
+        published.get_workload("azure-conversation")
+        .build_demand()
+        .with_max_model_len(shape.max_model_len)
+    )
     return Problem(demand, Slo(ttft_ms=1000, tpot_ms=100), supplies, shape, estimator)
 
 
 def test_a_machine_is_a_node_with_one_instance_on_all_its_gpus() -> None:
-    a100, h100 = machines.nodes(problem())
+    a100, h100 = machines.list_nodes(problem())
     assert (a100.machine.name, h100.machine.name) == ("A100-SXM-80GB", "H100-SXM-80GB")
     assert a100.sizes == h100.sizes == (8, 1)
     assert h100.machine.estimate.power_watts == 8 * 700
@@ -38,11 +47,11 @@ def test_a_machine_is_a_node_with_one_instance_on_all_its_gpus() -> None:
 def test_groups_of_the_same_gpu_are_one_kind() -> None:
     once = problem()
     twice = replace(once, supplies=(*once.supplies, *once.supplies))
-    assert len(machines.nodes(twice)) == 2
+    assert len(machines.list_nodes(twice)) == 2
 
 
 def test_a_model_that_cannot_use_all_gpus_by_tensors_uses_stages() -> None:
-    nodes = machines.nodes(problem("qwen2.5-7b"))
+    nodes = machines.list_nodes(problem("qwen2.5-7b"))
     tensor, pipeline = nodes[0].sizes
     assert (tensor * pipeline, tensor) == (8, 4)
 
@@ -52,13 +61,13 @@ def test_a_model_that_fits_no_node_is_told_with_the_reason() -> None:
     asked = problem("llama-2-70b", small)
     asked = replace(asked, supplies=(replace(asked.supplies[0], gpus_per_node=1),))
     with pytest.raises(ProvisioningError, match="the model fits no type of node \\(1 x A10G: "):
-        machines.nodes(asked)
+        machines.list_nodes(asked)
 
 
 def test_every_prompt_kind_meets_every_token_kind_and_stands_alone() -> None:
     asked = problem()
-    found = machines.nodes(asked)
-    names = [pair.name for pair in machines.pairs(asked.shape, found, found)]
+    found = machines.list_nodes(asked)
+    names = [pair.name for pair in machines.build_pairs(asked.shape, found, found)]
     a100, h100 = "A100-SXM-80GB", "H100-SXM-80GB"
     assert names == [
         *(f"{a100} + {a100}", f"{a100} + {h100}", f"{h100} + {a100}", f"{h100} + {h100}"),
@@ -68,32 +77,38 @@ def test_every_prompt_kind_meets_every_token_kind_and_stands_alone() -> None:
 
 def test_the_slowest_machine_is_the_reference() -> None:
     asked = problem()
-    assert machines.slowest(machines.nodes(asked), asked.demand).name == "A100-SXM-80GB"
+    assert machines.find_slowest(machines.list_nodes(asked), asked.demand).name == "A100-SXM-80GB"
 
 
 def test_capped_machines_need_less_power_and_prompt_slower_but_decode_the_same() -> None:
     asked = problem()
-    full = machines.nodes(asked)
-    held = machines.capped(asked, full, CLUSTER, Path(), 0.5)
+    full = machines.list_nodes(asked)
+    held = machines.apply_power_cap(asked, full, CLUSTER, Path(), 0.5)
     for one, other in zip(full, held, strict=True):
         timing, slow = one.machine.estimate.timing, other.machine.estimate.timing
         assert other.machine.name == f"{one.machine.name} at 50%"
         assert other.machine.estimate.power_watts == one.machine.estimate.power_watts / 2
-        assert slow.prefill_ms([1000]) == pytest.approx(1.3 * timing.prefill_ms([1000]), rel=0.01)
-        assert slow.decode_pass_ms(8, 8000) == pytest.approx(timing.decode_pass_ms(8, 8000))
+        assert slow.predict_prefill_ms([1000]) == pytest.approx(
+            1.3 * timing.predict_prefill_ms([1000]), rel=0.01
+        )
+        assert slow.predict_decode_ms(8, 8000) == pytest.approx(timing.predict_decode_ms(8, 8000))
     with pytest.raises(ManifestError, match="is below half"):
-        machines.capped(asked, full, CLUSTER, Path(), 0.3)
+        machines.apply_power_cap(asked, full, CLUSTER, Path(), 0.3)
 
 
 def test_capped_token_machines_win_under_equal_power_as_in_splitwise() -> None:
     """Section VI-B, conversation: Splitwise-HHcap does better than HH and the baseline."""
     asked = problem()
-    found = machines.nodes(asked)
-    held = machines.capped(asked, found[1:], CLUSTER, Path(), 0.5)
-    pairs = machines.pairs(asked.shape, found[1:], (found[1], *held))
+    found = machines.list_nodes(asked)
+    held = machines.apply_power_cap(asked, found[1:], CLUSTER, Path(), 0.5)
+    pairs = machines.build_pairs(asked.shape, found[1:], (found[1], *held))
     reference = found[0].machine.estimate.timing
-    question = Question(
-        asked.demand, pairs, reference, Goal.THROUGHPUT, max_power_watts=10 * 8 * 700.0
+    question = ProvisioningRequest(
+        asked.demand,
+        pairs,
+        reference,
+        ProvisioningObjective.THROUGHPUT,
+        max_power_watts=10 * 8 * 700.0,
     )
     designs = provision(question)
     assert designs[0].name == "H100-SXM-80GB + H100-SXM-80GB at 50%"

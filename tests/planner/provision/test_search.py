@@ -2,33 +2,40 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.estimate import Estimate
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.planner.plan import Percentiles
 from cleave.planner.provision.search import (
-    Design,
-    Goal,
-    Machine,
-    Pair,
+    ClusterDesign,
+    MachinePair,
+    MachineType,
+    PairSearch,
     ProvisioningError,
-    Question,
-    Search,
+    ProvisioningObjective,
+    ProvisioningRequest,
     provision,
 )
-from cleave.planner.provision.slowdown import TABLE_VI, Slowdowns
-from cleave.simulator.fleet import Transfer
+from cleave.planner.provision.slowdown import SPLITWISE_TABLE_VI, Slowdowns
+from cleave.simulator.fleet import SimulatedTransfer
 from cleave.traffic import workload
-from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal
+from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, LogNormal
 
-CHAT = Demand(1.0, Drawn(Independent(LogNormal.through(900, 1800), LogNormal.through(60, 120))))
+CHAT = Demand(
+    1.0,
+    GeneratedRequests(
+        IndependentLengths(
+            LogNormal.from_mean_and_p90(900, 1800), LogNormal.from_mean_and_p90(60, 120)
+        )
+    ),
+)
 
 
 def machine(
     name: str, prompt_ms: float, token_ms: float, cost: float, power: float, kv: int = 200_000
-) -> Machine:
+) -> MachineType:
     """Prompt of 1,000 tokens, and token, in ms."""
-    timing = Timing(
+    timing = EngineTiming(
         prompt_step=1000.0,
         prompt_ms=(10.0, 10.0 + prompt_ms),
         prompt_square_ms=0.0,
@@ -36,34 +43,52 @@ def machine(
         decode_context_ms=(token_ms / 400_000,),
     )
     estimate = Estimate(
-        timing, kv, 512, 8192, 1 << 18, 1e11, power, cost, Trust(Basis.MEASURED, "made up", None)
+        timing,
+        kv,
+        512,
+        8192,
+        1 << 18,
+        1e11,
+        power,
+        cost,
+        Confidence(LatencySource.MEASURED, "made up", None),
     )
-    return Machine(name, estimate)
+    return MachineType(name, estimate)
 
 
 OLD = machine("A", 180, 42, cost=1.0, power=1.0)
 NEW = machine("H", 80, 28, cost=2.35, power=1.75)
 CAPPED = machine("Hcap", 104, 28, cost=2.35, power=1.23)
-LINK = Transfer(latency_ms=5.0)
-AA, HH = Pair("AA", OLD, OLD, LINK), Pair("HH", NEW, NEW, LINK)
-HA, HHCAP = Pair("HA", NEW, OLD, LINK), Pair("HHcap", NEW, CAPPED, LINK)
-MIXED = Pair("baseline A", OLD, None)
+LINK = SimulatedTransfer(latency_ms=5.0)
+AA, HH = MachinePair("AA", OLD, OLD, LINK), MachinePair("HH", NEW, NEW, LINK)
+HA, HHCAP = MachinePair("HA", NEW, OLD, LINK), MachinePair("HHcap", NEW, CAPPED, LINK)
+MIXED = MachinePair("baseline A", OLD, None)
 
 
-def question(goal: Goal, pairs: tuple[Pair, ...], **settings: object) -> Question:
-    return replace(Question(CHAT, pairs, OLD.estimate.timing, goal), **settings)
+def question(
+    goal: ProvisioningObjective, pairs: tuple[MachinePair, ...], **settings: object
+) -> ProvisioningRequest:
+    return replace(ProvisioningRequest(CHAT, pairs, OLD.estimate.timing, goal), **settings)
 
 
-def shape(design: Design) -> tuple[str, int, int]:
+def shape(design: ClusterDesign) -> tuple[str, int, int]:
     return design.name, design.num_prompt, design.num_token
 
 
-@pytest.mark.parametrize(("goal", "pair"), [(Goal.COST, HA), (Goal.POWER, HHCAP)])
-def test_the_cheapest_cluster_is_that_of_the_full_grid(goal: Goal, pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("goal", "pair"), [(ProvisioningObjective.COST, HA), (ProvisioningObjective.POWER, HHCAP)]
+)
+def test_the_cheapest_cluster_is_that_of_the_full_grid(
+    goal: ProvisioningObjective, pair: MachinePair
+) -> None:
     most, rate = 8, 12.0
     asked = question(goal, (pair,), rate=rate, max_machines=most)
-    weight = pair.cost_per_hour if goal is Goal.COST else pair.power_watts
-    grid = Search(asked, pair)
+    weight = (
+        pair.compute_cost_per_hour
+        if goal is ProvisioningObjective.COST
+        else pair.compute_power_watts
+    )
+    grid = PairSearch(asked, pair)
     holding = [
         (weight(prompts, tokens), prompts, tokens)
         for prompts in range(1, most + 1)
@@ -71,8 +96,8 @@ def test_the_cheapest_cluster_is_that_of_the_full_grid(goal: Goal, pair: Pair) -
         if grid.holds(prompts, tokens, rate)
     ]
     assert 0 < len(holding) < most * most
-    edge = Search(asked, pair)
-    found = edge.least()
+    edge = PairSearch(asked, pair)
+    found = edge.find_cheapest()
     assert found is not None
     assert weight(found.num_prompt, found.num_token) == pytest.approx(min(holding)[0])
     assert edge.num_trials < grid.num_trials / 2
@@ -80,31 +105,35 @@ def test_the_cheapest_cluster_is_that_of_the_full_grid(goal: Goal, pair: Pair) -
 
 def test_the_best_split_of_a_power_budget_is_that_of_all_splits() -> None:
     budget = 14.0
-    asked = question(Goal.THROUGHPUT, (HA,), max_power_watts=budget, max_machines=14)
+    asked = question(
+        ProvisioningObjective.THROUGHPUT, (HA,), max_power_watts=budget, max_machines=14
+    )
     (found,) = provision(asked)
-    everything = Search(asked, HA)
+    everything = PairSearch(asked, HA)
     rates = {
-        (prompts, tokens): everything.highest(prompts, tokens, 0.0, bound * 1.05)
-        for bound, prompts, tokens in everything.splits()
+        (prompts, tokens): everything.find_highest_rate(prompts, tokens, 0.0, bound * 1.05)
+        for bound, prompts, tokens in everything.list_splits()
     }
     assert len(rates) > 5
     assert found.rate == pytest.approx(max(rates.values()), rel=0.03)
     assert found.power_watts <= budget
-    assert HA.power_watts(found.num_prompt, found.num_token + 1) > budget
+    assert HA.compute_power_watts(found.num_prompt, found.num_token + 1) > budget
 
 
 def test_slowdowns_of_a_design_hold_and_one_machine_fewer_breaks_them() -> None:
-    asked = question(Goal.COST, (AA,), rate=10.0, max_machines=20)
+    asked = question(ProvisioningObjective.COST, (AA,), rate=10.0, max_machines=20)
     (design,) = provision(asked)
-    search = Search(asked, AA)
-    assert design.slowdowns.within(TABLE_VI)
+    search = PairSearch(asked, AA)
+    assert design.slowdowns.is_within(SPLITWISE_TABLE_VI)
     assert design.rate == 10
     assert not search.holds(design.num_prompt, design.num_token - 1, 10.0)
     assert not search.holds(design.num_prompt - 1, design.num_token, 10.0)
 
 
 def test_capped_token_machines_save_power_and_no_throughput() -> None:
-    capped, full = provision(question(Goal.POWER, (HH, HHCAP), rate=25.0, max_machines=20))
+    capped, full = provision(
+        question(ProvisioningObjective.POWER, (HH, HHCAP), rate=25.0, max_machines=20)
+    )
     assert shape(capped)[1:] == shape(full)[1:]
     assert (capped.name, full.name) == ("HHcap", "HH")
     assert capped.power_watts < full.power_watts
@@ -113,37 +142,47 @@ def test_capped_token_machines_save_power_and_no_throughput() -> None:
 
 def test_designs_are_ranked_by_the_goal() -> None:
     pairs = (AA, HH, HA, HHCAP, MIXED)
-    by_rate = provision(question(Goal.THROUGHPUT, pairs, max_power_watts=21.0, max_machines=24))
+    by_rate = provision(
+        question(ProvisioningObjective.THROUGHPUT, pairs, max_power_watts=21.0, max_machines=24)
+    )
     assert [each.rate for each in by_rate] == sorted((d.rate for d in by_rate), reverse=True)
     assert len(by_rate) == len(pairs)
-    by_cost = provision(question(Goal.COST, pairs, rate=8.0, max_machines=24))
+    by_cost = provision(question(ProvisioningObjective.COST, pairs, rate=8.0, max_machines=24))
     assert [each.cost_per_hour for each in by_cost] == sorted(d.cost_per_hour for d in by_cost)
 
 
 def test_mixed_machines_are_all_alike_and_fill_the_budget() -> None:
-    (design,) = provision(question(Goal.THROUGHPUT, (MIXED,), max_cost_per_hour=6.5))
+    (design,) = provision(
+        question(ProvisioningObjective.THROUGHPUT, (MIXED,), max_cost_per_hour=6.5)
+    )
     assert (design.num_prompt, design.num_token, design.machines) == (6, 0, 6)
-    (cheapest,) = provision(question(Goal.COST, (MIXED,), rate=design.rate / 2))
+    (cheapest,) = provision(question(ProvisioningObjective.COST, (MIXED,), rate=design.rate / 2))
     assert cheapest.num_prompt in (3, 4)
 
 
 def test_a_pair_that_cannot_meet_the_limits_is_left_out() -> None:
     impossible = Slowdowns(*(Percentiles(0.01, 0.01, 0.01),) * 3)
     for goal, settings in (
-        (Goal.COST, {"rate": 2.0}),
-        (Goal.THROUGHPUT, {"max_power_watts": 6.0}),
+        (ProvisioningObjective.COST, {"rate": 2.0}),
+        (ProvisioningObjective.THROUGHPUT, {"max_power_watts": 6.0}),
     ):
         asked = question(goal, (AA,), limits=impossible, max_machines=4, **settings)
         assert provision(asked) == ()
 
 
 def test_a_rate_beyond_all_machines_has_no_design() -> None:
-    assert provision(question(Goal.COST, (AA, MIXED), rate=1e5, max_machines=3)) == ()
+    assert (
+        provision(question(ProvisioningObjective.COST, (AA, MIXED), rate=1e5, max_machines=3)) == ()
+    )
 
 
 def test_both_budgets_count_at_once() -> None:
     asked = question(
-        Goal.THROUGHPUT, (HH,), max_power_watts=14.0, max_cost_per_hour=14.1, max_machines=20
+        ProvisioningObjective.THROUGHPUT,
+        (HH,),
+        max_power_watts=14.0,
+        max_cost_per_hour=14.1,
+        max_machines=20,
     )
     (design,) = provision(asked)
     assert design.machines == 6
@@ -151,13 +190,13 @@ def test_both_budgets_count_at_once() -> None:
 
 
 def test_answers_are_the_same_again() -> None:
-    asked = question(Goal.THROUGHPUT, (HA,), max_power_watts=8.0, max_machines=8)
+    asked = question(ProvisioningObjective.THROUGHPUT, (HA,), max_power_watts=8.0, max_machines=8)
     assert provision(asked) == provision(asked)
 
 
 def test_progress_is_told_for_each_pair() -> None:
     told: list[tuple[int, int, str]] = []
-    asked = question(Goal.COST, (AA, HA), rate=1.0, max_machines=4)
+    asked = question(ProvisioningObjective.COST, (AA, HA), rate=1.0, max_machines=4)
     provision(asked, lambda *step: told.append(step))
     assert told == [(0, 2, "AA"), (1, 2, "HA")]
 
@@ -166,8 +205,8 @@ def test_progress_is_told_for_each_pair() -> None:
     ("settings", "told"),
     [
         ({"pairs": ()}, "pairs: set at least one pair"),
-        ({"goal": Goal.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
-        ({"goal": Goal.POWER}, "goal Power: set the rate to serve"),
+        ({"goal": ProvisioningObjective.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
+        ({"goal": ProvisioningObjective.POWER}, "goal Power: set the rate to serve"),
         ({"rate": 0.0}, "rate 0: must be above 0"),
         ({"rate": float("nan")}, "rate nan: must be above 0"),
         ({"rate": 1.0, "max_machines": 0}, "max_machines 0: must be above 0"),
@@ -175,13 +214,13 @@ def test_progress_is_told_for_each_pair() -> None:
 )
 def test_a_question_without_an_answer_is_refused(settings: dict, told: str) -> None:
     with pytest.raises(ProvisioningError, match=told):
-        provision(replace(question(Goal.COST, (AA,)), **settings))
+        provision(replace(question(ProvisioningObjective.COST, (AA,)), **settings))
 
 
 def test_a_demand_of_fixed_lengths_can_be_provisioned_for() -> None:
     asked = replace(
-        question(Goal.COST, (AA,), rate=4.0, max_machines=10),
-        demand=workload.fixed(1500, 13, 1.0),
+        question(ProvisioningObjective.COST, (AA,), rate=4.0, max_machines=10),
+        demand=workload.build_fixed(1500, 13, 1.0),
     )
     (design,) = provision(asked)
     assert design.num_prompt > design.num_token

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.perf.latency_correction import NONE, Correction
-from cleave.planner.replan.model_check import FEWEST, Judgement, judge
-from cleave.policy.role_flipping import make_terms
+from cleave.perf.latency_correction import NO_CORRECTION, Correction
+from cleave.planner.replan.model_check import MIN_RESPONSES, ModelAssessment, assess
+from cleave.policy.role_flipping import build_thresholds
 from cleave.traffic.refit import to_demand
 
 from tests.support.simulated_traffic import Play, ask
 
 
-def judged(play: Play, **more) -> Judgement:
+def judged(play: Play, **more) -> ModelAssessment:
     windows = play.serve(**more)
-    problem = replace(play.problem, demand=to_demand(windows).limited(2048))
-    return judge(problem, play.running, windows, play.correction)
+    problem = replace(play.problem, demand=to_demand(windows).with_max_model_len(2048))
+    return assess(problem, play.running, windows, play.correction)
 
 
 @pytest.mark.parametrize("shape", ["Always", "Never"])
@@ -55,8 +55,8 @@ def test_each_figure_is_told_with_its_error() -> None:
     assert [each.name for each in found.comparisons] == [
         "P50 TTFT", "P90 TTFT", "P50 TPOT", "P90 TPOT",
     ]  # fmt: skip
-    assert all(each.is_beyond and each.error > 1 for each in ttft)
-    assert all(not each.is_beyond and abs(each.error) < 0.1 for each in tpot)
+    assert all(each.exceeds_threshold and each.error > 1 for each in ttft)
+    assert all(not each.exceeds_threshold and abs(each.error) < 0.1 for each in tpot)
     assert "TTFT" in found.reason
     assert "ms were predicted; step times corrected by x" in found.reason
 
@@ -70,7 +70,7 @@ def test_where_decode_is_overloaded_prefill_is_left_alone() -> None:
 
 def test_queues_of_an_overload_that_was_foreseen_are_no_error_of_the_model() -> None:
     play = Play(ask("Always"))
-    found = judged(play, demand=play.problem.demand.at(40.0))
+    found = judged(play, demand=play.problem.demand.with_rate(40.0))
     assert found.attainment < 0.5
     assert found.holds
     assert found.correction.prefill == pytest.approx(1.0, abs=0.1)
@@ -95,28 +95,28 @@ def test_factors_that_stand_at_a_limit_are_sought_within_it() -> None:
 def test_few_answers_say_nothing() -> None:
     play = Play(ask("Always"), Correction(2.0, 2.0))
     windows = play.serve()[:1]
-    assert windows[0].num_requests > FEWEST
+    assert windows[0].num_requests > MIN_RESPONSES
     few = replace(windows[0], ttft=replace(windows[0].ttft, counts=(99.0,) * 18))
-    found = judge(play.problem, play.running, [few])
-    assert (found.comparisons, found.error, found.correction) == ((), None, NONE)
+    found = assess(play.problem, play.running, [few])
+    assert (found.comparisons, found.error, found.correction) == ((), None, NO_CORRECTION)
     assert found.holds
     assert found.attainment > 0.9
 
 
 def test_pools_that_lend_are_foreseen_to_lend() -> None:
     play = Play(ask("Always"))
-    windows = play.serve(play.problem.demand.at(24.0))
-    problem = replace(play.problem, demand=play.problem.demand.at(24.0))
-    lending = replace(play.running, flipping=make_terms(800))
-    fixed, lent = (judge(problem, each, windows) for each in (play.running, lending))
+    windows = play.serve(play.problem.demand.with_rate(24.0))
+    problem = replace(play.problem, demand=play.problem.demand.with_rate(24.0))
+    lending = replace(play.running, flipping=build_thresholds(800))
+    fixed, lent = (assess(problem, each, windows) for each in (play.running, lending))
     assert lent.attainment > fixed.attainment
 
 
 def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None:
     play = Play(ask("Always"), Correction(1.2, 1.2))
-    found = judged(play, demand=play.problem.demand.at(30.0))
+    found = judged(play, demand=play.problem.demand.with_rate(30.0))
     assert found.comparisons
-    assert (found.holds, found.error, found.correction) == (True, None, NONE)
+    assert (found.holds, found.error, found.correction) == (True, None, NO_CORRECTION)
     assert found.reason == "latencies are changing, so the prediction is not assessed"
 
 
@@ -124,9 +124,9 @@ def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None
 def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(lends) -> None:
     """Else it would find every plan failing, the one that runs among them, and stay."""
     play = Play(ask("Always"))
-    play.running = replace(play.running, flipping=make_terms(800) if lends else None)
+    play.running = replace(play.running, flipping=build_thresholds(800) if lends else None)
     play.correction = Correction(1.3, 1.3)
-    found = judged(play, demand=play.problem.demand.at(20.0))
+    found = judged(play, demand=play.problem.demand.with_rate(20.0))
     assert found.attainment < 0.4
     assert not found.holds
     assert found.correction.prefill == pytest.approx(1.0, abs=0.08)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
-from cleave.planner.replan.restarts import count_begun, count_kinds, spare
+from cleave.planner.replan.restarts import count_kinds, count_starts, reduce_restarts
 
 PREFILL = PlannedPool(Role.PREFILL, 4, max_num_seqs=256, max_num_batched_tokens=8192)
 DECODE = PlannedPool(Role.DECODE, 1, max_num_seqs=64, max_num_batched_tokens=2048)
@@ -27,15 +27,15 @@ def limits(pools: tuple[PlannedPool, ...]) -> list[tuple[int | None, int | None]
 
 
 def test_other_limits_replace_every_instance() -> None:
-    assert count_begun(NOW, THEN) == 5
-    assert count_begun(NOW, NOW) == 0
+    assert count_starts(NOW, THEN) == 5
+    assert count_starts(NOW, NOW) == 0
 
 
 def test_spare_prefill_instances_become_decode_ones_with_the_limits_they_have() -> None:
-    kept = spare(NOW, THEN, serve)
+    kept = reduce_restarts(NOW, THEN, serve)
     assert limits(kept) == [(256, 8192), (256, 8192)]
     assert [pool.replicas for pool in kept] == [2, 3]
-    assert count_begun(NOW, kept) == 1
+    assert count_starts(NOW, kept) == 1
 
 
 def test_limits_that_do_not_serve_are_not_kept() -> None:
@@ -45,20 +45,20 @@ def test_limits_that_do_not_serve_are_not_kept() -> None:
         asked.append((limits(pools), spared))
         return limits(pools)[1] == (1024, 2048)
 
-    kept = spare(NOW, THEN, serves)
+    kept = reduce_restarts(NOW, THEN, serves)
     assert limits(kept) == [(256, 8192), (1024, 2048)]
-    assert count_begun(NOW, kept) == 3
+    assert count_starts(NOW, kept) == 3
     assert asked[0] == ([(256, 8192), (256, 8192)], 4), "who spares most is asked about first"
-    assert spare(NOW, THEN, lambda *_: False) == THEN
+    assert reduce_restarts(NOW, THEN, lambda *_: False) == THEN
 
 
 def test_other_hardware_keeps_no_limits() -> None:
     wider = tuple(replace(pool, parallelism=Parallelism(tensor=2)) for pool in THEN)
-    assert spare(NOW, wider, serve) == wider
+    assert reduce_restarts(NOW, wider, serve) == wider
     elsewhere = tuple(replace(pool, gpu="H100") for pool in THEN)
-    assert spare(NOW, elsewhere, serve) == elsewhere
+    assert reduce_restarts(NOW, elsewhere, serve) == elsewhere
     emulated = tuple(replace(pool, gpu=EMULATED_GPU) for pool in THEN)
-    assert spare(NOW, emulated, serve) != emulated
+    assert reduce_restarts(NOW, emulated, serve) != emulated
 
 
 LIMITS = st.sampled_from([None, 64, 256, 1024])
@@ -80,10 +80,10 @@ def plans(draw: st.DrawFn) -> tuple[PlannedPool, ...]:
 
 @given(plans(), plans())
 def test_pools_stay_as_large_and_no_more_is_started(now, then) -> None:
-    kept = spare(now, then, serve)
+    kept = reduce_restarts(now, then, serve)
     assert [(pool.role, pool.replicas) for pool in kept] == [(p.role, p.replicas) for p in then]
-    assert count_begun(now, kept) <= count_begun(now, then)
+    assert count_starts(now, kept) <= count_starts(now, then)
     grown = sum(pool.replicas for pool in then) - sum(pool.replicas for pool in now)
-    assert count_begun(now, kept) >= max(grown, 0)
+    assert count_starts(now, kept) >= max(grown, 0)
     if count_kinds(now) == count_kinds(then):
         assert kept == then

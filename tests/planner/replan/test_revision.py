@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from cleave.api.role import Role
 from cleave.perf.latency_correction import Correction
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
-from cleave.planner.replan.revision import Left, Outlook, Terms, Verdict, decide, revise
-from cleave.policy.role_flipping import make_terms
-from cleave.traffic.published import find
+from cleave.planner.replan.revision import (
+    PlanForecast,
+    ReplacedPlan,
+    ReplanSettings,
+    ReplanVerdict,
+    decide,
+    revise,
+)
+from cleave.policy.role_flipping import build_thresholds
+from cleave.traffic.published import get_workload
 from cleave.traffic.refit import RefitError
 
 from tests.support.simulated_traffic import Play, ask, count, plan
@@ -22,69 +29,75 @@ def problem():
     return ask()
 
 
-def mixed(replicas: int, attainment: float, seqs: int = 256) -> Outlook:
+def mixed(replicas: int, attainment: float, seqs: int = 256) -> PlanForecast:
     pool = PlannedPool(Role.MIXED, replicas, gpu=EMULATED_GPU, max_num_seqs=seqs)
-    return Outlook((pool,), attainment, float(replicas))
+    return PlanForecast((pool,), attainment, float(replicas))
 
 
-def split(prefill: int, decode: int, attainment: float) -> Outlook:
+def split(prefill: int, decode: int, attainment: float) -> PlanForecast:
     pools = PlannedPool(Role.PREFILL, prefill), PlannedPool(Role.DECODE, decode)
-    return Outlook(pools, attainment, float(prefill + decode))
+    return PlanForecast(pools, attainment, float(prefill + decode))
 
 
 NOW_S = 100_000.0
 
 
-def decided(problem, now: Outlook, then: Outlook, terms: Terms = Terms(), *left: Left):  # noqa: B008
+def decided(
+    problem,
+    now: PlanForecast,
+    then: PlanForecast,
+    terms: ReplanSettings = ReplanSettings(),
+    *left: ReplacedPlan,
+):
     return decide(problem, now, then, terms, NOW_S, left)
 
 
 def test_what_fails_gives_way_to_what_holds(problem) -> None:
     found = decided(problem, mixed(3, 0.6), mixed(5, 0.97))
-    assert found.verdict is Verdict.APPLY
+    assert found.verdict is ReplanVerdict.APPLY
     assert found.reason == ("5M tp1 has 97 % of the requests in time where 3M tp1 has 60 %")
     assert found.gain == pytest.approx(0.97 / 0.6 - 1)
 
 
 def test_a_small_miss_gives_way_to_what_holds_too(problem) -> None:
-    assert decided(problem, mixed(3, 0.88), mixed(4, 0.93)).verdict is Verdict.APPLY
+    assert decided(problem, mixed(3, 0.88), mixed(4, 0.93)).verdict is ReplanVerdict.APPLY
 
 
 def test_where_neither_holds_a_little_more_is_too_little(problem) -> None:
     found = decided(problem, mixed(3, 0.70), mixed(4, 0.73))
     assert (found.verdict, found.reason) == (
-        Verdict.KEEP, "4M tp1 would serve 4% more in time; too little",
+        ReplanVerdict.KEEP, "4M tp1 would serve 4% more in time; too little",
     )  # fmt: skip
-    assert decided(problem, mixed(3, 0.40), mixed(4, 0.73)).verdict is Verdict.APPLY
+    assert decided(problem, mixed(3, 0.40), mixed(4, 0.73)).verdict is ReplanVerdict.APPLY
 
 
 def test_what_holds_gives_way_to_what_takes_clearly_less(problem) -> None:
     found = decided(problem, mixed(8, 0.99), mixed(5, 0.95))
-    assert found.verdict is Verdict.APPLY
+    assert found.verdict is ReplanVerdict.APPLY
     assert found.reason == "5M tp1 has 95 % of the requests in time for 62.5 % of what 8M tp1 takes"
-    assert decided(problem, mixed(20, 0.99), mixed(19, 0.95)).verdict is Verdict.KEEP
-    assert decided(problem, mixed(3, 0.99), mixed(5, 1.0)).verdict is Verdict.KEEP
+    assert decided(problem, mixed(20, 0.99), mixed(19, 0.95)).verdict is ReplanVerdict.KEEP
+    assert decided(problem, mixed(3, 0.99), mixed(5, 1.0)).verdict is ReplanVerdict.KEEP
 
 
 def test_what_holds_never_gives_way_to_what_hardly_does(problem) -> None:
     found = decided(problem, mixed(8, 0.91), mixed(2, 0.89))
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is ReplanVerdict.KEEP
     assert found.reason == "the current plan meets the targets; 2M tp1 would have too little margin"
-    assert decided(problem, mixed(8, 0.99), mixed(2, 0.92)).verdict is Verdict.KEEP
-    assert decided(problem, mixed(8, 0.99), mixed(2, 0.93)).verdict is Verdict.APPLY
+    assert decided(problem, mixed(8, 0.99), mixed(2, 0.92)).verdict is ReplanVerdict.KEEP
+    assert decided(problem, mixed(8, 0.99), mixed(2, 0.93)).verdict is ReplanVerdict.APPLY
 
 
 def test_what_is_seen_to_miss_more_than_predicted_gives_way_to_more_alone(problem) -> None:
-    now = replace(mixed(5, 0.97), seen=0.8)
+    now = replace(mixed(5, 0.97), observed_attainment=0.8)
     found = decided(problem, now, mixed(5, 0.98, seqs=64))
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is ReplanVerdict.KEEP
     assert (
         found.reason
         == "the current plan misses more than predicted; 5M tp1 needs no more resources"
     )
-    assert decided(problem, now, mixed(4, 0.98)).verdict is Verdict.KEEP
+    assert decided(problem, now, mixed(4, 0.98)).verdict is ReplanVerdict.KEEP
     more = decided(problem, now, mixed(6, 0.99))
-    assert more.verdict is Verdict.APPLY
+    assert more.verdict is ReplanVerdict.APPLY
     assert more.reason == "6M tp1 has 99 % of the requests in time where 5M tp1 has 80 %"
 
 
@@ -93,31 +106,36 @@ def test_the_same_instances_are_no_other_plan(problem) -> None:
     now = mixed(3, 0.5)
     then = replace(mixed(3, 0.9), pools=(replace(now.pools[0], gpu=None),))
     assert decided(problem, now, then).reason == "the current plan is still the best"
-    assert decided(problem, now, mixed(3, 0.95, seqs=64)).verdict is Verdict.APPLY
+    assert decided(problem, now, mixed(3, 0.95, seqs=64)).verdict is ReplanVerdict.APPLY
 
 
 def test_a_change_must_win_more_requests_than_it_costs(problem) -> None:
-    hasty, patient = Terms(horizon_s=600, start_s=600), Terms(horizon_s=6_000, start_s=600)
+    hasty, patient = (
+        ReplanSettings(horizon_s=600, start_s=600),
+        ReplanSettings(horizon_s=6_000, start_s=600),
+    )
     now, then = split(4, 4, 0.80), mixed(8, 0.95)
     found = decided(problem, now, then, hasty)
-    assert found.verdict is Verdict.KEEP
+    assert found.verdict is ReplanVerdict.KEEP
     # All eight are replaced: 0.8 of 12 a second for 600 s, against 0.15 of as many.
     assert found.reason == "the change would cost 5760 requests and win 1080"
-    assert decided(problem, now, then, patient).verdict is Verdict.APPLY
+    assert decided(problem, now, then, patient).verdict is ReplanVerdict.APPLY
 
 
 def test_instances_that_are_only_added_cost_no_request(problem) -> None:
-    assert decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), Terms(start_s=1e6)).gain > 0
-    kept = decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), Terms(start_s=1e6))
-    assert kept.verdict is Verdict.APPLY
+    assert (
+        decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), ReplanSettings(start_s=1e6)).gain > 0
+    )
+    kept = decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), ReplanSettings(start_s=1e6))
+    assert kept.verdict is ReplanVerdict.APPLY
 
 
 def test_instances_that_only_change_pools_are_not_started(problem) -> None:
-    slow = Terms(start_s=1e6)
+    slow = ReplanSettings(start_s=1e6)
     moved = decided(problem, split(3, 1, 0.8), split(2, 2, 0.95), slow)
-    assert moved.verdict is Verdict.APPLY
+    assert moved.verdict is ReplanVerdict.APPLY
     fewer = decided(problem, split(4, 2, 0.99), split(1, 4, 0.97), slow)
-    assert fewer.verdict is Verdict.APPLY
+    assert fewer.verdict is ReplanVerdict.APPLY
     limited = split(3, 1, 0.8)
     prefill, decode = limited.pools
     limited = replace(limited, pools=(replace(prefill, max_num_seqs=8), decode))
@@ -125,60 +143,73 @@ def test_instances_that_only_change_pools_are_not_started(problem) -> None:
     assert kept.reason.startswith("the change would cost"), "their engines are started otherwise"
     cells = tuple(replace(pool, per_cell=1) for pool in split(3, 1, 0.8).pools)
     tied = decided(problem, replace(split(3, 1, 0.8), pools=cells), split(2, 2, 0.95), slow)
-    assert tied.verdict is Verdict.KEEP, "cells stay where they are"
+    assert tied.verdict is ReplanVerdict.KEEP, "cells stay where they are"
 
 
 def test_saving_must_outweigh_what_starting_takes(problem) -> None:
     now, then = split(4, 4, 0.99), mixed(6, 0.95)
-    assert decided(problem, now, then, Terms(start_s=60)).verdict is Verdict.APPLY
-    found = decided(problem, now, then, Terms(start_s=3_600))
+    assert decided(problem, now, then, ReplanSettings(start_s=60)).verdict is ReplanVerdict.APPLY
+    found = decided(problem, now, then, ReplanSettings(start_s=3_600))
     assert found.reason == "starting 6 instances costs more than 6M tp1 saves"
 
 
 def test_soon_after_a_change_there_is_no_other(problem) -> None:
     now, then = mixed(3, 0.7), mixed(5, 0.97)
-    found = decided(problem, now, then, Terms(), Left(mixed(2, 0).pools, NOW_S - 200))
+    found = decided(
+        problem, now, then, ReplanSettings(), ReplacedPlan(mixed(2, 0).pools, NOW_S - 200)
+    )
     assert found.reason == "the plan was changed 200 s ago; it stays for 600 s"
     assert decided(
-        problem, now, then, Terms(), Left(mixed(2, 0).pools, NOW_S - 700)
-    ).verdict is Verdict.APPLY  # fmt: skip
+        problem, now, then, ReplanSettings(), ReplacedPlan(mixed(2, 0).pools, NOW_S - 700)
+    ).verdict is ReplanVerdict.APPLY  # fmt: skip
 
 
 def test_less_than_was_just_left_is_not_come_back_to(problem) -> None:
     now, then = mixed(5, 0.97), mixed(3, 0.95)
-    found = decided(problem, now, then, Terms(), Left(then.pools, NOW_S - 900))
+    found = decided(problem, now, then, ReplanSettings(), ReplacedPlan(then.pools, NOW_S - 900))
     assert found.reason == "3M tp1 was replaced 900 s ago; traffic may swing back"
-    assert decided(problem, then, now, Terms(), Left(now.pools, NOW_S - 900)).reason != found.reason
-    more = decided(problem, mixed(3, 0.7), now, Terms(), Left(now.pools, NOW_S - 900))
-    assert more.verdict is Verdict.APPLY
+    assert (
+        decided(problem, then, now, ReplanSettings(), ReplacedPlan(now.pools, NOW_S - 900)).reason
+        != found.reason
+    )
+    more = decided(
+        problem, mixed(3, 0.7), now, ReplanSettings(), ReplacedPlan(now.pools, NOW_S - 900)
+    )
+    assert more.verdict is ReplanVerdict.APPLY
 
 
 def test_a_lull_is_no_reason_to_take_less_and_a_rush_is_one_to_take_more(problem) -> None:
     enough, few, many = mixed(5, 0.97), mixed(3, 0.95), mixed(8, 0.99)
-    found = decide(problem, enough, few, Terms(), NOW_S, seen_s=60)
+    found = decide(problem, enough, few, ReplanSettings(), NOW_S, observed_s=60)
     assert found.reason == "traffic was observed for 60 s; 600 s are required to scale down"
-    assert decide(problem, mixed(5, 0.6), many, Terms(), NOW_S, seen_s=60).verdict is Verdict.APPLY
+    assert (
+        decide(problem, mixed(5, 0.6), many, ReplanSettings(), NOW_S, observed_s=60).verdict
+        is ReplanVerdict.APPLY
+    )
 
 
 def test_what_fails_badly_waits_for_nothing(problem) -> None:
-    left = Left(mixed(5, 0).pools, NOW_S - 10)
-    assert decided(problem, mixed(3, 0.2), mixed(5, 0.97), Terms(), left).verdict is Verdict.APPLY
+    left = ReplacedPlan(mixed(5, 0).pools, NOW_S - 10)
+    assert (
+        decided(problem, mixed(3, 0.2), mixed(5, 0.97), ReplanSettings(), left).verdict
+        is ReplanVerdict.APPLY
+    )
 
 
 def test_advice_is_told_and_not_applied(problem) -> None:
-    found = decided(problem, mixed(3, 0.6), mixed(5, 0.97), Terms(is_advisory=True))
-    assert found.verdict is Verdict.PROPOSE
+    found = decided(problem, mixed(3, 0.6), mixed(5, 0.97), ReplanSettings(is_advisory=True))
+    assert found.verdict is ReplanVerdict.PROPOSE
 
 
 OUTLOOKS = st.builds(mixed, st.integers(1, 12), st.floats(0.0, 1.0))
 
 
 @given(OUTLOOKS, OUTLOOKS)
-def test_no_two_plans_follow_each_other_round(one: Outlook, other: Outlook) -> None:
+def test_no_two_plans_follow_each_other_round(one: PlanForecast, other: PlanForecast) -> None:
     """With equal traffic: what was better in one direction is not in the other."""
     asked = ask()
     there, back = decided(asked, one, other), decided(asked, other, one)
-    assert Verdict.KEEP in (there.verdict, back.verdict)
+    assert ReplanVerdict.KEEP in (there.verdict, back.verdict)
     assert there.reason
     assert back.reason
 
@@ -190,22 +221,22 @@ def test_twice_as_slow_as_the_profile_says_is_seen_mended_and_planned_for(shape:
     play = Play(problem, truth)
     before = count(play.running)
     found = play.look()
-    assert found.decision.verdict is Verdict.CORRECT
-    assert found.answer is None
+    assert found.decision.verdict is ReplanVerdict.CORRECT
+    assert found.result is None
     assert count(play.running) == before
     looks = list(play.look_often(4))
-    assert looks[0].decision.verdict is Verdict.APPLY
+    assert looks[0].decision.verdict is ReplanVerdict.APPLY
     assert play.correction.prefill == pytest.approx(2.0, rel=0.1)
     assert play.correction.decode == pytest.approx(2.0, rel=0.1)
     assert count(play.running) == count(right)
-    assert looks[-1].judgement.holds
+    assert looks[-1].assessment.holds
 
 
 def test_a_wrong_model_is_mended_also_where_pools_lend_each_other_instances() -> None:
     problem, truth = ask("Always"), Correction(2.0, 2.0)
     play = Play(problem, truth)
-    play.running = replace(play.running, flipping=make_terms(800, 1, 1))
-    assert play.look().decision.verdict is Verdict.CORRECT
+    play.running = replace(play.running, flipping=build_thresholds(800, 1, 1))
+    assert play.look().decision.verdict is ReplanVerdict.CORRECT
     list(play.look_often(3))
     # While some are lent, latencies depend on which; the factors stay as good as the first look's.
     assert 1.6 < play.correction.decode < 3.0
@@ -217,13 +248,13 @@ def test_when_traffic_changes_the_plan_follows_and_the_model_stays() -> None:
     play = Play(problem)
     play.look()
     assert not play.left
-    more = problem.demand.at(30.0)
+    more = problem.demand.with_rate(30.0)
     list(play.look_often(3, more))
     assert play.correction.prefill == pytest.approx(1.0, abs=0.1)
     assert play.correction.decode == pytest.approx(1.0, abs=0.1)
     assert count(play.running)["prefill"] > 2
-    assert play.look(more).decision.verdict is Verdict.KEEP
-    less = problem.demand.at(6.0)
+    assert play.look(more).decision.verdict is ReplanVerdict.KEEP
+    less = problem.demand.with_rate(6.0)
     list(play.look_often(2, less))
     assert sum(count(play.running).values()) < 4
 
@@ -233,12 +264,12 @@ def test_instances_that_serve_as_well_keep_the_limits_that_they_were_started_wit
     play = Play(problem)
     own = [replace(pool, max_num_seqs=200) for pool in play.running.pools]
     play.running = replace(play.running, pools=tuple(own))
-    found = play.look(problem.demand.at(30.0))
-    assert found.decision.verdict is Verdict.APPLY
+    found = play.look(problem.demand.with_rate(30.0))
+    assert found.decision.verdict is ReplanVerdict.APPLY
     assert {pool.max_num_seqs for pool in play.running.pools} == {200}
-    best = found.answer.best
+    best = found.result.best
     assert {pool.max_num_seqs for pool in best.pools} != {200}
-    assert found.proposed.prediction.attainment > problem.slo.attainment
+    assert found.proposal.prediction.attainment > problem.slo.attainment
     few = [replace(pool, max_num_seqs=1) for pool in own]
     play.running = replace(play.running, pools=tuple(few))
     play.look()
@@ -248,7 +279,8 @@ def test_instances_that_serve_as_well_keep_the_limits_that_they_were_started_wit
 def test_code_and_conversation_get_plans_of_their_own() -> None:
     problem = ask("Always", slo={"ttftMs": 2500, "tpotMs": 80})
     code, talk = (
-        find(name).demand(6.0).limited(2048) for name in ("azure-code", "azure-conversation")
+        get_workload(name).build_demand(6.0).with_max_model_len(2048)
+        for name in ("azure-code", "azure-conversation")
     )
     play = Play(problem)
     list(play.look_often(3, code))

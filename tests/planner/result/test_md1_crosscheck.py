@@ -6,25 +6,27 @@ import numpy as np
 
 from cleave.planner.problem import Problem
 from cleave.planner.result import md1_crosscheck
-from cleave.planner.result.prediction import Finalist, predict
-from cleave.planner.search.trials import CONFIRMED, Trials
+from cleave.planner.result.prediction import PredictedPlan, predict
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
 
 from tests.support import known_problems
 
 
-def predicted(asked: Problem, n: int = 1, m: int = 2, size: tuple[int, int] = (1, 1)) -> Finalist:
+def predicted(
+    asked: Problem, n: int = 1, m: int = 2, size: tuple[int, int] = (1, 1)
+) -> PredictedPlan:
     draft = known_problems.split(
         asked, known_problems.of_size(asked, *size), n, known_problems.of_size(asked, 2), m
     )
-    trials = Trials(asked.demand, precision=CONFIRMED)
+    trials = Trials(asked.demand, precision=CONFIRMATION_PRECISION)
     return predict(asked, trials, draft, known_problems.targets(asked), "Algorithm 1")
 
 
 def test_equal_prompts_on_one_instance_agree_with_the_formula() -> None:
     for size in ((1, 1), (1, 2)):
         finalist = predicted(known_problems.blog(rate=8.0), size=size)
-        assert md1_crosscheck.expected_prefill_ms(finalist) is not None
-        assert list(md1_crosscheck.disagreements(finalist)) == []
+        assert md1_crosscheck.compute_expected_prefill_ms(finalist) is not None
+        assert list(md1_crosscheck.list_disagreements(finalist)) == []
 
 
 def test_a_difference_is_told_with_both_figures() -> None:
@@ -33,18 +35,21 @@ def test_a_difference_is_told_with_both_figures() -> None:
         finalist,
         outcome=replace(finalist.outcome, prefill_end_ms=finalist.outcome.prefill_end_ms + 50),
     )
-    (told,) = md1_crosscheck.disagreements(late)
+    (told,) = md1_crosscheck.list_disagreements(late)
     assert "by the M/D/1 formula" in told
 
 
 def test_unlike_prompts_or_several_instances_are_not_checked() -> None:
     assert (
-        md1_crosscheck.expected_prefill_ms(
+        md1_crosscheck.compute_expected_prefill_ms(
             predicted(known_problems.problem(known_problems.chat(5.0)))
         )
         is None
     )
-    assert md1_crosscheck.expected_prefill_ms(predicted(known_problems.blog(rate=8.0), n=2)) is None
+    assert (
+        md1_crosscheck.compute_expected_prefill_ms(predicted(known_problems.blog(rate=8.0), n=2))
+        is None
+    )
 
 
 def test_figures_of_a_prediction_are_those_of_its_simulation() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.result import nearest_slo
-from cleave.planner.search.candidates import candidates
+from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -12,7 +12,9 @@ from tests.support import known_problems
 
 def scale(asked: Problem, ttft_ms: float, tpot_ms: float) -> float:
     targets = Targets(ttft_ms, tpot_ms, 0.9)
-    found = nearest_slo.nearest_slo(asked, Trials(asked.demand), candidates(asked), targets)
+    found = nearest_slo.find_nearest_slo(
+        asked, Trials(asked.demand), list_candidates(asked), targets
+    )
     assert found is not None
     assert (found.ttft_ms, found.tpot_ms) == (ttft_ms * found.scale, tpot_ms * found.scale)
     return found.scale
@@ -33,7 +35,10 @@ def test_a_rate_beyond_all_gpus_has_no_nearest_slo() -> None:
         known_problems.chat(rate=500.0), supplies=(known_problems.nodes(1),)
     )
     targets = known_problems.targets(asked)
-    assert nearest_slo.nearest_slo(asked, Trials(asked.demand), candidates(asked), targets) is None
+    assert (
+        nearest_slo.find_nearest_slo(asked, Trials(asked.demand), list_candidates(asked), targets)
+        is None
+    )
 
 
 def test_a_multiple_beyond_a_hundred_is_found_as_well() -> None:

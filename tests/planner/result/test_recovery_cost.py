@@ -3,11 +3,11 @@
 import pytest
 
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Policies
-from cleave.planner.result.recovery_cost import weigh_checkpoints
-from cleave.planner.search.candidate_placement import Draft, planned_pools
+from cleave.planner.result.recovery_cost import compare_checkpoints
+from cleave.planner.search.candidate_placement import CandidatePlacement, to_planned_pools
 
 from tests.support.known_problems import Kind, chat, nodes, of_size, problem, split, whole
 
@@ -20,29 +20,31 @@ def asked(gpu: str = GPU):
     return problem(chat(8.0), SLO, policies=Policies(), supplies=(nodes(gpu=gpu),), kinds=kinds)
 
 
-def planned(draft: Draft, tpot_ms: float = 30.0) -> Plan:
-    trust = Trust(Basis.FITTED, "DistServe's coefficients", None)
+def planned(draft: CandidatePlacement, tpot_ms: float = 30.0) -> Plan:
+    trust = Confidence(LatencySource.FITTED, "DistServe's coefficients", None)
     tpot = Percentiles(tpot_ms, tpot_ms, tpot_ms)
     seen = Prediction(8.0, (8.0, 8.0), 0.9, tpot, tpot, 1.0, 1.0, trust)
-    return Plan(planned_pools(draft), seen, "Algorithm 1", 1.0)
+    return Plan(to_planned_pools(draft), seen, "Algorithm 1", 1.0)
 
 
 def test_streams_of_a_lost_decode_instance_are_shared_out_to_all_that_compute_prompts() -> None:
     question = asked()
     single = of_size(question)
     alone, four = (
-        weigh_checkpoints(question, planned(split(question, single, n, single, 2))) for n in (1, 4)
+        compare_checkpoints(question, planned(split(question, single, n, single, 2)))
+        for n in (1, 4)
     )
     assert alone.pause_s == pytest.approx(4 * four.pause_s)
-    assert alone.resuming == four.resuming
-    assert alone.resuming.restored_ms < alone.resuming.anew_ms
+    assert alone.resume_cost == four.resume_cost
+    assert alone.resume_cost.restored_ms < alone.resume_cost.recompute_ms
 
 
 def test_fewer_streams_are_lost_where_more_instances_decode() -> None:
     question = asked()
     single = of_size(question)
     one, two = (
-        weigh_checkpoints(question, planned(split(question, single, 1, single, n))) for n in (1, 2)
+        compare_checkpoints(question, planned(split(question, single, 1, single, n)))
+        for n in (1, 2)
     )
     assert one.host_bytes == pytest.approx(2 * two.host_bytes)
     streams = 8.0 * question.demand.mean_output_tokens * 0.030
@@ -54,7 +56,8 @@ def test_fewer_streams_are_lost_where_more_instances_decode() -> None:
 def test_mixed_instances_compute_what_the_lost_one_had() -> None:
     question = asked()
     two, three = (
-        weigh_checkpoints(question, planned(whole(question, of_size(question), n))) for n in (2, 3)
+        compare_checkpoints(question, planned(whole(question, of_size(question), n)))
+        for n in (2, 3)
     )
     assert two.pause_s / two.host_bytes == pytest.approx(2 * three.pause_s / three.host_bytes)
 
@@ -62,4 +65,4 @@ def test_mixed_instances_compute_what_the_lost_one_had() -> None:
 def test_of_gpus_in_no_catalogue_nothing_is_said() -> None:
     question = asked("unheard-of")
     single = of_size(question)
-    assert weigh_checkpoints(question, planned(split(question, single, 1, single, 1))) is None
+    assert compare_checkpoints(question, planned(split(question, single, 1, single, 1))) is None

@@ -3,26 +3,28 @@
 from dataclasses import replace
 
 from cleave.api.deployment import Slo
-from cleave.perf.timing import Chunk
+from cleave.perf.timing import PromptChunk
 from cleave.planner.problem import Problem
 from cleave.planner.result import short_prompts
-from cleave.planner.search.candidate_placement import Draft, cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
 from cleave.planner.search.trials import Trials
 from cleave.simulator.run import simulate
 
 from tests.support.known_problems import blog, of_size, split, whole
 
 
-def find(asked: Problem, draft: Draft) -> int:
-    trace = Trials(asked.demand).trace(400, 4.0)
-    return short_prompts.find(asked, draft, simulate(cell_fleet(asked, draft), trace), trace)
+def find(asked: Problem, draft: CandidatePlacement) -> int:
+    trace = Trials(asked.demand).build_trace(400, 4.0)
+    return short_prompts.compute_whole_below_tokens(
+        asked, draft, simulate(build_cell_fleet(asked, draft), trace), trace
+    )
 
 
 def with_tpot(tpot_ms: float) -> Problem:
     return replace(blog(), slo=Slo(ttft_ms=400, tpot_ms=tpot_ms))
 
 
-def one_of_each(asked: Problem) -> Draft:
+def one_of_each(asked: Problem) -> CandidatePlacement:
     one = of_size(asked)
     return split(asked, one, 1, one, 1)
 
@@ -33,7 +35,7 @@ def test_the_pass_that_such_a_prompt_shares_keeps_the_tpot_target() -> None:
     tokens = find(asked, draft)
     assert tokens.bit_count() == 1
     timing = draft.groups[1].instance.engine.timing
-    assert timing.iteration_ms([Chunk(0, tokens)], 4, 4 * 550) <= 60
+    assert timing.predict_iteration_ms([PromptChunk(0, tokens)], 4, 4 * 550) <= 60
 
 
 def test_a_tighter_target_lets_fewer_prompts_through() -> None:

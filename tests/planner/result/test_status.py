@@ -5,18 +5,18 @@ from dataclasses import replace
 
 from cleave.api.manifest import validate
 from cleave.planner.plan import EMULATED_GPU
-from cleave.planner.result.status import document, option, placement
+from cleave.planner.result.status import build_document, build_manual_placement, build_plan_option
 
 
 def test_latencies_that_never_end_are_absent(answer) -> None:
-    endless = option(answer.alternatives[-1])
+    endless = build_plan_option(answer.alternatives[-1])
     assert endless.predicted.ttft_ms.p50 == 380.0
     assert endless.predicted.ttft_ms.p99 is None
     json.dumps(endless.model_dump(mode="json"), allow_nan=False)
 
 
 def test_the_document_holds_verdict_plan_and_as_many_alternatives_as_asked(answer) -> None:
-    held = document(answer, 2)
+    held = build_document(answer, 2)
     assert held["verdict"] == "Disaggregate"
     assert [pool["role"] for pool in held["selected"]["pools"]] == ["prefill", "decode"]
     assert len(held["alternatives"]) == 2
@@ -24,7 +24,7 @@ def test_the_document_holds_verdict_plan_and_as_many_alternatives_as_asked(answe
 
 
 def test_an_infeasible_answer_names_the_nearest_slo(infeasible) -> None:
-    held = document(infeasible, 5)
+    held = build_document(infeasible, 5)
     assert held["selected"] is None
     assert held["nearestSlo"]["ttftMs"] == 180.0
 
@@ -36,7 +36,7 @@ def test_the_placement_block_is_one_that_a_manifest_takes(answer) -> None:
             "apiVersion": "cleave.dev/v1alpha1",
             "kind": "LLMDeployment",
             "metadata": {"name": "chat"},
-            "spec": {**spec, "placement": placement(answer.selected)},
+            "spec": {**spec, "placement": build_manual_placement(answer.selected)},
         }
     )
     prefill, decode = deployment.spec.placement.manual
@@ -45,8 +45,8 @@ def test_the_placement_block_is_one_that_a_manifest_takes(answer) -> None:
 
 
 def test_the_placement_block_keeps_kinds_of_gpu_but_not_the_emulated_one(answer) -> None:
-    stated = [pool["gpu"] for pool in placement(answer.selected)["manual"]]
+    stated = [pool["gpu"] for pool in build_manual_placement(answer.selected)["manual"]]
     assert stated == ["A100-SXM-80GB", "A100-SXM-80GB"]
     pools = tuple(replace(pool, gpu=EMULATED_GPU) for pool in answer.selected.pools)
     emulated = replace(answer.selected, pools=pools)
-    assert all("gpu" not in pool for pool in placement(emulated)["manual"])
+    assert all("gpu" not in pool for pool in build_manual_placement(emulated)["manual"])

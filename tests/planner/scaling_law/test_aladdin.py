@@ -6,24 +6,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf import named_profiles
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.estimate import Estimate
 from cleave.perf.published import distserve
 from cleave.planner.scaling_law import aladdin
 from cleave.planner.scaling_law.aladdin import ComputeLaw, ScalingError, WorkerLaw
 from cleave.planner.search.trials import Targets, Trials
-from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.traffic import workload
-from cleave.traffic.workload import Demand, Drawn, Independent, LogNormal
+from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, LogNormal
 
-CHAT = Demand(1.0, Drawn(Independent(LogNormal.through(300, 600), LogNormal.through(100, 200))))
+CHAT = Demand(
+    1.0,
+    GeneratedRequests(
+        IndependentLengths(
+            LogNormal.from_mean_and_p90(300, 600), LogNormal.from_mean_and_p90(100, 200)
+        )
+    ),
+)
 
 
 def opt_66b(gpus: int, kv_capacity_tokens: int | None = None) -> Estimate:
     name = f"distserve/opt-66b/tp{gpus}"
     tokens = kv_capacity_tokens or distserve.KV_CAPACITY_TOKENS["opt-66b"][gpus, 1]
     timing = named_profiles.to_timing(distserve.FITS[name])
-    trust = Trust(Basis.FITTED, name, None)
+    trust = Confidence(LatencySource.FITTED, name, None)
     return Estimate(timing, tokens, 512, 2048, 1 << 20, 1e11, 400 * gpus, gpus, trust)
 
 
@@ -36,22 +43,24 @@ def test_the_best_size_is_the_largest_of_equation_6() -> None:
     by_hand = {}
     for gpus, worker in WORKERS.items():
         batch = max(
-            n for n in range(2000) if worker.timing.decode_pass_ms(n, round(n * context)) <= tpot_ms
+            n
+            for n in range(2000)
+            if worker.timing.predict_decode_ms(n, round(n * context)) <= tpot_ms
         )
         batch = min(batch, int(worker.kv_capacity_tokens / context))
-        pass_ms = worker.timing.decode_pass_ms(batch, round(batch * context))
+        pass_ms = worker.timing.predict_decode_ms(batch, round(batch * context))
         by_hand[gpus] = batch * 1000 / pass_ms / gpus
-    sizes = aladdin.best_worker_size(WORKERS, CHAT, tpot_ms)
+    sizes = aladdin.rank_worker_sizes(WORKERS, CHAT, tpot_ms)
     assert {size.gpus: size.tokens_per_s_per_gpu for size in sizes} == pytest.approx(by_hand)
     assert sizes[0].gpus == max(by_hand, key=by_hand.__getitem__)
 
 
 def test_little_memory_asks_for_more_gpus_per_worker_than_compute_alone() -> None:
     roomy = {gpus: opt_66b(gpus, 10_000_000) for gpus in (2, 4, 8)}
-    assert aladdin.best_worker_size(roomy, CHAT, 200.0)[0].gpus == 2
-    best, *_ = aladdin.best_worker_size(WORKERS, CHAT, 200.0)
+    assert aladdin.rank_worker_sizes(roomy, CHAT, 200.0)[0].gpus == 2
+    best, *_ = aladdin.rank_worker_sizes(WORKERS, CHAT, 200.0)
     assert best.gpus > 2
-    (two,) = (size for size in aladdin.best_worker_size(WORKERS, CHAT, 200.0) if size.gpus == 2)
+    (two,) = (size for size in aladdin.rank_worker_sizes(WORKERS, CHAT, 200.0) if size.gpus == 2)
     assert two.is_bound_by_kv
     assert two.batch == int(
         WORKERS[2].kv_capacity_tokens / (CHAT.mean_prompt_tokens + CHAT.mean_output_tokens / 2)
@@ -59,19 +68,19 @@ def test_little_memory_asks_for_more_gpus_per_worker_than_compute_alone() -> Non
 
 
 def test_a_tight_target_leaves_only_large_workers() -> None:
-    sizes = aladdin.best_worker_size(WORKERS, CHAT, 27.0)
+    sizes = aladdin.rank_worker_sizes(WORKERS, CHAT, 27.0)
     assert [size.gpus for size in sizes] == [8]
     assert not sizes[0].is_bound_by_kv
     with pytest.raises(ScalingError, match="tpot_ms 5: no worker of 2, 4, 8 GPUs decodes"):
-        aladdin.best_worker_size(WORKERS, CHAT, 5.0)
+        aladdin.rank_worker_sizes(WORKERS, CHAT, 5.0)
 
 
 def test_compute_times_follow_equation_5() -> None:
     law = ComputeLaw.fit({gpus: 80 / gpus + 7 for gpus in (1, 2, 4, 8)})
     assert (law.k4, law.c4) == pytest.approx((80, 7))
-    assert law.iteration_ms(4) == pytest.approx(27)
-    assert law.iteration_ms(4, all_reduce_ms=8) == pytest.approx(27 + 6)
-    assert law.iteration_ms(1, all_reduce_ms=8) == pytest.approx(87)
+    assert law.predict_iteration_ms(4) == pytest.approx(27)
+    assert law.predict_iteration_ms(4, all_reduce_ms=8) == pytest.approx(27 + 6)
+    assert law.predict_iteration_ms(1, all_reduce_ms=8) == pytest.approx(87)
     with pytest.raises(ScalingError, match="a fit of Eq"):
         ComputeLaw.fit({1: 5.0})
 
@@ -85,19 +94,23 @@ def test_a_fitted_law_never_undercuts_a_count(k5: float, c5: float, rates: list[
     counts = {float(rate): max(1, math.ceil(k5 * rate + c5)) for rate in rates}
     law = aladdin.fit_workers(counts)
     for rate, count in counts.items():
-        assert law.workers(rate) >= count
+        assert law.compute_workers(rate) >= count
 
 
 def test_a_fitted_law_finds_the_line_that_made_the_counts() -> None:
     true = WorkerLaw(0.37, 0.8, 0.0)
-    law = aladdin.fit_workers({float(rate): true.workers(rate) for rate in range(5, 200, 5)})
+    law = aladdin.fit_workers(
+        {float(rate): true.compute_workers(rate) for rate in range(5, 200, 5)}
+    )
     assert law.k5 == pytest.approx(true.k5, rel=0.02)
-    assert all(abs(law.workers(rate) - true.workers(rate)) <= 1 for rate in range(5, 400))
+    assert all(
+        abs(law.compute_workers(rate) - true.compute_workers(rate)) <= 1 for rate in range(5, 400)
+    )
 
 
 def test_rates_below_the_lower_bound_do_not_count() -> None:
     law = aladdin.fit_workers({1.0: 50, 20.0: 2, 40.0: 4}, lowest_rate=10.0)
-    assert law.workers(40) == 4
+    assert law.compute_workers(40) == 4
     assert law.holds_at(11)
     assert not law.holds_at(10)
     with pytest.raises(ScalingError, match="1 rates above 30"):
@@ -105,10 +118,10 @@ def test_rates_below_the_lower_bound_do_not_count() -> None:
 
 
 def test_workers_for_no_traffic_are_one_and_bad_rates_are_refused() -> None:
-    assert WorkerLaw(0.5, -3, 0).workers(0) == 1
+    assert WorkerLaw(0.5, -3, 0).compute_workers(0) == 1
     for rate in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ScalingError, match="rate"):
-            WorkerLaw(0.5, 0, 0).workers(rate)
+            WorkerLaw(0.5, 0, 0).compute_workers(rate)
 
 
 @given(
@@ -133,33 +146,33 @@ def test_a_rate_that_no_number_of_workers_holds_is_told() -> None:
 
 
 def test_the_lower_bound_comes_from_the_standard_error_of_the_lengths() -> None:
-    regular = replace(CHAT, source=workload.fixed(100, 100, 1.0).source)
-    assert aladdin.lowest_rate(regular, heartbeat_s=1) == 0
+    regular = replace(CHAT, source=workload.build_fixed(100, 100, 1.0).source)
+    assert aladdin.compute_lowest_rate(regular, heartbeat_s=1) == 0
     drawn = CHAT.draw(20_000)
     variation = max(
         drawn.prompt_tokens.std() / drawn.prompt_tokens.mean(),
         drawn.output_tokens.std() / drawn.output_tokens.mean(),
     )
-    bound = aladdin.lowest_rate(CHAT, heartbeat_s=30, error=0.05)
+    bound = aladdin.compute_lowest_rate(CHAT, heartbeat_s=30, error=0.05)
     assert variation / math.sqrt(bound * 30) == pytest.approx(0.05)
     with pytest.raises(ScalingError, match="heartbeat_s 0 must be above 0"):
-        aladdin.lowest_rate(CHAT, 0)
+        aladdin.compute_lowest_rate(CHAT, 0)
 
 
 def test_simulated_counts_of_workers_lie_on_a_line() -> None:
     """The claim of section 5.2, with the simulator in the place of the paper's Algorithm 1."""
-    profile = named_profiles.load("vllm/opt-13b/tp1")
-    engine = Engine(profile.timing, profile.kv_capacity_tokens)
+    profile = named_profiles.load_profile("vllm/opt-13b/tp1")
+    engine = SimulatedEngine(profile.timing, profile.kv_capacity_tokens)
     trials, targets = Trials(CHAT), Targets(1000.0, 60.0, 0.9)
 
     def holds(workers: int, rate: float) -> bool:
-        fleet = Fleet(mixed=(Pool(engine, workers),))
-        span = trials.span(rate, targets)
-        return trials.shares(fleet, rate, targets, span).both >= targets.attainment
+        fleet = SimulatedFleet(mixed=(SimulatedPool(engine, workers),))
+        span = trials.compute_span(rate, targets)
+        return trials.measure_shares(fleet, rate, targets, span).both >= targets.attainment
 
     counts = aladdin.count_workers(holds, [5.0, 10.0, 20.0, 30.0, 40.0])
     law = aladdin.fit_workers(counts)
-    assert all(law.workers(rate) - count in (0, 1) for rate, count in counts.items())
-    predicted = law.workers(60.0)
+    assert all(law.compute_workers(rate) - count in (0, 1) for rate, count in counts.items())
+    predicted = law.compute_workers(60.0)
     assert holds(predicted + 1, 60.0)
     assert not holds(predicted - 2, 60.0)

@@ -3,15 +3,15 @@
 from cleave.api.planning import Affinity, Planning
 from cleave.planner.problem import Problem
 from cleave.planner.search import affinity
-from cleave.planner.search.affinity import Choice
-from cleave.planner.search.candidates import candidates
+from cleave.planner.search.affinity import AffinityChoice
+from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.trials import Trials
 
 from tests.support import known_problems
 
 
-def choose(asked: Problem) -> Choice:
-    return affinity.choose(asked, Trials(asked.demand), candidates(asked))
+def choose(asked: Problem) -> AffinityChoice:
+    return affinity.choose_affinity(asked, Trials(asked.demand), list_candidates(asked))
 
 
 def test_infiniband_is_high_affinity_and_the_papers_25_gigabit_is_low() -> None:
@@ -40,4 +40,4 @@ def test_one_node_needs_no_network() -> None:
 def test_what_is_asked_for_is_done() -> None:
     for asked in (Affinity.HIGH, Affinity.LOW):
         choice = choose(known_problems.problem(planning=Planning(affinity=asked)))
-        assert choice == Choice(asked, f"{asked.value} affinity as requested")
+        assert choice == AffinityChoice(asked, f"{asked.value} affinity as requested")

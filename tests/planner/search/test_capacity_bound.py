@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.planner.search import capacity_bound
-from cleave.planner.search.candidate_placement import cell_fleet
-from cleave.planner.search.capacity_bound import Lengths
-from cleave.planner.search.trials import CONFIRMED, Targets, Trials
+from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.capacity_bound import LengthStatistics
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 
@@ -20,32 +20,34 @@ def trace(prompts: list[int], outputs: list[int]) -> Trace:
 
 
 def test_the_mean_context_counts_every_pass_once() -> None:
-    lengths = Lengths.of(trace([10, 100], [3, 1]))
+    lengths = LengthStatistics.from_trace(trace([10, 100], [3, 1]))
     # The first request decodes twice, on 11 and 12 tokens; the second never.
     assert lengths.decode_context == pytest.approx(11.5)
-    assert lengths.decode_passes == 1
+    assert lengths.decode_steps == 1
     assert lengths.prompt_squares == pytest.approx((100 + 10_000) / 2)
 
 
 def test_requests_of_one_token_bound_no_decoding() -> None:
     asked = known_problems.problem()
     engine = known_problems.whole(asked, known_problems.of_size(asked)).groups[0].instance.engine
-    assert capacity_bound.decode_rate(engine, Lengths.of(trace([10], [1]))) == float("inf")
+    assert capacity_bound.compute_decode_rate(
+        engine, LengthStatistics.from_trace(trace([10], [1]))
+    ) == float("inf")
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_an_overloaded_fleet_never_serves_more_than_its_bound(size: tuple[int, int]) -> None:
     asked = known_problems.problem()
     candidate = known_problems.of_size(asked, *size)
-    trials = Trials(asked.demand, precision=CONFIRMED)
+    trials = Trials(asked.demand, precision=CONFIRMATION_PRECISION)
     for draft in (
         known_problems.whole(asked, candidate),
         known_problems.split(asked, candidate, 1, candidate, 1),
         known_problems.split(asked, candidate, 2, candidate, 1),
     ):
-        fleet = cell_fleet(asked, draft)
-        bound = capacity_bound.fleet_rate(fleet, trials.lengths(4000))
-        outcome = simulate(fleet, trials.trace(4000, 4 * bound))
+        fleet = build_cell_fleet(asked, draft)
+        bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
+        outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
         served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
         assert served <= bound * 1.001
 
@@ -61,12 +63,12 @@ def test_no_request_is_faster_in_company_than_alone(
 ) -> None:
     asked = known_problems.problem()
     draft = known_problems.whole(asked, known_problems.of_size(asked, *size))
-    sample = Trials(asked.demand).trace(300, rate)
-    outcome = simulate(cell_fleet(asked, draft), sample)
-    alone = capacity_bound.unloaded_attainment(
+    sample = Trials(asked.demand).build_trace(300, rate)
+    outcome = simulate(build_cell_fleet(asked, draft), sample)
+    alone = capacity_bound.compute_unloaded_attainment(
         draft.groups[0].instance.engine, sample, ttft_ms, tpot_ms
     )
-    assert outcome.attainment(ttft_ms, tpot_ms) <= alone
+    assert outcome.compute_attainment(ttft_ms, tpot_ms) <= alone
 
 
 def test_where_a_search_begins_is_near_where_it_ends() -> None:
@@ -77,7 +79,9 @@ def test_where_a_search_begins_is_near_where_it_ends() -> None:
         (known_problems.split(asked, candidate, 1, candidate, 1), 10.9),
         (known_problems.whole(asked, candidate), 3.7),
     ):
-        likely = capacity_bound.likely_rate(cell_fleet(asked, draft), trials.lengths(), 40.0)
+        likely = capacity_bound.estimate_rate(
+            build_cell_fleet(asked, draft), trials.get_lengths(), 40.0
+        )
         assert goodput / 2.5 < likely < goodput * 2.5
 
 
@@ -86,6 +90,9 @@ def test_a_tpot_target_that_no_pass_meets_leaves_nothing() -> None:
     engine = known_problems.split(
         asked, known_problems.of_size(asked), 1, known_problems.of_size(asked), 1
     )
-    lengths = Trials(asked.demand).lengths()
-    assert capacity_bound.decode_rate(engine.groups[1].instance.engine, lengths, tpot_ms=5.0) == 0
-    assert Targets(400, 40, 0.9).scaled(2) == Targets(800, 80, 0.9)
+    lengths = Trials(asked.demand).get_lengths()
+    assert (
+        capacity_bound.compute_decode_rate(engine.groups[1].instance.engine, lengths, tpot_ms=5.0)
+        == 0
+    )
+    assert Targets(400, 40, 0.9).scale(2) == Targets(800, 80, 0.9)

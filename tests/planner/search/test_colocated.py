@@ -5,8 +5,12 @@ import pytest
 from cleave.planner.problem import Policies
 from cleave.planner.search import colocated, goodput
 from cleave.planner.search.batch_limits import NUM_BATCHED_TOKENS, NUM_SEQS
-from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet
-from cleave.planner.search.candidates import candidates, mixed_instance
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+)
+from cleave.planner.search.candidates import build_mixed_instance, list_candidates
 from cleave.planner.search.trials import Trials
 from cleave.simulator.fleet import Batching
 
@@ -16,17 +20,17 @@ from tests.support import known_problems
 def test_no_parallelism_batch_or_chunk_is_much_better_than_what_is_found() -> None:
     asked = known_problems.blog(engine="vllm", policies=Policies())
     trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    found = [each for each in candidates(asked) if each.gpus <= 4]
-    rated = colocated.optimise(asked, trials, found, targets)
+    found = [each for each in list_candidates(asked) if each.gpus <= 4]
+    rated = colocated.optimize(asked, trials, found, targets)
     rates = []
     for candidate in found:
-        instance = mixed_instance(asked, candidate, Batching.VLLM)
+        instance = build_mixed_instance(asked, candidate, Batching.VLLM)
         for seqs in NUM_SEQS[::2]:
             for tokens in NUM_BATCHED_TOKENS[::2]:
-                limited = instance.limited(seqs, tokens)
-                draft = Draft((Group(known_problems.Role.MIXED, limited, 1),))
-                fleet = cell_fleet(asked, draft)
-                rates.append(goodput.find(trials, fleet, targets).rate / candidate.gpus)
+                limited = instance.with_limits(seqs, tokens)
+                draft = CandidatePlacement((InstanceGroup(known_problems.Role.MIXED, limited, 1),))
+                fleet = build_cell_fleet(asked, draft)
+                rates.append(goodput.find_goodput(trials, fleet, targets).rate / candidate.gpus)
     assert rated is not None
     assert rated.per_resource >= max(rates) * 0.97
 
@@ -36,8 +40,8 @@ def test_every_policy_that_is_asked_for_is_tried() -> None:
     best = {}
     for policies in (paged, *(Policies(mixed=(each,)) for each in paged.mixed)):
         asked = known_problems.blog(policies=policies)
-        rated = colocated.optimise(
-            asked, Trials(asked.demand), candidates(asked)[:1], known_problems.targets(asked)
+        rated = colocated.optimize(
+            asked, Trials(asked.demand), list_candidates(asked)[:1], known_problems.targets(asked)
         )
         assert rated is not None
         best[policies.mixed] = rated.per_resource
@@ -46,10 +50,12 @@ def test_every_policy_that_is_asked_for_is_tried() -> None:
 
 def test_at_a_low_rate_one_small_instance_is_enough() -> None:
     asked = known_problems.blog(rate=1.0)
-    found = candidates(asked)
-    rated = colocated.fewest(asked, Trials(asked.demand), found, known_problems.targets(asked))
+    found = list_candidates(asked)
+    rated = colocated.find_smallest(
+        asked, Trials(asked.demand), found, known_problems.targets(asked)
+    )
     assert rated is not None
-    assert rated.draft.gpus == 1
+    assert rated.placement.gpus == 1
 
 
 def test_the_configuration_of_another_workload_costs_more_and_the_own_one_nothing() -> None:
@@ -59,14 +65,16 @@ def test_the_configuration_of_another_workload_costs_more_and_the_own_one_nothin
     )
     drafts = []
     for asked in (chat, long):
-        rated = colocated.optimise(
-            asked, Trials(asked.demand), candidates(asked), known_problems.targets(asked)
+        rated = colocated.optimize(
+            asked, Trials(asked.demand), list_candidates(asked), known_problems.targets(asked)
         )
         assert rated is not None
-        drafts.append(rated.draft)
+        drafts.append(rated.placement)
     own, foreign = drafts
     trials, targets = Trials(chat.demand), known_problems.targets(chat)
-    assert colocated.misconfiguration_cost(chat, trials, targets, own, own) == 1
-    assert colocated.misconfiguration_cost(chat, trials, targets, own, foreign) >= 0.98
+    assert colocated.compute_misconfiguration_cost(chat, trials, targets, own, own) == 1
+    assert colocated.compute_misconfiguration_cost(chat, trials, targets, own, foreign) >= 0.98
     hopeless = known_problems.Targets(10, 5, 0.9)
-    assert colocated.misconfiguration_cost(chat, trials, hopeless, own, foreign) == float("inf")
+    assert colocated.compute_misconfiguration_cost(chat, trials, hopeless, own, foreign) == float(
+        "inf"
+    )

@@ -6,40 +6,43 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput
-from cleave.planner.search.candidate_placement import Draft, cell_fleet
-from cleave.planner.search.trials import CONFIRMED, Shares, Targets, Trials
-from cleave.simulator.fleet import Fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Shares, Targets, Trials
+from cleave.simulator.fleet import SimulatedFleet
 
 from tests.support import known_problems
 
 
-def colocated(asked: Problem) -> Fleet:
-    return cell_fleet(asked, known_problems.whole(asked, known_problems.of_size(asked)))
+def colocated(asked: Problem) -> SimulatedFleet:
+    return build_cell_fleet(asked, known_problems.whole(asked, known_problems.of_size(asked)))
 
 
 def test_the_goal_is_met_at_the_goodput_and_missed_a_little_above() -> None:
     asked = known_problems.problem()
     trials, targets, fleet = Trials(asked.demand), known_problems.targets(asked), colocated(asked)
-    found = goodput.find(trials, fleet, targets)
-    span = trials.span(found.rate, targets)
+    found = goodput.find_goodput(trials, fleet, targets)
+    span = trials.compute_span(found.rate, targets)
     assert found.attainment >= 0.9
-    assert trials.shares(fleet, found.rate * 0.97, targets, span).both >= 0.9
-    assert trials.shares(fleet, found.rate * 1.04, targets, span).both < 0.9
+    assert trials.measure_shares(fleet, found.rate * 0.97, targets, span).both >= 0.9
+    assert trials.measure_shares(fleet, found.rate * 1.04, targets, span).both < 0.9
 
 
 @pytest.mark.parametrize(("ttft", "tpot"), [(1.5, 1.0), (1.0, 1.5), (2.0, 2.0)])
 def test_a_looser_slo_never_lowers_the_goodput(ttft: float, tpot: float) -> None:
     asked = known_problems.blog()
     trials, fleet = Trials(asked.demand), colocated(asked)
-    tight = goodput.find(trials, fleet, Targets(400, 40, 0.9))
-    loose = goodput.find(trials, fleet, Targets(400 * ttft, 40 * tpot, 0.9))
+    tight = goodput.find_goodput(trials, fleet, Targets(400, 40, 0.9))
+    loose = goodput.find_goodput(trials, fleet, Targets(400 * ttft, 40 * tpot, 0.9))
     assert loose.rate >= tight.rate * 0.99
 
 
 def test_a_higher_attainment_goal_never_raises_the_goodput() -> None:
     asked = known_problems.blog()
     trials, fleet = Trials(asked.demand), colocated(asked)
-    rates = [goodput.find(trials, fleet, Targets(400, 40, goal)).rate for goal in (0.8, 0.9, 0.99)]
+    rates = [
+        goodput.find_goodput(trials, fleet, Targets(400, 40, goal)).rate
+        for goal in (0.8, 0.9, 0.99)
+    ]
     assert rates == sorted(rates, reverse=True)
 
 
@@ -47,21 +50,23 @@ def test_a_higher_attainment_goal_never_raises_the_goodput() -> None:
 def test_a_thousand_requests_say_within_five_percent_what_ten_thousand_say(engine: str) -> None:
     asked = known_problems.blog(engine=engine)
     targets, fleet = known_problems.targets(asked), colocated(asked)
-    short = goodput.find(Trials(asked.demand), fleet, targets)
-    long = goodput.find(Trials(asked.demand, precision=CONFIRMED), fleet, targets)
+    short = goodput.find_goodput(Trials(asked.demand), fleet, targets)
+    long = goodput.find_goodput(
+        Trials(asked.demand, precision=CONFIRMATION_PRECISION), fleet, targets
+    )
     assert short.rate == pytest.approx(long.rate, rel=0.05)
 
 
 def test_targets_that_an_idle_instance_misses_give_no_goodput_and_take_no_simulation() -> None:
     asked = known_problems.blog()
     trials = Trials(asked.demand)
-    assert goodput.find(trials, colocated(asked), Targets(50, 40, 0.9)).rate == 0
+    assert goodput.find_goodput(trials, colocated(asked), Targets(50, 40, 0.9)).rate == 0
     assert trials.tally.trials == 0
 
 
 def test_a_fleet_that_holds_no_rate_under_any_seed_has_no_goodput() -> None:
     asked = known_problems.blog()
-    found = goodput.confirm(
+    found = goodput.confirm_goodput(
         Trials(asked.demand), colocated(asked), Targets(50, 40, 0.9), goodput.Goodput(1.0, 0.0)
     )
     assert (found.rate, found.interval) == (0, (0, 0))
@@ -70,7 +75,9 @@ def test_a_fleet_that_holds_no_rate_under_any_seed_has_no_goodput() -> None:
 def test_a_fleet_that_fails_at_the_rate_to_beat_is_given_up_after_one_trial() -> None:
     asked = known_problems.blog()
     trials = Trials(asked.demand)
-    found = goodput.find(trials, colocated(asked), known_problems.targets(asked), at_least=6.0)
+    found = goodput.find_goodput(
+        trials, colocated(asked), known_problems.targets(asked), at_least=6.0
+    )
     assert found.rate == 0
     assert found.attainment < 0.9
     assert trials.tally.trials == 1
@@ -82,11 +89,11 @@ def test_no_rate_above_what_memory_and_passes_allow_is_believed() -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), Targets(float("inf"), 1000, 0.9)
     candidate = known_problems.of_size(asked)
-    decode = Draft(known_problems.split(asked, candidate, 1, candidate, 1).groups[1:])
-    fleet = cell_fleet(asked, decode)
-    found = goodput.find(trials, fleet, targets)
-    span = trials.span(found.rate, targets)
-    assert trials.shares(fleet, found.rate * 1.05, targets, span).both >= 0.9
+    decode = CandidatePlacement(known_problems.split(asked, candidate, 1, candidate, 1).groups[1:])
+    fleet = build_cell_fleet(asked, decode)
+    found = goodput.find_goodput(trials, fleet, targets)
+    span = trials.compute_span(found.rate, targets)
+    assert trials.measure_shares(fleet, found.rate * 1.05, targets, span).both >= 0.9
     assert found.rate < 8.5
 
 
@@ -94,10 +101,14 @@ def test_the_interval_holds_the_mean_of_many_more_samples() -> None:
     asked = known_problems.blog()
     targets, fleet = known_problems.targets(asked), colocated(asked)
     trials = Trials(asked.demand)
-    first = goodput.find(trials, fleet, targets)
-    found = goodput.confirm(trials.at(CONFIRMED), fleet, targets, first)
+    first = goodput.find_goodput(trials, fleet, targets)
+    found = goodput.confirm_goodput(
+        trials.with_precision(CONFIRMATION_PRECISION), fleet, targets, first
+    )
     others = [
-        goodput.near(Trials(asked.demand, 100 + seed, CONFIRMED), fleet, targets, first.rate).rate
+        goodput.find_goodput_near(
+            Trials(asked.demand, 100 + seed, CONFIRMATION_PRECISION), fleet, targets, first.rate
+        ).rate
         for seed in range(10)
     ]
     assert found.interval is not None
@@ -110,7 +121,7 @@ def test_the_interval_holds_the_mean_of_many_more_samples() -> None:
 def test_the_same_seed_gives_the_same_answer() -> None:
     asked = known_problems.problem()
     fleet, targets = colocated(asked), known_problems.targets(asked)
-    one, other = (goodput.find(Trials(asked.demand, 3), fleet, targets) for _ in range(2))
+    one, other = (goodput.find_goodput(Trials(asked.demand, 3), fleet, targets) for _ in range(2))
     assert one == other
 
 
@@ -121,7 +132,7 @@ class Scripted(Trials):
     bands: list[tuple[float, float]] = field(default_factory=list)
     """Rates between which the goal is met."""
 
-    def shares(self, fleet, rate, targets, span) -> Shares:
+    def measure_shares(self, fleet, rate, targets, span) -> Shares:
         met = 1.0 if any(low <= rate <= high for low, high in self.bands) else 0.0
         return Shares(met, met, met)
 
@@ -130,7 +141,7 @@ class Scripted(Trials):
 def test_bisection_finds_the_edge_wherever_it_lies(goodput_: float) -> None:
     asked = known_problems.blog()
     trials = Scripted(asked.demand, bands=[(0, goodput_)])
-    found = goodput.find(trials, colocated(asked), known_problems.targets(asked))
+    found = goodput.find_goodput(trials, colocated(asked), known_problems.targets(asked))
     assert found.rate == pytest.approx(goodput_, rel=0.011)
     assert found.rate <= goodput_
 
@@ -138,10 +149,10 @@ def test_bisection_finds_the_edge_wherever_it_lies(goodput_: float) -> None:
 def test_attainment_that_rises_again_with_the_rate_is_noticed() -> None:
     asked = known_problems.blog()
     trials = Scripted(asked.demand, bands=[(0, 2.0), (2.3, 2.45)])
-    found = goodput.near(trials, colocated(asked), known_problems.targets(asked), 2.0)
+    found = goodput.find_goodput_near(trials, colocated(asked), known_problems.targets(asked), 2.0)
     assert found.rate <= 2.0
     fleet = colocated(asked)
-    assert not goodput._falls(trials, fleet, known_problems.targets(asked), 2.0)
-    assert goodput._falls(
+    assert not goodput._is_monotone(trials, fleet, known_problems.targets(asked), 2.0)
+    assert goodput._is_monotone(
         Scripted(asked.demand, bands=[(0, 2.0)]), fleet, known_problems.targets(asked), 2
     )

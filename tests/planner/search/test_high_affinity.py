@@ -7,8 +7,8 @@ import pytest
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.search import goodput, high_affinity
-from cleave.planner.search.candidate_placement import cell_fleet
-from cleave.planner.search.candidates import candidates
+from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -20,15 +20,17 @@ def test_each_phase_is_the_best_of_all_that_an_exhaustive_search_tries(
 ) -> None:
     asked = known_problems.problem(supplies=(known_problems.nodes(1),))
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    found = candidates(asked)
-    (phases,) = high_affinity.optimise(asked, trials, found, targets)
+    found = list_candidates(asked)
+    (phases,) = high_affinity.optimize(asked, trials, found, targets)
     for role, alone, rated in (
         (Role.PREFILL, targets.prefill_only, phases.prefill),
         (Role.DECODE, targets.decode_only, phases.decode),
     ):
         rates = [
-            goodput.find(
-                trials, cell_fleet(asked, high_affinity.single(asked, each, role)), alone
+            goodput.find_goodput(
+                trials,
+                build_cell_fleet(asked, high_affinity.build_single(asked, each, role)),
+                alone,
             ).rate
             / each.gpus
             for each in found
@@ -44,9 +46,11 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
     for ttft_ms in (75, 2000):
         asked = known_problems.blog()
         targets = Targets(ttft_ms, 40, 0.9)
-        (phases,) = high_affinity.optimise(asked, Trials(asked.demand), candidates(asked), targets)
+        (phases,) = high_affinity.optimize(
+            asked, Trials(asked.demand), list_candidates(asked), targets
+        )
         assert phases.prefill is not None
-        sizes.append(phases.prefill.draft.groups[0].instance.candidate.parallelism.tensor)
+        sizes.append(phases.prefill.placement.groups[0].instance.candidate.parallelism.tensor)
     assert sizes[0] > 1
     assert sizes[1] == 1
 
@@ -54,21 +58,21 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
 def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None:
     asked = known_problems.blog(rate=50.0)
     trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    phases = high_affinity.optimise(asked, trials, candidates(asked), targets)
-    ((prefill, decode),) = high_affinity.pairs(asked, phases)
-    draft = high_affinity.replicated(prefill, decode, 50.0)
-    assert draft.replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
-    assert draft.replicas(Role.DECODE) == math.ceil(50 / decode.goodput.rate)
+    phases = high_affinity.optimize(asked, trials, list_candidates(asked), targets)
+    ((prefill, decode),) = high_affinity.list_pairs(asked, phases)
+    draft = high_affinity.replicate(prefill, decode, 50.0)
+    assert draft.count_replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
+    assert draft.count_replicas(Role.DECODE) == math.ceil(50 / decode.goodput.rate)
 
 
 def test_a_phase_whose_target_no_instance_meets_has_no_instance() -> None:
     asked = known_problems.blog()
-    (phases,) = high_affinity.optimise(
-        asked, Trials(asked.demand), candidates(asked), Targets(400, 5, 0.9)
+    (phases,) = high_affinity.optimize(
+        asked, Trials(asked.demand), list_candidates(asked), Targets(400, 5, 0.9)
     )
     assert phases.decode is None
     assert phases.prefill is not None
-    assert high_affinity.pairs(asked, [phases]) == []
+    assert high_affinity.list_pairs(asked, [phases]) == []
 
 
 def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
@@ -77,10 +81,14 @@ def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
         kinds=(("H100", known_problems.Kind(prompt=0.5, decode=0.8)),),
     )
     trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    phases = high_affinity.optimise(asked, trials, candidates(asked), targets)
-    pairs = high_affinity.pairs(asked, phases)
+    phases = high_affinity.optimize(asked, trials, list_candidates(asked), targets)
+    pairs = high_affinity.list_pairs(asked, phases)
     kinds = {
-        tuple(group.instance.candidate.supply.gpu for rated in pair for group in rated.draft.groups)
+        tuple(
+            group.instance.candidate.supply.gpu
+            for rated in pair
+            for group in rated.placement.groups
+        )
         for pair in pairs
     }
     assert kinds == {("A100", "A100"), ("A100", "H100"), ("H100", "A100"), ("H100", "H100")}
@@ -89,22 +97,22 @@ def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
 def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_per_gpu() -> None:
     asked = known_problems.blog(rate=1.0)
     trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    found = candidates(asked)
-    (efficient,) = high_affinity.optimise(asked, trials, found, targets)
-    (least,) = high_affinity.fewest(asked, trials, found, targets)
+    found = list_candidates(asked)
+    (efficient,) = high_affinity.optimize(asked, trials, found, targets)
+    (least,) = high_affinity.find_smallest(asked, trials, found, targets)
     assert least.prefill is not None
     assert efficient.prefill is not None
-    assert least.prefill.draft.groups[0].instance.candidate.parallelism == Parallelism()
-    assert efficient.prefill.draft.gpus >= least.prefill.draft.gpus
+    assert least.prefill.placement.groups[0].instance.candidate.parallelism == Parallelism()
+    assert efficient.prefill.placement.gpus >= least.prefill.placement.gpus
 
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), known_problems.targets(asked)
     wide = [known_problems.of_size(asked, 4)]
-    (prefill,) = high_affinity.optimise(asked, trials, wide, targets)
-    (decode,) = high_affinity.optimise(asked, trials, [known_problems.of_size(asked, 2)], targets)
+    (prefill,) = high_affinity.optimize(asked, trials, wide, targets)
+    (decode,) = high_affinity.optimize(asked, trials, [known_problems.of_size(asked, 2)], targets)
     phases = [replace(prefill, decode=None), replace(decode, prefill=None)]
-    assert len(high_affinity.pairs(asked, phases)) == 1
+    assert len(high_affinity.list_pairs(asked, phases)) == 1
     few = replace(asked, shape=replace(asked.shape, num_kv_heads=2))
-    assert high_affinity.pairs(few, phases) == []
+    assert high_affinity.list_pairs(few, phases) == []

@@ -6,11 +6,11 @@ import pytest
 
 from cleave.api.engine import Connector
 from cleave.api.role import Parallelism
-from cleave.planner.problem import PAPER, Problem
+from cleave.planner.problem import DISTSERVE_POLICIES, Problem
 from cleave.planner.search import goodput, low_affinity
-from cleave.planner.search.candidate_placement import cell_fleet
-from cleave.planner.search.candidates import Candidate, candidates
-from cleave.planner.search.low_affinity import ANY, Replicas
+from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.low_affinity import UNLIMITED, MaxReplicas
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -18,7 +18,7 @@ from tests.support import known_problems
 
 def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> None:
     asked = known_problems.problem()
-    drafts = low_affinity.configurations(asked, candidates(asked), ANY)
+    drafts = low_affinity.list_configurations(asked, list_candidates(asked), UNLIMITED)
     assert drafts
     for draft in drafts:
         prefill, decode = (group.instance.candidate.parallelism for group in draft.groups)
@@ -31,8 +31,8 @@ def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> No
 
 def test_which_tensor_sizes_are_paired_is_the_connectors_to_say() -> None:
     def paired(connector: Connector) -> set[tuple[int, ...]]:
-        asked = known_problems.problem(policies=replace(PAPER, connector=connector))
-        drafts = low_affinity.configurations(asked, sized(asked, 2, 4, 5), Replicas())
+        asked = known_problems.problem(policies=replace(DISTSERVE_POLICIES, connector=connector))
+        drafts = low_affinity.list_configurations(asked, sized(asked, 2, 4, 5), MaxReplicas())
         return {
             tuple(group.instance.candidate.parallelism.tensor for group in draft.groups)
             for draft in drafts
@@ -51,24 +51,24 @@ def sized(asked: Problem, *tensors: int) -> list[Candidate]:
 
 def test_the_papers_search_has_one_instance_of_each_phase() -> None:
     asked = known_problems.problem()
-    drafts = low_affinity.configurations(asked, candidates(asked), Replicas())
+    drafts = low_affinity.list_configurations(asked, list_candidates(asked), MaxReplicas())
     assert {group.replicas for draft in drafts for group in draft.groups} == {1}
     # Five pipeline sizes by nine pairs of tensor sizes, less those beyond 32 GPUs or 4 nodes.
     assert len(drafts) == 35
 
 
 @pytest.mark.parametrize("slo", [(200, 100), (120, 30)])
-@pytest.mark.parametrize("most", [Replicas(), ANY])
+@pytest.mark.parametrize("most", [MaxReplicas(), UNLIMITED])
 def test_the_cell_is_the_best_of_all_that_an_exhaustive_search_tries(
-    slo: tuple[float, float], most: Replicas
+    slo: tuple[float, float], most: MaxReplicas
 ) -> None:
     asked = known_problems.problem(supplies=(known_problems.nodes(1, gpus_per_node=4),))
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    found = candidates(asked)
-    rated = low_affinity.optimise(asked, trials, found, targets, most)
+    found = list_candidates(asked)
+    rated = low_affinity.optimize(asked, trials, found, targets, most)
     rates = [
-        goodput.find(trials, cell_fleet(asked, draft), targets).rate / draft.gpus
-        for draft in low_affinity.configurations(asked, found, most)
+        goodput.find_goodput(trials, build_cell_fleet(asked, draft), targets).rate / draft.gpus
+        for draft in low_affinity.list_configurations(asked, found, most)
     ]
     assert rated is not None
     # Limits of a pass are tuned on top, so it may be better than all.
@@ -83,8 +83,12 @@ def test_kv_never_crosses_the_network() -> None:
     fast = known_problems.problem()
     rates = []
     for each in (asked, fast):
-        rated = low_affinity.optimise(
-            each, Trials(each.demand), candidates(each), known_problems.targets(each), Replicas()
+        rated = low_affinity.optimize(
+            each,
+            Trials(each.demand),
+            list_candidates(each),
+            known_problems.targets(each),
+            MaxReplicas(),
         )
         assert rated is not None
         rates.append(rated.goodput.rate)
@@ -93,11 +97,11 @@ def test_kv_never_crosses_the_network() -> None:
 
 def test_at_a_low_rate_the_smallest_cell_takes_least() -> None:
     asked = known_problems.problem(known_problems.chat(rate=1.0))
-    rated = low_affinity.fewest(
-        asked, Trials(asked.demand), candidates(asked), known_problems.targets(asked)
+    rated = low_affinity.find_smallest(
+        asked, Trials(asked.demand), list_candidates(asked), known_problems.targets(asked)
     )
     assert rated is not None
-    assert rated.draft.gpus == 2
+    assert rated.placement.gpus == 2
 
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
@@ -105,7 +109,7 @@ def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
     asked = replace(asked, shape=replace(asked.shape, num_kv_heads=2))
     sizes = {
         tuple(group.instance.candidate.parallelism.tensor for group in draft.groups)
-        for draft in low_affinity.configurations(asked, candidates(asked), ANY)
+        for draft in low_affinity.list_configurations(asked, list_candidates(asked), UNLIMITED)
     }
     assert {(2, 1), (4, 4), (2, 4)} <= sizes
     assert not {(4, 2), (4, 1)} & sizes

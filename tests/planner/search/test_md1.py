@@ -7,46 +7,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.planner.search import md1
 from cleave.planner.search.md1 import QueueingError
 from cleave.planner.search.trials import Trials
-from cleave.simulator.fleet import Batching, Engine, Fleet, Pool
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.traffic import workload
 
 from tests.support import known_problems
 
 
-def mean_ttft_ms(timing: Timing, rate: float, num: int = 400_000) -> float:
+def mean_ttft_ms(timing: EngineTiming, rate: float, num: int = 400_000) -> float:
     """Simulated: prompts of 512 tokens, one at a time."""
-    engine = Engine(timing, 10_000_000, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=512)
-    trace = workload.fixed(512, 1, rate).draw(num, rate, 7)
-    return float(np.mean(simulate(Fleet(prefill=(Pool(engine, 1),)), trace).ttft_ms))
+    engine = SimulatedEngine(
+        timing, 10_000_000, batching=Batching.PREFILL_FIRST, max_num_batched_tokens=512
+    )
+    trace = workload.build_fixed(512, 1, rate).draw(num, rate, 7)
+    return float(
+        np.mean(simulate(SimulatedFleet(prefill=(SimulatedPool(engine, 1),)), trace).ttft_ms)
+    )
 
 
-def constant(ms: float, stages: int = 1) -> Timing:
+def constant(ms: float, stages: int = 1) -> EngineTiming:
     """Every pass takes as long."""
-    return Timing(1.0, (ms, ms), 0.0, (ms, ms), (0.0,), stages)
+    return EngineTiming(1.0, (ms, ms), 0.0, (ms, ms), (0.0,), stages)
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_one_queue_waits_as_eq_1_says(load: float) -> None:
     rate = load * 10
-    assert mean_ttft_ms(constant(100), rate) == pytest.approx(md1.mean_ttft_ms(rate, 100), rel=0.01)
+    assert mean_ttft_ms(constant(100), rate) == pytest.approx(
+        md1.compute_mean_ttft_ms(rate, 100), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_pipeline_stages_wait_as_eq_2_says(stages: int) -> None:
     rate = 0.6 * stages * 10
     assert mean_ttft_ms(constant(100, stages), rate) == pytest.approx(
-        md1.mean_ttft_inter_op_ms(rate, 100, stages), rel=0.01
+        md1.compute_mean_ttft_inter_op_ms(rate, 100, stages), rel=0.01
     )
 
 
 def test_a_sped_up_instance_waits_as_eq_3_says() -> None:
     assert mean_ttft_ms(constant(100 / 1.7), 10) == pytest.approx(
-        md1.mean_ttft_intra_op_ms(10, 100, 1.7), rel=0.01
+        md1.compute_mean_ttft_intra_op_ms(10, 100, 1.7), rel=0.01
     )
 
 
@@ -56,34 +62,38 @@ def test_eq_2_is_the_papers_formula_for_two_stages(rate: float, prefill_ms: floa
     if load >= 2:
         return
     published = prefill_ms + load * prefill_ms / (4 * (2 - load))
-    assert md1.mean_ttft_inter_op_ms(rate, prefill_ms) == pytest.approx(published)
+    assert md1.compute_mean_ttft_inter_op_ms(rate, prefill_ms) == pytest.approx(published)
 
 
 @given(rate=st.floats(0, 9), speedup=st.floats(1.01, 2))
 def test_eq_3_is_the_papers_formula(rate: float, speedup: float) -> None:
     d, load = 100.0, rate * 0.1
     published = d / speedup + load * d / (2 * speedup * (speedup - load))
-    assert md1.mean_ttft_intra_op_ms(rate, d, speedup) == pytest.approx(published)
+    assert md1.compute_mean_ttft_intra_op_ms(rate, d, speedup) == pytest.approx(published)
 
 
 def test_a_queue_that_never_settles_is_refused() -> None:
     with pytest.raises(QueueingError, match="rate 10 req/s: 100 ms each keep the instance busy"):
-        md1.mean_ttft_ms(10, 100)
+        md1.compute_mean_ttft_ms(10, 100)
     with pytest.raises(QueueingError, match="speedup 0"):
-        md1.mean_ttft_intra_op_ms(1, 100, 0)
+        md1.compute_mean_ttft_intra_op_ms(1, 100, 0)
 
 
 @pytest.mark.parametrize("speedup", [1.2, 1.5, 1.9])
 def test_intra_op_is_ahead_below_the_crossing_rate_and_inter_op_above(speedup: float) -> None:
     # DistServe, figure 4: the crossing moves to higher rates as the speed-up grows.
-    rate = md1.crossing_rate(100, speedup)
+    rate = md1.find_crossing_rate(100, speedup)
     below, above = rate * 0.98, rate * 1.005
-    assert md1.mean_ttft_intra_op_ms(below, 100, speedup) < md1.mean_ttft_inter_op_ms(below, 100)
-    assert md1.mean_ttft_inter_op_ms(above, 100) < md1.mean_ttft_intra_op_ms(above, 100, speedup)
+    assert md1.compute_mean_ttft_intra_op_ms(
+        below, 100, speedup
+    ) < md1.compute_mean_ttft_inter_op_ms(below, 100)
+    assert md1.compute_mean_ttft_inter_op_ms(above, 100) < md1.compute_mean_ttft_intra_op_ms(
+        above, 100, speedup
+    )
 
 
 def test_the_crossing_moves_up_with_the_speed_up_to_never() -> None:
-    rates = [md1.crossing_rate(100, speedup) for speedup in (0.9, 1.2, 1.5, 1.9, 2.0)]
+    rates = [md1.find_crossing_rate(100, speedup) for speedup in (0.9, 1.2, 1.5, 1.9, 2.0)]
     assert rates == sorted(rates)
     assert rates[0] == 0
     assert math.isinf(rates[-1])
@@ -91,9 +101,9 @@ def test_the_crossing_moves_up_with_the_speed_up_to_never() -> None:
 
 def test_the_formulas_apply_to_equal_prompts_and_poisson_arrivals_only() -> None:
     def sample(demand: workload.Demand):
-        return Trials(demand).trace(5000, 5.0)
+        return Trials(demand).build_trace(5000, 5.0)
 
-    assert md1.applies(sample(workload.fixed(512, 64, 5)))
-    assert not md1.applies(sample(workload.fixed(512, 64, 5, burstiness=3)))
+    assert md1.applies(sample(workload.build_fixed(512, 64, 5)))
+    assert not md1.applies(sample(workload.build_fixed(512, 64, 5, burstiness=3)))
     assert not md1.applies(sample(known_problems.chat()))
-    assert not md1.applies(Trials(workload.fixed(512, 64, 5)).trace(50, 5.0))
+    assert not md1.applies(Trials(workload.build_fixed(512, 64, 5)).build_trace(50, 5.0))

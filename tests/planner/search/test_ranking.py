@@ -6,8 +6,12 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.candidate_placement import Draft, cell_fleet, weight_in
-from cleave.planner.search.candidates import candidates
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    build_cell_fleet,
+    make_resource_function,
+)
+from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -15,16 +19,16 @@ from tests.support import known_problems
 SLOS = [(200, 100), (400, 40), (120, 30)]
 
 
-def drafts(asked: Problem) -> list[Draft]:
-    small = [each for each in candidates(asked) if each.gpus <= 8]
+def drafts(asked: Problem) -> list[CandidatePlacement]:
+    small = [each for each in list_candidates(asked) if each.gpus <= 8]
     return [known_problems.whole(asked, each) for each in small] + [
         known_problems.split(asked, one, 1, other, 1) for one in small[:4] for other in small[:4]
     ]
 
 
-def everything(asked: Problem, trials: Trials, targets: Targets) -> dict[Draft, float]:
+def everything(asked: Problem, trials: Trials, targets: Targets) -> dict[CandidatePlacement, float]:
     return {
-        draft: goodput.find(trials, cell_fleet(asked, draft), targets).rate
+        draft: goodput.find_goodput(trials, build_cell_fleet(asked, draft), targets).rate
         for draft in drafts(asked)
     }
 
@@ -33,8 +37,8 @@ def everything(asked: Problem, trials: Trials, targets: Targets) -> dict[Draft, 
 def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, float]) -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    entries = ranking.entries(asked, trials, drafts(asked))
-    found = ranking.best(trials, entries, targets, weight_in(asked))
+    entries = ranking.bound_placements(asked, trials, drafts(asked))
+    found = ranking.find_best(trials, entries, targets, make_resource_function(asked))
     rates = everything(asked, trials, targets)
     assert found is not None
     assert found.per_resource == pytest.approx(
@@ -49,22 +53,22 @@ def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
 ) -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    entries = ranking.entries(asked, trials, drafts(asked))
-    found = ranking.fewest(trials, entries, targets, weight_in(asked), rate)
+    entries = ranking.bound_placements(asked, trials, drafts(asked))
+    found = ranking.find_smallest(trials, entries, targets, make_resource_function(asked), rate)
     rates = everything(asked, trials, targets)
     least = min(
         math.ceil(rate / served / 1.01) * draft.gpus for draft, served in rates.items() if served
     )
     assert found is not None
-    assert round(rate / found.goodput.rate) * found.draft.gpus == pytest.approx(least, rel=0.02)
+    assert round(rate / found.goodput.rate) * found.placement.gpus == pytest.approx(least, rel=0.02)
 
 
 def test_skipping_saves_most_simulations() -> None:
     asked = known_problems.problem()
     targets = Targets(200, 100, 0.9)
     pruned, exhaustive = Trials(asked.demand), Trials(asked.demand)
-    entries = ranking.entries(asked, pruned, drafts(asked))
-    ranking.best(pruned, entries, targets, weight_in(asked))
+    entries = ranking.bound_placements(asked, pruned, drafts(asked))
+    ranking.find_best(pruned, entries, targets, make_resource_function(asked))
     everything(asked, exhaustive, targets)
     assert pruned.tally.trials < exhaustive.tally.trials / 2
 
@@ -72,6 +76,8 @@ def test_skipping_saves_most_simulations() -> None:
 def test_where_no_draft_meets_the_targets_there_is_no_best() -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), Targets(10, 5, 0.9)
-    entries = ranking.entries(asked, trials, drafts(asked))
-    assert ranking.best(trials, entries, targets, weight_in(asked)) is None
-    assert ranking.fewest(trials, entries, targets, weight_in(asked), 5.0) is None
+    entries = ranking.bound_placements(asked, trials, drafts(asked))
+    assert ranking.find_best(trials, entries, targets, make_resource_function(asked)) is None
+    assert (
+        ranking.find_smallest(trials, entries, targets, make_resource_function(asked), 5.0) is None
+    )

@@ -3,40 +3,42 @@
 import numpy as np
 import pytest
 
-from cleave.planner.search.candidate_placement import cell_fleet
-from cleave.planner.search.trials import CONFIRMED, RANKING, Targets, Trials
+from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
 
 from tests.support import known_problems
 
 
 def test_the_drawn_rate_is_the_rate_that_was_asked_for() -> None:
-    trace = Trials(known_problems.chat()).trace(1000, 7.0)
+    trace = Trials(known_problems.chat()).build_trace(1000, 7.0)
     assert trace.arrival_ms[-1] == pytest.approx(1000 / 7.0 * 1000)
 
 
 def test_another_rate_is_the_same_requests_stretched() -> None:
     trials = Trials(known_problems.chat())
-    slow, fast = trials.trace(500, 2.0), trials.trace(500, 8.0)
+    slow, fast = trials.build_trace(500, 2.0), trials.build_trace(500, 8.0)
     assert np.array_equal(slow.prompt_tokens, fast.prompt_tokens)
     assert slow.arrival_ms == pytest.approx(fast.arrival_ms * 4)
 
 
 def test_another_seed_is_other_requests_and_one_tally() -> None:
     trials = Trials(known_problems.chat())
-    other = trials.reseeded(1)
-    assert not np.array_equal(trials.trace(100, 1).prompt_tokens, other.trace(100, 1).prompt_tokens)
+    other = trials.with_seed(1)
+    assert not np.array_equal(
+        trials.build_trace(100, 1).prompt_tokens, other.build_trace(100, 1).prompt_tokens
+    )
     assert other.tally is trials.tally
 
 
 def test_a_trial_lasts_until_an_overload_of_one_percent_shows() -> None:
     # A queue that grows by 1 % of the time passes a target of 3 s after 300 s.
-    span = Trials(known_problems.chat()).span(20.0, Targets(3000, 10, 0.9))
+    span = Trials(known_problems.chat()).compute_span(20.0, Targets(3000, 10, 0.9))
     assert span.counted / 20.0 == pytest.approx(300)
 
 
 def test_requests_that_arrive_while_the_fleet_fills_or_runs_dry_are_not_counted() -> None:
     trials = Trials(known_problems.blog().demand)
-    span = trials.span(10.0, Targets(400, 40, 0.9))
+    span = trials.compute_span(10.0, Targets(400, 40, 0.9))
     # A life is at most 400 ms + 63 * 40 ms, in which 29.2 requests arrive.
     assert span.ramp == 30
     assert span.total == span.counted + 60
@@ -45,17 +47,17 @@ def test_requests_that_arrive_while_the_fleet_fills_or_runs_dry_are_not_counted(
 
 def test_long_trials_are_longer_than_those_that_only_compare() -> None:
     trials, targets = Trials(known_problems.chat()), Targets(200, 100, 0.9)
-    assert trials.at(RANKING).span(5, targets).counted >= 1000
-    assert trials.at(CONFIRMED).span(5, targets).counted >= 10_000
+    assert trials.with_precision(RANKING_PRECISION).compute_span(5, targets).counted >= 1000
+    assert trials.with_precision(CONFIRMATION_PRECISION).compute_span(5, targets).counted >= 10_000
 
 
 def test_shares_are_those_of_the_counted_requests_and_all_simulated_ones_are_tallied() -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    fleet = cell_fleet(asked, known_problems.whole(asked, known_problems.of_size(asked)))
-    span = trials.span(6.0, targets)
-    shares = trials.shares(fleet, 6.0, targets, span)
-    outcome = trials.serve(fleet, 6.0, span)
+    fleet = build_cell_fleet(asked, known_problems.whole(asked, known_problems.of_size(asked)))
+    span = trials.compute_span(6.0, targets)
+    shares = trials.measure_shares(fleet, 6.0, targets, span)
+    outcome = trials.simulate(fleet, 6.0, span)
     met = (outcome.ttft_ms <= 200) & (outcome.tpot_ms <= 100)
     assert shares.both == np.mean(met[span.window])
     assert shares.both <= min(shares.ttft, shares.tpot)

@@ -16,10 +16,10 @@ import grpc
 import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.config import AgentConfig, Timing
+from cleave_worker.agent.config import AgentConfig, AgentTiming
 
 START_SECONDS = 60.0
-QUICK = Timing(
+QUICK = AgentTiming(
     start_poll=0.02,
     health_interval=0.02,
     restart_delay=0.01,
@@ -29,7 +29,7 @@ QUICK = Timing(
     peer_search=0.01,
     verify_timeout=5.0,
     verify_delay_max=0.02,
-    quiet=0.05,
+    quiet_period=0.05,
     drain_poll=0.01,
 )
 

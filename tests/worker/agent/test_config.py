@@ -41,7 +41,7 @@ def test_a_cell_is_stated_only_when_one_is_given() -> None:
     ],
 )
 def test_kv_can_be_followed_only_with_the_own_connector(stated: list[str], followed: bool) -> None:
-    assert parse([*REQUIRED, "--name", "w", "--host", "h", *stated], {}).is_followed is followed
+    assert parse([*REQUIRED, "--name", "w", "--host", "h", *stated], {}).is_overlapped is followed
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cleave_worker.agent.cpu_cores import CoreLocks, CoresError, Wish, omp_binding, parse, wish
+from cleave_worker.agent.cpu_cores import (
+    CoreLocks,
+    CoreRequest,
+    CoresError,
+    build_omp_binding,
+    parse,
+    plan_cores,
+)
 
 FOUR = frozenset(range(4))
 HOLDER = """
@@ -45,42 +52,42 @@ def test_a_malformed_list_is_refused(text: str) -> None:
 
 
 def test_an_affinity_set_by_a_static_cpu_manager_is_taken_whole() -> None:
-    assert wish("auto", frozenset({1, 3}), FOUR, True, 1) == Wish((1, 3))
+    assert plan_cores("auto", frozenset({1, 3}), FOUR, True, 1) == CoreRequest((1, 3))
 
 
 def test_on_a_free_machine_each_rank_gets_one_free_core() -> None:
-    assert wish("auto", FOUR, FOUR, True, 2) == Wish((0, 1, 2, 3), count=2)
+    assert plan_cores("auto", FOUR, FOUR, True, 2) == CoreRequest((0, 1, 2, 3), count=2)
 
 
 def test_an_engine_that_needs_no_pinning_gets_none() -> None:
-    assert wish("auto", frozenset({1}), FOUR, False, 1) == Wish(())
-    assert wish("none", frozenset({1}), FOUR, True, 1) == Wish(())
+    assert plan_cores("auto", frozenset({1}), FOUR, False, 1) == CoreRequest(())
+    assert plan_cores("none", frozenset({1}), FOUR, True, 1) == CoreRequest(())
 
 
 def test_cores_outside_the_own_affinity_are_refused() -> None:
     with pytest.raises(CoresError, match="core 5"):
-        wish("1,5", FOUR, FOUR, True, 1)
+        plan_cores("1,5", FOUR, FOUR, True, 1)
 
 
 def test_ranks_share_the_cores_equally() -> None:
-    assert omp_binding((0, 1, 2, 3), 2) == "0,1|2,3"
-    assert omp_binding((2,), 1) == "2"
+    assert build_omp_binding((0, 1, 2, 3), 2) == "0,1|2,3"
+    assert build_omp_binding((2,), 1) == "2"
     with pytest.raises(CoresError):
-        omp_binding((0,), 2)
+        build_omp_binding((0,), 2)
 
 
 def test_a_taken_core_is_refused_with_holder_and_remedy(
     tmp_path: Path, holder: subprocess.Popen
 ) -> None:
     with pytest.raises(CoresError) as refused:
-        CoreLocks(tmp_path, "w").take(Wish((0,)), allow_shared=False)
+        CoreLocks(tmp_path, "w").acquire(CoreRequest((0,)), allow_shared=False)
     for part in ("core 0", str(holder.pid), "other-pod", "--cores", "--allow-shared-cores"):
         assert part in str(refused.value)
 
 
 def test_a_free_core_is_found_beside_a_taken_one(tmp_path: Path, holder: subprocess.Popen) -> None:
     locks = CoreLocks(tmp_path, "w")
-    assert locks.take(Wish((0, 1), count=1), allow_shared=False) == (1,)
+    assert locks.acquire(CoreRequest((0, 1), count=1), allow_shared=False) == (1,)
     locks.release()
 
 
@@ -88,16 +95,16 @@ def test_too_few_free_cores_are_refused_and_nothing_stays_locked(
     tmp_path: Path, holder: subprocess.Popen
 ) -> None:
     with pytest.raises(CoresError, match="2 free"):
-        CoreLocks(tmp_path, "w").take(Wish((0, 1), count=2), allow_shared=False)
+        CoreLocks(tmp_path, "w").acquire(CoreRequest((0, 1), count=2), allow_shared=False)
     again = CoreLocks(tmp_path, "w")
-    assert again.take(Wish((1,)), allow_shared=False) == (1,)
+    assert again.acquire(CoreRequest((1,)), allow_shared=False) == (1,)
     again.release()
 
 
 def test_cores_may_be_shared_when_told_so(tmp_path: Path, holder: subprocess.Popen) -> None:
     locks = CoreLocks(tmp_path, "w")
-    assert locks.take(Wish((0,)), allow_shared=True) == (0,)
-    assert locks.take(Wish((0, 1), count=2), allow_shared=True) == (0, 1)
+    assert locks.acquire(CoreRequest((0,)), allow_shared=True) == (0,)
+    assert locks.acquire(CoreRequest((0, 1), count=2), allow_shared=True) == (0, 1)
     locks.release()
 
 
@@ -107,5 +114,5 @@ def test_the_kernel_frees_the_cores_of_a_killed_holder(
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(10)
     locks = CoreLocks(tmp_path, "w")
-    assert locks.take(Wish((0,)), allow_shared=False) == (0,)
+    assert locks.acquire(CoreRequest((0,)), allow_shared=False) == (0,)
     locks.release()

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cleave.shm.load_page import Load
-from cleave_worker.agent.drain import Drained, drain, is_idle
+from cleave.shm.load_page import LoadSnapshot
+from cleave_worker.agent.drain import DrainResult, drain, is_idle
 
 
-def reader(*loads: Load) -> Callable[[], Load]:
+def reader(*loads: LoadSnapshot) -> Callable[[], LoadSnapshot]:
     """Loads one after the other, the last one for ever."""
 
-    def each() -> Iterator[Load]:
+    def each() -> Iterator[LoadSnapshot]:
         yield from loads
         while True:
             yield loads[-1]
@@ -20,29 +20,29 @@ def reader(*loads: Load) -> Callable[[], Load]:
     return lambda: next(source)
 
 
-BUSY = Load(num_running=2, num_waiting=1, kv_cache_usage=0.2)
-HOLDS_KV = Load(kv_cache_usage=0.1)
-IDLE = Load()
+BUSY = LoadSnapshot(num_running=2, num_waiting=1, kv_cache_usage=0.2)
+HOLDS_KV = LoadSnapshot(kv_cache_usage=0.1)
+IDLE = LoadSnapshot()
 
 
-@pytest.mark.parametrize("load", [BUSY, HOLDS_KV, Load(num_waiting=1)])
-def test_work_and_kv_that_nobody_pulled_yet_keep_an_engine_alive(load: Load) -> None:
+@pytest.mark.parametrize("load", [BUSY, HOLDS_KV, LoadSnapshot(num_waiting=1)])
+def test_work_and_kv_that_nobody_pulled_yet_keep_an_engine_alive(load: LoadSnapshot) -> None:
     assert not is_idle(load)
 
 
 async def test_a_drain_ends_when_the_engine_is_empty() -> None:
     read = reader(BUSY, HOLDS_KV, IDLE)
-    assert await drain(read, seconds=30, quiet=0.02, poll=0.001) == Drained(True, 0)
+    assert await drain(read, seconds=30, quiet=0.02, poll=0.001) == DrainResult(True, 0)
 
 
 async def test_work_that_arrives_in_the_quiet_period_ends_it() -> None:
     read = reader(IDLE, BUSY)
-    assert await drain(read, seconds=0.2, quiet=0.05, poll=0.001) == Drained(False, 3)
+    assert await drain(read, seconds=0.2, quiet=0.05, poll=0.001) == DrainResult(False, 3)
 
 
 async def test_a_drain_that_takes_too_long_tells_what_is_left() -> None:
-    assert await drain(reader(BUSY), 0.02, quiet=0.01, poll=0.001) == Drained(False, 3)
+    assert await drain(reader(BUSY), 0.02, quiet=0.01, poll=0.001) == DrainResult(False, 3)
 
 
 async def test_a_hand_off_that_is_never_pulled_does_not_hold_a_drain_for_ever() -> None:
-    assert await drain(reader(HOLDS_KV), 0.02, quiet=0.01, poll=0.001) == Drained(False, 0)
+    assert await drain(reader(HOLDS_KV), 0.02, quiet=0.01, poll=0.001) == DrainResult(False, 0)

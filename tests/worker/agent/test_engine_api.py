@@ -59,27 +59,27 @@ async def served():
 async def test_adapters_are_the_models_that_have_a_parent(served) -> None:
     adapters = [{"id": name, "parent": "m", "max_model_len": None} for name in ("sql", "law")]
     url = await served([BASE, {**BASE, "id": "m2"}, *adapters])
-    facts = await engine_api.facts(url, "vllm", 16, 5.0)
+    facts = await engine_api.fetch_info(url, "vllm", 16, 5.0)
     assert facts.adapters == ("sql", "law")
     assert (facts.engine, facts.max_model_len, facts.kv_block_size) == ("vllm 1.2", 2048, 32)
 
 
 @pytest.mark.parametrize("cards", [[BASE], [], None])
 async def test_an_engine_without_adapters_has_none(served, cards: object) -> None:
-    assert (await engine_api.facts(await served(cards), "vllm", 16, 5.0)).adapters == ()
+    assert (await engine_api.fetch_info(await served(cards), "vllm", 16, 5.0)).adapters == ()
 
 
 @pytest.mark.parametrize(("page", "way"), [(NIXL, ""), (OWN, "gloo")])
 async def test_what_was_pulled_is_counted_whichever_the_connector(served, page, way) -> None:
-    found = await engine_api.pulled(await served([BASE], page), 5.0)
-    assert found == engine_api.Pulled(1.5e6, 0.5, num_tokens=300, num_lost=2, way=way)
+    found = await engine_api.fetch_pull_counters(await served([BASE], page), 5.0)
+    assert found == engine_api.PullCounters(1.5e6, 0.5, num_tokens=300, num_failed=2, transport=way)
 
 
 async def test_an_engine_without_such_counters_counts_nothing(served) -> None:
-    assert await engine_api.pulled(await served([BASE]), 5.0) is None
+    assert await engine_api.fetch_pull_counters(await served([BASE]), 5.0) is None
 
 
 async def test_a_page_of_metrics_that_fails_does_not_say_that_nothing_is_counted(served) -> None:
     url = await served([BASE], status=503)
     with pytest.raises(HttpError, match="answers 503"):
-        await engine_api.pulled(url, 5.0)
+        await engine_api.fetch_pull_counters(url, 5.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave_worker.agent.exit_reason import CASCADE_S, LastWords
+from cleave_worker.agent.exit_reason import CASCADE_S, ExitReason
 
 WORKER_KILLED = """
 (EngineCore pid=7) INFO 11-22 07:52:41 [core.py:102] Initializing a V1 LLM engine
@@ -47,31 +47,31 @@ api_server.py: error: unrecognized arguments: --bogus
     ],
 )
 def test_the_cause_is_told_and_not_what_follows_from_it(output: str, cause: str) -> None:
-    words = LastWords({}, clock=lambda: 0.0)
+    words = ExitReason({}, clock=lambda: 0.0)
     for line in output.split("\n"):
-        words.hear(line)
-    assert words.tell().startswith(cause)
-    assert cause or not words.tell()
+        words.feed(line)
+    assert words.describe().startswith(cause)
+    assert cause or not words.describe()
 
 
 def test_an_error_of_long_ago_is_not_the_cause() -> None:
     now = 0.0
-    words = LastWords({}, clock=lambda: now)
-    words.hear("ValueError: of one request")
+    words = ExitReason({}, clock=lambda: now)
+    words.feed("ValueError: of one request")
     now = CASCADE_S + 1
-    words.hear("stopping")
-    assert words.tell() == "stopping"
-    words.hear("RuntimeError: of the engine")
-    assert words.tell() == "RuntimeError: of the engine"
+    words.feed("stopping")
+    assert words.describe() == "stopping"
+    words.feed("RuntimeError: of the engine")
+    assert words.describe() == "RuntimeError: of the engine"
 
 
 @pytest.mark.parametrize("padding", ["", "x" * 280])
 def test_no_secret_of_its_environment_is_told(padding: str) -> None:
-    words = LastWords({"HF_TOKEN": "hf_abcdefgh", "HOME": "/home/me", "API_KEY": "1"})
-    words.hear(f"OSError: {padding} 401 for hf_abcdefgh of /home/me, 1 time")
-    assert "hf_" not in words.tell()
-    assert words.tell().startswith(f"OSError: {padding}")
-    assert padding or words.tell() == "OSError:  401 for *** of /home/me, 1 time"
+    words = ExitReason({"HF_TOKEN": "hf_abcdefgh", "HOME": "/home/me", "API_KEY": "1"})
+    words.feed(f"OSError: {padding} 401 for hf_abcdefgh of /home/me, 1 time")
+    assert "hf_" not in words.describe()
+    assert words.describe().startswith(f"OSError: {padding}")
+    assert padding or words.describe() == "OSError:  401 for *** of /home/me, 1 time"
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_no_secret_of_its_environment_is_told(padding: str) -> None:
     ],
 )
 def test_no_secret_of_its_arguments_or_of_a_url_is_told(env, argv, said: str) -> None:
-    words = LastWords(env, argv)
-    words.hear(f"OSError: {said}")
-    assert "hidden99" not in words.tell()
-    assert "***" in words.tell()
+    words = ExitReason(env, argv)
+    words.feed(f"OSError: {said}")
+    assert "hidden99" not in words.describe()
+    assert "***" in words.describe()
 
 
 def test_folders_and_what_is_no_secret_are_told() -> None:
-    words = LastWords({"PWD": "/models"}, ("--max-num-batched-tokens", "123456"))
-    words.hear("OSError: /models/a: 123456, see https://host/a@b")
-    assert words.tell() == "OSError: /models/a: 123456, see https://host/a@b"
+    words = ExitReason({"PWD": "/models"}, ("--max-num-batched-tokens", "123456"))
+    words.feed("OSError: /models/a: 123456, see https://host/a@b")
+    assert words.describe() == "OSError: /models/a: 123456, see https://host/a@b"

@@ -7,139 +7,139 @@ from pathlib import Path
 import pytest
 
 from cleave.rpc.v1 import agent_pb2
-from cleave.shm.load_page import Load, LoadPage
+from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import EngineFacts, Instance, OtherBoot, StaleEpoch
+from cleave_worker.agent.instance import BootMismatch, ServedEngineInfo, StaleEpoch, WorkerInstance
 
-FACTS = EngineFacts("emulated", 2048, 16)
+FACTS = ServedEngineInfo("emulated", 2048, 16)
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated", transfer_ms=1.5)
 
 
 @pytest.fixture
 def instance(config: AgentConfig, tmp_path: Path):
     with LoadPage(tmp_path / "load") as page:
-        page.write(Load(num_running=3, kv_blocks_free=7, kv_blocks_total=9))
-        told = Instance(config)
-        told.boot("b1", "http://h:1", page)
+        page.write(LoadSnapshot(num_running=3, kv_blocks_free=7, kv_blocks_total=9))
+        told = WorkerInstance(config)
+        told.start_boot("b1", "http://h:1", page)
         yield told
 
 
-async def test_the_way_to_ready_leads_through_verifying(instance: Instance) -> None:
+async def test_the_way_to_ready_leads_through_verifying(instance: WorkerInstance) -> None:
     seen = [instance.state]
-    instance.answered(FACTS)
+    instance.set_engine_info(FACTS)
     seen.append(instance.state)
-    instance.verified(PROVEN)
+    instance.mark_verified(PROVEN)
     seen.append(instance.state)
     assert seen == [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY]
-    told = instance.registration()
+    told = instance.copy_registration()
     assert (told.reason, told.kv_path.verified, told.kv_blocks_total) == ("", True, 9)
 
 
 def test_the_registration_names_the_cell(config: AgentConfig) -> None:
-    assert Instance(config).registration().cell == ""
-    assert Instance(replace(config, cell="0")).registration().cell == "0"
+    assert WorkerInstance(config).copy_registration().cell == ""
+    assert WorkerInstance(replace(config, cell="0")).copy_registration().cell == "0"
 
 
 @pytest.mark.parametrize(("transfer", "tokens"), [("pull", 0), ("perlayer", 1), ("auto", 0)])
 def test_the_registration_tells_where_kv_can_be_followed_and_for_which_prompts(
     config: AgentConfig, tmp_path: Path, transfer: str, tokens: int
 ) -> None:
-    told = Instance(replace(config, connector="cleave", transfer=transfer))
+    told = WorkerInstance(replace(config, connector="cleave", transfer=transfer))
     with LoadPage(tmp_path / "load") as page:
-        told.boot("b1", "http://h:1", page, kv_port=5601)
-        registration = told.registration()
+        told.start_boot("b1", "http://h:1", page, kv_port=5601)
+        registration = told.copy_registration()
     assert (registration.kv_port, registration.ahead_from_tokens) == (5601, tokens)
 
 
-async def test_reports_carry_the_load_page(instance: Instance) -> None:
-    report = instance.report()
+async def test_reports_carry_the_load_page(instance: WorkerInstance) -> None:
+    report = instance.build_load_report()
     assert (report.boot_id, report.num_running, report.kv_blocks_free) == ("b1", 3, 7)
 
 
-async def test_the_numbers_of_a_dead_engine_are_not_reported(instance: Instance) -> None:
-    instance.forget_page()
-    assert instance.report().num_running == 0
+async def test_the_numbers_of_a_dead_engine_are_not_reported(instance: WorkerInstance) -> None:
+    instance.detach_pages()
+    assert instance.build_load_report().num_running == 0
 
 
 async def test_a_lost_engine_must_prove_its_kv_path_again(
-    instance: Instance, tmp_path: Path
+    instance: WorkerInstance, tmp_path: Path
 ) -> None:
-    instance.answered(FACTS)
-    instance.verified(PROVEN)
-    instance.lost("killed")
+    instance.set_engine_info(FACTS)
+    instance.mark_verified(PROVEN)
+    instance.mark_engine_lost("killed")
     with LoadPage(tmp_path / "second") as page:
-        instance.boot("b2", "http://h:2", page)
-    told = instance.registration()
+        instance.start_boot("b2", "http://h:2", page)
+    told = instance.copy_registration()
     assert (told.boot_id, told.restarts, told.kv_path.verified) == ("b2", 1, False)
 
 
 async def test_the_last_failure_of_an_engine_is_told_as_long_as_its_agent_lives(
-    instance: Instance, tmp_path: Path
+    instance: WorkerInstance, tmp_path: Path
 ) -> None:
-    assert instance.registration().last_failure == ""
-    instance.lost("engine ended with status 1: OSError: no such model")
+    assert instance.copy_registration().last_failure == ""
+    instance.mark_engine_lost("engine ended with status 1: OSError: no such model")
     with LoadPage(tmp_path / "second") as page:
-        instance.boot("b2", "http://h:2", page)
-        told = instance.registration()
+        instance.start_boot("b2", "http://h:2", page)
+        told = instance.copy_registration()
         assert told.reason == f"engine starts again: {told.last_failure}"
-        instance.answered(FACTS)
-    instance.verified(PROVEN)
-    told = instance.registration()
+        instance.set_engine_info(FACTS)
+    instance.mark_verified(PROVEN)
+    told = instance.copy_registration()
     assert told.reason == ""
     assert told.last_failure == "engine ended with status 1: OSError: no such model"
 
 
-async def test_a_failed_test_keeps_a_new_worker_from_ready(instance: Instance) -> None:
-    instance.answered(FACTS)
-    instance.verification_failed("wrong tokens")
+async def test_a_failed_test_keeps_a_new_worker_from_ready(instance: WorkerInstance) -> None:
+    instance.set_engine_info(FACTS)
+    instance.mark_verification_failed("wrong tokens")
     assert instance.state == agent_pb2.STATE_VERIFYING
-    assert instance.registration().reason == "wrong tokens"
+    assert instance.copy_registration().reason == "wrong tokens"
 
 
 async def test_a_failed_test_leaves_a_serving_worker_ready_but_unverified(
-    instance: Instance,
+    instance: WorkerInstance,
 ) -> None:
-    instance.answered(FACTS)
-    instance.unverified("no peer yet")
-    instance.verification_failed("wrong tokens")
-    told = instance.registration()
+    instance.set_engine_info(FACTS)
+    instance.mark_unverified("no peer yet")
+    instance.mark_verification_failed("wrong tokens")
+    told = instance.copy_registration()
     assert told.state == agent_pb2.STATE_READY
     assert not told.kv_path.verified
     assert told.kv_path.detail == "wrong tokens"
 
 
-async def test_adapters_are_stated_until_another_boot_has_others(instance: Instance) -> None:
-    instance.answered(replace(FACTS, adapters=("sql", "law")))
-    instance.lost("killed")
-    assert instance.registration().adapters == ["sql", "law"]
-    instance.answered(replace(FACTS, adapters=("law",)))
-    assert instance.registration().adapters == ["law"]
+async def test_adapters_are_stated_until_another_boot_has_others(instance: WorkerInstance) -> None:
+    instance.set_engine_info(replace(FACTS, adapters=("sql", "law")))
+    instance.mark_engine_lost("killed")
+    assert instance.copy_registration().adapters == ["sql", "law"]
+    instance.set_engine_info(replace(FACTS, adapters=("law",)))
+    assert instance.copy_registration().adapters == ["law"]
 
 
-async def test_nothing_leads_back_from_draining(instance: Instance) -> None:
+async def test_nothing_leads_back_from_draining(instance: WorkerInstance) -> None:
     instance.drain()
-    instance.answered(FACTS)
-    instance.verified(PROVEN)
-    instance.lost("killed")
-    told = instance.registration()
+    instance.set_engine_info(FACTS)
+    instance.mark_verified(PROVEN)
+    instance.mark_engine_lost("killed")
+    told = instance.copy_registration()
     assert (told.state, told.reason) == (agent_pb2.STATE_DRAINING, "drains")
     assert (told.restarts, told.last_failure) == (0, "")
 
 
-async def test_a_role_needs_a_newer_epoch_and_the_present_boot(instance: Instance) -> None:
+async def test_a_role_needs_a_newer_epoch_and_the_present_boot(instance: WorkerInstance) -> None:
     instance.set_role(agent_pb2.ROLE_DECODE, 2, "b1")
     with pytest.raises(StaleEpoch):
         instance.set_role(agent_pb2.ROLE_MIXED, 2, "")
-    with pytest.raises(OtherBoot):
+    with pytest.raises(BootMismatch):
         instance.set_role(agent_pb2.ROLE_MIXED, 3, "b0")
-    assert instance.registration().role == agent_pb2.ROLE_DECODE
+    assert instance.copy_registration().role == agent_pb2.ROLE_DECODE
     instance.drain()
     with pytest.raises(StaleEpoch):
         instance.set_role(agent_pb2.ROLE_MIXED, 3, "b1")
 
 
-async def test_followers_wake_at_every_change(instance: Instance) -> None:
-    woken = asyncio.create_task(instance.change(60))
+async def test_followers_wake_at_every_change(instance: WorkerInstance) -> None:
+    woken = asyncio.create_task(instance.wait_for_change(60))
     await asyncio.sleep(0)
     assert not woken.done()
     instance.drain()

@@ -12,10 +12,10 @@ from cleave_worker.agent import http, kv_self_test
 from cleave_worker.agent.kv_self_test import (
     Endpoint,
     InconclusiveError,
-    Transfer,
-    TransferError,
-    UncountedError,
-    random_prompt,
+    KvTestError,
+    MissingCountersError,
+    TransferSample,
+    make_random_prompt,
     verify_transfer,
 )
 
@@ -50,9 +50,11 @@ class Engines:
         self.prefilled: list[int] = []
         self.pulled_bytes = self.pulled_tokens = self.lost = 0
 
-    async def request(self, method, url, payload=None, *, seconds, headers=None) -> http.Answer:
+    async def request(
+        self, method, url, payload=None, *, seconds, headers=None
+    ) -> http.EngineResponse:
         if method == "GET":
-            return http.Answer(200, self.metrics(), 1.0)
+            return http.EngineResponse(200, self.metrics(), 1.0)
         self.asked.append((url, payload, headers or {}))
         right = payload["prompt"][:4]
         if url.startswith("http://d"):
@@ -68,11 +70,11 @@ class Engines:
             if self.hands_off:
                 params = {"remote_engine_id": self.engine_id, "remote_block_ids": blocks}
                 content["kv_transfer_params"] = params
-        return http.Answer(200, json.dumps(content).encode(), prefill_ms)
+        return http.EngineResponse(200, json.dumps(content).encode(), prefill_ms)
 
-    def decode(self, payload: dict, right: str) -> http.Answer:
+    def decode(self, payload: dict, right: str) -> http.EngineResponse:
         if self.status != 200:
-            return http.Answer(self.status, b'{"error": {"message": "no such KV"}}', 1.0)
+            return http.EngineResponse(self.status, b'{"error": {"message": "no such KV"}}', 1.0)
         (blocks,) = payload["kv_transfer_params"]["remote_block_ids"]
         others = next(self.others, 0)
         self.pulled_bytes += self.moved(len(blocks)) * BLOCK * BYTES + others * BYTES
@@ -80,7 +82,7 @@ class Engines:
         self.pulled_tokens += len(payload["prompt"]) // 2 + others
         pieces = [{"choices": [{"text": piece}]} for piece in self.decoded(right)]
         lines = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
-        return http.Answer(200, (lines + self.stream_end).encode(), 12.5)
+        return http.EngineResponse(200, (lines + self.stream_end).encode(), 12.5)
 
     def metrics(self) -> bytes:
         """Of a decode engine that pulls 2 MB/s, and has pulled before."""
@@ -110,7 +112,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return both
 
 
-async def run(decode: Endpoint = D) -> Transfer:
+async def run(decode: Endpoint = D) -> TransferSample:
     return await verify_transfer(P, decode, "m", seconds=1, random_words=random.Random(7))
 
 
@@ -130,7 +132,7 @@ async def test_equal_tokens_and_bytes_in_proportion_pass_and_are_measured(engine
 
 async def test_wrong_tokens_every_time_fail(engines: Engines) -> None:
     engines.decoded = lambda right: right[::-1] + "x"
-    with pytest.raises(TransferError, match="other tokens, 3 times of 3"):
+    with pytest.raises(KvTestError, match="other tokens, 3 times of 3"):
         await run()
     assert len(set(engines.prompts())) == 3
 
@@ -143,7 +145,7 @@ async def test_one_match_after_a_near_tie_passes(engines: Engines) -> None:
 
 async def test_right_tokens_without_a_byte_fail(engines: Engines) -> None:
     engines.moved = lambda _: 0
-    with pytest.raises(TransferError, match="d pulled no byte of the KV of 200 prompt tokens"):
+    with pytest.raises(KvTestError, match="d pulled no byte of the KV of 200 prompt tokens"):
         await run()
 
 
@@ -151,13 +153,15 @@ async def test_right_tokens_without_a_byte_fail(engines: Engines) -> None:
 async def test_bytes_of_a_part_of_the_long_prompt_fail(engines: Engines, most: int) -> None:
     """Of its first block, or of the chunk that one step computes."""
     engines.moved = lambda num_blocks: min(num_blocks, most)
-    with pytest.raises(TransferError, match=r"KV of 2,560 prompt tokens, too few beside"):
+    with pytest.raises(KvTestError, match=r"KV of 2,560 prompt tokens, too few beside"):
         await run()
 
 
 async def test_an_engine_that_counts_no_bytes_cannot_be_verified(engines: Engines) -> None:
     engines.tells = False
-    with pytest.raises(UncountedError, match="d counts no bytes of KV: its /metrics has neither"):
+    with pytest.raises(
+        MissingCountersError, match="d counts no bytes of KV: its /metrics has neither"
+    ):
         await run()
     assert not engines.asked
 
@@ -200,7 +204,7 @@ async def test_bytes_of_others_do_not_stand_for_kv_that_is_lost(engines: Engines
 async def test_a_path_that_cuts_kv_off_unlike_a_busy_engine_fails(engines: Engines) -> None:
     engines.moved = lambda num_blocks: min(num_blocks, 100)
     engines.lost_meanwhile = itertools.repeat(1)
-    with pytest.raises(TransferError, match="too few beside") as caught:
+    with pytest.raises(KvTestError, match="too few beside") as caught:
         await run()
     assert not isinstance(caught.value, InconclusiveError)
 
@@ -215,7 +219,7 @@ async def test_a_first_request_that_waits_makes_no_prompt_short(engines: Engines
     passed = await run()
     assert len(engines.prefilled) == 3
     assert passed.num_tokens >= 2560
-    assert not passed.note
+    assert not passed.caveat
 
 
 async def test_a_test_without_a_longer_prompt_says_so(engines: Engines) -> None:
@@ -227,25 +231,25 @@ async def test_a_test_without_a_longer_prompt_says_so(engines: Engines) -> None:
 
 async def test_a_hand_off_of_an_earlier_boot_fails(engines: Engines) -> None:
     engines.engine_id = "boot-before"
-    with pytest.raises(TransferError, match="boot-before"):
+    with pytest.raises(KvTestError, match="boot-before"):
         await run()
 
 
 async def test_an_engine_without_kv_transfer_fails(engines: Engines) -> None:
     engines.hands_off = False
-    with pytest.raises(TransferError, match="no KV handoff"):
+    with pytest.raises(KvTestError, match="no KV handoff"):
         await run()
 
 
 async def test_an_error_of_the_decode_engine_is_told(engines: Engines) -> None:
     engines.status = 500
-    with pytest.raises(TransferError, match="d answered 500: no such KV"):
+    with pytest.raises(KvTestError, match="d answered 500: no such KV"):
         await run()
 
 
 async def test_a_stream_that_breaks_off_fails(engines: Engines) -> None:
     engines.stream_end = ""
-    with pytest.raises(TransferError, match="broke off"):
+    with pytest.raises(KvTestError, match="broke off"):
         await run()
 
 
@@ -258,5 +262,5 @@ async def test_prompts_fit_the_smaller_engine(engines: Engines, length: int) -> 
 
 def test_two_prompts_are_never_alike() -> None:
     words = random.Random(7)
-    assert random_prompt(words, 300) != random_prompt(words, 300)
-    assert 290 < len(random_prompt(words, 300)) <= 300
+    assert make_random_prompt(words, 300) != make_random_prompt(words, 300)
+    assert 290 < len(make_random_prompt(words, 300)) <= 300

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.launch import Boot, Launch, LaunchError, block_size, launch
+from cleave_worker.agent.launch import (
+    Boot,
+    Launch,
+    LaunchError,
+    build_engine_launch,
+    read_block_size,
+)
 
 BOOT = Boot("boot1", 8001, 5601, Path("/run/x/load"), cores=(2,))
 ON_GPU = replace(BOOT, gpu=True, cores=())
@@ -20,7 +26,7 @@ def option(told: Launch, name: str) -> str:
 
 
 def test_the_boot_id_is_the_engine_id_of_the_kv_transfer(config_of: ConfigOf) -> None:
-    told = launch(config_of(engine="vllm"), BOOT, {})
+    told = build_engine_launch(config_of(engine="vllm"), BOOT, {})
     assert json.loads(option(told, "--kv-transfer-config")) == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
@@ -34,7 +40,7 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
 ) -> None:
     given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"ways": ["gloo"]}}')
     config = config_of(engine="vllm", connector="cleave", engine_args=given)
-    assert json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config")) == {
+    assert json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config")) == {
         "kv_connector": "CleaveConnector",
         "kv_connector_module_path": "cleave_worker.vllm.kv.connector",
         "kv_role": "kv_both",
@@ -47,14 +53,14 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
 
 def test_the_own_connector_is_told_how_much_kv_goes_at_a_time(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", connector="cleave", transfer="perchunk")
-    told = json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config"))
+    told = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
     assert told["kv_connector_extra_config"]["pace"] == "chunk"
 
 
 def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> None:
     given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"checkpoints": {}}}')
     config = config_of(engine="vllm", connector="cleave", engine_args=given)
-    told = json.loads(option(launch(config, BOOT, {}), "--kv-transfer-config"))
+    told = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
     assert told["kv_connector"] == "CheckpointedConnector"
     assert told["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpoint_connector"
     assert told["kv_load_failure_policy"] == "recompute"
@@ -66,7 +72,7 @@ def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> No
 
 
 def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
-    told = launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
+    told = build_engine_launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
     assert told.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"
     assert told.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert told.env["HOME"] == "/h"
@@ -75,20 +81,20 @@ def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
 
 def test_stages_on_cpu_are_warmed_up_for_they_need_their_buffers(config_of: ConfigOf) -> None:
     config = replace(config_of(engine="vllm"), pipeline_parallel_size=2)
-    told = launch(config, replace(BOOT, cores=(2, 3)), {})
+    told = build_engine_launch(config, replace(BOOT, cores=(2, 3)), {})
     assert "--enforce-eager" not in told.argv
     assert json.loads(option(told, "--compilation-config")) == {"mode": 1, "backend": "eager"}
 
 
 def test_vllm_on_a_gpu_gets_no_cpu_settings(config_of: ConfigOf) -> None:
-    told = launch(config_of(engine="vllm"), ON_GPU, {})
+    told = build_engine_launch(config_of(engine="vllm"), ON_GPU, {})
     assert not [name for name in told.env if name.startswith("VLLM_CPU")]
     assert "--enforce-eager" not in told.argv
     assert "kv_buffer_device" not in option(told, "--kv-transfer-config")
 
 
 def test_vllm_on_a_gpu_without_nvcc_keeps_to_kernels_that_are_there(config_of: ConfigOf) -> None:
-    told = launch(config_of(engine="vllm"), ON_GPU, {"CUDA_HOME": "/nonexistent"})
+    told = build_engine_launch(config_of(engine="vllm"), ON_GPU, {"CUDA_HOME": "/nonexistent"})
     assert told.env["VLLM_USE_FLASHINFER_SAMPLER"] == told.env["VLLM_USE_DEEP_GEMM"] == "0"
     assert option(told, "--gdn-prefill-backend") == "triton"
 
@@ -96,7 +102,7 @@ def test_vllm_on_a_gpu_without_nvcc_keeps_to_kernels_that_are_there(config_of: C
 def test_what_a_user_says_of_kernels_holds(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", engine_args=("--gdn-prefill-backend", "flashinfer"))
     env = {"CUDA_HOME": "/nonexistent", "VLLM_USE_FLASHINFER_SAMPLER": "1"}
-    told = launch(config, ON_GPU, env)
+    told = build_engine_launch(config, ON_GPU, env)
     assert told.env["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
     assert told.argv[-1] == "flashinfer", "the last one counts"
 
@@ -109,17 +115,19 @@ def test_vllm_on_a_gpu_with_nvcc_is_as_it_comes(
     nvcc.parent.mkdir()
     nvcc.touch(mode=0o755)
     place = nvcc.parent if variable == "PATH" else tmp_path
-    told = launch(config_of(engine="vllm"), ON_GPU, {variable: str(place)})
+    told = build_engine_launch(config_of(engine="vllm"), ON_GPU, {variable: str(place)})
     assert not {name for name in told.env if name.startswith("VLLM_USE")}
     assert "--gdn-prefill-backend" not in told.argv
 
 
 def test_requests_are_never_logged(config_of: ConfigOf) -> None:
-    assert "--no-enable-log-requests" in launch(config_of(engine="vllm"), BOOT, {}).argv
+    assert (
+        "--no-enable-log-requests" in build_engine_launch(config_of(engine="vllm"), BOOT, {}).argv
+    )
 
 
 def test_engine_and_kv_side_channel_listen_on_the_pods_address(config: AgentConfig) -> None:
-    told = launch(config, BOOT, {})
+    told = build_engine_launch(config, BOOT, {})
     assert option(told, "--host") == config.host
     assert option(told, "--port") == "8001"
     assert told.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == config.host
@@ -128,18 +136,18 @@ def test_engine_and_kv_side_channel_listen_on_the_pods_address(config: AgentConf
 
 
 def test_an_engine_without_terms_is_as_it_comes(config_of: ConfigOf) -> None:
-    told = launch(config_of(engine="vllm"), BOOT, {})
+    told = build_engine_launch(config_of(engine="vllm"), BOOT, {})
     assert "--scheduler-cls" not in told.argv
     assert "CLEAVE_TERMS_PAGE" not in told.env
 
 
 def test_an_engine_with_terms_follows_their_page(config_of: ConfigOf) -> None:
-    boot = replace(BOOT, terms_page=Path("/run/x/terms"))
-    told = launch(config_of(engine="vllm"), boot, {})
+    boot = replace(BOOT, scheduling_page=Path("/run/x/terms"))
+    told = build_engine_launch(config_of(engine="vllm"), boot, {})
     assert option(told, "--scheduler-cls") == "cleave_worker.vllm.scheduler.make_scheduler"
     assert told.env["CLEAVE_TERMS_PAGE"] == "/run/x/terms"
     with pytest.raises(LaunchError, match="exclude each other"):
-        launch(config_of(engine="vllm", engine_args=("--scheduler-cls=x",)), boot, {})
+        build_engine_launch(config_of(engine="vllm", engine_args=("--scheduler-cls=x",)), boot, {})
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -148,7 +156,7 @@ def test_the_users_kv_settings_are_merged_and_the_boot_id_wins(
 ) -> None:
     name, settings = "--kv-transfer-config", '{"engine_id": "x", "kv_load_failure_policy": "fail"}'
     given = (f"{name}={settings}",) if joined else (name, settings)
-    told = launch(config_of(engine_args=("--seed", "1", *given)), BOOT, {})
+    told = build_engine_launch(config_of(engine_args=("--seed", "1", *given)), BOOT, {})
     merged = json.loads(option(told, name))
     assert merged["engine_id"] == "boot1"
     assert merged["kv_load_failure_policy"] == "fail"
@@ -159,15 +167,17 @@ def test_the_users_kv_settings_are_merged_and_the_boot_id_wins(
 @pytest.mark.parametrize("text", ["nonsense", "[]"])
 def test_kv_settings_that_are_no_object_are_refused(config_of: ConfigOf, text: str) -> None:
     with pytest.raises(LaunchError):
-        launch(config_of(engine_args=("--kv-transfer-config", text)), BOOT, {})
+        build_engine_launch(config_of(engine_args=("--kv-transfer-config", text)), BOOT, {})
 
 
 def test_a_local_model_keeps_the_engine_off_the_hub(config_of: ConfigOf, tmp_path: Path) -> None:
-    assert launch(config_of(model=str(tmp_path)), BOOT, {}).env["HF_HUB_OFFLINE"] == "1"
-    assert "HF_HUB_OFFLINE" not in launch(config_of(model="org/model"), BOOT, {}).env
+    assert (
+        build_engine_launch(config_of(model=str(tmp_path)), BOOT, {}).env["HF_HUB_OFFLINE"] == "1"
+    )
+    assert "HF_HUB_OFFLINE" not in build_engine_launch(config_of(model="org/model"), BOOT, {}).env
 
 
 def test_the_block_size_is_the_command_lines_or_the_engines_default(config_of: ConfigOf) -> None:
-    assert block_size(config_of(engine_args=("--block-size=32",)), gpu=False) == 32
-    assert block_size(config_of(engine="vllm"), gpu=False) == 128
-    assert block_size(config_of(engine="vllm"), gpu=True) == 16
+    assert read_block_size(config_of(engine_args=("--block-size=32",)), gpu=False) == 32
+    assert read_block_size(config_of(engine="vllm"), gpu=False) == 128
+    assert read_block_size(config_of(engine="vllm"), gpu=True) == 16

@@ -4,7 +4,7 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import peers
-from cleave_worker.agent.peers import Addresses, Sight, look
+from cleave_worker.agent.peers import PeerAddresses, PeerScan, find_peer
 
 
 @pytest.fixture
@@ -18,35 +18,35 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError("away")
         return frozenset(("a:1", "b:1"))
 
-    monkeypatch.setattr(peers, "find_agents", find_agents)
+    monkeypatch.setattr(peers, "list_agents", find_agents)
     return asked
 
 
 async def test_ones_own_address_is_nobodys_peer(lookups: list[str]) -> None:
-    assert await Addresses("dns:workers:1", "a:1").find() == {"b:1"}
+    assert await PeerAddresses("dns:workers:1", "a:1").get_addresses() == {"b:1"}
 
 
 @pytest.mark.parametrize(("source", "times"), [("endpoints:n/workers:1", 1), ("file:x", 3)])
 async def test_only_the_api_server_is_spared(lookups: list[str], source: str, times: int) -> None:
-    addresses = Addresses(source, "a:1")
+    addresses = PeerAddresses(source, "a:1")
     for _ in range(3):
-        assert await addresses.find() == {"b:1"}
+        assert await addresses.get_addresses() == {"b:1"}
     assert lookups == [source] * times
 
 
 async def test_a_list_grows_old(lookups: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_LIST_SECONDS", 0.0)
-    addresses = Addresses("endpoints:n/workers:1", "a:1")
-    await addresses.find()
-    await addresses.find()
+    addresses = PeerAddresses("endpoints:n/workers:1", "a:1")
+    await addresses.get_addresses()
+    await addresses.get_addresses()
     assert len(lookups) == 2
 
 
 async def test_a_server_that_is_away_is_not_asked_more_often(lookups: list[str]) -> None:
-    addresses = Addresses("endpoints:n/away", "a:1")
+    addresses = PeerAddresses("endpoints:n/away", "a:1")
     with pytest.raises(OSError, match="away"):
-        await addresses.find()
-    assert await addresses.find() == frozenset()
+        await addresses.get_addresses()
+    assert await addresses.get_addresses() == frozenset()
     assert len(lookups) == 1
 
 
@@ -59,6 +59,6 @@ async def test_an_agent_of_a_newer_version_is_no_peer(
     async def ask(address: str) -> agent_pb2.Registration:
         return agent_pb2.Registration(instance=address, **(usual | odd))
 
-    monkeypatch.setattr(peers, "ask", ask)
+    monkeypatch.setattr(peers, "fetch_registration", ask)
     own = agent_pb2.Registration(instance="own", role=agent_pb2.ROLE_PREFILL)
-    assert await look(["a:1", "b:1"], own) == Sight()
+    assert await find_peer(["a:1", "b:1"], own) == PeerScan()

@@ -10,48 +10,55 @@ import pytest
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import EngineFacts, Flow, Instance, flow_of
-from cleave_worker.agent.kv_self_test import TransferError, UncountedError
-from cleave_worker.agent.peers import Sight, suits
-from cleave_worker.agent.readiness import prove, prove_role, pursue
-from cleave_worker.agent.supervisor import prove_then_idle
+from cleave_worker.agent.instance import (
+    KvDirection,
+    ServedEngineInfo,
+    WorkerInstance,
+    get_kv_direction,
+)
+from cleave_worker.agent.kv_self_test import KvTestError, MissingCountersError
+from cleave_worker.agent.peers import PeerScan, is_counterpart
+from cleave_worker.agent.readiness import prove_role, verify_kv_path, verify_with_peers
+from cleave_worker.agent.supervisor import keep_verified
 
 from tests.support.doubles import Answering
 
 PROVEN = agent_pb2.KvPath(verified=True, transport="emulated")
-PEER = Sight(peer=agent_pb2.Registration(instance="w-1"))
+PEER = PeerScan(peer=agent_pb2.Registration(instance="w-1"))
 Script = Callable[[], object]
 
 
 @pytest.fixture
-def instance(config: AgentConfig) -> Instance:
-    told = Instance(config)
-    told.answered(EngineFacts("emulated", 2048, 16))
+def instance(config: AgentConfig) -> WorkerInstance:
+    told = WorkerInstance(config)
+    told.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
     return told
 
 
 class Scene:
     """Scripted sights and test results; notes what the instance said each time it was asked."""
 
-    def __init__(self, instance: Instance, sights: list[Sight], results: list[str]) -> None:
+    def __init__(
+        self, instance: WorkerInstance, sights: list[PeerScan], results: list[str]
+    ) -> None:
         self.instance = instance
         self.sights = sights
         self.results = results
         self.states: list[tuple[int, str]] = []
-        self.tested: list[Flow] = []
+        self.tested: list[KvDirection] = []
         self.other_way = ""
         """Why hand-offs the other way fail."""
 
-    async def look(self) -> Sight:
-        told = self.instance.registration()
+    async def look(self) -> PeerScan:
+        told = self.instance.copy_registration()
         self.states.append((told.state, told.reason or told.kv_path.detail))
         return self.sights.pop(0) if len(self.sights) > 1 else self.sights[0]
 
-    async def test(self, peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
+    async def test(self, peer: agent_pb2.Registration, flow: KvDirection) -> agent_pb2.KvPath:
         self.tested.append(flow)
-        own_way = flow is flow_of(self.instance.registration().role)
+        own_way = flow is get_kv_direction(self.instance.copy_registration().role)
         if wrong := self.results.pop(0) if own_way else self.other_way:
-            raise TransferError(wrong)
+            raise KvTestError(wrong)
         return PROVEN
 
 
@@ -61,84 +68,84 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_passed_test_makes_the_worker_ready(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
     scene = Scene(instance, [PEER], [""])
-    await pursue(config, instance, scene.look, scene.test)
+    await verify_with_peers(config, instance, scene.look, scene.test)
     assert instance.state == agent_pb2.STATE_READY
-    assert instance.registration().kv_path.verified
+    assert instance.copy_registration().kv_path.verified
 
 
 @pytest.mark.parametrize("other_way", ["", "wrong tokens"])
 async def test_the_other_way_is_tested_before_ready_and_not_needed_for_it(
-    config: AgentConfig, instance: Instance, other_way: str
+    config: AgentConfig, instance: WorkerInstance, other_way: str
 ) -> None:
     scene = Scene(instance, [PEER], [""])
     scene.other_way = other_way
-    await pursue(config, instance, scene.look, scene.test)
-    assert scene.tested == [Flow.OUT, Flow.IN]
+    await verify_with_peers(config, instance, scene.look, scene.test)
+    assert scene.tested == [KvDirection.OUT, KvDirection.IN]
     assert instance.state == agent_pb2.STATE_READY
-    assert instance.is_proven(Flow.IN) is not bool(other_way)
+    assert instance.is_verified(KvDirection.IN) is not bool(other_way)
     instance.set_role(agent_pb2.ROLE_DECODE, 2)
-    assert instance.registration().kv_path.verified is not bool(other_way)
+    assert instance.copy_registration().kv_path.verified is not bool(other_way)
     instance.set_role(agent_pb2.ROLE_PREFILL, 3)
-    assert instance.registration().kv_path.verified
+    assert instance.copy_registration().kv_path.verified
 
 
 async def test_a_role_that_changes_during_a_test_is_tested_for_next(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
     scene = Scene(instance, [PEER], ["", ""])
 
-    async def test(peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
+    async def test(peer: agent_pb2.Registration, flow: KvDirection) -> agent_pb2.KvPath:
         if not scene.tested:
             instance.set_role(agent_pb2.ROLE_DECODE, 2)
             scene.tested.append(flow)
             return PROVEN
         if len(scene.tested) == 1:
             scene.tested.append(flow)
-            raise TransferError("wrong tokens")
+            raise KvTestError("wrong tokens")
         return await scene.test(peer, flow)
 
-    await pursue(config, instance, scene.look, test)
-    assert scene.tested[2] is Flow.IN
-    assert instance.registration().kv_path.verified
+    await verify_with_peers(config, instance, scene.look, test)
+    assert scene.tested[2] is KvDirection.IN
+    assert instance.copy_registration().kv_path.verified
 
 
 async def test_what_a_role_needs_is_tested_before_it_is_taken_unless_it_is_proven(
-    config: AgentConfig, instance: Instance, monkeypatch: pytest.MonkeyPatch
+    config: AgentConfig, instance: WorkerInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(instance, [PEER], [])
-    monkeypatch.setattr("cleave_worker.agent.readiness._looker", lambda *_: scene.look)
-    monkeypatch.setattr("cleave_worker.agent.readiness._tester", lambda *_: scene.test)
+    monkeypatch.setattr("cleave_worker.agent.readiness._build_scan", lambda *_: scene.look)
+    monkeypatch.setattr("cleave_worker.agent.readiness._build_test", lambda *_: scene.test)
     known = replace(config, peers="static:")
     # Not ready yet: the test that leads there will go the new way.
     await prove_role(known, instance, agent_pb2.ROLE_DECODE)
-    instance.verified(PROVEN, Flow.OUT)
+    instance.mark_verified(PROVEN, KvDirection.OUT)
     scene.other_way = "wrong tokens"
-    with pytest.raises(TransferError):
+    with pytest.raises(KvTestError):
         await prove_role(known, instance, agent_pb2.ROLE_MIXED)
-    assert scene.tested == [Flow.IN]
+    assert scene.tested == [KvDirection.IN]
     scene.other_way = ""
     for role in (agent_pb2.ROLE_MIXED, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_PREFILL):
         await prove_role(known, instance, role)
-    assert scene.tested == [Flow.IN, Flow.IN]
-    assert instance.is_proven(Flow.IN)
+    assert scene.tested == [KvDirection.IN, KvDirection.IN]
+    assert instance.is_verified(KvDirection.IN)
 
 
 async def test_a_role_is_taken_where_engines_count_no_bytes(
-    config: AgentConfig, instance: Instance, monkeypatch: pytest.MonkeyPatch
+    config: AgentConfig, instance: WorkerInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(instance, [PEER], [])
 
-    async def test(_: agent_pb2.Registration, __: Flow) -> agent_pb2.KvPath:
-        raise UncountedError("w-1 counts no bytes of KV")
+    async def test(_: agent_pb2.Registration, __: KvDirection) -> agent_pb2.KvPath:
+        raise MissingCountersError("w-1 counts no bytes of KV")
 
-    monkeypatch.setattr("cleave_worker.agent.readiness._looker", lambda *_: scene.look)
-    monkeypatch.setattr("cleave_worker.agent.readiness._tester", lambda *_: test)
-    instance.unverified("w-1 counts no bytes of KV")
+    monkeypatch.setattr("cleave_worker.agent.readiness._build_scan", lambda *_: scene.look)
+    monkeypatch.setattr("cleave_worker.agent.readiness._build_test", lambda *_: test)
+    instance.mark_unverified("w-1 counts no bytes of KV")
     await prove_role(replace(config, peers="static:"), instance, agent_pb2.ROLE_DECODE)
-    assert not instance.is_proven(Flow.IN)
+    assert not instance.is_verified(KvDirection.IN)
 
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"
@@ -168,105 +175,109 @@ async def test_no_answer_of_an_engine_ends_the_agent(
     peer: str | bytes,
 ) -> None:
     known = replace(config, role=agent_pb2.ROLE_DECODE, peers="static:")
-    instance = Instance(known)
+    instance = WorkerInstance(known)
     async with Answering() as serve:
         with LoadPage(tmp_path / "load") as load:
-            instance.boot("b0", await serve(OK, page), load)
-            instance.answered(EngineFacts("emulated", 2048, 16))
+            instance.start_boot("b0", await serve(OK, page), load)
+            instance.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
             url = peer if isinstance(peer, str) else await serve(OK, peer)
-            seen = Sight(peer=agent_pb2.Registration(instance="w-1", boot_id="b1", engine_url=url))
+            seen = PeerScan(
+                peer=agent_pb2.Registration(instance="w-1", boot_id="b1", engine_url=url)
+            )
             scene = Scene(instance, [seen], [])
-            monkeypatch.setattr("cleave_worker.agent.readiness._looker", lambda *_: scene.look)
-            proving = asyncio.create_task(prove_then_idle(known, instance))
+            monkeypatch.setattr("cleave_worker.agent.readiness._build_scan", lambda *_: scene.look)
+            proving = asyncio.create_task(keep_verified(known, instance))
             async with asyncio.timeout(20):
-                while not instance.registration().reason.startswith("KV test with w-1 failed: "):
-                    await instance.change(1.0)
+                while not instance.copy_registration().reason.startswith(
+                    "KV test with w-1 failed: "
+                ):
+                    await instance.wait_for_change(1.0)
                     assert not proving.done(), proving.exception()
             proving.cancel()
     assert instance.state == agent_pb2.STATE_VERIFYING
 
 
 async def test_without_a_source_of_peers_a_role_needs_no_test(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
-    await prove(config, instance)
+    await verify_kv_path(config, instance)
     await prove_role(config, instance, agent_pb2.ROLE_DECODE)
-    assert not instance.is_proven(Flow.IN)
+    assert not instance.is_verified(KvDirection.IN)
 
 
 @pytest.mark.usefixtures("fast")
 async def test_a_failed_test_is_told_and_tried_again(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
     scene = Scene(instance, [PEER], ["wrong tokens", ""])
-    await pursue(config, instance, scene.look, scene.test)
+    await verify_with_peers(config, instance, scene.look, scene.test)
     state, reason = scene.states[1]
     assert state == agent_pb2.STATE_VERIFYING
     assert reason == "KV test with w-1 failed: wrong tokens"
-    assert instance.registration().kv_path.verified
+    assert instance.copy_registration().kv_path.verified
 
 
 async def test_with_a_peer_that_counts_no_bytes_a_worker_is_ready_unverified_and_says_why(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
     scene = Scene(instance, [PEER], [])
 
-    async def test(_: agent_pb2.Registration, __: Flow) -> agent_pb2.KvPath:
-        raise UncountedError("w-1 counts no bytes of KV")
+    async def test(_: agent_pb2.Registration, __: KvDirection) -> agent_pb2.KvPath:
+        raise MissingCountersError("w-1 counts no bytes of KV")
 
-    searching = asyncio.create_task(pursue(config, instance, scene.look, test))
+    searching = asyncio.create_task(verify_with_peers(config, instance, scene.look, test))
     async with asyncio.timeout(20):
         while instance.state != agent_pb2.STATE_READY:
-            await instance.change()
+            await instance.wait_for_change()
     searching.cancel()
-    told = instance.registration().kv_path
+    told = instance.copy_registration().kv_path
     assert (told.verified, told.detail) == (False, "w-1 counts no bytes of KV")
 
 
 async def test_with_nobody_in_sight_a_worker_is_ready_unverified_and_goes_on_looking(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
-    scene = Scene(instance, [Sight()], [""])
-    searching = asyncio.create_task(pursue(config, instance, scene.look, scene.test))
+    scene = Scene(instance, [PeerScan()], [""])
+    searching = asyncio.create_task(verify_with_peers(config, instance, scene.look, scene.test))
     async with asyncio.timeout(20):
         while instance.state != agent_pb2.STATE_READY:
-            await instance.change()
-    assert not instance.registration().kv_path.verified
-    assert instance.registration().kv_path.detail == "no peer yet"
+            await instance.wait_for_change()
+    assert not instance.copy_registration().kv_path.verified
+    assert instance.copy_registration().kv_path.detail == "no peer yet"
     scene.sights[:] = [PEER]
     await asyncio.wait_for(searching, 20)
-    assert instance.registration().kv_path.verified
+    assert instance.copy_registration().kv_path.verified
 
 
 async def test_a_peer_that_still_starts_is_waited_for(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
     patient = replace(config, timing=replace(config.timing, peer_wait=0.02, peer_poll=0.01))
-    scene = Scene(instance, [Sight(starting=True)] * 10 + [PEER], [""])
-    await pursue(patient, instance, scene.look, scene.test)
+    scene = Scene(instance, [PeerScan(has_starting=True)] * 10 + [PEER], [""])
+    await verify_with_peers(patient, instance, scene.look, scene.test)
     assert {state for state, _ in scene.states} == {agent_pb2.STATE_VERIFYING}
 
 
 async def test_a_peer_that_starts_for_ever_is_not_waited_for_for_ever(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
     hasty = replace(config.timing, peer_wait=0.02, start_timeout=0.05)
-    scene = Scene(instance, [Sight(starting=True)] * 10 + [Sight(starting=True)], [])
+    scene = Scene(instance, [PeerScan(has_starting=True)] * 10 + [PeerScan(has_starting=True)], [])
     searching = asyncio.create_task(
-        pursue(replace(config, timing=hasty), instance, scene.look, scene.test)
+        verify_with_peers(replace(config, timing=hasty), instance, scene.look, scene.test)
     )
     async with asyncio.timeout(20):
         while instance.state != agent_pb2.STATE_READY:
-            await instance.change()
+            await instance.wait_for_change()
     searching.cancel()
 
 
 async def test_without_a_source_of_peers_nothing_is_waited_for(
-    config: AgentConfig, instance: Instance
+    config: AgentConfig, instance: WorkerInstance
 ) -> None:
-    await prove(config, instance)
+    await verify_kv_path(config, instance)
     assert instance.state == agent_pb2.STATE_READY
-    assert not instance.registration().kv_path.verified
+    assert not instance.copy_registration().kv_path.verified
 
 
 def worker(name: str, role: int, **values: str) -> agent_pb2.Registration:
@@ -279,11 +290,15 @@ P, D, M = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED
 
 @pytest.mark.parametrize(
     ("own", "suiting", "flow"),
-    [(P, {D, M}, Flow.OUT), (D, {P, M}, Flow.IN), (M, {P, D, M}, Flow.IN)],
+    [(P, {D, M}, KvDirection.OUT), (D, {P, M}, KvDirection.IN), (M, {P, D, M}, KvDirection.IN)],
 )
-def test_a_test_goes_the_way_that_requests_will_go(own: int, suiting: set[int], flow: Flow) -> None:
-    assert {role for role in (P, D, M) if suits(worker("a", own), worker("b", role))} == suiting
-    assert flow_of(own) is flow
+def test_a_test_goes_the_way_that_requests_will_go(
+    own: int, suiting: set[int], flow: KvDirection
+) -> None:
+    assert {
+        role for role in (P, D, M) if is_counterpart(worker("a", own), worker("b", role))
+    } == suiting
+    assert get_kv_direction(own) is flow
 
 
 @pytest.mark.parametrize(
@@ -296,4 +311,4 @@ def test_a_test_goes_the_way_that_requests_will_go(own: int, suiting: set[int], 
     ],
 )
 def test_itself_and_workers_of_another_kind_are_no_peers(other: agent_pb2.Registration) -> None:
-    assert not suits(worker("a", P), other)
+    assert not is_counterpart(worker("a", P), other)

@@ -9,31 +9,31 @@ from pathlib import Path
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.load_page import LoadPage
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import Instance
-from cleave_worker.scheduling.config import Terms
-from cleave_worker.scheduling.config_page import TermsPage
+from cleave_worker.agent.instance import WorkerInstance
+from cleave_worker.scheduling.config import RoleSchedulingConfig
+from cleave_worker.scheduling.config_page import SchedulingPage
 
 PREFILL, DECODE = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE
-SMALL = Terms(max_num_batched_tokens=8)
+SMALL = RoleSchedulingConfig(max_num_batched_tokens=8)
 
 
 async def test_the_engine_is_told_the_terms_of_each_role(
     config: AgentConfig, tmp_path: Path
 ) -> None:
-    instance = Instance(replace(config, scheduling={DECODE: SMALL}))
+    instance = WorkerInstance(replace(config, scheduling={DECODE: SMALL}))
     with (
         LoadPage(tmp_path / "load") as load,
-        TermsPage(tmp_path / "terms") as page,
-        TermsPage(tmp_path / "terms") as engine,
+        SchedulingPage(tmp_path / "terms") as page,
+        SchedulingPage(tmp_path / "terms") as engine,
     ):
-        instance.boot("b1", "http://h:1", load, page)
-        assert engine.news() == Terms()
+        instance.start_boot("b1", "http://h:1", load, page)
+        assert engine.read_if_changed() == RoleSchedulingConfig()
         instance.set_role(DECODE, 2)
-        assert engine.news() == SMALL
-        instance.boot("b2", "http://h:1", load, page)
-        assert engine.news() == SMALL
+        assert engine.read_if_changed() == SMALL
+        instance.start_boot("b2", "http://h:1", load, page)
+        assert engine.read_if_changed() == SMALL
         instance.set_role(PREFILL, 3)
-        assert engine.news() == Terms()
+        assert engine.read_if_changed() == RoleSchedulingConfig()
 
 
 def test_an_emulated_engine_follows_its_role(agents) -> None:

@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import service
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.drain import Drained
-from cleave_worker.agent.instance import EngineFacts, Instance
-from cleave_worker.agent.kv_self_test import TransferError
+from cleave_worker.agent.drain import DrainResult
+from cleave_worker.agent.instance import ServedEngineInfo, WorkerInstance
+from cleave_worker.agent.kv_self_test import KvTestError
 from cleave_worker.agent.service import AgentServer
 
 SECONDS = 20
@@ -23,7 +23,7 @@ class Served:
     """One instance behind its server, and a channel to it."""
 
     def __init__(self, config: AgentConfig, address: str) -> None:
-        self.instance = Instance(config)
+        self.instance = WorkerInstance(config)
         self.drains: list[float | None] = []
         self.broken = ""
         """Why no KV path can be proven."""
@@ -32,13 +32,13 @@ class Served:
         self.channel = grpc.aio.insecure_channel(address)
         self.stub = agent_pb2_grpc.AgentStub(self.channel)
 
-    async def _drain(self, seconds: float | None) -> Drained:
+    async def _drain(self, seconds: float | None) -> DrainResult:
         self.drains.append(seconds)
-        return Drained(empty=False, num_left=4)
+        return DrainResult(is_empty=False, num_remaining=4)
 
     async def _prove(self, role: int) -> None:
         if self.broken:
-            raise TransferError(self.broken)
+            raise KvTestError(self.broken)
         self.proven.append(role)
 
     async def probe(self, service: str) -> int:
@@ -108,8 +108,8 @@ async def test_only_a_ready_instance_passes_the_readiness_probe(served: Served) 
     )
     assert await served.probe("") == serving
     assert await served.probe("ready") == not_serving
-    served.instance.answered(EngineFacts("emulated", 2048, 16))
-    served.instance.unverified("no peer yet")
+    served.instance.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
+    served.instance.mark_unverified("no peer yet")
     await served.until_probe_tells("ready", serving)
     served.instance.drain()
     await served.until_probe_tells("ready", not_serving)
@@ -142,7 +142,7 @@ async def test_orders_that_no_order_could_follow_are_refused(
     with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
         await served.stub.SetRole(agent_pb2.SetRoleRequest(**order), timeout=SECONDS)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    told = served.instance.registration()
+    told = served.instance.copy_registration()
     assert (told.role, told.epoch) == (agent_pb2.ROLE_PREFILL, 1)
     assert await served.code_of_set_role(role=2, epoch=2**20 + 1) == grpc.StatusCode.OK
 
@@ -198,7 +198,7 @@ async def test_a_role_whose_kv_path_cannot_be_proven_is_not_taken(served: Served
     served.broken = "wrong tokens"
     order = {"role": agent_pb2.ROLE_DECODE, "epoch": 5}
     assert await served.code_of_set_role(**order) == grpc.StatusCode.UNAVAILABLE
-    told = served.instance.registration()
+    told = served.instance.copy_registration()
     assert (told.role, told.epoch) == (agent_pb2.ROLE_PREFILL, 1)
     served.broken = ""
     assert await served.code_of_set_role(**order) == grpc.StatusCode.OK

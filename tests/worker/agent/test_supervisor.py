@@ -2,27 +2,29 @@
 
 import pytest
 
-from cleave.shm.load_page import Load
-from cleave_worker.agent.config import Timing
-from cleave_worker.agent.supervisor import is_stalled, restart_delay
+from cleave.shm.load_page import LoadSnapshot
+from cleave_worker.agent.config import AgentTiming
+from cleave_worker.agent.supervisor import compute_restart_delay, is_stalled
 
 SECOND = 10**9
 
 
 def test_restarts_come_later_and_later_up_to_a_bound() -> None:
-    delays = [restart_delay(deaths, Timing()) for deaths in (0, 1, 2, 3, 4, 5, 6, 1000)]
+    delays = [
+        compute_restart_delay(deaths, AgentTiming()) for deaths in (0, 1, 2, 3, 4, 5, 6, 1000)
+    ]
     assert delays == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
 @pytest.mark.parametrize(
     ("load", "stalled"),
     [
-        (Load(num_running=1, sampled_ns=SECOND), True),
-        (Load(num_waiting=1, sampled_ns=SECOND), True),
-        (Load(num_running=1, sampled_ns=95 * SECOND), False),
-        (Load(sampled_ns=SECOND), False),
-        (Load(), False),
+        (LoadSnapshot(num_running=1, sampled_ns=SECOND), True),
+        (LoadSnapshot(num_waiting=1, sampled_ns=SECOND), True),
+        (LoadSnapshot(num_running=1, sampled_ns=95 * SECOND), False),
+        (LoadSnapshot(sampled_ns=SECOND), False),
+        (LoadSnapshot(), False),
     ],
 )
-def test_only_an_engine_with_work_can_stall(load: Load, stalled: bool) -> None:
+def test_only_an_engine_with_work_can_stall(load: LoadSnapshot, stalled: bool) -> None:
     assert is_stalled(load, now_ns=100 * SECOND, seconds=10) == stalled

@@ -10,11 +10,17 @@ import pytest
 
 from cleave_worker.agent import worker_node
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.drain import Drained
-from cleave_worker.agent.instance import Instance
-from cleave_worker.agent.launch import Launch, free_port
+from cleave_worker.agent.drain import DrainResult
+from cleave_worker.agent.instance import WorkerInstance
+from cleave_worker.agent.launch import Launch, find_free_port
 from cleave_worker.agent.service import AgentServer
-from cleave_worker.agent.worker_node import Follower, FollowerConfig, Patience, launched, parse
+from cleave_worker.agent.worker_node import (
+    LeaderTiming,
+    WorkerNode,
+    WorkerNodeConfig,
+    build_launch,
+    parse,
+)
 
 LINE = [
     *("--leader", "x.chat-workers.llm.svc:9000", "--host", "127.0.0.1", "--model", "org/model"),
@@ -28,19 +34,19 @@ class Leader:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
-        self.instance = Instance(config)
+        self.instance = WorkerInstance(config)
         self.server = AgentServer(self.instance, self._drain, self._prove, config.address)
         self.num_drains = 0
 
     def boots(self, boot_id: str) -> None:
-        self.instance.boot(boot_id, "http://127.0.0.1:1", None)
+        self.instance.start_boot(boot_id, "http://127.0.0.1:1", None)
 
     async def _prove(self, role: int) -> None:
         """Nobody asks."""
 
-    async def _drain(self, seconds: float | None) -> Drained:
+    async def _drain(self, seconds: float | None) -> DrainResult:
         self.num_drains += 1
-        return Drained(empty=True, num_left=0)
+        return DrainResult(is_empty=True, num_remaining=0)
 
 
 class Shares:
@@ -49,7 +55,7 @@ class Shares:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
         self.boots: list[str] = []
         self._program = program
-        monkeypatch.setattr(worker_node, "launched", self._launched)
+        monkeypatch.setattr(worker_node, "build_launch", self._launched)
 
     def _launched(self, config, boot_id, folder, gpu, env) -> Launch:
         self.boots.append(boot_id)
@@ -58,7 +64,7 @@ class Shares:
 
 @pytest.fixture
 async def leader(config: AgentConfig) -> AsyncIterator[Leader]:
-    made = Leader(AgentConfig(**{**_fields(config), "port": free_port(config.host)}))
+    made = Leader(AgentConfig(**{**_fields(config), "port": find_free_port(config.host)}))
     await made.server.start()
     yield made
     made.instance.end()
@@ -69,10 +75,10 @@ def _fields(config: AgentConfig) -> dict:
     return {name: getattr(config, name) for name in AgentConfig.__dataclass_fields__}
 
 
-def following(leader: Leader, lost: float = 60.0) -> Follower:
+def following(leader: Leader, lost: float = 60.0) -> WorkerNode:
     engine = AgentConfig(**{**_fields(leader._config), "engine": "vllm"})
-    patience = Patience(poll=0.01, lost=lost)
-    return Follower(FollowerConfig(leader._config.address, engine, patience), gpu=False)
+    patience = LeaderTiming(poll_interval=0.01, leader_timeout=lost)
+    return WorkerNode(WorkerNodeConfig(leader._config.address, engine, patience), gpu=False)
 
 
 async def until(condition) -> None:
@@ -82,7 +88,7 @@ async def until(condition) -> None:
 
 
 def test_a_share_is_a_part_of_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
-    told = launched(parse(LINE), "boot1", tmp_path, True, {})
+    told = build_launch(parse(LINE), "boot1", tmp_path, True, {})
     line = list(told.argv)
     assert line[line.index("-m") + 1] == "cleave_worker.vllm.headless"
     assert line[line.index("--model") + 1] == "org/model"
@@ -165,7 +171,7 @@ async def test_a_share_follows_a_leader_of_a_newer_version(
     one = following(leader)
     running = asyncio.create_task(one.run())
     leader.instance._registration.boot_id = "a"
-    leader.instance._enter(9, "of a newer version")
+    leader.instance._enter_state(9, "of a newer version")
     await until(lambda: shares.boots == ["a"])
     one.stop()
     assert await running == 0

@@ -11,17 +11,17 @@ from aiohttp import web
 
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
-from cleave_worker.emulator.api import Api
-from cleave_worker.emulator.config import EngineConfig, KvTransfer
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.scheduler import Limits
+from cleave_worker.emulator.api import EmulatorApi
+from cleave_worker.emulator.config import EmulatedEngineConfig, KvTransferConfig
+from cleave_worker.emulator.engine import EmulatedEngine
+from cleave_worker.emulator.scheduler import EngineLimits
 
 
 @dataclass
 class Server:
     """One engine and its address."""
 
-    engine: Engine
+    engine: EmulatedEngine
     url: str
     session: aiohttp.ClientSession
 
@@ -65,24 +65,24 @@ class Server:
 
 
 @pytest.fixture
-def config() -> EngineConfig:
+def config() -> EmulatedEngineConfig:
     """A fast engine of OPT-13B with KV hand-off on a free port."""
-    profile = named_profiles.load("distserve/opt-13b/tp1")
-    return EngineConfig(
+    profile = named_profiles.load_profile("distserve/opt-13b/tp1")
+    return EmulatedEngineConfig(
         served_model_name="m",
-        shape=model_shape.load("opt-13b"),
+        shape=model_shape.load_shape("opt-13b"),
         profile=profile,
         max_model_len=2048,
-        limits=Limits(max_num_seqs=64, max_num_batched_tokens=512),
+        limits=EngineLimits(max_num_seqs=64, max_num_batched_tokens=512),
         block_size=16,
         num_blocks=profile.kv_capacity_tokens // 16,
         time_scale=0.02,
-        kv_transfer=KvTransfer("A", "127.0.0.1", 0),
+        kv_transfer=KvTransferConfig("A", "127.0.0.1", 0),
     )
 
 
 @pytest.fixture
-async def serve(config: EngineConfig) -> AsyncIterator[Callable]:
+async def serve(config: EmulatedEngineConfig) -> AsyncIterator[Callable]:
     """Start engines: `await serve("B", num_blocks=9, lease_s=1)`."""
     servers: list[tuple[Server, web.AppRunner]] = []
 
@@ -91,8 +91,8 @@ async def serve(config: EngineConfig) -> AsyncIterator[Callable]:
         kv_changes = {name: changes.pop(name) for name in kv_names & changes.keys()}
         assert config.kv_transfer
         kv = replace(config.kv_transfer, engine_id=engine_id, **kv_changes)
-        engine = Engine(replace(config, **{"kv_transfer": kv, **changes}))
-        app = Api(engine, fault_injection=True).application()
+        engine = EmulatedEngine(replace(config, **{"kv_transfer": kv, **changes}))
+        app = EmulatorApi(engine, fault_injection=True).build_application()
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await engine.start()
         await runner.setup()

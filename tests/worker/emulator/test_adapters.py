@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave_worker.emulator.config import ConfigError, parse_adapters
+from cleave_worker.emulator.config import EmulatorConfigError, parse_adapters
 
 ADAPTERS = ("sql", "law")
 ASK = {"prompt": [11, 12, 13, 14] * 30, "max_tokens": 20, "ignore_eos": True}
@@ -69,5 +69,5 @@ def test_adapters_are_named_in_either_of_vllms_forms() -> None:
     ],
 )
 def test_adapters_that_vllm_would_refuse_are_refused(modules, enabled, message) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(EmulatorConfigError, match=message):
         parse_adapters(modules, enabled)

@@ -5,49 +5,49 @@ from cleave_worker.emulator.blocks import BlockPool
 
 def test_blocks_are_taken_once_and_come_back() -> None:
     pool = BlockPool(5, 4)
-    taken = pool.take(3)
-    assert len({*taken, *pool.take(2)}) == 5
+    taken = pool.allocate(3)
+    assert len({*taken, *pool.allocate(2)}) == 5
     assert pool.num_free == 0
-    pool.give_back(taken)
+    pool.free(taken)
     assert pool.num_free == 3
 
 
 def test_a_shared_block_is_free_when_its_last_user_is_gone() -> None:
     pool = BlockPool(5, 4)
-    (block,) = pool.take(1)
+    (block,) = pool.allocate(1)
     pool.publish(block, b"key")
-    assert pool.share([b"key", b"other"]) == [block]
-    pool.give_back([block])
+    assert pool.acquire_cached([b"key", b"other"]) == [block]
+    pool.free([block])
     assert pool.num_free == 4
-    pool.give_back([block])
+    pool.free([block])
     assert pool.num_free == 5
 
 
 def test_a_freed_prefix_is_found_until_its_blocks_are_needed() -> None:
     pool = BlockPool(2, 4)
-    blocks = pool.take(2)
+    blocks = pool.allocate(2)
     for block, key in zip(blocks, (b"1", b"2"), strict=True):
         pool.publish(block, key)
-    pool.give_back(blocks)
-    pool.take(1)
-    assert pool.share([b"1", b"2"]) == blocks[:1], "the end of a prefix is reused first"
-    pool.give_back(blocks[:1])
-    pool.take(1)
-    assert pool.share([b"1"]) == []
+    pool.free(blocks)
+    pool.allocate(1)
+    assert pool.acquire_cached([b"1", b"2"]) == blocks[:1], "the end of a prefix is reused first"
+    pool.free(blocks[:1])
+    pool.allocate(1)
+    assert pool.acquire_cached([b"1"]) == []
 
 
 def test_the_first_block_of_equal_content_stays_the_cached_one() -> None:
     pool = BlockPool(3, 4)
-    first, second = pool.take(2)
+    first, second = pool.allocate(2)
     pool.publish(first, b"key")
     pool.publish(second, b"key")
-    assert pool.share([b"key"]) == [first]
+    assert pool.acquire_cached([b"key"]) == [first]
 
 
 def test_a_block_remembers_what_it_held_before() -> None:
     pool = BlockPool(1, 4)
-    (block,) = pool.take(1)
+    (block,) = pool.allocate(1)
     pool.contents[block] = 7
-    pool.give_back([block])
-    pool.take(1)
-    assert (pool.former[block], pool.contents[block]) == (7, 0)
+    pool.free([block])
+    pool.allocate(1)
+    assert (pool.previous_contents[block], pool.contents[block]) == (7, 0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cleave.shm.load_page import LoadPage
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.scheduler import Limits
-from cleave_worker.emulator.sequence import Finish, Request
+from cleave_worker.emulator.engine import EmulatedEngine
+from cleave_worker.emulator.scheduler import EngineLimits
+from cleave_worker.emulator.sequence import EngineRequest, FinishReason
 
 
 class Collected:
@@ -19,7 +19,7 @@ class Collected:
         self.tokens: list[int] = []
         self.ended = asyncio.Event()
 
-    def push(self, token: int, finish: Finish | None) -> None:
+    def push(self, token: int, finish: FinishReason | None) -> None:
         self.tokens.append(token)
         if finish:
             self.ended.set()
@@ -28,13 +28,13 @@ class Collected:
         self.ended.set()
 
 
-def request(num_tokens: int, max_tokens: int = 3) -> Request:
-    return Request("r", array("I", [7] * num_tokens), max_tokens, ignore_eos=True)
+def request(num_tokens: int, max_tokens: int = 3) -> EngineRequest:
+    return EngineRequest("r", array("I", [7] * num_tokens), max_tokens, ignore_eos=True)
 
 
 async def test_the_load_page_is_exact_at_every_moment(config, tmp_path: Path) -> None:
-    limits = Limits(max_num_seqs=1, max_num_batched_tokens=512)
-    engine = Engine(replace(config, limits=limits, time_scale=1.0), tmp_path / "load")
+    limits = EngineLimits(max_num_seqs=1, max_num_batched_tokens=512)
+    engine = EmulatedEngine(replace(config, limits=limits, time_scale=1.0), tmp_path / "load")
     with LoadPage(tmp_path / "load") as page:
         await engine.start()
         one, other = Collected(), Collected()
@@ -62,7 +62,7 @@ async def test_the_load_page_is_exact_at_every_moment(config, tmp_path: Path) ->
 
 
 async def test_aborting_twice_or_after_the_end_does_nothing(config) -> None:
-    engine = Engine(config)
+    engine = EmulatedEngine(config)
     await engine.start()
     listener = Collected()
     sequence = engine.submit(request(5), listener)
@@ -74,7 +74,7 @@ async def test_aborting_twice_or_after_the_end_does_nothing(config) -> None:
 
 
 async def test_a_late_loop_does_not_rush_through_the_missed_time(config) -> None:
-    engine = Engine(replace(config, time_scale=1.0))
+    engine = EmulatedEngine(replace(config, time_scale=1.0))
     await engine.start()
     listener = Collected()
     engine.submit(request(5, max_tokens=1000), listener)

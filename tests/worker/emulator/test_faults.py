@@ -6,8 +6,8 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cleave_worker.emulator.api import Api
-from cleave_worker.emulator.engine import Engine
+from cleave_worker.emulator.api import EmulatorApi
+from cleave_worker.emulator.engine import EmulatedEngine
 
 PROMPT = {"prompt": [11, 12, 13, 14] * 30, "max_tokens": 20, "ignore_eos": True}
 
@@ -24,9 +24,9 @@ async def clear(server) -> None:
 
 
 async def test_faults_are_closed_unless_asked_for(config) -> None:
-    engine = Engine(config)
+    engine = EmulatedEngine(config)
     await engine.start()
-    async with TestClient(TestServer(Api(engine).application())) as client:
+    async with TestClient(TestServer(EmulatorApi(engine).build_application())) as client:
         assert (await client.post("/emulator/faults", json={"refuse": True})).status == 404
         assert (await client.delete("/emulator/faults")).status == 404
     await engine.stop()

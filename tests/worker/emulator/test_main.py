@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cleave.shm.load_page import LoadPage
-from cleave_worker.emulator.config import ConfigError
+from cleave_worker.emulator.config import EmulatorConfigError
 from cleave_worker.emulator.main import parse
 
 KV = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -191,17 +191,17 @@ def test_a_model_folder_gives_its_shape_and_any_other_name_the_default(tmp_path:
     ],
 )
 def test_what_cannot_be_emulated_is_refused_with_a_reason(arguments, message) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(EmulatorConfigError, match=message):
         parse([*BASE, *arguments], {})
 
 
 def test_a_broken_model_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(EmulatorConfigError, match=r"config\.json"):
         parse(["--model", str(tmp_path)], {})
 
 
 def test_a_side_channel_port_must_be_a_number() -> None:
-    with pytest.raises(ConfigError, match="is not a port"):
+    with pytest.raises(EmulatorConfigError, match="is not a port"):
         parse(
             [*BASE, "--kv-transfer-config", json.dumps(KV)],
             {"VLLM_NIXL_SIDE_CHANNEL_PORT": "x"},

@@ -6,22 +6,30 @@ from array import array
 import pytest
 
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.scheduler import Limits, Scheduler
-from cleave_worker.emulator.sequence import Finish, HandOff, Request, Sequence, State
+from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits
+from cleave_worker.emulator.sequence import (
+    EngineRequest,
+    FinishReason,
+    RemotePrefill,
+    Sequence,
+    SequenceState,
+)
 
 BLOCK = 4
-HAND_OFF = HandOff("elsewhere", "r", "127.0.0.1", 1, ())
+HAND_OFF = RemotePrefill("elsewhere", "r", "127.0.0.1", 1, ())
 
 
-def make(num_blocks: int = 1000, seqs: int = 8, tokens: int = 32, cache: bool = True) -> Scheduler:
-    return Scheduler(Limits(seqs, tokens, cache), BlockPool(num_blocks, BLOCK))
+def make(
+    num_blocks: int = 1000, seqs: int = 8, tokens: int = 32, cache: bool = True
+) -> EmulatedScheduler:
+    return EmulatedScheduler(EngineLimits(seqs, tokens, cache), BlockPool(num_blocks, BLOCK))
 
 
 def sequence(prompt: list[int], max_tokens: int = 10, **more: object) -> Sequence:
-    return Sequence(Request("r", array("I", prompt), max_tokens, **more))
+    return Sequence(EngineRequest("r", array("I", prompt), max_tokens, **more))
 
 
-def run(scheduler: Scheduler) -> None:
+def run(scheduler: EmulatedScheduler) -> None:
     for _ in range(10_000):
         step = scheduler.schedule()
         if not step.scheduled:
@@ -49,7 +57,7 @@ def test_any_load_on_scarce_blocks_leaks_nothing_and_changes_no_token(seed: int)
         sequence(
             [*stem[: rng.randrange(20)], *(rng.randrange(50) for _ in range(rng.randrange(1, 20)))],
             max_tokens=rng.randrange(1, 12),
-            hand_off=HAND_OFF if rng.random() < 0.2 else None,
+            handoff=HAND_OFF if rng.random() < 0.2 else None,
             ignore_eos=rng.random() < 0.5,
         )
         for _ in range(25)
@@ -76,7 +84,7 @@ def test_any_load_on_scarce_blocks_leaks_nothing_and_changes_no_token(seed: int)
         elif not step.scheduled and not todo:
             break
         scheduler.complete(step)
-        alive = [one for one in added if one.state is not State.FINISHED]
+        alive = [one for one in added if one.state is not SequenceState.FINISHED]
         assert scheduler.pending_prompt_tokens == sum(one.pending_prompt_tokens for one in alive)
     assert not todo
     assert scheduler.num_waiting == 0
@@ -88,16 +96,16 @@ def test_any_load_on_scarce_blocks_leaks_nothing_and_changes_no_token(seed: int)
         assert list(one.tokens) == alone(list(request.prompt), **more), f"seed {seed}"
 
 
-def deliver(scheduler: Scheduler, one: Sequence, rng: random.Random) -> None:
+def deliver(scheduler: EmulatedScheduler, one: Sequence, rng: random.Random) -> None:
     """End a pull: with the KV that another engine computed, or in a failure."""
     if rng.random() < 0.3:
         scheduler.recompute(one)
         return
     owner = make()
-    held = sequence(list(one.request.prompt), max_tokens=1, hold=True)
+    held = sequence(list(one.request.prompt), max_tokens=1, do_remote_decode=True)
     owner.add(held)
     run(owner)
-    contents = owner.held_contents("r")
+    contents = owner.get_leased_contents("r")
     assert contents is not None
     first = one.cached_tokens // BLOCK
     scheduler.load(one, [contents[block] for block in held.blocks[first:]])
@@ -136,7 +144,7 @@ def test_the_cost_of_a_step_tells_chunks_from_single_tokens() -> None:
     scheduler.complete(scheduler.schedule())
     scheduler.add(sequence([2] * 5))
     step = scheduler.schedule()
-    assert (step.batch, step.context_tokens, step.chunks) == (1, 10, [(0, 5)])
+    assert (step.num_decode_tokens, step.context_tokens, step.chunks) == (1, 10, [(0, 5)])
 
 
 def test_the_youngest_sequence_makes_room_and_its_tokens_stay_the_same() -> None:
@@ -166,7 +174,7 @@ def test_a_preempted_sequence_goes_on_before_later_arrivals() -> None:
         assert resumed or late not in scheduled
         scheduler.complete(step)
     assert resumed
-    assert late.state is State.FINISHED
+    assert late.state is SequenceState.FINISHED
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
@@ -207,14 +215,14 @@ def pulled(contents: list[int] | None = None, edit=None) -> list[int]:
     """Tokens of a prompt whose KV came from elsewhere."""
     prompt = list(range(22))
     owner = make()
-    held = sequence(prompt, max_tokens=1, hold=True)
+    held = sequence(prompt, max_tokens=1, do_remote_decode=True)
     owner.add(held)
     run(owner)
-    found = owner.held_contents("r")
+    found = owner.get_leased_contents("r")
     assert found is not None
     contents = [found[block] for block in held.blocks]
     reader = make()
-    one = sequence(prompt, ignore_eos=True, hand_off=HAND_OFF)
+    one = sequence(prompt, ignore_eos=True, handoff=HAND_OFF)
     reader.add(one)
     assert reader.schedule().loads == [one]
     assert reader.pending_prompt_tokens == 1
@@ -255,16 +263,16 @@ def test_misplaced_blocks_change_the_tokens(edit) -> None:
 
 def test_blocks_of_a_held_prefill_stay_until_released() -> None:
     scheduler = make(num_blocks=10)
-    scheduler.add(sequence([1] * 9, max_tokens=1, hold=True))
+    scheduler.add(sequence([1] * 9, max_tokens=1, do_remote_decode=True))
     run(scheduler)
-    assert (scheduler.num_held, scheduler.pool.num_free) == (1, 7)
+    assert (scheduler.num_leased, scheduler.pool.num_free) == (1, 7)
     assert scheduler.release("r")
     assert not scheduler.release("r")
-    assert (scheduler.num_held, scheduler.pool.num_free) == (0, 10)
+    assert (scheduler.num_leased, scheduler.pool.num_free) == (0, 10)
 
 
 def test_a_sequence_that_ends_early_is_stopped_and_may_not_before_min_tokens() -> None:
-    finishes: dict[int, tuple[Finish | None, int]] = {}
+    finishes: dict[int, tuple[FinishReason | None, int]] = {}
     for minimum in (0, 600):
         scheduler = make(num_blocks=1000)
         one = sequence([5, 6], max_tokens=1500, min_tokens=minimum)
@@ -274,13 +282,13 @@ def test_a_sequence_that_ends_early_is_stopped_and_may_not_before_min_tokens() -
             for output in scheduler.complete(step):
                 last = output.finish
         finishes[minimum] = last, one.num_outputs
-    assert finishes[0][0] is Finish.STOP
+    assert finishes[0][0] is FinishReason.STOP
     assert finishes[0][1] < 600 <= finishes[600][1]
 
 
 def test_loaded_sequences_run_though_waiting_ones_find_no_block() -> None:
     scheduler = make(num_blocks=4)
-    one = sequence([1] * 14, max_tokens=2, hand_off=HAND_OFF)
+    one = sequence([1] * 14, max_tokens=2, handoff=HAND_OFF)
     scheduler.add(one)
     scheduler.add(sequence([2] * 14, max_tokens=2))
     assert scheduler.schedule().loads == [one]

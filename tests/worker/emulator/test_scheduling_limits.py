@@ -8,32 +8,38 @@ from dataclasses import replace
 import pytest
 
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
+from cleave.policy.prompt_order import PrefillOrder
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.scheduler import Limits, Scheduler
-from cleave_worker.emulator.sequence import HandOff, Request, Sequence, State
-from cleave_worker.scheduling.config import Terms
+from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineLimits
+from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill, Sequence, SequenceState
+from cleave_worker.scheduling.config import RoleSchedulingConfig
 
 BLOCK = 4
 CLOCK = itertools.count()
-HAND_OFF = HandOff("elsewhere", "r", "127.0.0.1", 1, ())
+HAND_OFF = RemotePrefill("elsewhere", "r", "127.0.0.1", 1, ())
 
 
-def make(terms: Terms, num_blocks: int = 1000, seqs: int = 8, tokens: int = 32) -> Scheduler:
-    scheduler = Scheduler(Limits(seqs, tokens, prefix_caching=False), BlockPool(num_blocks, BLOCK))
-    scheduler.follow(terms)
+def make(
+    terms: RoleSchedulingConfig, num_blocks: int = 1000, seqs: int = 8, tokens: int = 32
+) -> EmulatedScheduler:
+    scheduler = EmulatedScheduler(
+        EngineLimits(seqs, tokens, prefix_caching=False), BlockPool(num_blocks, BLOCK)
+    )
+    scheduler.apply_scheduling(terms)
     return scheduler
 
 
-def add(scheduler: Scheduler, prompt_len: int, max_tokens: int = 4, **more: object) -> Sequence:
+def add(
+    scheduler: EmulatedScheduler, prompt_len: int, max_tokens: int = 4, **more: object
+) -> Sequence:
     prompt = array("I", [prompt_len] * prompt_len)
-    request = Request("r", prompt, max_tokens, ignore_eos=True, **more)
+    request = EngineRequest("r", prompt, max_tokens, ignore_eos=True, **more)
     one = Sequence(request, submitted_at=next(CLOCK))
     scheduler.add(one)
     return one
 
 
-def run(scheduler: Scheduler) -> list[Sequence]:
+def run(scheduler: EmulatedScheduler) -> list[Sequence]:
     """Everything to its end; who started, in order."""
     started: list[Sequence] = []
     for _ in range(10_000):
@@ -48,44 +54,46 @@ def run(scheduler: Scheduler) -> list[Sequence]:
 @pytest.mark.parametrize(
     ("order", "lengths"),
     [
-        (Order.FCFS, [9, 3, 7, 5, 1]),
-        (Order.SJF, [3, 7, 9, 1, 5]),
-        (Order.LJF, [9, 7, 3, 5, 1]),
+        (PrefillOrder.FCFS, [9, 3, 7, 5, 1]),
+        (PrefillOrder.SJF, [3, 7, 9, 1, 5]),
+        (PrefillOrder.LJF, [9, 7, 3, 5, 1]),
     ],
 )
 def test_prompts_start_in_the_order_of_the_terms_a_batch_at_a_time(
-    order: Order, lengths: list[int]
+    order: PrefillOrder, lengths: list[int]
 ) -> None:
-    scheduler = make(Terms(order, prefill_sched_batch=3), seqs=1)
+    scheduler = make(RoleSchedulingConfig(order, prefill_sched_batch=3), seqs=1)
     for length in (9, 3, 7, 5, 1):
         add(scheduler, length)
     assert [one.prompt_len for one in run(scheduler)] == lengths
 
 
 def test_a_pass_keeps_to_the_terms_but_never_above_what_the_engine_was_started_with() -> None:
-    scheduler = make(Terms(max_num_batched_tokens=8, max_num_seqs=2))
+    scheduler = make(RoleSchedulingConfig(max_num_batched_tokens=8, max_num_seqs=2))
     for _ in range(20):
         add(scheduler, 30)
     step = scheduler.schedule()
     assert (step.num_tokens, len(step.scheduled)) == (8, 1)
     scheduler.complete(step)
-    scheduler.follow(Terms(max_num_batched_tokens=1_000, max_num_seqs=1_000))
+    scheduler.apply_scheduling(
+        RoleSchedulingConfig(max_num_batched_tokens=1_000, max_num_seqs=1_000)
+    )
     assert scheduler.schedule().num_tokens == 32
 
 
 def test_fewer_seats_let_those_who_run_go_on() -> None:
-    scheduler = make(Terms(), tokens=64)
+    scheduler = make(RoleSchedulingConfig(), tokens=64)
     for _ in range(6):
         add(scheduler, 4)
     scheduler.complete(scheduler.schedule())
-    scheduler.follow(Terms(max_num_seqs=2))
+    scheduler.apply_scheduling(RoleSchedulingConfig(max_num_seqs=2))
     late = add(scheduler, 4)
     assert len(scheduler.schedule().scheduled) == 6
     assert late in run(scheduler)
 
 
 def test_a_long_prompt_leaves_room_for_those_who_wait_and_takes_all_of_it_alone() -> None:
-    scheduler = make(Terms(long_prefill_token_threshold=8))
+    scheduler = make(RoleSchedulingConfig(long_prefill_token_threshold=8))
     add(scheduler, 100)
     step = scheduler.schedule()
     assert [count for _, count in step.scheduled] == [32]
@@ -98,11 +106,11 @@ def test_decoding_requests_are_let_in_by_what_all_will_hold() -> None:
     # 40 tokens of KV. Each request holds 8 at first and 8 + 20 - 1 at its end.
     second_at, preemptions = {}, {}
     for admission in Admission:
-        scheduler = make(Terms(admission=admission), num_blocks=10)
+        scheduler = make(RoleSchedulingConfig(admission=admission), num_blocks=10)
         first = add(scheduler, 8, max_tokens=20)
         scheduler.complete(scheduler.schedule())
         second = add(scheduler, 8, max_tokens=20)
-        while second.state is State.WAITING:
+        while second.state is SequenceState.WAITING:
             made = first.num_outputs
             scheduler.complete(scheduler.schedule())
         second_at[admission] = made
@@ -120,15 +128,15 @@ def test_decoding_requests_are_let_in_by_what_all_will_hold() -> None:
 
 
 def test_prompts_that_decode_elsewhere_reserve_nothing() -> None:
-    scheduler = make(Terms(admission=Admission.RESERVE_STATIC), num_blocks=10)
+    scheduler = make(RoleSchedulingConfig(admission=Admission.RESERVE_STATIC), num_blocks=10)
     for _ in range(4):
-        add(scheduler, 8, max_tokens=1_000, hold=True)
+        add(scheduler, 8, max_tokens=1_000, do_remote_decode=True)
     assert len(scheduler.schedule().scheduled) == 4
 
 
 def test_preemption_spares_who_was_preempted_often() -> None:
     def preempted(limit: int) -> list[int]:
-        scheduler = make(Terms(preemption_limit=limit), num_blocks=40)
+        scheduler = make(RoleSchedulingConfig(preemption_limit=limit), num_blocks=40)
         everybody = [add(scheduler, 8, max_tokens=60 + 7 * n) for n in range(3)]
         run(scheduler)
         return [one.num_preemptions for one in everybody]
@@ -142,7 +150,9 @@ def test_preemption_spares_who_was_preempted_often() -> None:
 def test_terms_that_change_at_any_time_lose_nobody_and_change_no_token(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks = rng.randrange(14, 40)
-    scheduler = make(Terms(), num_blocks, seqs=rng.randrange(1, 9), tokens=rng.choice([3, 16, 64]))
+    scheduler = make(
+        RoleSchedulingConfig(), num_blocks, seqs=rng.randrange(1, 9), tokens=rng.choice([3, 16, 64])
+    )
     added: list[Sequence] = []
     aborted: set[Sequence] = set()
     for turn in range(5_000):
@@ -153,13 +163,13 @@ def test_terms_that_change_at_any_time_lose_nobody_and_change_no_token(seed: int
                     scheduler,
                     rng.randrange(1, 30),
                     rng.randrange(1, 20),
-                    hand_off=HAND_OFF if pulls else None,
-                    hold=not pulls and rng.random() < 0.2,
+                    handoff=HAND_OFF if pulls else None,
+                    do_remote_decode=not pulls and rng.random() < 0.2,
                 )
             )
             added[-1].request = replace(added[-1].request, id=str(turn))
         if rng.random() < 0.2:
-            scheduler.follow(draw_terms(rng))
+            scheduler.apply_scheduling(draw_terms(rng))
         step = scheduler.schedule()
         for one in step.loads:
             scheduler.recompute(one)
@@ -167,22 +177,22 @@ def test_terms_that_change_at_any_time_lose_nobody_and_change_no_token(seed: int
             aborted.add(victim := rng.choice(added))
             scheduler.abort(victim)
         for output in scheduler.complete(step):
-            if output.finish and output.sequence.request.hold:
+            if output.finish and output.sequence.request.do_remote_decode:
                 scheduler.release(output.sequence.request.id)
         if not step.scheduled and not step.loads and len(added) == 30:
             break
     assert scheduler.num_waiting == len(scheduler.running) == 0, f"seed {seed}"
     assert scheduler.pool.num_free == num_blocks
     for one in set(added) - aborted:
-        plain = make(Terms())
+        plain = make(RoleSchedulingConfig())
         alone = add(plain, one.prompt_len, one.request.max_tokens)
         run(plain)
         assert one.tokens == alone.tokens, f"seed {seed}"
 
 
-def draw_terms(rng: random.Random) -> Terms:
-    return Terms(
-        rng.choice(list(Order)),
+def draw_terms(rng: random.Random) -> RoleSchedulingConfig:
+    return RoleSchedulingConfig(
+        rng.choice(list(PrefillOrder)),
         rng.randrange(1, 6),
         rng.choice([0, 1, 4]),
         rng.choice([0, 2, 8]),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cleave_worker.emulator.sequence import Request
+from cleave_worker.emulator.sequence import EngineRequest
 
 PROMPT = {"prompt": [11, 12, 13, 14] * 30, "max_tokens": 20, "ignore_eos": True}
 
@@ -87,7 +87,7 @@ async def test_kv_of_another_prompt_is_refused_and_counted(serve) -> None:
 async def test_unasked_for_kv_of_another_prompt_gives_wrong_tokens(serve, monkeypatch) -> None:
     """A reader that does not say which prompt it means gets what plain NIXL would give it."""
     one, other = await serve("A"), await serve("B")
-    monkeypatch.setattr(Request, "prompt_digest", b"")
+    monkeypatch.setattr(EngineRequest, "prompt_digest", b"")
     params = await one.prefill({**PROMPT, "prompt": [99] * 120})
     wrong = await other.text(with_params(params))
     right = await one.text(PROMPT)
@@ -231,11 +231,11 @@ async def test_a_client_that_leaves_before_the_pull_frees_the_prefill_side(serve
 async def test_without_a_kv_connector_everything_is_computed_locally(serve, config) -> None:
     one = await serve("A")
     params = await one.prefill(PROMPT)
-    one.engine.door, door = None, one.engine.door
+    one.engine.side_channel, door = None, one.engine.side_channel
     assert await one.text(with_params(params)) == await one.text(PROMPT)
     _, answer = await one.post(with_params({"do_remote_decode": True}, max_tokens=1))
     assert answer["kv_transfer_params"] is None
-    one.engine.door = door
+    one.engine.side_channel = door
 
 
 async def test_the_transfer_takes_as_long_as_its_bytes(serve) -> None:

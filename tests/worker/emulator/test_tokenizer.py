@@ -13,7 +13,7 @@ from cleave_worker.emulator import tokenizer
 def test_generated_text_after_any_prompt_is_cut_into_its_tokens(
     prompt: str, values: list[int]
 ) -> None:
-    tokens = [tokenizer.choose(value) for value in values]
+    tokens = [tokenizer.choose_word(value) for value in values]
     text = "".join(map(tokenizer.decode, tokens))
     assert tokenizer.encode(prompt + text) == tokenizer.encode(prompt) + tokens
 
@@ -26,17 +26,17 @@ def test_every_text_becomes_ids_of_the_vocabulary(text: str) -> None:
 
 
 def test_words_are_distinct_and_come_back() -> None:
-    texts = {tokenizer.decode(token) for token in tokenizer.words()}
-    assert len(texts) == len(tokenizer.words())
+    texts = {tokenizer.decode(token) for token in tokenizer.list_word_ids()}
+    assert len(texts) == len(tokenizer.list_word_ids())
     assert {len(text) for text in texts} == {5}
-    assert [tokenizer.encode(tokenizer.decode(token)) for token in tokenizer.words()] == [
-        [token] for token in tokenizer.words()
+    assert [tokenizer.encode(tokenizer.decode(token)) for token in tokenizer.list_word_ids()] == [
+        [token] for token in tokenizer.list_word_ids()
     ]
 
 
 def test_the_end_of_text_has_no_text() -> None:
     assert tokenizer.decode(tokenizer.EOS) == ""
-    assert tokenizer.EOS not in tokenizer.words()
+    assert tokenizer.EOS not in tokenizer.list_word_ids()
 
 
 @pytest.mark.parametrize(("text", "count"), [("", 0), ("a", 1), ("hello", 2), ("a b  c\n", 5)])

@@ -9,9 +9,13 @@ from cleave.perf.model.mla import LatentAttention  # noqa: E402
 from cleave.perf.profile import operator_fit, profile  # noqa: E402
 from cleave_worker.profiler import collectives, grid  # noqa: E402
 from cleave_worker.profiler.__main__ import main  # noqa: E402
-from cleave_worker.profiler.attention import Attention  # noqa: E402
+from cleave_worker.profiler.attention import AttentionOperator  # noqa: E402
 from cleave_worker.profiler.clock import CpuClock, summarize  # noqa: E402
-from cleave_worker.profiler.linear import Place, layer_operators, once_operators  # noqa: E402
+from cleave_worker.profiler.linear import (  # noqa: E402
+    DeviceSpec,
+    build_iteration_operators,
+    build_layer_operators,
+)
 from cleave_worker.profiler.measure import measure  # noqa: E402
 from cleave_worker.profiler.shard import Shard, ShardError  # noqa: E402
 
@@ -19,17 +23,19 @@ ROWS = 5
 
 
 @pytest.fixture
-def place() -> Place:
-    return Place(torch.device("cpu"), torch.float32)
+def place() -> DeviceSpec:
+    return DeviceSpec(torch.device("cpu"), torch.float32)
 
 
-def sizes(shard: Shard, place: Place) -> dict[str, tuple[int, ...]]:
+def sizes(shard: Shard, place: DeviceSpec) -> dict[str, tuple[int, ...]]:
     """Operator -> shape of what it makes of ROWS rows."""
-    return {op.name: tuple(op.make(ROWS)(0).shape) for op in layer_operators(shard, place)}
+    return {
+        op.name: tuple(op.build_run(ROWS)(0).shape) for op in build_layer_operators(shard, place)
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_shard_has_its_share_of_heads_and_of_the_mlp(shape, place: Place, size: int) -> None:
+def test_a_shard_has_its_share_of_heads_and_of_the_mlp(shape, place: DeviceSpec, size: int) -> None:
     kv_heads = max(1, 2 // size)
     assert sizes(Shard(shape, size), place) == {
         "norm": (ROWS, 64),
@@ -42,8 +48,8 @@ def test_a_shard_has_its_share_of_heads_and_of_the_mlp(shape, place: Place, size
     }
 
 
-def test_what_only_some_layers_have_counts_for_its_share(sparse, place: Place) -> None:
-    weights = {op.name: op.weight for op in layer_operators(Shard(sparse, 1), place)}
+def test_what_only_some_layers_have_counts_for_its_share(sparse, place: DeviceSpec) -> None:
+    weights = {op.name: op.weight for op in build_layer_operators(Shard(sparse, 1), place)}
     assert weights["mlp_up"] == 0.25
     assert weights["experts_up"] == weights["router"] == weights["shared_down"] == 0.75
     assert weights["norm"] == 2
@@ -51,29 +57,32 @@ def test_what_only_some_layers_have_counts_for_its_share(sparse, place: Place) -
 
 @pytest.mark.parametrize(("rows", "touched", "each"), [(1, 2, 1), (4, 5, 2), (400, 8, 100)])
 def test_experts_run_together_as_many_as_are_touched(
-    sparse, place: Place, rows: int, touched: int, each: int
+    sparse, place: DeviceSpec, rows: int, touched: int, each: int
 ) -> None:
-    (up,) = [op for op in layer_operators(Shard(sparse, 1), place) if op.name == "experts_up"]
-    assert tuple(up.make(rows)(0).shape) == (touched, each, 2 * 32)
+    (up,) = [op for op in build_layer_operators(Shard(sparse, 1), place) if op.name == "experts_up"]
+    assert tuple(up.build_run(rows)(0).shape) == (touched, each, 2 * 32)
 
 
-def test_the_lm_head_is_split_over_the_vocabulary(shape, place: Place) -> None:
-    made = {op.name: tuple(op.make(3)(0).shape) for op in once_operators(Shard(shape, 2), place)}
+def test_the_lm_head_is_split_over_the_vocabulary(shape, place: DeviceSpec) -> None:
+    made = {
+        op.name: tuple(op.build_run(3)(0).shape)
+        for op in build_iteration_operators(Shard(shape, 2), place)
+    }
     assert made == {"embedding": (3, 64), "lm_head": (3, 64)}
 
 
 def test_a_chunk_attends_to_what_is_cached_and_to_itself_up_to_each_row(
-    shape, place: Place, monkeypatch: pytest.MonkeyPatch
+    shape, place: DeviceSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[torch.Tensor] = []
-    empty = Place.empty
+    empty = DeviceSpec.make_tensor
 
-    def keep(self: Place, *sizes: int) -> torch.Tensor:
+    def keep(self: DeviceSpec, *sizes: int) -> torch.Tensor:
         drawn.append(empty(self, *sizes))
         return drawn[-1]
 
-    monkeypatch.setattr(Place, "empty", keep)
-    got = Attention(Shard(shape, 1), place).prefill(3, 5)(0)
+    monkeypatch.setattr(DeviceSpec, "make_tensor", keep)
+    got = AttentionOperator(Shard(shape, 1), place).build_prefill(3, 5)(0)
     q, k, v = drawn
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     for row in range(3):
@@ -82,8 +91,8 @@ def test_a_chunk_attends_to_what_is_cached_and_to_itself_up_to_each_row(
         torch.testing.assert_close(got[:, :, row : row + 1], weights @ v[:, :, :seen])
 
 
-def test_decoding_makes_one_row_for_each_query_head(shape, place: Place) -> None:
-    made = Attention(Shard(shape, 1), place).decode(batch=3, context_tokens=20)(0)
+def test_decoding_makes_one_row_for_each_query_head(shape, place: DeviceSpec) -> None:
+    made = AttentionOperator(Shard(shape, 1), place).build_decode(batch=3, context_tokens=20)(0)
     assert tuple(made.shape) == (3 * 2, 2, 16), "requests x KV heads, heads of a group, size"
 
 
@@ -95,8 +104,8 @@ def test_what_cannot_be_measured_is_refused(shape) -> None:
         Shard(replace(shape, latent=latent), 1)
 
 
-def test_every_point_of_the_grid_is_measured_once(shape, place: Place, clock) -> None:
-    small = replace(grid.quick(64), collective_bytes=())
+def test_every_point_of_the_grid_is_measured_once(shape, place: DeviceSpec, clock) -> None:
+    small = replace(grid.build_quick_grid(64), collective_bytes=())
     found = measure(shape, (1, 2), clock, place, small, 1, lambda _: None)
     operators = 7 * len(small.rows) + len(small.rows) + len(small.head_rows)
     attention = len(small.chunks) + len(small.batches) * len(small.contexts)
@@ -104,11 +113,11 @@ def test_every_point_of_the_grid_is_measured_once(shape, place: Place, clock) ->
     norms = [point for point in found.layer if point.operator == "norm"]
     assert norms[0].ms == 2.0, "the first measured, used twice in a layer"
     assert len(norms) == 2 * len(small.rows)
-    assert operator_fit.tensor_parallel_sizes(found) == (1,), "no collectives for 2"
+    assert operator_fit.list_tensor_parallel_sizes(found) == (1,), "no collectives for 2"
 
 
 def test_the_full_grid_ascends_and_has_no_point_twice() -> None:
-    full = grid.full(8192)
+    full = grid.build_full_grid(8192)
     for values in (full.rows, full.head_rows, full.batches, full.contexts):
         assert list(values) == sorted(set(values))
     assert len(set(full.chunks)) == len(full.chunks)
@@ -145,11 +154,11 @@ def test_the_command_writes_a_profile_that_gives_passes(tmp_path: Path) -> None:
     words = ["--cpu", "--quick", "--longest", "64", "--tensor-parallel-sizes", "1"]
     words += ["--dtype", "float32", "--model", str(tmp_path), "-O", str(out)]
     assert main(words) == 0
-    found = profile.read(out)
+    found = profile.read_profile(out)
     assert (found.engine, found.operators.num_layers) == ("torch", 2)
     timing = operator_fit.to_timing(found.operators, 1)
-    assert timing.prefill_ms([64]) > 0
-    assert timing.decode_pass_ms(4, 256) > 0
+    assert timing.predict_prefill_ms([64]) > 0
+    assert timing.predict_decode_ms(4, 256) > 0
 
 
 @pytest.mark.parametrize(

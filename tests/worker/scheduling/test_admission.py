@@ -4,30 +4,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.policy.admission import Admission
-from cleave_worker.scheduling.admission import Admitting, Lengths
+from cleave_worker.scheduling.admission import EngineAdmission, RequestLengths
 
 RESERVE = [Admission.RESERVE_STATIC, Admission.RESERVE_DYNAMIC]
 
 
 def test_before_anything_is_learnt_the_limit_counts() -> None:
-    admitting = Admitting()
-    request = Lengths(prompt=50, made=0, limit=100)
+    admitting = EngineAdmission()
+    request = RequestLengths(prompt=50, generated=0, limit=100)
     for admission in RESERVE:
         assert admitting.may_join(admission, 149, request, list)
         assert not admitting.may_join(admission, 148, request, list)
 
 
 def test_answers_that_ended_early_make_room_for_more() -> None:
-    admitting = Admitting()
+    admitting = EngineAdmission()
     for _ in range(64):
-        admitting.learn(Lengths(prompt=50, made=10, limit=100))
-    request = Lengths(prompt=50, made=0, limit=100)
+        admitting.learn(RequestLengths(prompt=50, generated=10, limit=100))
+    request = RequestLengths(prompt=50, generated=0, limit=100)
     assert admitting.may_join(Admission.RESERVE_STATIC, 60, request, list)
     assert not admitting.may_join(Admission.RESERVE_STATIC, 58, request, list)
 
 
 def test_greedy_lets_the_blocks_decide() -> None:
-    assert Admitting().may_join(Admission.GREEDY, 0, Lengths(9, 0, 9), list)
+    assert EngineAdmission().may_join(Admission.GREEDY, 0, RequestLengths(9, 0, 9), list)
 
 
 @given(
@@ -40,8 +40,8 @@ def test_greedy_lets_the_blocks_decide() -> None:
 def test_a_request_that_fits_alone_is_let_into_an_empty_engine_whatever_was_learnt(
     admission: Admission, prompt: int, made: int, more: int, seen: list[int]
 ) -> None:
-    admitting = Admitting()
+    admitting = EngineAdmission()
     for output in seen:
-        admitting.learn(Lengths(prompt, output, 200))
-    request = Lengths(prompt, made, made + more)
+        admitting.learn(RequestLengths(prompt, output, 200))
+    request = RequestLengths(prompt, made, made + more)
     assert admitting.may_join(admission, prompt + made + more - 1, request, list)

@@ -3,9 +3,9 @@
 import pytest
 
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
+from cleave.policy.prompt_order import PrefillOrder
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.scheduling.config import Terms, TermsError, parse
+from cleave_worker.scheduling.config import RoleSchedulingConfig, SchedulingConfigError, parse
 
 
 def test_each_role_has_its_own() -> None:
@@ -14,8 +14,10 @@ def test_each_role_has_its_own() -> None:
         ' "decode": {"admission": "reserve-dynamic", "preemption_limit": 3}}'
     )
     assert parse(text) == {
-        agent_pb2.ROLE_PREFILL: Terms(Order.SJF, max_num_batched_tokens=2048),
-        agent_pb2.ROLE_DECODE: Terms(admission=Admission.RESERVE_DYNAMIC, preemption_limit=3),
+        agent_pb2.ROLE_PREFILL: RoleSchedulingConfig(PrefillOrder.SJF, max_num_batched_tokens=2048),
+        agent_pb2.ROLE_DECODE: RoleSchedulingConfig(
+            admission=Admission.RESERVE_DYNAMIC, preemption_limit=3
+        ),
     }
 
 
@@ -34,7 +36,7 @@ def test_each_role_has_its_own() -> None:
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_one_line(text: str, said: str) -> None:
-    with pytest.raises(TermsError) as refused:
+    with pytest.raises(SchedulingConfigError) as refused:
         parse(text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)

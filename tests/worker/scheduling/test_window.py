@@ -6,38 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.policy.prompt_order import Order
-from cleave_worker.scheduling.window import Window
+from cleave.policy.prompt_order import PrefillOrder
+from cleave_worker.scheduling.window import SortedWindow
 
 
-def drain(queue: deque[int], window: Window[int]) -> list[int]:
+def drain(queue: deque[int], window: SortedWindow[int]) -> list[int]:
     taken = []
     while queue:
         window.sort()
         taken.append(queue.popleft())
-        window.took()
+        window.record_pop()
     return taken
 
 
 @pytest.mark.parametrize(
     ("order", "taken"),
     [
-        (Order.FCFS, [5, 3, 4, 1, 2]),
-        (Order.SJF, [3, 4, 5, 1, 2]),
-        (Order.LJF, [5, 4, 3, 2, 1]),
+        (PrefillOrder.FCFS, [5, 3, 4, 1, 2]),
+        (PrefillOrder.SJF, [3, 4, 5, 1, 2]),
+        (PrefillOrder.LJF, [5, 4, 3, 2, 1]),
     ],
 )
-def test_one_batch_is_sorted_at_a_time(order: Order, taken: list[int]) -> None:
+def test_one_batch_is_sorted_at_a_time(order: PrefillOrder, taken: list[int]) -> None:
     queue = deque([5, 3, 4, 1, 2])
-    window = Window(queue, int)
-    window.follow(order, 3)
+    window = SortedWindow(queue, int)
+    window.set_order(order, 3)
     assert drain(queue, window) == taken
 
 
 def test_who_comes_later_does_not_overtake_a_sorted_batch() -> None:
     queue = deque([5, 3])
-    window = Window(queue, int)
-    window.follow(Order.SJF, 16)
+    window = SortedWindow(queue, int)
+    window.set_order(PrefillOrder.SJF, 16)
     window.sort()
     queue.append(1)
     assert drain(queue, window) == [3, 5, 1]
@@ -45,39 +45,39 @@ def test_who_comes_later_does_not_overtake_a_sorted_batch() -> None:
 
 def test_who_is_put_back_stays_first_and_who_leaves_makes_no_room_in_the_batch() -> None:
     queue = deque([5, 3, 8])
-    window = Window(queue, int)
-    window.follow(Order.SJF, 2)
+    window = SortedWindow(queue, int)
+    window.set_order(PrefillOrder.SJF, 2)
     window.sort()
-    window.leave([3])
+    window.record_removal([3])
     queue.remove(3)
     queue.append(1)
     queue.appendleft(9)
-    window.put_back()
+    window.record_prepend()
     # 9 and 5 are the batch; 8 and 1 come after it.
     assert drain(queue, window) == [9, 5, 1, 8]
 
 
 def test_another_order_holds_for_all_who_wait() -> None:
     queue = deque([5, 3, 4])
-    window = Window(queue, int)
-    window.follow(Order.SJF, 16)
+    window = SortedWindow(queue, int)
+    window.set_order(PrefillOrder.SJF, 16)
     window.sort()
-    window.follow(Order.LJF, 16)
+    window.set_order(PrefillOrder.LJF, 16)
     assert drain(queue, window) == [5, 4, 3]
 
 
 @given(
     st.lists(st.integers(1, 9), max_size=40),
     st.integers(1, 12),
-    st.sampled_from([Order.SJF, Order.LJF]),
+    st.sampled_from([PrefillOrder.SJF, PrefillOrder.LJF]),
 )
 def test_nobody_is_overtaken_by_more_than_a_batch(
-    lengths: list[int], batch: int, order: Order
+    lengths: list[int], batch: int, order: PrefillOrder
 ) -> None:
     prompts = [(length, number) for number, length in enumerate(lengths)]
     queue = deque(prompts)
-    window = Window(queue, lambda prompt: prompt[0])
-    window.follow(order, batch)
+    window = SortedWindow(queue, lambda prompt: prompt[0])
+    window.set_order(order, batch)
     taken = drain(queue, window)
     assert sorted(taken) == sorted(prompts)
     for place, (_, number) in enumerate(taken):

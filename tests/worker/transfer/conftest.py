@@ -6,16 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from tests.support.kv_server_process import OwnerProcess  # noqa: E402
 
 
-@pytest.fixture(params=[Way.SHARED_MEMORY, Way.NIXL, Way.GLOO])
-def way(request: pytest.FixtureRequest, over_tcp: None) -> Way:
-    if request.param is Way.NIXL:
+@pytest.fixture(params=[Transport.SHARED_MEMORY, Transport.NIXL, Transport.GLOO])
+def way(request: pytest.FixtureRequest, over_tcp: None) -> Transport:
+    if request.param is Transport.NIXL:
         pytest.importorskip("nixl", reason="NIXL comes with the worker extras")
-    return Way(request.param)
+    return Transport(request.param)
 
 
 @pytest.fixture

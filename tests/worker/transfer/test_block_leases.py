@@ -5,58 +5,58 @@ import time
 
 import pytest
 
-from cleave_worker.transfer.block_leases import Held, Holds
-from cleave_worker.transfer.handoff import Reason, RefusedError
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill
+from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 
 LONG_S = 60.0
-HELD = Held(epoch=7, prompt_digest="d", blocks=(4, 5, 6))
+HELD = FinishedPrefill(epoch=7, prompt_digest="d", blocks=(4, 5, 6))
 
 
-def reason_of(holds: Holds, request_id: str = "r", **other: object) -> Reason:
+def reason_of(holds: BlockLeases, request_id: str = "r", **other: object) -> RefusalReason:
     asked: dict[str, object] = {"epoch": 7, "prompt_digest": "d", "blocks": slice(0, 3)}
     with pytest.raises(RefusedError) as caught:
-        holds.take(request_id, **(asked | other), wait_s=0.0)  # type: ignore[arg-type]
+        holds.acquire(request_id, **(asked | other), wait_s=0.0)  # type: ignore[arg-type]
     return caught.value.reason
 
 
 def test_what_was_read_is_freed_once() -> None:
-    holds = Holds(LONG_S, LONG_S)
-    holds.hold("r", HELD)
-    assert holds.take("r", 7, "d", slice(1, 3), 0.0) == (5, 6)
-    assert reason_of(holds) is Reason.BUSY
+    holds = BlockLeases(LONG_S, LONG_S)
+    holds.grant("r", HELD)
+    assert holds.acquire("r", 7, "d", slice(1, 3), 0.0) == (5, 6)
+    assert reason_of(holds) is RefusalReason.BUSY
     assert holds.take_freed() == set()
     assert holds.release("r", 7)
     assert not holds.release("r", 7)
     assert holds.take_freed() == {"r"}
     assert holds.take_freed() == set()
-    assert reason_of(holds) is Reason.NOT_HELD
+    assert reason_of(holds) is RefusalReason.NOT_HELD
 
 
 def test_what_does_not_match_is_refused_with_its_reason() -> None:
-    holds = Holds(LONG_S, LONG_S)
-    holds.hold("r", HELD)
-    assert reason_of(holds, epoch=6) is Reason.EPOCH
-    assert reason_of(holds, prompt_digest="e") is Reason.PROMPT
-    assert reason_of(holds, blocks=slice(1, 4)) is Reason.MALFORMED
-    assert reason_of(holds, blocks=slice(-1, 2)) is Reason.MALFORMED
-    assert reason_of(holds, request_id="s") is Reason.NOT_HELD
+    holds = BlockLeases(LONG_S, LONG_S)
+    holds.grant("r", HELD)
+    assert reason_of(holds, epoch=6) is RefusalReason.EPOCH
+    assert reason_of(holds, prompt_digest="e") is RefusalReason.PROMPT
+    assert reason_of(holds, blocks=slice(1, 4)) is RefusalReason.MALFORMED
+    assert reason_of(holds, blocks=slice(-1, 2)) is RefusalReason.MALFORMED
+    assert reason_of(holds, request_id="s") is RefusalReason.NOT_HELD
     assert not holds.release("r", 6)
-    assert holds.take("r", 7, "d", slice(0, 3), 0.0) == (4, 5, 6)
+    assert holds.acquire("r", 7, "d", slice(0, 3), 0.0) == (4, 5, 6)
 
 
 def test_a_reader_that_is_early_waits_for_the_engine() -> None:
-    holds = Holds(LONG_S, LONG_S)
+    holds = BlockLeases(LONG_S, LONG_S)
     taken: list[tuple[int, ...]] = []
     early = threading.Thread(
-        target=lambda: taken.append(holds.take("r", 7, "d", slice(0, 1), LONG_S))
+        target=lambda: taken.append(holds.acquire("r", 7, "d", slice(0, 1), LONG_S))
     )
     early.start()
-    holds.hold("r", HELD)
+    holds.grant("r", HELD)
     early.join(LONG_S)
     assert taken == [(4,)]
 
 
-def until_freed(holds: Holds) -> set[str]:
+def until_freed(holds: BlockLeases) -> set[str]:
     deadline = time.monotonic() + LONG_S
     while not (freed := holds.take_freed()):
         assert time.monotonic() < deadline
@@ -65,17 +65,17 @@ def until_freed(holds: Holds) -> set[str]:
 
 
 def test_what_nobody_pulls_is_freed_when_the_lease_ends() -> None:
-    holds = Holds(0.02, LONG_S)
-    holds.hold("r", HELD)
+    holds = BlockLeases(0.02, LONG_S)
+    holds.grant("r", HELD)
     assert until_freed(holds) == {"r"}
     assert holds.num_expired == 1
-    assert reason_of(holds) is Reason.NOT_HELD
+    assert reason_of(holds) is RefusalReason.NOT_HELD
 
 
 def test_a_reader_keeps_the_blocks_beyond_the_lease_but_not_for_ever() -> None:
-    holds = Holds(0.02, 0.3)
-    holds.hold("r", HELD)
-    holds.take("r", 7, "d", slice(0, 3), 0.0)
+    holds = BlockLeases(0.02, 0.3)
+    holds.grant("r", HELD)
+    holds.acquire("r", 7, "d", slice(0, 3), 0.0)
     assert until_freed(holds) == {"r"}
     assert not holds.release("r", 7), "what was read since is void"
-    assert holds.num_held == 0
+    assert holds.num_leased == 0

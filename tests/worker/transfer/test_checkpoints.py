@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cleave_worker.transfer.checkpoints import Checkpoints, open_folder
-from cleave_worker.transfer.handoff import Reason, RefusedError
+from cleave_worker.transfer.checkpoints import CheckpointStore, open_folder
+from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 LAYOUT = bytes(32)
@@ -22,11 +22,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kept"
 
 
-def opened(folder: Path, rank: int = 0, layout: bytes = LAYOUT, most: int = ROOM) -> Checkpoints:
-    return Checkpoints(folder, rank, layout, most)
+def opened(
+    folder: Path, rank: int = 0, layout: bytes = LAYOUT, most: int = ROOM
+) -> CheckpointStore:
+    return CheckpointStore(folder, rank, layout, most)
 
 
-def reason(store: Checkpoints, key: str = KEY, num_bytes: int = len(BODY)) -> Reason:
+def reason(store: CheckpointStore, key: str = KEY, num_bytes: int = len(BODY)) -> RefusalReason:
     with pytest.raises(RefusedError) as refused:
         store.load(key, num_bytes)
     return refused.value.reason
@@ -34,26 +36,26 @@ def reason(store: Checkpoints, key: str = KEY, num_bytes: int = len(BODY)) -> Re
 
 def test_another_engine_reads_what_a_dead_one_wrote(folder: Path) -> None:
     assert opened(folder).save(KEY, BODY)
-    assert opened(folder).has(KEY)
+    assert opened(folder).contains(KEY)
     assert bytes(opened(folder).load(KEY, len(BODY))) == BODY
 
 
 def test_each_rank_has_its_own(folder: Path) -> None:
     opened(folder, rank=0).save(KEY, BODY)
-    assert not opened(folder, rank=1).has(KEY)
+    assert not opened(folder, rank=1).contains(KEY)
 
 
 def test_what_is_not_there_is_not_held(folder: Path) -> None:
-    assert reason(opened(folder)) is Reason.NOT_HELD
+    assert reason(opened(folder)) is RefusalReason.NOT_HELD
 
 
 def test_another_layout_other_tokens_and_another_size_are_refused(folder: Path) -> None:
     store = opened(folder)
     store.save(KEY, BODY)
-    assert reason(opened(folder, layout=b"x" * 32)) is Reason.LAYOUT
-    assert reason(store, num_bytes=len(BODY) + 1) is Reason.CHECKSUM
+    assert reason(opened(folder, layout=b"x" * 32)) is RefusalReason.LAYOUT
+    assert reason(store, num_bytes=len(BODY) + 1) is RefusalReason.CHECKSUM
     (folder / f"{KEY}-0").rename(folder / f"{OTHER}-0")
-    assert reason(store, OTHER) is Reason.PROMPT
+    assert reason(store, OTHER) is RefusalReason.PROMPT
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -77,11 +79,11 @@ def test_a_write_that_was_cut_off_is_never_seen_and_is_swept_away(folder: Path) 
     store = opened(folder)
     part = folder / f"{KEY}-0.1.part"
     part.write_bytes(b"half")
-    assert not store.has(KEY)
-    store.sweep(60)
+    assert not store.contains(KEY)
+    store.collect_garbage(60)
     assert part.exists()
     os.utime(part, (0, 0))
-    store.sweep(60)
+    store.collect_garbage(60)
     assert not part.exists()
 
 
@@ -128,7 +130,7 @@ def test_dropping_what_one_does_not_use_takes_nothing_from_others(folder: Path) 
     writer, other = opened(folder), opened(folder)
     writer.save(KEY, BODY)
     other.drop([KEY])
-    assert writer.has(KEY)
+    assert writer.contains(KEY)
 
 
 def test_of_what_others_have_written_no_more_is_kept_than_allowed(folder: Path) -> None:
@@ -137,7 +139,7 @@ def test_of_what_others_have_written_no_more_is_kept_than_allowed(folder: Path) 
     assert small.save(KEY, BODY), "it is there"
     assert small.num_bytes == 0
     writer.drop([KEY])
-    assert not small.has(KEY)
+    assert not small.contains(KEY)
 
 
 def test_what_nobody_says_is_in_use_is_removed(folder: Path) -> None:
@@ -148,9 +150,9 @@ def test_what_nobody_says_is_in_use_is_removed(folder: Path) -> None:
     long_ago = time.time() - 1000
     for path in folder.iterdir():
         os.utime(path, (long_ago, long_ago))
-    living.sweep(500)
-    assert living.has(KEY)
-    assert not living.has(OTHER)
+    living.collect_garbage(500)
+    assert living.contains(KEY)
+    assert not living.contains(OTHER)
     assert (folder / "letter.txt").exists()
 
 
@@ -159,11 +161,11 @@ def test_what_a_dead_engine_left_stays_for_as_long_as_another_goes_on_with_it(fo
     dead.save(KEY, BODY)
     living.save(KEY, BODY)
     os.utime(folder / f"{KEY}-0", (0, 0))
-    living.sweep(500)
-    assert living.has(KEY)
+    living.collect_garbage(500)
+    assert living.contains(KEY)
     living.drop([KEY])
     os.utime(folder / f"{KEY}-0", (0, 0))
-    living.sweep(500)
+    living.collect_garbage(500)
     assert not list(folder.iterdir())
 
 

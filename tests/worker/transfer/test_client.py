@@ -17,11 +17,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import client, protocol  # noqa: E402
-from cleave_worker.transfer.block_leases import Held, Holds  # noqa: E402
-from cleave_worker.transfer.handoff import HandOff, Layout, Reason, RefusedError  # noqa: E402
-from cleave_worker.transfer.server import Owner  # noqa: E402
-from cleave_worker.transfer.sharding import Part, Shape, Source  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill  # noqa: E402
+from cleave_worker.transfer.handoff import Handoff, KvLayout, RefusalReason, RefusedError  # noqa: E402
+from cleave_worker.transfer.server import KvServer  # noqa: E402
+from cleave_worker.transfer.sharding import ParallelShape, ShardPart, ShardSource  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 from cleave_worker.transfer.transports import shared_memory  # noqa: E402
 
 from tests.support.kv_server_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
@@ -29,21 +29,23 @@ from tests.support.kv_server_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess
 Start = Callable[..., OwnerProcess]
 BOUND_S = 60.0
 PROMPT = [5, 6, 7, 8]
-WAYS = [Way.SHARED_MEMORY, Way.GLOO]
+WAYS = [Transport.SHARED_MEMORY, Transport.GLOO]
 
 
 class Engine:
     """The decode side: own KV, and a reader."""
 
-    def __init__(self, *ways: Way, check_bytes: bool = False, layout: Layout = LAYOUT) -> None:
+    def __init__(
+        self, *ways: Transport, check_bytes: bool = False, layout: KvLayout = LAYOUT
+    ) -> None:
         self.tensors = caches(0)
         kept = replace(kept_as("boot-d", self.tensors), layout=layout)
-        self.reader = client.Reader(kept, ways or WAYS, BOUND_S, check_bytes=check_bytes)
+        self.reader = client.KvClient(kept, ways or WAYS, BOUND_S, check_bytes=check_bytes)
 
-    def pull(self, hand_off: HandOff, blocks: list[int], first: int = 0) -> Way:
+    def pull(self, hand_off: Handoff, blocks: list[int], first: int = 0) -> Transport:
         return self.reader.pull(hand_off, hand_off.prompt_digest, first, blocks)
 
-    def refused(self, hand_off: HandOff, blocks: list[int]) -> Reason:
+    def refused(self, hand_off: Handoff, blocks: list[int]) -> RefusalReason:
         with pytest.raises(RefusedError) as caught:
             self.pull(hand_off, blocks)
         return caught.value.reason
@@ -61,7 +63,7 @@ def written(block: int) -> list[float]:
 def engines() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def make(*ways: Way, **settings: object) -> Engine:
+    def make(*ways: Transport, **settings: object) -> Engine:
         made.append(Engine(*ways, **settings))  # type: ignore[arg-type]
         return made[-1]
 
@@ -74,7 +76,7 @@ Make = Callable[..., Engine]
 
 
 def test_blocks_arrive_where_they_belong_and_are_freed(
-    start_owner: Start, engines: Make, way: Way, caplog: pytest.LogCaptureFixture
+    start_owner: Start, engines: Make, way: Transport, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     owner, engine = start_owner(), engines(way, check_bytes=True)
@@ -92,7 +94,9 @@ def caches_value(block: int) -> list[float]:
     return [float(layer * 100 + block) for layer in range(LAYERS)]
 
 
-def test_what_a_prefix_cache_has_is_not_pulled(start_owner: Start, engines: Make, way: Way) -> None:
+def test_what_a_prefix_cache_has_is_not_pulled(
+    start_owner: Start, engines: Make, way: Transport
+) -> None:
     owner, engine = start_owner(), engines(way)
     engine.pull(owner.hold("r", PROMPT, [3, 4, 9]), [7], first=2)
     assert engine.values(7) == written(9)
@@ -100,7 +104,7 @@ def test_what_a_prefix_cache_has_is_not_pulled(start_owner: Start, engines: Make
 
 def test_the_best_way_that_works_is_taken(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(shared=False), engines()
-    assert engine.pull(owner.hold("r", PROMPT, [1]), [1]) is Way.GLOO
+    assert engine.pull(owner.hold("r", PROMPT, [1]), [1]) is Transport.GLOO
 
 
 def test_many_requests_of_many_owners_side_by_side(start_owner: Start, engines: Make) -> None:
@@ -119,15 +123,15 @@ def test_many_requests_of_many_owners_side_by_side(start_owner: Start, engines: 
     assert [engine.values(n) for n in range(BLOCKS)] == [written(n) for n in range(BLOCKS)]
 
 
-MISMATCHES: list[tuple[dict[str, object], Reason]] = [
-    ({"boot_id": "boot-before"}, Reason.BOOT),
-    ({"epoch": 2}, Reason.EPOCH),
-    ({"request_id": "other"}, Reason.NOT_HELD),
-    ({"prompt_digest": "0" * 32}, Reason.PROMPT),
-    ({"addresses": (("127.0.0.1", 1),)}, Reason.LOST),
-    ({"addresses": ()}, Reason.LAYOUT),
-    ({"addresses": (("no such host", 1),)}, Reason.LOST),
-    ({"boot_id": "boot-d"}, Reason.BOOT),
+MISMATCHES: list[tuple[dict[str, object], RefusalReason]] = [
+    ({"boot_id": "boot-before"}, RefusalReason.BOOT),
+    ({"epoch": 2}, RefusalReason.EPOCH),
+    ({"request_id": "other"}, RefusalReason.NOT_HELD),
+    ({"prompt_digest": "0" * 32}, RefusalReason.PROMPT),
+    ({"addresses": (("127.0.0.1", 1),)}, RefusalReason.PEER_LOST),
+    ({"addresses": ()}, RefusalReason.LAYOUT),
+    ({"addresses": (("no such host", 1),)}, RefusalReason.PEER_LOST),
+    ({"boot_id": "boot-d"}, RefusalReason.BOOT),
 ]
 
 
@@ -149,7 +153,7 @@ def test_kv_of_another_prompt_is_refused_by_the_reader_itself(
     hand_off = owner.hold("r", PROMPT, [3])
     with pytest.raises(RefusedError) as caught:
         engine.reader.pull(hand_off, "digest of other tokens", 0, [3])
-    assert caught.value.reason is Reason.PROMPT
+    assert caught.value.reason is RefusalReason.PROMPT
 
 
 def test_another_layout_is_refused_and_named(start_owner: Start, engines: Make) -> None:
@@ -159,14 +163,14 @@ def test_another_layout_is_refused_and_named(start_owner: Start, engines: Make) 
         engine = engines(layout=msgspec.structs.replace(LAYOUT, **{field: value}))
         with pytest.raises(RefusedError, match=field) as caught:
             engine.pull(hand_off, [3])
-        assert caught.value.reason is Reason.LAYOUT
+        assert caught.value.reason is RefusalReason.LAYOUT
 
 
-def test_a_hand_off_serves_once(start_owner: Start, engines: Make, way: Way) -> None:
+def test_a_hand_off_serves_once(start_owner: Start, engines: Make, way: Transport) -> None:
     owner, engine = start_owner(), engines(way)
     hand_off = owner.hold("r", PROMPT, [3])
     engine.pull(hand_off, [3])
-    assert engine.refused(hand_off, [4]) is Reason.NOT_HELD
+    assert engine.refused(hand_off, [4]) is RefusalReason.NOT_HELD
     assert engine.values(4) == caches_value(4)
 
 
@@ -175,7 +179,7 @@ def test_more_blocks_than_are_held_is_refused_and_the_connection_lives(
 ) -> None:
     owner, engine = start_owner(), engines()
     hand_off = owner.hold("r", PROMPT, [3])
-    assert engine.refused(hand_off, [3, 4]) is Reason.MALFORMED
+    assert engine.refused(hand_off, [3, 4]) is RefusalReason.MALFORMED
     engine.pull(hand_off, [3])
 
 
@@ -183,7 +187,7 @@ def test_a_hand_off_after_its_lease_is_refused(start_owner: Start, engines: Make
     owner, engine = start_owner(lease_s=0.01), engines()
     hand_off = owner.hold("r", PROMPT, [3])
     until(lambda: owner.tell("freed")["freed"])
-    assert engine.refused(hand_off, [3]) is Reason.NOT_HELD
+    assert engine.refused(hand_off, [3]) is RefusalReason.NOT_HELD
 
 
 def test_heartbeats_keep_a_hand_off(start_owner: Start, engines: Make) -> None:
@@ -191,25 +195,25 @@ def test_heartbeats_keep_a_hand_off(start_owner: Start, engines: Make) -> None:
     hand_off, other = owner.hold("r", PROMPT, [3]), owner.hold("s", PROMPT, [4])
 
     def beaten() -> bool:
-        assert engine.reader.beat([hand_off]) == 0
+        assert engine.reader.send_heartbeats([hand_off]) == 0
         return "s" in owner.tell("freed")["freed"]
 
     until(beaten)
     engine.pull(hand_off, [3])
-    assert engine.refused(other, [4]) is Reason.NOT_HELD
+    assert engine.refused(other, [4]) is RefusalReason.NOT_HELD
 
 
 def test_owners_that_are_gone_or_silent_do_not_end_the_heartbeats_of_others(
     start_owner: Start, engines: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_BEAT_S", 0.5)
+    monkeypatch.setattr(client, "_HEARTBEAT_TIMEOUT_S", 0.5)
     dead, owner, engine = start_owner(boot_id="boot-dead"), start_owner(), engines()
     gone = dead.hold("g", PROMPT, [3])
     dead.end()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = ("127.0.0.1", silent.getsockname()[1])
-        mute = HandOff("boot-mute", "m", 1, "d", 4, (address,))
-        assert engine.reader.beat([gone, mute, owner.hold("r", PROMPT, [3])]) == 2
+        mute = Handoff("boot-mute", "m", 1, "d", 4, (address,))
+        assert engine.reader.send_heartbeats([gone, mute, owner.hold("r", PROMPT, [3])]) == 2
 
 
 def test_a_declined_hand_off_is_freed_at_once(start_owner: Start, engines: Make) -> None:
@@ -222,60 +226,62 @@ def test_what_was_read_after_the_owner_gave_it_up_is_void(
     start_owner: Start, engines: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, engine = start_owner(reading_s=0.01), engines()
-    read = shared_memory.SharedMemory.read
+    read = shared_memory.SharedMemoryLink.read
 
-    def late(link: shared_memory.SharedMemory, *told: object) -> None:
+    def late(link: shared_memory.SharedMemoryLink, *told: object) -> None:
         until(lambda: owner.tell("freed")["freed"])
         owner.tell("overwrite", block=3)
         read(link, *told)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(shared_memory.SharedMemory, "read", late)
-    assert engine.refused(owner.hold("r", PROMPT, [3]), [3]) is Reason.LAPSED
+    monkeypatch.setattr(shared_memory.SharedMemoryLink, "read", late)
+    assert engine.refused(owner.hold("r", PROMPT, [3]), [3]) is RefusalReason.LAPSED
 
 
 def test_bytes_that_changed_on_the_way_are_noticed(
-    start_owner: Start, engines: Make, way: Way, monkeypatch: pytest.MonkeyPatch
+    start_owner: Start, engines: Make, way: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, engine = start_owner(), engines(way, check_bytes=True)
-    move = client._Pair._move
+    move = client._RankConnection._transfer
 
-    def damage(pair: client._Pair, grant: protocol.Grant, blocks: list[int]) -> None:
+    def damage(
+        pair: client._RankConnection, grant: protocol.PullResponse, blocks: list[int]
+    ) -> None:
         move(pair, grant, blocks)
         engine.tensors[1][blocks[-1]].view(-1)[17] += 1
 
-    monkeypatch.setattr(client._Pair, "_move", damage)
-    assert engine.refused(owner.hold("r", PROMPT, [3, 4]), [3, 4]) is Reason.CHECKSUM
+    monkeypatch.setattr(client._RankConnection, "_transfer", damage)
+    assert engine.refused(owner.hold("r", PROMPT, [3, 4]), [3, 4]) is RefusalReason.CHECKSUM
     assert owner.tell("freed")["held"] == 0
 
 
 def test_an_owner_that_dies_while_it_sends_is_an_error(
-    start_owner: Start, engines: Make, way: Way, monkeypatch: pytest.MonkeyPatch
+    start_owner: Start, engines: Make, way: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, engine = start_owner(), engines(way)
     engine.pull(owner.hold("first", PROMPT, [3]), [3])
-    move = client._Pair._move
+    move = client._RankConnection._transfer
 
-    def bereaved(pair: client._Pair, *told: object) -> None:
+    def bereaved(pair: client._RankConnection, *told: object) -> None:
         owner.tell("die")
         owner.process.wait(BOUND_S)
         move(pair, *told)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(client._Pair, "_move", bereaved)
+    monkeypatch.setattr(client._RankConnection, "_transfer", bereaved)
     hand_off = owner.hold("r", PROMPT, [4])
-    assert engine.refused(hand_off, [4]) is Reason.LOST
-    assert engine.refused(hand_off, [4]) is Reason.LOST
+    assert engine.refused(hand_off, [4]) is RefusalReason.PEER_LOST
+    assert engine.refused(hand_off, [4]) is RefusalReason.PEER_LOST
 
 
 def test_an_owner_that_stands_still_costs_a_bounded_time(
-    start_owner: Start, engines: Make, way: Way, monkeypatch: pytest.MonkeyPatch
+    start_owner: Start, engines: Make, way: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, engine = start_owner(), engines(way)
     engine.pull(owner.hold("first", PROMPT, [3]), [3])
     hand_off = owner.hold("r", PROMPT, [4])
-    monkeypatch.setattr(client, "ANSWER_S", 0.3)
+    monkeypatch.setattr(client, "RESPONSE_TIMEOUT_S", 0.3)
     os.kill(owner.process.pid, signal.SIGSTOP)
     until(lambda: states_of(owner.process.pid) == {"T"})
-    assert engine.refused(hand_off, [4]) is Reason.TIME_OUT
+    assert engine.refused(hand_off, [4]) is RefusalReason.TIME_OUT
     os.kill(owner.process.pid, signal.SIGCONT)
     # The reader has left, so that what it had asked for is free, whenever that is noticed.
     until(lambda: owner.tell("freed")["held"] == 0)
@@ -292,7 +298,7 @@ def test_a_connection_that_was_idle_too_long_is_made_again(
 ) -> None:
     owner, engine = start_owner(), engines()
     engine.pull(owner.hold("r", PROMPT, [3]), [3])
-    (pair,) = engine.reader._pairs.values()
+    (pair,) = engine.reader._connections.values()
     assert pair._connection
     pair._connection.close()
     engine.pull(owner.hold("s", PROMPT, [4]), [4])
@@ -313,8 +319,8 @@ def test_an_owner_that_talks_nonsense_is_an_error(engines: Make, answer: bytes) 
 
         threading.Thread(target=serve, daemon=True).start()
         port = listening.getsockname()[1]
-        hand_off = HandOff("boot-p", "r", 1, "d", 4, (("127.0.0.1", port),))
-        assert engines().refused(hand_off, [3]) is Reason.LOST
+        hand_off = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", port),))
+        assert engines().refused(hand_off, [3]) is RefusalReason.PEER_LOST
 
 
 @pytest.mark.parametrize(
@@ -335,14 +341,16 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
     owner = start_owner()
     hand_off = owner.hold("r", PROMPT, [3])
     with socket.create_connection(("127.0.0.1", owner.port)) as connected:
-        connection = protocol.Wire(connected)
-        source = Source(0, Part(0, LAYERS, 0, 2), 1)
-        hello = protocol.Hello("boot-p", LAYOUT, Shape(), source, "boot-d", 0)
+        connection = protocol.FramedConnection(connected)
+        source = ShardSource(0, ShardPart(0, LAYERS, 0, 2), 1)
+        hello = protocol.HandshakeRequest("boot-p", LAYOUT, ParallelShape(), source, "boot-d", 0)
         connection.send(hello, BOUND_S)
         connection.receive(BOUND_S)
-        pull = protocol.Pull("r", 1, hand_off.prompt_digest, 0, 1, send=False, checksums=False)
+        pull = protocol.PullRequest(
+            "r", 1, hand_off.prompt_digest, 0, 1, send=False, checksums=False
+        )
         connection.send(pull, BOUND_S)
-        assert isinstance(connection.receive(BOUND_S), protocol.Grant)
+        assert isinstance(connection.receive(BOUND_S), protocol.PullResponse)
     until(lambda: owner.tell("freed")["held"] == 0)
 
 
@@ -357,13 +365,13 @@ def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
         return accept(listening)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
-    holds = Holds(BOUND_S, BOUND_S)
-    holds.hold("r", Held(1, "d", (3,)))
-    owner = Owner(kept_as("boot-p", caches(1000)), holds, (), 0, BOUND_S)
+    holds = BlockLeases(BOUND_S, BOUND_S)
+    holds.grant("r", FinishedPrefill(1, "d", (3,)))
+    owner = KvServer(kept_as("boot-p", caches(1000)), holds, (), 0, BOUND_S)
     engine = engines()
     try:
-        hand_off = HandOff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))
-        assert engine.pull(hand_off, [3]) is Way.GLOO
+        hand_off = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))
+        assert engine.pull(hand_off, [3]) is Transport.GLOO
     finally:
         owner.close()
     assert not failures

@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.client import Reader  # noqa: E402
-from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError  # noqa: E402
-from cleave_worker.transfer.peers import peers  # noqa: E402
-from cleave_worker.transfer.sharding import Shape  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.client import KvClient  # noqa: E402
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
+from cleave_worker.transfer.peers import find_remote_ranks  # noqa: E402
+from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from tests.support.kv_server_process import LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
 
@@ -24,33 +24,33 @@ PROMPT = [5, 6, 7, 8]
 THERE, HERE = [3, 4, 9], [10, 11, 2]
 STAGES = (0, 2)
 SHAPES = {
-    "TP 2 to 1": (Shape(2), Shape(1)),
-    "TP 1 to 2": (Shape(1), Shape(2)),
-    "more ranks than heads": (Shape(4), Shape(2)),
-    "fewer copies": (Shape(2), Shape(4)),
-    "PP 2 to 2": (Shape(1, STAGES), Shape(1, STAGES)),
-    "PP 2 to 2, cut elsewhere": (Shape(1, STAGES), Shape(1, (0, 1))),
-    "PP 2 to TP 2": (Shape(1, STAGES), Shape(2)),
-    "TP 2 to PP 2": (Shape(2), Shape(1, STAGES)),
+    "TP 2 to 1": (ParallelShape(2), ParallelShape(1)),
+    "TP 1 to 2": (ParallelShape(1), ParallelShape(2)),
+    "more ranks than heads": (ParallelShape(4), ParallelShape(2)),
+    "fewer copies": (ParallelShape(2), ParallelShape(4)),
+    "PP 2 to 2": (ParallelShape(1, STAGES), ParallelShape(1, STAGES)),
+    "PP 2 to 2, cut elsewhere": (ParallelShape(1, STAGES), ParallelShape(1, (0, 1))),
+    "PP 2 to TP 2": (ParallelShape(1, STAGES), ParallelShape(2)),
+    "TP 2 to PP 2": (ParallelShape(2), ParallelShape(1, STAGES)),
 }
 
 
 class Owners:
     """An engine's ranks."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ParallelShape) -> None:
         self.shape = shape
         self.ranks = [OwnerProcess(shape=shape, rank=rank) for rank in range(shape.num_ranks)]
         self._freed: list[set[str]] = [set() for _ in self.ranks]
         self._numbers = itertools.count()
 
-    def hold(self) -> HandOff:
+    def hold(self) -> Handoff:
         request_id = f"r{next(self._numbers)}"
         handed = [rank.hold(request_id, PROMPT, THERE) for rank in self.ranks]
         addresses = tuple(one.addresses[0] for one in handed)
         return msgspec.structs.replace(handed[0], addresses=addresses, shape=self.shape)
 
-    def have_freed(self, hand_off: HandOff) -> bool:
+    def have_freed(self, hand_off: Handoff) -> bool:
         """Whether all ranks have, or none; True or False."""
         for freed, rank in zip(self._freed, self.ranks, strict=True):
             freed.update(rank.tell("freed")["freed"])
@@ -61,24 +61,24 @@ class Owners:
 class Readers:
     """The ranks of a decode engine, each with memory and links of its own."""
 
-    def __init__(self, shape: Shape, way: Way) -> None:
+    def __init__(self, shape: ParallelShape, way: Transport) -> None:
         self.shape = shape
         self.tensors = [caches(0, shape, rank) for rank in range(shape.num_ranks)]
         self.ranks = [
-            Reader(kept_as("boot-d", one, shape, rank), [way], BOUND_S, check_bytes=True)
+            KvClient(kept_as("boot-d", one, shape, rank), [way], BOUND_S, check_bytes=True)
             for rank, one in enumerate(self.tensors)
         ]
 
     def pull(
-        self, hand_off: HandOff, ranks: Sequence[int] | None = None, first: int = 0
-    ) -> list[Way | Reason]:
+        self, hand_off: Handoff, ranks: Sequence[int] | None = None, first: int = 0
+    ) -> list[Transport | RefusalReason]:
         """By rank, all side by side: the way, or why not."""
         chosen = range(len(self.ranks)) if ranks is None else ranks
         with concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool:
             started = [pool.submit(self._pull, rank, hand_off, first) for rank in chosen]
             return [one.result(BOUND_S) for one in started]
 
-    def _pull(self, rank: int, hand_off: HandOff, first: int) -> Way | Reason:
+    def _pull(self, rank: int, hand_off: Handoff, first: int) -> Transport | RefusalReason:
         try:
             return self.ranks[rank].pull(hand_off, hand_off.prompt_digest, first, HERE[first:])
         except RefusedError as refused:
@@ -96,11 +96,11 @@ class Readers:
 
 
 @pytest.fixture(scope="module")
-def owning() -> Iterator[Callable[[Shape], Owners]]:
+def owning() -> Iterator[Callable[[ParallelShape], Owners]]:
     """The same processes for every test: each has to load torch."""
-    made: dict[Shape, Owners] = {}
+    made: dict[ParallelShape, Owners] = {}
 
-    def make(shape: Shape) -> Owners:
+    def make(shape: ParallelShape) -> Owners:
         if shape not in made:
             made[shape] = Owners(shape)
         return made[shape]
@@ -111,14 +111,14 @@ def owning() -> Iterator[Callable[[Shape], Owners]]:
             rank.end()
 
 
-Own = Callable[[Shape], Owners]
+Own = Callable[[ParallelShape], Owners]
 
 
 @pytest.fixture
-def reading(way: Way) -> Iterator[Callable[[Shape], Readers]]:
+def reading(way: Transport) -> Iterator[Callable[[ParallelShape], Readers]]:
     made: list[Readers] = []
 
-    def make(shape: Shape) -> Readers:
+    def make(shape: ParallelShape) -> Readers:
         made.append(Readers(shape, way))
         return made[-1]
 
@@ -128,12 +128,12 @@ def reading(way: Way) -> Iterator[Callable[[Shape], Readers]]:
             rank.close()
 
 
-Make = Callable[[Shape], Readers]
+Make = Callable[[ParallelShape], Readers]
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_rank_gets_its_part_and_all_owners_are_free(
-    owning: Own, reading: Make, way: Way, name: str
+    owning: Own, reading: Make, way: Transport, name: str
 ) -> None:
     theirs, ours = SHAPES[name]
     owners, readers = owning(theirs), reading(ours)
@@ -144,36 +144,36 @@ def test_every_rank_gets_its_part_and_all_owners_are_free(
 
 
 def test_an_owner_keeps_its_blocks_until_the_last_rank_has_them(
-    owning: Own, reading: Make, way: Way
+    owning: Own, reading: Make, way: Transport
 ) -> None:
-    owners, readers = owning(Shape(1)), reading(Shape(2))
+    owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
     hand_off = owners.hold()
     assert readers.pull(hand_off, [1]) == [way]
     assert not owners.have_freed(hand_off)
-    assert readers.pull(hand_off, [1]) == [Reason.BUSY]
+    assert readers.pull(hand_off, [1]) == [RefusalReason.BUSY]
     assert readers.pull(hand_off, [0]) == [way]
     assert readers.have_what_was_written()
     assert owners.have_freed(hand_off)
 
 
 def test_ranks_of_two_engines_never_share_a_hold(owning: Own, reading: Make) -> None:
-    owners = owning(Shape(1))
-    one, other = reading(Shape(2)), reading(Shape(2))
-    other.ranks[1]._kept = replace(other.ranks[1]._kept, boot_id="boot-e")
+    owners = owning(ParallelShape(1))
+    one, other = reading(ParallelShape(2)), reading(ParallelShape(2))
+    other.ranks[1]._kv = replace(other.ranks[1]._kv, boot_id="boot-e")
     hand_off = owners.hold()
     one.pull(hand_off, [0])
-    assert other.pull(hand_off, [1]) == [Reason.BUSY]
+    assert other.pull(hand_off, [1]) == [RefusalReason.BUSY]
     assert not owners.have_freed(hand_off)
 
 
 def test_one_rank_of_the_owner_that_is_lost_fails_the_whole_pull(
     owning: Own, reading: Make
 ) -> None:
-    owners, readers = owning(Shape(2)), reading(Shape(1))
-    assert readers.pull(without_the_second(owners.hold())) == [Reason.LOST]
+    owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
+    assert readers.pull(without_the_second(owners.hold())) == [RefusalReason.PEER_LOST]
 
 
-def without_the_second(hand_off: HandOff) -> HandOff:
+def without_the_second(hand_off: Handoff) -> Handoff:
     dead = (hand_off.addresses[0], ("127.0.0.1", 1))
     return msgspec.structs.replace(hand_off, addresses=dead)
 
@@ -181,18 +181,18 @@ def without_the_second(hand_off: HandOff) -> HandOff:
 def test_a_rank_that_is_lost_while_it_reads_makes_void_what_the_others_read(
     owning: Own, reading: Make
 ) -> None:
-    owners, readers = owning(Shape(1)), reading(Shape(2))
+    owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
     hand_off = owners.hold()
-    (peer,) = peers(readers.ranks[0]._kept, hand_off)
-    pair = readers.ranks[0]._pair(peer)
-    pair._ask(hand_off, 0, HERE)
+    (peer,) = find_remote_ranks(readers.ranks[0]._kv, hand_off)
+    pair = readers.ranks[0]._get_connection(peer)
+    pair._request_or_reconnect(hand_off, 0, HERE)
     pair.close()
     until(lambda: owners.have_freed(hand_off))
-    assert readers.pull(hand_off, [1]) == [Reason.NOT_HELD]
+    assert readers.pull(hand_off, [1]) == [RefusalReason.NOT_HELD]
 
 
 def test_a_declined_prompt_is_free_when_every_rank_has_declined(owning: Own, reading: Make) -> None:
-    owners, readers = owning(Shape(1)), reading(Shape(2))
+    owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
     hand_off = owners.hold()
     readers.ranks[0].decline(hand_off)
     assert not owners.have_freed(hand_off)
@@ -200,22 +200,22 @@ def test_a_declined_prompt_is_free_when_every_rank_has_declined(owning: Own, rea
     assert owners.have_freed(hand_off)
 
 
-WRONG: list[tuple[dict[str, object], Reason]] = [
-    ({"shape": Shape(1)}, Reason.LAYOUT),
-    ({"shape": Shape(3)}, Reason.LAYOUT),
-    ({"shape": Shape(1, (0, 2))}, Reason.LAYOUT),
-    ({"shape": Shape(1, (0, 0))}, Reason.LAYOUT),
-    ({"shape": Shape(4)}, Reason.LAYOUT),
+WRONG: list[tuple[dict[str, object], RefusalReason]] = [
+    ({"shape": ParallelShape(1)}, RefusalReason.LAYOUT),
+    ({"shape": ParallelShape(3)}, RefusalReason.LAYOUT),
+    ({"shape": ParallelShape(1, (0, 2))}, RefusalReason.LAYOUT),
+    ({"shape": ParallelShape(1, (0, 0))}, RefusalReason.LAYOUT),
+    ({"shape": ParallelShape(4)}, RefusalReason.LAYOUT),
 ]
 
 
 def test_a_hand_off_of_another_shape_than_the_owners_is_refused(
-    owning: Own, reading: Make, way: Way
+    owning: Own, reading: Make, way: Transport
 ) -> None:
-    owners, readers = owning(Shape(2)), reading(Shape(1))
+    owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
     hand_off = owners.hold()
     swapped = tuple(reversed(hand_off.addresses))
-    for changed, reason in [*WRONG, ({"addresses": swapped}, Reason.LAYOUT)]:
+    for changed, reason in [*WRONG, ({"addresses": swapped}, RefusalReason.LAYOUT)]:
         assert readers.pull(msgspec.structs.replace(hand_off, **changed)) == [reason]
     assert [one.tolist() for one in readers.tensors[0]] == [one.tolist() for one in caches(0)]
     assert readers.pull(hand_off) == [way]
@@ -225,25 +225,25 @@ def test_a_hand_off_of_another_shape_than_the_owners_is_refused(
 def test_another_number_of_heads_or_layers_is_refused_at_the_greeting(
     owning: Own, reading: Make
 ) -> None:
-    owners, readers = owning(Shape(2)), reading(Shape(1))
-    kept = readers.ranks[0]._kept
+    owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
+    kept = readers.ranks[0]._kv
     for field, value in (("num_kv_heads", 4), ("num_layers", 9), ("block_size", 32)):
         other = msgspec.structs.replace(LAYOUT, **{field: value})
-        readers.ranks[0]._kept = replace(kept, layout=other)
-        assert readers.pull(owners.hold()) == [Reason.LAYOUT]
+        readers.ranks[0]._kv = replace(kept, layout=other)
+        assert readers.pull(owners.hold()) == [RefusalReason.LAYOUT]
 
 
 def test_heartbeats_reach_every_rank_of_the_owner(owning: Own, reading: Make) -> None:
-    owners, readers = owning(Shape(2)), reading(Shape(1))
+    owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
     hand_off = owners.hold()
-    assert readers.ranks[0].beat([hand_off]) == 0
-    assert readers.ranks[0].beat([without_the_second(hand_off)]) == 1
+    assert readers.ranks[0].send_heartbeats([hand_off]) == 0
+    assert readers.ranks[0].send_heartbeats([without_the_second(hand_off)]) == 1
 
 
 def test_what_the_prefix_cache_has_is_not_pulled_from_any_rank(
-    owning: Own, reading: Make, way: Way
+    owning: Own, reading: Make, way: Transport
 ) -> None:
-    owners, readers = owning(Shape(2)), reading(Shape(1))
+    owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
     before = caches(0)
     assert readers.pull(owners.hold(), first=2) == [way]
     written = caches(1000)

@@ -9,28 +9,28 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import places, server  # noqa: E402
-from cleave_worker.transfer.handoff import HandOff, Reason  # noqa: E402
+from cleave_worker.transfer.handoff import Handoff, RefusalReason  # noqa: E402
 from cleave_worker.transfer.progress import Progress  # noqa: E402
-from cleave_worker.transfer.sharding import Shape  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from tests.support.slow_prefill import BOUND_S, WHOLE, Decode, Prefill, PrefillRank, reason  # noqa: E402
 
-TP_2, PP_2 = Shape(2), Shape(1, (0, 2))
+TP_2, PP_2 = ParallelShape(2), ParallelShape(1, (0, 2))
 SHAPES = {
     "TP 2": (TP_2, TP_2),
     "PP 2": (PP_2, PP_2),
-    "TP 2 and PP 2": (Shape(2, (0, 2)), Shape(2, (0, 2))),
-    "more ranks than heads": (Shape(4), Shape(4)),
-    "TP 2 to 1": (TP_2, Shape()),
-    "TP 1 to 2": (Shape(), TP_2),
-    "copies that nobody needs": (Shape(4), TP_2),
-    "fewer copies": (TP_2, Shape(4)),
-    "PP 2 to 2, cut elsewhere": (PP_2, Shape(1, (0, 1))),
+    "TP 2 and PP 2": (ParallelShape(2, (0, 2)), ParallelShape(2, (0, 2))),
+    "more ranks than heads": (ParallelShape(4), ParallelShape(4)),
+    "TP 2 to 1": (TP_2, ParallelShape()),
+    "TP 1 to 2": (ParallelShape(), TP_2),
+    "copies that nobody needs": (ParallelShape(4), TP_2),
+    "fewer copies": (TP_2, ParallelShape(4)),
+    "PP 2 to 2, cut elsewhere": (PP_2, ParallelShape(1, (0, 1))),
     "PP 2 to TP 2": (PP_2, TP_2),
     "TP 2 to PP 2": (TP_2, PP_2),
 }
-ALIKE, TO_ONE = (TP_2, TP_2), (TP_2, Shape())
+ALIKE, TO_ONE = (TP_2, TP_2), (TP_2, ParallelShape())
 Steps = Callable[[PrefillRank], list[Progress]]
 STEPS: dict[str, Steps] = {
     "at once": lambda _: [WHOLE],
@@ -44,7 +44,9 @@ Make = Callable[..., tuple[Prefill, Decode]]
 def make() -> Iterator[Make]:
     made: list[Prefill | Decode] = []
 
-    def both(shapes: tuple[Shape, Shape], way: Way = Way.SHARED_MEMORY) -> tuple[Prefill, Decode]:
+    def both(
+        shapes: tuple[ParallelShape, ParallelShape], way: Transport = Transport.SHARED_MEMORY
+    ) -> tuple[Prefill, Decode]:
         prefill, decode = Prefill(shapes[0]), Decode(way, shape=shapes[1])
         made.extend((prefill, decode))
         return prefill, decode
@@ -54,7 +56,7 @@ def make() -> Iterator[Make]:
         one.close()
 
 
-def ahead(prefill: Prefill) -> HandOff:
+def ahead(prefill: Prefill) -> Handoff:
     """As a gateway makes it: it knows the first rank."""
     return prefill.ranks[0].hand_off()
 
@@ -84,7 +86,7 @@ def test_every_rank_takes_its_part_while_it_is_computed(make: Make, name: str, s
     following = decode.follow_all(ahead(prefill))
     prefill.begin()
     compute_and_be_heard(prefill, decode, STEPS[steps])
-    assert [one.result(BOUND_S) for one in following] == [Way.SHARED_MEMORY] * len(following)
+    assert [one.result(BOUND_S) for one in following] == [Transport.SHARED_MEMORY] * len(following)
     assert not any(prefill.freed()), "the engine itself still works on it"
     prefill.end()
     assert freed_in_the_end(prefill, list(range(len(prefill.ranks))))
@@ -93,37 +95,37 @@ def test_every_rank_takes_its_part_while_it_is_computed(make: Make, name: str, s
 
 @pytest.mark.parametrize("name", ["TP 2", "TP 1 to 2", "TP 2 to PP 2"])
 def test_links_that_need_both_ends_bring_the_same(make: Make, name: str) -> None:
-    prefill, decode = make(SHAPES[name], Way.GLOO)
+    prefill, decode = make(SHAPES[name], Transport.GLOO)
     following = decode.follow_all(ahead(prefill))
     prefill.begin()
     compute_and_be_heard(prefill, decode, STEPS["by layers"])
-    assert [one.result(BOUND_S) for one in following] == [Way.GLOO] * len(following)
+    assert [one.result(BOUND_S) for one in following] == [Transport.GLOO] * len(following)
     assert all(map(decode.has_what_was_computed, range(len(decode.readers))))
 
 
 def test_an_owner_keeps_its_blocks_until_every_rank_has_had_its_last_word(make: Make) -> None:
-    prefill, decode = make((Shape(), TP_2))
+    prefill, decode = make((ParallelShape(), TP_2))
     prefill.begin()
     first = decode.follow(ahead(prefill), rank=1)
     prefill.ranks[0].compute(WHOLE)
     assert first.result(BOUND_S)
     prefill.end()
     assert prefill.freed() == [False]
-    assert reason(decode.follow(ahead(prefill), rank=1)) is Reason.BUSY
+    assert reason(decode.follow(ahead(prefill), rank=1)) is RefusalReason.BUSY
     assert decode.follow(ahead(prefill), rank=0).result(BOUND_S)
     assert prefill.freed() == [True]
     assert all(map(decode.has_what_was_computed, (0, 1)))
 
 
 def test_ranks_of_two_engines_never_follow_one_prefill(make: Make) -> None:
-    prefill, decode = make((Shape(), TP_2))
-    other = Decode(Way.SHARED_MEMORY, shape=TP_2, boot_id="boot-e")
+    prefill, decode = make((ParallelShape(), TP_2))
+    other = Decode(Transport.SHARED_MEMORY, shape=TP_2, boot_id="boot-e")
     prefill.begin()
     following = decode.follow(ahead(prefill), rank=0)
     assert prefill.ranks[0].asked.acquire(timeout=BOUND_S)
     prefill.ranks[0].compute(Progress(1, 1, 0))
     assert prefill.ranks[0].asked.acquire(timeout=BOUND_S)
-    assert reason(other.follow(ahead(prefill), rank=1)) is Reason.BUSY
+    assert reason(other.follow(ahead(prefill), rank=1)) is RefusalReason.BUSY
     other.close()
     prefill.ranks[0].compute(WHOLE)
     assert following.result(BOUND_S)
@@ -134,13 +136,13 @@ def dies(prefill: Prefill) -> None:
 
 
 def is_given_up(prefill: Prefill) -> None:
-    prefill.ranks[1].holds.give_up("theirs")
+    prefill.ranks[1].holds.cancel("theirs")
 
 
 def begins_anew_under_the_same_name(prefill: Prefill) -> None:
     rank = prefill.ranks[1]
     with rank.holds._changed:
-        rank.holds.give_up("theirs")
+        rank.holds.cancel("theirs")
         rank.begin(epoch=2)
         rank.compute(WHOLE)
 
@@ -150,16 +152,16 @@ def says_what_no_prefill_says(prefill: Prefill) -> None:
 
 
 FAULTS = {
-    dies: Reason.LOST,
-    is_given_up: Reason.NOT_HELD,
-    begins_anew_under_the_same_name: Reason.BUSY,
-    says_what_no_prefill_says: Reason.MALFORMED,
+    dies: RefusalReason.PEER_LOST,
+    is_given_up: RefusalReason.NOT_HELD,
+    begins_anew_under_the_same_name: RefusalReason.BUSY,
+    says_what_no_prefill_says: RefusalReason.MALFORMED,
 }
 
 
 def begun_and_heard(
-    make: Make, shapes: tuple[Shape, Shape]
-) -> tuple[Prefill, Decode, list[Future[Way]]]:
+    make: Make, shapes: tuple[ParallelShape, ParallelShape]
+) -> tuple[Prefill, Decode, list[Future[Transport]]]:
     """A prefill of two ranks of which one block has come at each."""
     prefill, decode = make(shapes)
     following = decode.follow_all(ahead(prefill))
@@ -190,7 +192,7 @@ def test_who_follows_two_ranks_attends_to_nothing_when_one_is_lost(
 ) -> None:
     prefill, _, (following,) = begun_and_heard(make, TO_ONE)
     # Whoever waits at the other rank looks soon whether it is over.
-    monkeypatch.setattr(server, "_APPEAR_S", 0.05)
+    monkeypatch.setattr(server, "_PREFILL_WAIT_S", 0.05)
     prefill.ranks[0].compute(Progress(2, 2, 0))
     fault(prefill)
     assert reason(following) is FAULTS[fault]
@@ -204,7 +206,7 @@ def test_ranks_that_speak_of_different_prefills_are_refused(make: Make) -> None:
     for epoch, rank in enumerate(prefill.ranks, start=1):
         rank.begin(epoch)
         rank.compute(WHOLE)
-    assert reason(following) is Reason.EPOCH
+    assert reason(following) is RefusalReason.EPOCH
     for epoch, rank in enumerate(prefill.ranks, start=1):
         rank.end(epoch)
     assert freed_in_the_end(prefill, [0, 1])
@@ -212,22 +214,22 @@ def test_ranks_that_speak_of_different_prefills_are_refused(make: Make) -> None:
 
 @pytest.mark.parametrize("shapes", [ALIKE, TO_ONE])
 def test_a_rank_that_is_late_is_waited_for_within_bounds_and_freed(
-    make: Make, monkeypatch: pytest.MonkeyPatch, shapes: tuple[Shape, Shape]
+    make: Make, monkeypatch: pytest.MonkeyPatch, shapes: tuple[ParallelShape, ParallelShape]
 ) -> None:
-    monkeypatch.setattr(server, "_APPEAR_S", 0.05)
+    monkeypatch.setattr(server, "_PREFILL_WAIT_S", 0.05)
     prefill, decode = make(shapes)
     for one in decode.followers:
-        one._patience_s = 0.2
+        one._timeout_s = 0.2
     prefill.begin()
     prefill.ranks[0].compute(WHOLE)
     following = decode.follow_all(ahead(prefill))
-    assert reason(following[-1]) is Reason.TIME_OUT
+    assert reason(following[-1]) is RefusalReason.TIME_OUT
     prefill.end()
     assert freed_in_the_end(prefill, [0, 1])
 
 
 def test_what_is_declined_before_it_comes_is_freed_at_every_rank(make: Make) -> None:
-    for shapes in (ALIKE, (Shape(4), TP_2), (Shape(), TP_2)):
+    for shapes in (ALIKE, (ParallelShape(4), TP_2), (ParallelShape(), TP_2)):
         prefill, decode = make(shapes)
         for each in decode.readers:
             each.decline(ahead(prefill))
@@ -243,11 +245,11 @@ def test_an_owner_is_asked_once_where_its_ranks_are(
 ) -> None:
     prefill, decode = make(ALIKE)
     asked = []
-    ask = places._ask
-    monkeypatch.setattr(places, "_ask", lambda *told: asked.append(told) or ask(*told))
+    ask = places._request_ranks
+    monkeypatch.setattr(places, "_request_ranks", lambda *told: asked.append(told) or ask(*told))
     reader = decode.readers[1]
     for _ in range(2):
-        (peer,) = reader.find(ahead(prefill))
+        (peer,) = reader.resolve_ranks(ahead(prefill))
         assert peer.address == ("127.0.0.1", prefill.ranks[1].owner.port)
     assert len(asked) == 1
 
@@ -255,12 +257,12 @@ def test_an_owner_is_asked_once_where_its_ranks_are(
 def test_an_engine_that_does_not_know_its_ranks_yet_is_waited_for(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_APPEAR_S", 0.05)
+    monkeypatch.setattr(server, "_PREFILL_WAIT_S", 0.05)
     rank, (_, decode) = PrefillRank(TP_2, 0), make(ALIKE)
-    assert reason(decode.follow(rank.hand_off())) is Reason.NOT_HELD
-    monkeypatch.setattr(server, "_APPEAR_S", BOUND_S)
-    found = decode.pool.submit(decode.readers[0].find, rank.hand_off())
-    rank.owner.locate((("127.0.0.1", rank.owner.port), ("127.0.0.1", 1)))
+    assert reason(decode.follow(rank.hand_off())) is RefusalReason.NOT_HELD
+    monkeypatch.setattr(server, "_PREFILL_WAIT_S", BOUND_S)
+    found = decode.pool.submit(decode.readers[0].resolve_ranks, rank.hand_off())
+    rank.owner.set_rank_addresses((("127.0.0.1", rank.owner.port), ("127.0.0.1", 1)))
     (peer,) = found.result(BOUND_S)
     assert peer.shape == TP_2
     rank.owner.close()

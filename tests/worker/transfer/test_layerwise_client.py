@@ -10,10 +10,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer import layerwise_client, server  # noqa: E402
-from cleave_worker.transfer.block_leases import Begun, Held, Holds, Visitor  # noqa: E402
-from cleave_worker.transfer.handoff import HandOff, Reason  # noqa: E402
-from cleave_worker.transfer.progress import NOTHING, Progress  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.block_leases import (  # noqa: E402
+    BlockLeases,
+    ConsumerRank,
+    FinishedPrefill,
+    PrefillInProgress,
+)
+from cleave_worker.transfer.handoff import Handoff, RefusalReason  # noqa: E402
+from cleave_worker.transfer.progress import NO_PROGRESS, Progress  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from tests.support.kv_server_process import LAYERS, OwnerProcess, caches  # noqa: E402
 from tests.support.slow_prefill import (  # noqa: E402
@@ -35,9 +40,9 @@ def prefill() -> Iterator[PrefillRank]:
     made.owner.close()
 
 
-@pytest.fixture(params=[Way.SHARED_MEMORY, Way.GLOO])
+@pytest.fixture(params=[Transport.SHARED_MEMORY, Transport.GLOO])
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
-    made = Decode(Way(request.param))
+    made = Decode(Transport(request.param))
     yield made
     made.close()
 
@@ -96,7 +101,7 @@ def test_waiting_for_one_prompt_keeps_no_other_of_the_same_owner_waiting(
     following = decode.follow(prefill.hand_off())
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.tensors[0][12] = 77
-    prefill.holds.hold("other", Held(2, "o", (12,)))
+    prefill.holds.grant("other", FinishedPrefill(2, "o", (12,)))
     other = prefill.hand_off(request_id="other", epoch=2, prompt_digest="o")
     assert decode.readers[0].pull(other, "o", 0, (13,))
     assert decode.tensors[0][0][13, 0, 0, 0] == 77
@@ -112,10 +117,10 @@ def test_a_prefill_that_is_given_up_is_refused_whenever_that_comes(
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.compute(Progress(2, 2, 0))
     assert prefill.asked.acquire(timeout=BOUND_S)
-    prefill.holds.give_up("theirs")
-    assert reason(following) is Reason.NOT_HELD
+    prefill.holds.cancel("theirs")
+    assert reason(following) is RefusalReason.NOT_HELD
     # The same request computed anew is another hold, which nobody is told to be the first.
-    assert reason(decode.follow(prefill.hand_off())) is Reason.NOT_HELD
+    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.NOT_HELD
     assert prefill.holds.take_freed() == set()
 
 
@@ -125,32 +130,32 @@ def test_what_is_given_up_between_the_last_byte_and_the_last_word_is_void(
     release = prefill.holds.release
 
     def late(request_id: str, epoch: int) -> bool:
-        prefill.holds.give_up(request_id)
+        prefill.holds.cancel(request_id)
         return release(request_id, epoch)
 
     monkeypatch.setattr(prefill.holds, "release", late)
     prefill.begin()
     prefill.compute(WHOLE)
-    assert reason(decode.follow(prefill.hand_off())) is Reason.LAPSED
+    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.LAPSED
 
 
 def test_kv_of_another_prompt_or_boot_is_refused(prefill: PrefillRank, decode: Decode) -> None:
     prefill.begin()
     prefill.compute(WHOLE)
-    assert reason(decode.follow(prefill.hand_off(boot_id="before"))) is Reason.BOOT
-    following = decode.pool.submit(decode.followers[0].follow, prefill.hand_off(), "other", 0, HERE)
-    assert reason(following) is Reason.PROMPT
+    assert reason(decode.follow(prefill.hand_off(boot_id="before"))) is RefusalReason.BOOT
+    following = decode.pool.submit(decode.followers[0].pull, prefill.hand_off(), "other", 0, HERE)
+    assert reason(following) is RefusalReason.PROMPT
 
 
 def test_a_prefill_that_never_comes_or_never_ends_is_waited_for_within_bounds(
     prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_APPEAR_S", 0.05)
-    assert reason(decode.follow(prefill.hand_off())) is Reason.NOT_HELD
+    monkeypatch.setattr(server, "_PREFILL_WAIT_S", 0.05)
+    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.NOT_HELD
     prefill.begin()
-    hasty = layerwise_client.Follower(decode.readers[0], patience_s=0.01)
-    following = decode.pool.submit(hasty.follow, prefill.hand_off(), DIGEST, 0, HERE)
-    assert reason(following) is Reason.TIME_OUT
+    hasty = layerwise_client.LayerwiseClient(decode.readers[0], timeout_s=0.01)
+    following = decode.pool.submit(hasty.pull, prefill.hand_off(), DIGEST, 0, HERE)
+    assert reason(following) is RefusalReason.TIME_OUT
 
 
 def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
@@ -161,9 +166,9 @@ def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.compute(Progress(1, 1, 0))
     assert prefill.asked.acquire(timeout=BOUND_S)
-    assert reason(decode.follow(prefill.hand_off())) is Reason.BUSY
+    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.BUSY
     prefill.compute(Progress(0, 0, 0))  # What no prefill says.
-    assert reason(following) is Reason.MALFORMED
+    assert reason(following) is RefusalReason.MALFORMED
     prefill.end()
     deadline = time.monotonic() + BOUND_S
     while not (freed := prefill.holds.take_freed()):
@@ -180,16 +185,16 @@ def test_a_name_that_is_declined_before_its_prefill_comes_is_freed_at_its_end(
     prefill.compute(WHOLE)
     prefill.end()
     assert prefill.holds.take_freed() == {"theirs"}
-    assert prefill.holds.num_held == 0
+    assert prefill.holds.num_leased == 0
 
 
 def test_bytes_that_changed_on_their_way_are_refused(
     prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "checksums", lambda *told: (1, 2, 3, 4))
+    monkeypatch.setattr(server, "compute_checksums", lambda *told: (1, 2, 3, 4))
     prefill.begin()
     prefill.compute(WHOLE)
-    assert reason(decode.follow(prefill.hand_off())) is Reason.CHECKSUM
+    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.CHECKSUM
 
 
 def test_an_owner_that_dies_is_noticed(decode: Decode) -> None:
@@ -198,12 +203,12 @@ def test_an_owner_that_dies_is_noticed(decode: Decode) -> None:
     process.tell("begin", id="theirs", digest=DIGEST, num_blocks=4, name="name")
     following = decode.follow(hand_off)
     process.tell("die")
-    assert reason(following) is Reason.LOST
+    assert reason(following) is RefusalReason.PEER_LOST
     process.end()
 
 
-def hand_off_of(process: OwnerProcess) -> HandOff:
-    return HandOff(process.boot_id, "name", 0, "", 0, (("127.0.0.1", process.port),))
+def hand_off_of(process: OwnerProcess) -> Handoff:
+    return Handoff(process.boot_id, "name", 0, "", 0, (("127.0.0.1", process.port),))
 
 
 class Recorded:
@@ -217,13 +222,19 @@ class Recorded:
 
 
 def test_nothing_is_announced_before_the_gpu_has_computed_it() -> None:
-    holds = Holds(BOUND_S, BOUND_S)
-    holds.begin("theirs", Begun(1, DIGEST, 4, "name"))
+    holds = BlockLeases(BOUND_S, BOUND_S)
+    holds.begin_prefill("theirs", PrefillInProgress(1, DIGEST, 4, "name"))
     computed = Recorded()
-    holds.grow("theirs", THERE, WHOLE, computed)
+    holds.update_progress("theirs", THERE, WHOLE, computed)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(
-            holds.follow, Visitor("boot-d", 0, 1), "name", DIGEST, NOTHING, BOUND_S, again=False
+            holds.wait_for_progress,
+            ConsumerRank("boot-d", 0, 1),
+            "name",
+            DIGEST,
+            NO_PROGRESS,
+            BOUND_S,
+            again=False,
         )
         assert not told.done()
         computed.reached.set()

@@ -1,10 +1,10 @@
 """Leases of held blocks."""
 
-from cleave_worker.transfer.leases import Leases
+from cleave_worker.transfer.leases import LeaseTable
 
 
 def test_a_lease_ends_when_its_time_is_over() -> None:
-    leases = Leases(30)
+    leases = LeaseTable(30)
     leases.grant("a", now=0)
     leases.grant("b", now=5)
     assert leases.next_expiry == 30
@@ -14,7 +14,7 @@ def test_a_lease_ends_when_its_time_is_over() -> None:
 
 
 def test_a_heartbeat_extends_by_two_thirds_and_never_shortens() -> None:
-    leases = Leases(30)
+    leases = LeaseTable(30)
     leases.grant("a", now=0)
     leases.extend("a", now=5)
     assert leases.next_expiry == 30
@@ -23,7 +23,7 @@ def test_a_heartbeat_extends_by_two_thirds_and_never_shortens() -> None:
 
 
 def test_an_ended_lease_ends_once_and_cannot_be_extended() -> None:
-    leases = Leases(30)
+    leases = LeaseTable(30)
     leases.grant("a", now=0)
     assert leases.end("a")
     assert not leases.end("a")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave_worker.transfer.progress import NOTHING, Piece, Progress, missing
+from cleave_worker.transfer.progress import NO_PROGRESS, KvChunk, Progress, find_missing_chunks
 
 PLANES = 4
 
@@ -12,7 +12,7 @@ PLANES = 4
 @st.composite
 def prefills(draw: st.DrawFn) -> list[Progress]:
     """What an owner announces: steps that end at some block, layer by layer or at once."""
-    told, blocks = [NOTHING], 0
+    told, blocks = [NO_PROGRESS], 0
     for size in draw(st.lists(st.integers(0, 5), min_size=1, max_size=5)):
         if draw(st.booleans()):
             told += [Progress(blocks, blocks + size, planes) for planes in range(1, PLANES + 1)]
@@ -26,17 +26,17 @@ def test_each_plane_of_each_block_is_moved_once_and_only_when_it_is_final(
     told: list[Progress], first_plane: int, count: int, data: st.DataObject
 ) -> None:
     count = min(count, PLANES - first_plane)
-    total = told[-1].blocks
+    total = told[-1].blocks_done
     first = data.draw(st.integers(0, total))
     heard = [one for one in told[:-1] if data.draw(st.booleans())] + told[-1:]
     have, moved = Progress(first, first, 0), []
     for one in heard:
-        now = one.within(first, total).of_planes(first_plane, count)
-        for piece in missing(have, now, count):
+        now = one.clip_blocks(first, total).clip_layers(first_plane, count)
+        for piece in find_missing_chunks(have, now, count):
             for block in range(piece.first_block, piece.first_block + piece.num_blocks):
-                for plane in range(piece.first_plane, piece.first_plane + piece.num_planes):
-                    assert block < one.blocks or (
-                        block < one.coming and first_plane + plane < one.planes
+                for plane in range(piece.first_layer, piece.first_layer + piece.num_layers):
+                    assert block < one.blocks_done or (
+                        block < one.blocks_started and first_plane + plane < one.layers_done
                     )
                     moved.append((block, plane))
         have = now
@@ -46,14 +46,14 @@ def test_each_plane_of_each_block_is_moved_once_and_only_when_it_is_final(
 
 
 def test_a_reader_that_was_slow_asks_for_few_large_pieces() -> None:
-    assert missing(Progress(2, 6, 1), Progress(9, 12, 3), PLANES) == [
-        Piece(2, 4, 1, 3),
-        Piece(6, 3, 0, 4),
-        Piece(9, 3, 0, 3),
+    assert find_missing_chunks(Progress(2, 6, 1), Progress(9, 12, 3), PLANES) == [
+        KvChunk(2, 4, 1, 3),
+        KvChunk(6, 3, 0, 4),
+        KvChunk(9, 3, 0, 3),
     ]
 
 
 @pytest.mark.parametrize("now", [Progress(1, 1, 0), Progress(4, 6, 0), Progress(2, 6, 1)])
 def test_what_no_prefill_announces_is_refused(now: Progress) -> None:
     with pytest.raises(ValueError, match="does not follow"):
-        missing(Progress(2, 6, 2), now, PLANES)
+        find_missing_chunks(Progress(2, 6, 2), now, PLANES)

@@ -5,14 +5,19 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave_worker.transfer.block_leases import Begun, Held, Holds, Visitor
+from cleave_worker.transfer.block_leases import (
+    BlockLeases,
+    ConsumerRank,
+    FinishedPrefill,
+    PrefillInProgress,
+)
 from cleave_worker.transfer.handoff import RefusedError
-from cleave_worker.transfer.progress import NOTHING, Progress
-from cleave_worker.transfer.rank_barrier import Turns
+from cleave_worker.transfer.progress import NO_PROGRESS, Progress
+from cleave_worker.transfer.rank_barrier import RankBarrier
 
 LONG_S = 60.0
 BLOCKS = (3, 9)
-RANKS = [Visitor("boot-d", rank, 2) for rank in range(2)]
+RANKS = [ConsumerRank("boot-d", rank, 2) for rank in range(2)]
 EVENTS = st.sampled_from(
     ["whole", "end", "give up", *((do, one) for do in ("ask", "release", "leave") for one in RANKS)]
 )
@@ -22,30 +27,30 @@ EVENTS = st.sampled_from(
 class Course:
     """What has happened, and what must be true then."""
 
-    holds: Holds = field(default_factory=lambda: Holds(LONG_S, LONG_S))
+    holds: BlockLeases = field(default_factory=lambda: BlockLeases(LONG_S, LONG_S))
     is_whole: bool = False
     has_ended: bool = False
     is_gone: bool = False
-    asked: set[Visitor] = field(default_factory=set)
-    done: set[Visitor] = field(default_factory=set)
+    asked: set[ConsumerRank] = field(default_factory=set)
+    done: set[ConsumerRank] = field(default_factory=set)
     has_left: bool = False
     freed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.holds)
-        self.holds.begin("theirs", Begun(1, "d", len(BLOCKS), "name"))
+        self.turns = RankBarrier(self.holds)
+        self.holds.begin_prefill("theirs", PrefillInProgress(1, "d", len(BLOCKS), "name"))
 
-    def happens(self, event: str | tuple[str, Visitor]) -> None:
+    def happens(self, event: str | tuple[str, ConsumerRank]) -> None:
         match event:
             case "whole" if not self.is_gone:
                 self.is_whole = True
-                self.holds.grow("theirs", BLOCKS, Progress(2, 2, 0))
+                self.holds.update_progress("theirs", BLOCKS, Progress(2, 2, 0))
             case "end" if self.is_whole and not self.is_gone and not self.has_ended:
                 self.has_ended = True
-                self.holds.hold("theirs", Held(1, "d", BLOCKS))
+                self.holds.grant("theirs", FinishedPrefill(1, "d", BLOCKS))
             case "give up" if not self.has_ended:
                 self.is_gone = True
-                self.holds.give_up("theirs")
+                self.holds.cancel("theirs")
             case ("ask", rank) if rank not in self.done:
                 self.ask(rank)
             case ("release", rank) if rank in self.asked - self.done:
@@ -59,10 +64,10 @@ class Course:
         self.freed += self.holds.take_freed()
         assert not self.freed or (self.freed == ["theirs"] and self.has_ended)
 
-    def ask(self, rank: Visitor) -> None:
+    def ask(self, rank: ConsumerRank) -> None:
         again = rank in self.asked
         try:
-            self.holds.follow(rank, "name", "d", NOTHING, 0.0, again=again)
+            self.holds.wait_for_progress(rank, "name", "d", NO_PROGRESS, 0.0, is_repeat=again)
         except RefusedError:
             assert not self.is_there
         else:
@@ -76,7 +81,7 @@ class Course:
 
 @given(st.lists(EVENTS, max_size=12))
 def test_blocks_are_freed_once_when_both_have_had_their_last_word_or_one_is_lost(
-    events: list[str | tuple[str, Visitor]],
+    events: list[str | tuple[str, ConsumerRank]],
 ) -> None:
     course = Course()
     for event in events:
@@ -86,4 +91,4 @@ def test_blocks_are_freed_once_when_both_have_had_their_last_word_or_one_is_lost
         course.happens(event)
     is_free = course.is_gone or course.has_left or course.done == set(RANKS)
     assert course.freed == (["theirs"] if is_free and not course.is_gone else [])
-    assert course.holds.num_held == (0 if is_free else 1)
+    assert course.holds.num_leased == (0 if is_free else 1)

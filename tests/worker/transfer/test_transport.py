@@ -7,10 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.memory import Memory, Move, Span  # noqa: E402
-from cleave_worker.transfer.transport import LinkError, Meter, Way  # noqa: E402
+from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy  # noqa: E402
+from cleave_worker.transfer.transport import BandwidthMeter, LinkError, Transport  # noqa: E402
 from cleave_worker.transfer.transports import torch_distributed  # noqa: E402
-from cleave_worker.transfer.transports.shared_memory import SharedMemory, SharedRegion, share  # noqa: E402
+from cleave_worker.transfer.transports.shared_memory import (  # noqa: E402
+    SharedMemoryLink,
+    SharedRegion,
+    share_memory,
+)
 
 HOST = "127.0.0.1"
 SIZE = 20 << 20
@@ -33,10 +37,12 @@ def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 def met(
     pool: concurrent.futures.ThreadPoolExecutor, one: Memory, other: Memory
-) -> tuple[torch_distributed.Group, torch_distributed.Group]:
-    meeting = torch_distributed.Meeting(HOST, BOUND_S)
-    entering = pool.submit(meeting.enter, one, Way.GLOO, HOST, BOUND_S)
-    joined = torch_distributed.join(other, Way.GLOO, (HOST, meeting.port), HOST, BOUND_S)
+) -> tuple[torch_distributed.ProcessGroupLink, torch_distributed.ProcessGroupLink]:
+    meeting = torch_distributed.Rendezvous(HOST, BOUND_S)
+    entering = pool.submit(meeting.create_link, one, Transport.GLOO, HOST, BOUND_S)
+    joined = torch_distributed.join_rendezvous(
+        other, Transport.GLOO, (HOST, meeting.port), HOST, BOUND_S
+    )
     return entering.result(BOUND_S), joined
 
 
@@ -44,28 +50,28 @@ def test_shared_memory_is_read_and_written_without_the_owner() -> None:
     theirs, ours = random_memory(), empty_memory()
     alias = theirs.regions[0][100:200]
     before = alias.clone()
-    link = SharedMemory(ours, share(theirs))
+    link = SharedMemoryLink(ours, share_memory(theirs))
     assert torch.equal(alias, before), "moving into shared memory keeps contents and views"
-    link.read([Move(Span(0, 100, 100), Span(0, 0, 100))], BOUND_S)
+    link.read([RangeCopy(ByteRange(0, 100, 100), ByteRange(0, 0, 100))], BOUND_S)
     assert torch.equal(ours.regions[0][:100], before)
-    link.write([Move(Span(0, 100, 100), Span(0, 500, 100))], BOUND_S)
+    link.write([RangeCopy(ByteRange(0, 100, 100), ByteRange(0, 500, 100))], BOUND_S)
     assert not alias.any()
     with pytest.raises(LinkError, match="region"):
-        link.read([Move(Span(0, SIZE, 1), Span(0, 0, 1))], BOUND_S)
+        link.read([RangeCopy(ByteRange(0, SIZE, 1), ByteRange(0, 0, 1))], BOUND_S)
     link.close()
 
 
 def test_a_file_that_took_the_place_of_another_is_not_mapped() -> None:
     memory = random_memory()
-    (region,) = share(memory)
-    other = SharedRegion(region.pid, region.file, region.device, region.inode + 1, region.size)
+    (region,) = share_memory(memory)
+    other = SharedRegion(region.pid, region.fd, region.device, region.inode + 1, region.size)
     with pytest.raises(LinkError, match="another file"):
-        SharedMemory(empty_memory(), [other])
+        SharedMemoryLink(empty_memory(), [other])
 
 
 def test_a_process_that_is_gone_cannot_be_mapped() -> None:
     with pytest.raises(LinkError, match="cannot be mapped"):
-        SharedMemory(empty_memory(), [SharedRegion(2**22 - 1, 3, 0, 0, 10)])
+        SharedMemoryLink(empty_memory(), [SharedRegion(2**22 - 1, 3, 0, 0, 10)])
 
 
 def test_a_group_moves_scattered_spans_larger_than_a_piece(
@@ -73,8 +79,8 @@ def test_a_group_moves_scattered_spans_larger_than_a_piece(
 ) -> None:
     source, target = random_memory(), empty_memory()
     sender, receiver = met(pool, source, target)
-    there = [Span(0, 5, 10 << 20), Span(0, 15 << 20, 3), Span(0, 1, 2)]
-    here = [Span(0, 7, 5), Span(0, 100, 10 << 20)]
+    there = [ByteRange(0, 5, 10 << 20), ByteRange(0, 15 << 20, 3), ByteRange(0, 1, 2)]
+    here = [ByteRange(0, 7, 5), ByteRange(0, 100, 10 << 20)]
     for _ in range(2):
         sending = pool.submit(sender.send, there, BOUND_S)
         receiver.receive(here, BOUND_S)
@@ -88,14 +94,14 @@ def test_groups_of_different_pairs_do_not_wait_for_each_other(
 ) -> None:
     source, target = random_memory(), empty_memory()
     late, idle = met(pool, source, target)
-    waiting = pool.submit(idle.receive, [Span(0, 0, 10)], BOUND_S)
+    waiting = pool.submit(idle.receive, [ByteRange(0, 0, 10)], BOUND_S)
     sender, receiver = met(pool, source, target)
-    sending = pool.submit(sender.send, [Span(0, 50, 10)], BOUND_S)
-    receiver.receive([Span(0, 50, 10)], BOUND_S)
+    sending = pool.submit(sender.send, [ByteRange(0, 50, 10)], BOUND_S)
+    receiver.receive([ByteRange(0, 50, 10)], BOUND_S)
     sending.result(BOUND_S)
     assert not waiting.done()
     sender.close()
-    late.send([Span(0, 0, 10)], BOUND_S)
+    late.send([ByteRange(0, 0, 10)], BOUND_S)
     waiting.result(BOUND_S)
 
 
@@ -105,30 +111,30 @@ def test_a_peer_that_sends_too_late_is_an_error_and_touches_nothing_any_more(
     source, target = random_memory(), empty_memory()
     sender, receiver = met(pool, source, target)
     with pytest.raises(LinkError, match="receiving failed"):
-        receiver.receive([Span(0, 0, 100)], 0.2)
+        receiver.receive([ByteRange(0, 0, 100)], 0.2)
     with pytest.raises(LinkError):
-        sender.send([Span(0, 0, SIZE)], BOUND_S)
+        sender.send([ByteRange(0, 0, SIZE)], BOUND_S)
     assert not target.regions[0].any()
 
 
 def test_less_than_expected_is_an_error(pool: concurrent.futures.ThreadPoolExecutor) -> None:
     sender, receiver = met(pool, random_memory(), target := empty_memory())
-    sending = pool.submit(sender.send, [Span(0, 0, 50)], BOUND_S)
+    sending = pool.submit(sender.send, [ByteRange(0, 0, 50)], BOUND_S)
     with pytest.raises(LinkError):
-        receiver.receive([Span(0, 0, 9 << 20)], 1.0)
+        receiver.receive([ByteRange(0, 0, 9 << 20)], 1.0)
     assert not target.regions[0].any()
     sender.close()
     sending.exception(BOUND_S)
 
 
 def test_nobody_at_the_meeting_is_an_error_within_the_bound() -> None:
-    meeting = torch_distributed.Meeting(HOST, 0.5)
+    meeting = torch_distributed.Rendezvous(HOST, 0.5)
     with pytest.raises(LinkError, match="no gloo group"):
-        meeting.enter(empty_memory(), Way.GLOO, HOST, 0.5)
+        meeting.create_link(empty_memory(), Transport.GLOO, HOST, 0.5)
 
 
 def test_only_transfers_that_end_well_are_measured() -> None:
-    meter = Meter()
+    meter = BandwidthMeter()
     assert meter.bytes_per_s == 0
     with meter.measure(1000):
         pass

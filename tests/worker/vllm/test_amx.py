@@ -51,6 +51,6 @@ def test_a_refusal_is_told(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: lent)
     with caplog.at_level(logging.WARNING, logger=amx.__name__):
-        amx.ask_for_tiles()
+        amx.enable_amx()
     assert len(caplog.records) == lines
     assert "SIGILL" in caplog.text or lent

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from cleave.shm.load_page import ENV
-from cleave_worker.vllm.cpu_affinity import keep_own_cores, restrict
+from cleave_worker.vllm.cpu_affinity import restrict_cpu_topology, restrict_nodes
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from cleave_worker.vllm.cpu_affinity import keep_own_cores, restrict
 def test_only_own_cores_remain(
     nodes: list[list[int]], own: set[int], kept: list[list[int]]
 ) -> None:
-    assert restrict(nodes, own) == kept
+    assert restrict_nodes(nodes, own) == kept
 
 
 def test_vllm_itself_sees_own_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_vllm_itself_sees_own_cores_only(monkeypatch: pytest.MonkeyPatch) -> Non
     core = min(affinity)
     os.sched_setaffinity(0, {core})
     try:
-        keep_own_cores()
+        restrict_cpu_topology()
         assert cpu.CpuPlatform.discover_numa_topology() == [[core]]
     finally:
         os.sched_setaffinity(0, affinity)
@@ -44,5 +44,5 @@ def test_an_engine_without_an_agent_is_left_alone(monkeypatch: pytest.MonkeyPatc
     cpu = pytest.importorskip("vllm.platforms.cpu")
     before = cpu.CpuPlatform.discover_numa_topology
     monkeypatch.delenv(ENV, raising=False)
-    keep_own_cores()
+    restrict_cpu_topology()
     assert cpu.CpuPlatform.discover_numa_topology == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.launch import Boot, launch
+from cleave_worker.agent.launch import Boot, build_engine_launch
 
 CHOICES = Path(__file__).parents[2] / "support" / "vllm_cuda_choices.py"
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -32,7 +32,7 @@ def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
         engine="vllm",
         host="127.0.0.1",
     )
-    told = launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
+    told = build_engine_launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
     arguments = told.argv[told.argv.index(MODULE) + 1 :]
     done = subprocess.run(
         [sys.executable, CHOICES, *arguments],

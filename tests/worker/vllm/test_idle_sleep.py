@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 
 from cleave.shm.load_page import ENV
-from cleave_worker.vllm.idle_sleep import POLL_US, WAIT_S, sleep_while_waiting
+from cleave_worker.vllm.idle_sleep import MESSAGE_POLL_S, NIXL_POLL_US, sleep_while_waiting
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_looks_for_a_message_are_apart(cpu: ModuleType, monkeypatch: pytest.Monk
     slept: list[float] = []
     monkeypatch.setattr("cleave_worker.vllm.idle_sleep.time.sleep", slept.append)
     cpu.sched_yield()
-    assert slept == [WAIT_S]
+    assert slept == [MESSAGE_POLL_S]
 
 
 def test_progress_threads_of_transfers_sleep_between_events(
@@ -39,7 +39,7 @@ def test_progress_threads_of_transfers_sleep_between_events(
     config = api.nixlBind.nixlAgentConfig()
     config.pthrDelay = 0
     config.useProgThread = True
-    assert (config.pthrDelay, config.useProgThread) == (POLL_US, True)
+    assert (config.pthrDelay, config.useProgThread) == (NIXL_POLL_US, True)
 
 
 def test_an_engine_without_an_agent_is_left_alone(

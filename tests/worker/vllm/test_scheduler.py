@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
-from cleave_worker.scheduling.config import Terms
-from cleave_worker.scheduling.config_page import ENV, TermsPage
+from cleave.policy.prompt_order import PrefillOrder
+from cleave_worker.scheduling.config import RoleSchedulingConfig
+from cleave_worker.scheduling.config_page import ENV, SchedulingPage
 
 pytestmark = [
     pytest.mark.vllm,
@@ -107,13 +107,13 @@ def run(scheduler: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("order", "names"),
-    [(Order.FCFS, "abcde"), (Order.SJF, "bcaed"), (Order.LJF, "acbde")],
+    [(PrefillOrder.FCFS, "abcde"), (PrefillOrder.SJF, "bcaed"), (PrefillOrder.LJF, "acbde")],
 )
 def test_prompts_start_in_the_order_of_the_terms_a_batch_at_a_time(
-    make: Make, order: Order, names: str
+    make: Make, order: PrefillOrder, names: str
 ) -> None:
     scheduler = make(seqs=1)
-    scheduler.follow(Terms(order, prefill_sched_batch=3))
+    scheduler.follow(RoleSchedulingConfig(order, prefill_sched_batch=3))
     for name, length in zip("abcde", (50, 10, 30, 20, 15), strict=True):
         add(scheduler, name, length)
     assert "".join(run(scheduler)) == names
@@ -121,7 +121,7 @@ def test_prompts_start_in_the_order_of_the_terms_a_batch_at_a_time(
 
 def test_prompts_that_come_while_no_seat_is_free_are_sorted_together(make: Make) -> None:
     scheduler = make(seqs=1)
-    scheduler.follow(Terms(Order.SJF))
+    scheduler.follow(RoleSchedulingConfig(PrefillOrder.SJF))
     add(scheduler, "first", 20, max_tokens=20)
     for name, length in zip("abc", (50, 10, 30), strict=True):
         step(scheduler)
@@ -135,21 +135,21 @@ def test_a_pass_keeps_to_the_terms_but_never_above_what_the_engine_was_started_w
     scheduler = make()
     for name in "abcdefghijkl":
         add(scheduler, name, 20)
-    scheduler.follow(Terms(max_num_batched_tokens=40, max_num_seqs=2))
+    scheduler.follow(RoleSchedulingConfig(max_num_batched_tokens=40, max_num_seqs=2))
     assert step(scheduler) == {"a": 20, "b": 20}
-    scheduler.follow(Terms(max_num_batched_tokens=10_000, max_num_seqs=10_000))
+    scheduler.follow(RoleSchedulingConfig(max_num_batched_tokens=10_000, max_num_seqs=10_000))
     assert sum(step(scheduler).values()) == 64
     run(scheduler)
 
 
 def test_a_long_prompt_leaves_room_for_those_who_wait(make: Make) -> None:
     scheduler = make()
-    scheduler.follow(Terms(long_prefill_token_threshold=16))
+    scheduler.follow(RoleSchedulingConfig(long_prefill_token_threshold=16))
     add(scheduler, "a", 200)
     assert step(scheduler) == {"a": 64}
     add(scheduler, "b", 30)
     assert step(scheduler) == {"a": 16, "b": 16}
-    scheduler.follow(Terms())
+    scheduler.follow(RoleSchedulingConfig())
     assert step(scheduler) == {"a": 64}
     run(scheduler)
 
@@ -159,7 +159,7 @@ def test_reserving_admission_prevents_preemption(make: Make) -> None:
     for admission in Admission:
         # 12 blocks of 16; each request holds 48 at its end.
         scheduler = make(num_blocks=13)
-        scheduler.follow(Terms(admission=admission))
+        scheduler.follow(RoleSchedulingConfig(admission=admission))
         everybody = []
         for name in "abcdefgh":
             everybody.append(add(scheduler, name, 8, max_tokens=40))
@@ -174,7 +174,7 @@ def test_answers_that_end_early_are_learnt_from(make: Make) -> None:
 
     # Told to end at 400, they end after two tokens.
     scheduler = make(num_blocks=41)
-    scheduler.follow(Terms(admission=Admission.RESERVE_STATIC))
+    scheduler.follow(RoleSchedulingConfig(admission=Admission.RESERVE_STATIC))
     for turn in range(40):
         add(scheduler, str(turn), 100, max_tokens=400)
         step(scheduler)
@@ -192,7 +192,7 @@ def test_answers_that_end_early_are_learnt_from(make: Make) -> None:
 def test_who_was_preempted_often_is_spared(make: Make) -> None:
     def preempted(limit: int) -> list[int]:
         scheduler = make(num_blocks=40)
-        scheduler.follow(Terms(preemption_limit=limit))
+        scheduler.follow(RoleSchedulingConfig(preemption_limit=limit))
         named = enumerate("abcd")
         everybody = [add(scheduler, name, 8, max_tokens=200 + 30 * n) for n, name in named]
         run(scheduler)
@@ -206,7 +206,7 @@ def test_requests_that_leave_the_queue_leave_it_in_order(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = make(seqs=1)
-    scheduler.follow(Terms(Order.SJF, prefill_sched_batch=3))
+    scheduler.follow(RoleSchedulingConfig(PrefillOrder.SJF, prefill_sched_batch=3))
     for name, length in zip("abcde", (50, 10, 30, 20, 15), strict=True):
         add(scheduler, name, length)
     step(scheduler)
@@ -218,12 +218,12 @@ def test_the_page_is_looked_at_before_each_pass(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENV, str(tmp_path / "terms"))
-    with TermsPage(tmp_path / "terms") as agent:
-        agent.write(Terms(max_num_batched_tokens=8))
+    with SchedulingPage(tmp_path / "terms") as agent:
+        agent.write(RoleSchedulingConfig(max_num_batched_tokens=8))
         scheduler = make()
         add(scheduler, "a", 60)
         assert step(scheduler) == {"a": 8}
-        agent.write(Terms())
+        agent.write(RoleSchedulingConfig())
         assert step(scheduler) == {"a": 52}
 
 

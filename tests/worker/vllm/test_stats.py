@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cleave.shm.load_page import ENV, Load, LoadPage
+from cleave.shm.load_page import ENV, LoadPage, LoadSnapshot
 
 pytestmark = [
     pytest.mark.vllm,
@@ -100,7 +100,7 @@ def test_preemptions_are_counted_since_boot(stats: ModuleType, page: LoadPage) -
 def test_missing_statistics_leave_the_page_alone(stats: ModuleType, page: LoadPage) -> None:
     logger = stats.LoadPageStatLogger(CONFIG)
     logger.record(None, None)
-    assert page.read() == Load()
+    assert page.read() == LoadSnapshot()
 
 
 def test_vllm_without_an_agent_is_not_changed(

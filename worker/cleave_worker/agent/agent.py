@@ -11,27 +11,29 @@ from functools import partial
 
 from cleave_worker.agent import drain as draining
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.drain import Drained
-from cleave_worker.agent.instance import Instance
+from cleave_worker.agent.drain import DrainResult
+from cleave_worker.agent.instance import WorkerInstance
 from cleave_worker.agent.readiness import prove_role
 from cleave_worker.agent.service import AgentServer
-from cleave_worker.agent.supervisor import Supervisor
+from cleave_worker.agent.supervisor import EngineSupervisor
 
 _log = logging.getLogger(__name__)
-_ANSWER_SECONDS = 1.0
+_RPC_GRACE_SECONDS = 1.0
 
 
-class Agent:
+class WorkerAgent:
     """The parts of one worker process."""
 
     def __init__(self, config: AgentConfig, cores: tuple[int, ...], gpu: bool) -> None:
         self._config = config
-        self._instance = Instance(config)
-        self._supervisor = Supervisor(config, self._instance, cores, gpu)
+        self._instance = WorkerInstance(config)
+        self._supervisor = EngineSupervisor(config, self._instance, cores, gpu)
         verify_role = partial(prove_role, config, self._instance)
-        self._server = AgentServer(self._instance, self._drain_call, verify_role, config.address)
+        self._server = AgentServer(
+            self._instance, self._handle_drain_call, verify_role, config.address
+        )
         self._stopping = asyncio.Event()
-        self._drain: asyncio.Task[Drained] | None = None
+        self._drain: asyncio.Task[DrainResult] | None = None
 
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
@@ -62,28 +64,28 @@ class Agent:
             self._begin_drain(self._config.drain_timeout)
         else:
             _log.warning("second signal: ending at once")
-            self._supervisor.hurry()
+            self._supervisor.kill_engine()
             self._stopping.set()
 
-    async def _drain_call(self, seconds: float | None) -> Drained:
+    async def _handle_drain_call(self, seconds: float | None) -> DrainResult:
         limit = self._config.drain_timeout if seconds is None else seconds
         return await asyncio.shield(self._begin_drain(limit))
 
-    def _begin_drain(self, seconds: float) -> asyncio.Task[Drained]:
+    def _begin_drain(self, seconds: float) -> asyncio.Task[DrainResult]:
         if self._drain is None:
             _log.info("drains, at most %.0f s", seconds)
             self._instance.drain()
-            self._drain = asyncio.create_task(self._empty(seconds))
+            self._drain = asyncio.create_task(self._wait_until_empty(seconds))
             self._drain.add_done_callback(lambda _: self._stopping.set())
         return self._drain
 
-    async def _empty(self, seconds: float) -> Drained:
+    async def _wait_until_empty(self, seconds: float) -> DrainResult:
         timing = self._config.timing
         drained = await draining.drain(
-            lambda: self._instance.load, seconds, timing.quiet, timing.drain_poll
+            lambda: self._instance.load, seconds, timing.quiet_period, timing.drain_poll
         )
-        if not drained.empty:
-            _log.warning("drain timed out with %d unfinished requests", drained.num_left)
+        if not drained.is_empty:
+            _log.warning("drain timed out with %d unfinished requests", drained.num_remaining)
         return drained
 
     async def _end(self, supervising: "asyncio.Task[None]") -> None:
@@ -92,4 +94,4 @@ class Agent:
         supervising.cancel()
         await asyncio.wait({supervising})
         self._instance.end()
-        await self._server.stop(_ANSWER_SECONDS)
+        await self._server.stop(_RPC_GRACE_SECONDS)

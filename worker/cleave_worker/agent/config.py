@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from cleave import logs
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.scheduling.config import ROLES, Role, Terms, TermsError
+from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
 from cleave_worker.scheduling.config import parse as parse_terms
 
 CONNECTORS = ("nixl", "cleave")
 """Names of KV connectors in command lines."""
-PACES = {"push": "prompt", "perchunk": "chunk", "perlayer": "layer", "auto": "layer"}
+OVERLAPPED_TRANSFERS = {"push": "prompt", "perchunk": "chunk", "perlayer": "layer", "auto": "layer"}
 """Transfers that begin before the prefill has ended, and how much KV they announce at a time."""
-TRANSFERS = ("pull", *PACES)
+TRANSFER_MODES = ("pull", *OVERLAPPED_TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class AgentTiming:
     """All periods and time limits of the agent, in seconds."""
 
     start_timeout: float = 900.0
@@ -55,7 +55,7 @@ class Timing:
     verify_timeout: float = 30.0
     """Limit of each request of the KV test."""
     verify_delay_max: float = 30.0
-    quiet: float = 0.3
+    quiet_period: float = 0.3
     """How long the load page must show no work before a drain counts the engine as empty."""
     drain_poll: float = 0.05
 
@@ -87,7 +87,7 @@ class AgentConfig:
     pipeline_parallel_size: int = 1
     max_model_len: int = 0
     """In tokens; 0: the model's own."""
-    scheduling: Mapping[Role, Terms] = field(default_factory=dict)
+    scheduling: Mapping[Role, RoleSchedulingConfig] = field(default_factory=dict)
     """Configurations by role, applied while the engine has the role; empty: its defaults."""
     connector: str = "nixl"
     """`nixl` or `cleave`: the KV connector, unless the engine's arguments name one."""
@@ -96,7 +96,7 @@ class AgentConfig:
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()
-    timing: Timing = field(default_factory=Timing)
+    timing: AgentTiming = field(default_factory=AgentTiming)
 
     @property
     def address(self) -> str:
@@ -104,20 +104,20 @@ class AgentConfig:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def is_followed(self) -> bool:
+    def is_overlapped(self) -> bool:
         """Whether KV may be pulled while it is computed."""
-        return self.connector == "cleave" and self.transfer in PACES
+        return self.connector == "cleave" and self.transfer in OVERLAPPED_TRANSFERS
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Number of processes that hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConfig:
     """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
-    own, engine_args = _split(argv)
-    parser = _parser(env)
+    own, engine_args = _separate_engine_args(argv)
+    parser = _build_parser(env)
     options = parser.parse_args(own)
     name = options.name or env.get("CLEAVE_POD_NAME", "")
     if not name:
@@ -148,11 +148,11 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         drain_timeout=options.drain_timeout,
         log_format=options.log_format,
         engine_args=engine_args,
-        timing=Timing(start_timeout=options.start_timeout, peer_wait=options.peer_wait),
+        timing=AgentTiming(start_timeout=options.start_timeout, peer_wait=options.peer_wait),
     )
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def _separate_engine_args(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     arguments = list(argv)
     if "--" not in arguments:
         return arguments, ()
@@ -160,7 +160,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return arguments[:separator], tuple(arguments[separator + 1 :])
 
 
-def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
+def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cleave-worker",
         description="Runs one engine and reports its state to the control plane.",
@@ -177,8 +177,8 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", metavar="NAME", help="default: --model")
     parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
     parser.add_argument("--host", default=env.get("POD_IP", ""), help="default: $POD_IP")
-    parser.add_argument("--port", type=_port, default=9000)
-    parser.add_argument("--engine-port", type=_port, default=0, help="0: a free one")
+    parser.add_argument("--port", type=_parse_port, default=9000)
+    parser.add_argument("--engine-port", type=_parse_port, default=0, help="0: a free one")
     parser.add_argument("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
     parser.add_argument("--cell", default="", help="co-location group with fast KV transfers")
     parser.add_argument("--cores", default="auto", help="auto, none or a list: 0,2-3")
@@ -187,49 +187,52 @@ def _parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         action="store_true",
         default=env.get("CLEAVE_ALLOW_SHARED_CORES", "") in ("1", "true"),
     )
-    parser.add_argument("--tensor-parallel-size", type=_count, default=1)
-    parser.add_argument("--pipeline-parallel-size", type=_count, default=1)
-    parser.add_argument("--max-model-len", type=_count, default=0, metavar="TOKENS")
+    parser.add_argument("--tensor-parallel-size", type=_parse_count, default=1)
+    parser.add_argument("--pipeline-parallel-size", type=_parse_count, default=1)
+    parser.add_argument("--max-model-len", type=_parse_count, default=0, metavar="TOKENS")
     parser.add_argument(
-        "--scheduling", type=_terms, metavar="JSON", help="scheduling of the engine, by role"
+        "--scheduling",
+        type=_parse_scheduling,
+        metavar="JSON",
+        help="scheduling of the engine, by role",
     )
     parser.add_argument("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
     parser.add_argument(
         "--transfer",
-        choices=TRANSFERS,
-        default=TRANSFERS[0],
+        choices=TRANSFER_MODES,
+        default=TRANSFER_MODES[0],
         help="when connector cleave transfers KV: after the prefill, or during it; auto: as the "
         "gateway decides",
     )
-    parser.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="SECONDS")
-    parser.add_argument("--start-timeout", type=_seconds, default=900.0, metavar="SECONDS")
-    parser.add_argument("--peer-wait", type=_seconds, default=20.0, metavar="SECONDS")
+    parser.add_argument("--drain-timeout", type=_parse_seconds, default=30.0, metavar="SECONDS")
+    parser.add_argument("--start-timeout", type=_parse_seconds, default=900.0, metavar="SECONDS")
+    parser.add_argument("--peer-wait", type=_parse_seconds, default=20.0, metavar="SECONDS")
     logs.add_option(parser, env=env)
     return parser
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     port = int(text)
     if not 0 <= port < 65536:
         raise argparse.ArgumentTypeError(f"{text} is not a port")
     return port
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     count = int(text)
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return count
 
 
-def _terms(text: str) -> dict[Role, Terms]:
+def _parse_scheduling(text: str) -> dict[Role, RoleSchedulingConfig]:
     try:
         return parse_terms(text)
-    except TermsError as error:
+    except SchedulingConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")

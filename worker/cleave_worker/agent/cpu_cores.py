@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.shm.core_locks import lock_file
+from cleave.shm.core_locks import get_lock_file
 
 Cores = frozenset[int]
 
@@ -22,7 +22,7 @@ class CoresError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CoreRequest:
     """Cores to lock: all of `cores`, or any `count` free ones of them."""
 
     cores: tuple[int, ...]
@@ -44,28 +44,30 @@ def parse(text: str) -> tuple[int, ...]:
     return tuple(sorted(cores))
 
 
-def wish(option: str, affinity: Cores, online: Cores, pinned_by_default: bool, ranks: int) -> Wish:
+def plan_cores(
+    option: str, affinity: Cores, online: Cores, pinned_by_default: bool, num_ranks: int
+) -> CoreRequest:
     """Translate `--cores option` to cores on this machine; no cores mean: do not pin.
 
     An affinity smaller than the machine was set by a static CPU manager: all of its cores are ours.
     Otherwise an engine that is pinned by default gets one free core per rank.
     """
     if option == "none":
-        return Wish(())
+        return CoreRequest(())
     if option != "auto":
         cores = parse(option)
         absent = sorted(set(cores) - affinity)
         if absent:
             raise CoresError(f"--cores {option}: this process may not use core {absent[0]}")
-        return Wish(cores)
+        return CoreRequest(cores)
     if not pinned_by_default:
-        return Wish(())
+        return CoreRequest(())
     if affinity < online:
-        return Wish(tuple(sorted(affinity)))
-    return Wish(tuple(sorted(affinity)), count=ranks)
+        return CoreRequest(tuple(sorted(affinity)))
+    return CoreRequest(tuple(sorted(affinity)), count=num_ranks)
 
 
-def omp_binding(cores: Sequence[int], ranks: int) -> str:
+def build_omp_binding(cores: Sequence[int], ranks: int) -> str:
     """Return VLLM_CPU_OMP_THREADS_BIND: equal parts of `cores`, one per rank, joined by `|`.
 
     Raises CoresError when there are fewer cores than ranks.
@@ -77,7 +79,7 @@ def omp_binding(cores: Sequence[int], ranks: int) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
-def online() -> Cores:
+def list_online_cores() -> Cores:
     """Return the cores of this machine, including those that this process may not use."""
     try:
         return frozenset(parse(Path("/sys/devices/system/cpu/online").read_text().strip()))
@@ -89,15 +91,15 @@ class CoreLocks:
     """Locks on cores, until they are released or the process ends."""
 
     def __init__(self, folder: Path, owner: str) -> None:
-        self._where = folder
+        self._folder = folder
         self._owner = owner
-        self._held: dict[int, int] = {}
+        self._descriptors: dict[int, int] = {}
 
-    def take(self, request: Wish, allow_shared: bool) -> tuple[int, ...]:
+    def acquire(self, request: CoreRequest, allow_shared: bool) -> tuple[int, ...]:
         """Lock the cores of a request in order. Raises CoresError when one is taken."""
         if request.count is None:
-            return self._take_all(request.cores, allow_shared)
-        free = self._take_some(request.cores, request.count)
+            return self._acquire_all(request.cores, allow_shared)
+        free = self._acquire_some(request.cores, request.count)
         if len(free) == request.count:
             return free
         if allow_shared:
@@ -106,26 +108,26 @@ class CoreLocks:
         self.release()
         raise CoresError(
             f"{request.count} free core(s) needed, {len(free)} available: "
-            f"{self._holders(request.cores)}; stop one or pass --allow-shared-cores"
+            f"{self._describe_holders(request.cores)}; stop one or pass --allow-shared-cores"
         )
 
     def release(self) -> None:
         """Unlock all cores."""
-        for descriptor in self._held.values():
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._held.clear()
+        self._descriptors.clear()
 
-    def _take_all(self, cores: tuple[int, ...], allow_shared: bool) -> tuple[int, ...]:
+    def _acquire_all(self, cores: tuple[int, ...], allow_shared: bool) -> tuple[int, ...]:
         for core in cores:
             if not self._lock(core) and not allow_shared:
                 self.release()
                 raise CoresError(
-                    f"{self._holders((core,))}; choose others with --cores X"
+                    f"{self._describe_holders((core,))}; choose others with --cores X"
                     " or pass --allow-shared-cores"
                 )
         return cores
 
-    def _take_some(self, cores: Iterable[int], count: int) -> tuple[int, ...]:
+    def _acquire_some(self, cores: Iterable[int], count: int) -> tuple[int, ...]:
         taken: list[int] = []
         for core in cores:
             if len(taken) == count:
@@ -145,16 +147,16 @@ class CoreLocks:
             raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {self._owner}\n".encode(), 0)
-        self._held[core] = descriptor
+        self._descriptors[core] = descriptor
         return True
 
     def _open(self, core: int) -> int:
-        path = lock_file(self._where, core)
+        path = get_lock_file(self._folder, core)
         try:
-            self._where.mkdir(parents=True, exist_ok=True)
-            if self._where.stat().st_uid == os.getuid():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._folder.stat().st_uid == os.getuid():
                 # Agents of other users lock here, too, and must not remove our files.
-                self._where.chmod(0o777 | stat.S_ISVTX)
+                self._folder.chmod(0o777 | stat.S_ISVTX)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except PermissionError:
             # protected_regular forbids O_CREAT on another user's file in a sticky folder.
@@ -163,12 +165,12 @@ class CoreLocks:
             os.fchmod(descriptor, 0o666)
         return descriptor
 
-    def _holders(self, cores: Iterable[int]) -> str:
-        return ", ".join(f"core {core} is held by {self._holder(core)}" for core in cores)
+    def _describe_holders(self, cores: Iterable[int]) -> str:
+        return ", ".join(f"core {core} is held by {self._describe_holder(core)}" for core in cores)
 
-    def _holder(self, core: int) -> str:
+    def _describe_holder(self, core: int) -> str:
         try:
-            pid, _, name = lock_file(self._where, core).read_text().strip().partition(" ")
+            pid, _, name = get_lock_file(self._folder, core).read_text().strip().partition(" ")
         except OSError:
             pid, name = "", ""
         return f"process {pid} ({name})" if pid else "a process of another user"

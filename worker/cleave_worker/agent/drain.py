@@ -13,24 +13,26 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cleave.shm.load_page import Load
+from cleave.shm.load_page import LoadSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class DrainResult:
     """How a drain ended."""
 
-    empty: bool
-    num_left: int
+    is_empty: bool
+    num_remaining: int
     """Requests still running or waiting at the time-out."""
 
 
-def is_idle(load: Load) -> bool:
+def is_idle(load: LoadSnapshot) -> bool:
     """Return whether ending the engine now loses no request and no leased KV."""
     return not load.num_running and not load.num_waiting and load.kv_cache_usage <= 0.0
 
 
-async def drain(read: Callable[[], Load], seconds: float, quiet: float, poll: float) -> Drained:
+async def drain(
+    read: Callable[[], LoadSnapshot], seconds: float, quiet: float, poll: float
+) -> DrainResult:
     """Wait until the engine has been idle for `quiet` seconds, at most `seconds`."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + seconds
@@ -42,7 +44,7 @@ async def drain(read: Callable[[], Load], seconds: float, quiet: float, poll: fl
         elif idle_since is None:
             idle_since = now
         if idle_since is not None and now - idle_since >= quiet:
-            return Drained(empty=True, num_left=0)
+            return DrainResult(is_empty=True, num_remaining=0)
         if now >= deadline:
-            return Drained(is_idle(load), load.num_running + load.num_waiting)
+            return DrainResult(is_idle(load), load.num_running + load.num_waiting)
         await asyncio.sleep(poll)

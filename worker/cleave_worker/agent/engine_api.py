@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from cleave_worker.agent import http
-from cleave_worker.agent.instance import EngineFacts
+from cleave_worker.agent.instance import ServedEngineInfo
 
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
 _PULLED_BYTES = re.compile(
@@ -21,28 +21,30 @@ _PULLED_TOKENS = re.compile(
     rb'^vllm:prompt_tokens_by_source_total\{.*\bsource="external_kv_transfer".*\} (\S+)$',
     re.MULTILINE,
 )
-_LOST = re.compile(
+_FAILURES = re.compile(
     rb"^(?:vllm:nixl_num_failed_transfers_total|cleave_kv_lost_total)\b.* (\S+)$", re.MULTILINE
 )
-_WAYS = re.compile(rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)$', re.MULTILINE)
+_BYTES_BY_TRANSPORT = re.compile(
+    rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)$', re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullCounters:
     """KV pulled from other engines since the engine started, summed over ranks."""
 
     num_bytes: float
     seconds: float
     num_tokens: float
     """Tokens of prompts that came with a handoff, whether or not its KV arrived."""
-    num_lost: float
+    num_failed: float
     """Failures. NixlConnector also counts failed handshakes and notifications. With either
     connector each rank counts its own failures."""
-    way: str = ""
+    transport: str = ""
     """The transport that carried most bytes; empty when the engine does not report it."""
 
 
-async def fault(url: str, seconds: float) -> str:
+async def check_health(url: str, seconds: float) -> str:
     """Return why the engine is unhealthy; empty when it is healthy."""
     try:
         answer = await http.request("GET", f"{url}/health", seconds=seconds)
@@ -51,16 +53,16 @@ async def fault(url: str, seconds: float) -> str:
     return "" if answer.status == 200 else f"/health answers {answer.status}"
 
 
-async def facts(url: str, engine: str, block_size: int, seconds: float) -> EngineFacts:
+async def fetch_info(url: str, engine: str, block_size: int, seconds: float) -> ServedEngineInfo:
     """Return what the engine serves; `block_size` is the default. Raises HttpError."""
-    models = await _json(f"{url}/v1/models", seconds)
-    version = (await _json(f"{url}/version", seconds)).get("version", "")
+    models = await _fetch_json(f"{url}/v1/models", seconds)
+    version = (await _fetch_json(f"{url}/version", seconds)).get("version", "")
     cards = models.get("data")
     served = cards if isinstance(cards, list) else []
     first = served[0] if served else {}
     metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
     match = _BLOCK_SIZE.search(metrics.body)
-    return EngineFacts(
+    return ServedEngineInfo(
         engine=f"{engine} {version}".strip() if engine == "vllm" else engine,
         max_model_len=int(first.get("max_model_len") or 0),
         kv_block_size=int(match.group(1)) if match else block_size,
@@ -69,7 +71,7 @@ async def facts(url: str, engine: str, block_size: int, seconds: float) -> Engin
     )
 
 
-async def pulled(url: str, seconds: float) -> Pulled | None:
+async def fetch_pull_counters(url: str, seconds: float) -> PullCounters | None:
     """Return the pull counters; None when the engine has none. Raises HttpError."""
     answer = await http.request("GET", f"{url}/metrics", seconds=seconds)
     if answer.status != 200:
@@ -77,18 +79,19 @@ async def pulled(url: str, seconds: float) -> Pulled | None:
     page = answer.body
     if not _PULLED_BYTES.search(page):
         return None
-    return Pulled(
+    return PullCounters(
         num_bytes=_sum(_PULLED_BYTES, page),
         seconds=_sum(_PULL_SECONDS, page),
         num_tokens=_sum(_PULLED_TOKENS, page),
-        num_lost=_sum(_LOST, page),
-        way=_way(page),
+        num_failed=_sum(_FAILURES, page),
+        transport=_find_main_transport(page),
     )
 
 
-def _way(metrics: bytes) -> str:
+def _find_main_transport(metrics: bytes) -> str:
     bytes_by_transport = [
-        (float(value), transport.decode()) for transport, value in _WAYS.findall(metrics)
+        (float(value), transport.decode())
+        for transport, value in _BYTES_BY_TRANSPORT.findall(metrics)
     ]
     num_bytes, transport = max(bytes_by_transport, default=(0.0, ""))
     return transport if num_bytes else ""
@@ -98,7 +101,7 @@ def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:
     return sum(float(value) for value in pattern.findall(metrics))
 
 
-async def _json(url: str, seconds: float) -> dict[str, object]:
+async def _fetch_json(url: str, seconds: float) -> dict[str, object]:
     answer = await http.request("GET", url, seconds=seconds)
     try:
         content = json.loads(answer.body)

@@ -19,14 +19,14 @@ _FAULT = re.compile(
     r"|\bdied unexpectedly\b|^[\w. ]+: error: "
 )
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|PWD|AUTH|CREDENTIAL", re.IGNORECASE)
-_FOLDERS = {"PWD", "OLDPWD"}
+_NOT_SECRET = {"PWD", "OLDPWD"}
 _SECRET_OPTION = re.compile(r"--[\w-]*(?:token|key|secret|password)", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^/\s]+@")
-_SHORTEST_SECRET = 6
+_MIN_SECRET_LENGTH = 6
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
-class LastWords:
+class ExitReason:
     """The reason why one engine ended, with secrets masked, as status and conditions show it."""
 
     def __init__(
@@ -40,18 +40,18 @@ class LastWords:
         values = [
             value
             for name, value in env.items()
-            if _SECRET.search(name) and name.upper() not in _FOLDERS
+            if _SECRET.search(name) and name.upper() not in _NOT_SECRET
         ]
-        secrets = {*values, *_option_values(argv)}
+        secrets = {*values, *_find_secret_values(argv)}
         # Longest first, as one may be the prefix of another.
         self._secrets = sorted(
-            (value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True
+            (value for value in secrets if len(value) >= _MIN_SECRET_LENGTH), key=len, reverse=True
         )
         self._last = self._fault = ""
         self._fault_at = -CASCADE_S
         self._chained = False
 
-    def hear(self, line: str) -> None:
+    def feed(self, line: str) -> None:
         """Read one line of output."""
         record = _RECORD.match(line)
         text = line[record.end() :] if record else line
@@ -68,7 +68,7 @@ class LastWords:
             self._fault, self._fault_at, self._chained = text, self._clock(), False
         self._last = text
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """Return the fatal error, else the last line; empty without output."""
         return self._fault if self._is_recent() else self._last
 
@@ -76,7 +76,7 @@ class LastWords:
         return self._clock() - self._fault_at < CASCADE_S
 
 
-def _option_values(argv: Sequence[str]) -> Iterator[str]:
+def _find_secret_values(argv: Sequence[str]) -> Iterator[str]:
     """Yield values of options with names like secrets; vLLM's --api-key takes several."""
     is_secret = False
     for argument in argv:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from cleave.rpc.http_client import HttpError, open_response
 
-__all__ = ["Answer", "HttpError", "request"]
+__all__ = ["EngineResponse", "HttpError", "request"]
 
 _BODY_LIMIT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineResponse:
     """Response of an engine."""
 
     status: int
@@ -31,7 +31,7 @@ async def request(
     *,
     seconds: float,
     headers: dict[str, str] | None = None,
-) -> Answer:
+) -> EngineResponse:
     """Send a request and read its response within `seconds`. Raises HttpError."""
     body = b"" if payload is None else json.dumps(payload).encode()
     fields = {"Content-Type": "application/json", **(headers or {})}
@@ -43,6 +43,6 @@ async def request(
         ):
             content = await response.read(_BODY_LIMIT)
             first_at = clock() if response.body_at is None else response.body_at
-            return Answer(response.status, content, (first_at - response.sent_at) * 1000)
+            return EngineResponse(response.status, content, (first_at - response.sent_at) * 1000)
     except TimeoutError:
         raise HttpError(f"no answer within {seconds:g} s") from None

@@ -11,52 +11,52 @@ from enum import Enum
 
 from cleave.rpc import role_epochs
 from cleave.rpc.v1 import agent_pb2
-from cleave.shm.load_page import Load, LoadPage
+from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.launch import max_adapters
+from cleave_worker.agent.launch import read_max_adapters
 from cleave_worker.scheduling import config as scheduling_config
-from cleave_worker.scheduling.config_page import TermsPage
+from cleave_worker.scheduling.config_page import SchedulingPage
 
 
-class RoleRefused(RuntimeError):  # noqa: N818
+class RoleChangeRefused(RuntimeError):  # noqa: N818
     """The role does not change; the message says why."""
 
 
-class StaleEpoch(RoleRefused):
+class StaleEpoch(RoleChangeRefused):
     """The command's epoch is not newer than the role's, or the instance drains."""
 
 
-class EpochLeap(RoleRefused):
+class EpochLeap(RoleChangeRefused):
     """The command's epoch is so far ahead that it would block valid commands for a long time."""
 
 
-class OtherBoot(RoleRefused):
+class BootMismatch(RoleChangeRefused):
     """The command was meant for an earlier boot of the engine."""
 
 
-class Flow(Enum):
+class KvDirection(Enum):
     """Direction in which an engine transfers KV."""
 
     OUT = "out"
     IN = "in"
 
     @property
-    def other(self) -> "Flow":
+    def opposite(self) -> "KvDirection":
         """The opposite direction."""
-        return Flow.IN if self is Flow.OUT else Flow.OUT
+        return KvDirection.IN if self is KvDirection.OUT else KvDirection.OUT
 
 
-def flow_of(role: "agent_pb2.Role.ValueType") -> Flow:
+def get_kv_direction(role: "agent_pb2.Role.ValueType") -> KvDirection:
     """Return the direction for disaggregated requests on an instance of this role.
 
     Mixed instances serve colocated requests, and decode those that a prefill instance has
     prefilled.
     """
-    return Flow.OUT if role == agent_pb2.ROLE_PREFILL else Flow.IN
+    return KvDirection.OUT if role == agent_pb2.ROLE_PREFILL else KvDirection.IN
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class ServedEngineInfo:
     """What an engine reports about itself."""
 
     engine: str
@@ -67,7 +67,7 @@ class EngineFacts:
     """LoRA adapters, by the names that clients use."""
 
 
-class Instance:
+class WorkerInstance:
     """State of one worker, as its agent sees it."""
 
     def __init__(self, config: AgentConfig) -> None:
@@ -86,14 +86,14 @@ class Instance:
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             max_model_len=config.max_model_len,
-            max_adapters=max_adapters(config),
-            ahead_from_tokens=int(config.is_followed and config.transfer != "auto"),
+            max_adapters=read_max_adapters(config),
+            ahead_from_tokens=int(config.is_overlapped and config.transfer != "auto"),
             reason="engine starts",
         )
         self._scheduling = config.scheduling
-        self._page: LoadPage | None = None
-        self._terms: TermsPage | None = None
-        self._proven: dict[Flow, agent_pb2.KvPath] = {}
+        self._load_page: LoadPage | None = None
+        self._scheduling_page: SchedulingPage | None = None
+        self._verified_paths: dict[KvDirection, agent_pb2.KvPath] = {}
         """Directions that passed a KV test in this boot of the engine."""
         self._changed = asyncio.Event()
         self.ended = False
@@ -112,17 +112,17 @@ class Instance:
         return self.state == agent_pb2.STATE_DRAINING
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LoadSnapshot:
         """The engine's newest load; zeros without an engine."""
-        return self._page.read() if self._page else Load()
+        return self._load_page.read() if self._load_page else LoadSnapshot()
 
-    def registration(self) -> agent_pb2.Registration:
+    def copy_registration(self) -> agent_pb2.Registration:
         """Return a copy of the present registration."""
         copy = agent_pb2.Registration()
         copy.CopyFrom(self._registration)
         return copy
 
-    def report(self) -> agent_pb2.LoadReport:
+    def build_load_report(self) -> agent_pb2.LoadReport:
         """Return the present load report."""
         load = self.load
         return agent_pb2.LoadReport(
@@ -137,7 +137,7 @@ class Instance:
             sampled_ns=load.sampled_ns,
         )
 
-    async def change(self, seconds: float | None = None) -> None:
+    async def wait_for_change(self, seconds: float | None = None) -> None:
         """Wait for the next change, at most `seconds`."""
         event = self._changed
         try:
@@ -146,28 +146,28 @@ class Instance:
         except TimeoutError:
             return
 
-    def boot(
+    def start_boot(
         self,
         boot_id: str,
         engine_url: str,
         load_page: LoadPage,
-        scheduling_page: TermsPage | None = None,
+        scheduling_page: SchedulingPage | None = None,
         kv_port: int = 0,
     ) -> None:
         """Record a new engine, which writes the load page and reads the scheduling page."""
-        self._page, self._terms = load_page, scheduling_page
-        self._tell_engine()
+        self._load_page, self._scheduling_page = load_page, scheduling_page
+        self._write_scheduling()
         state = self._registration
         state.boot_id = boot_id
         state.engine_url = engine_url
         state.kv_port = kv_port
         state.ClearField("kv_path")
-        self._proven.clear()
+        self._verified_paths.clear()
         failure = state.last_failure
         reason = f"engine starts again: {failure}" if failure else "engine starts"
-        self._enter(agent_pb2.STATE_STARTING, reason)
+        self._enter_state(agent_pb2.STATE_STARTING, reason)
 
-    def answered(self, facts: EngineFacts) -> None:
+    def set_engine_info(self, facts: ServedEngineInfo) -> None:
         """Record that the engine answers; the KV test comes next."""
         state = self._registration
         state.engine = facts.engine
@@ -175,58 +175,58 @@ class Instance:
         state.kv_block_size = facts.kv_block_size
         state.kv_blocks_total = self.load.kv_blocks_total
         state.adapters[:] = facts.adapters
-        self._enter(agent_pb2.STATE_VERIFYING, "KV path is being tested")
+        self._enter_state(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
-    def is_proven(self, flow: Flow) -> bool:
+    def is_verified(self, flow: KvDirection) -> bool:
         """Return whether a KV test in this direction passed in this boot of the engine."""
-        return flow in self._proven
+        return flow in self._verified_paths
 
-    def verified(self, kv_path: agent_pb2.KvPath, flow: Flow | None = None) -> None:
+    def mark_verified(self, kv_path: agent_pb2.KvPath, flow: KvDirection | None = None) -> None:
         """Record a passed KV test; the instance becomes ready if the test was for its role."""
-        self._proven[flow or flow_of(self._registration.role)] = kv_path
-        if shown := self._proven.get(flow_of(self._registration.role)):
-            self._show(shown)
+        self._verified_paths[flow or get_kv_direction(self._registration.role)] = kv_path
+        if shown := self._verified_paths.get(get_kv_direction(self._registration.role)):
+            self._mark_ready(shown)
 
-    def unverified(self, detail: str) -> None:
+    def mark_unverified(self, detail: str) -> None:
         """Become ready for colocated requests only, as no test can show more."""
         kv_path = agent_pb2.KvPath(verified=False, detail=detail)
         if self.state == agent_pb2.STATE_READY and self._registration.kv_path == kv_path:
             return
-        self._show(kv_path)
+        self._mark_ready(kv_path)
 
-    def verification_failed(self, reason: str) -> None:
+    def mark_verification_failed(self, reason: str) -> None:
         """Record a failed KV test. An instance that serves colocated requests goes on."""
         kv_path = agent_pb2.KvPath(verified=False, detail=reason)
         self._registration.kv_path.CopyFrom(kv_path)
         if self.state == agent_pb2.STATE_READY:
-            self._enter(agent_pb2.STATE_READY, "")
+            self._enter_state(agent_pb2.STATE_READY, "")
         else:
-            self._enter(agent_pb2.STATE_VERIFYING, reason)
+            self._enter_state(agent_pb2.STATE_VERIFYING, reason)
 
-    def lost(self, reason: str) -> None:
+    def mark_engine_lost(self, reason: str) -> None:
         """Record that the engine ended and will be restarted, unless the instance drains."""
         if self.draining:
             return
         self._registration.restarts += 1
         self._registration.last_failure = reason
-        self._enter(agent_pb2.STATE_STARTING, reason)
+        self._enter_state(agent_pb2.STATE_STARTING, reason)
 
     def drain(self) -> None:
         """Accept no new requests from now on; this is final."""
-        self._enter(agent_pb2.STATE_DRAINING, "drains")
+        self._enter_state(agent_pb2.STATE_DRAINING, "drains")
 
-    def check_order(self, epoch: int, boot_id: str = "") -> None:
-        """Check that a role may be changed by a command. Raises a subclass of RoleRefused."""
+    def check_role_change(self, epoch: int, boot_id: str = "") -> None:
+        """Check that a role may be changed by a command. Raises a subclass of RoleChangeRefused."""
         registration = self._registration
         if boot_id and boot_id != registration.boot_id:
-            raise OtherBoot(
+            raise BootMismatch(
                 f"the engine's boot is {registration.boot_id or 'yet to come'}, not {boot_id}"
             )
         if epoch <= registration.epoch:
             raise StaleEpoch(f"epoch {epoch} is not newer than {registration.epoch}")
-        if epoch - registration.epoch > role_epochs.MAX_STEP:
+        if epoch - registration.epoch > role_epochs.MAX_EPOCH_STEP:
             raise EpochLeap(
-                f"epoch {epoch} is more than {role_epochs.MAX_STEP} beyond {registration.epoch}:"
+                f"epoch {epoch} is more than {role_epochs.MAX_EPOCH_STEP} beyond {registration.epoch}:"
                 f" state {registration.epoch + 1}"
             )
         if self.draining:
@@ -240,42 +240,44 @@ class Instance:
         *,
         lasting: bool = False,
     ) -> None:
-        """Change the role; `lasting`: also the configured one. Raises a subclass of RoleRefused."""
-        self.check_order(epoch, boot_id)
+        """Change the role; `lasting`: also the configured one. Raises a subclass of
+        RoleChangeRefused.
+        """
+        self.check_role_change(epoch, boot_id)
         registration = self._registration
         registration.role = role
         if lasting:
             registration.home = role
         registration.epoch = epoch
-        if kv_path := self._proven.get(flow_of(role)):
+        if kv_path := self._verified_paths.get(get_kv_direction(role)):
             registration.kv_path.CopyFrom(kv_path)
         elif registration.kv_path.verified:
             registration.kv_path.CopyFrom(
-                agent_pb2.KvPath(detail=f"not tested {flow_of(role).value}")
+                agent_pb2.KvPath(detail=f"not tested {get_kv_direction(role).value}")
             )
-        self._tell_engine()
+        self._write_scheduling()
         self._notify()
 
-    def forget_page(self) -> None:
+    def detach_pages(self) -> None:
         """Stop reading the load of an engine that has ended."""
-        self._page = self._terms = None
+        self._load_page = self._scheduling_page = None
 
     def end(self) -> None:
         """End the agent: let watchers disconnect."""
         self.ended = True
         self._notify()
 
-    def _show(self, kv_path: agent_pb2.KvPath) -> None:
+    def _mark_ready(self, kv_path: agent_pb2.KvPath) -> None:
         self._registration.kv_path.CopyFrom(kv_path)
-        self._enter(agent_pb2.STATE_READY, "")
+        self._enter_state(agent_pb2.STATE_READY, "")
 
-    def _tell_engine(self) -> None:
-        if self._terms:
-            self._terms.write(
+    def _write_scheduling(self) -> None:
+        if self._scheduling_page:
+            self._scheduling_page.write(
                 self._scheduling.get(self._registration.role, scheduling_config.DEFAULT)
             )
 
-    def _enter(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
+    def _enter_state(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:
             self._registration.state = state
             self._registration.reason = reason

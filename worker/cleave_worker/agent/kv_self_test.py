@@ -18,25 +18,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cleave_worker.agent import engine_api, http
-from cleave_worker.agent.engine_api import Pulled
+from cleave_worker.agent.engine_api import PullCounters
 
-_TOKENS = 4
-_TRIES = 3
+_OUTPUT_TOKENS = 4
+_MAX_ATTEMPTS = 3
 _SHORT_CHARACTERS = 400
 _LONG_TOKENS = 2560
 """More than the 2,048 tokens that vLLM computes in one step unless the GPU is large."""
-_FILL = 0.9
+_MAX_LENGTH_SHARE = 0.9
 """Share of the model's length that a prompt may take, as its token count is an estimate."""
-_PATIENCE = 0.5
+_MAX_PREFILL_TIME_SHARE = 0.5
 """Share of a request's time limit that the prefill of the long prompt may take."""
-_PROPORTION = 0.9
+_MIN_BYTES_RATIO = 0.9
 """Least bytes per block of the long prompt, relative to the short one."""
-_LONGER = 2
+_MIN_LENGTH_RATIO = 2
 """Least tokens of the long prompt, relative to the short one, that make the ratio meaningful."""
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+_PARSE_ERRORS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 """Exceptions from parsing a response that is not as vLLM's."""
 _PROMPT_MARGIN = 16
-_PREFILL_ORDER = {
+_PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -46,15 +53,15 @@ _PREFILL_ORDER = {
 }
 
 
-class TransferError(RuntimeError):
+class KvTestError(RuntimeError):
     """The KV path does not work; the message is one sentence."""
 
 
-class InconclusiveError(TransferError):
+class InconclusiveError(KvTestError):
     """The test shows neither that the KV path works nor that it does not."""
 
 
-class UncountedError(InconclusiveError):
+class MissingCountersError(InconclusiveError):
     """The decode engine does not count KV bytes, so nothing can be verified."""
 
 
@@ -70,7 +77,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferSample:
     """One handoff with the right tokens, and the decode engine's counters before and after."""
 
     num_tokens: int
@@ -80,9 +87,9 @@ class Transfer:
     prefill_ms: float
     first_token_ms: float
     """From the decode request to its first token, including the transfer."""
-    before: Pulled
-    after: Pulled
-    note: str = ""
+    before: PullCounters
+    after: PullCounters
+    caveat: str = ""
     """What the test could not check; empty: nothing."""
 
     @property
@@ -101,7 +108,7 @@ class Transfer:
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
-    def is_alone(self) -> bool:
+    def is_isolated(self) -> bool:
         """Whether the decode engine received no other handoff meanwhile."""
         return self.after.num_tokens - self.before.num_tokens <= self.num_tokens
 
@@ -111,23 +118,23 @@ class Transfer:
         return self.num_bytes / max(1, self.num_blocks)
 
     @property
-    def num_lost(self) -> float:
+    def num_failed(self) -> float:
         """Failures that the engine counted meanwhile, including those of other handoffs."""
-        return self.after.num_lost - self.before.num_lost
+        return self.after.num_failed - self.before.num_failed
 
     def describe(self) -> str:
         """Return bytes, tokens, time and rate as text."""
         rate = f", {self.bytes_per_s / 1e9:.3g} GB/s" if self.bytes_per_s else ""
-        others = "" if self.is_alone else ", including other handoffs"
+        others = "" if self.is_isolated else ", including other handoffs"
         return (
             f"{self.num_bytes / 1e6:,.2f} MB for {self.num_tokens:,} tokens "
-            f"in {self.seconds:.3g} s{rate}{others}{self.note and f', {self.note}'}"
+            f"in {self.seconds:.3g} s{rate}{others}{self.caveat and f', {self.caveat}'}"
         )
 
 
 async def verify_transfer(
     prefill: Endpoint, decode: Endpoint, model: str, *, seconds: float, random_words: random.Random
-) -> Transfer:
+) -> TransferSample:
     """Test one direction; each request gets `seconds`. Raises TransferError, InconclusiveError.
 
     Returns the handoff of the long prompt. If other handoffs blur the ratio in each attempt, it is
@@ -135,60 +142,60 @@ async def verify_transfer(
     """
     try:
         # First, so that engines without counters compute nothing.
-        await _pulled(decode, seconds)
-        return await _verify(prefill, decode, model, seconds, random_words)
+        await _fetch_pull_counters(decode, seconds)
+        return await _run_attempts(prefill, decode, model, seconds, random_words)
     except http.HttpError as error:
-        raise TransferError(str(error)) from error
-    except _UNREADABLE as error:
-        raise TransferError(
+        raise KvTestError(str(error)) from error
+    except _PARSE_ERRORS as error:
+        raise KvTestError(
             f"cannot parse a response of {prefill.instance} or {decode.instance}: {error!r:.200}"
         ) from error
 
 
-async def _verify(
+async def _run_attempts(
     prefill: Endpoint, decode: Endpoint, model: str, seconds: float, rng: random.Random
-) -> Transfer:
+) -> TransferSample:
     fault_text = uncertainty = ""
-    unproven: Transfer | None = None
+    unproven: TransferSample | None = None
     block_sizes: list[float] = []
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         try:
-            short, long = await _try_both(prefill, decode, model, seconds, rng)
-        except _OtherTokensError:
+            short, long = await _transfer_both(prefill, decode, model, seconds, rng)
+        except _TokenMismatchError:
             fault_text = (
                 f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
             )
             continue
-        num_lost = short.num_lost + long.num_lost
-        is_alone = short.is_alone and long.is_alone
+        num_lost = short.num_failed + long.num_failed
+        is_alone = short.is_isolated and long.is_isolated
         if fault := find_fault(short, long):
             fault_text = f"{decode.instance} {fault}, handed off by {prefill.instance}"
             if long.num_bytes > 0:
                 block_sizes.append(short.block_bytes)
         elif num_lost and not is_alone:
             uncertainty = f"{decode.instance} counted {num_lost:.0f} failed transfers of several"
-        elif is_in_proportion(short, long):
+        elif is_proportional(short, long):
             return long
         else:
             unproven = long
     if unproven:
         return unproven
     # A path that truncates KV does so alike each time; bytes of other handoffs vary.
-    if block_sizes and min(block_sizes) < _PROPORTION * max(block_sizes):
+    if block_sizes and min(block_sizes) < _MIN_BYTES_RATIO * max(block_sizes):
         uncertainty = f"{decode.instance} pulled a different number of bytes per block each time"
     if uncertainty:
         raise InconclusiveError(
             f"{uncertainty}, so other handoffs hide the result; the test is repeated"
         )
-    raise TransferError(f"{fault_text}, {_TRIES} times of {_TRIES}")
+    raise KvTestError(f"{fault_text}, {_MAX_ATTEMPTS} times of {_MAX_ATTEMPTS}")
 
 
-def find_fault(short: Transfer, long: Transfer) -> str:
+def find_fault(short: TransferSample, long: TransferSample) -> str:
     """Return what is wrong with the bytes of two handoffs with the right tokens; empty: nothing."""
     for sample in (short, long):
         if sample.num_bytes <= 0:
             return f"pulled no byte of the KV of {sample.num_tokens:,} prompt tokens"
-    if short.is_alone and long.is_alone and not is_in_proportion(short, long):
+    if short.is_isolated and long.is_isolated and not is_proportional(short, long):
         return (
             f"pulled {long.num_bytes:,.0f} bytes of the KV of {long.num_tokens:,} prompt tokens, "
             f"too few beside {short.num_bytes:,.0f} bytes of {short.num_tokens:,} tokens"
@@ -196,19 +203,19 @@ def find_fault(short: Transfer, long: Transfer) -> str:
     return ""
 
 
-def is_in_proportion(short: Transfer, long: Transfer) -> bool:
+def is_proportional(short: TransferSample, long: TransferSample) -> bool:
     """Return whether both prompts were pulled with about as many bytes per block."""
-    least = _PROPORTION * short.num_bytes * long.num_blocks
+    least = _MIN_BYTES_RATIO * short.num_bytes * long.num_blocks
     return long.num_bytes * short.num_blocks >= least
 
 
-class _OtherTokensError(Exception):
+class _TokenMismatchError(Exception):
     """The two engines continued a prompt with different tokens."""
 
 
-async def _try_both(
+async def _transfer_both(
     prefill: Endpoint, decode: Endpoint, model: str, seconds: float, rng: random.Random
-) -> tuple[Transfer, Transfer]:
+) -> tuple[TransferSample, TransferSample]:
     """Hand off a short and a long prompt. Raises TransferError, _OtherTokensError."""
     # A token covers at least one character, so a prompt of n characters has at most n tokens.
     length = (
@@ -216,51 +223,57 @@ async def _try_both(
     )
     characters = max(1, min(_SHORT_CHARACTERS, length))
 
-    def in_time(short: Transfer) -> float:
+    def in_time(short: TransferSample) -> float:
         """Return the tokens that fit a request's time, if the short one's was all computation."""
-        return short.num_tokens * _PATIENCE * seconds * 1e3 / max(short.prefill_ms, 1e-3)
+        return (
+            short.num_tokens * _MAX_PREFILL_TIME_SHARE * seconds * 1e3 / max(short.prefill_ms, 1e-3)
+        )
 
-    short = await _try(prefill, decode, model, random_prompt(rng, characters), seconds)
-    if in_time(short) < _LONGER * short.num_tokens:
+    short = await _transfer_once(
+        prefill, decode, model, make_random_prompt(rng, characters), seconds
+    )
+    if in_time(short) < _MIN_LENGTH_RATIO * short.num_tokens:
         # It was queued, or warmed the engine up.
-        short = await _try(prefill, decode, model, random_prompt(rng, characters), seconds)
-    tokens = min(_LONG_TOKENS, _FILL * length, in_time(short))
+        short = await _transfer_once(
+            prefill, decode, model, make_random_prompt(rng, characters), seconds
+        )
+    tokens = min(_LONG_TOKENS, _MAX_LENGTH_SHARE * length, in_time(short))
     longer = max(characters, int(characters * tokens / short.num_tokens))
-    long = await _try(prefill, decode, model, random_prompt(rng, longer), seconds)
-    if long.num_tokens < _LONGER * short.num_tokens:
-        long = replace(long, note="no longer prompt was tested")
+    long = await _transfer_once(prefill, decode, model, make_random_prompt(rng, longer), seconds)
+    if long.num_tokens < _MIN_LENGTH_RATIO * short.num_tokens:
+        long = replace(long, caveat="no longer prompt was tested")
     return short, long
 
 
-async def _try(
+async def _transfer_once(
     prefill: Endpoint, decode: Endpoint, model: str, prompt: str, seconds: float
-) -> Transfer:
+) -> TransferSample:
     """Hand off one prompt. Raises TransferError, _OtherTokensError."""
     request_id = f"cleave-verify-{uuid.uuid4().hex}"
     prefilled = await _prefill(prefill, model, prompt, seconds, request_id)
     # After the prefill, so that earlier pulls of other handoffs do not count.
-    before = await _pulled(decode, seconds)
+    before = await _fetch_pull_counters(decode, seconds)
     text, first_ms = await _decode(decode, model, prompt, request_id, prefilled.params, seconds)
-    after = await _pulled(decode, seconds)
+    after = await _fetch_pull_counters(decode, seconds)
     # Last, so that the prefill engine computes the KV that it hands off.
     if text != await _complete(prefill, model, prompt, seconds):
-        raise _OtherTokensError
-    return Transfer(
+        raise _TokenMismatchError
+    return TransferSample(
         prefilled.num_tokens, _count_blocks(prefilled.params), prefilled.ms, first_ms, before, after
     )
 
 
-async def _pulled(decode: Endpoint, seconds: float) -> Pulled:
-    if counters := await engine_api.pulled(decode.url, seconds):
+async def _fetch_pull_counters(decode: Endpoint, seconds: float) -> PullCounters:
+    if counters := await engine_api.fetch_pull_counters(decode.url, seconds):
         return counters
-    raise UncountedError(
+    raise MissingCountersError(
         f"{decode.instance} counts no bytes of KV: its /metrics has neither "
         "vllm:nixl_bytes_transferred nor cleave_kv_pulled_bytes_total; "
         "use engine.connector Nixl or Cleave, and no --disable-log-stats"
     )
 
 
-def random_prompt(random_words: random.Random, characters: int) -> str:
+def make_random_prompt(random_words: random.Random, characters: int) -> str:
     """Return new random words, at most `characters` long."""
     words: list[str] = []
     length = 0
@@ -274,12 +287,12 @@ def random_prompt(random_words: random.Random, characters: int) -> str:
 
 
 async def _complete(engine: Endpoint, model: str, prompt: str, seconds: float) -> str:
-    response = await _post(engine, _body(model, prompt), seconds)
-    return _text(json.loads(response.body))
+    response = await _post(engine, _build_body(model, prompt), seconds)
+    return _get_text(json.loads(response.body))
 
 
 @dataclass(frozen=True, slots=True)
-class _Handed:
+class _PrefillResult:
     """Response of a prefill."""
 
     params: Mapping[str, object]
@@ -289,21 +302,19 @@ class _Handed:
 
 async def _prefill(
     engine: Endpoint, model: str, prompt: str, seconds: float, request_id: str
-) -> _Handed:
-    body = {**_body(model, prompt), "max_tokens": 1, "kv_transfer_params": _PREFILL_ORDER}
+) -> _PrefillResult:
+    body = {**_build_body(model, prompt), "max_tokens": 1, "kv_transfer_params": _PREFILL_PARAMS}
     response = await _post(engine, body, seconds, request_id)
     content = json.loads(response.body)
     params = content.get("kv_transfer_params")
     if not isinstance(params, dict):
-        raise TransferError(f"{engine.instance} returned no KV handoff")
+        raise KvTestError(f"{engine.instance} returned no KV handoff")
     if params.get("remote_engine_id") != engine.boot_id:
-        raise TransferError(
-            f"{engine.instance} handed off as {params.get('remote_engine_id')!r:.80}"
-        )
+        raise KvTestError(f"{engine.instance} handed off as {params.get('remote_engine_id')!r:.80}")
     num_tokens = content["usage"]["prompt_tokens"]
     if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise TransferError(f"{engine.instance} counted {num_tokens!r:.80} prompt tokens")
-    return _Handed(params, num_tokens, response.first_body_ms)
+        raise KvTestError(f"{engine.instance} counted {num_tokens!r:.80} prompt tokens")
+    return _PrefillResult(params, num_tokens, response.first_body_ms)
 
 
 def _count_blocks(params: Mapping[str, object]) -> int:
@@ -321,16 +332,16 @@ async def _decode(
     params: Mapping[str, object],
     seconds: float,
 ) -> tuple[str, float]:
-    body = {**_body(model, prompt), "stream": True, "kv_transfer_params": params}
+    body = {**_build_body(model, prompt), "stream": True, "kv_transfer_params": params}
     response = await _post(engine, body, seconds, request_id)
-    return _streamed_text(engine, response.body), response.first_body_ms
+    return _join_streamed_text(engine, response.body), response.first_body_ms
 
 
-def _body(model: str, prompt: str) -> dict[str, object]:
+def _build_body(model: str, prompt: str) -> dict[str, object]:
     return {
         "model": model,
         "prompt": prompt,
-        "max_tokens": _TOKENS,
+        "max_tokens": _OUTPUT_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
         "stream": False,
@@ -339,44 +350,44 @@ def _body(model: str, prompt: str) -> dict[str, object]:
 
 async def _post(
     engine: Endpoint, body: dict[str, object], seconds: float, request_id: str = ""
-) -> http.Answer:
+) -> http.EngineResponse:
     headers = {"X-Request-Id": request_id} if request_id else None
     url = f"{engine.url}/v1/completions"
     try:
         response = await http.request("POST", url, body, seconds=seconds, headers=headers)
     except http.HttpError as error:
-        raise TransferError(f"{engine.instance}: {error}") from error
+        raise KvTestError(f"{engine.instance}: {error}") from error
     if response.status != 200:
-        raise TransferError(
-            f"{engine.instance} answered {response.status}: {_message(response.body)}"
+        raise KvTestError(
+            f"{engine.instance} answered {response.status}: {_extract_message(response.body)}"
         )
     return response
 
 
-def _text(completion: Mapping[str, object]) -> str:
+def _get_text(completion: Mapping[str, object]) -> str:
     choices = completion.get("choices")
     if not isinstance(choices, list) or not choices:
-        raise TransferError("an engine answered without choices")
+        raise KvTestError("an engine answered without choices")
     return str(choices[0].get("text", ""))
 
 
-def _streamed_text(engine: Endpoint, body: bytes) -> str:
+def _join_streamed_text(engine: Endpoint, body: bytes) -> str:
     events = [
         line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data:")
     ]
     if not events or events[-1].strip() != b"[DONE]":
-        raise TransferError(f"{engine.instance} broke off its stream")
+        raise KvTestError(f"{engine.instance} broke off its stream")
     texts: list[str] = []
     for event in events[:-1]:
         content = json.loads(event)
         if "error" in content:
-            raise TransferError(f"{engine.instance}: {_message(event)}")
+            raise KvTestError(f"{engine.instance}: {_extract_message(event)}")
         if content.get("choices"):
-            texts.append(_text(content))
+            texts.append(_get_text(content))
     return "".join(texts)
 
 
-def _message(body: bytes) -> str:
+def _extract_message(body: bytes) -> str:
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)[:200]

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.shm.load_page import ENV as LOAD_PAGE_ENV
-from cleave_worker.agent.config import PACES, AgentConfig
-from cleave_worker.agent.cpu_cores import omp_binding
+from cleave_worker.agent.config import OVERLAPPED_TRANSFERS, AgentConfig
+from cleave_worker.agent.cpu_cores import build_omp_binding
 from cleave_worker.scheduling.config_page import ENV as TERMS_PAGE_ENV
 
 _KV_TRANSFER = "--kv-transfer-config"
-_EXTRA = "kv_connector_extra_config"
-_OWN_CONNECTOR = {
+_EXTRA_CONFIG = "kv_connector_extra_config"
+_CLEAVE_CONNECTOR = {
     "kv_connector": "CleaveConnector",
     "kv_connector_module_path": "cleave_worker.vllm.kv.connector",
     "kv_load_failure_policy": "recompute",
 }
-_CHECKPOINTS = {
+_CHECKPOINTED_CONNECTOR = {
     "kv_connector": "CheckpointedConnector",
     "kv_connector_module_path": "cleave_worker.vllm.kv.checkpoint_connector",
 }
@@ -51,7 +51,7 @@ class Boot:
     engine_port: int
     kv_port: int
     load_page: Path
-    terms_page: Path | None = None
+    scheduling_page: Path | None = None
     """None: no role has a scheduling configuration."""
     cores: tuple[int, ...] = ()
     """Empty: not pinned."""
@@ -66,56 +66,58 @@ class Launch:
     env: Mapping[str, str]
 
 
-def launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
+def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
     """Build the engine's process. Raises LaunchError, CoresError."""
-    user_arguments, kv_transfer = _take_kv_transfer(config.engine_args)
+    user_arguments, kv_transfer = _extract_kv_transfer_config(config.engine_args)
     arguments = [
         "--host", config.host,
         "--port", str(boot.engine_port),
         "--model", config.model,
         "--served-model-name", config.served_model_name,
-        _KV_TRANSFER, json.dumps(_kv_transfer(config, boot, kv_transfer)),
+        _KV_TRANSFER, json.dumps(_build_kv_transfer_config(config, boot, kv_transfer)),
     ]  # fmt: skip
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "vllm":
-        arguments += _vllm_arguments(config, boot, base_env) + _scheduler(config, boot)
+        arguments += _build_vllm_arguments(config, boot, base_env) + _build_scheduler_arguments(
+            config, boot
+        )
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
     }[config.engine]
     argv = (sys.executable, "-P", "-m", module, *arguments, *user_arguments)
-    return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
+    return Launch(argv, {**base_env, **_build_environment(config, boot, base_env)})
 
 
-def share(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
+def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
     """Build vLLM's process on a further node of an instance; `boot` is the leader's.
 
     Its KV has the leader's engine id, as handoffs name only that. Raises LaunchError.
     """
-    user_arguments, kv_transfer = _take_kv_transfer(config.engine_args)
+    user_arguments, kv_transfer = _extract_kv_transfer_config(config.engine_args)
     arguments = [
         "--model", config.model,
-        _KV_TRANSFER, json.dumps(_kv_transfer(config, boot, kv_transfer)),
+        _KV_TRANSFER, json.dumps(_build_kv_transfer_config(config, boot, kv_transfer)),
     ]  # fmt: skip
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
-    arguments += _vllm_arguments(config, boot, base_env)
+    arguments += _build_vllm_arguments(config, boot, base_env)
     argv = (sys.executable, "-P", "-m", "cleave_worker.vllm.headless", *arguments, *user_arguments)
-    return Launch(argv, {**base_env, **_environment(config, boot, base_env)})
+    return Launch(argv, {**base_env, **_build_environment(config, boot, base_env)})
 
 
-def block_size(config: AgentConfig, gpu: bool) -> int:
+def read_block_size(config: AgentConfig, gpu: bool) -> int:
     """Return the tokens per KV block: --block-size, else the engine's default."""
-    text = _option(config.engine_args, "--block-size")
+    text = _get_option(config.engine_args, "--block-size")
     if text and text.isdigit():
         return int(text)
     return 128 if config.engine == "vllm" and not gpu else 16
 
 
-def max_adapters(config: AgentConfig) -> int:
+def read_max_adapters(config: AgentConfig) -> int:
     """Return the number of adapters that the engine holds at a time."""
-    text = _option(config.engine_args, "--max-loras")
+    text = _get_option(config.engine_args, "--max-loras")
     return int(text) if text and text.isdigit() else 1
 
 
@@ -132,7 +134,7 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
     return any(shutil.which(nvcc, path=path) for nvcc in ("nvcc", "/usr/local/cuda/bin/nvcc"))
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     """Return a TCP port of `host` that is free now.
 
     If another process takes it before the engine does, the engine ends and the next boot gets
@@ -145,7 +147,7 @@ def free_port(host: str) -> int:
         return port
 
 
-def _vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> list[str]:
+def _build_vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> list[str]:
     arguments = [
         "--tensor-parallel-size", str(config.tensor_parallel_size),
         "--pipeline-parallel-size", str(config.pipeline_parallel_size),
@@ -163,42 +165,42 @@ def _vllm_arguments(config: AgentConfig, boot: Boot, base: Mapping[str, str]) ->
     return [*arguments, "--enforce-eager"]
 
 
-def _scheduler(config: AgentConfig, boot: Boot) -> list[str]:
-    if boot.terms_page is None:
+def _build_scheduler_arguments(config: AgentConfig, boot: Boot) -> list[str]:
+    if boot.scheduling_page is None:
         return []
-    if _option(config.engine_args, _SCHEDULER) is not None:
+    if _get_option(config.engine_args, _SCHEDULER) is not None:
         raise LaunchError(f"{_SCHEDULER} and --scheduling exclude each other; remove one")
     return [_SCHEDULER, "cleave_worker.vllm.scheduler.make_scheduler"]
 
 
-def _kv_transfer(
+def _build_kv_transfer_config(
     config: AgentConfig, boot: Boot, user_settings: Mapping[str, object]
 ) -> dict[str, object]:
     settings: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     if config.engine == "vllm" and not boot.gpu:
         settings["kv_buffer_device"] = "cpu"
     if config.connector == "cleave":
-        settings |= _OWN_CONNECTOR
+        settings |= _CLEAVE_CONNECTOR
         extra: dict[str, object] = {"host": config.host, "port": boot.kv_port}
-        if granularity := PACES.get(config.transfer):
+        if granularity := OVERLAPPED_TRANSFERS.get(config.transfer):
             extra["pace"] = granularity
-        user_extra = user_settings.get(_EXTRA)
+        user_extra = user_settings.get(_EXTRA_CONFIG)
         extra |= user_extra if isinstance(user_extra, dict) else {}
         if "checkpoints" in extra:
-            settings |= _CHECKPOINTS
-        user_settings = {**user_settings, _EXTRA: extra}
+            settings |= _CHECKPOINTED_CONNECTOR
+        user_settings = {**user_settings, _EXTRA_CONFIG: extra}
     return {**settings, **user_settings, "engine_id": boot.boot_id}
 
 
-def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
+def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> dict[str, str]:
     env = {
         LOAD_PAGE_ENV: str(boot.load_page),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
         "PYTHONUNBUFFERED": "1",
     }
-    if boot.terms_page is not None:
-        env[TERMS_PAGE_ENV] = str(boot.terms_page)
+    if boot.scheduling_page is not None:
+        env[TERMS_PAGE_ENV] = str(boot.scheduling_page)
     if Path(config.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if config.engine == "vllm" and boot.gpu and not has_nvcc(base):
@@ -206,14 +208,14 @@ def _environment(config: AgentConfig, boot: Boot, base: Mapping[str, str]) -> di
     if config.engine == "vllm" and not boot.gpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = base.get("VLLM_CPU_KVCACHE_SPACE", "1")
         if boot.cores:
-            env["VLLM_CPU_OMP_THREADS_BIND"] = omp_binding(boot.cores, config.ranks)
+            env["VLLM_CPU_OMP_THREADS_BIND"] = build_omp_binding(boot.cores, config.num_ranks)
     return env
 
 
-def _take_kv_transfer(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+def _extract_kv_transfer_config(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
     """Separate the user's KV transfer settings, which are merged with those of the agent."""
     remaining = list(arguments)
-    text = _option(remaining, _KV_TRANSFER)
+    text = _get_option(remaining, _KV_TRANSFER)
     if text is None:
         return remaining, {}
     try:
@@ -230,7 +232,7 @@ def _take_kv_transfer(arguments: Sequence[str]) -> tuple[list[str], dict[str, ob
     return remaining, settings
 
 
-def _option(arguments: Sequence[str], name: str) -> str | None:
+def _get_option(arguments: Sequence[str], name: str) -> str | None:
     for index, argument in enumerate(arguments):
         if argument == name and index + 1 < len(arguments):
             return arguments[index + 1]

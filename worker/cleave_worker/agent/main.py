@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from cleave import distribution, logs
 from cleave.distribution import MissingExtraError
-from cleave.rpc.agent_discovery import DiscoveryError, Unreachable, find_agents
+from cleave.rpc.agent_discovery import AgentSourceUnreachable, DiscoveryError, list_agents
 from cleave.shm import core_locks
 from cleave_worker.agent import cpu_cores, subreaper
-from cleave_worker.agent.agent import Agent
+from cleave_worker.agent.agent import WorkerAgent
 from cleave_worker.agent.config import AgentConfig, parse
 from cleave_worker.agent.launch import LaunchError, has_gpu
 
@@ -22,14 +22,14 @@ from cleave_worker.agent.launch import LaunchError, has_gpu
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until drained; return the exit code."""
     config = parse(sys.argv[1:] if argv is None else argv)
-    text_format = logs.TextLines(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
-    logs.set_up(config.log_format, text=text_format, always={"instance": config.name})
+    text_format = logs.TextFormatter(f"%(asctime)s %(levelname)s {config.name}: %(message)s")
+    logs.configure(config.log_format, text=text_format, always={"instance": config.name})
     gpu = config.engine == "vllm" and has_gpu()
-    locks = cpu_cores.CoreLocks(core_locks.folder(), config.name)
+    locks = cpu_cores.CoreLocks(core_locks.get_lock_folder(), config.name)
     try:
         if config.engine == "emulated":
             distribution.require("worker")
-        locked = locks.take(_wish(config, gpu), config.allow_shared_cores)
+        locked = locks.acquire(_plan_cores(config, gpu), config.allow_shared_cores)
         subreaper.become_subreaper()
         return asyncio.run(_run(config, locked, gpu))
     except (cpu_cores.CoresError, LaunchError, DiscoveryError, MissingExtraError) as error:
@@ -42,18 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(config: AgentConfig, locked: tuple[int, ...], gpu: bool) -> int:
     # A malformed source is bad usage, and should be reported before the model loads.
-    with contextlib.suppress(Unreachable):
-        await find_agents(config.peers)
-    return await Agent(config, locked, gpu).run()
+    with contextlib.suppress(AgentSourceUnreachable):
+        await list_agents(config.peers)
+    return await WorkerAgent(config, locked, gpu).run()
 
 
-def _wish(config: AgentConfig, gpu: bool) -> cpu_cores.Wish:
-    return cpu_cores.wish(
+def _plan_cores(config: AgentConfig, gpu: bool) -> cpu_cores.CoreRequest:
+    return cpu_cores.plan_cores(
         config.cores,
         frozenset(os.sched_getaffinity(0)),
-        cpu_cores.online(),
+        cpu_cores.list_online_cores(),
         pinned_by_default=config.engine == "vllm" and not gpu,
-        ranks=config.ranks,
+        num_ranks=config.num_ranks,
     )
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import grpc
 
-from cleave.rpc.agent_discovery import find_agents
+from cleave.rpc.agent_discovery import list_agents
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-_ASKED_AT_ONCE = 4
+_BATCH_SIZE = 4
 _CALL_SECONDS = 2.0
 _LIST_SECONDS = 3.0
 """Interval between lists of addresses from an API server."""
-_ANSWERING = (agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY)
+_SERVING_STATES = (agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY)
 _COUNTERPARTS = {
     agent_pb2.ROLE_PREFILL: {agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED},
     agent_pb2.ROLE_DECODE: {agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_MIXED},
@@ -34,19 +34,19 @@ _COUNTERPARTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class PeerScan:
     """Result of a search for peers."""
 
     peer: agent_pb2.Registration | None = None
     """One whose engine answers."""
-    starting: bool = False
+    has_starting: bool = False
     """Whether there is a matching one whose engine still starts."""
 
 
-Matches = Callable[[agent_pb2.Registration, agent_pb2.Registration], bool]
+PeerFilter = Callable[[agent_pb2.Registration, agent_pb2.Registration], bool]
 
 
-def is_akin(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
+def is_compatible(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
     """Return whether two engines can transfer KV: same deployment, model and revision."""
     return (
         other.instance != own.instance
@@ -56,12 +56,12 @@ def is_akin(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
     )
 
 
-def suits(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
+def is_counterpart(own: agent_pb2.Registration, other: agent_pb2.Registration) -> bool:
     """Return whether requests can be disaggregated over both: compatible, with matching roles."""
-    return is_akin(own, other) and other.role in _COUNTERPARTS[own.role]
+    return is_compatible(own, other) and other.role in _COUNTERPARTS[own.role]
 
 
-class Addresses:
+class PeerAddresses:
     """The agent addresses that a source names, without our own."""
 
     def __init__(self, source: str, own: str) -> None:
@@ -69,39 +69,39 @@ class Addresses:
         self._own = own
         self._interval_s = _LIST_SECONDS if source.startswith("endpoints:") else 0.0
         self._listed_at = -math.inf
-        self._known: frozenset[str] = frozenset()
+        self._addresses: frozenset[str] = frozenset()
 
-    async def find(self) -> frozenset[str]:
+    async def get_addresses(self) -> frozenset[str]:
         """Return the addresses, at most a few seconds old. Raises DiscoveryError, OSError."""
         now = asyncio.get_running_loop().time()
         if now - self._listed_at >= self._interval_s:
             # Counted from the attempt, so that a failing server is not asked more often.
             self._listed_at = now
-            self._known = await find_agents(self._source) - {self._own}
-        return self._known
+            self._addresses = await list_agents(self._source) - {self._own}
+        return self._addresses
 
 
-async def look(
-    addresses: Collection[str], own: agent_pb2.Registration, matches: Matches = suits
-) -> Sight:
+async def find_peer(
+    addresses: Collection[str], own: agent_pb2.Registration, matches: PeerFilter = is_counterpart
+) -> PeerScan:
     """Search a peer of `own` among the agents at these addresses."""
     shuffled = random.sample(tuple(addresses), len(addresses))
     starting = False
-    for batch in _batches(shuffled, _ASKED_AT_ONCE):
-        registrations = await asyncio.gather(*(ask(address) for address in batch))
+    for batch in _make_batches(shuffled, _BATCH_SIZE):
+        registrations = await asyncio.gather(*(fetch_registration(address) for address in batch))
         matching = [
             registration
             for registration in registrations
             if registration and matches(own, registration)
         ]
         for registration in matching:
-            if registration.state in _ANSWERING:
-                return Sight(peer=registration)
+            if registration.state in _SERVING_STATES:
+                return PeerScan(peer=registration)
         starting |= any(registration.state == agent_pb2.STATE_STARTING for registration in matching)
-    return Sight(starting=starting)
+    return PeerScan(has_starting=starting)
 
 
-async def ask(address: str) -> agent_pb2.Registration | None:
+async def fetch_registration(address: str) -> agent_pb2.Registration | None:
     """Return the registration of the agent at `address`; None when it does not answer."""
     async with dial(address) as channel:
         try:
@@ -113,5 +113,5 @@ async def ask(address: str) -> agent_pb2.Registration | None:
     return answer.registration
 
 
-def _batches(items: list[str], size: int) -> Iterable[list[str]]:
+def _make_batches(items: list[str], size: int) -> Iterable[list[str]]:
     return (items[at : at + size] for at in range(0, len(items), size))

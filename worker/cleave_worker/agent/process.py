@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Self
 
 from cleave_worker.agent import subreaper
-from cleave_worker.agent.exit_reason import LastWords
+from cleave_worker.agent.exit_reason import ExitReason
 from cleave_worker.agent.launch import Launch
 
 _engine_log = logging.getLogger("engine")
 _PREFIX = b"[engine] "
 _CHUNK_BYTES = 65536
-_SWEEP_SECONDS = 5.0
+_REAP_SECONDS = 5.0
 
 
-def find_sink(log_format: str) -> Callable[[bytes], None]:
+def choose_sink(log_format: str) -> Callable[[bytes], None]:
     """Return where an engine's lines go: to log records if logs are JSON, else to stderr."""
-    return _to_log if log_format == "json" else _to_stderr
+    return _write_to_log if log_format == "json" else _write_to_stderr
 
 
-def _to_log(text: bytes) -> None:
+def _write_to_log(text: bytes) -> None:
     for line in text.splitlines():
         _engine_log.info("%s", line.removeprefix(_PREFIX).decode(errors="replace"))
 
 
-def _to_stderr(text: bytes) -> None:
+def _write_to_stderr(text: bytes) -> None:
     # When stderr is closed the output is dropped, as an engine must not block on it.
     with contextlib.suppress(OSError):
         sys.stderr.buffer.write(text)
@@ -49,11 +49,11 @@ class EngineProcess:
         process: asyncio.subprocess.Process,
         stop_seconds: float,
         sink: Callable[[bytes], object],
-        exit_reason: LastWords,
+        exit_reason: ExitReason,
     ) -> None:
         self._process = process
         self._stop_seconds = stop_seconds
-        self._words = exit_reason
+        self._exit_reason = exit_reason
         self._output = asyncio.create_task(self._copy(sink))
 
     @classmethod
@@ -65,7 +65,7 @@ class EngineProcess:
         cores: tuple[int, ...],
         scratch: Path,
         stop_grace: float,
-        sink: Callable[[bytes], object] = _to_stderr,
+        sink: Callable[[bytes], object] = _write_to_stderr,
     ) -> Self:
         """Start it in a session of its own: a Ctrl-C or a group kill reaches the agent only."""
         process = await asyncio.create_subprocess_exec(
@@ -82,18 +82,18 @@ class EngineProcess:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        return cls(process, stop_grace, sink, LastWords(launch.env, launch.argv))
+        return cls(process, stop_grace, sink, ExitReason(launch.env, launch.argv))
 
     @property
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """Why it ended, from its own output; empty when there was none."""
-        return self._words.tell()
+        return self._exit_reason.describe()
 
     async def wait(self) -> int:
         """Wait until it and all its descendants have ended; return its exit status."""
         status = await self._process.wait()
         # The subreaper does this, unless it was killed; then orphans become our children.
-        await asyncio.to_thread(subreaper.end_children, _SWEEP_SECONDS)
+        await asyncio.to_thread(subreaper.kill_descendants, _REAP_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self._output)
@@ -103,7 +103,7 @@ class EngineProcess:
         """End it and all its descendants, with SIGTERM first."""
         self._signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(self._stop_seconds + _SWEEP_SECONDS):
+            async with asyncio.timeout(self._stop_seconds + _REAP_SECONDS):
                 await self.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
@@ -127,13 +127,13 @@ class EngineProcess:
             *lines, partial = (partial + chunk).split(b"\n")
             if len(partial) > _CHUNK_BYTES:
                 lines, partial = [*lines, partial], b""
-            self._take(lines, sink)
+            self._handle_lines(lines, sink)
         if partial:
-            self._take([partial], sink)
+            self._handle_lines([partial], sink)
 
-    def _take(self, lines: list[bytes], sink: Callable[[bytes], object]) -> None:
+    def _handle_lines(self, lines: list[bytes], sink: Callable[[bytes], object]) -> None:
         if not lines:
             return
         sink(b"".join(_PREFIX + line + b"\n" for line in lines))
         for line in lines:
-            self._words.hear(line.decode(errors="replace"))
+            self._exit_reason.feed(line.decode(errors="replace"))

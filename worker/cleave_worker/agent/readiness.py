@@ -23,12 +23,12 @@ from cleave.rpc.agent_discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.agent import peers
 from cleave_worker.agent.config import AgentConfig
-from cleave_worker.agent.instance import Flow, Instance, flow_of
+from cleave_worker.agent.instance import KvDirection, WorkerInstance, get_kv_direction
 from cleave_worker.agent.kv_self_test import (
     Endpoint,
     InconclusiveError,
-    TransferError,
-    UncountedError,
+    KvTestError,
+    MissingCountersError,
     verify_transfer,
 )
 from cleave_worker.agent.launch import has_gpu
@@ -37,20 +37,22 @@ _log = logging.getLogger(__name__)
 _NO_PEER = "no peer yet"
 _FIRST_DELAY = 1.0
 
-Look = Callable[[], Awaitable[peers.Sight]]
-Test = Callable[[agent_pb2.Registration, Flow], Awaitable[agent_pb2.KvPath]]
+ScanPeers = Callable[[], Awaitable[peers.PeerScan]]
+RunKvTest = Callable[[agent_pb2.Registration, KvDirection], Awaitable[agent_pb2.KvPath]]
 
 
-async def prove(config: AgentConfig, instance: Instance) -> None:
+async def verify_kv_path(config: AgentConfig, instance: WorkerInstance) -> None:
     """Bring an instance whose engine answers to ready; return once its KV path is verified."""
     if not config.peers:
-        instance.unverified(_NO_PEER)
+        instance.mark_unverified(_NO_PEER)
         return
-    look = _looker(config, instance, peers.suits)
-    await pursue(config, instance, look, _tester(config, instance))
+    look = _build_scan(config, instance, peers.is_counterpart)
+    await verify_with_peers(config, instance, look, _build_test(config, instance))
 
 
-async def pursue(config: AgentConfig, instance: Instance, search: Look, run_test: Test) -> None:
+async def verify_with_peers(
+    config: AgentConfig, instance: WorkerInstance, search: ScanPeers, run_test: RunKvTest
+) -> None:
     """Search peers and test with them until a test passes."""
     clock = asyncio.get_running_loop().time
     timing = config.timing
@@ -60,101 +62,107 @@ async def pursue(config: AgentConfig, instance: Instance, search: Look, run_test
         scan = await search()
         if scan.peer:
             seen_at = clock()
-            if await _attempt(instance, scan.peer, run_test):
+            if await _test_peer(instance, scan.peer, run_test):
                 return
             await asyncio.sleep(delay)
             delay = min(delay * 2, timing.verify_delay_max)
             continue
-        if scan.starting and clock() - started_at < timing.start_timeout:
+        if scan.has_starting and clock() - started_at < timing.start_timeout:
             seen_at = clock()
         elif clock() - seen_at >= timing.peer_wait:
-            instance.unverified(_NO_PEER)
+            instance.mark_unverified(_NO_PEER)
         ready = instance.state == agent_pb2.STATE_READY
         await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
 
 
 async def prove_role(
-    config: AgentConfig, instance: Instance, role: "agent_pb2.Role.ValueType"
+    config: AgentConfig, instance: WorkerInstance, role: "agent_pb2.Role.ValueType"
 ) -> None:
     """Test the KV direction of a role before a ready instance takes it. Raises TransferError.
 
     Any compatible engine serves as peer; without one nothing is tested. Where engines do not count
     bytes the role is taken unverified, as no later test would show more.
     """
-    flow = flow_of(role)
+    flow = get_kv_direction(role)
     ready = instance.state == agent_pb2.STATE_READY
-    if instance.is_proven(flow) or not ready or not config.peers:
+    if instance.is_verified(flow) or not ready or not config.peers:
         return
-    look = _looker(config, instance, peers.is_akin)
-    boot_id = instance.registration().boot_id
+    look = _build_scan(config, instance, peers.is_compatible)
+    boot_id = instance.copy_registration().boot_id
     if peer := (await look()).peer:
         try:
-            kv_path = await _tester(config, instance)(peer, flow)
-        except UncountedError:
+            kv_path = await _build_test(config, instance)(peer, flow)
+        except MissingCountersError:
             return
-        if instance.registration().boot_id == boot_id:
-            instance.verified(kv_path, flow)
+        if instance.copy_registration().boot_id == boot_id:
+            instance.mark_verified(kv_path, flow)
 
 
-async def _attempt(instance: Instance, peer: agent_pb2.Registration, run_test: Test) -> bool:
-    flow = flow_of(instance.registration().role)
+async def _test_peer(
+    instance: WorkerInstance, peer: agent_pb2.Registration, run_test: RunKvTest
+) -> bool:
+    flow = get_kv_direction(instance.copy_registration().role)
     try:
         kv_path = await run_test(peer, flow)
     except InconclusiveError as error:
-        instance.unverified(str(error))
+        instance.mark_unverified(str(error))
         return False
-    except TransferError as error:
+    except KvTestError as error:
         reason = f"KV test with {peer.instance} failed: {error}"
         _log.warning(reason)
-        instance.verification_failed(reason)
+        instance.mark_verification_failed(reason)
         return False
-    await _try_other_way(instance, peer, run_test, flow.other)
-    instance.verified(kv_path, flow)
+    await _test_opposite_direction(instance, peer, run_test, flow.opposite)
+    instance.mark_verified(kv_path, flow)
     # The role may have changed meanwhile.
-    return instance.is_proven(flow_of(instance.registration().role))
+    return instance.is_verified(get_kv_direction(instance.copy_registration().role))
 
 
-async def _try_other_way(
-    instance: Instance, peer: agent_pb2.Registration, run_test: Test, flow: Flow
+async def _test_opposite_direction(
+    instance: WorkerInstance, peer: agent_pb2.Registration, run_test: RunKvTest, flow: KvDirection
 ) -> None:
     try:
-        instance.verified(await run_test(peer, flow), flow)
-    except TransferError as error:
+        instance.mark_verified(await run_test(peer, flow), flow)
+    except KvTestError as error:
         _log.warning("KV test with %s failed in the opposite direction: %s", peer.instance, error)
 
 
-def _looker(config: AgentConfig, instance: Instance, matches: peers.Matches) -> Look:
-    addresses = peers.Addresses(config.peers, config.address)
+def _build_scan(
+    config: AgentConfig, instance: WorkerInstance, matches: peers.PeerFilter
+) -> ScanPeers:
+    addresses = peers.PeerAddresses(config.peers, config.address)
 
-    async def look() -> peers.Sight:
+    async def look() -> peers.PeerScan:
         try:
-            known = await addresses.find()
+            known = await addresses.get_addresses()
         except (DiscoveryError, OSError) as error:
             _log.error("cannot search peers: %s", error)
-            return peers.Sight()
-        return await peers.look(known, instance.registration(), matches)
+            return peers.PeerScan()
+        return await peers.find_peer(known, instance.copy_registration(), matches)
 
     return look
 
 
-def _tester(config: AgentConfig, instance: Instance) -> Test:
+def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
     # System randomness: two workers that start together must not generate the same prompts.
     rng = random.SystemRandom()
     transport = _name_transport(config)
 
-    async def test(peer: agent_pb2.Registration, flow: Flow) -> agent_pb2.KvPath:
-        own = instance.registration()
-        prefill, decode = (own, peer) if flow is Flow.OUT else (peer, own)
+    async def test(peer: agent_pb2.Registration, flow: KvDirection) -> agent_pb2.KvPath:
+        own = instance.copy_registration()
+        prefill, decode = (own, peer) if flow is KvDirection.OUT else (peer, own)
         transfer = await verify_transfer(
-            _endpoint(prefill),
-            _endpoint(decode),
+            _build_endpoint(prefill),
+            _build_endpoint(decode),
             config.served_model_name,
             seconds=config.timing.verify_timeout,
             random_words=rng,
         )
         kv_path = agent_pb2.KvPath(
             verified=True,
-            transport=f"{transport} over {transfer.after.way}" if transfer.after.way else transport,
+            transport=f"{transport} over {transfer.after.transport}"
+            if transfer.after.transport
+            else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
             detail=f"{prefill.instance} -> {decode.instance}: {transfer.describe()}",
@@ -180,5 +188,5 @@ def _name_transport(config: AgentConfig) -> str:
     return "nixl" if has_gpu() else "nixl over tcp"
 
 
-def _endpoint(of: agent_pb2.Registration) -> Endpoint:
+def _build_endpoint(of: agent_pb2.Registration) -> Endpoint:
     return Endpoint(of.instance, of.engine_url, of.boot_id, of.max_model_len)

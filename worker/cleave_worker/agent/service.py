@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from cleave.policy.queue_model import INTERVAL_MS, find_interval_ms
+from cleave.policy.queue_model import INTERVAL_MS, choose_report_interval_ms
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent.drain import Drained
-from cleave_worker.agent.instance import EpochLeap, Instance, OtherBoot, StaleEpoch
-from cleave_worker.agent.kv_self_test import TransferError
+from cleave_worker.agent.drain import DrainResult
+from cleave_worker.agent.instance import BootMismatch, EpochLeap, StaleEpoch, WorkerInstance
+from cleave_worker.agent.kv_self_test import KvTestError
 from cleave_worker.scheduling.config import ROLES
 
 READY_SERVICE = "ready"
@@ -25,23 +25,25 @@ _INTERVALS_MS = 50, 60_000
 """Shortest and longest interval of reports, whatever a watcher requests."""
 _MAX_WATCHERS = 512
 """Concurrent streams: at the shortest interval about a core's worth of reports."""
-_MAX_ROUTER_NAME = 64
+_MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
 
 _Context = grpc.aio.ServicerContext[object, object]
-DrainCall = Callable[[float | None], Awaitable[Drained]]
+DrainCall = Callable[[float | None], Awaitable[DrainResult]]
 """Drains within some seconds (None: the agent's own time-out)."""
-ProveCall = Callable[["agent_pb2.Role.ValueType"], Awaitable[None]]
+VerifyRoleCall = Callable[["agent_pb2.Role.ValueType"], Awaitable[None]]
 """Verifies the KV path of a role, unless it is verified. Raises TransferError."""
 
 
 class AgentService(agent_pb2_grpc.AgentServicer):
     """The gRPC methods for one instance."""
 
-    def __init__(self, instance: Instance, drain: DrainCall, verify_role: ProveCall) -> None:
+    def __init__(
+        self, instance: WorkerInstance, drain: DrainCall, verify_role: VerifyRoleCall
+    ) -> None:
         self._instance = instance
         self._drain = drain
-        self._prove = verify_role
+        self._verify_role = verify_role
         self._routers: Counter[str] = Counter()
 
     async def Watch(  # noqa: N802
@@ -50,10 +52,10 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         context: _Context,
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
         """Stream a registration first and after each change, and load reports in between."""
-        if len(request.router) > _MAX_ROUTER_NAME:
+        if len(request.router) > _MAX_ROUTER_NAME_CHARACTERS:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"router is a name of {len(request.router)} characters, above {_MAX_ROUTER_NAME}",
+                f"router is a name of {len(request.router)} characters, above {_MAX_ROUTER_NAME_CHARACTERS}",
             )
         if self._routers.total() >= _MAX_WATCHERS:
             await context.abort(
@@ -68,21 +70,21 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             while not self._instance.ended:
                 if version != self._instance.version:
                     version = self._instance.version
-                    yield agent_pb2.WatchEvent(registration=self._instance.registration())
-                load = self._report_to(request.router)
+                    yield agent_pb2.WatchEvent(registration=self._instance.copy_registration())
+                load = self._build_report(request.router)
                 yield agent_pb2.WatchEvent(load=load)
                 if version == self._instance.version:
-                    await self._instance.change(
-                        find_interval_ms(requested_ms, load.num_routers) / 1000
+                    await self._instance.wait_for_change(
+                        choose_report_interval_ms(requested_ms, load.num_routers) / 1000
                     )
         finally:
             self._routers[request.router] -= 1
             # Removes names with a count of zero.
             self._routers += Counter()
 
-    def _report_to(self, router: str) -> agent_pb2.LoadReport:
+    def _build_report(self, router: str) -> agent_pb2.LoadReport:
         """Build a load report with the router's rank among the routers that send requests."""
-        load = self._instance.report()
+        load = self._instance.build_load_report()
         if router:
             routers = sorted(name for name in self._routers if name)
             load.num_routers, load.router_rank = len(routers), routers.index(router)
@@ -98,18 +100,18 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 grpc.StatusCode.INVALID_ARGUMENT, f"role {request.role} must be one of {roles}"
             )
         try:
-            self._instance.check_order(request.epoch, request.boot_id)
-            await self._prove(request.role)
+            self._instance.check_role_change(request.epoch, request.boot_id)
+            await self._verify_role(request.role)
             self._instance.set_role(
                 request.role, request.epoch, request.boot_id, lasting=request.lasting
             )
-        except OtherBoot as error:
+        except BootMismatch as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except EpochLeap as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except StaleEpoch as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except TransferError as error:
+        except KvTestError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"KV path not verified: {error}")
         return agent_pb2.SetRoleResponse(
             role=request.role, epoch=request.epoch, num_running=self._instance.load.num_running
@@ -122,7 +124,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> agent_pb2.DrainResponse:
         """Wait until the engine is empty; the agent ends after the response."""
         drained = await self._drain(request.timeout_ms / 1000 if request.timeout_ms else None)
-        return agent_pb2.DrainResponse(empty=drained.empty, num_left=drained.num_left)
+        return agent_pb2.DrainResponse(empty=drained.is_empty, num_left=drained.num_remaining)
 
     async def Health(  # noqa: N802
         self,
@@ -131,7 +133,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> agent_pb2.HealthResponse:
         """Return what Watch would send now."""
         return agent_pb2.HealthResponse(
-            registration=self._instance.registration(), load=self._instance.report()
+            registration=self._instance.copy_registration(), load=self._instance.build_load_report()
         )
 
 
@@ -139,14 +141,14 @@ class AgentServer:
     """The service on its port, until it is stopped."""
 
     def __init__(
-        self, instance: Instance, drain: DrainCall, verify_role: ProveCall, address: str
+        self, instance: WorkerInstance, drain: DrainCall, verify_role: VerifyRoleCall, address: str
     ) -> None:
         self._instance = instance
         self._address = address
         # With SO_REUSEPORT two agents could share a port without an error.
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._health = health.aio.HealthServicer()
-        self._follower: asyncio.Task[None] | None = None
+        self._health_task: asyncio.Task[None] | None = None
         agent_pb2_grpc.add_AgentServicer_to_server(
             AgentService(instance, drain, verify_role), self._server
         )
@@ -161,15 +163,15 @@ class AgentServer:
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._health.set(READY_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
-        self._follower = asyncio.create_task(self._follow())
+        self._health_task = asyncio.create_task(self._publish_health())
 
     async def stop(self, seconds: float) -> None:
         """Stop; running calls have `seconds` to finish."""
-        if self._follower:
-            self._follower.cancel()
+        if self._health_task:
+            self._health_task.cancel()
         await self._server.stop(seconds)
 
-    async def _follow(self) -> None:
+    async def _publish_health(self) -> None:
         while True:
             version = self._instance.version
             ready = self._instance.state == agent_pb2.STATE_READY
@@ -180,4 +182,4 @@ class AgentServer:
                 else health_pb2.HealthCheckResponse.NOT_SERVING,
             )
             if version == self._instance.version:
-                await self._instance.change()
+                await self._instance.wait_for_change()

@@ -1,8 +1,8 @@
 """A small process between agent and engine that ends the engine when the agent ends.
 
 The agent starts it as a script with `python -I -S` (standard library only: it costs 10 ms and a few
-MB) and imports `end_children` from it. What is hard: vLLM forks an engine core and workers that a
-SIGKILL of the agent would leave behind. This process is their subreaper, so every orphan becomes
+MB) and imports `kill_descendants` from it. What is hard: vLLM forks an engine core and workers that
+a SIGKILL of the agent would leave behind. This process is their subreaper, so every orphan becomes
 its child, and the kernel signals it when the agent has ended.
 
 Signals: SIGTERM ends the engine gently (SIGTERM, --grace seconds, SIGKILL of the whole tree);
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_SWEEP_SECONDS = 10.0
+_REAP_SECONDS = 10.0
 _NICENESS = 5
 
 
@@ -30,25 +30,25 @@ def main(argv: Sequence[str]) -> int:
     options, command = _parse(argv)
     become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     try:
         if os.getppid() != options.agent:
             return 128 + signal.SIGHUP
         if options.cores:
             os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
-            _give_way()
+            _lower_priority()
         return _supervise(_start(command), options.grace)
     finally:
-        end_children(_SWEEP_SECONDS)
+        kill_descendants(_REAP_SECONDS)
         _remove(options.scratch)
 
 
 def become_subreaper() -> None:
     """Make orphaned descendants children of this process."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_children(seconds: float) -> bool:
+def kill_descendants(seconds: float) -> bool:
     """Kill and reap every descendant of this process; return False when some remain in time.
 
     For a subreaper: children of a killed process become its own, so killing level by level reaches
@@ -56,7 +56,7 @@ def end_children(seconds: float) -> bool:
     """
     deadline = time.monotonic() + seconds
     while _reap():
-        for child in _children():
+        for child in _list_children():
             _kill(child, signal.SIGKILL)
         if time.monotonic() > deadline:
             return False
@@ -64,7 +64,7 @@ def end_children(seconds: float) -> bool:
     return True
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Let the agent, which shares these cores, run before the engine.
 
     Engines on CPU keep several threads busy; without this an agent was seen waiting three seconds
@@ -84,7 +84,7 @@ def _supervise(engine: int, grace: float) -> int:
     while True:
         remaining = None if deadline is None else deadline - time.monotonic()
         number = _wait_signal(remaining)
-        status = _status(engine)
+        status = _reap_engine(engine)
         if status is not None:
             return status
         if number in (signal.SIGTERM, signal.SIGINT) and deadline is None:
@@ -101,7 +101,7 @@ def _wait_signal(seconds: float | None) -> int | None:
     return info.si_signo if info else None
 
 
-def _status(engine: int) -> int | None:
+def _reap_engine(engine: int) -> int | None:
     """Reap what has ended; return the engine's exit status once it has."""
     result = None
     while True:
@@ -122,7 +122,7 @@ def _start(command: Sequence[str]) -> int:
         return pid
     try:
         # If this process itself is killed, the engine's first process is killed, too.
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execvp(command[0], list(command))  # noqa: S606
     except OSError as error:
@@ -141,16 +141,16 @@ def _reap() -> bool:
             return True
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     own = os.getpid()
-    return [pid for pid in _pids() if _parent(pid) == own]
+    return [pid for pid in _list_pids() if _get_parent(pid) == own]
 
 
-def _pids() -> list[int]:
+def _list_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _parent(pid: int) -> int | None:
+def _get_parent(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name may contain blanks and brackets, so count from the last bracket.
@@ -177,7 +177,7 @@ def _remove(folder: str) -> None:
         return
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(option, value, 0, 0, 0):
         code = ctypes.get_errno()

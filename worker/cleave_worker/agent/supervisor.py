@@ -14,15 +14,15 @@ import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 
-from cleave.shm.load_page import Load, LoadPage
+from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
-from cleave_worker.agent.config import AgentConfig, Timing
+from cleave_worker.agent.config import AgentConfig, AgentTiming
 from cleave_worker.agent.http import HttpError
-from cleave_worker.agent.instance import Instance, flow_of
-from cleave_worker.agent.launch import Boot, block_size, free_port, launch
-from cleave_worker.agent.process import EngineProcess, find_sink
-from cleave_worker.agent.readiness import prove
-from cleave_worker.scheduling.config_page import TermsPage
+from cleave_worker.agent.instance import WorkerInstance, get_kv_direction
+from cleave_worker.agent.launch import Boot, build_engine_launch, find_free_port, read_block_size
+from cleave_worker.agent.process import EngineProcess, choose_sink
+from cleave_worker.agent.readiness import verify_kv_path
+from cleave_worker.scheduling.config_page import SchedulingPage
 
 _log = logging.getLogger(__name__)
 
@@ -31,32 +31,32 @@ class EngineFault(RuntimeError):  # noqa: N818
     """Why a boot of the engine ended or must end."""
 
 
-def restart_delay(quick_deaths: int, timing: Timing) -> float:
+def compute_restart_delay(quick_deaths: int, timing: AgentTiming) -> float:
     """Return the seconds before the next start, after `quick_deaths` short boots in a row."""
     return min(timing.restart_delay * 2.0 ** min(quick_deaths, 30), timing.restart_delay_max)
 
 
-def is_stalled(load: Load, now_ns: int, seconds: float) -> bool:
+def is_stalled(load: LoadSnapshot, now_ns: int, seconds: float) -> bool:
     """Return whether an engine that has requests made no step for `seconds`."""
     return bool(load.num_running + load.num_waiting) and now_ns - load.sampled_ns > seconds * 1e9
 
 
-class Supervisor:
+class EngineSupervisor:
     """The engine of one agent, through all of its boots."""
 
     def __init__(
-        self, config: AgentConfig, instance: Instance, cores: tuple[int, ...], gpu: bool
+        self, config: AgentConfig, instance: WorkerInstance, cores: tuple[int, ...], gpu: bool
     ) -> None:
         self._config = config
         self._instance = instance
         self._cores = cores
         self._gpu = gpu
         self._process: EngineProcess | None = None
-        self._at_once = False
+        self._kill_at_once = False
 
-    def hurry(self) -> None:
+    def kill_engine(self) -> None:
         """Kill the present engine and later ones instead of stopping them gently."""
-        self._at_once = True
+        self._kill_at_once = True
         if self._process:
             self._process.kill()
 
@@ -68,16 +68,16 @@ class Supervisor:
         while True:
             started_at = clock()
             try:
-                await self._life()
+                await self._run_engine()
             except EngineFault as fault:
                 _log.warning("engine lost: %s", fault)
-                self._instance.lost(str(fault))
+                self._instance.mark_engine_lost(str(fault))
             if self._instance.draining:
                 return
             quick_deaths = 0 if clock() - started_at >= timing.stable_after else quick_deaths + 1
-            await asyncio.sleep(restart_delay(max(0, quick_deaths - 1), timing))
+            await asyncio.sleep(compute_restart_delay(max(0, quick_deaths - 1), timing))
 
-    async def _life(self) -> None:
+    async def _run_engine(self) -> None:
         """Run one engine from start to end. Raises EngineFault."""
         # The subreaper removes the folder when this process cannot.
         with (
@@ -85,75 +85,77 @@ class Supervisor:
                 prefix="cleave-agent-", ignore_cleanup_errors=True
             ) as folder,
             LoadPage(Path(folder) / "load") as load_page,
-            TermsPage(Path(folder) / "terms") as scheduling_page,
+            SchedulingPage(Path(folder) / "terms") as scheduling_page,
         ):
-            boot = self._new_boot(Path(folder))
-            url = _url(self._config.host, boot.engine_port)
+            boot = self._create_boot(Path(folder))
+            url = _build_url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
-                launch(self._config, boot, os.environ),
+                build_engine_launch(self._config, boot, os.environ),
                 agent_pid=os.getpid(),
                 cores=boot.cores,
                 scratch=boot.load_page.parent,
                 stop_grace=self._config.timing.stop_grace,
-                sink=find_sink(self._config.log_format),
+                sink=choose_sink(self._config.log_format),
             )
             try:
-                kv_port = boot.kv_port if self._config.is_followed else 0
-                self._instance.boot(boot.boot_id, url, load_page, scheduling_page, kv_port)
+                kv_port = boot.kv_port if self._config.is_overlapped else 0
+                self._instance.start_boot(boot.boot_id, url, load_page, scheduling_page, kv_port)
                 _log.info("engine %s starts at %s", boot.boot_id, url)
-                await _first(self._serve(url), _ended(process))
+                await _run_until_first_ends(self._supervise(url), _raise_at_exit(process))
             except EngineFault:
                 # An engine that does not answer will not stop gently either, and delays the next
                 # start.
                 process.kill()
                 raise
             finally:
-                self._instance.forget_page()
-                if self._at_once:
+                self._instance.detach_pages()
+                if self._kill_at_once:
                     process.kill()
                 await process.stop()
 
-    def _new_boot(self, folder: Path) -> Boot:
+    def _create_boot(self, folder: Path) -> Boot:
         host = self._config.host
         return Boot(
             boot_id=uuid.uuid4().hex[:12],
-            engine_port=self._config.engine_port or free_port(host),
-            kv_port=free_port(host),
+            engine_port=self._config.engine_port or find_free_port(host),
+            kv_port=find_free_port(host),
             load_page=folder / "load",
-            terms_page=folder / "terms" if self._config.scheduling else None,
+            scheduling_page=folder / "terms" if self._config.scheduling else None,
             cores=self._cores,
             gpu=self._gpu,
         )
 
-    async def _serve(self, url: str) -> None:
-        await self._wait_healthy(url)
-        await self._wait_facts(url)
-        await _first(prove_then_idle(self._config, self._instance), self._watch_health(url))
+    async def _supervise(self, url: str) -> None:
+        await self._wait_until_healthy(url)
+        await self._wait_for_engine_info(url)
+        await _run_until_first_ends(
+            keep_verified(self._config, self._instance), self._watch_health(url)
+        )
 
-    async def _wait_healthy(self, url: str) -> None:
+    async def _wait_until_healthy(self, url: str) -> None:
         timing = self._config.timing
         try:
             async with asyncio.timeout(timing.start_timeout):
-                await _answering(url, timing)
+                await _poll_until_healthy(url, timing)
         except TimeoutError:
             raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None
 
-    async def _wait_facts(self, url: str) -> None:
+    async def _wait_for_engine_info(self, url: str) -> None:
         config = self._config
         try:
-            facts = await engine_api.facts(
-                url, config.engine, block_size(config, self._gpu), config.timing.health_timeout
+            facts = await engine_api.fetch_info(
+                url, config.engine, read_block_size(config, self._gpu), config.timing.health_timeout
             )
         except HttpError as error:
             raise EngineFault(f"does not say what it serves: {error}") from error
-        self._instance.answered(facts)
+        self._instance.set_engine_info(facts)
 
     async def _watch_health(self, url: str) -> None:
         timing = self._config.timing
         failures = 0
         while True:
             await asyncio.sleep(timing.health_retry if failures else timing.health_interval)
-            fault = await engine_api.fault(url, timing.health_timeout)
+            fault = await engine_api.check_health(url, timing.health_timeout)
             failures = failures + 1 if fault else 0
             if failures >= timing.health_failures:
                 raise EngineFault(f"{fault}, {failures} times in a row")
@@ -161,28 +163,30 @@ class Supervisor:
                 raise EngineFault(f"has requests and made no step for {timing.stall_timeout:g} s")
 
 
-async def prove_then_idle(config: AgentConfig, instance: Instance) -> None:
+async def keep_verified(config: AgentConfig, instance: WorkerInstance) -> None:
     """Verify the KV path, and again when a new role needs it; ended by the health checks."""
     while True:
-        await prove(config, instance)
-        while not config.peers or instance.is_proven(flow_of(instance.registration().role)):
-            await instance.change()
+        await verify_kv_path(config, instance)
+        while not config.peers or instance.is_verified(
+            get_kv_direction(instance.copy_registration().role)
+        ):
+            await instance.wait_for_change()
 
 
-async def _answering(url: str, timing: Timing) -> None:
+async def _poll_until_healthy(url: str, timing: AgentTiming) -> None:
     while True:
-        if not await engine_api.fault(url, timing.health_timeout):
+        if not await engine_api.check_health(url, timing.health_timeout):
             return
         await asyncio.sleep(timing.start_poll)
 
 
-async def _ended(process: EngineProcess) -> None:
+async def _raise_at_exit(process: EngineProcess) -> None:
     status = await process.wait()
-    suffix = f": {process.last_words}" if process.last_words else ""
+    suffix = f": {process.exit_reason}" if process.exit_reason else ""
     raise EngineFault(f"engine ended with status {status}{suffix}")
 
 
-async def _first(*coroutines: Coroutine[object, object, None]) -> None:
+async def _run_until_first_ends(*coroutines: Coroutine[object, object, None]) -> None:
     """Run all until one ends; raise its error and cancel the others."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -195,5 +199,5 @@ async def _first(*coroutines: Coroutine[object, object, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _url(host: str, port: int) -> str:
+def _build_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -26,54 +26,61 @@ from cleave import logs
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import subreaper
-from cleave_worker.agent.config import CONNECTORS, TRANSFERS, AgentConfig
-from cleave_worker.agent.launch import Boot, Launch, LaunchError, free_port, has_gpu, share
-from cleave_worker.agent.peers import ask
-from cleave_worker.agent.process import EngineProcess, find_sink
+from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig
+from cleave_worker.agent.launch import (
+    Boot,
+    Launch,
+    LaunchError,
+    build_headless_launch,
+    find_free_port,
+    has_gpu,
+)
+from cleave_worker.agent.peers import fetch_registration
+from cleave_worker.agent.process import EngineProcess, choose_sink
 
 _log = logging.getLogger(__name__)
 
-_SLACK_S = 5.0
+_DRAIN_SLACK_S = 5.0
 """Time for the leader to answer, beyond its drain."""
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LeaderTiming:
     """Periods and time limits, in seconds."""
 
-    poll: float = 1.0
+    poll_interval: float = 1.0
     """Interval between requests to the leader."""
-    lost: float = 15.0
+    leader_timeout: float = 15.0
     """Time without an answer after which the leader counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class FollowerConfig:
+class WorkerNodeConfig:
     """The command line of one worker node."""
 
     leader: str
     """host:port of the leader's agent."""
     engine: AgentConfig
     """Model, parallelism and the engine's own arguments."""
-    patience: Patience = Patience()
+    timing: LeaderTiming = LeaderTiming()
 
 
-class Follower:
+class WorkerNode:
     """The ranks of one node, through all boots of the leader's engine."""
 
-    def __init__(self, config: FollowerConfig, gpu: bool) -> None:
+    def __init__(self, config: WorkerNodeConfig, gpu: bool) -> None:
         self._config = config
         self._gpu = gpu
-        self._told = asyncio.Event()
+        self._stop_requested = asyncio.Event()
 
     def stop(self) -> None:
         """Have the leader drained, then end."""
-        self._told.set()
+        self._stop_requested.set()
 
     async def run(self) -> int:
         """Run until stopped (returns 0) or until the ranks end (1). Raises LaunchError."""
-        engines = asyncio.create_task(self._follow())
-        stopping = asyncio.create_task(self._told.wait())
+        engines = asyncio.create_task(self._run_engines())
+        stopping = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait({engines, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if engines.done():
@@ -85,36 +92,36 @@ class Follower:
                 task.cancel()
             await asyncio.wait({engines, stopping})
 
-    async def _follow(self) -> int:
+    async def _run_engines(self) -> int:
         while True:
-            boot_id = await self._boot_id()
-            if boot_id and not await self._life(boot_id):
+            boot_id = await self._fetch_boot_id()
+            if boot_id and not await self._run_engine(boot_id):
                 return 1
-            await asyncio.sleep(self._config.patience.poll)
+            await asyncio.sleep(self._config.timing.poll_interval)
 
-    async def _life(self, boot_id: str) -> bool:
+    async def _run_engine(self, boot_id: str) -> bool:
         """Run the ranks of one boot; return whether they ended because the boot did."""
         config = self._config
         with tempfile.TemporaryDirectory(
             prefix="cleave-share-", ignore_cleanup_errors=True
         ) as folder:
             process = await EngineProcess.start(
-                launched(config, boot_id, Path(folder), self._gpu, os.environ),
+                build_launch(config, boot_id, Path(folder), self._gpu, os.environ),
                 agent_pid=os.getpid(),
                 cores=(),
                 scratch=Path(folder),
                 stop_grace=config.engine.timing.stop_grace,
-                sink=find_sink(config.engine.log_format),
+                sink=choose_sink(config.engine.log_format),
             )
             _log.info("ranks of engine %s start", boot_id)
             ended = asyncio.create_task(process.wait())
-            over = asyncio.create_task(self._until_over(boot_id))
+            over = asyncio.create_task(self._wait_until_boot_ends(boot_id))
             try:
                 await asyncio.wait({ended, over}, return_when=asyncio.FIRST_COMPLETED)
                 if over.done():
                     over.result()
                     return True
-                _log.error("ranks of engine %s ended: %s", boot_id, process.last_words)
+                _log.error("ranks of engine %s ended: %s", boot_id, process.exit_reason)
                 return False
             finally:
                 for task in (ended, over):
@@ -122,23 +129,23 @@ class Follower:
                 await asyncio.gather(ended, over, return_exceptions=True)
                 await process.stop()
 
-    async def _until_over(self, boot_id: str) -> None:
+    async def _wait_until_boot_ends(self, boot_id: str) -> None:
         """Return when the leader has another engine, or has not answered for `lost` seconds."""
-        clock, timing = asyncio.get_running_loop().time, self._config.patience
+        clock, timing = asyncio.get_running_loop().time, self._config.timing
         answered_at = clock()
-        while clock() - answered_at < timing.lost:
-            await asyncio.sleep(timing.poll)
-            current = await self._boot_id()
+        while clock() - answered_at < timing.leader_timeout:
+            await asyncio.sleep(timing.poll_interval)
+            current = await self._fetch_boot_id()
             if current == boot_id:
                 answered_at = clock()
             elif current:
                 _log.info("the leader has started engine %s", current)
                 return
-        _log.warning("the leader has not answered for %g s", timing.lost)
+        _log.warning("the leader has not answered for %g s", timing.leader_timeout)
 
-    async def _boot_id(self) -> str:
+    async def _fetch_boot_id(self) -> str:
         """Return the boot id of the leader's engine; empty without an answer or an engine."""
-        registration = await ask(self._config.leader)
+        registration = await fetch_registration(self._config.leader)
         return registration.boot_id if registration else ""
 
     async def _drain_leader(self) -> None:
@@ -146,25 +153,27 @@ class Follower:
         async with dial(self._config.leader) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await agent_pb2_grpc.AgentStub(channel).Drain(
-                    agent_pb2.DrainRequest(), timeout=limit + _SLACK_S
+                    agent_pb2.DrainRequest(), timeout=limit + _DRAIN_SLACK_S
                 )
 
 
-def launched(
-    config: FollowerConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
+def build_launch(
+    config: WorkerNodeConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
 ) -> Launch:
     """Build the process of the ranks of this node. Raises LaunchError."""
     host = config.engine.host
-    boot = Boot(boot_id, engine_port=0, kv_port=free_port(host), load_page=folder / "load", gpu=gpu)
-    return share(config.engine, boot, env)
+    boot = Boot(
+        boot_id, engine_port=0, kv_port=find_free_port(host), load_page=folder / "load", gpu=gpu
+    )
+    return build_headless_launch(config.engine, boot, env)
 
 
-def parse(argv: Sequence[str]) -> FollowerConfig:
+def parse(argv: Sequence[str]) -> WorkerNodeConfig:
     """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
     arguments = [*argv]
     separator = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:separator])
-    return FollowerConfig(
+    options = _build_parser().parse_args(arguments[:separator])
+    return WorkerNodeConfig(
         leader=options.leader,
         engine=AgentConfig(
             name=options.leader,
@@ -190,8 +199,8 @@ def parse(argv: Sequence[str]) -> FollowerConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until stopped; return the exit code."""
     config = parse(sys.argv[1:] if argv is None else argv)
-    named = logs.TextLines("%(asctime)s %(levelname)s %(message)s")
-    logs.set_up(config.engine.log_format, text=named, always={"instance": config.engine.name})
+    named = logs.TextFormatter("%(asctime)s %(levelname)s %(message)s")
+    logs.configure(config.engine.log_format, text=named, always={"instance": config.engine.name})
     subreaper.become_subreaper()
     try:
         return asyncio.run(_run(config))
@@ -200,15 +209,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-async def _run(config: FollowerConfig) -> int:
-    follower = Follower(config, has_gpu())
+async def _run(config: WorkerNodeConfig) -> int:
+    follower = WorkerNode(config, has_gpu())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, follower.stop)
     return await follower.run()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cleave-follower",
         description="Runs the ranks of a multi-node engine on this node.",
@@ -224,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pipeline-parallel-size", type=int, default=1)
     add("--max-model-len", type=int, default=0, metavar="TOKENS")
     add("--connector", choices=CONNECTORS, default="nixl")
-    add("--transfer", choices=TRANSFERS, default=TRANSFERS[0])
+    add("--transfer", choices=TRANSFER_MODES, default=TRANSFER_MODES[0])
     add("--drain-timeout", type=float, default=600.0, metavar="SECONDS")
     logs.add_option(parser)
     return parser

@@ -16,16 +16,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from cleave_worker.emulator import responses, tokenizer
 from cleave_worker.emulator.api_requests import (
-    ApiError,
-    Call,
-    bad_request,
+    ApiCall,
+    EmulatorApiError,
+    build_bad_request,
     parse_call,
     parse_prompt,
 )
-from cleave_worker.emulator.engine import Engine, Listener
+from cleave_worker.emulator.engine import EmulatedEngine, TokenListener
 from cleave_worker.emulator.faults import FaultError
-from cleave_worker.emulator.metrics import Collector
-from cleave_worker.emulator.sequence import Finish, Sequence
+from cleave_worker.emulator.metrics import EngineMetricsCollector
+from cleave_worker.emulator.sequence import FinishReason, Sequence
 
 VERSION = "0.32.0"
 """The vLLM version whose behaviour is emulated."""
@@ -35,7 +35,7 @@ _MAX_REQUESTS = 16384
 """Most requests in the engine; vLLM would queue without a limit."""
 _MAX_UNSENT = 4 << 20
 """A client that is this many bytes behind is disconnected."""
-_WORDS = {token: tokenizer.decode(token).encode() for token in tokenizer.words()}
+_WORDS = {token: tokenizer.decode(token).encode() for token in tokenizer.list_word_ids()}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -44,46 +44,50 @@ class EngineError(Exception):
     """The engine ended a request with an error."""
 
 
-class Stops:
+class StopMatcher:
     """Searches for stop strings. Withholds text that could begin one, as vLLM does."""
 
     def __init__(self, stop_strings: tuple[str, ...]) -> None:
-        self._stops = stop_strings
-        self._held_back = max(map(len, stop_strings), default=1) - 1
+        self._stop_strings = stop_strings
+        self._max_partial = max(map(len, stop_strings), default=1) - 1
         self._text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, str | None]:
         """Return (text that may be sent, the stop string or None); `last`: no more text follows."""
         self._text += text
-        for stop in self._stops:
+        for stop in self._stop_strings:
             if (index := self._text.find(stop)) >= 0:
                 return self._text[:index], stop
-        withheld = 0 if last else self._held_back
+        withheld = 0 if last else self._max_partial
         ready = len(self._text) - withheld
         out, self._text = self._text[: max(0, ready)], self._text[max(0, ready) :]
         return out, None
 
 
-class WholeAnswer:
+class BufferedChoice:
     """Collects the tokens of one choice of a call that does not stream."""
 
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops
+    def __init__(self, stops: StopMatcher) -> None:
+        self._stop_matcher = stops
         self._tokens: list[int] = []
         self._text = ""
-        self.finished: asyncio.Future[responses.Choice] = asyncio.get_running_loop().create_future()
+        self.finished: asyncio.Future[responses.CompletedChoice] = (
+            asyncio.get_running_loop().create_future()
+        )
 
-    def push(self, token: int, finish: Finish | None) -> None:
+    def push(self, token: int, finish: FinishReason | None) -> None:
         """Add one token."""
         if self.finished.done():
             return
         self._tokens.append(token)
-        text, stop = self._stops.feed(tokenizer.decode(token), finish is not None)
+        text, stop = self._stop_matcher.feed(tokenizer.decode(token), finish is not None)
         self._text += text
         if stop is not None:
-            finish = Finish.STOP
+            finish = FinishReason.STOP
         if finish:
-            self.finished.set_result(responses.Choice(self._tokens, self._text, finish, stop))
+            self.finished.set_result(
+                responses.CompletedChoice(self._tokens, self._text, finish, stop)
+            )
 
     def fail(self, reason: str) -> None:
         """End with an error of the engine."""
@@ -91,7 +95,7 @@ class WholeAnswer:
             self.finished.set_exception(EngineError(reason))
 
 
-class Stream:
+class StreamedChoice:
     """Writes each token of one choice as one server-sent event."""
 
     def __init__(
@@ -99,112 +103,116 @@ class Stream:
         encoder: responses.EventEncoder,
         transport: asyncio.Transport,
         drop_after: int | None,
-        stops: Stops | None,
+        stops: StopMatcher | None,
     ) -> None:
         """`stops`: None when every event contains one word and nothing else."""
         self._encoder = encoder
         self._transport = transport
-        self._drop = drop_after
-        self._stops = stops
+        self._drop_after = drop_after
+        self._stop_matcher = stops
         self._num_tokens = 0
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Number of tokens, once it has ended."""
 
-    def push(self, token: int, finish: Finish | None) -> None:
+    def push(self, token: int, finish: FinishReason | None) -> None:
         """Write one token."""
         if self.finished.done():
             return
-        if self._drop == self._num_tokens:
+        if self._drop_after == self._num_tokens:
             self._transport.abort()
             return
-        start = b"" if self._num_tokens else self._encoder.start()
+        start = b"" if self._num_tokens else self._encoder.encode_start()
         self._num_tokens += 1
-        if finish or self._stops is not None:
-            self._push_carefully(start, token, finish)
+        if finish or self._stop_matcher is not None:
+            self._push_checked(start, token, finish)
             return
-        self._transport.write(start + self._encoder.word(token, _WORDS[token]))
+        self._transport.write(start + self._encoder.encode_word(token, _WORDS[token]))
         if self._transport.get_write_buffer_size() > _MAX_UNSENT:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
         """End the stream with an error event, as vLLM does, since the headers were sent before."""
         if not self.finished.done():
-            self._transport.write(responses.failure(_server_error(reason).body()))
+            self._transport.write(
+                responses.encode_failure(_build_server_error(reason).build_body())
+            )
             self.finished.set_exception(EngineError(reason))
 
-    def _push_carefully(self, start: bytes, token: int, finish: Finish | None) -> None:
+    def _push_checked(self, start: bytes, token: int, finish: FinishReason | None) -> None:
         text, stop = tokenizer.decode(token), None
-        if self._stops is not None:
-            text, stop = self._stops.feed(text, finish is not None)
+        if self._stop_matcher is not None:
+            text, stop = self._stop_matcher.feed(text, finish is not None)
         if stop is not None:
-            finish = Finish.STOP
-        self._transport.write(start + self._encoder.tokens(text, [token], finish, stop))
+            finish = FinishReason.STOP
+        self._transport.write(start + self._encoder.encode_tokens(text, [token], finish, stop))
         if finish:
             self.finished.set_result(self._num_tokens)
 
 
-class Api:
+class EmulatorApi:
     """HTTP handlers of one engine."""
 
-    def __init__(self, engine: Engine, fault_injection: bool = False) -> None:
+    def __init__(self, engine: EmulatedEngine, fault_injection: bool = False) -> None:
         self._engine = engine
         self._models = (engine.config.served_model_name, *engine.config.adapters)
         self._created = int(time.time())
-        self._registry = Collector(
-            self._models[0], engine.metrics, engine.gauges, engine.cache_config
-        ).registry()
+        self._registry = EngineMetricsCollector(
+            self._models[0], engine.metrics, engine.collect_gauges, engine.cache_config
+        ).build_registry()
         self._fault_injection = fault_injection
 
-    def application(self) -> web.Application:
+    def build_application(self) -> web.Application:
         """Return an aiohttp application; run it with handler_cancellation, to notice aborts."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_answer_errors])
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/detokenize", self._detokenize)
-        app.router.add_get("/v1/models", self._list_models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/version", self._version)
-        app.router.add_get("/metrics", self._metrics)
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_handle_api_errors])
+        app.router.add_post("/v1/completions", self._handle_completions)
+        app.router.add_post("/v1/chat/completions", self._handle_chat)
+        app.router.add_post("/tokenize", self._handle_tokenize)
+        app.router.add_post("/detokenize", self._handle_detokenize)
+        app.router.add_get("/v1/models", self._handle_models)
+        app.router.add_get("/health", self._handle_health)
+        app.router.add_get("/version", self._handle_version)
+        app.router.add_get("/metrics", self._handle_metrics)
         if self._fault_injection:
-            app.router.add_post("/emulator/faults", self._set_faults)
-            app.router.add_delete("/emulator/faults", self._clear_faults)
+            app.router.add_post("/emulator/faults", self._handle_set_faults)
+            app.router.add_delete("/emulator/faults", self._handle_clear_faults)
         return app
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_chat(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=True)
 
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        if self._engine.faults.refuse or not self._engine.alive:
-            raise _unavailable("The engine takes no requests.")
+        if self._engine.faults.refuse or not self._engine.is_alive:
+            raise _build_unavailable("The engine takes no requests.")
         if self._engine.num_requests >= _MAX_REQUESTS:
-            raise _unavailable(f"The engine has {_MAX_REQUESTS} requests.")
+            raise _build_unavailable(f"The engine has {_MAX_REQUESTS} requests.")
         body = await _read_json(request)
         limit = self._engine.config.max_model_len
         call = parse_call(body, chat, self._models, limit, request.headers)
         if call.stream:
-            return await self._stream(request, call)
-        return await self._whole(call)
+            return await self._respond_streaming(request, call)
+        return await self._respond(call)
 
-    async def _whole(self, call: Call) -> web.Response:
-        choices = [WholeAnswer(Stops(call.stop)) for _ in call.requests]
+    async def _respond(self, call: ApiCall) -> web.Response:
+        choices = [BufferedChoice(StopMatcher(call.stop)) for _ in call.requests]
         sequences = self._submit(call, choices)
         try:
             completed = await asyncio.gather(*(choice.finished for choice in choices))
         except EngineError as error:
-            raise _server_error(str(error)) from error
+            raise _build_server_error(str(error)) from error
         finally:
             self._abort(sequences)
         params = None
-        if call.request.hold and self._engine.door:
-            params = self._engine.faults.mix_up(self._engine.door.params_of(sequences[0]))
-        body = responses.whole(call, completed, params)
+        if call.request.do_remote_decode and self._engine.side_channel:
+            params = self._engine.faults.swap_handoffs(
+                self._engine.side_channel.build_params(sequences[0])
+            )
+        body = responses.encode_response(call, completed, params)
         return web.Response(body=body, content_type="application/json")
 
-    async def _stream(self, request: web.Request, call: Call) -> web.StreamResponse:
+    async def _respond_streaming(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -215,21 +223,25 @@ class Api:
         needs_text = bool(call.stop) or call.logprobs is not None
         drop_after = self._engine.faults.drop
         streams = [
-            Stream(encoder, transport, drop_after, Stops(call.stop) if needs_text else None)
+            StreamedChoice(
+                encoder, transport, drop_after, StopMatcher(call.stop) if needs_text else None
+            )
             for encoder in encoders
         ]
         sequences = self._submit(call, streams)
         with contextlib.suppress(EngineError):
             try:
                 counts = await asyncio.gather(*(stream.finished for stream in streams))
-                transport.write(encoders[0].usage(sum(counts)) + responses.chunk(responses.DONE))
+                transport.write(
+                    encoders[0].encode_usage(sum(counts)) + responses.encode_chunk(responses.DONE)
+                )
             finally:
                 self._abort(sequences)
         with contextlib.suppress(ConnectionError):
             await response.write_eof()
         return response
 
-    def _submit(self, call: Call, listeners: TypingSequence[Listener]) -> list[Sequence]:
+    def _submit(self, call: ApiCall, listeners: TypingSequence[TokenListener]) -> list[Sequence]:
         pairs = zip(call.requests, listeners, strict=True)
         return [self._engine.submit(request, listener) for request, listener in pairs]
 
@@ -237,7 +249,7 @@ class Api:
         for sequence in sequences:
             self._engine.abort(sequence)
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
+    async def _handle_tokenize(self, request: web.Request) -> web.Response:
         ids = parse_prompt(await _read_json(request))
         return web.json_response(
             {
@@ -248,14 +260,14 @@ class Api:
             }
         )
 
-    async def _detokenize(self, request: web.Request) -> web.Response:
+    async def _handle_detokenize(self, request: web.Request) -> web.Response:
         body = await _read_json(request)
         tokens = body.get("tokens") if isinstance(body, dict) else None
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise bad_request("tokens must be a list of token ids.", "tokens")
+            raise build_bad_request("tokens must be a list of token ids.", "tokens")
         return web.json_response({"prompt": "".join(map(tokenizer.decode, tokens))})
 
-    async def _list_models(self, _: web.Request) -> web.Response:
+    async def _handle_models(self, _: web.Request) -> web.Response:
         config, (base, *adapters) = self._engine.config, self._models
         common = {"object": "model", "created": self._created, "owned_by": "vllm"}
         root, limit = config.shape.name, config.max_model_len
@@ -267,24 +279,24 @@ class Api:
         ]
         return web.json_response({"object": "list", "data": cards})
 
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self._engine.alive else 503)
+    async def _handle_health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.is_alive else 503)
 
-    async def _version(self, _: web.Request) -> web.Response:
+    async def _handle_version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": VERSION, "engine": "emulated"})
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _handle_metrics(self, _: web.Request) -> web.Response:
         body = generate_latest(self._registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _set_faults(self, request: web.Request) -> web.Response:
+    async def _handle_set_faults(self, request: web.Request) -> web.Response:
         try:
             self._engine.faults.apply(await request.read())
         except FaultError as error:
-            raise bad_request(str(error)) from error
+            raise build_bad_request(str(error)) from error
         return web.json_response(self._engine.faults.describe())
 
-    async def _clear_faults(self, _: web.Request) -> web.Response:
+    async def _handle_clear_faults(self, _: web.Request) -> web.Response:
         self._engine.faults.clear()
         return web.json_response(self._engine.faults.describe())
 
@@ -293,20 +305,20 @@ async def _read_json(request: web.Request) -> object:
     try:
         return json.loads(await request.read())
     except ValueError as error:
-        raise bad_request(f"The body is not JSON: {error}") from error
+        raise build_bad_request(f"The body is not JSON: {error}") from error
 
 
 @web.middleware
-async def _answer_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _handle_api_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except ApiError as error:
-        return web.json_response(error.body(), status=error.status)
+    except EmulatorApiError as error:
+        return web.json_response(error.build_body(), status=error.status)
 
 
-def _unavailable(message: str) -> ApiError:
-    return ApiError(503, message, "ServiceUnavailableError")
+def _build_unavailable(message: str) -> EmulatorApiError:
+    return EmulatorApiError(503, message, "ServiceUnavailableError")
 
 
-def _server_error(message: str) -> ApiError:
-    return ApiError(500, message, "InternalServerError")
+def _build_server_error(message: str) -> EmulatorApiError:
+    return EmulatorApiError(500, message, "InternalServerError")

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cleave_worker.emulator import tokenizer
-from cleave_worker.emulator.sequence import HandOff, Request
+from cleave_worker.emulator.sequence import EngineRequest, RemotePrefill
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_REFUSED = ("prompt_logprobs", "echo", "suffix", "best_of")
+_UNSUPPORTED = ("prompt_logprobs", "echo", "suffix", "best_of")
 _MAX_CHOICES = 64
 _MAX_LOGPROBS = 20
-_KINDS: Mapping[str, tuple[type, ...]] = {
+_FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "max_completion_tokens": (int,),
     "response_format": (dict,),
     "stream": (bool,),
@@ -29,7 +29,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 """Allowed types beside null of fields that are not, or not always, checked elsewhere."""
 
 
-class ApiError(Exception):
+class EmulatorApiError(Exception):
     """A response in vLLM's error format."""
 
     def __init__(self, status: int, message: str, kind: str, param: str | None = None) -> None:
@@ -38,7 +38,7 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
 
-    def body(self) -> dict[str, object]:
+    def build_body(self) -> dict[str, object]:
         """Return the JSON of the response."""
         return {
             "error": {
@@ -50,13 +50,13 @@ class ApiError(Exception):
         }
 
 
-def bad_request(message: str, param: str | None = None) -> ApiError:
+def build_bad_request(message: str, param: str | None = None) -> EmulatorApiError:
     """Return an error with status 400."""
-    return ApiError(400, message, "BadRequestError", param)
+    return EmulatorApiError(400, message, "BadRequestError", param)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """One checked API call."""
 
     id: str
@@ -66,9 +66,9 @@ class Call:
     chat: bool
     stream: bool
     include_usage: bool
-    requests: tuple[Request, ...]
+    requests: tuple[EngineRequest, ...]
     """One request per choice."""
-    numbered: bool = False
+    return_token_ids: bool = False
     """Whether responses contain token ids."""
     logprobs: int | None = None
     """Alternatives per token in the log-probabilities; None: no log-probabilities."""
@@ -76,166 +76,174 @@ class Call:
     """Strings that end the response and are not part of it."""
 
     @property
-    def request(self) -> Request:
+    def request(self) -> EngineRequest:
         """The first request; all have the same prompt."""
         return self.requests[0]
 
 
 def parse_call(
     body: object, chat: bool, models: Sequence[str], max_model_len: int, headers: Mapping[str, str]
-) -> Call:
+) -> ApiCall:
     """Check a decoded JSON body; `models`: the base model, then adapters. Raises ApiError."""
     if not isinstance(body, dict):
-        raise bad_request("The request body must be a JSON object.")
+        raise build_bad_request("The request body must be a JSON object.")
     model = body.get("model", models[0])
     if model not in models:
-        raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
-    _refuse(body)
-    prompt = _chat_prompt(body) if chat else _completion_prompt(body)
+        raise EmulatorApiError(
+            404, f"The model `{model}` does not exist.", "NotFoundError", "model"
+        )
+    _reject_unsupported(body)
+    prompt = _parse_chat_prompt(body) if chat else _parse_completion_prompt(body)
     stream = bool(body.get("stream"))
     external = headers.get("X-Request-Id") or uuid.uuid4().hex
     call_id = f"chatcmpl-{external}" if chat else f"cmpl-{external}"
     internal = call_id if chat else f"{call_id}-0"
-    max_tokens = _max_tokens(body, chat, len(prompt), max_model_len)
-    min_tokens = _integer(body, "min_tokens", 0) or 0
+    max_tokens = _parse_max_tokens(body, chat, len(prompt), max_model_len)
+    min_tokens = _parse_integer(body, "min_tokens", 0) or 0
     if min_tokens > max_tokens:
-        raise bad_request(
+        raise build_bad_request(
             f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.",
             "min_tokens",
         )
-    hold, handoff = _kv_transfer(body)
-    request = Request(
+    hold, handoff = _parse_kv_transfer(body)
+    request = EngineRequest(
         id=f"{internal}-{uuid.uuid4().hex[:8]}",
         prompt=prompt,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignore_eos=bool(body.get("ignore_eos")),
-        hold=hold,
-        hand_off=handoff,
-        seed=_integer(body, "seed", None) if body.get("temperature") != 0 else None,
+        do_remote_decode=hold,
+        handoff=handoff,
+        seed=_parse_integer(body, "seed", None) if body.get("temperature") != 0 else None,
         adapter=model if model != models[0] else "",
     )
     count = _count_choices(body)
     if count > 1 and (hold or handoff):
-        raise bad_request("A handoff supports one choice only: n must be 1.", "n")
+        raise build_bad_request("A handoff supports one choice only: n must be 1.", "n")
     choices = [replace(request, id=f"{request.id}-{i}", choice=i) for i in range(1, count)]
-    return Call(
+    return ApiCall(
         id=call_id,
         model=model,
         chat=chat,
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        include_usage=_parse_include_usage(body, stream),
         requests=(request, *choices),
-        numbered=bool(body.get("return_token_ids")),
-        logprobs=_logprobs(body, chat),
-        stop=_stop(body),
+        return_token_ids=bool(body.get("return_token_ids")),
+        logprobs=_parse_logprobs(body, chat),
+        stop=_parse_stop(body),
     )
 
 
 def parse_prompt(body: object) -> "array[int]":
     """Return the token ids for /tokenize, of a prompt or a chat. Raises ApiError."""
     if not isinstance(body, dict):
-        raise bad_request("The request body must be a JSON object.")
-    return _chat_prompt(body) if "messages" in body else _completion_prompt(body)
+        raise build_bad_request("The request body must be a JSON object.")
+    return _parse_chat_prompt(body) if "messages" in body else _parse_completion_prompt(body)
 
 
-def _refuse(body: dict[str, Any]) -> None:
-    for name in _REFUSED:
+def _reject_unsupported(body: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED:
         if body.get(name):
-            raise bad_request(f"{name} is not emulated.", name)
-    for name, kinds in _KINDS.items():
+            raise build_bad_request(f"{name} is not emulated.", name)
+    for name, kinds in _FIELD_TYPES.items():
         if body.get(name) is not None and type(body[name]) not in kinds:
             allowed = " or ".join(kind.__name__ for kind in kinds)
-            raise bad_request(f"{name} must be {allowed}, got {body[name]!r:.40}.", name)
+            raise build_bad_request(f"{name} must be {allowed}, got {body[name]!r:.40}.", name)
     if (temperature := body.get("temperature") or 0) < 0:
-        raise bad_request(f"temperature must be non-negative, got {temperature}.", "temperature")
+        raise build_bad_request(
+            f"temperature must be non-negative, got {temperature}.", "temperature"
+        )
 
 
 def _count_choices(body: dict[str, Any]) -> int:
-    count = _integer(body, "n", 1)
+    count = _parse_integer(body, "n", 1)
     if count is None or not 1 <= count <= _MAX_CHOICES:
-        raise bad_request(f"n must be 1 to {_MAX_CHOICES}, got {count}.", "n")
+        raise build_bad_request(f"n must be 1 to {_MAX_CHOICES}, got {count}.", "n")
     return count
 
 
-def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+def _parse_logprobs(body: dict[str, Any], chat: bool) -> int | None:
     if chat and not body.get("logprobs"):
         return None
     name = "top_logprobs" if chat else "logprobs"
-    count = _integer(body, name, 0 if chat else None)
+    count = _parse_integer(body, name, 0 if chat else None)
     if count is not None and count > _MAX_LOGPROBS:
-        raise bad_request(f"{name} must be at most {_MAX_LOGPROBS}, got {count}.", name)
+        raise build_bad_request(f"{name} must be at most {_MAX_LOGPROBS}, got {count}.", name)
     return count
 
 
-def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+def _parse_stop(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or []
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise bad_request("stop must be a text or a list of texts, none of them empty.", "stop")
+        raise build_bad_request(
+            "stop must be a text or a list of texts, none of them empty.", "stop"
+        )
     return tuple(texts)
 
 
-def _completion_prompt(body: dict[str, Any]) -> "array[int]":
+def _parse_completion_prompt(body: dict[str, Any]) -> "array[int]":
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise bad_request("The emulated engine takes one prompt per request.", "prompt")
+            raise build_bad_request("The emulated engine takes one prompt per request.", "prompt")
         prompt = prompt[0]
     if isinstance(prompt, str):
         prompt = tokenizer.encode(prompt)
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise bad_request("prompt must be a string or a list of token ids.", "prompt")
+        raise build_bad_request("prompt must be a string or a list of token ids.", "prompt")
     if not prompt:
-        raise bad_request("The decoder prompt cannot be empty", "prompt")
+        raise build_bad_request("The decoder prompt cannot be empty", "prompt")
     if min(prompt) < 0 or max(prompt) >= tokenizer.VOCAB_SIZE:
-        raise bad_request(f"Token id {max(prompt)} is out of vocabulary", "prompt")
+        raise build_bad_request(f"Token id {max(prompt)} is out of vocabulary", "prompt")
     return array("I", prompt)
 
 
-def _chat_prompt(body: dict[str, Any]) -> "array[int]":
+def _parse_chat_prompt(body: dict[str, Any]) -> "array[int]":
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise bad_request("messages must be a list with at least one message.", "messages")
+        raise build_bad_request("messages must be a list with at least one message.", "messages")
     continues = bool(body.get("continue_final_message"))
     if continues and body.get("add_generation_prompt"):
-        raise bad_request(
+        raise build_bad_request(
             "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
             "continue_final_message",
         )
-    text = "".join(f"\n<{_role(message)}>:{_content(message)}" for message in messages)
+    text = "".join(f"\n<{_get_role(message)}>:{_get_content(message)}" for message in messages)
     if body.get("add_generation_prompt", True) and not continues:
         text += "\n<assistant>:"
     return array("I", tokenizer.encode(text))
 
 
-def _role(message: object) -> str:
+def _get_role(message: object) -> str:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str):
-        raise bad_request("Each message needs a role.", "messages")
+        raise build_bad_request("Each message needs a role.", "messages")
     return role
 
 
-def _content(message: dict[str, Any]) -> str:
+def _get_content(message: dict[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise bad_request("Only text parts are emulated.", "messages")
+            raise build_bad_request("Only text parts are emulated.", "messages")
         return "\n".join(str(part) for part in parts)
     if not isinstance(content, str | None):
-        raise bad_request("content must be a string or a list of parts.", "messages")
+        raise build_bad_request("content must be a string or a list of parts.", "messages")
     return content or ""
 
 
-def _max_tokens(body: dict[str, Any], chat: bool, prompt_tokens: int, max_model_len: int) -> int:
-    limit = _integer(body, "max_completion_tokens" if chat else "max_tokens", None)
+def _parse_max_tokens(
+    body: dict[str, Any], chat: bool, prompt_tokens: int, max_model_len: int
+) -> int:
+    limit = _parse_integer(body, "max_completion_tokens" if chat else "max_tokens", None)
     if limit is None:
-        limit = _integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
+        limit = _parse_integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
     if limit is not None and limit < 1:
-        raise bad_request(f"max_tokens must be at least 1, got {limit}.", "max_tokens")
+        raise build_bad_request(f"max_tokens must be at least 1, got {limit}.", "max_tokens")
     if prompt_tokens + (limit or 1) > max_model_len:
-        raise bad_request(
+        raise build_bad_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested"
             f" {limit or 1} output tokens and your prompt contains {prompt_tokens} input tokens,"
             f" for a total of {prompt_tokens + (limit or 1)} tokens."
@@ -246,44 +254,44 @@ def _max_tokens(body: dict[str, Any], chat: bool, prompt_tokens: int, max_model_
     return limit if limit is not None else max_model_len - prompt_tokens
 
 
-def _integer(body: dict[str, Any], name: str, default: int | None) -> int | None:
+def _parse_integer(body: dict[str, Any], name: str, default: int | None) -> int | None:
     value = body.get(name)
     if value is None:
         return default
     if type(value) is not int or value < 0:
-        raise bad_request(f"{name} must be a non-negative integer.", name)
+        raise build_bad_request(f"{name} must be a non-negative integer.", name)
     return value
 
 
-def _include_usage(body: dict[str, Any], stream: bool) -> bool:
+def _parse_include_usage(body: dict[str, Any], stream: bool) -> bool:
     options = body.get("stream_options")
     if options is None:
         return False
     if not stream:
-        raise bad_request(
+        raise build_bad_request(
             "Stream options can only be defined when `stream=True`.", "stream_options"
         )
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
-def _kv_transfer(body: dict[str, Any]) -> tuple[bool, HandOff | None]:
+def _parse_kv_transfer(body: dict[str, Any]) -> tuple[bool, RemotePrefill | None]:
     params = body.get("kv_transfer_params")
     if params is None:
         return False, None
     if not isinstance(params, dict):
-        raise bad_request("kv_transfer_params must be an object.", "kv_transfer_params")
-    handoff = _hand_off(params) if params.get("do_remote_prefill") else None
+        raise build_bad_request("kv_transfer_params must be an object.", "kv_transfer_params")
+    handoff = _parse_handoff(params) if params.get("do_remote_prefill") else None
     return bool(params.get("do_remote_decode")), handoff
 
 
-def _hand_off(params: dict[str, Any]) -> HandOff:
+def _parse_handoff(params: dict[str, Any]) -> RemotePrefill:
     try:
         groups: Iterable[Iterable[int]] = params["remote_block_ids"]
         (block_ids,) = groups
         port = int(params["remote_port"])
         if not 0 < port < 65536:
             raise ValueError(f"remote_port {port}")
-        return HandOff(
+        return RemotePrefill(
             engine_id=str(params["remote_engine_id"]),
             request_id=str(params["remote_request_id"]),
             host=str(params["remote_host"]),
@@ -291,6 +299,6 @@ def _hand_off(params: dict[str, Any]) -> HandOff:
             block_ids=tuple(int(block) for block in block_ids),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise bad_request(
+        raise build_bad_request(
             f"kv_transfer_params are malformed: {error!r}", "kv_transfer_params"
         ) from error

@@ -19,9 +19,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.contents = [EMPTY] * num_blocks
-        self.former = [EMPTY] * num_blocks
+        self.previous_contents = [EMPTY] * num_blocks
         """Content of each block before its present sequence; a stale transfer delivers this."""
-        self._users = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -31,11 +31,11 @@ class BlockPool:
         """Blocks that no sequence uses."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks; the caller has checked `num_free`."""
-        return [self._take_one() for _ in range(count)]
+        return [self._allocate_one() for _ in range(count)]
 
-    def share(self, keys: Sequence[bytes]) -> list[int]:
+    def acquire_cached(self, keys: Sequence[bytes]) -> list[int]:
         """Acquire the longest cached run of blocks for a prompt's block keys."""
         cached: list[int] = []
         for key in keys:
@@ -45,7 +45,7 @@ class BlockPool:
             cached.append(block)
         for block in cached:
             self._free.pop(block, None)
-            self._users[block] += 1
+            self._ref_counts[block] += 1
         return cached
 
     def publish(self, block: int, key: bytes) -> None:
@@ -54,20 +54,20 @@ class BlockPool:
             self._keys[block] = key
             self._cached[key] = block
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Free blocks; the last ones of a sequence are reused first."""
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if not self._users[block]:
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
                 self._free[block] = None
 
-    def _take_one(self) -> int:
+    def _allocate_one(self) -> int:
         block, _ = self._free.popitem(last=False)
         key = self._keys[block]
         if key is not None:
             del self._cached[key]
             self._keys[block] = None
-        self._users[block] = 1
-        self.former[block] = self.contents[block]
+        self._ref_counts[block] = 1
+        self.previous_contents[block] = self.contents[block]
         self.contents[block] = EMPTY
         return block

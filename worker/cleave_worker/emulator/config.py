@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.perf.model.model_shape import ModelShape
-from cleave.perf.named_profiles import Profile
-from cleave_worker.emulator.scheduler import Limits
+from cleave.perf.named_profiles import NamedProfile
+from cleave_worker.emulator.scheduler import EngineLimits
 
 _ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _POLICIES = ("fail", "recompute")
 
 
-class ConfigError(ValueError):
+class EmulatorConfigError(ValueError):
     """The engine cannot be started with these arguments; the message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvTransfer:
+class KvTransferConfig:
     """The emulated part of vLLM's --kv-transfer-config, and the network's speed."""
 
     engine_id: str
@@ -33,19 +33,19 @@ class KvTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EmulatedEngineConfig:
     """Everything the engine needs; nothing else is read from the environment."""
 
     served_model_name: str
     shape: ModelShape
-    profile: Profile
+    profile: NamedProfile
     max_model_len: int
-    limits: Limits
+    limits: EngineLimits
     block_size: int
     num_blocks: int
     time_scale: float = 1.0
     """Emulated durations are multiplied by this; 0.1 is ten times faster."""
-    kv_transfer: KvTransfer | None = None
+    kv_transfer: KvTransferConfig | None = None
     adapters: tuple[str, ...] = ()
     """LoRA adapters by name; each continues a prompt in its own way."""
 
@@ -53,14 +53,16 @@ class EngineConfig:
         """Reject limits that could never serve a request, as vLLM does at start-up."""
         capacity = self.num_blocks * self.block_size
         if self.max_model_len > capacity:
-            raise ConfigError(
+            raise EmulatorConfigError(
                 f"one request of --max-model-len {self.max_model_len} tokens does not fit the KV "
                 f"cache of {capacity} tokens; lower it or raise --num-gpu-blocks-override"
             )
         limits = self.limits
         smallest = min(self.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
         if smallest < 1 or self.time_scale < 0:
-            raise ConfigError("lengths and limits must be at least 1, --time-scale at least 0")
+            raise EmulatorConfigError(
+                "lengths and limits must be at least 1, --time-scale at least 0"
+            )
 
 
 def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
@@ -69,22 +71,24 @@ def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
     Raises ConfigError.
     """
     if modules and not enabled:
-        raise ConfigError("--lora-modules needs --enable-lora")
+        raise EmulatorConfigError("--lora-modules needs --enable-lora")
     names: list[str] = []
     for module in modules:
         try:
             name = json.loads(module)["name"] if module.startswith("{") else module.split("=")[0]
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"--lora-modules: {module!r} is malformed: {error!r}") from error
+            raise EmulatorConfigError(
+                f"--lora-modules: {module!r} is malformed: {error!r}"
+            ) from error
         if not isinstance(name, str) or not name or name in names:
-            raise ConfigError(f"--lora-modules: {module!r} must have a unique name")
+            raise EmulatorConfigError(f"--lora-modules: {module!r} must have a unique name")
         names.append(name)
     return tuple(names)
 
 
 def parse_kv_transfer(
     text: str, host: str, port: int, bandwidth_gbps: float, latency_ms: float
-) -> KvTransfer:
+) -> KvTransferConfig:
     """Parse vLLM's --kv-transfer-config. Raises ConfigError for what is not emulated."""
     try:
         config = json.loads(text)
@@ -94,14 +98,14 @@ def parse_kv_transfer(
         lease_s = float(extra.get("kv_lease_duration", 30))
         engine_id = str(config.get("engine_id") or uuid.uuid4())
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ConfigError(f"--kv-transfer-config is malformed: {error!r}") from error
+        raise EmulatorConfigError(f"--kv-transfer-config is malformed: {error!r}") from error
     if connector != "NixlConnector" or role not in _ROLES or policy not in _POLICIES:
-        raise ConfigError(
+        raise EmulatorConfigError(
             f"--kv-transfer-config: emulated are NixlConnector with {', '.join(_ROLES)} and "
             f"kv_load_failure_policy {' or '.join(_POLICIES)}"
         )
     if bandwidth_gbps <= 0 or latency_ms < 0 or lease_s <= 0:
-        raise ConfigError("KV bandwidth and lease must be above 0, latency at least 0")
-    return KvTransfer(
+        raise EmulatorConfigError("KV bandwidth and lease must be above 0, latency at least 0")
+    return KvTransferConfig(
         engine_id, host, port, lease_s, policy == "recompute", bandwidth_gbps, latency_ms
     )

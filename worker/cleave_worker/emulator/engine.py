@@ -12,60 +12,60 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from cleave.shm.load_page import Load, LoadPage
+from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.config import EngineConfig
+from cleave_worker.emulator.config import EmulatedEngineConfig
 from cleave_worker.emulator.faults import Faults
-from cleave_worker.emulator.metrics import Metrics
-from cleave_worker.emulator.scheduler import Output, Scheduler, Step
-from cleave_worker.emulator.sequence import Finish, Request, Sequence, State
-from cleave_worker.emulator.side_channel import KvDoor, TransferError
-from cleave_worker.scheduling.config_page import TermsPage
+from cleave_worker.emulator.metrics import EngineMetrics
+from cleave_worker.emulator.scheduler import EmulatedScheduler, EngineStep, SampledToken
+from cleave_worker.emulator.sequence import EngineRequest, FinishReason, Sequence, SequenceState
+from cleave_worker.emulator.side_channel import KvSideChannel, KvTransferError
+from cleave_worker.scheduling.config_page import SchedulingPage
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.1
 """A loop that was delayed longer does not catch up on the rest."""
 
 
-class Listener(Protocol):
+class TokenListener(Protocol):
     """Receives a sequence's tokens. Called from the loop, so it must not block."""
 
-    def push(self, token: int, finish: Finish | None) -> None:
+    def push(self, token: int, finish: FinishReason | None) -> None:
         """Receive one token; the last one comes with the finish reason."""
 
     def fail(self, reason: str) -> None:
         """End without the remaining tokens."""
 
 
-class Engine:
+class EmulatedEngine:
     """One emulated instance."""
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EmulatedEngineConfig,
         load_page: Path | None = None,
         scheduling_page: Path | None = None,
     ) -> None:
         self.config = config
         self.faults = Faults()
-        self.metrics = Metrics()
+        self.metrics = EngineMetrics()
         pool = BlockPool(config.num_blocks, config.block_size)
-        self.scheduler = Scheduler(config.limits, pool)
-        self.door: KvDoor | None = None
+        self.scheduler = EmulatedScheduler(config.limits, pool)
+        self.side_channel: KvSideChannel | None = None
         if config.kv_transfer:
-            self.door = KvDoor(
+            self.side_channel = KvSideChannel(
                 config.kv_transfer, self.scheduler, self.faults, self.metrics, self._on_freed
             )
-        self._page = LoadPage(load_page) if load_page else None
-        self._terms = TermsPage(scheduling_page) if scheduling_page else None
-        self._listeners: dict[Sequence, Listener] = {}
+        self._load_page = LoadPage(load_page) if load_page else None
+        self._scheduling_page = SchedulingPage(scheduling_page) if scheduling_page else None
+        self._listeners: dict[Sequence, TokenListener] = {}
         self._pulls: dict[Sequence, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the loop runs (an engine that hangs counts as alive, as with vLLM)."""
         return self._loop_task is not None and not self._loop_task.done()
 
@@ -76,8 +76,8 @@ class Engine:
 
     async def start(self) -> None:
         """Open the KV side channel and start the loop. Raises OSError when its port is taken."""
-        if self.door:
-            await self.door.start()
+        if self.side_channel:
+            await self.side_channel.start()
         self._loop_task = asyncio.create_task(self._run())
         self._loop_task.add_done_callback(self._fail_all)
         self._publish()
@@ -88,37 +88,37 @@ class Engine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.door:
-            await self.door.stop()
-        if self._page:
-            self._page.close()
-        if self._terms:
-            self._terms.close()
+        if self.side_channel:
+            await self.side_channel.stop()
+        if self._load_page:
+            self._load_page.close()
+        if self._scheduling_page:
+            self._scheduling_page.close()
 
-    def submit(self, request: Request, listener: Listener) -> Sequence:
+    def submit(self, request: EngineRequest, listener: TokenListener) -> Sequence:
         """Queue a request that fits max_model_len; its tokens go to the listener.
 
         An engine without a KV connector computes everything itself, as vLLM does.
         """
-        if not self.door:
-            request = replace(request, hold=False, hand_off=None)
+        if not self.side_channel:
+            request = replace(request, do_remote_decode=False, handoff=None)
         sequence = Sequence(request, time.monotonic())
         self._listeners[sequence] = listener
         self.scheduler.add(sequence)
-        if self.door and sequence.hand_off:
-            self.door.expect(sequence, sequence.hand_off)
+        if self.side_channel and sequence.handoff:
+            self.side_channel.expect(sequence, sequence.handoff)
         self._wake.set()
         self._publish()
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
         """Abort a request: free what it has here and at the prefill instance."""
-        if sequence.state is State.FINISHED:
+        if sequence.state is SequenceState.FINISHED:
             return
-        handoff = sequence.hand_off
-        self._drop(sequence, Finish.ABORT)
-        if self.door and handoff:
-            self.door.decline(handoff)
+        handoff = sequence.handoff
+        self._drop(sequence, FinishReason.ABORT)
+        if self.side_channel and handoff:
+            self.side_channel.decline(handoff)
 
     @property
     def cache_config(self) -> dict[str, str]:
@@ -130,9 +130,9 @@ class Engine:
             "num_gpu_blocks": str(self.config.num_blocks),
         }
 
-    def gauges(self) -> dict[str, float]:
+    def collect_gauges(self) -> dict[str, float]:
         """Return the present state under vLLM's metric names."""
-        load = self._load()
+        load = self._build_load()
         return {
             "num_requests_running": load.num_running,
             "num_requests_waiting": load.num_waiting,
@@ -142,8 +142,8 @@ class Engine:
     async def _run(self) -> None:
         deadline = time.monotonic()
         while True:
-            if self._terms and (config := self._terms.news()):
-                self.scheduler.follow(config)
+            if self._scheduling_page and (config := self._scheduling_page.read_if_changed()):
+                self.scheduler.apply_scheduling(config)
             step = self.scheduler.schedule()
             for sequence in step.loads:
                 self._pulls[sequence] = asyncio.create_task(self._pull(sequence))
@@ -154,19 +154,19 @@ class Engine:
                 await self._wake.wait()
                 deadline = time.monotonic()
                 continue
-            self._note_start(step, now)
-            deadline = max(deadline, now - _MAX_LAG_S) + self._duration_s(step)
+            self._record_start(step, now)
+            deadline = max(deadline, now - _MAX_LAG_S) + self._compute_duration_s(step)
             await asyncio.sleep(max(0.0, deadline - now))
             await self.faults.wait_until_resumed()
             self._deliver(step)
 
-    def _duration_s(self, step: Step) -> float:
-        model_ms = self.config.profile.timing.iteration_ms(
-            step.chunks, step.batch, step.context_tokens
+    def _compute_duration_s(self, step: EngineStep) -> float:
+        model_ms = self.config.profile.timing.predict_iteration_ms(
+            step.chunks, step.num_decode_tokens, step.context_tokens
         )
         return model_ms * self.config.time_scale * self.faults.slow / 1000
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: EngineStep) -> None:
         now = time.monotonic()
         self.metrics.iteration_tokens.observe(step.num_tokens)
         self.metrics.num_preemptions = self.scheduler.num_preemptions
@@ -174,16 +174,16 @@ class Engine:
         self.metrics.generation_tokens += len(outputs)
         self._publish()
         for output in outputs:
-            self._count(output, now)
+            self._count_output(output, now)
             sequence, token, finish = output
             listener = self._listeners[sequence]
             if finish:
                 del self._listeners[sequence]
-                if self.door and sequence.request.hold:
-                    self.door.hold(sequence)
+                if self.side_channel and sequence.request.do_remote_decode:
+                    self.side_channel.grant_lease(sequence)
             listener.push(token, finish)
 
-    def _count(self, output: Output, now: float) -> None:
+    def _count_output(self, output: SampledToken, now: float) -> None:
         sequence, metrics = output.sequence, self.metrics
         if sequence.first_token_at:
             metrics.itl_s.observe(now - sequence.last_token_at)
@@ -209,40 +209,40 @@ class Engine:
         metrics.ttft_s.observe(now - sequence.submitted_at)
         metrics.prefill_s.observe(now - sequence.scheduled_at)
 
-    def _note_start(self, step: Step, now: float) -> None:
+    def _record_start(self, step: EngineStep, now: float) -> None:
         for sequence, _ in step.scheduled:
             if not sequence.scheduled_at:
                 sequence.scheduled_at = now
                 self.metrics.queue_s.observe(now - sequence.submitted_at)
 
     async def _pull(self, sequence: Sequence) -> None:
-        side_channel, handoff = self.door, sequence.hand_off
+        side_channel, handoff = self.side_channel, sequence.handoff
         assert side_channel
         assert handoff
         num_blocks = len(sequence.blocks) - sequence.cached_tokens // self.config.block_size
         started = time.monotonic()
         self.metrics.external_queries += sequence.prompt_len
         try:
-            if self.faults.spend("empty_handoff"):
+            if self.faults.consume("empty_handoff"):
                 side_channel.decline(handoff)
                 self.scheduler.recompute(sequence)
                 return
-            duration_s, num_bytes = self._transfer(num_blocks)
+            duration_s, num_bytes = self._estimate_transfer(num_blocks)
             prompt_digest = sequence.request.prompt_digest
             contents = await side_channel.pull(handoff, prompt_digest, num_blocks, duration_s)
             self.metrics.transfer_s.observe(time.monotonic() - started)
             self.metrics.transfer_bytes.observe(num_bytes)
             self.metrics.external_hits += sequence.prompt_len
             self.scheduler.load(sequence, contents)
-        except TransferError as error:
+        except KvTransferError as error:
             self.metrics.failed_transfers += 1
-            self._resolve(sequence, str(error))
+            self._handle_failed_load(sequence, str(error))
         finally:
             self._pulls.pop(sequence, None)
             side_channel.forget(sequence)
             self._wake.set()
 
-    def _transfer(self, num_blocks: int) -> tuple[float, int]:
+    def _estimate_transfer(self, num_blocks: int) -> tuple[float, int]:
         """Return seconds and bytes of the transfer of `num_blocks` blocks."""
         kv = self.config.kv_transfer
         assert kv
@@ -251,32 +251,32 @@ class Engine:
         seconds = kv.latency_ms / 1000 + num_bytes * 8 / (kv.bandwidth_gbps * 1e9)
         return seconds * self.config.time_scale, num_bytes
 
-    def _resolve(self, sequence: Sequence, reason: str) -> None:
+    def _handle_failed_load(self, sequence: Sequence, reason: str) -> None:
         """Apply kv_load_failure_policy to a sequence whose pull failed."""
         kv = self.config.kv_transfer
         if kv and kv.recompute_on_failure:
             self.scheduler.recompute(sequence)
             return
         listener = self._listeners[sequence]
-        self._drop(sequence, Finish.ERROR)
+        self._drop(sequence, FinishReason.ERROR)
         listener.fail(f"KV load failed: {reason}")
 
-    def _drop(self, sequence: Sequence, finish: Finish) -> None:
+    def _drop(self, sequence: Sequence, finish: FinishReason) -> None:
         self.scheduler.abort(sequence)
         self.metrics.finished[finish.value] += 1
         self._listeners.pop(sequence, None)
         pull = self._pulls.pop(sequence, None)
         if pull and pull is not asyncio.current_task():
             pull.cancel()
-        if self.door:
-            self.door.forget(sequence)
+        if self.side_channel:
+            self.side_channel.forget(sequence)
         self._on_freed()
 
     def _fail_all(self, loop_task: asyncio.Task[None]) -> None:
         """End all requests with an error after the loop has died, which /health reports."""
         if loop_task.cancelled():
             return
-        logger.error("the engine loop died", exc_info=loop_task.exception())
+        _log.error("the engine loop died", exc_info=loop_task.exception())
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.fail("the engine is dead")
@@ -285,9 +285,9 @@ class Engine:
         self._wake.set()
         self._publish()
 
-    def _load(self) -> Load:
+    def _build_load(self) -> LoadSnapshot:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        return Load(
+        return LoadSnapshot(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             pending_prompt_tokens=scheduler.pending_prompt_tokens,
@@ -298,5 +298,5 @@ class Engine:
         )
 
     def _publish(self) -> None:
-        if self._page:
-            self._page.write(self._load())
+        if self._load_page:
+            self._load_page.write(self._build_load())

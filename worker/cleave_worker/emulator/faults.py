@@ -92,16 +92,16 @@ class Faults:
             os._exit(1)
         self._switch(spec)
 
-    def spend(self, name: str) -> bool:
+    def consume(self, name: str) -> bool:
         """Return whether a counted fault is active, and use it up once."""
         remaining: int = getattr(self, name)
         setattr(self, name, max(remaining - 1, 0))
         return remaining > 0
 
-    def mix_up(self, handoff: dict[str, object]) -> dict[str, object]:
+    def swap_handoffs(self, handoff: dict[str, object]) -> dict[str, object]:
         """Return the handoff that a prefill answers with, its own or the previous one."""
         previous, self._last_handoff = self._last_handoff, handoff
-        return previous if previous and self.spend("swap_handoff") else handoff
+        return previous if previous and self.consume("swap_handoff") else handoff
 
     def describe(self) -> dict[str, object]:
         """Return the active faults as JSON."""

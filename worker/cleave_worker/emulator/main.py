@@ -19,16 +19,16 @@ from aiohttp import web
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
 from cleave.shm import load_page
-from cleave_worker.emulator.api import Api
+from cleave_worker.emulator.api import EmulatorApi
 from cleave_worker.emulator.config import (
-    ConfigError,
-    EngineConfig,
-    KvTransfer,
+    EmulatedEngineConfig,
+    EmulatorConfigError,
+    KvTransferConfig,
     parse_adapters,
     parse_kv_transfer,
 )
-from cleave_worker.emulator.engine import Engine
-from cleave_worker.emulator.scheduler import Limits
+from cleave_worker.emulator.engine import EmulatedEngine
+from cleave_worker.emulator.scheduler import EngineLimits
 from cleave_worker.scheduling import config_page
 
 _DEFAULT_SHAPE = "opt-13b"
@@ -38,7 +38,7 @@ _SHUTDOWN_S = 0.01
 """Open requests are cut off, as by a terminated vLLM; aiohttp takes 0 for no limit."""
 
 
-class Parser(argparse.ArgumentParser):
+class EmulatorParser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -47,25 +47,27 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EmulatorOptions:
     """A parsed command line."""
 
     host: str
     port: int
     fault_injection: bool
-    engine: EngineConfig
+    engine: EmulatedEngineConfig
 
 
-def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
+def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     """Parse the command line. Raises ConfigError; exits for errors that argparse finds."""
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     shape = _load_shape(args.model)
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
     if args.block_size < 1:
-        raise ConfigError("--block-size must be at least 1")
+        raise EmulatorConfigError("--block-size must be at least 1")
     num_blocks = args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size
-    limits = Limits(args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching)
-    engine = EngineConfig(
+    limits = EngineLimits(
+        args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching
+    )
+    engine = EmulatedEngineConfig(
         served_model_name=args.served_model_name or args.model,
         shape=shape,
         profile=profile,
@@ -77,36 +79,38 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> Options:
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=parse_adapters(args.lora_modules, args.enable_lora),
     )
-    return Options(args.host, args.port, args.fault_injection, engine)
+    return EmulatorOptions(args.host, args.port, args.fault_injection, engine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; return 0 then, 2 for a rejected command line."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv, dict(os.environ))
-    except ConfigError as error:
+    except EmulatorConfigError as error:
         sys.stderr.write(f"emulated engine: {error}\n")
         return 2
     try:
-        asyncio.run(_serve(options, _page(load_page.ENV), _page(config_page.ENV)))
+        asyncio.run(_serve(options, _get_page_path(load_page.ENV), _get_page_path(config_page.ENV)))
     except OSError as error:
         sys.stderr.write(f"emulated engine: {error}\n")
         return 1
     return 0
 
 
-def _page(variable: str) -> Path | None:
+def _get_page_path(variable: str) -> Path | None:
     path = os.environ.get(variable)
     return Path(path) if path else None
 
 
-async def _serve(options: Options, load_path: Path | None, scheduling_path: Path | None) -> None:
+async def _serve(
+    options: EmulatorOptions, load_path: Path | None, scheduling_path: Path | None
+) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    engine = Engine(options.engine, load_path, scheduling_path)
-    app = Api(engine, options.fault_injection).application()
+    engine = EmulatedEngine(options.engine, load_path, scheduling_path)
+    app = EmulatorApi(engine, options.fault_injection).build_application()
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -128,39 +132,43 @@ async def _serve(options: Options, load_path: Path | None, scheduling_path: Path
 
 def _load_shape(name: str) -> model_shape.ModelShape:
     try:
-        return model_shape.load(name)
+        return model_shape.load_shape(name)
     except model_shape.UnknownModelError as error:
         if Path(name).is_dir():
-            raise ConfigError(str(error)) from error
+            raise EmulatorConfigError(str(error)) from error
         # An unknown model name is accepted; its KV is as large as the default model's.
-        return model_shape.load(_DEFAULT_SHAPE)
+        return model_shape.load_shape(_DEFAULT_SHAPE)
 
 
 def _load_profile(
     name: str | None, shape: str, tensor_parallel_size: int
-) -> named_profiles.Profile:
-    measured = any(profile.split("/")[1] == shape for profile in named_profiles.names())
+) -> named_profiles.NamedProfile:
+    measured = any(profile.split("/")[1] == shape for profile in named_profiles.list_names())
     default = f"distserve/{shape if measured else _DEFAULT_SHAPE}/tp{tensor_parallel_size}"
     try:
-        return named_profiles.load(name or default)
+        return named_profiles.load_profile(name or default)
     except named_profiles.UnknownProfileError as error:
-        raise ConfigError(str(error)) from error
+        raise EmulatorConfigError(str(error)) from error
 
 
-def _load_kv_transfer(args: argparse.Namespace, environment: dict[str, str]) -> KvTransfer | None:
+def _load_kv_transfer(
+    args: argparse.Namespace, environment: dict[str, str]
+) -> KvTransferConfig | None:
     if args.kv_transfer_config is None:
         return None
     host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     port = environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     if not port.isdigit():
-        raise ConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port} is not a port")
+        raise EmulatorConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port} is not a port")
     return parse_kv_transfer(
         args.kv_transfer_config, host, int(port), args.kv_bandwidth_gbps, args.kv_latency_ms
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="cleave_worker.emulator.main", description=__doc__, allow_abbrev=False)
+def _build_parser() -> argparse.ArgumentParser:
+    parser = EmulatorParser(
+        prog="cleave_worker.emulator.main", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--model", required=True, help="folder with a config.json, or a name")
     add("--served-model-name")

@@ -38,7 +38,7 @@ _TRANSFER_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5
 _TRANSFER_BYTES = tuple(2**exponent for exponent in range(10, 34, 2))
 
 
-class Histogram:
+class EmulatedHistogram:
     """Counts per bucket and a sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -51,7 +51,7 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def cumulative(self) -> list[tuple[str, float]]:
+    def accumulate(self) -> list[tuple[str, float]]:
         """Return Prometheus buckets: upper bound as text, number of values at or below it."""
         total = 0
         buckets: list[tuple[str, float]] = []
@@ -61,7 +61,7 @@ class Histogram:
         return buckets
 
 
-class Metrics:
+class EngineMetrics:
     """Counters and histograms of the engine."""
 
     def __init__(self) -> None:
@@ -77,18 +77,18 @@ class Metrics:
         self.kv_expired = 0
         self.corrupt_transfers = 0
         self.foreign_pulls = 0
-        self.iteration_tokens = Histogram(_ITERATION_TOKENS)
-        self.ttft_s = Histogram(_TTFT_S)
-        self.itl_s = Histogram(_TOKEN_S)
-        self.tpot_s = Histogram(_TOKEN_S)
-        self.e2e_s = Histogram(_REQUEST_S)
-        self.queue_s = Histogram(_REQUEST_S)
-        self.prefill_s = Histogram(_REQUEST_S)
-        self.decode_s = Histogram(_REQUEST_S)
-        self.transfer_s = Histogram(_TRANSFER_S)
-        self.transfer_bytes = Histogram(_TRANSFER_BYTES)
+        self.iteration_tokens = EmulatedHistogram(_ITERATION_TOKENS)
+        self.ttft_s = EmulatedHistogram(_TTFT_S)
+        self.itl_s = EmulatedHistogram(_TOKEN_S)
+        self.tpot_s = EmulatedHistogram(_TOKEN_S)
+        self.e2e_s = EmulatedHistogram(_REQUEST_S)
+        self.queue_s = EmulatedHistogram(_REQUEST_S)
+        self.prefill_s = EmulatedHistogram(_REQUEST_S)
+        self.decode_s = EmulatedHistogram(_REQUEST_S)
+        self.transfer_s = EmulatedHistogram(_TRANSFER_S)
+        self.transfer_bytes = EmulatedHistogram(_TRANSFER_BYTES)
 
-    def counters(self) -> Iterable[tuple[str, float]]:
+    def list_counters(self) -> Iterable[tuple[str, float]]:
         """Yield plain counters as (name without prefix, value)."""
         yield "num_preemptions", self.num_preemptions
         yield "prompt_tokens", self.prompt_tokens
@@ -101,7 +101,7 @@ class Metrics:
         yield "emulated_corrupt_transfers", self.corrupt_transfers
         yield "emulated_foreign_pulls", self.foreign_pulls
 
-    def histograms(self) -> Iterable[tuple[str, Histogram]]:
+    def list_histograms(self) -> Iterable[tuple[str, EmulatedHistogram]]:
         """Yield histograms as (name without prefix, histogram)."""
         yield "iteration_tokens_total", self.iteration_tokens
         yield "time_to_first_token_seconds", self.ttft_s
@@ -115,13 +115,13 @@ class Metrics:
         yield "nixl_bytes_transferred", self.transfer_bytes
 
 
-class Collector:
-    """Turns `Metrics` and the engine's present state into Prometheus samples."""
+class EngineMetricsCollector:
+    """Turns `EngineMetrics` and the engine's present state into Prometheus samples."""
 
     def __init__(
         self,
         model_name: str,
-        metrics: Metrics,
+        metrics: EngineMetrics,
         gauges: Callable[[], dict[str, float]],
         cache_config: dict[str, str],
     ) -> None:
@@ -130,7 +130,7 @@ class Collector:
         self._gauges = gauges
         self._cache_config = cache_config
 
-    def registry(self) -> CollectorRegistry:
+    def build_registry(self) -> CollectorRegistry:
         """Return a registry that contains only this collector."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
@@ -147,19 +147,21 @@ class Collector:
         )
         info.add_metric(("0", *self._cache_config.values()), 1.0)
         yield info
-        for name, value in self._metrics.counters():
-            yield self._counter(name, {(): value})
+        for name, value in self._metrics.list_counters():
+            yield self._build_counter(name, {(): value})
         metrics = self._metrics
-        yield self._counter(
-            "prompt_tokens_by_source", _by_label(metrics.prompt_tokens_by_source), "source"
+        yield self._build_counter(
+            "prompt_tokens_by_source", _key_by_label(metrics.prompt_tokens_by_source), "source"
         )
-        yield self._counter("request_success", _by_label(metrics.finished), "finished_reason")
-        for name, histogram in metrics.histograms():
+        yield self._build_counter(
+            "request_success", _key_by_label(metrics.finished), "finished_reason"
+        )
+        for name, histogram in metrics.list_histograms():
             family = HistogramMetricFamily(f"vllm:{name}", name, labels=_LABELS)
-            family.add_metric(self._labels, histogram.cumulative(), histogram.sum)
+            family.add_metric(self._labels, histogram.accumulate(), histogram.sum)
             yield family
 
-    def _counter(
+    def _build_counter(
         self, name: str, values: dict[tuple[str, ...], float], *labels: str
     ) -> CounterMetricFamily:
         family = CounterMetricFamily(f"vllm:{name}", name, labels=(*_LABELS, *labels))
@@ -168,5 +170,5 @@ class Collector:
         return family
 
 
-def _by_label(counts: dict[str, int]) -> dict[tuple[str, ...], float]:
+def _key_by_label(counts: dict[str, int]) -> dict[tuple[str, ...], float]:
     return {(label,): count for label, count in counts.items()}

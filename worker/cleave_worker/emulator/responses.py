@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave_worker.emulator import tokenizer
-from cleave_worker.emulator.api_requests import Call
-from cleave_worker.emulator.sequence import Finish
+from cleave_worker.emulator.api_requests import ApiCall
+from cleave_worker.emulator.sequence import FinishReason
 
-_MARK = "\0"
-_ID_MARK = 4_000_000_007
+_PLACEHOLDER = "\0"
+_ID_PLACEHOLDER = 4_000_000_007
 DONE = b"data: [DONE]\n\n"
 
 
 class EventEncoder:
     """Encodes the server-sent events of one choice of a stream."""
 
-    def __init__(self, call: Call, index: int = 0) -> None:
+    def __init__(self, call: ApiCall, index: int = 0) -> None:
         self._call = call
         self._index = index
         self._offset = 0
-        self._prompt_told = False
+        self._prompt_sent = False
         self._head: dict[str, object] = {
             "id": call.id,
             "object": "chat.completion.chunk" if call.chat else "text_completion",
@@ -33,47 +33,55 @@ class EventEncoder:
         }
         # Words need no escaping in JSON, so a token's event is three pieces around word and token
         # id.
-        self._prompt_told = True
-        ids = [_ID_MARK] if call.numbered else None
-        event = self._event(_MARK, None, ids, None)
-        self._prompt_told = False
-        self._before, _, rest = event.partition(json.dumps(_MARK)[1:-1].encode())
-        self._between, _, self._after = rest.partition(str(_ID_MARK).encode())
+        self._prompt_sent = True
+        ids = [_ID_PLACEHOLDER] if call.return_token_ids else None
+        event = self._encode_event(_PLACEHOLDER, None, ids, None)
+        self._prompt_sent = False
+        self._before, _, rest = event.partition(json.dumps(_PLACEHOLDER)[1:-1].encode())
+        self._between, _, self._after = rest.partition(str(_ID_PLACEHOLDER).encode())
 
-    def start(self) -> bytes:
+    def encode_start(self) -> bytes:
         """Return what precedes the first token: in a chat the role."""
         if not self._call.chat:
             return b""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
-        prompt = list(self._call.request.prompt) if self._call.numbered else None
-        return chunk(_event({**self._head, "choices": [choice], "prompt_token_ids": prompt}))
+        prompt = list(self._call.request.prompt) if self._call.return_token_ids else None
+        return encode_chunk(
+            _format_event({**self._head, "choices": [choice], "prompt_token_ids": prompt})
+        )
 
-    def word(self, token: int, text: bytes) -> bytes:
+    def encode_word(self, token: int, text: bytes) -> bytes:
         """Return an HTTP chunk for a token that does not end the stream."""
-        if self._call.numbered:
-            if not self._call.chat and not self._prompt_told:
-                return self.tokens(text.decode(), [token], None)
-            return chunk(b"%b%b%b%d%b" % (self._before, text, self._between, token, self._after))
-        return chunk(b"%b%b%b" % (self._before, text, self._between))
+        if self._call.return_token_ids:
+            if not self._call.chat and not self._prompt_sent:
+                return self.encode_tokens(text.decode(), [token], None)
+            return encode_chunk(
+                b"%b%b%b%d%b" % (self._before, text, self._between, token, self._after)
+            )
+        return encode_chunk(b"%b%b%b" % (self._before, text, self._between))
 
-    def tokens(
-        self, text: str, ids: Sequence[int], finish: Finish | None, stop: str | None = None
+    def encode_tokens(
+        self, text: str, ids: Sequence[int], finish: FinishReason | None, stop: str | None = None
     ) -> bytes:
         """Return an HTTP chunk for tokens, perhaps the last ones, with the text they complete."""
-        return chunk(self._event(text, finish, ids if self._call.numbered else None, ids, stop))
+        return encode_chunk(
+            self._encode_event(
+                text, finish, ids if self._call.return_token_ids else None, ids, stop
+            )
+        )
 
-    def usage(self, completion_tokens: int) -> bytes:
+    def encode_usage(self, completion_tokens: int) -> bytes:
         """Return the usage of all choices, if the client asked for it."""
         if not self._call.include_usage:
             return b""
-        usage = _usage(len(self._call.request.prompt), completion_tokens)
-        return chunk(_event({**self._head, "choices": [], "usage": usage}))
+        usage = _build_usage(len(self._call.request.prompt), completion_tokens)
+        return encode_chunk(_format_event({**self._head, "choices": [], "usage": usage}))
 
-    def _event(
+    def _encode_event(
         self,
         text: str,
-        finish: Finish | None,
+        finish: FinishReason | None,
         ids: Sequence[int] | None,
         generated: Sequence[int] | None,
         stop: str | None = None,
@@ -82,7 +90,7 @@ class EventEncoder:
         choice: dict[str, object] = {"index": self._index}
         logprobs = None
         if self._call.logprobs is not None and generated:
-            logprobs = _logprobs(self._call, generated, self._offset)
+            logprobs = _build_logprobs(self._call, generated, self._offset)
             self._offset += sum(len(tokenizer.decode(token)) for token in generated)
         if self._call.chat:
             choice |= {"delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}
@@ -91,32 +99,32 @@ class EventEncoder:
         else:
             choice |= {"text": text, "logprobs": logprobs, "finish_reason": reason}
             choice |= {"stop_reason": stop, "prompt_token_ids": None}
-            if self._call.numbered and not self._prompt_told:
+            if self._call.return_token_ids and not self._prompt_sent:
                 choice["prompt_token_ids"] = list(self._call.request.prompt)
-                self._prompt_told = True
+                self._prompt_sent = True
         choice["token_ids"] = ids
-        return _event({**self._head, "choices": [choice]})
+        return _format_event({**self._head, "choices": [choice]})
 
 
-def failure(error: dict[str, object]) -> bytes:
+def encode_failure(error: dict[str, object]) -> bytes:
     """Return the end of a stream that failed after its headers were sent, as vLLM ends it."""
-    return chunk(_event(error)) + chunk(DONE)
+    return encode_chunk(_format_event(error)) + encode_chunk(DONE)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CompletedChoice:
     """One complete choice of a response."""
 
     tokens: Sequence[int]
     text: str
-    finish: Finish
+    finish: FinishReason
     stop: str | None = None
     """The stop string that ended it."""
 
 
-def whole(
-    call: Call,
-    choices: Sequence[Choice],
+def encode_response(
+    call: ApiCall,
+    choices: Sequence[CompletedChoice],
     kv_transfer_params: dict[str, object] | None,
 ) -> bytes:
     """Return the JSON response to a call that does not stream."""
@@ -125,34 +133,36 @@ def whole(
         "object": "chat.completion" if call.chat else "text_completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [_whole_choice(call, index, choice) for index, choice in enumerate(choices)],
+        "choices": [_build_choice(call, index, choice) for index, choice in enumerate(choices)],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": _usage(len(call.request.prompt), sum(len(choice.tokens) for choice in choices)),
+        "usage": _build_usage(
+            len(call.request.prompt), sum(len(choice.tokens) for choice in choices)
+        ),
         "kv_transfer_params": kv_transfer_params,
     }
-    if call.chat and call.numbered:
+    if call.chat and call.return_token_ids:
         response["prompt_token_ids"] = list(call.request.prompt)
     return json.dumps(response, separators=(",", ":")).encode()
 
 
-def _whole_choice(call: Call, index: int, completed: Choice) -> dict[str, object]:
+def _build_choice(call: ApiCall, index: int, completed: CompletedChoice) -> dict[str, object]:
     choice: dict[str, object] = {"index": index}
     if call.chat:
         choice["message"] = {"role": "assistant", "content": completed.text, "refusal": None}
     else:
         choice["text"] = completed.text
-    logprobs = _logprobs(call, completed.tokens, 0) if call.logprobs is not None else None
+    logprobs = _build_logprobs(call, completed.tokens, 0) if call.logprobs is not None else None
     choice |= {
         "logprobs": logprobs,
         "finish_reason": completed.finish.value,
         "stop_reason": completed.stop,
     }
-    choice["token_ids"] = list(completed.tokens) if call.numbered else None
+    choice["token_ids"] = list(completed.tokens) if call.return_token_ids else None
     return choice
 
 
-def _logprobs(call: Call, tokens: Sequence[int], offset: int) -> dict[str, object]:
+def _build_logprobs(call: ApiCall, tokens: Sequence[int], offset: int) -> dict[str, object]:
     """Return invented log-probabilities in the form of the API; a token always has the same one."""
     words = [tokenizer.decode(token) for token in tokens]
     values = [-(token % 97) / 100 for token in tokens]
@@ -173,16 +183,16 @@ def _logprobs(call: Call, tokens: Sequence[int], offset: int) -> dict[str, objec
     return {"content": [{**entry, "top_logprobs": [entry] * num_top} for entry in entries]}
 
 
-def chunk(body: bytes) -> bytes:
+def encode_chunk(body: bytes) -> bytes:
     """Return one HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
-def _event(value: dict[str, object]) -> bytes:
+def _format_event(value: dict[str, object]) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
+def _build_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,

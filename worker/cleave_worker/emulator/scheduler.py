@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cleave.perf.timing import Chunk
-from cleave.policy.admission import is_spared
-from cleave.policy.output_length import Predictor
-from cleave.policy.prompt_batching import cut_chunk
+from cleave.perf.timing import PromptChunk
+from cleave.policy.admission import is_protected
+from cleave.policy.output_length import LengthPredictor
+from cleave.policy.prompt_batching import compute_chunk_size
 from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.sequence import Finish, Sequence, State
+from cleave_worker.emulator.sequence import FinishReason, Sequence, SequenceState
 from cleave_worker.scheduling import config as scheduling_config
-from cleave_worker.scheduling.admission import Admitting, Lengths
-from cleave_worker.scheduling.config import Terms, find_limit
-from cleave_worker.scheduling.window import Window
+from cleave_worker.scheduling.admission import EngineAdmission, RequestLengths
+from cleave_worker.scheduling.config import RoleSchedulingConfig, clamp_limit
+from cleave_worker.scheduling.window import SortedWindow
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """vLLM's limits of one iteration, and its prefix cache switch."""
 
     max_num_seqs: int
@@ -35,14 +35,14 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """One iteration: what it computes and what that costs."""
 
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     loads: list[Sequence] = field(default_factory=list)
     """Sequences that have got blocks and wait for their KV to be pulled."""
-    chunks: list[Chunk] = field(default_factory=list)
-    batch: int = 0
+    chunks: list[PromptChunk] = field(default_factory=list)
+    num_decode_tokens: int = 0
     """Sequences that compute a single token."""
     context_tokens: int = 0
     """Sum of the contexts of these sequences."""
@@ -53,25 +53,27 @@ class Step:
         self.scheduled.append((sequence, count))
         self.num_tokens += count
         if count == 1:
-            self.batch += 1
+            self.num_decode_tokens += 1
             self.context_tokens += sequence.num_computed + 1
         else:
             start = sequence.num_computed
-            self.chunks.append(Chunk(start, start + count))
+            self.chunks.append(PromptChunk(start, start + count))
 
 
-class Output(NamedTuple):
+class SampledToken(NamedTuple):
     """A sampled token, and the finish reason if it ends its sequence."""
 
     sequence: Sequence
     token: int
-    finish: Finish | None
+    finish: FinishReason | None
 
 
-class Scheduler:
+class EmulatedScheduler:
     """All sequences of the engine and the blocks that they own."""
 
-    def __init__(self, limits: Limits, pool: BlockPool, predictor: Predictor | None = None) -> None:
+    def __init__(
+        self, limits: EngineLimits, pool: BlockPool, predictor: LengthPredictor | None = None
+    ) -> None:
         """`predictor`: of output lengths, for admission; None: learns from finished sequences."""
         self.limits = limits
         self.pool = pool
@@ -81,18 +83,18 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._loaded: deque[Sequence] = deque()
         self._loading: set[Sequence] = set()
-        self._held: dict[str, list[int]] = {}
-        self._admitting = Admitting(predictor)
-        self._window = Window(self._waiting, _tokens_to_compute)
-        self.follow(scheduling_config.DEFAULT)
+        self._leased_blocks: dict[str, list[int]] = {}
+        self._admission = EngineAdmission(predictor)
+        self._window = SortedWindow(self._waiting, _count_tokens_to_compute)
+        self.apply_scheduling(scheduling_config.DEFAULT)
 
-    def follow(self, config: Terms) -> None:
+    def apply_scheduling(self, config: RoleSchedulingConfig) -> None:
         """Use this configuration from the next iteration on; running sequences continue."""
-        self._terms = config
+        self._scheduling = config
         limits = self.limits
-        self._max_num_seqs = find_limit(config.max_num_seqs, limits.max_num_seqs)
-        self._max_tokens = find_limit(config.max_num_batched_tokens, limits.max_num_batched_tokens)
-        self._window.follow(config.order, config.prefill_sched_batch)
+        self._max_num_seqs = clamp_limit(config.max_num_seqs, limits.max_num_seqs)
+        self._max_tokens = clamp_limit(config.max_num_batched_tokens, limits.max_num_batched_tokens)
+        self._window.set_order(config.order, config.prefill_sched_batch)
 
     @property
     def num_waiting(self) -> int:
@@ -100,28 +102,28 @@ class Scheduler:
         return len(self._waiting) + len(self._loaded) + len(self._loading)
 
     @property
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         """Finished requests whose leased blocks wait to be pulled."""
-        return len(self._held)
+        return len(self._leased_blocks)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. The engine has checked that it fits the pool when it is alone."""
         self.pending_prompt_tokens += sequence.pending_prompt_tokens
         self._waiting.append(sequence)
 
-    def schedule(self) -> Step:
+    def schedule(self) -> EngineStep:
         """Return the next iteration; if it has no sequences, nothing can run now."""
-        step = Step()
+        step = EngineStep()
         # After a preemption no sequence is admitted, unless no other is left to run.
         if self._schedule_running(step) or not step.scheduled:
             self._admit(step)
         return step
 
-    def complete(self, step: Step) -> list[Output]:
+    def complete(self, step: EngineStep) -> list[SampledToken]:
         """Return the tokens of an iteration; finished sequences free their blocks or lease them."""
         outputs = []
         for sequence, count in step.scheduled:
-            if sequence.state is State.FINISHED:
+            if sequence.state is SequenceState.FINISHED:
                 continue
             pending = max(0, sequence.prompt_len - sequence.num_computed)
             self.pending_prompt_tokens -= min(pending, count)
@@ -130,12 +132,12 @@ class Scheduler:
             if sequence.num_computed < len(sequence.tokens):
                 continue
             token, finish = sequence.sample()
-            outputs.append(Output(sequence, token, finish))
+            outputs.append(SampledToken(sequence, token, finish))
             if finish:
-                if finish is Finish.STOP:
-                    self._admitting.learn(_lengths(sequence))
-                self._retire(sequence, lease=sequence.request.hold)
-        self.running = [s for s in self.running if s.state is State.RUNNING]
+                if finish is FinishReason.STOP:
+                    self._admission.learn(_get_lengths(sequence))
+                self._retire(sequence, lease=sequence.request.do_remote_decode)
+        self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
         return outputs
 
     def load(self, sequence: Sequence, contents: list[int]) -> None:
@@ -144,68 +146,71 @@ class Scheduler:
         for block, content in zip(sequence.blocks[first:], contents, strict=True):
             self.pool.contents[block] = content
         sequence.pulled_tokens = sequence.prompt_len - sequence.cached_tokens
-        self._end_load(sequence)
+        self._finish_load(sequence)
         sequence.adopt(sequence.prompt_len, self.pool)
         self._publish(sequence, sequence.cached_tokens)
 
     def recompute(self, sequence: Sequence) -> None:
         """Compute a prompt whose pull failed here, in the blocks that it has."""
         before = sequence.pending_prompt_tokens
-        self._end_load(sequence)
+        self._finish_load(sequence)
         if sequence.cached_tokens:
             sequence.adopt(sequence.cached_tokens, self.pool)
         self.pending_prompt_tokens += sequence.pending_prompt_tokens - before
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence in any state; does nothing when it has ended."""
-        if sequence.state is State.FINISHED:
+        if sequence.state is SequenceState.FINISHED:
             return
         self.pending_prompt_tokens -= sequence.pending_prompt_tokens
-        if sequence.state is State.RUNNING:
+        if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence in self._loading:
             self._loading.remove(sequence)
         else:
             queue = self._loaded if sequence in self._loaded else self._waiting
             if queue is self._waiting:
-                self._window.leave((sequence,))
+                self._window.record_removal((sequence,))
             queue.remove(sequence)
         self._retire(sequence, lease=False)
 
-    def held_contents(self, request_id: str, stale: bool = False) -> dict[int, int] | None:
+    def get_leased_contents(self, request_id: str, stale: bool = False) -> dict[int, int] | None:
         """Return the content of each block of a leased request, None without a lease.
 
         With `stale`, what the blocks contained before the request.
         """
-        blocks = self._held.get(request_id)
+        blocks = self._leased_blocks.get(request_id)
         if blocks is None:
             return None
-        source = self.pool.former if stale else self.pool.contents
+        source = self.pool.previous_contents if stale else self.pool.contents
         return {block: source[block] for block in blocks}
 
     def release(self, request_id: str) -> bool:
         """Free a leased request's blocks; return whether there was a lease."""
-        blocks = self._held.pop(request_id, None)
+        blocks = self._leased_blocks.pop(request_id, None)
         if blocks is None:
             return False
-        self.pool.give_back(blocks)
+        self.pool.free(blocks)
         return True
 
-    def _schedule_running(self, step: Step) -> bool:
+    def _schedule_running(self, step: EngineStep) -> bool:
         """Add tokens of the running sequences; return whether no preemption was needed."""
-        limit, prompt_limit = self._max_tokens, self._most_of_a_prompt()
+        limit, prompt_limit = self._max_tokens, self._get_prompt_limit()
         size = self.pool.block_size
         index = 0
         sufficed = True
-        if (preemption_limit := self._terms.preemption_limit) and self.num_preemptions:
+        if (preemption_limit := self._scheduling.preemption_limit) and self.num_preemptions:
             # The last one is preempted first.
             self.running.sort(
-                key=lambda s: (not is_spared(s.num_preemptions, preemption_limit), s.submitted_at)
+                key=lambda s: (
+                    not is_protected(s.num_preemptions, preemption_limit),
+                    s.submitted_at,
+                )
             )
         while index < len(self.running) and step.num_tokens < limit:
             sequence = self.running[index]
             remaining = len(sequence.tokens) - sequence.num_computed
-            count = cut_chunk(remaining, min(limit - step.num_tokens, prompt_limit))
+            count = compute_chunk_size(remaining, min(limit - step.num_tokens, prompt_limit))
             missing = -(-(sequence.num_computed + count) // size) - len(sequence.blocks)
             while missing > self.pool.num_free and len(self.running) > index:
                 self._preempt(self.running.pop())
@@ -213,18 +218,18 @@ class Scheduler:
             if len(self.running) == index:
                 break
             if missing > 0:
-                sequence.blocks += self.pool.take(missing)
+                sequence.blocks += self.pool.allocate(missing)
             step.add(sequence, count)
             index += 1
         return sufficed
 
-    def _admit(self, step: Step) -> None:
-        prompt_limit = self._most_of_a_prompt()
+    def _admit(self, step: EngineStep) -> None:
+        prompt_limit = self._get_prompt_limit()
         while step.num_tokens < self._max_tokens and len(self.running) < self._max_num_seqs:
             budget = min(self._max_tokens - step.num_tokens, prompt_limit)
             if self._loaded:
                 sequence = self._loaded.popleft()
-                count = cut_chunk(len(sequence.tokens) - sequence.num_computed, budget)
+                count = compute_chunk_size(len(sequence.tokens) - sequence.num_computed, budget)
             elif self._waiting:
                 self._window.sort()
                 sequence = self._waiting[0]
@@ -232,34 +237,36 @@ class Scheduler:
                 if not count:
                     break
                 self._waiting.popleft()
-                self._window.took()
-                if sequence.hand_off:
-                    sequence.state = State.LOADING
+                self._window.record_pop()
+                if sequence.handoff:
+                    sequence.state = SequenceState.LOADING
                     self._loading.add(sequence)
                     step.loads.append(sequence)
                     continue
             else:
                 break
-            sequence.state = State.RUNNING
+            sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
             step.add(sequence, count)
 
-    def _most_of_a_prompt(self) -> int:
+    def _get_prompt_limit(self) -> int:
         """Return the most tokens of one prompt in an iteration; a lone prompt may take all."""
-        threshold = self._terms.long_prefill_token_threshold
+        threshold = self._scheduling.long_prefill_token_threshold
         is_alone = len(self.running) + self.num_waiting <= 1
         return self._max_tokens if not threshold or is_alone else threshold
 
     def _may_join(self, sequence: Sequence) -> bool:
-        if sequence.request.hold:
+        if sequence.request.do_remote_decode:
             # It decodes on another instance.
             return True
         free = self.pool.num_free * self.pool.block_size
-        admission = self._terms.admission
-        return self._admitting.may_join(admission, free, _lengths(sequence), self._decoding)
+        admission = self._scheduling.admission
+        return self._admission.may_join(
+            admission, free, _get_lengths(sequence), self._iterate_decoding
+        )
 
-    def _decoding(self) -> Iterator[Lengths]:
-        return (_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)
+    def _iterate_decoding(self) -> Iterator[RequestLengths]:
+        return (_get_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)
 
     def _allocate(self, sequence: Sequence, budget: int) -> int:
         """Allocate blocks for the next tokens of a waiting sequence; return how many tokens."""
@@ -267,18 +274,20 @@ class Scheduler:
         num_tokens = len(sequence.tokens)
         cached_blocks: list[int] = []
         if self.limits.prefix_caching:
-            cached_blocks = self.pool.share(sequence.block_keys((num_tokens - 1) // size, size))
+            cached_blocks = self.pool.acquire_cached(
+                sequence.compute_block_keys((num_tokens - 1) // size, size)
+            )
         cached = len(cached_blocks) * size
         remaining = num_tokens - cached
-        count = remaining if sequence.hand_off else cut_chunk(remaining, budget)
+        count = remaining if sequence.handoff else compute_chunk_size(remaining, budget)
         missing = -(-(cached + count) // size) - len(cached_blocks)
         if missing > self.pool.num_free:
-            self.pool.give_back(cached_blocks)
+            self.pool.free(cached_blocks)
             return 0
-        sequence.blocks = cached_blocks + self.pool.take(missing)
+        sequence.blocks = cached_blocks + self.pool.allocate(missing)
         if not sequence.num_preemptions:
             sequence.cached_tokens = cached
-        if cached and not sequence.hand_off:
+        if cached and not sequence.handoff:
             before = sequence.pending_prompt_tokens
             sequence.adopt(cached, self.pool)
             self.pending_prompt_tokens -= before - sequence.pending_prompt_tokens
@@ -286,26 +295,26 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         before = sequence.pending_prompt_tokens
-        self.pool.give_back(sequence.blocks)
+        self.pool.free(sequence.blocks)
         sequence.reset()
         self.pending_prompt_tokens += sequence.pending_prompt_tokens - before
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(sequence)
-        self._window.put_back()
+        self._window.record_prepend()
 
-    def _end_load(self, sequence: Sequence) -> None:
+    def _finish_load(self, sequence: Sequence) -> None:
         self._loading.remove(sequence)
-        sequence.hand_off = None
+        sequence.handoff = None
         self._loaded.append(sequence)
 
     def _retire(self, sequence: Sequence, lease: bool) -> None:
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
         if lease:
-            self._held[sequence.request.id] = sequence.blocks
+            self._leased_blocks[sequence.request.id] = sequence.blocks
         else:
-            self.pool.give_back(sequence.blocks)
+            self.pool.free(sequence.blocks)
             sequence.blocks = []
 
     def _publish(self, sequence: Sequence, start: int) -> None:
@@ -314,14 +323,14 @@ class Scheduler:
         first, last = start // size, sequence.num_computed // size
         if first == last or not self.limits.prefix_caching:
             return
-        keys = sequence.block_keys(last, size)
+        keys = sequence.compute_block_keys(last, size)
         for index in range(first, last):
             self.pool.publish(sequence.blocks[index], keys[index])
 
 
-def _lengths(sequence: Sequence) -> Lengths:
-    return Lengths(sequence.prompt_len, sequence.num_outputs, sequence.request.max_tokens)
+def _get_lengths(sequence: Sequence) -> RequestLengths:
+    return RequestLengths(sequence.prompt_len, sequence.num_outputs, sequence.request.max_tokens)
 
 
-def _tokens_to_compute(sequence: Sequence) -> int:
-    return 1 if sequence.hand_off else len(sequence.tokens)
+def _count_tokens_to_compute(sequence: Sequence) -> int:
+    return 1 if sequence.handoff else len(sequence.tokens)

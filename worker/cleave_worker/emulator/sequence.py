@@ -19,7 +19,7 @@ _EOS_PERIOD = 256
 """One token in so many ends the text, unless ignore_eos."""
 
 
-class HandOff(NamedTuple):
+class RemotePrefill(NamedTuple):
     """Location of a prompt's KV (vLLM's kv_transfer_params for a pull)."""
 
     engine_id: str
@@ -30,7 +30,7 @@ class HandOff(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EngineRequest:
     """A checked client request. Lengths in tokens."""
 
     id: str
@@ -38,9 +38,9 @@ class Request:
     max_tokens: int
     min_tokens: int = 0
     ignore_eos: bool = False
-    hold: bool = False
+    do_remote_decode: bool = False
     """Lease the blocks after the end to another instance (do_remote_decode)."""
-    hand_off: HandOff | None = None
+    handoff: RemotePrefill | None = None
     """Pull the prompt's KV instead of computing it (do_remote_prefill)."""
     seed: int | None = None
     """Seed of the sampler; None: the model's one continuation."""
@@ -57,7 +57,7 @@ class Request:
         ).digest()
 
 
-class State(Enum):
+class SequenceState(Enum):
     """State of a sequence in the scheduler."""
 
     WAITING = "waiting"
@@ -66,7 +66,7 @@ class State(Enum):
     FINISHED = "finished"
 
 
-class Finish(Enum):
+class FinishReason(Enum):
     """Why a sequence ended, in vLLM's words."""
 
     STOP = "stop"
@@ -87,7 +87,7 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "first_token_at",
-        "hand_off",
+        "handoff",
         "last_token_at",
         "num_computed",
         "num_preemptions",
@@ -100,12 +100,12 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: Request, submitted_at: float = 0.0) -> None:
+    def __init__(self, request: EngineRequest, submitted_at: float = 0.0) -> None:
         self.request = request
         self.tokens = array("I", request.prompt)
         self.prompt_len = len(request.prompt)
-        self.hand_off = request.hand_off
-        self.state = State.WAITING
+        self.handoff = request.handoff
+        self.state = SequenceState.WAITING
         self.num_preemptions = 0
         self.cached_tokens = 0
         """Prompt tokens found in the prefix cache at first admission."""
@@ -135,11 +135,11 @@ class Sequence:
     @property
     def pending_prompt_tokens(self) -> int:
         """Prompt tokens that this instance still has to compute."""
-        if self.hand_off:
+        if self.handoff:
             return 1
         return max(0, self.prompt_len - self.num_computed)
 
-    def block_keys(self, count: int, block_size: int) -> list[bytes]:
+    def compute_block_keys(self, count: int, block_size: int) -> list[bytes]:
         """Return keys of the first `count` full blocks; equal keys mean equal prefixes."""
         keys = self._keys
         for start in range(len(keys) * block_size, count * block_size, block_size):
@@ -177,7 +177,7 @@ class Sequence:
         self.num_computed = end
         self._num_written = max(self._num_written, end)
 
-    def sample(self) -> tuple[int, Finish | None]:
+    def sample(self) -> tuple[int, FinishReason | None]:
         """Append the token that follows all computed KV; also return the finish reason, if any."""
         request = self.request
         value = fold(fold(self._summary, self._content), len(self.tokens))
@@ -193,7 +193,7 @@ class Sequence:
         may_end = not request.ignore_eos and num_outputs > request.min_tokens
         if may_end and (value >> 40) % _EOS_PERIOD == 0:
             self.tokens.append(tokenizer.EOS)
-            return tokenizer.EOS, Finish.STOP
-        token = tokenizer.choose(value)
+            return tokenizer.EOS, FinishReason.STOP
+        token = tokenizer.choose_word(value)
         self.tokens.append(token)
-        return token, Finish.LENGTH if num_outputs >= request.max_tokens else None
+        return token, FinishReason.LENGTH if num_outputs >= request.max_tokens else None

@@ -13,24 +13,24 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from cleave_worker.emulator import side_channel_messages
-from cleave_worker.emulator.config import KvTransfer
+from cleave_worker.emulator.config import KvTransferConfig
 from cleave_worker.emulator.faults import Faults
-from cleave_worker.emulator.metrics import Metrics
-from cleave_worker.emulator.scheduler import Scheduler
-from cleave_worker.emulator.sequence import HandOff, Sequence
-from cleave_worker.transfer.leases import Leases
+from cleave_worker.emulator.metrics import EngineMetrics
+from cleave_worker.emulator.scheduler import EmulatedScheduler
+from cleave_worker.emulator.sequence import RemotePrefill, Sequence
+from cleave_worker.transfer.leases import LeaseTable
 
-_CONNECT_S = 5.0
-_ANSWER_S = 5.0
-_IDLE_CONNECTION_S = 60.0
+_CONNECT_TIMEOUT_S = 5.0
+_RESPONSE_TIMEOUT_S = 5.0
+_IDLE_TIMEOUT_S = 60.0
 _CORRUPTION = 0x5A5A5A5A
 
 
-class TransferError(Exception):
+class KvTransferError(Exception):
     """The KV could not be pulled; the message says why."""
 
 
-class Held(NamedTuple):
+class LeasedKv(NamedTuple):
     """A finished prefill whose blocks can be pulled."""
 
     prompt_digest: bytes
@@ -38,15 +38,15 @@ class Held(NamedTuple):
     """Content of each block when the prefill ended."""
 
 
-class KvDoor:
+class KvSideChannel:
     """Serves leased blocks and pulls those of other engines."""
 
     def __init__(
         self,
-        config: KvTransfer,
-        scheduler: Scheduler,
+        config: KvTransferConfig,
+        scheduler: EmulatedScheduler,
         faults: Faults,
-        metrics: Metrics,
+        metrics: EngineMetrics,
         on_freed: Callable[[], None],
     ) -> None:
         self.config = config
@@ -54,14 +54,14 @@ class KvDoor:
         self._faults = faults
         self._metrics = metrics
         self._on_freed = on_freed
-        self._leases = Leases(config.lease_s)
-        self._held: dict[str, Held] = {}
+        self._leases = LeaseTable(config.lease_s)
+        self._leased: dict[str, LeasedKv] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._port = config.port
         self._tasks: set[asyncio.Task[None]] = set()
-        self._awaiting: dict[Sequence, HandOff] = {}
-        self._heart: asyncio.Task[None] | None = None
+        self._expected: dict[Sequence, RemotePrefill] = {}
+        self._heartbeat_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen on the side channel. Raises OSError when the address is taken."""
@@ -78,15 +78,15 @@ class KvDoor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def hold(self, sequence: Sequence) -> None:
+    def grant_lease(self, sequence: Sequence) -> None:
         """Start the lease of a prefill that has just finished."""
         request = sequence.request
-        written = self._scheduler.held_contents(request.id) or {}
-        self._held[request.id] = Held(request.prompt_digest, written)
-        self._leases.grant(request.id, self._now())
+        written = self._scheduler.get_leased_contents(request.id) or {}
+        self._leased[request.id] = LeasedKv(request.prompt_digest, written)
+        self._leases.grant(request.id, self._get_time())
         self._set_timer()
 
-    def params_of(self, sequence: Sequence) -> dict[str, object]:
+    def build_params(self, sequence: Sequence) -> dict[str, object]:
         """Return vLLM's kv_transfer_params, which a consumer needs to pull a leased prefill."""
         return {
             "do_remote_prefill": True,
@@ -105,24 +105,26 @@ class KvDoor:
             "remote_prefill_cached_tokens": sequence.cached_tokens,
         }
 
-    def expect(self, sequence: Sequence, handoff: HandOff) -> None:
+    def expect(self, sequence: Sequence, handoff: RemotePrefill) -> None:
         """Send heartbeats to the producer until the sequence is scheduled."""
-        self._awaiting[sequence] = handoff
-        if self._heart is None:
-            self._heart = self._spawn(self._beat())
+        self._expected[sequence] = handoff
+        if self._heartbeat_task is None:
+            self._heartbeat_task = self._spawn(self._send_heartbeats())
 
     def forget(self, sequence: Sequence) -> None:
         """Send no more heartbeats for a sequence: its pull ended or was dropped."""
-        self._awaiting.pop(sequence, None)
+        self._expected.pop(sequence, None)
 
-    def decline(self, handoff: HandOff) -> None:
+    def decline(self, handoff: RemotePrefill) -> None:
         """Tell the producer, in the background, that its blocks will not be pulled."""
         self._spawn(
-            self._notify(handoff, side_channel_messages.Done(handoff.engine_id, handoff.request_id))
+            self._notify(
+                handoff, side_channel_messages.PullDone(handoff.engine_id, handoff.request_id)
+            )
         )
 
     async def pull(
-        self, handoff: HandOff, prompt_digest: bytes, num_blocks: int, duration_s: float
+        self, handoff: RemotePrefill, prompt_digest: bytes, num_blocks: int, duration_s: float
     ) -> list[int]:
         """Return the last `num_blocks` contents of a prompt, after `duration_s` of transfer.
 
@@ -130,22 +132,22 @@ class KvDoor:
         the contents are not what it wrote.
         """
         if handoff.engine_id == self.config.engine_id:
-            raise TransferError("an engine cannot pull KV from itself")
+            raise KvTransferError("an engine cannot pull KV from itself")
         if len(handoff.block_ids) < num_blocks:
-            raise TransferError(f"{len(handoff.block_ids)} blocks offered, {num_blocks} needed")
+            raise KvTransferError(f"{len(handoff.block_ids)} blocks offered, {num_blocks} needed")
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(handoff.host, handoff.port)
         except (OSError, TimeoutError, UnicodeError) as error:
-            raise TransferError("the prefill instance cannot be reached") from error
+            raise KvTransferError("the prefill instance cannot be reached") from error
         try:
             block_ids = list(handoff.block_ids[-num_blocks:])
-            pull = side_channel_messages.Pull(
+            pull = side_channel_messages.PullBlocks(
                 handoff.engine_id, handoff.request_id, block_ids, prompt_digest
             )
             return await self._read(reader, writer, pull, duration_s)
-        except (side_channel_messages.WireError, OSError, TimeoutError) as error:
-            raise TransferError(f"the prefill instance was lost: {error}") from error
+        except (side_channel_messages.SideChannelError, OSError, TimeoutError) as error:
+            raise KvTransferError(f"the prefill instance was lost: {error}") from error
         finally:
             writer.close()
 
@@ -153,29 +155,31 @@ class KvDoor:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        pull: side_channel_messages.Pull,
+        pull: side_channel_messages.PullBlocks,
         duration_s: float,
     ) -> list[int]:
         side_channel_messages.send(writer, pull)
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
             response = await side_channel_messages.receive(reader)
-        if isinstance(response, side_channel_messages.Refusal):
-            raise TransferError(response.reason)
-        if not isinstance(response, side_channel_messages.Contents) or len(
+        if isinstance(response, side_channel_messages.PullRefused):
+            raise KvTransferError(response.reason)
+        if not isinstance(response, side_channel_messages.BlockContents) or len(
             response.contents
         ) != len(pull.block_ids):
-            raise side_channel_messages.WireError("unexpected response")
+            raise side_channel_messages.SideChannelError("unexpected response")
         # The producer sends nothing more: data or an end of the stream means that it is gone.
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await reader.read(1)
-                raise side_channel_messages.WireError("connection closed during the transfer")
+                raise side_channel_messages.SideChannelError(
+                    "connection closed during the transfer"
+                )
         side_channel_messages.send(
-            writer, side_channel_messages.Done(pull.engine_id, pull.request_id)
+            writer, side_channel_messages.PullDone(pull.engine_id, pull.request_id)
         )
-        if side_channel_messages.sum_up(response.contents) != response.checksum:
+        if side_channel_messages.compute_checksum(response.contents) != response.checksum:
             self._metrics.corrupt_transfers += 1
-            raise TransferError("the KV is not what the prefill instance wrote")
+            raise KvTransferError("the KV is not what the prefill instance wrote")
         return response.contents
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,14 +189,14 @@ class KvDoor:
             task.add_done_callback(self._tasks.discard)
         try:
             while True:
-                async with asyncio.timeout(_IDLE_CONNECTION_S):
+                async with asyncio.timeout(_IDLE_TIMEOUT_S):
                     message = await side_channel_messages.receive(reader)
-                if isinstance(message, side_channel_messages.Pull):
-                    side_channel_messages.send(writer, self._answer(message))
+                if isinstance(message, side_channel_messages.PullBlocks):
+                    side_channel_messages.send(writer, self._build_response(message))
                     await writer.drain()
                 else:
-                    self._note(message)
-        except (side_channel_messages.WireError, OSError, TimeoutError):
+                    self._handle_notification(message)
+        except (side_channel_messages.SideChannelError, OSError, TimeoutError):
             pass
         except asyncio.CancelledError:
             # Only `stop` cancels; asyncio's stream server would log a cancelled handler.
@@ -200,49 +204,55 @@ class KvDoor:
         finally:
             writer.close()
 
-    def _answer(
-        self, pull: side_channel_messages.Pull
-    ) -> side_channel_messages.Contents | side_channel_messages.Refusal:
+    def _build_response(
+        self, pull: side_channel_messages.PullBlocks
+    ) -> side_channel_messages.BlockContents | side_channel_messages.PullRefused:
         if pull.engine_id != self.config.engine_id:
-            return side_channel_messages.Refusal(
+            return side_channel_messages.PullRefused(
                 f"engine {pull.engine_id} does not run here any more"
             )
-        leased = self._held.get(pull.request_id)
+        leased = self._leased.get(pull.request_id)
         if leased is None:
-            return side_channel_messages.Refusal(f"no KV is leased for {pull.request_id}")
+            return side_channel_messages.PullRefused(f"no KV is leased for {pull.request_id}")
         if pull.prompt_digest not in (b"", leased.prompt_digest):
             self._metrics.foreign_pulls += 1
-            return side_channel_messages.Refusal(
+            return side_channel_messages.PullRefused(
                 f"the KV of {pull.request_id} is of another prompt"
             )
         if not leased.written.keys() >= set(pull.block_ids):
-            return side_channel_messages.Refusal(
+            return side_channel_messages.PullRefused(
                 f"the requested blocks do not belong to {pull.request_id}"
             )
-        checksum = side_channel_messages.sum_up([leased.written[block] for block in pull.block_ids])
-        return self._spoil(side_channel_messages.Contents(self._read_blocks(pull), checksum))
+        checksum = side_channel_messages.compute_checksum(
+            [leased.written[block] for block in pull.block_ids]
+        )
+        return self._apply_faults(
+            side_channel_messages.BlockContents(self._read_blocks(pull), checksum)
+        )
 
-    def _read_blocks(self, pull: side_channel_messages.Pull) -> list[int]:
+    def _read_blocks(self, pull: side_channel_messages.PullBlocks) -> list[int]:
         """Return the present contents of a leased request's blocks."""
-        stale = self._faults.spend("stale_handoff")
-        contents = self._scheduler.held_contents(pull.request_id, stale) or {}
+        stale = self._faults.consume("stale_handoff")
+        contents = self._scheduler.get_leased_contents(pull.request_id, stale) or {}
         return [contents[block] for block in pull.block_ids]
 
-    def _spoil(self, response: side_channel_messages.Contents) -> side_channel_messages.Contents:
+    def _apply_faults(
+        self, response: side_channel_messages.BlockContents
+    ) -> side_channel_messages.BlockContents:
         """Return the response, changed by the active faults."""
         faults, contents, checksum = self._faults, response.contents, response.checksum
-        if faults.spend("wrong_kv"):
+        if faults.consume("wrong_kv"):
             contents = [content ^ _CORRUPTION for content in contents]
-            checksum = side_channel_messages.sum_up(contents)
-        if faults.spend("corrupt_handoff"):
+            checksum = side_channel_messages.compute_checksum(contents)
+        if faults.consume("corrupt_handoff"):
             contents = [content ^ _CORRUPTION for content in contents]
-        if faults.spend("short_handoff"):
+        if faults.consume("short_handoff"):
             contents = contents[:-1]
-        return side_channel_messages.Contents(contents, checksum)
+        return side_channel_messages.BlockContents(contents, checksum)
 
-    def _note(self, message: side_channel_messages.Message) -> None:
+    def _handle_notification(self, message: side_channel_messages.Message) -> None:
         if (
-            isinstance(message, side_channel_messages.Done)
+            isinstance(message, side_channel_messages.PullDone)
             and message.engine_id == self.config.engine_id
         ):
             if self._leases.end(message.request_id):
@@ -253,23 +263,26 @@ class KvDoor:
             and message.engine_id == self.config.engine_id
         ):
             for request_id in message.request_ids:
-                self._leases.extend(request_id, self._now())
+                self._leases.extend(request_id, self._get_time())
 
     def _release(self, request_id: str) -> None:
-        del self._held[request_id]
+        del self._leased[request_id]
         self._scheduler.release(request_id)
 
-    async def _beat(self) -> None:
-        while self._awaiting:
+    async def _send_heartbeats(self) -> None:
+        while self._expected:
             await asyncio.sleep(self.config.lease_s / 6)
             await asyncio.gather(
-                *(self._notify(owner, beat) for owner, beat in _beats(self._awaiting.values()))
+                *(
+                    self._notify(owner, beat)
+                    for owner, beat in _build_heartbeats(self._expected.values())
+                )
             )
-        self._heart = None
+        self._heartbeat_task = None
 
-    async def _notify(self, handoff: HandOff, message: side_channel_messages.Message) -> None:
+    async def _notify(self, handoff: RemotePrefill, message: side_channel_messages.Message) -> None:
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(handoff.host, handoff.port)
                 try:
                     side_channel_messages.send(writer, message)
@@ -291,7 +304,7 @@ class KvDoor:
 
     def _expire(self) -> None:
         self._timer = None
-        expired = self._leases.expire(self._now())
+        expired = self._leases.expire(self._get_time())
         for request_id in expired:
             self._release(request_id)
         if expired:
@@ -300,13 +313,15 @@ class KvDoor:
         self._set_timer()
 
     @staticmethod
-    def _now() -> float:
+    def _get_time() -> float:
         return asyncio.get_running_loop().time()
 
 
-def _beats(handoffs: Iterable[HandOff]) -> list[tuple[HandOff, side_channel_messages.Heartbeat]]:
+def _build_heartbeats(
+    handoffs: Iterable[RemotePrefill],
+) -> list[tuple[RemotePrefill, side_channel_messages.Heartbeat]]:
     """Build one heartbeat per producer, with a handoff that has its address."""
-    by_producer: dict[tuple[str, str, int], list[HandOff]] = {}
+    by_producer: dict[tuple[str, str, int], list[RemotePrefill]] = {}
     for handoff in handoffs:
         by_producer.setdefault((handoff.engine_id, handoff.host, handoff.port), []).append(handoff)
     return [

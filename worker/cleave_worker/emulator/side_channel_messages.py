@@ -13,11 +13,11 @@ _LENGTH_BYTES = 4
 _MAX_FRAME = 16 << 20
 
 
-class WireError(Exception):
+class SideChannelError(Exception):
     """The peer broke the protocol or closed the connection."""
 
 
-class Pull(msgspec.Struct, tag=True, frozen=True):
+class PullBlocks(msgspec.Struct, tag=True, frozen=True):
     """Request the contents of a leased request's blocks."""
 
     engine_id: str
@@ -27,7 +27,7 @@ class Pull(msgspec.Struct, tag=True, frozen=True):
     """Digest of the consumer's prompt; empty: not given."""
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
+class PullDone(msgspec.Struct, tag=True, frozen=True):
     """The blocks were read or will not be read: free them. Not answered."""
 
     engine_id: str
@@ -41,27 +41,27 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
-class Contents(msgspec.Struct, tag=True, frozen=True):
-    """Response to `Pull`: one content per block, in the requested order."""
+class BlockContents(msgspec.Struct, tag=True, frozen=True):
+    """Response to `PullBlocks`: one content per block, in the requested order."""
 
     contents: list[int]
     checksum: int
     """Of what the producer's prefill wrote into them."""
 
 
-class Refusal(msgspec.Struct, tag=True, frozen=True):
-    """Response to `Pull` when the KV is not leased."""
+class PullRefused(msgspec.Struct, tag=True, frozen=True):
+    """Response to `PullBlocks` when the KV is not leased."""
 
     reason: str
 
 
-Message = Pull | Done | Heartbeat | Contents | Refusal
+Message = PullBlocks | PullDone | Heartbeat | BlockContents | PullRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def sum_up(contents: list[int]) -> int:
+def compute_checksum(contents: list[int]) -> int:
     """Return the checksum of block contents in their order."""
     return zlib.crc32(_encoder.encode(contents))
 
@@ -77,9 +77,9 @@ async def receive(reader: asyncio.StreamReader) -> Message:
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > _MAX_FRAME:
-            raise WireError(f"frame of {length} bytes")
+            raise SideChannelError(f"frame of {length} bytes")
         return _decoder.decode(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise WireError("connection closed") from error
+        raise SideChannelError("connection closed") from error
     except msgspec.DecodeError as error:
-        raise WireError("unreadable frame") from error
+        raise SideChannelError("unreadable frame") from error

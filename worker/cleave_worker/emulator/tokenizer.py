@@ -13,13 +13,13 @@ VOCAB_SIZE = 50272
 """OPT's; higher ids are rejected, as vLLM does."""
 EOS = 2
 
-_FIRST_WORD = 4
-_FIRST_PIECE = 8192
+_FIRST_WORD_ID = 4
+_FIRST_HASHED_ID = 8192
 _CONSONANTS = "bdfghjklmnprstvz"
 _VOWELS = "aeiou"
 _SYLLABLES = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
-_WORDS = [f" {first}{second}" for first in _SYLLABLES for second in _SYLLABLES]
-_IDS = {word: _FIRST_WORD + index for index, word in enumerate(_WORDS)}
+_VOCABULARY = [f" {first}{second}" for first in _SYLLABLES for second in _SYLLABLES]
+_IDS = {word: _FIRST_WORD_ID + index for index, word in enumerate(_VOCABULARY)}
 _PIECE = re.compile(r"\s?\S{1,4}|\s")
 
 
@@ -31,19 +31,21 @@ def encode(text: str) -> list[int]:
 
 def decode(token: int) -> str:
     """Return the text of a generated token; empty for the end of text."""
-    index = token - _FIRST_WORD
-    return _WORDS[index] if 0 <= index < len(_WORDS) else ""
+    index = token - _FIRST_WORD_ID
+    return _VOCABULARY[index] if 0 <= index < len(_VOCABULARY) else ""
 
 
-def words() -> range:
+def list_word_ids() -> range:
     """Return the ids of all tokens that are generated, except EOS."""
-    return range(_FIRST_WORD, _FIRST_WORD + len(_WORDS))
+    return range(_FIRST_WORD_ID, _FIRST_WORD_ID + len(_VOCABULARY))
 
 
-def choose(value: int) -> int:
+def choose_word(value: int) -> int:
     """Choose a word by 64 well-mixed bits."""
-    return _FIRST_WORD + (value >> 16) % len(_WORDS)
+    return _FIRST_WORD_ID + (value >> 16) % len(_VOCABULARY)
 
 
 def _hash(piece: str) -> int:
-    return _FIRST_PIECE + zlib.crc32(piece.encode(errors="replace")) % (VOCAB_SIZE - _FIRST_PIECE)
+    return _FIRST_HASHED_ID + zlib.crc32(piece.encode(errors="replace")) % (
+        VOCAB_SIZE - _FIRST_HASHED_ID
+    )

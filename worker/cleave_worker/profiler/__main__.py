@@ -14,14 +14,14 @@ from typing import NoReturn
 
 from cleave import distribution
 from cleave.perf.model import model_shape
-from cleave.perf.model.hf_config import ConfigError
+from cleave.perf.model.hf_config import ModelConfigError
 from cleave.perf.profile.codec import InvalidProfileError
-from cleave.perf.profile.profile import MeasuredProfile, write
+from cleave.perf.profile.profile import MeasuredProfile, write_profile
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-class Parser(argparse.ArgumentParser):
+class ProfilerParser(argparse.ArgumentParser):
     """Reports a wrong command line in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -31,16 +31,16 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; return 0, or 1 for errors and 2 for a rejected command line."""
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     try:
         import torch
     except ImportError:
-        install = distribution.install(["worker-cuda"])
+        install = distribution.build_install_command(["worker-cuda"])
         return _fail(f"torch is not installed; it comes with vLLM: {install}")
     from cleave_worker.profiler import grid
     from cleave_worker.profiler.clock import CpuClock, CudaClock
     from cleave_worker.profiler.collectives import CollectiveError
-    from cleave_worker.profiler.linear import Place
+    from cleave_worker.profiler.linear import DeviceSpec
     from cleave_worker.profiler.measure import measure
     from cleave_worker.profiler.shard import ShardError
 
@@ -48,12 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not on_gpu and not args.cpu:
         return _fail("there is no GPU; --cpu measures this machine's cores instead")
     clock = CudaClock() if on_gpu and not args.cpu else CpuClock()
-    device_spec = Place(clock.device, getattr(torch, args.dtype))
+    device_spec = DeviceSpec(clock.device, getattr(torch, args.dtype))
     visible = torch.cuda.device_count() if clock.device.type == "cuda" else 1
-    points = grid.quick(args.longest) if args.quick else grid.full(args.longest)
+    points = (
+        grid.build_quick_grid(args.longest) if args.quick else grid.build_full_grid(args.longest)
+    )
     name = torch.cuda.get_device_name() if clock.device.type == "cuda" else platform.machine()
     try:
-        shape = model_shape.load(args.model)
+        shape = model_shape.load_shape(args.model)
         with torch.inference_mode():
             operators = measure(
                 shape,
@@ -69,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=args.device or name,
             engine="torch",
             measured_at=datetime.now(UTC).date().isoformat(),
-            software=_versions(),
+            software=_collect_versions(),
             max_model_len=shape.max_model_len,
             operators=operators,
         )
-        write(profile, args.output_file)
+        write_profile(profile, args.output_file)
     except torch.OutOfMemoryError:
         return _fail("the GPU's memory does not suffice; lower --longest or leave size 1 out")
     except (
         model_shape.UnknownModelError,
-        ConfigError,
+        ModelConfigError,
         ShardError,
         CollectiveError,
         InvalidProfileError,
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _versions() -> dict[str, str]:
+def _collect_versions() -> dict[str, str]:
     import torch
 
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
@@ -97,8 +99,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _build_parser() -> ProfilerParser:
+    parser = ProfilerParser(
         prog="cleave_worker.profiler",
         description="Measure a model's operators.",
         allow_abbrev=False,
@@ -109,26 +111,31 @@ def _parser() -> Parser:
     add("--device", help="name of the GPU in the catalogue; absent: as its driver says")
     add(
         "--tensor-parallel-sizes",
-        type=_sizes,
+        type=_parse_sizes,
         default=(1, 2, 4, 8),
         help="shards to measure, on one GPU, such as 1,2,4",
     )
     add("--dtype", choices=_DTYPES, default="bfloat16")
-    add("--longest", type=_longest, default=8192, help="tokens of the longest prompt, 64 or more")
+    add(
+        "--longest",
+        type=_parse_longest,
+        default=8192,
+        help="tokens of the longest prompt, 64 or more",
+    )
     add("--gpus", type=int, help="for collectives; absent: all that are there")
     add("--cpu", action="store_true", help="measure on CPU; --gpus are processes then")
     add("--quick", action="store_true", help="few points: does everything work?")
     return parser
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     sizes = sorted({int(word) for word in text.split(",")})
     if sizes[0] < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return tuple(sizes)
 
 
-def _longest(text: str) -> int:
+def _parse_longest(text: str) -> int:
     if int(text) < 64:
         raise argparse.ArgumentTypeError("must be 64 or more")
     return int(text)

@@ -14,17 +14,17 @@ from typing import Protocol
 
 import torch
 
-Run = Callable[[int], object]
+RunOperator = Callable[[int], object]
 """Runs an operator on one of its copies, by number."""
 
 _WARM_UPS = 3
-_SHORTEST_S = 0.004
+_MIN_REPEAT_S = 0.004
 """Shortest repeat on CPU, so that the overhead of clock and interpreter is negligible."""
 _GRAPH_RUNS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Duration:
+class OperatorDuration:
     """Milliseconds of one run."""
 
     ms: float
@@ -39,7 +39,7 @@ class Clock(Protocol):
     def device(self) -> torch.device:
         """torch's device."""
 
-    def measure(self, run: Run, repeats: int) -> list[float]:
+    def measure(self, run: RunOperator, repeats: int) -> list[float]:
         """Return the milliseconds of one run, from `repeats` repeats."""
 
 
@@ -48,14 +48,14 @@ class CpuClock:
 
     device = torch.device("cpu")
 
-    def measure(self, run: Run, repeats: int) -> list[float]:
+    def measure(self, run: RunOperator, repeats: int) -> list[float]:
         """Measure repeats of some milliseconds each."""
         for index in range(_WARM_UPS):
             run(index)
         begin = time.perf_counter()
         run(0)
         once_s = time.perf_counter() - begin
-        runs = max(1, round(_SHORTEST_S / max(once_s, 1e-7)))
+        runs = max(1, round(_MIN_REPEAT_S / max(once_s, 1e-7)))
         taken = []
         for _ in range(repeats):
             begin = time.perf_counter()
@@ -71,7 +71,7 @@ class CudaClock:
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
 
-    def measure(self, run: Run, repeats: int) -> list[float]:
+    def measure(self, run: RunOperator, repeats: int) -> list[float]:
         """Measure repeats that replay the graph once each."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -95,10 +95,10 @@ class CudaClock:
         return taken
 
 
-def summarize(taken: Sequence[float]) -> Duration:
+def summarize(taken: Sequence[float]) -> OperatorDuration:
     """Return the median and the distance between the quartiles."""
     spread = 0.0
     if len(taken) > 1:
         first, _, third = quantiles(taken, n=4, method="inclusive")
         spread = third - first
-    return Duration(round(median(taken), 6), round(spread, 6))
+    return OperatorDuration(round(median(taken), 6), round(spread, 6))

@@ -26,7 +26,7 @@ class CollectiveError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CollectiveTask:
     """What a group of processes measures."""
 
     ranks: int
@@ -44,10 +44,10 @@ def measure(
     ranks: int, sizes_bytes: Sequence[int], repeats: int, on_gpu: bool
 ) -> tuple[Times, Times]:
     """Return (all-reduce over `ranks`, send from rank 0 to rank 1). Raises CollectiveError."""
-    task = Task(ranks, tuple(sizes_bytes), repeats, on_gpu, _free_port())
+    task = CollectiveTask(ranks, tuple(sizes_bytes), repeats, on_gpu, _free_port())
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    group = mp.spawn(_member, (task, results), nprocs=ranks, join=False)
+    group = mp.spawn(_run_member, (task, results), nprocs=ranks, join=False)
     deadline = time.monotonic() + _TIMEOUT_S
     try:
         while not group.join(timeout=1.0):
@@ -65,7 +65,9 @@ def measure(
     return reduced, sent
 
 
-def _member(rank: int, task: Task, results: "SimpleQueue[tuple[Times, Times]]") -> None:
+def _run_member(
+    rank: int, task: CollectiveTask, results: "SimpleQueue[tuple[Times, Times]]"
+) -> None:
     device = torch.device("cuda", rank) if task.on_gpu else torch.device("cpu")
     if task.on_gpu:
         torch.cuda.set_device(device)
@@ -80,15 +82,15 @@ def _member(rank: int, task: Task, results: "SimpleQueue[tuple[Times, Times]]") 
         sent: Times = {}
         for size in task.sizes_bytes:
             tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-            reduced[size] = _time(task, partial(dist.all_reduce, tensor))
-            sent[size] = _time(task, partial(_send, rank, tensor))
+            reduced[size] = _time_runs(task, partial(dist.all_reduce, tensor))
+            sent[size] = _time_runs(task, partial(_send, rank, tensor))
         if rank == 0:
             results.put((reduced, sent))
     finally:
         dist.destroy_process_group()
 
 
-def _time(task: Task, run: Callable[[], object]) -> list[float]:
+def _time_runs(task: CollectiveTask, run: Callable[[], object]) -> list[float]:
     for _ in range(_WARM_UPS):
         run()
     taken = []
@@ -110,7 +112,7 @@ def _send(rank: int, tensor: torch.Tensor) -> None:
         dist.recv(tensor, 0)
 
 
-def _wait(task: Task) -> None:
+def _wait(task: CollectiveTask) -> None:
     if task.on_gpu:
         torch.cuda.synchronize()
 

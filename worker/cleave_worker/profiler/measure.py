@@ -12,13 +12,18 @@ from cleave.perf.profile.profile import (
     PrefillAttentionPoint,
 )
 from cleave_worker.profiler import collectives
-from cleave_worker.profiler.attention import Attention
+from cleave_worker.profiler.attention import AttentionOperator
 from cleave_worker.profiler.clock import Clock, summarize
-from cleave_worker.profiler.grid import Grid
-from cleave_worker.profiler.linear import Linear, Place, layer_operators, once_operators
+from cleave_worker.profiler.grid import ProfilerGrid
+from cleave_worker.profiler.linear import (
+    DeviceSpec,
+    LinearOperator,
+    build_iteration_operators,
+    build_layer_operators,
+)
 from cleave_worker.profiler.shard import Shard
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 _LARGEST_KV_BYTES = 4 << 30
 """Most KV of one layer in a point of decode attention; an engine has memory for no more."""
@@ -29,10 +34,10 @@ def measure(
     shape: ModelShape,
     sizes: Sequence[int],
     clock: Clock,
-    device_spec: Place,
-    grid: Grid,
+    device_spec: DeviceSpec,
+    grid: ProfilerGrid,
     num_gpus: int,
-    report: Say,
+    report: Report,
 ) -> Operators:
     """Measure all operators of `shape` for `sizes`, and collectives over up to `num_gpus`.
 
@@ -45,32 +50,34 @@ def measure(
     decode: list[DecodeAttentionPoint] = []
     for shard in [Shard(shape, size) for size in sizes]:
         report(f"tensor parallel size {shard.size}: linear layers")
-        layer += _linear(layer_operators(shard, device_spec), shard.size, clock, grid)
-        once += _linear(once_operators(shard, device_spec), shard.size, clock, grid)
+        layer += _measure_linear(build_layer_operators(shard, device_spec), shard.size, clock, grid)
+        once += _measure_linear(
+            build_iteration_operators(shard, device_spec), shard.size, clock, grid
+        )
         report(f"tensor parallel size {shard.size}: attention")
-        attention = Attention(shard, device_spec)
-        prefill += _prefill(attention, clock, grid)
-        decode += _decode(attention, clock, grid)
-    reduced, sent = _collectives(num_gpus, grid, device_spec, report)
+        attention = AttentionOperator(shard, device_spec)
+        prefill += _measure_prefill(attention, clock, grid)
+        decode += _measure_decode(attention, clock, grid)
+    reduced, sent = _measure_collectives(num_gpus, grid, device_spec, report)
     return Operators(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         activation_bytes=device_spec.dtype.itemsize,
-        layer=tuple(sorted(layer, key=lambda point: point.place)),
-        once=tuple(sorted(once, key=lambda point: point.place)),
-        prefill_attention=tuple(sorted(prefill, key=lambda point: point.place)),
-        decode_attention=tuple(sorted(decode, key=lambda point: point.place)),
+        layer=tuple(sorted(layer, key=lambda point: point.key)),
+        once=tuple(sorted(once, key=lambda point: point.key)),
+        prefill_attention=tuple(sorted(prefill, key=lambda point: point.key)),
+        decode_attention=tuple(sorted(decode, key=lambda point: point.key)),
         all_reduce=reduced,
         send=sent,
     )
 
 
-def _linear(
-    operators: Iterable[Linear], size: int, clock: Clock, grid: Grid
+def _measure_linear(
+    operators: Iterable[LinearOperator], size: int, clock: Clock, grid: ProfilerGrid
 ) -> Iterable[LinearPoint]:
     for operator in operators:
         for rows in grid.head_rows if operator.name == _LM_HEAD else grid.rows:
-            taken = summarize(clock.measure(operator.make(rows), grid.repeats))
+            taken = summarize(clock.measure(operator.build_run(rows), grid.repeats))
             yield LinearPoint(
                 operator=operator.name,
                 tensor_parallel_size=size,
@@ -81,9 +88,11 @@ def _linear(
             )
 
 
-def _prefill(attention: Attention, clock: Clock, grid: Grid) -> Iterable[PrefillAttentionPoint]:
+def _measure_prefill(
+    attention: AttentionOperator, clock: Clock, grid: ProfilerGrid
+) -> Iterable[PrefillAttentionPoint]:
     for tokens, before in grid.chunks:
-        taken = summarize(clock.measure(attention.prefill(tokens, before), grid.repeats))
+        taken = summarize(clock.measure(attention.build_prefill(tokens, before), grid.repeats))
         yield PrefillAttentionPoint(
             tensor_parallel_size=attention.shard.size,
             tokens=tokens,
@@ -94,11 +103,13 @@ def _prefill(attention: Attention, clock: Clock, grid: Grid) -> Iterable[Prefill
         )
 
 
-def _decode(attention: Attention, clock: Clock, grid: Grid) -> Iterable[DecodeAttentionPoint]:
+def _measure_decode(
+    attention: AttentionOperator, clock: Clock, grid: ProfilerGrid
+) -> Iterable[DecodeAttentionPoint]:
     for batch, context in product(grid.batches, grid.contexts):
         if batch * context * attention.shard.kv_bytes_per_token > _LARGEST_KV_BYTES:
             continue
-        taken = summarize(clock.measure(attention.decode(batch, context), grid.repeats))
+        taken = summarize(clock.measure(attention.build_decode(batch, context), grid.repeats))
         yield DecodeAttentionPoint(
             tensor_parallel_size=attention.shard.size,
             batch=batch,
@@ -109,8 +120,8 @@ def _decode(attention: Attention, clock: Clock, grid: Grid) -> Iterable[DecodeAt
         )
 
 
-def _collectives(
-    num_gpus: int, grid: Grid, device_spec: Place, report: Say
+def _measure_collectives(
+    num_gpus: int, grid: ProfilerGrid, device_spec: DeviceSpec, report: Report
 ) -> tuple[tuple[CommunicationPoint, ...], tuple[CommunicationPoint, ...]]:
     reduced: list[CommunicationPoint] = []
     sent: list[CommunicationPoint] = []
@@ -119,14 +130,16 @@ def _collectives(
         report(f"collectives of {ranks}")
         on_gpu = device_spec.device.type == "cuda"
         by_size = collectives.measure(ranks, grid.collective_bytes, grid.repeats, on_gpu)
-        reduced += _points(ranks, by_size[0], grid.repeats)
+        reduced += _build_points(ranks, by_size[0], grid.repeats)
         if ranks == 2:
-            sent += _points(ranks, by_size[1], grid.repeats)
+            sent += _build_points(ranks, by_size[1], grid.repeats)
         ranks *= 2
     return tuple(reduced), tuple(sent)
 
 
-def _points(ranks: int, times: collectives.Times, repeats: int) -> Iterable[CommunicationPoint]:
+def _build_points(
+    ranks: int, times: collectives.Times, repeats: int
+) -> Iterable[CommunicationPoint]:
     for size_bytes, taken in sorted(times.items()):
         duration = summarize(taken)
         yield CommunicationPoint(

@@ -10,49 +10,51 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cleave.policy.admission import Admission, may_join
-from cleave.policy.output_length import ConditionalMean, Predictor, find_left
+from cleave.policy.output_length import ConditionalMean, LengthPredictor, estimate_remaining
 
 
-class Lengths(NamedTuple):
+class RequestLengths(NamedTuple):
     """Lengths of one request in tokens."""
 
     prompt: int
-    made: int
+    generated: int
     """Output tokens so far."""
     limit: int
     """Most output tokens."""
 
 
-class Admitting:
+class EngineAdmission:
     """Admission in one engine, with a predictor that learns from finished requests."""
 
-    def __init__(self, predictor: Predictor | None = None) -> None:
+    def __init__(self, predictor: LengthPredictor | None = None) -> None:
         """Without a predictor: the mean output length so far; before any, the request's limit."""
         self._predictor = predictor or ConditionalMean(math.inf)
 
-    def learn(self, request: Lengths) -> None:
+    def learn(self, request: RequestLengths) -> None:
         """Learn from a request that ended with a stop token."""
-        self._predictor.learn(request.prompt, request.made)
+        self._predictor.observe(request.prompt, request.generated)
 
     def may_join(
         self,
         admission: Admission,
         free: int,
-        request: Lengths,
-        decoding: Callable[[], Iterable[Lengths]],
+        request: RequestLengths,
+        decoding: Callable[[], Iterable[RequestLengths]],
     ) -> bool:
         """Return whether `request` may join `decoding`, given `free` tokens of KV memory."""
         if admission is Admission.GREEDY:
             # vLLM checks whether the request's present tokens fit.
             return True
-        remaining = [self._left(other) for other in decoding()]
-        current = request.prompt + request.made
+        remaining = [self._predict_remaining(other) for other in decoding()]
+        current = request.prompt + request.generated
         # The KV of the last token is never written.
-        needed = self._left(request) - 1
+        needed = self._predict_remaining(request) - 1
         return may_join(
             admission, free, current, needed, len(remaining), min(remaining, default=0.0)
         )
 
-    def _left(self, request: Lengths) -> float:
+    def _predict_remaining(self, request: RequestLengths) -> float:
         predicted = self._predictor.predict(request.prompt, request.limit)
-        return min(find_left(predicted, request.made), request.limit - request.made)
+        return min(
+            estimate_remaining(predicted, request.generated), request.limit - request.generated
+        )

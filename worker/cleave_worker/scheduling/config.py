@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
+from cleave.policy.prompt_order import PrefillOrder
 from cleave.rpc.v1 import agent_pb2
 
 Role: TypeAlias = "agent_pb2.Role.ValueType"
@@ -23,15 +23,15 @@ ROLES: dict[str, Role] = {
 """Role names in command lines and resources."""
 
 
-class TermsError(ValueError):
+class SchedulingConfigError(ValueError):
     """The configuration is invalid; one line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RoleSchedulingConfig:
     """The scheduling configuration of one role. 0: as the engine was started, or no limit."""
 
-    order: Order = Order.FCFS
+    order: PrefillOrder = PrefillOrder.FCFS
     """Order of waiting prompts."""
     prefill_sched_batch: int = 16
     """How many of the oldest prompts SJF and LJF sort at a time, which prevents starvation."""
@@ -49,51 +49,59 @@ class Terms:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < (least := int(field.name == "prefill_sched_batch")):
-                raise TermsError(f"{field.name} must be at least {least}")
+                raise SchedulingConfigError(f"{field.name} must be at least {least}")
 
 
-DEFAULT = Terms()
+DEFAULT = RoleSchedulingConfig()
 """First come first served, and every request that fits is admitted."""
 
 
-def find_limit(configured: int, initial: int) -> int:
+def clamp_limit(configured: int, initial: int) -> int:
     """Return a limit of the configuration, capped by the engine's `initial` one; 0: that one."""
     return min(configured or initial, initial)
 
 
-def parse(text: str) -> dict[Role, Terms]:
-    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations. Raises TermsError."""
+def parse(text: str) -> dict[Role, RoleSchedulingConfig]:
+    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations. Raises
+    SchedulingConfigError.
+    """
     try:
         document = json.loads(text)
     except ValueError:
-        raise TermsError("is not JSON") from None
+        raise SchedulingConfigError("is not JSON") from None
     if not isinstance(document, dict):
-        raise TermsError("is not a JSON object with a role for each name")
-    configs: dict[Role, Terms] = {}
+        raise SchedulingConfigError("is not a JSON object with a role for each name")
+    configs: dict[Role, RoleSchedulingConfig] = {}
     for role, values in document.items():
         if role not in ROLES or not isinstance(values, dict):
-            raise TermsError(f"{role}: must be one of {', '.join(ROLES)}, with an object")
-        configs[ROLES[role]] = _read(role, values)
+            raise SchedulingConfigError(
+                f"{role}: must be one of {', '.join(ROLES)}, with an object"
+            )
+        configs[ROLES[role]] = _parse_role(role, values)
     return configs
 
 
-def _read(role: str, values: Mapping[str, object]) -> Terms:
-    names = {field.name for field in fields(Terms)}
+def _parse_role(role: str, values: Mapping[str, object]) -> RoleSchedulingConfig:
+    names = {field.name for field in fields(RoleSchedulingConfig)}
     settings: dict[str, int] = {}
     for name, value in values.items():
         if name not in names:
-            raise TermsError(f"{role}.{name}: unknown; must be one of {', '.join(sorted(names))}")
-        choices = {"order": Order, "admission": Admission}.get(name)
+            raise SchedulingConfigError(
+                f"{role}.{name}: unknown; must be one of {', '.join(sorted(names))}"
+            )
+        choices = {"order": PrefillOrder, "admission": Admission}.get(name)
         if choices is not None:
             choices_by_name = {choice.name.lower().replace("_", "-"): choice for choice in choices}
             if value not in choices_by_name:
-                raise TermsError(f"{role}.{name}: must be one of {', '.join(choices_by_name)}")
+                raise SchedulingConfigError(
+                    f"{role}.{name}: must be one of {', '.join(choices_by_name)}"
+                )
             settings[name] = choices_by_name[str(value)]
         elif type(value) is not int:
-            raise TermsError(f"{role}.{name}: must be a whole number")
+            raise SchedulingConfigError(f"{role}.{name}: must be a whole number")
         else:
             settings[name] = value
     try:
-        return Terms(**settings)  # type: ignore[arg-type]
-    except TermsError as error:
-        raise TermsError(f"{role}.{error}") from None
+        return RoleSchedulingConfig(**settings)  # type: ignore[arg-type]
+    except SchedulingConfigError as error:
+        raise SchedulingConfigError(f"{role}.{error}") from None

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Self
 
 from cleave.policy.admission import Admission
-from cleave.policy.prompt_order import Order
+from cleave.policy.prompt_order import PrefillOrder
 from cleave.shm.page import Page
-from cleave_worker.scheduling.config import Terms
+from cleave_worker.scheduling.config import RoleSchedulingConfig
 
 ENV = "CLEAVE_TERMS_PAGE"
 """Environment variable with the path of the page, for the engine."""
@@ -19,14 +19,14 @@ ENV = "CLEAVE_TERMS_PAGE"
 _BODY = struct.Struct("<7Q")
 
 
-class TermsPage:
+class SchedulingPage:
     """A scheduling page, opened for writing (agent) or reading (engine)."""
 
     def __init__(self, path: Path) -> None:
         self._page = Page(path, _BODY)
-        self._seen = 0
+        self._last_version = 0
 
-    def write(self, config: Terms) -> None:
+    def write(self, config: RoleSchedulingConfig) -> None:
         """Write a configuration, which the engine applies from its next step on."""
         self._page.write(
             config.order,
@@ -38,15 +38,15 @@ class TermsPage:
             config.preemption_limit,
         )
 
-    def news(self) -> Terms | None:
+    def read_if_changed(self) -> RoleSchedulingConfig | None:
         """Return the configuration if it has changed since the last call, else None."""
         version = self._page.version
-        if version == self._seen or (values := self._page.read()) is None:
+        if version == self._last_version or (values := self._page.read()) is None:
             return None
-        self._seen = version
+        self._last_version = version
         order, batch, seqs, tokens, threshold, admission, preemptions = values
-        return Terms(
-            Order(order), batch, seqs, tokens, threshold, Admission(admission), preemptions
+        return RoleSchedulingConfig(
+            PrefillOrder(order), batch, seqs, tokens, threshold, Admission(admission), preemptions
         )
 
     def close(self) -> None:

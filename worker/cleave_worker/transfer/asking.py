@@ -4,48 +4,51 @@ import socket
 from typing import TypeVar
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.handoff import Reason, RefusedError
+from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 
-ANSWER_S = 20.0
-"""Includes the time that the server waits for its engine to report a prefill, see `Owner`."""
+RESPONSE_TIMEOUT_S = 20.0
+"""Includes the time that the server waits for its engine to report a prefill, see `KvServer`."""
 
-Answer = TypeVar(
-    "Answer",
-    protocol.Located,
-    protocol.Welcome,
-    protocol.Met,
-    protocol.News,
-    protocol.Grant,
-    protocol.Released,
+ResponseT = TypeVar(
+    "ResponseT",
+    protocol.RanksResponse,
+    protocol.HandshakeResponse,
+    protocol.RendezvousResponse,
+    protocol.ProgressUpdate,
+    protocol.PullResponse,
+    protocol.ReleaseBlocksResponse,
 )
 
 
-def dial(address: tuple[str, int], seconds: float) -> protocol.Wire:
+def connect(address: tuple[str, int], seconds: float) -> protocol.FramedConnection:
     """Connect without a handshake. Raises RefusedError."""
     try:
-        return protocol.Wire(socket.create_connection(address, seconds))
+        return protocol.FramedConnection(socket.create_connection(address, seconds))
     except (OSError, UnicodeError, OverflowError) as error:
-        raise RefusedError(Reason.LOST, f"{address[0]}:{address[1]}: {error}") from error
+        raise RefusedError(
+            RefusalReason.PEER_LOST, f"{address[0]}:{address[1]}: {error}"
+        ) from error
 
 
-def exchange(
-    connection: protocol.Wire,
+def send_request(
+    connection: protocol.FramedConnection,
     request: protocol.Message,
-    response_type: type[Answer],
+    response_type: type[ResponseT],
     seconds: float,
-) -> Answer:
+) -> ResponseT:
     """Send a request and return the response, which must be of type `kind`. Raises RefusedError."""
     try:
         connection.send(request, seconds)
         response = connection.receive(seconds)
     except TimeoutError as error:
-        raise RefusedError(Reason.TIME_OUT, str(error)) from error
-    except protocol.WireError as error:
-        raise RefusedError(Reason.LOST, str(error)) from error
-    if isinstance(response, protocol.Refusal):
+        raise RefusedError(RefusalReason.TIME_OUT, str(error)) from error
+    except protocol.ProtocolError as error:
+        raise RefusedError(RefusalReason.PEER_LOST, str(error)) from error
+    if isinstance(response, protocol.ErrorResponse):
         raise RefusedError(response.reason, response.text)
     if not isinstance(response, response_type):
         raise RefusedError(
-            Reason.LOST, f"{type(response).__name__} in place of {response_type.__name__}"
+            RefusalReason.PEER_LOST,
+            f"{type(response).__name__} in place of {response_type.__name__}",
         )
     return response

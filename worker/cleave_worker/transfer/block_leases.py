@@ -15,16 +15,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from cleave_worker.transfer.handoff import Reason, RefusedError
-from cleave_worker.transfer.leases import Leases
-from cleave_worker.transfer.progress import NOTHING, Piece, Progress
+from cleave_worker.transfer.handoff import RefusalReason, RefusedError
+from cleave_worker.transfer.leases import LeaseTable
+from cleave_worker.transfer.progress import NO_PROGRESS, KvChunk, Progress
 
-_REMEMBERED = 4096
+_MAX_PAST_REQUESTS = 4096
 """Past requests that are remembered; a request for one of them is refused without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
-class Visitor:
+class ConsumerRank:
     """A rank of a consumer engine."""
 
     boot_id: str
@@ -33,7 +33,7 @@ class Visitor:
     """Number of ranks of that engine that will connect to this producer rank."""
 
 
-class Computed(Protocol):
+class ComputeEvent(Protocol):
     """A point in a GPU's command queue, such as torch.cuda.Event."""
 
     def synchronize(self) -> None:
@@ -41,7 +41,7 @@ class Computed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class FinishedPrefill:
     """A finished prefill whose blocks can be pulled."""
 
     epoch: int
@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PrefillInProgress:
     """A running prefill that a consumer may pull layer by layer."""
 
     epoch: int
@@ -62,7 +62,7 @@ class Begun:
     yet."""
 
 
-class News(NamedTuple):
+class PrefillProgress(NamedTuple):
     """How far a prefill has come, as returned to a layerwise consumer."""
 
     request_id: str
@@ -71,143 +71,160 @@ class News(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _LeasedPrefill:
     """A prefill that consumers may pull, running or finished."""
 
-    held: Held
+    prefill: FinishedPrefill
     num_blocks: int
     progress: Progress
     name: str = ""
-    computed: Computed | None = None
+    compute_event: ComputeEvent | None = None
     """`progress` holds once the GPU has reached this point; None: it holds already."""
-    ended: bool = True
-    followers: set[Visitor] = field(default_factory=set)
+    is_finished: bool = True
+    consumers: set[ConsumerRank] = field(default_factory=set)
     """All are ranks of one engine."""
-    released: bool = False
+    is_released: bool = False
     """Released by its consumers before it has finished."""
 
 
-class Holds:
+class BlockLeases:
     """Leases by request id; one object per rank."""
 
     def __init__(self, lease_s: float, reading_s: float) -> None:
         """`reading_s`: longest time in seconds from the start of a read to its release."""
-        self._leases = Leases(lease_s)
-        self._reading_s = reading_s
-        self._kept: dict[str, _Kept] = {}
-        self._names: dict[str, str] = {}
+        self._leases = LeaseTable(lease_s)
+        self._read_timeout_s = reading_s
+        self._prefills: dict[str, _LeasedPrefill] = {}
+        self._request_ids: dict[str, str] = {}
         """Name of a running prefill to the engine's request id."""
-        self._reading: dict[str, float] = {}
-        self._past: OrderedDict[str, None] = OrderedDict()
+        self._read_deadlines: dict[str, float] = {}
+        self._past_requests: OrderedDict[str, None] = OrderedDict()
         self._freed: set[str] = set()
         self._changed = threading.Condition()
         self.num_expired = 0
 
-    def hold(self, request_id: str, prefill: Held) -> None:
+    def grant(self, request_id: str, prefill: FinishedPrefill) -> None:
         """Start the lease of a prefill that has just finished."""
         with self._changed:
-            previous = self._kept.get(request_id)
+            previous = self._prefills.get(request_id)
             count = len(prefill.blocks)
-            leased = _Kept(prefill, count, Progress(count, count, 0))
-            self._kept[request_id] = leased
-            self._past.pop(request_id, None)
+            leased = _LeasedPrefill(prefill, count, Progress(count, count, 0))
+            self._prefills[request_id] = leased
+            self._past_requests.pop(request_id, None)
             self._leases.grant(request_id, time.monotonic())
             if previous is not None:
-                leased.name, leased.followers = previous.name, previous.followers
-                if previous.followers:
-                    self._reading[request_id] = time.monotonic() + self._reading_s
-                if previous.released:
+                leased.name, leased.consumers = previous.name, previous.consumers
+                if previous.consumers:
+                    self._read_deadlines[request_id] = time.monotonic() + self._read_timeout_s
+                if previous.is_released:
                     self._free(request_id)
             self._changed.notify_all()
 
-    def begin(self, request_id: str, started: Begun) -> None:
+    def begin_prefill(self, request_id: str, started: PrefillInProgress) -> None:
         """Register a running prefill for layerwise consumers; none of it is computed yet."""
         with self._changed:
-            prefill = Held(started.epoch, started.prompt_digest, ())
-            leased = _Kept(prefill, started.num_blocks, NOTHING, started.name, ended=False)
+            prefill = FinishedPrefill(started.epoch, started.prompt_digest, ())
+            leased = _LeasedPrefill(
+                prefill, started.num_blocks, NO_PROGRESS, started.name, is_finished=False
+            )
             # The consumer may have declined it before it was registered.
-            leased.released = started.name in self._past
-            self._kept[request_id] = leased
-            self._names[started.name] = request_id
+            leased.is_released = started.name in self._past_requests
+            self._prefills[request_id] = leased
+            self._request_ids[started.name] = request_id
             self._changed.notify_all()
 
-    def grow(
+    def update_progress(
         self,
         request_id: str,
         blocks: tuple[int, ...],
         progress: Progress,
-        computed: Computed | None = None,
+        computed: ComputeEvent | None = None,
     ) -> None:
         """Record that more is computed, or will be once the GPU has reached `computed`.
 
         `blocks`: all blocks that the prompt has so far.
         """
         with self._changed:
-            leased = self._kept.get(request_id)
-            if leased is None or leased.ended:
+            leased = self._prefills.get(request_id)
+            if leased is None or leased.is_finished:
                 return
-            if len(blocks) != len(leased.held.blocks):
-                leased.held = Held(leased.held.epoch, leased.held.prompt_digest, blocks)
-            leased.progress, leased.computed = progress, computed
+            if len(blocks) != len(leased.prefill.blocks):
+                leased.prefill = FinishedPrefill(
+                    leased.prefill.epoch, leased.prefill.prompt_digest, blocks
+                )
+            leased.progress, leased.compute_event = progress, computed
             self._changed.notify_all()
 
-    def give_up(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """Forget a running prefill that was aborted, or preempted and so recomputed in other
         blocks."""
         with self._changed:
-            leased = self._kept.get(request_id)
-            if leased is not None and not leased.ended:
-                self._forget(request_id)
+            leased = self._prefills.get(request_id)
+            if leased is not None and not leased.is_finished:
+                self._remove(request_id)
 
-    def follow(
+    def wait_for_progress(
         self,
-        consumer: Visitor,
+        consumer: ConsumerRank,
         name: str,
         prompt_digest: str,
         previous: Progress,
         wait_s: float,
         *,
-        again: bool,
-    ) -> News:
+        is_repeat: bool,
+    ) -> PrefillProgress:
         """Wait until a prefill has more than `previous`. Raises RefusedError.
 
-        Returns the unchanged progress after `wait_s`. `again`: not this consumer rank's first call.
-        The first call reserves the prefill for one engine, whose calling ranks must all release it.
+        Returns the unchanged progress after `wait_s`. `is_repeat`: not this consumer rank's first
+        call. The first call reserves the prefill for one engine, whose calling ranks must all
+        release it.
         """
         # 1. Wait for progress. 2. Reserve the prefill for this engine. 3. Start the deadline of a
         # finished prefill. 4. Wait for the GPU, outside the lock, so that the progress is true.
         with self._changed:
             self._changed.wait_for(lambda: self._has_more(name, previous), wait_s)
-            leased = self._find(self._names.get(name, ""), prompt_digest)
-            engines = {rank.boot_id for rank in leased.followers}
-            if engines - {consumer.boot_id} or (consumer in leased.followers) is not again:
-                raise RefusedError(Reason.BUSY, "another consumer reads it, or has read it")
-            leased.followers.add(consumer)
-            request_id, progress, event = self._names[name], leased.progress, leased.computed
-            update = News(request_id, leased.held.epoch, progress)
-            if leased.ended:
-                self._reading.setdefault(request_id, time.monotonic() + self._reading_s)
+            leased = self._get_prefill(self._request_ids.get(name, ""), prompt_digest)
+            engines = {rank.boot_id for rank in leased.consumers}
+            if engines - {consumer.boot_id} or (consumer in leased.consumers) is not is_repeat:
+                raise RefusedError(RefusalReason.BUSY, "another consumer reads it, or has read it")
+            leased.consumers.add(consumer)
+            request_id, progress, event = (
+                self._request_ids[name],
+                leased.progress,
+                leased.compute_event,
+            )
+            update = PrefillProgress(request_id, leased.prefill.epoch, progress)
+            if leased.is_finished:
+                self._read_deadlines.setdefault(request_id, time.monotonic() + self._read_timeout_s)
         if event is not None:
             event.synchronize()
         return update
 
-    def look(
-        self, consumer: Visitor, request_id: str, epoch: int, prompt_digest: str, chunk: Piece
+    def get_chunk_blocks(
+        self,
+        consumer: ConsumerRank,
+        request_id: str,
+        epoch: int,
+        prompt_digest: str,
+        chunk: KvChunk,
     ) -> tuple[int, ...]:
         """Return the blocks of a chunk for a layerwise consumer. Raises RefusedError."""
         with self._changed:
             self._expire()
-            leased = self._find(request_id, prompt_digest, epoch)
+            leased = self._get_prefill(request_id, prompt_digest, epoch)
             progress, end = leased.progress, chunk.first_block + chunk.num_blocks
-            final = end <= progress.blocks or (
-                end <= progress.coming and chunk.first_plane + chunk.num_planes <= progress.planes
+            final = end <= progress.blocks_done or (
+                end <= progress.blocks_started
+                and chunk.first_layer + chunk.num_layers <= progress.layers_done
             )
-            blocks = leased.held.blocks[chunk.first_block : end]
-            if consumer not in leased.followers or not final or len(blocks) != chunk.num_blocks:
-                raise RefusedError(Reason.MALFORMED, "the chunk was not announced to this consumer")
+            blocks = leased.prefill.blocks[chunk.first_block : end]
+            if consumer not in leased.consumers or not final or len(blocks) != chunk.num_blocks:
+                raise RefusedError(
+                    RefusalReason.MALFORMED, "the chunk was not announced to this consumer"
+                )
             return blocks
 
-    def take(
+    def acquire(
         self, request_id: str, epoch: int, prompt_digest: str, blocks: slice, wait_s: float
     ) -> tuple[int, ...]:
         """Lease blocks to a consumer, which must release them. Raises RefusedError.
@@ -216,18 +233,20 @@ class Holds:
         to `wait_s`, unless the request is known to be over.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_settled(request_id), wait_s)
+            self._changed.wait_for(lambda: self._is_decided(request_id), wait_s)
             self._expire()
-            leased = self._find(request_id, prompt_digest, epoch)
-            if not leased.ended:
-                raise RefusedError(Reason.NOT_HELD, "the prefill is still running")
-            if request_id in self._reading:
-                raise RefusedError(Reason.BUSY, "another consumer reads it")
-            prefill = leased.held
+            leased = self._get_prefill(request_id, prompt_digest, epoch)
+            if not leased.is_finished:
+                raise RefusedError(RefusalReason.NOT_HELD, "the prefill is still running")
+            if request_id in self._read_deadlines:
+                raise RefusedError(RefusalReason.BUSY, "another consumer reads it")
+            prefill = leased.prefill
             granted = prefill.blocks[blocks]
             if not 0 <= blocks.start <= blocks.stop or len(granted) != blocks.stop - blocks.start:
-                raise RefusedError(Reason.MALFORMED, f"{len(prefill.blocks)} blocks are leased")
-            self._reading[request_id] = time.monotonic() + self._reading_s
+                raise RefusedError(
+                    RefusalReason.MALFORMED, f"{len(prefill.blocks)} blocks are leased"
+                )
+            self._read_deadlines[request_id] = time.monotonic() + self._read_timeout_s
             return granted
 
     def release(self, request_id: str, epoch: int) -> bool:
@@ -238,26 +257,26 @@ class Holds:
         with self._changed:
             self._expire()
             if not epoch:
-                self._remember(request_id)
-                request_id = self._names.get(request_id, "")
-            leased = self._kept.get(request_id)
-            if leased is None or epoch not in (0, leased.held.epoch):
+                self._record_past(request_id)
+                request_id = self._request_ids.get(request_id, "")
+            leased = self._prefills.get(request_id)
+            if leased is None or epoch not in (0, leased.prefill.epoch):
                 return False
-            if leased.ended:
+            if leased.is_finished:
                 self._free(request_id)
                 return True
-            leased.released = True
-            return leased.progress.blocks == leased.num_blocks
+            leased.is_released = True
+            return leased.progress.blocks_done == leased.num_blocks
 
-    def has(self, request_id: str, epoch: int) -> bool:
+    def is_complete(self, request_id: str, epoch: int) -> bool:
         """Return whether a prefill is complete and still leased."""
         with self._changed:
             self._expire()
-            leased = self._kept.get(request_id)
+            leased = self._prefills.get(request_id)
             return (
                 leased is not None
-                and leased.held.epoch == epoch
-                and leased.progress.blocks == leased.num_blocks
+                and leased.prefill.epoch == epoch
+                and leased.progress.blocks_done == leased.num_blocks
             )
 
     def extend(self, request_ids: Iterable[str]) -> None:
@@ -266,7 +285,7 @@ class Holds:
             now = time.monotonic()
             self._expire()
             for request_id in request_ids:
-                self._leases.extend(self._names.get(request_id, request_id), now)
+                self._leases.extend(self._request_ids.get(request_id, request_id), now)
 
     def take_freed(self) -> set[str]:
         """Return the requests whose blocks the engine may reuse; each is returned once."""
@@ -276,53 +295,57 @@ class Holds:
             return freed
 
     @property
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         """Requests whose blocks are leased now."""
         with self._changed:
-            return len(self._kept)
+            return len(self._prefills)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        overdue = [read_id for read_id, deadline in self._reading.items() if deadline <= now]
+        overdue = [read_id for read_id, deadline in self._read_deadlines.items() if deadline <= now]
         for request_id in [*overdue, *self._leases.expire(now)]:
             # A lease that ends during a read lasts until the deadline of that read.
-            if self._reading.get(request_id, now) <= now and request_id in self._kept:
+            if self._read_deadlines.get(request_id, now) <= now and request_id in self._prefills:
                 self.num_expired += 1
                 self._free(request_id)
 
-    def _is_settled(self, request_id: str) -> bool:
-        leased = self._kept.get(request_id)
-        return leased.ended if leased is not None else request_id in self._past
+    def _is_decided(self, request_id: str) -> bool:
+        leased = self._prefills.get(request_id)
+        return leased.is_finished if leased is not None else request_id in self._past_requests
 
     def _has_more(self, name: str, previous: Progress) -> bool:
-        leased = self._kept.get(self._names.get(name, ""))
-        return leased.progress != previous if leased is not None else name in self._past
+        leased = self._prefills.get(self._request_ids.get(name, ""))
+        return leased.progress != previous if leased is not None else name in self._past_requests
 
-    def _find(self, request_id: str, prompt_digest: str, epoch: int | None = None) -> _Kept:
-        leased = self._kept.get(request_id)
+    def _get_prefill(
+        self, request_id: str, prompt_digest: str, epoch: int | None = None
+    ) -> _LeasedPrefill:
+        leased = self._prefills.get(request_id)
         if leased is None:
-            raise RefusedError(Reason.NOT_HELD, "no lease for this request, or it has ended")
-        if epoch not in (None, leased.held.epoch):
-            raise RefusedError(Reason.EPOCH, f"leased with epoch {leased.held.epoch}, not {epoch}")
-        if leased.held.prompt_digest != prompt_digest:
-            raise RefusedError(Reason.PROMPT, "leased for other prompt tokens")
+            raise RefusedError(RefusalReason.NOT_HELD, "no lease for this request, or it has ended")
+        if epoch not in (None, leased.prefill.epoch):
+            raise RefusedError(
+                RefusalReason.EPOCH, f"leased with epoch {leased.prefill.epoch}, not {epoch}"
+            )
+        if leased.prefill.prompt_digest != prompt_digest:
+            raise RefusedError(RefusalReason.PROMPT, "leased for other prompt tokens")
         return leased
 
     def _free(self, request_id: str) -> None:
         self._freed.add(request_id)
-        self._forget(request_id)
+        self._remove(request_id)
 
-    def _forget(self, request_id: str) -> None:
-        leased = self._kept.pop(request_id)
-        self._reading.pop(request_id, None)
+    def _remove(self, request_id: str) -> None:
+        leased = self._prefills.pop(request_id)
+        self._read_deadlines.pop(request_id, None)
         self._leases.end(request_id)
-        self._remember(request_id)
-        if self._names.get(leased.name) == request_id:
-            del self._names[leased.name]
-            self._remember(leased.name)
+        self._record_past(request_id)
+        if self._request_ids.get(leased.name) == request_id:
+            del self._request_ids[leased.name]
+            self._record_past(leased.name)
         self._changed.notify_all()
 
-    def _remember(self, request_id: str) -> None:
-        self._past[request_id] = None
-        while len(self._past) > _REMEMBERED:
-            self._past.popitem(last=False)
+    def _record_past(self, request_id: str) -> None:
+        self._past_requests[request_id] = None
+        while len(self._past_requests) > _MAX_PAST_REQUESTS:
+            self._past_requests.popitem(last=False)

@@ -12,225 +12,257 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.asking import ANSWER_S, Answer, dial, exchange
-from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
-from cleave_worker.transfer.memory import moves, spans_of
-from cleave_worker.transfer.peers import Peer, own_planes, peers
-from cleave_worker.transfer.places import Places
-from cleave_worker.transfer.progress import Piece
-from cleave_worker.transfer.server import Kept, checksums
-from cleave_worker.transfer.transport import LinkError, Meter, OneSided, TwoSided, Way
+from cleave_worker.transfer.asking import RESPONSE_TIMEOUT_S, ResponseT, connect, send_request
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
+from cleave_worker.transfer.memory import list_ranges, plan_copies
+from cleave_worker.transfer.peers import RemoteRank, find_remote_ranks, select_local_layers
+from cleave_worker.transfer.places import RankResolver
+from cleave_worker.transfer.progress import KvChunk
+from cleave_worker.transfer.server import RegisteredKv, compute_checksums
+from cleave_worker.transfer.transport import (
+    BandwidthMeter,
+    LinkError,
+    OneSidedLink,
+    Transport,
+    TwoSidedLink,
+)
 from cleave_worker.transfer.transports import nixl, torch_distributed
-from cleave_worker.transfer.transports.nixl_buffers import Arrivals
-from cleave_worker.transfer.transports.shared_memory import SharedMemory
+from cleave_worker.transfer.transports.nixl_buffers import StagingBuffers
+from cleave_worker.transfer.transports.shared_memory import SharedMemoryLink
 
 _log = logging.getLogger(__name__)
-_CONNECT_S = 10.0
-_BEAT_S = 2.0
+_CONNECT_TIMEOUT_S = 10.0
+_HEARTBEAT_TIMEOUT_S = 2.0
 """For one producer; a dead one must not delay heartbeats to the others."""
-_MAX_OWNERS = 64
-_BROKEN = (Reason.LOST, Reason.TIME_OUT, Reason.LAYOUT, Reason.MALFORMED)
+_MAX_CONNECTIONS = 64
+_BROKEN_CONNECTION_REASONS = (
+    RefusalReason.PEER_LOST,
+    RefusalReason.TIME_OUT,
+    RefusalReason.LAYOUT,
+    RefusalReason.MALFORMED,
+)
 """After these the state of the producer is unknown; closing the connection frees its blocks."""
 
-_ALL = slice(0, None)
+_ALL_LAYERS = slice(0, None)
 """Layers of a pull that takes a whole prompt."""
 
 
-class Reader:
+class KvClient:
     """Pulls KV from any producer."""
 
     def __init__(
         self,
-        kv: Kept,
-        transports: Sequence[Way],
+        kv: RegisteredKv,
+        transports: Sequence[Transport],
         transfer_s: float,
         *,
         check_bytes: bool = False,
     ) -> None:
         """`transports`: in order of preference; the first that works with a producer is
         used."""
-        self._kept = kv
-        self._ways = tuple(transports)
+        self._kv = kv
+        self._transports = tuple(transports)
         self._transfer_s = transfer_s
         self._check_bytes = check_bytes
-        self._places = Places()
-        self.arrivals = Arrivals(
-            f"{nixl.agent_name(kv.boot_id, kv.share.rank)}/reader",
+        self._rank_resolver = RankResolver()
+        self.staging_buffers = StagingBuffers(
+            f"{nixl.make_agent_name(kv.boot_id, kv.shard.rank)}/reader",
             kv.memory.regions[0].device,
         )
         """Shared by all links over NIXL."""
-        self._pairs: OrderedDict[Peer, _Pair] = OrderedDict()
+        self._connections: OrderedDict[RemoteRank, _RankConnection] = OrderedDict()
         self._lock = threading.Lock()
 
-    def pull(self, handoff: HandOff, prompt_digest: str, first: int, blocks: Sequence[int]) -> Way:
+    def pull(
+        self, handoff: Handoff, prompt_digest: str, first: int, blocks: Sequence[int]
+    ) -> Transport:
         """Fill local `blocks` with the producer's blocks from number `first` of the prompt on.
 
         Pulls from each remote rank that has a part of this rank's KV, and releases the lease at
         each. Returns the transport that was used. Raises RefusedError.
         """
         if handoff.prompt_digest != prompt_digest:
-            raise RefusedError(Reason.PROMPT, "the handoff is for other prompt tokens")
-        if handoff.boot_id == self._kept.boot_id:
-            raise RefusedError(Reason.BOOT, "an engine cannot pull from itself")
-        ranks = self.find(handoff)
+            raise RefusedError(RefusalReason.PROMPT, "the handoff is for other prompt tokens")
+        if handoff.boot_id == self._kv.boot_id:
+            raise RefusedError(RefusalReason.BOOT, "an engine cannot pull from itself")
+        ranks = self.resolve_ranks(handoff)
         needed = [rank for rank in ranks if rank.source.part]
         transports = [
-            self._use(rank, lambda connection: connection.pull(handoff, first, blocks))
+            self._run_pull(rank, lambda connection: connection.pull(handoff, first, blocks))
             for rank in needed
         ]
         for rank in ranks:
             if rank not in needed:
-                self.decline_at(rank, handoff)
+                self.decline_rank(rank, handoff)
         return transports[0]
 
-    def pull_piece(self, rank: Peer, handoff: HandOff, chunk: Piece, blocks: Sequence[int]) -> Way:
+    def pull_chunk(
+        self, rank: RemoteRank, handoff: Handoff, chunk: KvChunk, blocks: Sequence[int]
+    ) -> Transport:
         """Fill some layers of local `blocks` with a chunk of a running prefill.
 
-        The caller (`Follower`) releases the prefill and checks its lease. Raises RefusedError.
+        The caller (`LayerwiseClient`) releases the prefill and checks its lease. Raises
+        RefusedError.
         """
-        return self._use(rank, lambda connection: connection.pull_piece(handoff, chunk, blocks))
+        return self._run_pull(
+            rank, lambda connection: connection.pull_chunk(handoff, chunk, blocks)
+        )
 
-    def find(self, handoff: HandOff, seconds: float = ANSWER_S) -> tuple[Peer, ...]:
+    def resolve_ranks(
+        self, handoff: Handoff, seconds: float = RESPONSE_TIMEOUT_S
+    ) -> tuple[RemoteRank, ...]:
         """Return the remote ranks that this rank must contact; asks the producer for unknown
         addresses.
 
         Each network operation may take `seconds`. Raises RefusedError.
         """
-        return peers(self._kept, self._places.complete(handoff, seconds))
+        return find_remote_ranks(self._kv, self._rank_resolver.resolve(handoff, seconds))
 
-    def decline(self, handoff: HandOff) -> None:
+    def decline(self, handoff: Handoff) -> None:
         """Tell the producer that its blocks will not be pulled; if that fails the lease expires."""
         with suppress(RefusedError):
-            for rank in self.find(handoff):
-                self.decline_at(rank, handoff)
+            for rank in self.resolve_ranks(handoff):
+                self.decline_rank(rank, handoff)
 
-    def decline_at(self, rank: Peer, handoff: HandOff) -> None:
+    def decline_rank(self, rank: RemoteRank, handoff: Handoff) -> None:
         """Tell one rank of the producer."""
-        with suppress(RefusedError, protocol.WireError, TimeoutError):
-            connection, _ = self.connect(rank, _CONNECT_S)
+        with suppress(RefusedError, protocol.ProtocolError, TimeoutError):
+            connection, _ = self.connect(rank, _CONNECT_TIMEOUT_S)
             try:
-                connection.send(protocol.Release(handoff.request_id, handoff.epoch), _CONNECT_S)
-                connection.receive(_CONNECT_S)
+                connection.send(
+                    protocol.ReleaseBlocks(handoff.request_id, handoff.epoch), _CONNECT_TIMEOUT_S
+                )
+                connection.receive(_CONNECT_TIMEOUT_S)
             finally:
                 connection.close()
 
-    def beat(self, handoffs: Iterable[HandOff]) -> int:
+    def send_heartbeats(self, handoffs: Iterable[Handoff]) -> int:
         """Extend the leases of handoffs that will be pulled later; return the number of lost
         ranks."""
         num_lost = 0
-        for rank, request_ids in self._by_peer(handoffs).items():
+        for rank, request_ids in self._group_by_rank(handoffs).items():
             try:
-                connection, _ = self.connect(rank, _BEAT_S)
+                connection, _ = self.connect(rank, _HEARTBEAT_TIMEOUT_S)
             except RefusedError:
                 num_lost += 1
                 continue
-            with suppress(protocol.WireError):
-                connection.send(protocol.Beat(tuple(request_ids)), _BEAT_S)
+            with suppress(protocol.ProtocolError):
+                connection.send(protocol.LeaseHeartbeat(tuple(request_ids)), _HEARTBEAT_TIMEOUT_S)
             connection.close()
         return num_lost
 
     def close(self) -> None:
         """Close all connections."""
         with self._lock:
-            connections = list(self._pairs.values())
-            self._pairs.clear()
+            connections = list(self._connections.values())
+            self._connections.clear()
         for connection in connections:
             connection.close()
 
-    def _by_peer(self, handoffs: Iterable[HandOff]) -> dict[Peer, list[str]]:
-        request_ids: dict[Peer, list[str]] = {}
+    def _group_by_rank(self, handoffs: Iterable[Handoff]) -> dict[RemoteRank, list[str]]:
+        request_ids: dict[RemoteRank, list[str]] = {}
         unreachable: set[str] = set()
         for handoff in handoffs:
             if handoff.boot_id in unreachable:
                 continue
             try:
-                for rank in self.find(handoff, _BEAT_S):
+                for rank in self.resolve_ranks(handoff, _HEARTBEAT_TIMEOUT_S):
                     request_ids.setdefault(rank, []).append(handoff.request_id)
             except RefusedError:
                 unreachable.add(handoff.boot_id)
         return request_ids
 
-    def _use(self, rank: Peer, pull: "Callable[[_Pair], Way]") -> Way:
-        connection = self._pair(rank)
+    def _run_pull(
+        self, rank: RemoteRank, pull: "Callable[[_RankConnection], Transport]"
+    ) -> Transport:
+        connection = self._get_connection(rank)
         try:
             return pull(connection)
         except RefusedError as refused:
-            if refused.reason in _BROKEN:
-                self._forget(rank, connection)
+            if refused.reason in _BROKEN_CONNECTION_REASONS:
+                self._drop_connection(rank, connection)
             raise
 
-    def _pair(self, rank: Peer) -> "_Pair":
+    def _get_connection(self, rank: RemoteRank) -> "_RankConnection":
         with self._lock:
-            connection = self._pairs.pop(rank, None) or _Pair(self, rank)
-            self._pairs[rank] = connection
-            old = self._pairs.popitem(last=False)[1] if len(self._pairs) > _MAX_OWNERS else None
+            connection = self._connections.pop(rank, None) or _RankConnection(self, rank)
+            self._connections[rank] = connection
+            old = (
+                self._connections.popitem(last=False)[1]
+                if len(self._connections) > _MAX_CONNECTIONS
+                else None
+            )
         if old:
             old.close()
         return connection
 
-    def _forget(self, rank: Peer, connection: "_Pair") -> None:
+    def _drop_connection(self, rank: RemoteRank, connection: "_RankConnection") -> None:
         with self._lock:
-            if self._pairs.get(rank) is connection:
-                del self._pairs[rank]
+            if self._connections.get(rank) is connection:
+                del self._connections[rank]
         connection.close()
 
-    def connect(self, rank: Peer, seconds: float) -> tuple[protocol.Wire, protocol.Welcome]:
+    def connect(
+        self, rank: RemoteRank, seconds: float
+    ) -> tuple[protocol.FramedConnection, protocol.HandshakeResponse]:
         """Connect and shake hands; each of the two steps may take `seconds`. Raises
         RefusedError."""
-        kv = self._kept
-        handshake = protocol.Hello(
-            rank.boot_id, kv.layout, rank.shape, rank.source, kv.boot_id, kv.share.rank
+        kv = self._kv
+        handshake = protocol.HandshakeRequest(
+            rank.boot_id, kv.layout, rank.shape, rank.source, kv.boot_id, kv.shard.rank
         )
-        connection = dial(rank.address, seconds)
+        connection = connect(rank.address, seconds)
         try:
-            return connection, exchange(connection, handshake, protocol.Welcome, seconds)
+            return connection, send_request(
+                connection, handshake, protocol.HandshakeResponse, seconds
+            )
         except BaseException:
             connection.close()
             raise
 
 
-class _Pair:
+class _RankConnection:
     """The connection with one producer rank, and the link over which its KV is transferred."""
 
-    def __init__(self, client: Reader, remote_rank: Peer) -> None:
+    def __init__(self, client: KvClient, remote_rank: RemoteRank) -> None:
         """Raises RefusedError when this rank lacks the layers that it should receive."""
-        self._reader = client
-        self._peer = remote_rank
-        self._own = own_planes(client._kept, remote_rank)
+        self._client = client
+        self._remote_rank = remote_rank
+        self._local_layers = select_local_layers(client._kv, remote_rank)
         self._lock = threading.Lock()
-        self._connection: protocol.Wire | None = None
-        self._planes = self._own
-        self._one_sided: OneSided | None = None
-        self._two_sided: TwoSided | None = None
-        self.way: Way | None = None
-        self._meter = Meter()
-        self._told_at = 0
+        self._connection: protocol.FramedConnection | None = None
+        self._remote_layers = self._local_layers
+        self._one_sided: OneSidedLink | None = None
+        self._two_sided: TwoSidedLink | None = None
+        self.transport: Transport | None = None
+        self._meter = BandwidthMeter()
+        self._logged_at_bytes = 0
 
-    def pull(self, handoff: HandOff, first: int, blocks: Sequence[int]) -> Way:
-        """See `Reader.pull`."""
+    def pull(self, handoff: Handoff, first: int, blocks: Sequence[int]) -> Transport:
+        """See `KvClient.pull`."""
         with self._lock:
             try:
-                response = self._ask(handoff, first, blocks)
-                self._move(response, blocks)
-                self._settle(handoff, response, blocks)
+                response = self._request_or_reconnect(handoff, first, blocks)
+                self._transfer(response, blocks)
+                self._release(handoff, response, blocks)
             except LinkError as error:
-                raise RefusedError(Reason.LOST, str(error)) from error
-            assert self.way
-            self._tell()
-            return self.way
+                raise RefusedError(RefusalReason.PEER_LOST, str(error)) from error
+            assert self.transport
+            self._log_bandwidth()
+            return self.transport
 
-    def pull_piece(self, handoff: HandOff, chunk: Piece, blocks: Sequence[int]) -> Way:
-        """See `Reader.pull_piece`."""
-        layers = slice(chunk.first_plane, chunk.first_plane + chunk.num_planes)
+    def pull_chunk(self, handoff: Handoff, chunk: KvChunk, blocks: Sequence[int]) -> Transport:
+        """See `KvClient.pull_chunk`."""
+        layers = slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
         with self._lock:
             try:
-                response = self._ask(handoff, chunk.first_block, blocks, layers)
-                self._move(response, blocks, layers)
+                response = self._request_or_reconnect(handoff, chunk.first_block, blocks, layers)
+                self._transfer(response, blocks, layers)
             except LinkError as error:
-                raise RefusedError(Reason.LOST, str(error)) from error
-            self._check(response, blocks, layers)
-            assert self.way
-            return self.way
+                raise RefusedError(RefusalReason.PEER_LOST, str(error)) from error
+            self._verify_checksums(response, blocks, layers)
+            assert self.transport
+            return self.transport
 
     def close(self) -> None:
         """Close the connection; a running pull ends with an error."""
@@ -241,127 +273,149 @@ class _Pair:
             if link:
                 link.close()
 
-    def _ask(
-        self, handoff: HandOff, first: int, blocks: Sequence[int], layers: slice = _ALL
-    ) -> protocol.Grant:
+    def _request_or_reconnect(
+        self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice = _ALL_LAYERS
+    ) -> protocol.PullResponse:
         is_new = self._connection is None
         if is_new:
             self._open()
         try:
-            return self._request(handoff, first, blocks, layers)
+            return self._request_blocks(handoff, first, blocks, layers)
         except RefusedError as refused:
-            if is_new or refused.reason is not Reason.LOST:
+            if is_new or refused.reason is not RefusalReason.PEER_LOST:
                 raise
         # The server closes idle connections, or the producer is gone: reconnect once to find out.
         self.close()
         self._open()
-        return self._request(handoff, first, blocks, layers)
+        return self._request_blocks(handoff, first, blocks, layers)
 
-    def _request(
-        self, handoff: HandOff, first: int, blocks: Sequence[int], layers: slice
-    ) -> protocol.Grant:
-        pull = protocol.Pull(
+    def _request_blocks(
+        self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
+    ) -> protocol.PullResponse:
+        pull = protocol.PullRequest(
             handoff.request_id,
             handoff.epoch,
             handoff.prompt_digest,
             first,
             len(blocks),
             send=self._two_sided is not None,
-            checksums=self._reader._check_bytes,
-            first_plane=layers.start,
-            num_planes=(layers.stop or 0) - layers.start,
+            checksums=self._client._check_bytes,
+            first_layer=layers.start,
+            num_layers=(layers.stop or 0) - layers.start,
         )
-        response = self._exchange(pull, protocol.Grant)
+        response = self._send_request(pull, protocol.PullResponse)
         if len(response.blocks) != len(blocks):
-            raise RefusedError(Reason.MALFORMED, "the producer returned another number of blocks")
+            raise RefusedError(
+                RefusalReason.MALFORMED, "the producer returned another number of blocks"
+            )
         return response
 
-    def _move(self, response: protocol.Grant, blocks: Sequence[int], layers: slice = _ALL) -> None:
-        remote, local = self._planes[layers], self._own[layers]
-        seconds = self._reader._transfer_s
+    def _transfer(
+        self, response: protocol.PullResponse, blocks: Sequence[int], layers: slice = _ALL_LAYERS
+    ) -> None:
+        remote, local = self._remote_layers[layers], self._local_layers[layers]
+        seconds = self._client._transfer_s
         size = sum(layer.block_bytes for layer in local) * len(blocks)
         with self._meter.measure(size):
             if self._one_sided:
                 try:
-                    copies = moves(remote, response.blocks, local, blocks)
+                    copies = plan_copies(remote, response.blocks, local, blocks)
                 except ValueError as error:
-                    raise RefusedError(Reason.LAYOUT, str(error)) from error
+                    raise RefusedError(RefusalReason.LAYOUT, str(error)) from error
                 self._one_sided.read(copies, seconds)
             elif self._two_sided:
-                self._two_sided.receive(spans_of(local, blocks), seconds)
+                self._two_sided.receive(list_ranges(local, blocks), seconds)
 
-    def _tell(self) -> None:
+    def _log_bandwidth(self) -> None:
         """Log the bandwidth each time that the total number of bytes has grown tenfold."""
         meter = self._meter
-        if meter.num_bytes > 10 * self._told_at:
-            self._told_at = meter.num_bytes
+        if meter.num_bytes > 10 * self._logged_at_bytes:
+            self._logged_at_bytes = meter.num_bytes
             rate = meter.bytes_per_s / 1e9
-            _log.info("KV from %s arrives over %s at %.3f GB/s", self._peer.boot_id, self.way, rate)
+            _log.info(
+                "KV from %s arrives over %s at %.3f GB/s",
+                self._remote_rank.boot_id,
+                self.transport,
+                rate,
+            )
 
-    def _settle(self, handoff: HandOff, response: protocol.Grant, blocks: Sequence[int]) -> None:
+    def _release(
+        self, handoff: Handoff, response: protocol.PullResponse, blocks: Sequence[int]
+    ) -> None:
         """Release the lease, check that it lasted until now, and compare checksums."""
-        release = protocol.Release(handoff.request_id, handoff.epoch)
-        released = self._exchange(release, protocol.Released)
-        if not released.held:
-            raise RefusedError(Reason.LAPSED, "the lease ended before the blocks were read")
-        self._check(response, blocks)
+        release = protocol.ReleaseBlocks(handoff.request_id, handoff.epoch)
+        released = self._send_request(release, protocol.ReleaseBlocksResponse)
+        if not released.was_leased:
+            raise RefusedError(RefusalReason.LAPSED, "the lease ended before the blocks were read")
+        self._verify_checksums(response, blocks)
 
-    def _check(self, response: protocol.Grant, blocks: Sequence[int], layers: slice = _ALL) -> None:
-        if self._reader._check_bytes and response.checksums != checksums(
-            self._reader._kept.memory, self._own[layers], blocks
+    def _verify_checksums(
+        self, response: protocol.PullResponse, blocks: Sequence[int], layers: slice = _ALL_LAYERS
+    ) -> None:
+        if self._client._check_bytes and response.checksums != compute_checksums(
+            self._client._kv.memory, self._local_layers[layers], blocks
         ):
-            raise RefusedError(Reason.CHECKSUM, "the received bytes differ from those sent")
+            raise RefusedError(RefusalReason.CHECKSUM, "the received bytes differ from those sent")
 
-    def _exchange(self, message: protocol.Message, kind: type[Answer]) -> Answer:
+    def _send_request(self, message: protocol.Message, kind: type[ResponseT]) -> ResponseT:
         assert self._connection
-        return exchange(self._connection, message, kind, ANSWER_S)
+        return send_request(self._connection, message, kind, RESPONSE_TIMEOUT_S)
 
     def _open(self) -> None:
-        self._connection, handshake = self._reader.connect(self._peer, _CONNECT_S)
-        self._planes = handshake.planes
-        if [layer.block_bytes for layer in self._planes] != [
-            layer.block_bytes for layer in self._own
+        self._connection, handshake = self._client.connect(self._remote_rank, _CONNECT_TIMEOUT_S)
+        self._remote_layers = handshake.layers
+        if [layer.block_bytes for layer in self._remote_layers] != [
+            layer.block_bytes for layer in self._local_layers
         ]:
-            raise RefusedError(Reason.LAYOUT, "the producer has other layers or KV heads")
+            raise RefusedError(RefusalReason.LAYOUT, "the producer has other layers or KV heads")
         self._one_sided = self._two_sided = None
-        for transport in self._reader._ways:
-            if self._use(transport, handshake):
-                self.way = transport
+        for transport in self._client._transports:
+            if self._open_link(transport, handshake):
+                self.transport = transport
                 return
-        raise RefusedError(Reason.LOST, "no transport works with this producer")
+        raise RefusedError(RefusalReason.PEER_LOST, "no transport works with this producer")
 
-    def _use(self, transport: Way, handshake: protocol.Welcome) -> bool:
-        kv = self._reader._kept
+    def _open_link(self, transport: Transport, handshake: protocol.HandshakeResponse) -> bool:
+        kv = self._client._kv
         try:
-            if transport is Way.SHARED_MEMORY:
+            if transport is Transport.SHARED_MEMORY:
                 if not handshake.shared:
                     return False
-                self._one_sided = SharedMemory(kv.memory, handshake.shared)
-            elif transport is Way.NIXL:
-                return self._use_nixl(handshake)
+                self._one_sided = SharedMemoryLink(kv.memory, handshake.shared)
+            elif transport is Transport.NIXL:
+                return self._open_nixl_link(handshake)
             else:
-                rendezvous = self._exchange(protocol.Meet(transport), protocol.Met)
-                peer = (self._peer.address[0], rendezvous.port)
-                self._two_sided = torch_distributed.join(
-                    kv.memory, transport, peer, kv.host, _CONNECT_S
+                rendezvous = self._send_request(
+                    protocol.RendezvousRequest(transport), protocol.RendezvousResponse
+                )
+                peer = (self._remote_rank.address[0], rendezvous.port)
+                self._two_sided = torch_distributed.join_rendezvous(
+                    kv.memory, transport, peer, kv.host, _CONNECT_TIMEOUT_S
                 )
         except LinkError as error:
             _log.info(
-                "transport %s does not work with %s: %s", transport, self._peer.boot_id, error
+                "transport %s does not work with %s: %s",
+                transport,
+                self._remote_rank.boot_id,
+                error,
             )
             return False
         return True
 
-    def _use_nixl(self, handshake: protocol.Welcome) -> bool:
+    def _open_nixl_link(self, handshake: protocol.HandshakeResponse) -> bool:
         """Return whether a link over NIXL was opened. Raises LinkError."""
         metadata = (
-            self._exchange(protocol.Meet(Way.NIXL), protocol.Met).reach if handshake.nixl else None
+            self._send_request(
+                protocol.RendezvousRequest(Transport.NIXL), protocol.RendezvousResponse
+            ).nixl_metadata
+            if handshake.supports_nixl
+            else None
         )
         if metadata is None:
             return False
-        client, rank = self._reader, self._peer
-        name = nixl.agent_name(rank.boot_id, rank.source.rank)
-        self._one_sided = nixl.Nixl(
-            client._kept.memory, client.arrivals, metadata, name, _CONNECT_S
+        client, rank = self._client, self._remote_rank
+        name = nixl.make_agent_name(rank.boot_id, rank.source.rank)
+        self._one_sided = nixl.NixlLink(
+            client._kv.memory, client.staging_buffers, metadata, name, _CONNECT_TIMEOUT_S
         )
         return True

@@ -11,12 +11,12 @@ from enum import StrEnum
 
 import msgspec
 
-from cleave_worker.transfer.sharding import Shape
+from cleave_worker.transfer.sharding import ParallelShape
 
 _DIGEST_BYTES = 16
 
 
-class Reason(StrEnum):
+class RefusalReason(StrEnum):
     """Why a handoff failed; values are labels of the metric cleave_kv_lost."""
 
     MALFORMED = "malformed"
@@ -36,7 +36,7 @@ class Reason(StrEnum):
     LAPSED = "lapsed"
     """The lease ended while the blocks were read."""
     TIME_OUT = "time_out"
-    LOST = "peer_lost"
+    PEER_LOST = "peer_lost"
     """The connection failed or broke."""
     CHECKSUM = "checksum"
     """The received bytes differ from those sent."""
@@ -45,15 +45,15 @@ class Reason(StrEnum):
 class RefusedError(Exception):
     """The KV must not be used; the engine has to compute the prompt itself."""
 
-    def __init__(self, reason: Reason, text: str) -> None:
+    def __init__(self, reason: RefusalReason, text: str) -> None:
         super().__init__(text)
         self.reason = reason
 
 
-class Layout(msgspec.Struct, frozen=True):
+class KvLayout(msgspec.Struct, frozen=True):
     """How a model's KV lies in blocks; nothing is transferred unless both ends are equal.
 
-    The parallelism may differ, see `Shape`.
+    The parallelism may differ, see `ParallelShape`.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Layout(msgspec.Struct, frozen=True):
     arrangement: str
     """Order of the bytes of one head within a block."""
 
-    def difference(self, other: "Layout") -> str:
+    def find_difference(self, other: "KvLayout") -> str:
         """Return the first field that differs, with both values; empty when none does."""
         for name in self.__struct_fields__:
             own, its = getattr(self, name), getattr(other, name)
@@ -78,22 +78,22 @@ class Layout(msgspec.Struct, frozen=True):
         return ""
 
 
-class HandOff(msgspec.Struct, frozen=True):
+class Handoff(msgspec.Struct, frozen=True):
     """A leased prompt, as the producer describes it to a consumer."""
 
     boot_id: str
     request_id: str
     epoch: int
-    """Number of the lease within this boot, from 1; 0: see `ahead`."""
+    """Number of the lease within this boot, from 1; 0: see `is_overlapped`."""
     prompt_digest: str
     num_tokens: int
     addresses: tuple[tuple[str, int], ...]
     """(host, port) of each rank of the producer, in the order of ranks."""
-    shape: Shape = Shape()
+    shape: ParallelShape = ParallelShape()
     """Parallelism of the producer."""
 
     @property
-    def ahead(self) -> bool:
+    def is_overlapped(self) -> bool:
         """Whether it was made before the prefill, when epoch, digest and length are unknown.
 
         `request_id` is then a name that the gateway gave to prefill and decode request alike.
@@ -101,7 +101,7 @@ class HandOff(msgspec.Struct, frozen=True):
         return not self.epoch
 
 
-def prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:
+def compute_prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:
     """Hash the tokens and what else decides their KV (`kind`: adapter, images, cache salt)."""
     hasher = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES)
     hasher.update(kind.encode())

@@ -5,7 +5,7 @@ monotonic clock.
 """
 
 
-class Leases:
+class LeaseTable:
     """Request ids with the time at which their blocks are freed."""
 
     def __init__(self, duration_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a region."""
 
     region: int
@@ -22,15 +22,15 @@ class Span(NamedTuple):
     length: int
 
 
-class Move(NamedTuple):
+class RangeCopy(NamedTuple):
     """One copy between ranges of equal length."""
 
-    remote: Span
-    local: Span
+    remote: ByteRange
+    local: ByteRange
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
+class LayerRegion:
     """The blocks of one layer: block `b` lies at `offset + b * stride` of a region."""
 
     region: int
@@ -38,34 +38,34 @@ class Plane:
     stride: int
     block_bytes: int
 
-    def span(self, block: int, count: int = 1) -> Span:
+    def get_range(self, block: int, count: int = 1) -> ByteRange:
         """Return the bytes of `count` adjacent blocks."""
-        return Span(self.region, self.offset + block * self.stride, self.block_bytes * count)
+        return ByteRange(self.region, self.offset + block * self.stride, self.block_bytes * count)
 
-    def part(self, first: int, count: int, of: int) -> "Plane":
+    def get_part(self, first: int, count: int, of: int) -> "LayerRegion":
         """Return this layer with only `count` of `of` equal parts of each block, from `first`
         on."""
         size = self.block_bytes // of
-        return Plane(self.region, self.offset + first * size, self.stride, count * size)
+        return LayerRegion(self.region, self.offset + first * size, self.stride, count * size)
 
     @property
-    def is_dense(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether blocks are adjacent without gaps."""
         return self.stride == self.block_bytes
 
 
-class _Run(NamedTuple):
-    there: int
-    here: int
+class _BlockRun(NamedTuple):
+    remote: int
+    local: int
     length: int
 
 
-def moves(
-    remote_layers: Sequence[Plane],
+def plan_copies(
+    remote_layers: Sequence[LayerRegion],
     remote_blocks: Sequence[int],
-    local_layers: Sequence[Plane],
+    local_layers: Sequence[LayerRegion],
     local_blocks: Sequence[int],
-) -> Iterator[Move]:
+) -> Iterator[RangeCopy]:
     """Yield the fewest copies from remote to local blocks, layer by layer.
 
     Lazy, as a long prompt has 100,000 copies and a list would cost more than the bytes. Raises
@@ -79,40 +79,40 @@ def moves(
     layers = list(zip(remote_layers, local_layers, strict=True))
     if any(remote.block_bytes != local.block_bytes for remote, local in layers):
         raise ValueError("blocks of producer and consumer differ in size: they must match")
-    runs = [_Run(*pair, 1) for pair in zip(remote_blocks, local_blocks, strict=True)]
-    merged = _join(runs)
+    runs = [_BlockRun(*pair, 1) for pair in zip(remote_blocks, local_blocks, strict=True)]
+    merged = _merge_runs(runs)
     return (
-        Move(remote.span(remote_block, length), local.span(local_block, length))
+        RangeCopy(remote.get_range(remote_block, length), local.get_range(local_block, length))
         for remote, local in layers
         for remote_block, local_block, length in (
-            merged if remote.is_dense and local.is_dense else runs
+            merged if remote.is_contiguous and local.is_contiguous else runs
         )
     )
 
 
-def spans_of(layers: Sequence[Plane], blocks: Sequence[int]) -> Iterator[Span]:
-    """Yield the bytes of blocks in the order of `moves`, adjacent blocks merged."""
-    runs = [_Run(block, block, 1) for block in blocks]
-    merged = _join(runs)
+def list_ranges(layers: Sequence[LayerRegion], blocks: Sequence[int]) -> Iterator[ByteRange]:
+    """Yield the bytes of blocks in the order of `plan_copies`, adjacent blocks merged."""
+    runs = [_BlockRun(block, block, 1) for block in blocks]
+    merged = _merge_runs(runs)
     return (
-        layer.span(block, length)
+        layer.get_range(block, length)
         for layer in layers
-        for block, _, length in (merged if layer.is_dense else runs)
+        for block, _, length in (merged if layer.is_contiguous else runs)
     )
 
 
-def pieces(ranges: Iterable[Span], size: int) -> Iterator[list[Span]]:
+def chunk_ranges(ranges: Iterable[ByteRange], size: int) -> Iterator[list[ByteRange]]:
     """Cut and group ranges so that each group except the last fills a buffer of `size` bytes.
 
     Ranges of the same lengths are cut alike, wherever they lie.
     """
-    group: list[Span] = []
+    group: list[ByteRange] = []
     free_bytes = size
     for range_ in ranges:
         at, end = range_.offset, range_.offset + range_.length
         while at < end:
             length = min(free_bytes, end - at)
-            group.append(Span(range_.region, at, length))
+            group.append(ByteRange(range_.region, at, length))
             at += length
             free_bytes -= length
             if not free_bytes:
@@ -122,19 +122,22 @@ def pieces(ranges: Iterable[Span], size: int) -> Iterator[list[Span]]:
         yield group
 
 
-def packed(group: Sequence[Span], start: int = 0) -> list[Span]:
+def pack_ranges(group: Sequence[ByteRange], start: int = 0) -> list[ByteRange]:
     """Return where the ranges of a group lie in a buffer, packed from `start` on."""
     starts = itertools.accumulate((range_.length for range_ in group), initial=start)
-    return [Span(0, at, range_.length) for at, range_ in zip(starts, group, strict=False)]
+    return [ByteRange(0, at, range_.length) for at, range_ in zip(starts, group, strict=False)]
 
 
-def _join(runs: Iterable[_Run]) -> list[_Run]:
+def _merge_runs(runs: Iterable[_BlockRun]) -> list[_BlockRun]:
     """Merge blocks that are adjacent at both ends into runs."""
-    merged: list[_Run] = []
+    merged: list[_BlockRun] = []
     for run in runs:
         last = merged[-1] if merged else None
-        if last and (last.there + last.length, last.here + last.length) == (run.there, run.here):
-            merged[-1] = _Run(last.there, last.here, last.length + 1)
+        if last and (last.remote + last.length, last.local + last.length) == (
+            run.remote,
+            run.local,
+        ):
+            merged[-1] = _BlockRun(last.remote, last.local, last.length + 1)
         else:
             merged.append(run)
     return merged
@@ -151,12 +154,12 @@ class Memory:
         self._sizes = [region.numel() for region in regions]
         self._is_host = all(region.device.type == "cpu" for region in regions)
 
-    def view(self, range_: Span) -> torch.Tensor:
+    def view(self, range_: ByteRange) -> torch.Tensor:
         """Return the bytes of a range. Raises ValueError when it exceeds its region."""
         self._check(range_)
         return self.regions[range_.region][range_.offset : range_.offset + range_.length]
 
-    def fill(self, source: "Memory", pairs: Iterable[tuple[Span, Span]]) -> None:
+    def copy_from(self, source: "Memory", pairs: Iterable[tuple[ByteRange, ByteRange]]) -> None:
         """Copy bytes of `source`: pairs of (own range, range of `source`).
 
         Raises ValueError at the first invalid pair, after all pairs before it were copied.
@@ -185,7 +188,7 @@ class Memory:
                 raise ValueError(f"{source_length} bytes bytes do not fill a range of  {length}")
             copy(starts[region] + offset, source_starts[source_region] + source_offset, length)
 
-    def _check(self, range_: Span) -> None:
+    def _check(self, range_: ByteRange) -> None:
         region, offset, length = range_
         if not 0 <= region < len(self._sizes):
             raise ValueError(f"region {region} of {len(self._sizes)} is not registered")
@@ -193,14 +196,16 @@ class Memory:
             raise ValueError(f"span {offset}..{offset + length} leaves region {region}")
 
 
-def register(tensors: Iterable[torch.Tensor], num_blocks: int) -> tuple[Memory, list[Plane]]:
+def register_tensors(
+    tensors: Iterable[torch.Tensor], num_blocks: int
+) -> tuple[Memory, list[LayerRegion]]:
     """Return KV caches (one tensor per layer, blocks in dimension 0) as regions and layers.
 
     Layers of one allocation share a region. Raises ValueError when blocks are not contiguous.
     """
     regions: dict[int, int] = {}
     flat: list[torch.Tensor] = []
-    layers: list[Plane] = []
+    layers: list[LayerRegion] = []
     for tensor in tensors:
         if tensor.dim() < 2 or tensor.shape[0] < num_blocks or not tensor[0].is_contiguous():
             raise ValueError(f"a KV cache of shape {tuple(tensor.shape)} has no contiguous blocks")
@@ -211,7 +216,7 @@ def register(tensors: Iterable[torch.Tensor], num_blocks: int) -> tuple[Memory, 
             flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
         size = tensor.element_size()
         layers.append(
-            Plane(
+            LayerRegion(
                 regions[address],
                 tensor.storage_offset() * size,
                 tensor.stride(0) * size,

@@ -10,47 +10,49 @@ from collections import OrderedDict
 import msgspec
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.asking import dial, exchange
-from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
+from cleave_worker.transfer.asking import connect, send_request
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 
 _MAX_BOOTS = 256
-_Named = tuple[str, tuple[tuple[str, int], ...]]
+_BootKey = tuple[str, tuple[tuple[str, int], ...]]
 
 
-class Places:
+class RankResolver:
     """Addresses and parallelism of producers, cached by boot."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[_Named, protocol.Located] = OrderedDict()
+        self._ranks_by_boot: OrderedDict[_BootKey, protocol.RanksResponse] = OrderedDict()
         self._lock = threading.Lock()
 
-    def complete(self, handoff: HandOff, seconds: float) -> HandOff:
+    def resolve(self, handoff: Handoff, seconds: float) -> Handoff:
         """Return the handoff with all ranks of its producer; it has them already after the prefill.
 
         Each network operation may take `seconds`. Raises RefusedError.
         """
-        if not handoff.ahead:
+        if not handoff.is_overlapped:
             return handoff
         key = (handoff.boot_id, handoff.addresses)
         with self._lock:
-            ranks = self._known.get(key)
+            ranks = self._ranks_by_boot.get(key)
         if ranks is None:
-            ranks = _ask(handoff, seconds)
-            self._keep(key, ranks)
+            ranks = _request_ranks(handoff, seconds)
+            self._store(key, ranks)
         return msgspec.structs.replace(handoff, shape=ranks.shape, addresses=ranks.addresses)
 
-    def _keep(self, key: _Named, ranks: protocol.Located) -> None:
+    def _store(self, key: _BootKey, ranks: protocol.RanksResponse) -> None:
         with self._lock:
-            self._known[key] = ranks
-            while len(self._known) > _MAX_BOOTS:
-                self._known.popitem(last=False)
+            self._ranks_by_boot[key] = ranks
+            while len(self._ranks_by_boot) > _MAX_BOOTS:
+                self._ranks_by_boot.popitem(last=False)
 
 
-def _ask(handoff: HandOff, seconds: float) -> protocol.Located:
+def _request_ranks(handoff: Handoff, seconds: float) -> protocol.RanksResponse:
     if not handoff.addresses:
-        raise RefusedError(Reason.LAYOUT, "the handoff has no address")
-    connection = dial(handoff.addresses[0], seconds)
+        raise RefusedError(RefusalReason.LAYOUT, "the handoff has no address")
+    connection = connect(handoff.addresses[0], seconds)
     try:
-        return exchange(connection, protocol.Locate(handoff.boot_id), protocol.Located, seconds)
+        return send_request(
+            connection, protocol.RanksRequest(handoff.boot_id), protocol.RanksResponse, seconds
+        )
     finally:
         connection.close()

@@ -1,7 +1,7 @@
 """Messages between the two ends of a KV transfer, framed over a blocking socket.
 
-Used by threads of `Owner` and `Reader`. Every send and receive has a deadline for the whole frame,
-so a peer that hangs or sends byte by byte costs a bounded time.
+Used by threads of `KvServer` and `KvClient`. Every send and receive has a deadline for the whole
+frame, so a peer that hangs or sends byte by byte costs a bounded time.
 """
 
 import socket
@@ -9,83 +9,83 @@ import time
 
 import msgspec
 
-from cleave_worker.transfer.handoff import Layout, Reason
-from cleave_worker.transfer.memory import Plane
+from cleave_worker.transfer.handoff import KvLayout, RefusalReason
+from cleave_worker.transfer.memory import LayerRegion
 from cleave_worker.transfer.progress import Progress
-from cleave_worker.transfer.sharding import Shape, Source
-from cleave_worker.transfer.transport import Way
-from cleave_worker.transfer.transports.nixl import Reach
+from cleave_worker.transfer.sharding import ParallelShape, ShardSource
+from cleave_worker.transfer.transport import Transport
+from cleave_worker.transfer.transports.nixl import NixlMetadata
 from cleave_worker.transfer.transports.shared_memory import SharedRegion
 
 _LENGTH_BYTES = 4
 _MAX_FRAME = 16 << 20
 
 
-class WireError(OSError):
+class ProtocolError(OSError):
     """The peer broke the protocol or closed the connection, or the deadline passed."""
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First message of a consumer. Answered by `Welcome` or `Refusal`."""
+class HandshakeRequest(msgspec.Struct, tag=True, frozen=True):
+    """First message of a consumer. Answered by `HandshakeResponse` or `ErrorResponse`."""
 
     boot_id: str
     """Boot id of the producer engine for which it is meant."""
-    layout: Layout
-    shape: Shape
+    layout: KvLayout
+    shape: ParallelShape
     """Parallelism of the producer as the handoff states it."""
-    source: Source
+    source: ShardSource
     """The producer rank for which it is meant, and what the consumer needs of its KV."""
-    reader: str
+    consumer_boot_id: str
     """Boot id of the consumer engine."""
-    rank: int
+    consumer_rank: int
     """Rank of the consumer."""
 
 
-class Locate(msgspec.Struct, tag=True, frozen=True):
-    """First message instead of `Hello`: where are the ranks of this engine? Answered by
-    `Located`."""
+class RanksRequest(msgspec.Struct, tag=True, frozen=True):
+    """First message instead of `HandshakeRequest`: where are the ranks of this engine? Answered by
+    `RanksResponse`."""
 
     boot_id: str
     """Boot id of the producer engine for which it is meant."""
 
 
-class Located(msgspec.Struct, tag=True, frozen=True):
+class RanksResponse(msgspec.Struct, tag=True, frozen=True):
     """The fields of a handoff that locate the producer's ranks."""
 
-    shape: Shape
+    shape: ParallelShape
     addresses: tuple[tuple[str, int], ...]
     """(host, port) of each rank, in the order of ranks."""
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
+class HandshakeResponse(msgspec.Struct, tag=True, frozen=True):
     """The producer has this boot id, the same layout and the requested part of the KV."""
 
-    planes: tuple[Plane, ...]
+    layers: tuple[LayerRegion, ...]
     """Where that part lies."""
     shared: tuple[SharedRegion, ...]
     """Empty when the producer's memory cannot be mapped."""
-    first_plane: int = 0
-    """Index of the first of `planes` among the producer rank's own, by which `Progress` counts."""
-    nixl: bool = False
+    first_layer: int = 0
+    """Index of the first of `layers` among the producer rank's own, by which `Progress` counts."""
+    supports_nixl: bool = False
     """Whether the producer can serve over NIXL."""
 
 
-class Meet(msgspec.Struct, tag=True, frozen=True):
-    """Open a link over a transport. Answered by `Met`."""
+class RendezvousRequest(msgspec.Struct, tag=True, frozen=True):
+    """Open a link over a transport. Answered by `RendezvousResponse`."""
 
-    way: Way
+    transport: Transport
 
 
-class Met(msgspec.Struct, tag=True, frozen=True):
+class RendezvousResponse(msgspec.Struct, tag=True, frozen=True):
     """Port of the rendezvous of a two-sided link, or metadata for reads over NIXL."""
 
     port: int = 0
-    reach: Reach | None = None
+    nixl_metadata: NixlMetadata | None = None
     """None also when NIXL fails on the producer."""
 
 
-class Pull(msgspec.Struct, tag=True, frozen=True):
-    """Request blocks of a leased request. Answered by `Grant`."""
+class PullRequest(msgspec.Struct, tag=True, frozen=True):
+    """Request blocks of a leased request. Answered by `PullResponse`."""
 
     request_id: str
     epoch: int
@@ -95,21 +95,21 @@ class Pull(msgspec.Struct, tag=True, frozen=True):
     send: bool
     """True: the producer sends over the two-sided link; False: the consumer reads."""
     checksums: bool
-    first_plane: int = 0
-    num_planes: int = 0
+    first_layer: int = 0
+    num_layers: int = 0
     """0: all layers of a finished prefill; else a chunk of a running one that the consumer
     follows."""
 
 
-class Follow(msgspec.Struct, tag=True, frozen=True):
-    """Wait until a prefill has more than `seen`. Answered by `News`."""
+class ProgressRequest(msgspec.Struct, tag=True, frozen=True):
+    """Wait until a prefill has more than `previous`. Answered by `ProgressUpdate`."""
 
     name: str
     prompt_digest: str
-    seen: Progress
+    previous: Progress
 
 
-class News(msgspec.Struct, tag=True, frozen=True):
+class ProgressUpdate(msgspec.Struct, tag=True, frozen=True):
     """The engine's id of the request, and how much of its KV may be pulled."""
 
     request_id: str
@@ -117,7 +117,7 @@ class News(msgspec.Struct, tag=True, frozen=True):
     progress: Progress
 
 
-class Grant(msgspec.Struct, tag=True, frozen=True):
+class PullResponse(msgspec.Struct, tag=True, frozen=True):
     """Blocks that belong to the consumer until it releases them, for a bounded time.
 
     For a running prefill that time starts when it ends.
@@ -127,55 +127,55 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
     checksums: tuple[int, ...] = ()
 
 
-class Release(msgspec.Struct, tag=True, frozen=True):
-    """The blocks were read, or will not be read. Answered by `Released`."""
+class ReleaseBlocks(msgspec.Struct, tag=True, frozen=True):
+    """The blocks were read, or will not be read. Answered by `ReleaseBlocksResponse`."""
 
     request_id: str
     epoch: int
     """0: the epoch is unknown and `request_id` is the name of a prefill."""
 
 
-class Released(msgspec.Struct, tag=True, frozen=True):
+class ReleaseBlocksResponse(msgspec.Struct, tag=True, frozen=True):
     """Whether the blocks were leased until now; if not, the consumer must discard what it read."""
 
-    held: bool
+    was_leased: bool
 
 
-class Beat(msgspec.Struct, tag=True, frozen=True):
+class LeaseHeartbeat(msgspec.Struct, tag=True, frozen=True):
     """Extend the leases of requests that are still queued at the consumer. Not answered."""
 
     request_ids: tuple[str, ...]
 
 
-class Refusal(msgspec.Struct, tag=True, frozen=True):
+class ErrorResponse(msgspec.Struct, tag=True, frozen=True):
     """Error response to any request."""
 
-    reason: Reason
+    reason: RefusalReason
     text: str
 
 
 Message = (
-    Hello
-    | Locate
-    | Located
-    | Welcome
-    | Meet
-    | Met
-    | Pull
-    | Follow
-    | News
-    | Grant
-    | Release
-    | Released
-    | Beat
-    | Refusal
+    HandshakeRequest
+    | RanksRequest
+    | RanksResponse
+    | HandshakeResponse
+    | RendezvousRequest
+    | RendezvousResponse
+    | PullRequest
+    | ProgressRequest
+    | ProgressUpdate
+    | PullResponse
+    | ReleaseBlocks
+    | ReleaseBlocksResponse
+    | LeaseHeartbeat
+    | ErrorResponse
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Wire:
+class FramedConnection:
     """One connection that sends and receives framed messages."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -189,18 +189,18 @@ class Wire:
             self._socket.settimeout(seconds)
             self._socket.sendall(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
         except OSError as error:
-            raise WireError(f"cannot write: {error}") from error
+            raise ProtocolError(f"cannot write: {error}") from error
 
     def receive(self, seconds: float) -> Message:
         """Read one frame. Raises WireError, or TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
-        length = int.from_bytes(self._read(_LENGTH_BYTES, deadline), "big")
+        length = int.from_bytes(self._read_exactly(_LENGTH_BYTES, deadline), "big")
         if length > _MAX_FRAME:
-            raise WireError(f"frame of {length} bytes")
+            raise ProtocolError(f"frame of {length} bytes")
         try:
-            return _decoder.decode(self._read(length, deadline))
+            return _decoder.decode(self._read_exactly(length, deadline))
         except msgspec.DecodeError as error:
-            raise WireError("unreadable frame") from error
+            raise ProtocolError("unreadable frame") from error
 
     def close(self) -> None:
         """Close the connection; a thread that reads from it gets an error."""
@@ -211,7 +211,7 @@ class Wire:
         finally:
             self._socket.close()
 
-    def _read(self, length: int, deadline: float) -> bytes:
+    def _read_exactly(self, length: int, deadline: float) -> bytes:
         body = bytearray()
         while len(body) < length:
             remaining = deadline - time.monotonic()
@@ -223,8 +223,8 @@ class Wire:
             except TimeoutError:
                 raise TimeoutError("no complete message in time") from None
             except OSError as error:
-                raise WireError(f"cannot read: {error}") from error
+                raise ProtocolError(f"cannot read: {error}") from error
             if not part:
-                raise WireError("connection closed")
+                raise ProtocolError("connection closed")
             body += part
         return bytes(body)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cleave_worker.transfer.memory import Plane
+from cleave_worker.transfer.memory import LayerRegion
 
-_BEYOND = 1 << 20
+_LAST_STAGE_END = 1 << 20
 """End of the last stage: additional layers of a model, such as draft layers, belong to it."""
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ParallelShape(msgspec.Struct, frozen=True):
     """Parallelism of an engine. Ranks are numbered stage by stage."""
 
     tensor_parallel_size: int = 1
@@ -31,17 +31,17 @@ class Shape(msgspec.Struct, frozen=True):
         """Number of ranks of the engine."""
         return self.tensor_parallel_size * len(self.stages)
 
-    def layers(self, rank: int) -> range:
+    def get_layer_range(self, rank: int) -> range:
         """Return the layers of the rank's stage; the range of the last stage is open-ended."""
         stage = rank // self.tensor_parallel_size
-        return range(self.stages[stage], (*self.stages[1:], _BEYOND)[stage])
+        return range(self.stages[stage], (*self.stages[1:], _LAST_STAGE_END)[stage])
 
-    def heads(self, rank: int, num_kv_heads: int) -> range:
+    def get_head_range(self, rank: int, num_kv_heads: int) -> range:
         """Return the KV heads that a rank has, as vLLM distributes them."""
         first = rank % self.tensor_parallel_size * num_kv_heads // self.tensor_parallel_size
         return range(first, first + max(1, num_kv_heads // self.tensor_parallel_size))
 
-    def fault(self, num_kv_heads: int) -> str:
+    def find_fault(self, num_kv_heads: int) -> str:
         """Return why KV cannot be sharded so; empty when it can."""
         size, stages = self.tensor_parallel_size, self.stages
         if num_kv_heads < 1 or size < 1 or (num_kv_heads % size and size % num_kv_heads):
@@ -51,18 +51,18 @@ class Shape(msgspec.Struct, frozen=True):
         return ""
 
 
-class Share(msgspec.Struct, frozen=True):
+class ShardSpec(msgspec.Struct, frozen=True):
     """The part of the model's KV that one rank has."""
 
-    shape: Shape = Shape()
+    shape: ParallelShape = ParallelShape()
     rank: int = 0
-    layers: tuple[int, ...] = ()
+    layer_indices: tuple[int, ...] = ()
     """Model layer of each local layer, in order; empty: those of the stage, consecutively."""
 
-    def layers_of(self, num_layers: int) -> Sequence[int]:
+    def get_layer_indices(self, num_layers: int) -> Sequence[int]:
         """Return the model layer of each local layer. Raises ValueError for impossible ones."""
-        own = self.shape.layers(self.rank)
-        layers = self.layers or own[:num_layers]
+        own = self.shape.get_layer_range(self.rank)
+        layers = self.layer_indices or own[:num_layers]
         if len(layers) != num_layers or any(layer not in own for layer in layers):
             raise ValueError(
                 f"rank {self.rank} of {self.shape} cannot have layers {tuple(layers)} in "
@@ -71,7 +71,7 @@ class Share(msgspec.Struct, frozen=True):
         return layers
 
 
-class Part(msgspec.Struct, frozen=True):
+class ShardPart(msgspec.Struct, frozen=True):
     """Heads and layers of every block, numbered over the whole model."""
 
     first_layer: int
@@ -80,44 +80,53 @@ class Part(msgspec.Struct, frozen=True):
     end_head: int
 
 
-class Source(msgspec.Struct, frozen=True):
+class ShardSource(msgspec.Struct, frozen=True):
     """A rank of the producer that one consumer rank contacts."""
 
     rank: int
-    part: Part | None
+    part: ShardPart | None
     """None: the rank has an unneeded copy, and only learns that it will not be read."""
-    num_readers: int
+    num_consumers: int
     """Number of consumer ranks that contact this rank."""
 
 
 @functools.lru_cache(256)
-def sources(local: Shape, rank: int, remote: Shape, num_kv_heads: int) -> tuple[Source, ...]:
+def find_sources(
+    local: ParallelShape, rank: int, remote: ParallelShape, num_kv_heads: int
+) -> tuple[ShardSource, ...]:
     """Return the producer ranks that consumer rank `rank` contacts.
 
     Their parts together are all KV of `rank`, each part once. Every producer rank is contacted by
-    at least one consumer rank. Both shapes must be valid, see `Shape.fault`.
+    at least one consumer rank. Both shapes must be valid, see `ParallelShape.find_fault`.
     """
-    parts = _readings(local, remote, num_kv_heads)
+    parts = _assign_parts(local, remote, num_kv_heads)
     contacted = [remote_rank for _, remote_rank in parts]
     return tuple(
-        Source(remote_rank, part, contacted.count(remote_rank))
+        ShardSource(remote_rank, part, contacted.count(remote_rank))
         for (local_rank, remote_rank), part in parts.items()
         if local_rank == rank
     )
 
 
-def _readings(local: Shape, remote: Shape, num_kv_heads: int) -> dict[tuple[int, int], Part | None]:
+def _assign_parts(
+    local: ParallelShape, remote: ParallelShape, num_kv_heads: int
+) -> dict[tuple[int, int], ShardPart | None]:
     """Assign parts to (consumer rank, producer rank) pairs, for all ranks."""
-    parts: dict[tuple[int, int], Part | None] = {}
+    parts: dict[tuple[int, int], ShardPart | None] = {}
     for local_rank, remote_rank in itertools.product(
         range(local.num_ranks), range(remote.num_ranks)
     ):
-        layers = _common(local.layers(local_rank), remote.layers(remote_rank))
-        heads = _common(
-            local.heads(local_rank, num_kv_heads), remote.heads(remote_rank, num_kv_heads)
+        layers = _intersect(local.get_layer_range(local_rank), remote.get_layer_range(remote_rank))
+        heads = _intersect(
+            local.get_head_range(local_rank, num_kv_heads),
+            remote.get_head_range(remote_rank, num_kv_heads),
         )
-        if layers and heads and _serves(local_rank, remote_rank, local, remote, num_kv_heads):
-            parts[local_rank, remote_rank] = Part(
+        if (
+            layers
+            and heads
+            and _is_serving_copy(local_rank, remote_rank, local, remote, num_kv_heads)
+        ):
+            parts[local_rank, remote_rank] = ShardPart(
                 layers.start, layers.stop, heads.start, heads.stop
             )
     assigned = {remote_rank for _, remote_rank in parts}
@@ -125,7 +134,7 @@ def _readings(local: Shape, remote: Shape, num_kv_heads: int) -> dict[tuple[int,
         local_rank = next(
             local_rank
             for local_rank in range(local.num_ranks)
-            if _common(local.layers(local_rank), remote.layers(remote_rank))
+            if _intersect(local.get_layer_range(local_rank), remote.get_layer_range(remote_rank))
             and (remote_rank - local_rank)
             % min(local.tensor_parallel_size, remote.tensor_parallel_size)
             == 0
@@ -134,8 +143,12 @@ def _readings(local: Shape, remote: Shape, num_kv_heads: int) -> dict[tuple[int,
     return parts
 
 
-def _serves(
-    local_rank: int, remote_rank: int, local: Shape, remote: Shape, num_kv_heads: int
+def _is_serving_copy(
+    local_rank: int,
+    remote_rank: int,
+    local: ParallelShape,
+    remote: ParallelShape,
+    num_kv_heads: int,
 ) -> bool:
     """Whether `remote_rank` is the copy that serves `local_rank`; spreads them over the copies."""
     num_copies = max(1, remote.tensor_parallel_size // num_kv_heads)
@@ -143,21 +156,23 @@ def _serves(
     return copy == local_rank % local.tensor_parallel_size % num_copies
 
 
-def cut(
-    all_layers: Sequence[Plane], shard: Share, part: Part, num_kv_heads: int
-) -> tuple[Plane, ...]:
+def slice_layers(
+    all_layers: Sequence[LayerRegion], shard: ShardSpec, part: ShardPart, num_kv_heads: int
+) -> tuple[LayerRegion, ...]:
     """Return where a part lies among a rank's layers, whose blocks contain head after head.
 
     Raises ValueError when the rank does not have it.
     """
     layers = range(part.first_layer, part.end_layer)
-    heads = shard.shape.heads(shard.rank, num_kv_heads)
+    heads = shard.shape.get_head_range(shard.rank, num_kv_heads)
     requested = range(part.first_head, part.end_head)
-    if not requested or _common(heads, requested) != requested:
+    if not requested or _intersect(heads, requested) != requested:
         raise ValueError(f"rank {shard.rank} has heads {heads}, not {requested}")
     regions = tuple(
-        layer_region.part(requested.start - heads.start, len(requested), len(heads))
-        for layer_region, layer in zip(all_layers, shard.layers_of(len(all_layers)), strict=True)
+        layer_region.get_part(requested.start - heads.start, len(requested), len(heads))
+        for layer_region, layer in zip(
+            all_layers, shard.get_layer_indices(len(all_layers)), strict=True
+        )
         if layer in layers
     )
     if not regions:
@@ -165,10 +180,10 @@ def cut(
     return regions
 
 
-def count_before(num_layers: int, shard: Share, part: Part) -> int:
+def count_layers_before(num_layers: int, shard: ShardSpec, part: ShardPart) -> int:
     """Count the local layers of a rank that precede those of a part."""
-    return sum(layer < part.first_layer for layer in shard.layers_of(num_layers))
+    return sum(layer < part.first_layer for layer in shard.get_layer_indices(num_layers))
 
 
-def _common(first: range, second: range) -> range:
+def _intersect(first: range, second: range) -> range:
     return range(max(first.start, second.start), min(first.stop, second.stop))

@@ -1,6 +1,6 @@
 """Links between two engines: one interface over every transport for KV.
 
-Used by both ends of a transfer (`Owner`, `Reader`). One-sided links read and write the peer's
+Used by both ends of a transfer (`KvServer`, `KvClient`). One-sided links read and write the peer's
 memory without its help; two-sided links need it to send or receive at the same time. Every call is
 bounded in seconds. After a LinkError the link is unusable and has to be closed.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cleave_worker.transfer.memory import Move, Span
+from cleave_worker.transfer.memory import ByteRange, RangeCopy
 
 
-class Way(StrEnum):
+class Transport(StrEnum):
     """What carries the bytes; values are labels of metrics."""
 
     SHARED_MEMORY = "shared memory"
@@ -31,16 +31,16 @@ class LinkError(OSError):
     """The bytes did not arrive in time or in full; the message is one sentence."""
 
 
-class OneSided(Protocol):
+class OneSidedLink(Protocol):
     """Reads and writes the peer's memory."""
 
-    way: Way
+    transport: Transport
 
-    def read(self, moves: Iterable[Move], seconds: float) -> None:
+    def read(self, moves: Iterable[RangeCopy], seconds: float) -> None:
         """Copy from remote to local memory. Raises LinkError; local memory may then be partly
         filled, but is never written after the call."""
 
-    def write(self, moves: Iterable[Move], seconds: float) -> None:
+    def write(self, moves: Iterable[RangeCopy], seconds: float) -> None:
         """Copy from local to remote memory. Raises LinkError; bytes may then still arrive at the
         peer."""
 
@@ -48,16 +48,16 @@ class OneSided(Protocol):
         """Release the peer's memory."""
 
 
-class TwoSided(Protocol):
+class TwoSidedLink(Protocol):
     """Transfers bytes when both ends take part; the ranges of both ends have equal lengths in
     total."""
 
-    way: Way
+    transport: Transport
 
-    def send(self, spans: Iterable[Span], seconds: float) -> None:
+    def send(self, spans: Iterable[ByteRange], seconds: float) -> None:
         """Send the bytes of local ranges in their order. Raises LinkError."""
 
-    def receive(self, spans: Iterable[Span], seconds: float) -> None:
+    def receive(self, spans: Iterable[ByteRange], seconds: float) -> None:
         """Fill local ranges. Raises LinkError; they may then be partly filled, but are never
         written after the call."""
 
@@ -66,7 +66,7 @@ class TwoSided(Protocol):
 
 
 @dataclass(slots=True)
-class Meter:
+class BandwidthMeter:
     """Bytes transferred over a link, and the time that took."""
 
     num_bytes: int = 0

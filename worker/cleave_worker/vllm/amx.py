@@ -12,10 +12,10 @@ import os
 
 from cleave.shm.load_page import ENV
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
-def ask_for_tiles() -> None:
+def enable_amx() -> None:
     """Request AMX from the kernel for all threads of this process."""
     if ENV not in os.environ:
         return
@@ -25,7 +25,7 @@ def ask_for_tiles() -> None:
     if not current_platform.is_cpu() or not torch.cpu._is_amx_tile_supported():
         return
     if not torch.cpu._init_amx():
-        _logger.warning(
+        _log.warning(
             "this processor has AMX, but the kernel does not allow it to this process: a model in "
             "bfloat16 will end it with SIGILL; allow the system call arch_prctl"
         )

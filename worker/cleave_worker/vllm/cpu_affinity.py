@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from cleave.shm.load_page import ENV
 
 
-def keep_own_cores() -> None:
+def restrict_cpu_topology() -> None:
     """Hide the cores that this process may not use from vLLM."""
     if ENV not in os.environ:
         return
@@ -22,12 +22,12 @@ def keep_own_cores() -> None:
     discover = CpuPlatform.discover_numa_topology
 
     def discover_own() -> list[list[int]]:
-        return restrict(discover(), os.sched_getaffinity(0))
+        return restrict_nodes(discover(), os.sched_getaffinity(0))
 
     CpuPlatform.discover_numa_topology = staticmethod(discover_own)
 
 
-def restrict(nodes: Sequence[Sequence[int]], own: Collection[int]) -> list[list[int]]:
+def restrict_nodes(nodes: Sequence[Sequence[int]], own: Collection[int]) -> list[list[int]]:
     """Return the cores of each NUMA node that are in `own`, or `own` as one node if there are none.
 
     vLLM lists one hardware thread per physical core, so all own threads may be missing.

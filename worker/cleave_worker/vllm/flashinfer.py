@@ -13,7 +13,7 @@ import sys
 from cleave.shm.load_page import ENV
 
 
-def leave_out_flashinfer() -> None:
+def disable_unusable_flashinfer() -> None:
     """Let `import flashinfer` fail where vLLM's own check says that it cannot be used.
 
     `VLLM_USE_FLASHINFER_SAMPLER=1` keeps it, for kernels that this check does not find.

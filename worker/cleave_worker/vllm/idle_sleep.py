@@ -17,10 +17,10 @@ from typing import Any
 
 from cleave.shm.load_page import ENV
 
-WAIT_S = 20e-6
+MESSAGE_POLL_S = 20e-6
 """Interval between checks for a message; a step takes milliseconds."""
 
-POLL_US = 1000
+NIXL_POLL_US = 1000
 """Longest sleep of the progress thread without an event."""
 
 
@@ -31,22 +31,22 @@ def sleep_while_waiting() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        _calm_messages()
-        _calm_nixl()
+        _patch_message_wait()
+        _patch_nixl_polling()
 
 
-def _calm_messages() -> None:
+def _patch_message_wait() -> None:
     from vllm.distributed import utils
     from vllm.distributed.device_communicators import shm_broadcast
 
-    utils.sched_yield = shm_broadcast.sched_yield = _doze
+    utils.sched_yield = shm_broadcast.sched_yield = _sleep_briefly
 
 
-def _doze() -> None:
-    time.sleep(WAIT_S)
+def _sleep_briefly() -> None:
+    time.sleep(MESSAGE_POLL_S)
 
 
-def _calm_nixl() -> None:
+def _patch_nixl_polling() -> None:
     try:
         from nixl import _api
     except ImportError:
@@ -57,6 +57,6 @@ def _calm_nixl() -> None:
         """NIXL's Python API sets the delay to 0 and offers no other value."""
 
         def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
-            super().__setattr__(name, POLL_US if name == "pthrDelay" else value)
+            super().__setattr__(name, NIXL_POLL_US if name == "pthrDelay" else value)
 
     _api.nixlBind.nixlAgentConfig = SleepingAgentConfig

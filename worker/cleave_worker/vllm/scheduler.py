@@ -24,18 +24,18 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from cleave.policy.admission import is_spared
+from cleave.policy.admission import is_protected
 from cleave_worker.scheduling import config as scheduling_config
-from cleave_worker.scheduling.admission import Admitting, Lengths
-from cleave_worker.scheduling.config import Terms, find_limit
-from cleave_worker.scheduling.config_page import ENV, TermsPage
-from cleave_worker.scheduling.window import Window
+from cleave_worker.scheduling.admission import EngineAdmission, RequestLengths
+from cleave_worker.scheduling.config import RoleSchedulingConfig, clamp_limit
+from cleave_worker.scheduling.config_page import ENV, SchedulingPage
+from cleave_worker.scheduling.window import SortedWindow
 
 
 def make_scheduler(vllm_config: Any, **more: Any) -> SchedulerInterface:  # noqa: ANN401
     """Return vLLM's scheduler for this configuration; it reads the scheduling page of the agent."""
     is_async = vllm_config.scheduler_config.async_scheduling
-    return (FollowingAsyncScheduler if is_async else FollowingScheduler)(vllm_config, **more)
+    return (RoleAsyncScheduler if is_async else RoleScheduler)(vllm_config, **more)
 
 
 class WaitingQueue(FCFSRequestQueue):
@@ -44,7 +44,7 @@ class WaitingQueue(FCFSRequestQueue):
     def __init__(self, has_seat: Callable[[], bool], may_join: Callable[[Request], bool]) -> None:
         super().__init__()
         self._has_seat = has_seat
-        self.window: Window[Request] = Window(self, _tokens_to_compute)
+        self.window: SortedWindow[Request] = SortedWindow(self, _count_tokens_to_compute)
         self._may_join = may_join
 
     def __bool__(self) -> bool:
@@ -61,33 +61,33 @@ class WaitingQueue(FCFSRequestQueue):
     def pop_request(self) -> Request:
         """Remove and return the first request."""
         request = super().pop_request()
-        self.window.took()
+        self.window.record_pop()
         return request
 
     def prepend_request(self, request: Request) -> None:
         """Put one request before all others."""
         super().prepend_request(request)
-        self.window.put_back()
+        self.window.record_prepend()
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Put requests before all others, the last of them first."""
         length = len(self)
         super().prepend_requests(requests)
-        self.window.put_back(len(self) - length)
+        self.window.record_prepend(len(self) - length)
 
     def remove_request(self, request: Request) -> None:
         """Remove one request at any position."""
-        self.window.leave((request,))
+        self.window.record_removal((request,))
         super().remove_request(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove requests at any position."""
         removed = set(requests)
-        self.window.leave(removed)
+        self.window.record_removal(removed)
         super().remove_requests(removed)
 
 
-class _Following(Scheduler):
+class _RoleSchedulerBase(Scheduler):
     """What both schedulers add to vLLM's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -95,37 +95,37 @@ class _Following(Scheduler):
         if self.policy is not SchedulingPolicy.FCFS:
             raise ValueError("--scheduling-policy priority and --scheduling exclude each other")
         path = os.environ.get(ENV)
-        self._page = TermsPage(Path(path)) if path else None
-        self._admitting = Admitting()
-        self._started_tokens: int = self.max_num_scheduled_tokens
-        self._started_seqs: int = self.max_num_active_reqs
-        self._started_threshold = self.scheduler_config.long_prefill_token_threshold
+        self._scheduling_page = SchedulingPage(Path(path)) if path else None
+        self._admission = EngineAdmission()
+        self._initial_max_tokens: int = self.max_num_scheduled_tokens
+        self._initial_max_seqs: int = self.max_num_active_reqs
+        self._initial_prefill_threshold = self.scheduler_config.long_prefill_token_threshold
         self.waiting = WaitingQueue(self._has_seat, self._may_join)
-        self.follow(scheduling_config.DEFAULT)
+        self.apply_scheduling(scheduling_config.DEFAULT)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step with the newest configuration."""
-        if self._page and (config := self._page.news()):
-            self.follow(config)
-        if self._terms.preemption_limit:
+        if self._scheduling_page and (config := self._scheduling_page.read_if_changed()):
+            self.apply_scheduling(config)
+        if self._scheduling.preemption_limit:
             # vLLM preempts the last one first.
-            self.running.sort(key=self._by_claim)
+            self.running.sort(key=self._get_preemption_key)
         return super().schedule(throttle_prefills)
 
-    def follow(self, config: Terms) -> None:
+    def apply_scheduling(self, config: RoleSchedulingConfig) -> None:
         """Use this configuration from the next step on; running requests continue."""
-        self._terms = config
-        self.max_num_scheduled_tokens = find_limit(
-            config.max_num_batched_tokens, self._started_tokens
+        self._scheduling = config
+        self.max_num_scheduled_tokens = clamp_limit(
+            config.max_num_batched_tokens, self._initial_max_tokens
         )
-        self.max_num_active_reqs = find_limit(config.max_num_seqs, self._started_seqs)
+        self.max_num_active_reqs = clamp_limit(config.max_num_seqs, self._initial_max_seqs)
         self.scheduler_config.long_prefill_token_threshold = (
-            config.long_prefill_token_threshold or self._started_threshold
+            config.long_prefill_token_threshold or self._initial_prefill_threshold
         )
-        self.waiting.window.follow(config.order, config.prefill_sched_batch)
+        self.waiting.window.set_order(config.order, config.prefill_sched_batch)
 
-    def _by_claim(self, request: Request) -> tuple[bool, float]:
-        spared = is_spared(request.num_preemptions, self._terms.preemption_limit)
+    def _get_preemption_key(self, request: Request) -> tuple[bool, float]:
+        spared = is_protected(request.num_preemptions, self._scheduling.preemption_limit)
         return not spared, request.arrival_time
 
     def _has_seat(self) -> bool:
@@ -134,31 +134,35 @@ class _Following(Scheduler):
 
     def _may_join(self, request: Request) -> bool:
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
-        admission = self._terms.admission
-        return self._admitting.may_join(admission, free, _lengths(request), self._decoding)
+        admission = self._scheduling.admission
+        return self._admission.may_join(
+            admission, free, _get_lengths(request), self._iterate_decoding
+        )
 
-    def _decoding(self) -> Iterator[Lengths]:
-        return (_lengths(request) for request in self.running if not request.is_prefill_chunk)
+    def _iterate_decoding(self) -> Iterator[RequestLengths]:
+        return (_get_lengths(request) for request in self.running if not request.is_prefill_chunk)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:  # noqa: ANN401
         if request.status is RequestStatus.FINISHED_STOPPED:
-            self._admitting.learn(_lengths(request))
+            self._admission.learn(_get_lengths(request))
         return super()._free_request(request, delay_free_blocks)
 
 
-class FollowingScheduler(_Following):
+class RoleScheduler(_RoleSchedulerBase):
     """vLLM's synchronous scheduler with a scheduling configuration."""
 
 
-class FollowingAsyncScheduler(_Following, AsyncScheduler):
+class RoleAsyncScheduler(_RoleSchedulerBase, AsyncScheduler):
     """vLLM's asynchronous scheduler with a scheduling configuration."""
 
 
-def _lengths(request: Request) -> Lengths:
-    return Lengths(request.num_prompt_tokens, len(request.output_token_ids), request.max_tokens)
+def _get_lengths(request: Request) -> RequestLengths:
+    return RequestLengths(
+        request.num_prompt_tokens, len(request.output_token_ids), request.max_tokens
+    )
 
 
-def _tokens_to_compute(request: Request) -> int:
+def _count_tokens_to_compute(request: Request) -> int:
     params = request.kv_transfer_params
     if params and params.get("do_remote_prefill"):
         return 1

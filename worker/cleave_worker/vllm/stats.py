@@ -5,7 +5,7 @@ environment variable that names a page it does nothing, so an installed Cleave d
 alone. vLLM reports after every step, and once more when work ends or is aborted; so the page is
 also right when the engine is idle.
 
-What is hard: vLLM does not count the prompt tokens that wait, see `pending_prompt_tokens`.
+What is hard: vLLM does not count the prompt tokens that wait, see `estimate_pending_prompt_tokens`.
 """
 
 import os
@@ -14,13 +14,13 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from cleave.shm.load_page import ENV, Load, LoadPage
+from cleave.shm.load_page import ENV, LoadPage, LoadSnapshot
 
 _SMOOTHING = 0.1
 """Weight of the newest prompt in the mean."""
 
 
-def pending_prompt_tokens(num_waiting: int, tokens_per_prompt: float) -> int:
+def estimate_pending_prompt_tokens(num_waiting: int, tokens_per_prompt: float) -> int:
     """Estimate the prompt tokens that were accepted and not yet computed.
 
     Waiting requests times the recent mean of tokens computed per prompt. Tokens from the prefix
@@ -56,7 +56,7 @@ class LoadPageStatLogger(StatLoggerBase):
             return
         if iteration_stats is not None:
             self._num_preemptions += iteration_stats.num_preempted_reqs
-            self._learn_prompt_length(
+            self._update_prompt_length(
                 iteration_stats.prompt_token_stats.computed,
                 len(iteration_stats.time_to_first_tokens_iter),
             )
@@ -69,7 +69,7 @@ class LoadPageStatLogger(StatLoggerBase):
                 usage=scheduler_stats.kv_cache_usage,
             )
 
-    def _learn_prompt_length(self, computed_tokens: int, prompts: int) -> None:
+    def _update_prompt_length(self, computed_tokens: int, prompts: int) -> None:
         if not prompts:
             return
         mean = computed_tokens / prompts
@@ -83,10 +83,12 @@ class LoadPageStatLogger(StatLoggerBase):
             return
         total = self._cache_config.num_gpu_blocks or 0
         self._page.write(
-            Load(
+            LoadSnapshot(
                 num_running=num_running,
                 num_waiting=num_waiting,
-                pending_prompt_tokens=pending_prompt_tokens(num_waiting, self._tokens_per_prompt),
+                pending_prompt_tokens=estimate_pending_prompt_tokens(
+                    num_waiting, self._tokens_per_prompt
+                ),
                 kv_blocks_free=round(total * (1 - usage)),
                 kv_blocks_total=total,
                 num_preemptions=self._num_preemptions,

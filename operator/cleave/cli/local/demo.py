@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cleave.cli.local.up import Port, SharedCores, Timeout
-from cleave.cli.output.errors import FAILED, fail, told
+from cleave.cli.output.errors import FAILED, fail, report_local_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cleave.api.deployment import LLMDeployment
-    from cleave.local.chat import Answer
-    from cleave.local.launch_plan import Job
+    from cleave.local.chat import ChatResponse
+    from cleave.local.launch_plan import LaunchPlan
 
 NAME = "demo"
 PROMPT = "Tell me why prefill and decode should run apart."
 _MAX_TOKENS = 64
-_TINY = "tiny-llama"
+_TINY_MODEL_NAME = "tiny-llama"
 _EMULATED_MODEL = "facebook/opt-13b"
-_MEMORY = {"memory": "3Gi"}
+_WORKER_MEMORY = {"memory": "3Gi"}
 """Memory limit of one vLLM process with the tiny model and 1 GiB of KV cache."""
 
 
@@ -72,42 +72,46 @@ def demo(
     from cleave.api.engine import EngineType
     from cleave.local import planning
     from cleave.local.kubelet import node
-    from cleave.planner.placement import plan
+    from cleave.planner.placement import choose_placement
 
-    with told():
+    with report_local_errors():
         emulated = engine is EngineName.EMULATED
-        planning.must_be_installed(EngineType.EMULATED if emulated else EngineType.VLLM)
-        machine = node.inspect()
-        deployment = emulated_deployment(model) if emulated else vllm_deployment(model)
-        job = planning.plan_job(
-            deployment, plan(deployment), machine, port, allow_shared_cores=allow_shared_cores
+        planning.require_engine(EngineType.EMULATED if emulated else EngineType.VLLM)
+        machine = node.inspect_node()
+        deployment = build_emulated_deployment(model) if emulated else build_vllm_deployment(model)
+        job = planning.build_launch_plan(
+            deployment,
+            choose_placement(deployment),
+            machine,
+            port,
+            allow_shared_cores=allow_shared_cores,
         )
         console = Console(highlight=False)
-        _introduce(console, job, emulated=emulated, tiny=model is None)
+        _print_introduction(console, job, emulated=emulated, tiny=model is None)
         is_answered = asyncio.run(_run(job, console, prompt, once=once, timeout_s=timeout))
     if not is_answered:
         fail(["stopped before the chat request was answered"], FAILED)
 
 
-def emulated_deployment(model: str | None) -> "LLMDeployment":
+def build_emulated_deployment(model: str | None) -> "LLMDeployment":
     """One prefill and one decode instance of the emulated engine."""
     source = model or _EMULATED_MODEL
-    return _deployment({"source": source}, {"engine": {"type": "Emulated"}})
+    return _build_deployment({"source": source}, {"engine": {"type": "Emulated"}})
 
 
-def vllm_deployment(model: str | None) -> "LLMDeployment":
+def build_vllm_deployment(model: str | None) -> "LLMDeployment":
     """One prefill and one decode instance of vLLM; `model` None: the tiny model."""
     from cleave.local import tiny_model
 
     if model is None:
-        tiny = {"source": str(tiny_model.cached()), "servedName": _TINY}
+        tiny = {"source": str(tiny_model.get_or_build()), "servedName": _TINY_MODEL_NAME}
         # The default limit fits any model and would not fit a laptop.
-        return _deployment(tiny, {"template": {"resources": {"limits": _MEMORY}}})
+        return _build_deployment(tiny, {"template": {"resources": {"limits": _WORKER_MEMORY}}})
     folder = Path(model)
-    return _deployment({"source": str(folder.absolute()) if folder.is_dir() else model}, {})
+    return _build_deployment({"source": str(folder.absolute()) if folder.is_dir() else model}, {})
 
 
-def _deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
+def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
     from cleave.api.manifest import ManifestError, validate
 
     slo = {"ttftMs": 2000, "tpotMs": 200}
@@ -123,7 +127,9 @@ def _deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
         fail(error.faults, 2)
 
 
-def _introduce(console: "Console", job: "Job", *, emulated: bool, tiny: bool) -> None:
+def _print_introduction(
+    console: "Console", job: "LaunchPlan", *, emulated: bool, tiny: bool
+) -> None:
     from cleave.local import state
 
     where = f"on {len(job.node.gpus)} GPUs" if job.node.gpus else "on CPU"
@@ -133,21 +139,21 @@ def _introduce(console: "Console", job: "Job", *, emulated: bool, tiny: bool) ->
         console.print("The model is tiny and random, built locally: its output is gibberish.")
     if emulated:
         console.print("Its output is made-up words; API, KV hand-off and timings are real.")
-    console.print(f"[dim]logs: {state.folder(job.deployment).path / 'logs'}[/]\n")
+    console.print(f"[dim]logs: {state.get_folder(job.deployment).path / 'logs'}[/]\n")
 
 
 async def _run(
-    job: "Job", console: "Console", prompt: str, *, once: bool, timeout_s: float
+    job: "LaunchPlan", console: "Console", prompt: str, *, once: bool, timeout_s: float
 ) -> bool:
     """Whether the chat request was answered. All processes have ended when this returns."""
-    from cleave.cli.local.progress import print_line, progress
+    from cleave.cli.local.progress import print_line, show_startup
     from cleave.local import state, up
-    from cleave.local.progress import watch
+    from cleave.local.progress import watch_pods
 
-    up.check(job)
-    async with up.running(job, progress(console), timeout_s) as supervisor:
-        talk = asyncio.create_task(_talk(job, console, prompt))
-        end = asyncio.create_task(supervisor.stopping())
+    up.check_can_start(job)
+    async with up.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
+        talk = asyncio.create_task(_chat(job, console, prompt))
+        end = asyncio.create_task(supervisor.wait_for_stop())
         await asyncio.wait((talk, end), return_when=asyncio.FIRST_COMPLETED)
         if not talk.done():
             talk.cancel()
@@ -157,14 +163,16 @@ async def _run(
             talk.result()
             if not once:
                 console.print("\nPress Ctrl-C to stop.")
-                await watch(state.folder(job.deployment), lambda line: print_line(console, line))
+                await watch_pods(
+                    state.get_folder(job.deployment), lambda line: print_line(console, line)
+                )
         finally:
             end.cancel()
             console.print("[dim]stopping[/]")
     return True
 
 
-async def _talk(job: "Job", console: "Console", prompt: str) -> None:
+async def _chat(job: "LaunchPlan", console: "Console", prompt: str) -> None:
     from cleave.local import chat
 
     body = {
@@ -175,11 +183,11 @@ async def _talk(job: "Job", console: "Console", prompt: str) -> None:
     }
     console.print(f"\n[bold]you[/]    {prompt}")
     console.print("[bold]model[/]  ", end="")
-    response = await chat.ask(
+    response = await chat.send_chat_request(
         job.url, body, lambda text: console.print(text, end="", markup=False, style="cyan")
     )
     console.print("\n")
-    await _report(job, console, response)
+    await _print_report(job, console, response)
     request = json.dumps({**body, "stream": True}, ensure_ascii=False).replace("'", r"'\''")
     console.print("\nSend a request yourself:")
     typer.echo(
@@ -188,7 +196,7 @@ async def _talk(job: "Job", console: "Console", prompt: str) -> None:
     )
 
 
-async def _report(job: "Job", console: "Console", response: "Answer") -> None:
+async def _print_report(job: "LaunchPlan", console: "Console", response: "ChatResponse") -> None:
     """Print latencies and token counts of the response, and the state of all instances."""
     from rich.table import Table
 
@@ -196,7 +204,7 @@ async def _report(job: "Job", console: "Console", response: "Answer") -> None:
     from cleave.local import gateways
 
     deployments = await collect(job.deployment)
-    num_handoffs = await gateways.handoffs(job.url)
+    num_handoffs = await gateways.count_handoffs(job.url)
     figures = Table.grid(padding=(0, 2))
     figures.add_row("prompt", f"{response.prompt_tokens} tokens")
     figures.add_row("output", f"{response.output_tokens} tokens")

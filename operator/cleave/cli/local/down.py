@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cleave.cli.completion import complete_running
-from cleave.cli.output.errors import told
+from cleave.cli.output.errors import report_local_errors
 
 
 def down(
@@ -36,8 +36,8 @@ def down(
     from cleave.local import state
     from cleave.local import up as local
 
-    with told():
-        orphaned = {folder.name: folder for folder in state.lost()}
-        folder = orphaned.get(name or "") or state.find(name)
-        asyncio.run(local.down(folder, timeout))
+    with report_local_errors():
+        orphaned = {folder.name: folder for folder in state.list_orphaned()}
+        folder = orphaned.get(name or "") or state.find_running(name)
+        asyncio.run(local.stop_deployment(folder, timeout))
     typer.echo(f"{folder.name} stopped")

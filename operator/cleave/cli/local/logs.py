@@ -11,7 +11,7 @@ import typer
 from cleave.cli.completion import complete_logged
 from cleave.cli.output.errors import FAILED, fail
 
-_LOOK_PERIOD_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 
 def logs(
@@ -38,16 +38,16 @@ def logs(
     from cleave.local import state
     from cleave.local.kubelet import logs as local
 
-    files = _files(state.folder(name).path / "logs", name, pod)
+    files = _select_files(state.get_folder(name).path / "logs", name, pod)
     # Take sizes before reading: lines written meanwhile are printed twice rather than lost.
     sizes = [file.stat().st_size for file in files]
     for file in files:
-        _print(file, local.tail(file, lines), several=len(files) > 1)
+        _print_lines(file, local.tail(file, lines), several=len(files) > 1)
     if follow:
-        _follow(files, sizes)
+        _stream(files, sizes)
 
 
-def _files(folder: Path, name: str, pod: str | None) -> list[Path]:
+def _select_files(folder: Path, name: str, pod: str | None) -> list[Path]:
     available = sorted(folder.glob("*.log"))
     if not available:
         fail([f"{name} has no logs on this machine"], FAILED)
@@ -58,16 +58,16 @@ def _files(folder: Path, name: str, pod: str | None) -> list[Path]:
     return selected
 
 
-def _follow(files: Sequence[Path], sizes: Sequence[int]) -> None:
+def _stream(files: Sequence[Path], sizes: Sequence[int]) -> None:
     offsets = dict(zip(files, sizes, strict=True))
     while True:
         for file in files:
-            text, offsets[file] = _news(file, offsets[file])
-            _print(file, text.splitlines(), several=len(files) > 1)
-        time.sleep(_LOOK_PERIOD_S)
+            text, offsets[file] = _read_new_lines(file, offsets[file])
+            _print_lines(file, text.splitlines(), several=len(files) > 1)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def _news(file: Path, offset: int) -> tuple[str, int]:
+def _read_new_lines(file: Path, offset: int) -> tuple[str, int]:
     """Complete lines written after byte `offset`, and the offset after them."""
     try:
         with file.open("rb") as opened:
@@ -81,6 +81,6 @@ def _news(file: Path, offset: int) -> tuple[str, int]:
     return complete.decode(errors="replace"), offset + len(complete)
 
 
-def _print(file: Path, lines: Sequence[str], *, several: bool) -> None:
+def _print_lines(file: Path, lines: Sequence[str], *, several: bool) -> None:
     for line in lines:
         typer.echo(f"{file.stem} | {line}" if several else line)

@@ -1,7 +1,7 @@
 """Start-up progress of a deployment as a live table on a terminal.
 
 Used by `up` and `demo`. Where standard output is not a terminal (a log, a pipe), each change is one
-line, and a line that names the pods still awaited follows after `_SILENCE_S` without changes.
+line, and a line that names the pods still awaited follows after `_MAX_SILENCE_S` without changes.
 Failures are separate lines in both cases.
 """
 
@@ -14,10 +14,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cleave.local.progress import READY, Show, Step, failures, waiting
+from cleave.local.progress import (
+    READY,
+    PodProgress,
+    ShowProgress,
+    describe_restarts,
+    describe_waiting,
+)
 
-_ROWS = 16
-_SILENCE_S = 15.0
+_MAX_ROWS = 16
+_MAX_SILENCE_S = 15.0
 """Maximum time without a line, in seconds."""
 _TIME_WIDTH = len("900 s")
 _GAP = 2
@@ -31,20 +37,20 @@ _STYLES = {
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Show]:
+def show_startup(console: Console) -> Iterator[ShowProgress]:
     """Yield a function that shows steps; the last table stays on the screen."""
     if not console.is_terminal:
-        yield Lines(console).show
+        yield LineProgress(console).show
         return
     with Live(console=console, refresh_per_second=8) as live:
-        before: Sequence[Step] = ()
+        before: Sequence[PodProgress] = ()
 
-        def show(steps: Sequence[Step]) -> None:
+        def show(steps: Sequence[PodProgress]) -> None:
             nonlocal before
-            for line in failures(before, steps):
+            for line in describe_restarts(before, steps):
                 print_line(live.console, line)
             before = steps
-            live.update(table(steps, console.width))
+            live.update(build_table(steps, console.width))
 
         yield show
 
@@ -54,12 +60,12 @@ def print_line(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(steps: Sequence[Step], width: int) -> Table:
+def build_table(steps: Sequence[PodProgress], width: int) -> Table:
     """Steps as a table of `width` cells; of many pods, those that are not ready come first."""
     shown = list(steps)
-    if len(shown) > _ROWS:
+    if len(shown) > _MAX_ROWS:
         shown.sort(key=lambda step: step.state == READY)
-    shown = shown[:_ROWS]
+    shown = shown[:_MAX_ROWS]
     names = max((len(step.pod) for step in shown), default=0)
     states = max((len(step.state) for step in shown), default=0)
     # Truncate here: Rich would shrink every column for a long log line.
@@ -73,33 +79,33 @@ def table(steps: Sequence[Step], width: int) -> Table:
         detail = Text(step.detail, style="dim")
         detail.truncate(room, overflow="ellipsis")
         grid.add_row(step.pod, state, f"{step.elapsed_s:.0f} s".rjust(_TIME_WIDTH), detail)
-    if len(steps) > _ROWS:
+    if len(steps) > _MAX_ROWS:
         ready = sum(step.state == READY for step in steps)
         grid.add_row(f"{ready} of {len(steps)} ready")
     return grid
 
 
-class Lines:
+class LineProgress:
     """Prints a line when a pod's state changes or its engine fails, and during long waits."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._before: Sequence[Step] = ()
+        self._previous: Sequence[PodProgress] = ()
         self._printed_at = clock()
 
-    def show(self, steps: Sequence[Step]) -> None:
+    def show(self, steps: Sequence[PodProgress]) -> None:
         """Print the changes since the previous call."""
-        states = {step.pod: step.state for step in self._before}
+        states = {step.pod: step.state for step in self._previous}
         lines = [
             f"{step.pod}  {step.state}  {step.elapsed_s:.0f} s"
             for step in steps
             if states.get(step.pod) != step.state
         ]
-        lines += failures(self._before, steps)
-        if not lines and self._clock() - self._printed_at >= _SILENCE_S:
-            lines = [waiting(steps)]
+        lines += describe_restarts(self._previous, steps)
+        if not lines and self._clock() - self._printed_at >= _MAX_SILENCE_S:
+            lines = [describe_waiting(steps)]
         for line in lines:
             self._printed_at = self._clock()
             print_line(self._console, line)
-        self._before = steps
+        self._previous = steps

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cleave.cli.completion import complete_running
-from cleave.cli.output.errors import told
-from cleave.cli.output.tables import plain_table, print_whole
+from cleave.cli.output.errors import report_local_errors
+from cleave.cli.output.tables import build_plain_table, print_full_width
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cleave.local.state import Snapshot
-    from cleave.local.status import Row
+    from cleave.local.state import DeploymentSnapshot
+    from cleave.local.status import InstanceRow
 
-WATCH_PERIOD_S = 1.0
+WATCH_INTERVAL_S = 1.0
 _REASON_WIDTH = 60
 _STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "draining": "yellow"}
 
 
-class Output(StrEnum):
+class StatusFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -41,7 +41,9 @@ def status(
             autocompletion=complete_running,
         ),
     ] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    output: Annotated[
+        StatusFormat, typer.Option("--output", "-o", help="Output format.")
+    ] = StatusFormat.TABLE,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
     ] = False,
@@ -58,26 +60,26 @@ def status(
       # Print the deployment chat as JSON
       cleave status chat -o json
     """
-    with told():
+    with report_local_errors():
         if not watch:
             _print(asyncio.run(collect(name)), output)
             if name is None:
-                _tell_lost()
-        elif output is Output.TABLE:
+                _report_orphaned()
+        elif output is StatusFormat.TABLE:
             _watch_table(name)
         else:
             while True:
                 _print(asyncio.run(collect(name)), output)
-                time.sleep(WATCH_PERIOD_S)
+                time.sleep(WATCH_INTERVAL_S)
 
 
 async def collect(name: str | None) -> list[dict[str, Any]]:
     """Every running deployment (or `name` alone) with the rows of its instances."""
     from cleave.local import state
 
-    folders = [state.find(name)] if name else state.running()
+    folders = [state.find_running(name)] if name else state.list_running()
     snapshots = [snapshot for folder in folders if (snapshot := folder.read())]
-    rows = await asyncio.gather(*map(_rows, snapshots))
+    rows = await asyncio.gather(*map(_collect_rows, snapshots))
     return [
         {
             "deployment": snapshot.deployment,
@@ -89,12 +91,14 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
     ]
 
 
-async def _rows(snapshot: "Snapshot") -> list["Row"]:
+async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
     from cleave.local import gateways
     from cleave.local import status as local_status
     from cleave.manifests.labels import GATEWAY
 
-    rows, gateway = await asyncio.gather(local_status.rows(snapshot), gateways.ask(snapshot.url))
+    rows, gateway = await asyncio.gather(
+        local_status.collect_rows(snapshot), gateways.get_gateway_health(snapshot.url)
+    )
     return [
         row
         if row.role != GATEWAY or row.state != "ready" or gateway.serving
@@ -103,12 +107,12 @@ async def _rows(snapshot: "Snapshot") -> list["Row"]:
     ]
 
 
-def _print(deployments: Sequence[dict[str, Any]], output: Output) -> None:
-    if output is Output.JSON:
+def _print(deployments: Sequence[dict[str, Any]], output: StatusFormat) -> None:
+    if output is StatusFormat.JSON:
         import json
 
         typer.echo(json.dumps(deployments, indent=2))
-    elif output is Output.YAML:
+    elif output is StatusFormat.YAML:
         import yaml
 
         typer.echo(yaml.safe_dump(list(deployments), sort_keys=False), nl=False)
@@ -118,10 +122,10 @@ def _print(deployments: Sequence[dict[str, Any]], output: Output) -> None:
         show(Console(), deployments)
 
 
-def _tell_lost() -> None:
+def _report_orphaned() -> None:
     from cleave.local import state
 
-    for folder in state.lost():
+    for folder in state.list_orphaned():
         line = f"{folder.name}: its supervisor was killed; see `cleave logs {folder.name}`"
         typer.echo(f"{line}, clean up with `cleave down {folder.name}`", err=True)
 
@@ -132,9 +136,13 @@ def _watch_table(name: str | None) -> None:
     with Live(auto_refresh=False, screen=False) as live:
         while True:
             deployments = asyncio.run(collect(name))
-            drawn = table(deployments) if deployments else "no deployments running on this machine"
+            drawn = (
+                build_table(deployments)
+                if deployments
+                else "no deployments running on this machine"
+            )
             live.update(drawn, refresh=True)
-            time.sleep(WATCH_PERIOD_S)
+            time.sleep(WATCH_INTERVAL_S)
 
 
 def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
@@ -142,7 +150,7 @@ def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
     if not deployments:
         console.print("no deployments running on this machine")
         return
-    print_whole(console, table(deployments))
+    print_full_width(console, build_table(deployments))
     for deployment in deployments:
         lines = [
             f"{row['instance']}: last failure: {row['last_failure']}"
@@ -150,12 +158,12 @@ def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
             if row["last_failure"]
         ]
         if plan := deployment["plan"]:
-            lines.append(f"{deployment['deployment']}: {_in_words(plan)}")
+            lines.append(f"{deployment['deployment']}: {_describe_plan(plan)}")
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _in_words(plan: dict[str, Any]) -> str:
+def _describe_plan(plan: dict[str, Any]) -> str:
     """The reason for the placement, after its predicted goodput if there is a prediction."""
     predicted = plan.get("predicted")
     if predicted is None:
@@ -164,11 +172,11 @@ def _in_words(plan: dict[str, Any]) -> str:
     return f"{plan['verdict'].lower()}, {expected} predicted. {plan['reason']}"
 
 
-def table(deployments: Sequence[dict[str, Any]]) -> "Table":
+def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
     from rich.text import Text
 
-    drawn = plain_table(
+    drawn = build_plain_table(
         ("INSTANCE", "ROLE", "STATE", "ENGINE"),
         ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
     )

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment, told
-from cleave.cli.output.progress_bar import progress_bar, simulating_bar
+from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment, report_local_errors
+from cleave.cli.output.progress_bar import show_progress, show_simulation_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cleave.api.deployment import LLMDeployment
-    from cleave.local.launch_plan import Job
+    from cleave.local.launch_plan import LaunchPlan
     from cleave.planner.placement import Placement
 
 File = Annotated[
@@ -59,25 +59,25 @@ def up(
       cleave up -f examples/emulated.yaml --dry-run
     """
     deployment = load_deployment(file)
-    placement = place(deployment, file, cluster)
+    placement = decide_placement(deployment, file, cluster)
     from rich.console import Console
 
     from cleave.local.kubelet import node
-    from cleave.local.planning import must_be_installed, plan_job
+    from cleave.local.planning import build_launch_plan, require_engine
 
-    with told():
+    with report_local_errors():
         if not dry_run:
-            must_be_installed(deployment.spec.engine.type)
-        job = plan_job(
-            deployment, placement, node.inspect(), port, allow_shared_cores=allow_shared_cores
+            require_engine(deployment.spec.engine.type)
+        job = build_launch_plan(
+            deployment, placement, node.inspect_node(), port, allow_shared_cores=allow_shared_cores
         )
         if dry_run:
             _print_pods(job)
         else:
-            asyncio.run(_up(job, Console(), timeout, detach))
+            asyncio.run(_start(job, Console(), timeout, detach))
 
 
-def place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
+def decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
     """Return the instances of each role: from spec.placement, else planned.
 
     Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
@@ -89,39 +89,39 @@ def place(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Pla
     try:
         machines = load_cluster(cluster) if cluster else None
         is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
-        bar = simulating_bar if is_planned else progress_bar
-        with told(), bar("planning") as tick:
-            return local_placement.place(deployment, file.parent, machines, tick)
+        bar = show_simulation_progress if is_planned else show_progress
+        with report_local_errors(), bar("planning") as tick:
+            return local_placement.decide_placement(deployment, file.parent, machines, tick)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
 
 
-async def _up(job: "Job", console: "Console", timeout_s: float, detach: bool) -> None:
-    from cleave.cli.local.progress import print_line, progress
+async def _start(job: "LaunchPlan", console: "Console", timeout_s: float, detach: bool) -> None:
+    from cleave.cli.local.progress import print_line, show_startup
     from cleave.local import state
     from cleave.local import up as local
-    from cleave.local.errors import UpError
-    from cleave.local.progress import watch
+    from cleave.local.errors import DeploymentStartError
+    from cleave.local.progress import watch_pods
 
-    local.check(job)
+    local.check_can_start(job)
     if detach:
-        await local.detach(job, progress(console), timeout_s)
-        _say_ready(job, console, f"stop it with: cleave down {job.deployment}")
+        await local.start_detached(job, show_startup(console), timeout_s)
+        _print_ready(job, console, f"stop it with: cleave down {job.deployment}")
         return
-    async with local.running(job, progress(console), timeout_s) as supervisor:
+    async with local.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
         if supervisor.is_stopping:
-            raise UpError(["stopped before it was ready"])
-        _say_ready(job, console, "press Ctrl-C to stop")
-        await watch(state.folder(job.deployment), lambda line: print_line(console, line))
+            raise DeploymentStartError(["stopped before it was ready"])
+        _print_ready(job, console, "press Ctrl-C to stop")
+        await watch_pods(state.get_folder(job.deployment), lambda line: print_line(console, line))
         console.print("stopping the gateway, then the workers; Ctrl-C again kills them at once")
 
 
-def _say_ready(job: "Job", console: "Console", how_to_stop: str) -> None:
+def _print_ready(job: "LaunchPlan", console: "Console", how_to_stop: str) -> None:
     line = f"[green]ready[/]  {job.model} at {job.url}/v1  ({how_to_stop})"
     console.print(line, highlight=False, soft_wrap=True)
 
 
-def _print_pods(job: "Job") -> None:
+def _print_pods(job: "LaunchPlan") -> None:
     import yaml
 
     typer.echo(yaml.safe_dump_all(job.pods, sort_keys=False), nl=False)

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.local.up import File, place
+from cleave.cli.local.up import File, decide_placement
 from cleave.cli.output.errors import BAD_INPUT, fail
 from cleave.cli.planning.inputs import ClusterFile
 
 if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
     from cleave.controller.rollout.planner import RolloutLimits
-    from cleave.controller.rollout.preview import Running
+    from cleave.controller.rollout.preview import RunningInstances
     from cleave.planner.placement import Placement
 
 _STDIN = Path("-")
 
 
-class Output(StrEnum):
+class RolloutFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -41,7 +41,9 @@ def rollout(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the steps. Required.")
     ] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    output: Annotated[
+        RolloutFormat, typer.Option("--output", "-o", help="Output format.")
+    ] = RolloutFormat.TABLE,
     cluster: ClusterFile = None,
     max_surge: Annotated[
         int | None, typer.Option(min=0, help="Overrides spec.rollout.maxSurge.")
@@ -69,39 +71,43 @@ def rollout(
         why = "the operator performs the rollout itself after kubectl apply"
         fail([f"--dry-run: is required; {why}"], BAD_INPUT)
     from cleave.cli.manifests.rollout_table import print_json, show
-    from cleave.controller.rollout.preview import stages, states
-    from cleave.manifests.pool import revision
+    from cleave.controller.rollout.preview import build_stages, build_states
+    from cleave.manifests.pool import hash_revision
 
-    after = _load(file)
-    limits = _limits(after, max_surge, max_unavailable)
-    running = _running(after, file, before, cluster)
-    target = revision(after)
-    steps = stages(states(running, _placement(after, file, cluster), target), limits)
-    if output is Output.JSON:
+    after = _load_manifest(file)
+    limits = _build_limits(after, max_surge, max_unavailable)
+    running = _get_current(after, file, before, cluster)
+    target = hash_revision(after)
+    steps = build_stages(
+        build_states(running, _decide_placement(after, file, cluster), target), limits
+    )
+    if output is RolloutFormat.JSON:
         print_json(after.name, running.revision, target, limits, steps)
     else:
         show(after.name, running.revision, target, limits, steps)
 
 
-def _running(
+def _get_current(
     after: "LLMDeployment", file: Path, before: Path | None, cluster: Path | None
-) -> "Running":
+) -> "RunningInstances":
     """The running instances, from the manifest `before`, else from the status in the new one."""
     from cleave.controller.rollout import preview
-    from cleave.manifests.pool import revision
+    from cleave.manifests.pool import hash_revision
 
-    current = after if before is None else _load(before)
+    current = after if before is None else _load_manifest(before)
     if current.name != after.name:
         fail([f"--from: is for {current.name}, but {file} is for {after.name}"], BAD_INPUT)
     if current.status is not None:
-        return preview.observed(current.status)
+        return preview.from_status(current.status)
     if before is None:
         how = f"give the current manifest, or run kubectl get llmd {after.name} -o yaml > now.yaml"
         fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
-    return preview.placed(_placement(current, before, cluster), revision(current))
+    return preview.from_placement(
+        _decide_placement(current, before, cluster), hash_revision(current)
+    )
 
 
-def _load(file: Path) -> "LLMDeployment":
+def _load_manifest(file: Path) -> "LLMDeployment":
     from cleave.api.manifest import ManifestError, load
 
     try:
@@ -110,20 +116,20 @@ def _load(file: Path) -> "LLMDeployment":
         fail(error.faults, BAD_INPUT)
 
 
-def _placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
+def _decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
     """Instances of each role: from spec.placement, else planned."""
     from cleave.api.engine import EngineType
-    from cleave.planner.placement import located
+    from cleave.planner.placement import resolve_paths
 
     spec = deployment.spec
     is_planned = spec.placement is None and spec.workload is not None
     if is_planned and spec.engine.type is not EngineType.EMULATED and cluster is None:
         why = "--cluster: is required to plan it: a YAML file of the machines"
         fail([f"{file} has no placement; {why}, or add one with cleave plan -o yaml"], BAD_INPUT)
-    return place(located(deployment, file.parent), file, cluster)
+    return decide_placement(resolve_paths(deployment, file.parent), file, cluster)
 
 
-def _limits(
+def _build_limits(
     deployment: "LLMDeployment", max_surge: int | None, max_unavailable: int | None
 ) -> "RolloutLimits":
     from cleave.controller.rollout.planner import RolloutError, RolloutLimits

@@ -6,40 +6,40 @@ from collections.abc import Mapping, Sequence
 import typer
 
 from cleave.api.role import Role
-from cleave.cli.output.tables import plain_table, print_whole
+from cleave.cli.output.tables import build_plain_table, print_full_width
 from cleave.controller.rollout.planner import RolloutLimits
-from cleave.controller.rollout.preview import Stage
-from cleave.planner.result.text import percent
+from cleave.controller.rollout.preview import PreviewStage
+from cleave.planner.result.text import format_percent
 
-_MOVES = (
+_ROLE_CHANGE_HINT = (
     "Instances whose pools differ only in the role change their role instead, at once and "
     "without a restart."
 )
 
 
 def show(
-    name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
+    name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[PreviewStage]
 ) -> None:
     """Print a summary, then a line per step; cells are never truncated."""
     from rich.console import Console
 
     console = Console(highlight=False)
     what = f"revision {before or 'none'} -> {after}" if before != after else f"revision {after}"
-    console.print(f"{name}: {what}; {_summary(limits, stages)}", markup=False, soft_wrap=True)
+    console.print(f"{name}: {what}; {_summarize(limits, stages)}", markup=False, soft_wrap=True)
     if len(stages) > 1:
         roles = list(stages[0].roles)
-        table = plain_table((), ("STEP", *(role.upper() for role in roles), "CAPACITY"))
+        table = build_plain_table((), ("STEP", *(role.upper() for role in roles), "CAPACITY"))
         table.add_column("WHAT", no_wrap=True)
         for number, stage in enumerate(stages):
             counts = (f"{each.new}+{each.old}" for each in stage.roles.values())
-            share = percent(min(1.0, stage.capacity))
-            table.add_row(str(number or "now"), *counts, share, _what(stage))
-        print_whole(console, table)
-    if before == after and _swaps(stages):
-        console.print(_MOVES, markup=False, soft_wrap=True)
+            share = format_percent(min(1.0, stage.capacity))
+            table.add_row(str(number or "now"), *counts, share, _describe_stage(stage))
+        print_full_width(console, table)
+    if before == after and _has_role_changes(stages):
+        console.print(_ROLE_CHANGE_HINT, markup=False, soft_wrap=True)
 
 
-def _swaps(stages: Sequence[Stage]) -> bool:
+def _has_role_changes(stages: Sequence[PreviewStage]) -> bool:
     """Whether one role loses instances and another role gains some."""
     changes = [
         stages[-1].roles[role].new - each.new - each.old for role, each in stages[0].roles.items()
@@ -48,7 +48,7 @@ def _swaps(stages: Sequence[Stage]) -> bool:
 
 
 def print_json(
-    name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[Stage]
+    name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[PreviewStage]
 ) -> None:
     """Print the steps as JSON; step 0 is the current state."""
     document = {
@@ -75,7 +75,7 @@ def print_json(
     typer.echo(json.dumps(document, indent=2))
 
 
-def _summary(limits: RolloutLimits, stages: Sequence[Stage]) -> str:
+def _summarize(limits: RolloutLimits, stages: Sequence[PreviewStage]) -> str:
     if len(stages) == 1:
         return "nothing has to change"
     most = {
@@ -84,13 +84,15 @@ def _summary(limits: RolloutLimits, stages: Sequence[Stage]) -> str:
     }
     steps = "1 step" if len(stages) == 2 else f"{len(stages) - 1} steps"
     bounds = f"maxSurge {limits.max_surge}, maxUnavailable {limits.max_unavailable}"
-    return f"{steps} with {bounds}; at most {_listed(most)} instances at a time"
+    return f"{steps} with {bounds}; at most {_format_counts(most)} instances at a time"
 
 
-def _what(stage: Stage) -> str:
+def _describe_stage(stage: PreviewStage) -> str:
     parts = (("start", stage.started), ("drain", stage.stopped))
-    return "; ".join(f"{verb} {_listed(counts)}" for verb, counts in parts if any(counts.values()))
+    return "; ".join(
+        f"{verb} {_format_counts(counts)}" for verb, counts in parts if any(counts.values())
+    )
 
 
-def _listed(counts: Mapping[Role, int]) -> str:
+def _format_counts(counts: Mapping[Role, int]) -> str:
     return " and ".join(f"{count} {role}" for role, count in counts.items() if count)

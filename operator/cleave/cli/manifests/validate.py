@@ -5,7 +5,7 @@ import typer
 from cleave import distribution
 from cleave.cli.local.up import File
 from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment
-from cleave.cli.planning.inputs import ClusterFile, Overrides, ask
+from cleave.cli.planning.inputs import ClusterFile, Overrides, read_planning_input
 
 
 def validate(file: File, cluster: ClusterFile = None) -> None:
@@ -26,22 +26,22 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
     """
     from cleave.api.manifest import ManifestError, load_cluster
     from cleave.perf.hardware import inventory
-    from cleave.planner.deployment_checks import unknown_model
+    from cleave.planner.deployment_checks import explain_unknown_model
     from cleave.planner.placement import PlanError
 
     deployment = load_deployment(file)
     spec = deployment.spec
     try:
-        if cluster and unknown_model(deployment) is not None:
+        if cluster and explain_unknown_model(deployment) is not None:
             # The model cannot be planned, but the deployment can be started.
-            inventory.kinds(load_cluster(cluster), spec.planning.gpus)
+            inventory.list_gpus(load_cluster(cluster), spec.planning.gpus)
             if spec.workload and spec.workload.trace:
                 distribution.require("planner")
                 from cleave.planner import problem_from_cluster
 
-                problem_from_cluster.demand(deployment, file.parent)
+                problem_from_cluster.build_demand(deployment, file.parent)
         elif cluster or (spec.workload and not spec.placement and spec.engine.type == "Emulated"):
-            ask(file, cluster, Overrides(), seed=0)
+            read_planning_input(file, cluster, Overrides(), seed=0)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
     typer.echo(f"{file}: LLMDeployment {deployment.metadata.name} is valid")

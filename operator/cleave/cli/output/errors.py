@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from cleave.local.errors import ChatError, StateError, UpError
+from cleave.local.errors import ChatError, DeploymentStartError, StateError
 
 if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
@@ -30,12 +30,12 @@ def fail(faults: Sequence[str], code: int, log: Sequence[str] = ()) -> NoReturn:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def report_local_errors() -> Iterator[None]:
     """Print errors of `cleave.local` that are raised inside, and exit with code 1."""
     try:
         yield
-    except UpError as error:
-        fail(error.faults, FAILED, error.log)
+    except DeploymentStartError as error:
+        fail(error.faults, FAILED, error.log_tail)
     except (ChatError, StateError) as error:
         fail([str(error)], FAILED)
 
@@ -46,14 +46,14 @@ def load_deployment(file: Path) -> "LLMDeployment":
     Exits with code 2 and one line per fault when it is invalid.
     """
     from cleave.api.manifest import ManifestError, load
-    from cleave.planner.deployment_checks import doubts
-    from cleave.planner.placement import PlanError, located, plan
+    from cleave.planner.deployment_checks import list_warnings
+    from cleave.planner.placement import PlanError, choose_placement, resolve_paths
 
     try:
-        deployment = located(load(file), file.parent)
-        plan(deployment)
+        deployment = resolve_paths(load(file), file.parent)
+        choose_placement(deployment)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
-    for warning in doubts(deployment):
+    for warning in list_warnings(deployment):
         sys.stderr.write(f"warning: {warning}\n")
     return deployment

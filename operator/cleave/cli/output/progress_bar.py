@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 import typer
 
-Tick = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps, and a description of the current step."""
 
 
 @contextmanager
-def progress_bar(description: str) -> Iterator[Tick]:
+def show_progress(description: str) -> Iterator[ProgressCallback]:
     """Yield a function that updates the bar; the bar disappears at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -29,11 +29,11 @@ def progress_bar(description: str) -> Iterator[Tick]:
 
 
 @contextmanager
-def simulating_bar(description: str) -> Iterator[Tick]:
-    """`progress_bar` for simulations; announces when the simulator has to be compiled first."""
+def show_simulation_progress(description: str) -> Iterator[ProgressCallback]:
+    """`show_progress` for simulations; announces when the simulator has to be compiled first."""
     if find_spec("numba") and not _is_compiled():
         typer.echo("compiling the simulator once for this version: about 10 seconds", err=True)
-    with progress_bar(description) as tick:
+    with show_progress(description) as tick:
         yield tick
 
 

@@ -7,10 +7,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_UNBOUNDED = 1000
+_MAX_WIDTH = 1000
 
 
-def plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
+def build_plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
     """A table with a line under its headings: left-aligned texts, then right-aligned figures."""
     from rich import box
     from rich.table import Table
@@ -23,9 +23,9 @@ def plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
     return drawn
 
 
-def print_whole(console: "Console", drawn: "Table") -> None:
+def print_full_width(console: "Console", drawn: "Table") -> None:
     """Print a table in its full width."""
-    unbounded = console.options.update(max_width=_UNBOUNDED)
+    unbounded = console.options.update(max_width=_MAX_WIDTH)
     needed = console.measure(drawn, options=unbounded).maximum
     width = console.width
     console.width = max(width, needed)

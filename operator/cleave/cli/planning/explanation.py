@@ -4,30 +4,30 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cleave.api.role import Role
-from cleave.planner.plan import Answer, Plan
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.plan import Plan, PlanningResult
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.result.recovery_cost import weigh_checkpoints
+from cleave.planner.result.recovery_cost import compare_checkpoints
 from cleave.planner.result.text import (
-    milliseconds,
-    number,
-    percent,
-    plan_label,
-    pool_label,
-    trust_sentence,
+    describe_trust,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_plan,
+    format_pool,
 )
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError, WorkerSize
-from cleave.planner.search.md1 import QueueingError, mean_ttft_inter_op_ms
-from cleave.traffic.characterization import LengthSummary, diagnose
+from cleave.planner.search.md1 import QueueingError, compute_mean_ttft_inter_op_ms
+from cleave.traffic.characterization import LengthSummary, characterize
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SURVEY = 5000
+_SAMPLE_REQUESTS = 5000
 """Number of requests generated to describe the workload."""
 
-_FINDERS = {
+_ALGORITHMS = {
     "Algorithm 1": "DistServe's Algorithm 1: prefill and decode instances anywhere",
     "Algorithm 2": "DistServe's Algorithm 2: prefill and decode instances within nodes",
     "colocated": "the search for mixed instances",
@@ -44,30 +44,30 @@ _BATCHING = {
 Fact = tuple[str, str]
 
 
-def explain(console: "Console", problem: Problem, answer: Answer) -> None:
+def print_explanation(console: "Console", problem: Problem, answer: PlanningResult) -> None:
     """Print the explanation, one fact per line."""
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="bold")
     facts.add_column(overflow="fold")
-    for name, text in (*_asked(problem), *_found(problem, answer)):
+    for name, text in (*_describe_problem(problem), *_describe_result(problem, answer)):
         facts.add_row(name, text)
     console.print(facts, highlight=False)
 
 
-def _asked(problem: Problem) -> Iterator[Fact]:
+def _describe_problem(problem: Problem) -> Iterator[Fact]:
     slo = problem.slo
-    targets = f"TTFT {milliseconds(slo.ttft_ms)} and TPOT {milliseconds(slo.tpot_ms)}"
-    target = f"{percent(slo.attainment)} within {targets}"
-    yield "input", f"{problem.shape.name}, {number(problem.rate)} req/s, {target}"
-    summary = diagnose(problem.demand.draw(_SURVEY, seed=problem.seed))
-    yield "prompts", _lengths(summary.prompt_tokens)
-    yield "outputs", _lengths(summary.output_tokens)
+    targets = f"TTFT {format_milliseconds(slo.ttft_ms)} and TPOT {format_milliseconds(slo.tpot_ms)}"
+    target = f"{format_percent(slo.attainment)} within {targets}"
+    yield "input", f"{problem.shape.name}, {format_number(problem.rate)} req/s, {target}"
+    summary = characterize(problem.demand.draw(_SAMPLE_REQUESTS, seed=problem.seed))
+    yield "prompts", _format_lengths(summary.prompt_tokens)
+    yield "outputs", _format_lengths(summary.output_tokens)
     if summary.arrivals:
         yield (
             "arrivals",
-            f"variation of interarrival times {number(summary.arrivals.burstiness)} (Poisson: 1)",
+            f"variation of interarrival times {format_number(summary.arrivals.burstiness)} (Poisson: 1)",
         )
     machines = (
         f"{supply.num_nodes} x {supply.gpus_per_node} {supply.gpu}" for supply in problem.supplies
@@ -76,114 +76,116 @@ def _asked(problem: Problem) -> Iterator[Fact]:
     link = problem.supplies[0].network_link
     yield (
         "network",
-        f"{link.kind}, about {number(link.effective_gb_per_s * 8)} Gbit/s per GPU in use",
+        f"{link.kind}, about {format_number(link.effective_gb_per_s * 8)} Gbit/s per GPU in use",
     )
 
 
-def _found(problem: Problem, answer: Answer) -> Iterator[Fact]:
+def _describe_result(problem: Problem, answer: PlanningResult) -> Iterator[Fact]:
     count = "1 way" if answer.num_candidates == 1 else f"{answer.num_candidates:,} ways"
     yield "candidates", f"{count} to distribute one instance over GPUs"
     yield "simulated", f"{answer.num_simulated_requests:,} requests in {answer.elapsed_s:.2f} s"
     plans = ((answer.selected,) if answer.selected else ()) + answer.alternatives
-    for source in dict.fromkeys(trust_sentence(plan.prediction.trust) for plan in plans):
+    for source in dict.fromkeys(describe_trust(plan.prediction.trust) for plan in plans):
         yield "latency", source
     for plan in plans[:1]:
         low, high = plan.prediction.goodput_interval
-        yield "best plan", f"{plan_label(plan)}, found by {_finder(plan)}"
-        yield "goodput", f"{number(low)} to {number(high)} req/s with 95 % confidence"
-        yield from _engines(plan)
-        yield from _formula(problem, plan)
-        yield from _aladdin(problem, plan)
-        yield from _recovery(problem, plan)
+        yield "best plan", f"{format_plan(plan)}, found by {_describe_algorithm(plan)}"
+        yield "goodput", f"{format_number(low)} to {format_number(high)} req/s with 95 % confidence"
+        yield from _describe_engines(plan)
+        yield from _describe_queueing(problem, plan)
+        yield from _describe_scaling_law(problem, plan)
+        yield from _describe_recovery(problem, plan)
 
 
-def _engines(plan: Plan) -> Iterator[Fact]:
+def _describe_engines(plan: Plan) -> Iterator[Fact]:
     for pool in plan.pools:
         limits = f"{pool.max_num_seqs} requests and {pool.max_num_batched_tokens} tokens"
         how = _BATCHING.get(pool.batching or "", pool.batching)
         yield str(pool.role), f"batches {how}, at most {limits} per iteration"
 
 
-def _finder(plan: Plan) -> str:
-    return _FINDERS.get(plan.algorithm, plan.algorithm)
+def _describe_algorithm(plan: Plan) -> str:
+    return _ALGORITHMS.get(plan.algorithm, plan.algorithm)
 
 
-def _formula(problem: Problem, plan: Plan) -> Iterator[Fact]:
+def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
     """The queue of a prefill instance by DistServe's Eq. 1 and 2 (M/D/1), for mean prompts."""
-    groups = to_draft(problem, plan.pools, plan.algorithm).groups
+    groups = to_candidate_placement(problem, plan.pools, plan.algorithm).groups
     pools = {pool.role: pool for pool in plan.pools}
     for group in groups:
         if group.role is not Role.PREFILL:
             continue
         timing = group.instance.engine.timing
-        prefill_ms = timing.prefill_ms([round(problem.demand.mean_prompt_tokens)])
+        prefill_ms = timing.predict_prefill_ms([round(problem.demand.mean_prompt_tokens)])
         share = problem.rate / pools[Role.PREFILL].replicas
         try:
-            mean_ms = mean_ttft_inter_op_ms(share, prefill_ms, timing.stages)
+            mean_ms = compute_mean_ttft_inter_op_ms(share, prefill_ms, timing.stages)
         except QueueingError as error:
             yield "by formula", str(error)
         else:
-            mean = (
-                f"{milliseconds(mean_ms)} to the end of prefill if all prompts had the mean length"
-            )
+            mean = f"{format_milliseconds(mean_ms)} to the end of prefill if all prompts had the mean length"
             caveat = "varying lengths wait longer, batched prompts shorter"
             yield "by formula", f"{mean} (DistServe, Eq. 1-2); {caveat}"
 
 
-def _aladdin(problem: Problem, plan: Plan) -> Iterator[Fact]:
+def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
     """Aladdin's scaling laws: GPUs per worker (Eq. 5-6) and workers per rate (Eq. 7)."""
     try:
-        best = growth.best_size(problem)
-        ranked = ", then ".join(_size(best.gpu, size) for size in best.sizes[:2])
+        best = growth.find_best_size(problem)
+        ranked = ", then ".join(_format_worker_size(best.gpu, size) for size in best.sizes[:2])
         yield "worker size", f"best for decode: {ranked} (Aladdin, Eq. 5-6)"
     except ScalingError as error:
         yield "worker size", str(error)
     try:
-        scaling = growth.growth(problem, plan)
+        scaling = growth.fit_growth(problem, plan)
     except ScalingError as error:
         yield "growth", str(error)
         return
-    law, worker = scaling.law, " + ".join(pool_label(pool) for pool in scaling.worker)
-    line = f"{number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
-    counts = ", ".join(f"{count} at {number(rate)}" for rate, count in scaling.counts.items())
+    law, worker = scaling.law, " + ".join(format_pool(pool) for pool in scaling.worker)
+    line = f"{format_number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
+    counts = ", ".join(
+        f"{count} at {format_number(rate)}" for rate, count in scaling.counts.items()
+    )
     yield "growth", f"{line}, rounded up, times {worker} (Aladdin, Eq. 7)"
     yield "", f"from short simulations: {counts} req/s"
     if not law.holds_at(problem.rate):
         yield (
             "",
-            f"does not apply below {number(law.lowest_rate)} req/s, where minutes differ too much",
+            f"does not apply below {format_number(law.lowest_rate)} req/s, where minutes differ too much",
         )
     else:
-        yield "", f"applies above {number(law.lowest_rate)} req/s, where minutes are alike"
+        yield "", f"applies above {format_number(law.lowest_rate)} req/s, where minutes are alike"
 
 
-def _recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
+def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
     """The cost of losing an instance without and with checkpoints (Splitwise, section IV-E)."""
-    costs = weigh_checkpoints(problem, plan)
+    costs = compare_checkpoints(problem, plan)
     if costs is None:
         return
-    one, pause_ms = costs.resuming, milliseconds(1e3 * costs.pause_s)
-    returned = f"{milliseconds(one.returned_ms)} where its prompt is still cached"
-    single = f"one stream takes {milliseconds(one.anew_ms)}, {returned}; all of an instance"
+    one, pause_ms = costs.resume_cost, format_milliseconds(1e3 * costs.pause_s)
+    returned = f"{format_milliseconds(one.prefix_cached_ms)} where its prompt is still cached"
+    single = (
+        f"one stream takes {format_milliseconds(one.recompute_ms)}, {returned}; all of an instance"
+    )
     yield "recovery", f"recomputed, {single} {pause_ms}"
-    restored = f"{milliseconds(one.restored_ms)} and {milliseconds(1e3 * costs.restored_pause_s)}"
+    restored = f"{format_milliseconds(one.restored_ms)} and {format_milliseconds(1e3 * costs.restored_pause_s)}"
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
     yield (
         "",
         f"from checkpoints {restored}; they use {rate} of each GPU's link, {room} of host memory",
     )
-    pays = f"save GPU time only if an instance is lost at least every {number(costs.even_hours)} h"
+    pays = f"save GPU time only if an instance is lost at least every {format_number(costs.break_even_hours)} h"
     yield "", pays if costs.link_share < 1 else "never save GPU time: the link is too slow"
 
 
-def _size(gpu: str, size: WorkerSize) -> str:
+def _format_worker_size(gpu: str, size: WorkerSize) -> str:
     limit = "KV memory" if size.is_bound_by_kv else "TPOT"
-    speed = f"{number(size.tokens_per_s_per_gpu)} tokens/s per GPU"
+    speed = f"{format_number(size.tokens_per_s_per_gpu)} tokens/s per GPU"
     return f"{size.gpus} x {gpu} ({speed}, {size.batch} requests at once, limited by {limit})"
 
 
-def _lengths(summary: LengthSummary) -> str:
+def _format_lengths(summary: LengthSummary) -> str:
     return (
-        f"{number(summary.mean)} tokens on average, P50 {number(summary.p50)}, "
-        f"P90 {number(summary.p90)}, P99 {number(summary.p99)}"
+        f"{format_number(summary.mean)} tokens on average, P50 {format_number(summary.p50)}, "
+        f"P90 {format_number(summary.p90)}, P99 {format_number(summary.p99)}"
     )

@@ -40,7 +40,7 @@ TtftTarget = Annotated[
 TpotTarget = Annotated[
     float | None, typer.Option("--slo-tpot", help="TPOT target in ms. Overrides spec.slo.tpotMs.")
 ]
-_EXAMPLE = "such as nodes: [{count: 4, gpu: A100-SXM-80GB}]"
+_CLUSTER_EXAMPLE = "such as nodes: [{count: 4, gpu: A100-SXM-80GB}]"
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of the generated requests.")]
 
 
@@ -55,28 +55,30 @@ class Overrides:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanningInput:
     """A deployment and the planning problem built from it."""
 
     deployment: "LLMDeployment"
     problem: "Problem"
 
 
-def ask(file: Path, cluster: Path | None, overrides: Overrides, seed: int) -> Question:
+def read_planning_input(
+    file: Path, cluster: Path | None, overrides: Overrides, seed: int
+) -> PlanningInput:
     """Read both files. Exits with code 2 and one line per fault."""
     from cleave.api.manifest import ManifestError, load, load_cluster
-    from cleave.planner.placement import PlanError, located
+    from cleave.planner.placement import PlanError, resolve_paths
 
     distribution.require("planner")
     try:
-        deployment = overridden(located(load(file), file.parent), overrides)
+        deployment = apply_overrides(resolve_paths(load(file), file.parent), overrides)
         machines = load_cluster(cluster) if cluster else None
-        return Question(deployment, _problem(deployment, machines, file.parent, seed))
+        return PlanningInput(deployment, _build_problem(deployment, machines, file.parent, seed))
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
 
 
-def _problem(
+def _build_problem(
     deployment: "LLMDeployment", machines: "Cluster | None", folder: Path, seed: int
 ) -> "Problem":
     from cleave.api.engine import EngineType
@@ -84,15 +86,15 @@ def _problem(
     from cleave.planner.placement import PlanError
 
     if machines is not None:
-        return problem_from_cluster.problem(deployment, machines, folder, seed)
+        return problem_from_cluster.build_problem(deployment, machines, folder, seed)
     if deployment.spec.engine.type is not EngineType.EMULATED:
         raise PlanError(
-            [f"--cluster: is required: a YAML file that describes the machines, {_EXAMPLE}"]
+            [f"--cluster: is required: a YAML file that describes the machines, {_CLUSTER_EXAMPLE}"]
         )
-    return problem_from_profile.problem(deployment, folder, seed)
+    return problem_from_profile.build_problem(deployment, folder, seed)
 
 
-def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":
+def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeployment":
     """Return the deployment with `overrides` applied. Raises ManifestError."""
     from cleave.api.manifest import ManifestError, validate
 
@@ -125,10 +127,12 @@ def overridden(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDeploym
             }
         )
     except ManifestError as error:
-        raise ManifestError([_by_option(fault, overrides) for fault in error.faults]) from error
+        raise ManifestError(
+            [_attribute_to_option(fault, overrides) for fault in error.faults]
+        ) from error
 
 
-def _by_option(fault: str, overrides: Overrides) -> str:
+def _attribute_to_option(fault: str, overrides: Overrides) -> str:
     """The fault with the name of the option that caused it instead of the manifest's field."""
     options = {
         "spec.workload.rate": ("--rate", overrides.rate),

@@ -8,24 +8,24 @@ import typer
 
 from cleave.cli.local.up import File
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
-from cleave.cli.output.progress_bar import progress_bar, simulating_bar
+from cleave.cli.output.progress_bar import show_progress, show_simulation_progress
 from cleave.cli.planning.inputs import (
     ClusterFile,
     Overrides,
-    Question,
+    PlanningInput,
     Rate,
     Seed,
     TpotTarget,
     TraceFile,
     TtftTarget,
-    ask,
+    read_planning_input,
 )
 
 if TYPE_CHECKING:
-    from cleave.planner.plan import Answer
+    from cleave.planner.plan import PlanningResult
 
 
-class Output(StrEnum):
+class PlanFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -37,7 +37,9 @@ class Output(StrEnum):
 def plan(
     file: File,
     cluster: ClusterFile = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    output: Annotated[
+        PlanFormat, typer.Option("--output", "-o", help="Output format.")
+    ] = PlanFormat.TABLE,
     top: Annotated[int, typer.Option(min=1, max=100, help="Number of plans to show.")] = 5,
     explain: Annotated[
         bool,
@@ -76,7 +78,7 @@ def plan(
     """
     if report is not None and not report.parent.is_dir():
         fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
-    question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
+    question = read_planning_input(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
     answer = _search(question)
     _print(question, answer, output, top, explained=explain)
     if report is not None:
@@ -85,61 +87,66 @@ def plan(
         raise typer.Exit(FAILED)
 
 
-def _search(question: Question) -> "Answer":
+def _search(question: PlanningInput) -> "PlanningResult":
     from cleave.planner import plan_search
     from cleave.planner.placement import PlanError
 
     try:
-        with simulating_bar("planning") as tick:
+        with show_simulation_progress("planning") as tick:
             return plan_search.plan(question.problem, tick)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)
 
 
 def _print(
-    question: Question, answer: "Answer", output: Output, top: int, *, explained: bool
+    question: PlanningInput,
+    answer: "PlanningResult",
+    output: PlanFormat,
+    top: int,
+    *,
+    explained: bool,
 ) -> None:
-    if output is Output.JSON:
+    if output is PlanFormat.JSON:
         import json
 
-        from cleave.planner.result.status import document
+        from cleave.planner.result.status import build_document
 
-        result = document(answer, top - 1)
+        result = build_document(answer, top - 1)
         if explained and answer.selected:
             from cleave.planner.scaling_law import growth
 
-            result["aladdin"] = growth.document(question.problem, answer.selected)
+            result["aladdin"] = growth.build_document(question.problem, answer.selected)
         typer.echo(json.dumps(result, indent=2))
-    elif output is Output.YAML:
+    elif output is PlanFormat.YAML:
         import yaml
 
-        typer.echo(yaml.safe_dump(manifest(question, answer), sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(build_manifest(question, answer), sort_keys=False), nl=False)
     else:
         from rich.console import Console
 
         from cleave.cli.planning import plan_table
 
         console = Console()
-        plan_table.show(console, answer, top=top, wide=output is Output.WIDE)
+        plan_table.show(console, answer, top=top, wide=output is PlanFormat.WIDE)
         if explained:
-            from cleave.cli.planning.explanation import explain
+            from cleave.cli.planning.explanation import print_explanation
 
             console.print()
-            explain(console, question.problem, answer)
+            print_explanation(console, question.problem, answer)
 
 
-def manifest(question: Question, answer: "Answer") -> dict[str, Any]:
+def build_manifest(question: PlanningInput, answer: "PlanningResult") -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
-    from cleave.manifests.pool import selected_plan
+    from cleave.manifests.pool import build_selected_plan
     from cleave.planner.placement import Placement
-    from cleave.planner.result.status import placement
+    from cleave.planner.result.status import build_manual_placement
 
     deployment, chosen = question.deployment, answer.selected
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     if chosen:
-        spec["placement"] = placement(chosen)
+        spec["placement"] = build_manual_placement(chosen)
     pools = chosen.pools if chosen else ()
-    status = selected_plan(deployment, Placement(pools, answer.reason, answer))
+    status = build_selected_plan(deployment, Placement(pools, answer.reason, answer))
     return {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,
@@ -149,17 +156,22 @@ def manifest(question: Question, answer: "Answer") -> dict[str, Any]:
     }
 
 
-def _write_report(question: Question, answer: "Answer", path: Path) -> None:
-    from cleave.planner.result.neighbours import neighbours
-    from cleave.report.load_study import rivals, shown_plans, study
-    from cleave.report.page import page
-    from cleave.report.report_input import bench, subject
+def _write_report(question: PlanningInput, answer: "PlanningResult", path: Path) -> None:
+    from cleave.planner.result.neighbours import list_neighbours
+    from cleave.report.load_study import run_study, select_plans, select_rivals
+    from cleave.report.page import render_page
+    from cleave.report.report_input import build_report_input, build_simulator
 
-    problem, plans = question.problem, shown_plans(answer)
-    with progress_bar("simulating for the report"):
-        beside = neighbours(problem, rivals(plans), plans)
-        result = study(subject(question.deployment, problem), answer, bench(problem), beside)
-    text = page(result)
+    problem, plans = question.problem, select_plans(answer)
+    with show_progress("simulating for the report"):
+        beside = list_neighbours(problem, select_rivals(plans), plans)
+        result = run_study(
+            build_report_input(question.deployment, problem),
+            answer,
+            build_simulator(problem),
+            beside,
+        )
+    text = render_page(result)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -10,16 +10,16 @@ import typer
 
 from cleave.cli.local.up import File
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
-from cleave.cli.output.progress_bar import simulating_bar
-from cleave.cli.planning.inputs import Overrides, Rate, Seed, TraceFile, ask
+from cleave.cli.output.progress_bar import show_simulation_progress
+from cleave.cli.planning.inputs import Overrides, Rate, Seed, TraceFile, read_planning_input
 
 if TYPE_CHECKING:
     from cleave.planner.plan import Percentiles
     from cleave.planner.problem import Problem
-    from cleave.planner.provision.search import Design, Question
+    from cleave.planner.provision.search import ClusterDesign, ProvisioningRequest
 
 
-_OPTIONS = (
+_OPTION_NAMES = (
     ("goal Throughput", "--goal throughput"),
     ("max_cost_per_hour", "--max-cost"),
     ("max_power_watts", "--max-power"),
@@ -28,7 +28,7 @@ _OPTIONS = (
 """Names of fields in errors of the planner, and the options that set them."""
 
 
-class Output(StrEnum):
+class ProvisionFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -36,7 +36,7 @@ class Output(StrEnum):
     YAML = "yaml"
 
 
-class Most(StrEnum):
+class ProvisionGoal(StrEnum):
     """The quantity to optimize."""
 
     THROUGHPUT = "throughput"
@@ -53,9 +53,9 @@ def provision(
         ),
     ],
     goal: Annotated[
-        Most,
+        ProvisionGoal,
         typer.Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
-    ] = Most.COST,
+    ] = ProvisionGoal.COST,
     max_cost: Annotated[
         float | None, typer.Option(help="Budget per hour, in the currency of the prices.")
     ] = None,
@@ -77,7 +77,9 @@ def provision(
     max_machines: Annotated[
         int, typer.Option(min=1, max=1024, help="Maximum number of machines of each kind.")
     ] = 128,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    output: Annotated[
+        ProvisionFormat, typer.Option("--output", "-o", help="Output format.")
+    ] = ProvisionFormat.TABLE,
     rate: Rate = None,
     trace: TraceFile = None,
     seed: Seed = 0,
@@ -100,24 +102,24 @@ def provision(
         --goal throughput --max-power 224000 --token-cap 0.5
     """
     from cleave.api.manifest import ManifestError
-    from cleave.planner.provision.search import Goal, ProvisioningError
+    from cleave.planner.provision.search import ProvisioningError, ProvisioningObjective
     from cleave.planner.provision.search import provision as search
 
-    problem = ask(file, cluster, Overrides(rate, trace), seed).problem
+    problem = read_planning_input(file, cluster, Overrides(rate, trace), seed).problem
     try:
         question = replace(
-            _question(problem, cluster, token_cap, reference),
-            goal=Goal[goal.name],
-            rate=None if goal is Most.THROUGHPUT else problem.rate,
+            _build_request(problem, cluster, token_cap, reference),
+            objective=ProvisioningObjective[goal.name],
+            rate=None if goal is ProvisionGoal.THROUGHPUT else problem.rate,
             max_cost_per_hour=max_cost,
             max_power_watts=max_power,
             max_machines=max_machines,
             seed=seed,
         )
-        with simulating_bar("provisioning") as tick:
+        with show_simulation_progress("provisioning") as tick:
             designs = search(question, tick)
     except ProvisioningError as error:
-        fail([_in_options(str(error))], BAD_INPUT)
+        fail([_translate_to_options(str(error))], BAD_INPUT)
     except ManifestError as error:
         fail(error.faults, BAD_INPUT)
     if not designs:
@@ -126,40 +128,48 @@ def provision(
     _print(designs, output)
 
 
-def _in_options(fault: str) -> str:
+def _translate_to_options(fault: str) -> str:
     """The fault with the names of options instead of those of the request's fields."""
-    for name, option in _OPTIONS:
+    for name, option in _OPTION_NAMES:
         fault = fault.replace(name, option)
     return fault
 
 
-def _question(
+def _build_request(
     problem: "Problem", cluster: Path, token_cap: float | None, reference: str | None
-) -> "Question":
+) -> "ProvisioningRequest":
     """The request with the machines of the cluster; the caller fills in goal and budgets."""
     from cleave.api.manifest import load_cluster
     from cleave.planner.provision import machines
-    from cleave.planner.provision.search import Goal, ProvisioningError, Question
+    from cleave.planner.provision.search import (
+        ProvisioningError,
+        ProvisioningObjective,
+        ProvisioningRequest,
+    )
 
-    nodes = machines.nodes(problem)
+    nodes = machines.list_nodes(problem)
     tokens = nodes
     if token_cap is not None:
-        capped = machines.capped(problem, nodes, load_cluster(cluster), cluster.parent, token_cap)
+        capped = machines.apply_power_cap(
+            problem, nodes, load_cluster(cluster), cluster.parent, token_cap
+        )
         tokens = (*nodes, *capped)
     by_name = {node.machine.name: node.machine for node in nodes}
     if reference is not None and reference not in by_name:
         raise ProvisioningError(f"--reference {reference}: must be one of {', '.join(by_name)}")
-    chosen = by_name[reference] if reference else machines.slowest(nodes, problem.demand)
-    pairs = machines.pairs(problem.shape, nodes, tokens)
-    return Question(problem.demand, pairs, chosen.estimate.timing, Goal.COST)
+    chosen = by_name[reference] if reference else machines.find_slowest(nodes, problem.demand)
+    pairs = machines.build_pairs(problem.shape, nodes, tokens)
+    return ProvisioningRequest(
+        problem.demand, pairs, chosen.estimate.timing, ProvisioningObjective.COST
+    )
 
 
-def _print(designs: Sequence["Design"], output: Output) -> None:
-    if output is Output.TABLE:
-        _show(designs)
+def _print(designs: Sequence["ClusterDesign"], output: ProvisionFormat) -> None:
+    if output is ProvisionFormat.TABLE:
+        _print_table(designs)
         return
     documents = [asdict(design) for design in designs]
-    if output is Output.JSON:
+    if output is ProvisionFormat.JSON:
         import json
 
         typer.echo(json.dumps(documents, indent=2))
@@ -169,13 +179,13 @@ def _print(designs: Sequence["Design"], output: Output) -> None:
         typer.echo(yaml.safe_dump(documents, sort_keys=False), nl=False)
 
 
-def _show(designs: Sequence["Design"]) -> None:
+def _print_table(designs: Sequence["ClusterDesign"]) -> None:
     from rich.console import Console
 
-    from cleave.cli.output.tables import plain_table, print_whole
+    from cleave.cli.output.tables import build_plain_table, print_full_width
 
     figures = ("PROMPT", "TOKEN", "REQ/S", "COST/H", "KW", "TTFT", "TPOT", "E2E")
-    table = plain_table(("MACHINES",), figures)
+    table = build_plain_table(("MACHINES",), figures)
     for design in designs:
         slow = design.slowdowns
         table.add_row(
@@ -185,12 +195,12 @@ def _show(designs: Sequence["Design"]) -> None:
             f"{design.rate:.4g}",
             f"{design.cost_per_hour:,.2f}",
             f"{design.power_watts / 1000:,.1f}",
-            *map(_shown, (slow.ttft, slow.tpot, slow.e2e)),
+            *map(_format_percentiles, (slow.ttft, slow.tpot, slow.e2e)),
         )
     console = Console(highlight=False)
-    print_whole(console, table)
+    print_full_width(console, table)
     console.print("TTFT, TPOT, E2E: slowdown at P50/P90/P99", style="dim")
 
 
-def _shown(slowdown: "Percentiles") -> str:
+def _format_percentiles(slowdown: "Percentiles") -> str:
     return "/".join(f"{each:.2f}" for each in (slowdown.p50, slowdown.p90, slowdown.p99))

@@ -11,27 +11,27 @@ import typer
 
 from cleave.cli.local.up import File
 from cleave.cli.output.errors import BAD_INPUT, fail
-from cleave.cli.output.progress_bar import simulating_bar
+from cleave.cli.output.progress_bar import show_simulation_progress
 from cleave.cli.planning.inputs import (
     ClusterFile,
     Overrides,
-    Question,
+    PlanningInput,
     Rate,
     Seed,
     TpotTarget,
     TraceFile,
     TtftTarget,
-    ask,
+    read_planning_input,
 )
 
 if TYPE_CHECKING:
     from cleave.planner.plan import PlannedPool
-    from cleave.planner.pool_simulation import Bench
+    from cleave.planner.pool_simulation import PlacementSimulator
 
     Pools = Sequence[PlannedPool]
 
 
-class Output(StrEnum):
+class SimulateFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -43,9 +43,9 @@ def simulate(
     file: File,
     cluster: ClusterFile = None,
     output: Annotated[
-        Output,
+        SimulateFormat,
         typer.Option("--output", "-o", help="Output format; csv prints one line per request."),
-    ] = Output.TABLE,
+    ] = SimulateFormat.TABLE,
     requests: Annotated[
         int, typer.Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
     ] = 10_000,
@@ -73,58 +73,60 @@ def simulate(
       # Write the simulated requests as CSV
       cleave simulate -f chat.yaml --cluster cluster.yaml --requests 100000 -o csv
     """
-    requested = _rates(rates)
-    if output is Output.CSV and len(requested) > 1:
+    requested = _parse_rates(rates)
+    if output is SimulateFormat.CSV and len(requested) > 1:
         fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
-    question = ask(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
+    question = read_planning_input(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
     bench, pools = _prepare(question, requests)
     requested = requested or [question.problem.rate]
-    if output is Output.CSV:
+    if output is SimulateFormat.CSV:
         _print_requests(bench, pools, requested[0])
     else:
         _print_figures(bench, pools, requested, output)
 
 
-def _prepare(question: Question, num_requests: int) -> tuple["Bench", "Pools"]:
+def _prepare(question: PlanningInput, num_requests: int) -> tuple["PlacementSimulator", "Pools"]:
     from cleave.planner import pool_simulation
-    from cleave.planner.placement import PlanError, plan
+    from cleave.planner.placement import PlanError, choose_placement
 
     try:
-        pools = pool_simulation.limited(
-            plan(question.deployment).pools, question.deployment.spec.engine
+        pools = pool_simulation.apply_engine_limits(
+            choose_placement(question.deployment).pools, question.deployment.spec.engine
         )
-        pool_simulation.fleet(question.problem, pools)
+        pool_simulation.build_fleet(question.problem, pools)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)
-    return pool_simulation.Bench(question.problem, num_requests), pools
+    return pool_simulation.PlacementSimulator(question.problem, num_requests), pools
 
 
-def _print_requests(bench: "Bench", pools: "Pools", rate: float) -> None:
+def _print_requests(bench: "PlacementSimulator", pools: "Pools", rate: float) -> None:
     from cleave.cli.planning.simulate_table import write_csv
     from cleave.planner import pool_simulation as benches
-    from cleave.planner.result.simulation_summary import instance_names
+    from cleave.planner.result.simulation_summary import list_instance_names
 
-    fleet = benches.fleet(bench.problem, pools)
-    with _simulations():
-        outcome = bench.run(fleet, rate)
-    write_csv(sys.stdout, outcome, instance_names(fleet))
+    fleet = benches.build_fleet(bench.problem, pools)
+    with _report_simulation_errors():
+        outcome = bench.simulate(fleet, rate)
+    write_csv(sys.stdout, outcome, list_instance_names(fleet))
 
 
-def _print_figures(bench: "Bench", pools: "Pools", rates: Sequence[float], output: Output) -> None:
+def _print_figures(
+    bench: "PlacementSimulator", pools: "Pools", rates: Sequence[float], output: SimulateFormat
+) -> None:
     from cleave.cli.planning import simulate_table
     from cleave.planner import pool_simulation as benches
-    from cleave.planner.result.simulation_summary import digest
+    from cleave.planner.result.simulation_summary import summarize
 
     problem, results = bench.problem, []
-    slo, fleet = problem.slo, benches.fleet(problem, pools)
-    with _simulations(), simulating_bar("simulating") as tick:
+    slo, fleet = problem.slo, benches.build_fleet(problem, pools)
+    with _report_simulation_errors(), show_simulation_progress("simulating") as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
-            outcome = bench.run(fleet, rate)
-            mfu = benches.mfu(problem, pools, outcome)
-            results.append(digest(outcome, fleet, rate, slo, mfu))
-    if output is Output.JSON:
-        typer.echo(json.dumps(simulate_table.document(results), indent=2))
+            outcome = bench.simulate(fleet, rate)
+            mfu = benches.compute_mfu(problem, pools, outcome)
+            results.append(summarize(outcome, fleet, rate, slo, mfu))
+    if output is SimulateFormat.JSON:
+        typer.echo(json.dumps(simulate_table.build_document(results), indent=2))
         return
     from rich.console import Console
 
@@ -136,7 +138,7 @@ def _print_figures(bench: "Bench", pools: "Pools", rates: Sequence[float], outpu
 
 
 @contextmanager
-def _simulations() -> Iterator[None]:
+def _report_simulation_errors() -> Iterator[None]:
     """Report SimulationError in one line and exit with code 2."""
     from cleave.simulator.errors import SimulationError
 
@@ -146,7 +148,7 @@ def _simulations() -> Iterator[None]:
         fail([str(error)], BAD_INPUT)
 
 
-def _rates(text: str | None) -> list[float]:
+def _parse_rates(text: str | None) -> list[float]:
     if text is None:
         return []
     try:

@@ -60,13 +60,13 @@ def train(
 
     try:
         found = length_training.train(trace, prompt_error)
-        length_file.write(file, found)
+        length_file.write_length_file(file, found)
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
     scores = found.scores
     title = f"{trace}: trained on {found.trained_on:,} requests, evaluated on {found.judged_by:,}"
     then = "gateways use it" if scores.is_better else "gateways keep using that"
-    _print(title, scores, then, as_json)
+    _print_scores(title, scores, then, as_json)
 
 
 @lengths.command()
@@ -89,17 +89,17 @@ def evaluate(
     from cleave.traffic.history import HistoryError
 
     try:
-        found = length_file.read(file)
-        answers, _ = length_training.read(trace, prompt_error)
+        found = length_file.read_length_file(file)
+        answers, _ = length_training.read_requests(trace, prompt_error)
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
-    scores = length_scores.judge(found, answers)
+    scores = length_scores.evaluate_classifier(found, answers)
     title = f"{trace}: {file} evaluated on {len(answers):,} requests"
     then = "keep it" if scores.is_better else "train another from newer traffic, or use none"
-    _print(title, scores, then, as_json)
+    _print_scores(title, scores, then, as_json)
 
 
-def _print(title: str, scores: "Scores", then: str, as_json: bool) -> None:
+def _print_scores(title: str, scores: "Scores", then: str, as_json: bool) -> None:
     """Print the scores; `then` says what follows from them."""
     import msgspec
 
@@ -108,11 +108,11 @@ def _print(title: str, scores: "Scores", then: str, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from cleave.cli.output.tables import plain_table, print_whole
+    from cleave.cli.output.tables import build_plain_table, print_full_width
     from cleave.traffic.length_file import GRANULARITIES
 
     ranges = (f"RANGE OF {width}" for width in GRANULARITIES)
-    drawn = plain_table(["PREDICTOR"], [*ranges, "TOKENS OFF", "SUM OFF"])
+    drawn = build_plain_table(["PREDICTOR"], [*ranges, "TOKENS OFF", "SUM OFF"])
     for name, score in (
         ("classifier", scores.classifier),
         ("mean by prompt length", scores.conditional_mean),
@@ -122,5 +122,5 @@ def _print(title: str, scores: "Scores", then: str, as_json: bool) -> None:
         drawn.add_row(name, *right, f"{score.mean_absolute_error:.1f}", f"{score.bias:+.1%}")
     console = Console(highlight=False)
     console.print(title, style="bold", soft_wrap=True)
-    print_whole(console, drawn)
+    print_full_width(console, drawn)
     console.print(f"{scores.comparison}; {then}", soft_wrap=True)

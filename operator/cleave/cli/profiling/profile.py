@@ -11,19 +11,19 @@ import typer
 
 from cleave import distribution
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
-from cleave.cli.output.progress_bar import progress_bar
+from cleave.cli.output.progress_bar import show_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from cleave.perf.profile.profile import MeasuredProfile
-    from cleave.profiling.engine_info import EngineFacts
-    from cleave.profiling.measurement_plan import Settings, Taken
+    from cleave.profiling.engine_info import EngineInfo
+    from cleave.profiling.measurement_plan import ProfilingSettings, SamplesByCase
 
-_LOCAL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
+_LOCAL_URL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
 
 
-class Output(StrEnum):
+class ProfileFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -68,7 +68,9 @@ def profile(
     api_key: Annotated[
         str | None, typer.Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
     ] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    output: Annotated[
+        ProfileFormat, typer.Option("--output", "-o", help="Output format.")
+    ] = ProfileFormat.TABLE,
 ) -> None:
     """Measure the latencies of a running engine and write them to a profile.
 
@@ -82,44 +84,44 @@ def profile(
     """
     from dataclasses import replace
 
-    from cleave.perf.profile.profile import write
+    from cleave.perf.profile.profile import write_profile
     from cleave.profiling.errors import ProfilingError
-    from cleave.profiling.measurement_plan import QUICK, Settings
-    from cleave.profiling.profile_points import find_scattered
+    from cleave.profiling.measurement_plan import QUICK, ProfilingSettings
+    from cleave.profiling.profile_points import list_scattered
 
-    settings = QUICK if quick else Settings()
+    settings = QUICK if quick else ProfilingSettings()
     if repeats is not None:
         settings = replace(settings, repeats=repeats)
     if longest_prompt is not None:
-        settings = replace(settings, longest_prompt=longest_prompt)
+        settings = replace(settings, max_prompt_tokens=longest_prompt)
     if not file.absolute().parent.is_dir():
         fail([f"--output-file: {file.parent} is not an existing folder"], BAD_INPUT)
     if device is None:
-        device = _own_device(url)
+        device = _detect_device(url)
     sizes = tensor_parallel_size, pipeline_parallel_size
     try:
         facts, taken = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
-        measured = _to_profile(taken, facts, device, sizes)
+        measured = _build_profile(taken, facts, device, sizes)
     except (ProfilingError, ValueError) as error:
         fail([str(error)], FAILED)
-    scattered = find_scattered(taken, settings.max_spread)
+    scattered = list_scattered(taken, settings.max_spread)
     if scattered and not force:
         faults = [f"scatters: {line}" for line in scattered]
         fail([*faults, "stop other load on the machine and measure again, or use --force"], FAILED)
     try:
-        write(measured, file)
+        write_profile(measured, file)
     except OSError as error:
         fail([f"{file}: {error.strerror}"], FAILED)
     _print(measured, file, len(scattered), output)
 
 
-def _own_device(url: str) -> str:
+def _detect_device(url: str) -> str:
     """Name of this machine's GPU or CPU; exits with code 2 if the engine runs elsewhere."""
     from cleave.local.kubelet import node
 
-    if not _LOCAL.match(url):
+    if not _LOCAL_URL.match(url):
         fail([f"{url} is another machine: name its GPU with --device"], BAD_INPUT)
-    gpus = node.inspect().gpus
+    gpus = node.inspect_node().gpus
     if gpus:
         return gpus[0].name
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -130,38 +132,40 @@ def _own_device(url: str) -> str:
 
 
 async def _measure(
-    url: str, api_key: str | None, model: str | None, settings: "Settings"
-) -> tuple["EngineFacts", "Taken"]:
+    url: str, api_key: str | None, model: str | None, settings: "ProfilingSettings"
+) -> tuple["EngineInfo", "SamplesByCase"]:
     from dataclasses import replace
 
-    from cleave.profiling.client import Client
-    from cleave.profiling.engine_info import inspect
+    from cleave.profiling.client import OpenAIClient
+    from cleave.profiling.engine_info import inspect_engine
     from cleave.profiling.measurement_plan import measure
 
-    client = Client(url, api_key=api_key)
-    facts = await inspect(client, model)
-    with progress_bar("probing") as show:
+    client = OpenAIClient(url, api_key=api_key)
+    facts = await inspect_engine(client, model)
+    with show_progress("probing") as show:
         return facts, await measure(replace(client, model=facts.model), facts, settings, show)
 
 
-def _to_profile(
-    taken: "Taken", facts: "EngineFacts", device: str, sizes: tuple[int, int]
+def _build_profile(
+    taken: "SamplesByCase", facts: "EngineInfo", device: str, sizes: tuple[int, int]
 ) -> "MeasuredProfile":
-    from cleave.profiling.profile_points import to_profile
+    from cleave.profiling.profile_points import build_profile
 
-    return to_profile(
+    return build_profile(
         taken,
         facts,
         device=device,
         measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        software={facts.engine: facts.version, "cleave": distribution.version()},
+        software={facts.engine: facts.version, "cleave": distribution.get_version()},
         tensor_parallel_size=sizes[0],
         pipeline_parallel_size=sizes[1],
     )
 
 
-def _print(measured: "MeasuredProfile", file: Path, num_scattered: int, output: Output) -> None:
-    if output is Output.JSON:
+def _print(
+    measured: "MeasuredProfile", file: Path, num_scattered: int, output: ProfileFormat
+) -> None:
+    if output is ProfileFormat.JSON:
         import json
 
         from cleave.perf.profile.codec import encode
@@ -171,7 +175,7 @@ def _print(measured: "MeasuredProfile", file: Path, num_scattered: int, output: 
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_table(measured))
+    console.print(_build_table(measured))
     if num_scattered:
         console.print(
             f"{num_scattered} points scatter too much: measure again before planning with it"
@@ -179,7 +183,7 @@ def _print(measured: "MeasuredProfile", file: Path, num_scattered: int, output: 
     console.print(f"written to {file}", soft_wrap=True)
 
 
-def _table(measured: "MeasuredProfile") -> "Table":
+def _build_table(measured: "MeasuredProfile") -> "Table":
     from rich.table import Table
 
     table = Table(title=f"{measured.model} on {measured.device}", title_justify="left")

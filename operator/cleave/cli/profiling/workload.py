@@ -14,15 +14,15 @@ from cleave.cli.output.errors import BAD_INPUT, fail
 if TYPE_CHECKING:
     from cleave.api.workload import Workload
     from cleave.simulator.trace import Trace
-    from cleave.traffic.characterization import Diagnosis
+    from cleave.traffic.characterization import TraceDescription
     from cleave.traffic.workload import Demand
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
-_SURVEY = 20_000
+_SAMPLE_REQUESTS = 20_000
 """Number of requests generated from distributions to describe them."""
 
 
-class Output(StrEnum):
+class WorkloadFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
@@ -31,7 +31,7 @@ class Output(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DescribedTraffic:
     """Traffic from a recording, a published workload or Prometheus."""
 
     title: str
@@ -50,7 +50,7 @@ def workload(
         str | None,
         typer.Argument(
             help="CSV or JSONL file of requests, or a published workload such as chat-1m.",
-            autocompletion=lambda incomplete: complete(incomplete),
+            autocompletion=lambda incomplete: complete_published(incomplete),
         ),
     ] = None,
     prometheus: Annotated[
@@ -77,7 +77,9 @@ def workload(
             "--fit", help="Print distributions even where replaying the trace is more accurate."
         ),
     ] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Output format.")] = Output.TABLE,
+    output: Annotated[
+        WorkloadFormat, typer.Option("--output", "-o", help="Output format.")
+    ] = WorkloadFormat.TABLE,
     sample: Annotated[
         int | None,
         typer.Option(min=1, max=5_000_000, help="Generate this many requests into --output-file."),
@@ -114,50 +116,50 @@ def workload(
         fail(["--sample and --output-file must be given together"], BAD_INPUT)
     try:
         if prometheus is None:
-            found = _named(str(source), rate, burstiness)
+            found = _read_named(str(source), rate, burstiness)
         else:
-            found = _observed(prometheus, _seconds(window), model, rate, burstiness)
+            found = _read_prometheus(prometheus, _parse_window(window), model, rate, burstiness)
         if sample is not None and file is not None:
             _write_sample(found, sample, seed, file)
         else:
             is_other = fitted or rate is not None or burstiness is not None
-            _print(found, _spec(found, rate, burstiness, may_replay=not is_other), output)
+            _print(found, _build_spec(found, rate, burstiness, may_replay=not is_other), output)
     except (HistoryError, DemandError) as error:
         fail([str(error)], BAD_INPUT)
 
 
-def complete(incomplete: str) -> list[str]:
+def complete_published(incomplete: str) -> list[str]:
     """Names of published workloads for completion; the shell completes files itself."""
     from cleave.traffic import published
 
-    return [name for name in published.names() if name.startswith(incomplete)]
+    return [name for name in published.list_names() if name.startswith(incomplete)]
 
 
-def _named(source: str, rate: float | None, burstiness: float | None) -> Found:
+def _read_named(source: str, rate: float | None, burstiness: float | None) -> DescribedTraffic:
     """A file if there is one of that name, else a published workload."""
     from cleave.traffic import characterization, history, published, workload
 
     path = Path(source)
     if path.exists() or path.suffix or "/" in source:
-        trace = history.read(path)
-        fitted = characterization.fit(trace, rate, burstiness)
-        demand = workload.resampled(trace, fitted.rate or 1.0, fitted.gap_variation)
-        return Found(source, trace, demand, path)
-    entry = published.find(source)
-    demand = entry.demand(rate, _poisson_unless(burstiness))
-    notes = (f"from {entry.source}", f"known: {entry.known}", f"assumed: {entry.assumed}")
-    return Found(entry.name, demand.draw(_SURVEY), demand, None, notes)
+        trace = history.read_trace(path)
+        fitted = characterization.fit_workload(trace, rate, burstiness)
+        demand = workload.resample_trace(trace, fitted.rate or 1.0, fitted.gap_variation)
+        return DescribedTraffic(source, trace, demand, path)
+    entry = published.get_workload(source)
+    demand = entry.build_demand(rate, _get_burstiness(burstiness))
+    notes = (f"from {entry.source}", f"known: {entry.published}", f"assumed: {entry.assumed}")
+    return DescribedTraffic(entry.name, demand.draw(_SAMPLE_REQUESTS), demand, None, notes)
 
 
-def _observed(
+def _read_prometheus(
     url: str, window_s: float, model: str | None, rate: float | None, burstiness: float | None
-) -> Found:
+) -> DescribedTraffic:
     import time
 
     from cleave.traffic import prometheus
 
-    observed = prometheus.read(url, time.time(), window_s, model)
-    demand = observed.demand(rate, _poisson_unless(burstiness))
+    observed = prometheus.read_traffic(url, time.time(), window_s, model)
+    demand = observed.build_demand(rate, _get_burstiness(burstiness))
     mean, peak = float(observed.rates.mean()), float(observed.rates.max())
     summary = (
         f"{observed.num_requests:,.0f} requests, {mean:.3g} per second and {peak:.3g} at the peak; "
@@ -165,54 +167,59 @@ def _observed(
     )
     assumed = (
         "assumed: uniform within histogram buckets; prompt and output lengths independent; "
-        f"burstiness {_poisson_unless(burstiness):g}"
+        f"burstiness {_get_burstiness(burstiness):g}"
     )
     beyond = f"{observed.share_beyond:.1%} of requests are longer than the last bucket"
     notes = (summary, assumed, *([beyond] if observed.share_beyond > 0.001 else []))
-    return Found("Prometheus", demand.draw(_SURVEY), demand, None, notes)
+    return DescribedTraffic("Prometheus", demand.draw(_SAMPLE_REQUESTS), demand, None, notes)
 
 
-def _poisson_unless(burstiness: float | None) -> float:
+def _get_burstiness(burstiness: float | None) -> float:
     return 1.0 if burstiness is None else burstiness
 
 
-def _spec(
-    found: Found, rate: float | None, burstiness: float | None, *, may_replay: bool
+def _build_spec(
+    found: DescribedTraffic, rate: float | None, burstiness: float | None, *, may_replay: bool
 ) -> dict[str, Any]:
     """`spec.workload` as in a manifest."""
     from cleave.api.workload import TraceSource, Workload
-    from cleave.traffic.characterization import diagnose, fit
+    from cleave.traffic.characterization import characterize, fit_workload
 
     if found.recording is None:
-        return _manifest(fit(found.trace, found.demand.rate, _poisson_unless(burstiness)))
-    if may_replay and not diagnose(found.trace).is_fit_good:
-        return _manifest(Workload(trace=TraceSource(path=abspath(found.recording))))
-    return _manifest(fit(found.trace, rate, burstiness))
+        return _build_manifest(
+            fit_workload(found.trace, found.demand.rate, _get_burstiness(burstiness))
+        )
+    if may_replay and not characterize(found.trace).is_fit_good:
+        return _build_manifest(Workload(trace=TraceSource(path=abspath(found.recording))))
+    return _build_manifest(fit_workload(found.trace, rate, burstiness))
 
 
-def _manifest(spec: "Workload") -> dict[str, Any]:
+def _build_manifest(spec: "Workload") -> dict[str, Any]:
     return spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
 
 
-def _write_sample(found: Found, num: int, seed: int, file: Path) -> None:
+def _write_sample(found: DescribedTraffic, num: int, seed: int, file: Path) -> None:
     from cleave.traffic import history
 
     trace = found.demand.draw(num, seed=seed)
-    history.write(file, trace)
+    history.write_trace(file, trace)
     typer.echo(f"{file}: {num} requests similar to {found.title}, {trace.rate:.4g} per second")
 
 
-def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
-    from cleave.traffic.characterization import diagnose
+def _print(found: DescribedTraffic, spec: dict[str, Any], output: WorkloadFormat) -> None:
+    from cleave.traffic.characterization import characterize
 
-    diagnosis = diagnose(found.trace)
-    remarks = [*found.notes, *(diagnosis.warnings if found.recording else _drawn(diagnosis))]
-    if output is Output.JSON:
+    diagnosis = characterize(found.trace)
+    remarks = [
+        *found.notes,
+        *(diagnosis.warnings if found.recording else _describe_drawn(diagnosis)),
+    ]
+    if output is WorkloadFormat.JSON:
         import json
 
         described = {**asdict(diagnosis), "notes": list(found.notes)}
         typer.echo(json.dumps({"workload": spec, "diagnosis": described}, indent=2))
-    elif output is Output.YAML:
+    elif output is WorkloadFormat.YAML:
         import yaml
 
         typer.echo("".join(f"# {line}\n" for line in remarks), nl=False)
@@ -224,7 +231,7 @@ def _print(found: Found, spec: dict[str, Any], output: Output) -> None:
         show(title, found.trace, diagnosis, remarks, spec)
 
 
-def _drawn(diagnosis: "Diagnosis") -> list[str]:
+def _describe_drawn(diagnosis: "TraceDescription") -> list[str]:
     """A remark if the fit is poor: generated requests can be written to a file and replayed."""
     if diagnosis.is_fit_good:
         return []
@@ -236,7 +243,7 @@ def _drawn(diagnosis: "Diagnosis") -> list[str]:
     return [line]
 
 
-def _seconds(window: str) -> float:
+def _parse_window(window: str) -> float:
     match = re.fullmatch(r"(\d+)([smhdw])", window.strip())
     if match is None:
         fail([f"--window {window}: must be a number and s, m, h, d or w, such as 6h"], BAD_INPUT)

@@ -13,20 +13,24 @@ from rich.table import Table
 from rich.text import Text
 
 from cleave.simulator.trace import Trace
-from cleave.traffic.characterization import Diagnosis, LengthSummary
+from cleave.traffic.characterization import LengthSummary, TraceDescription
 
-_BAR = 24
+_BAR_WIDTH = 24
 """Maximum width of a bar in characters."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def show(
-    title: str, trace: Trace, diagnosis: Diagnosis, warnings: Sequence[str], spec: dict[str, Any]
+    title: str,
+    trace: Trace,
+    diagnosis: TraceDescription,
+    warnings: Sequence[str],
+    spec: dict[str, Any],
 ) -> None:
     """Print everything about one workload."""
     console = Console(highlight=False)
-    console.print(Text(title, style="bold"), Text(_summary(diagnosis), style="dim"))
-    console.print(Group(_lengths(diagnosis), _histogram(trace)))
+    console.print(Text(title, style="bold"), Text(_summarize(diagnosis), style="dim"))
+    console.print(Group(_build_length_table(diagnosis), _build_histogram(trace)))
     for line in warnings:
         console.print(Padding(Text(f"- {line}"), (0, 0, 0, 0)))
     block = yaml.safe_dump({"workload": spec}, sort_keys=False)
@@ -34,7 +38,7 @@ def show(
     console.print(Text(block.rstrip()), soft_wrap=True)
 
 
-def _summary(diagnosis: Diagnosis) -> str:
+def _summarize(diagnosis: TraceDescription) -> str:
     arrivals = diagnosis.arrivals
     if arrivals is None:
         return f"{diagnosis.num_requests:,} requests without arrival times"
@@ -47,50 +51,50 @@ def _summary(diagnosis: Diagnosis) -> str:
     )
 
 
-def _lengths(diagnosis: Diagnosis) -> Table:
+def _build_length_table(diagnosis: TraceDescription) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TOKENS")
     for heading in ("MEAN", "P50", "P90", "P99", "LARGEST", "OFF THE FIT"):
         table.add_column(heading, justify="right")
     rows = (("prompt", diagnosis.prompt_tokens), ("output", diagnosis.output_tokens))
     for name, lengths in rows:
-        table.add_row(name, *_figures(lengths))
+        table.add_row(name, *_format_figures(lengths))
     return table
 
 
-def _figures(lengths: LengthSummary) -> tuple[str, ...]:
+def _format_figures(lengths: LengthSummary) -> tuple[str, ...]:
     figures = (lengths.mean, lengths.p50, lengths.p90, lengths.p99, lengths.largest)
     return (*(f"{figure:,.0f}" for figure in figures), f"{lengths.fit_distance:.1%}")
 
 
-def _histogram(trace: Trace) -> Table:
+def _build_histogram(trace: Trace) -> Table:
     """Shares of prompts and outputs between powers of two."""
     longest = int(max(trace.prompt_tokens.max(), trace.output_tokens.max()))
     shortest = int(min(trace.prompt_tokens.min(), trace.output_tokens.min()))
     powers = range(shortest.bit_length() - 1, longest.bit_length())
     prompts, outputs = (
-        _shares(tokens, powers) for tokens in (trace.prompt_tokens, trace.output_tokens)
+        _compute_shares(tokens, powers) for tokens in (trace.prompt_tokens, trace.output_tokens)
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TOKENS", justify="right")
-    table.add_column("PROMPTS", min_width=_BAR)
+    table.add_column("PROMPTS", min_width=_BAR_WIDTH)
     table.add_column("", justify="right")
-    table.add_column("OUTPUTS", min_width=_BAR)
+    table.add_column("OUTPUTS", min_width=_BAR_WIDTH)
     table.add_column("", justify="right")
     widest = max(*prompts, *outputs)
     for power, prompt, output in zip(powers, prompts, outputs, strict=True):
-        cells = (cell for share in (prompt, output) for cell in _bar(share, widest))
+        cells = (cell for share in (prompt, output) for cell in _format_bar(share, widest))
         table.add_row(f"{1 << power:,}", *cells)
     return table
 
 
-def _shares(tokens: NDArray[np.int64], powers: range) -> list[float]:
+def _compute_shares(tokens: NDArray[np.int64], powers: range) -> list[float]:
     bins = np.floor(np.log2(tokens)).astype(int) - powers.start
     shares: list[float] = (np.bincount(bins, minlength=len(powers)) / len(tokens)).tolist()
     return shares
 
 
-def _bar(share: float, widest: float) -> tuple[Text, str]:
-    eighths = round(share / widest * _BAR * 8)
+def _format_bar(share: float, widest: float) -> tuple[Text, str]:
+    eighths = round(share / widest * _BAR_WIDTH * 8)
     bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
     return Text(bar, style="cyan"), f"{share:.1%}" if share else ""

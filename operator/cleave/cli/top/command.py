@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cleave.cli.completion import complete_running
-from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, told
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_local_errors
 
 if TYPE_CHECKING:
-    from cleave.cli.top.view import View
+    from cleave.cli.top.view import TopView
 
-_ASK_S = 2.0
-_PAGE_LIMIT = 16 << 20
+_REQUEST_TIMEOUT_S = 2.0
+_MAX_PAGE_BYTES = 16 << 20
 
 
-class Output(StrEnum):
+class TopFormat(StrEnum):
     """Output format."""
 
     TABLE = "table"
     JSON = "json"
 
 
-Draw = Callable[["View"], None]
+Draw = Callable[["TopView"], None]
 
 
 def top(
@@ -58,9 +58,9 @@ def top(
         typer.Option("--once", help="Poll twice, one interval apart, print the result and exit."),
     ] = False,
     output: Annotated[
-        Output,
+        TopFormat,
         typer.Option("--output", "-o", help="Output format; json prints one object per line."),
-    ] = Output.TABLE,
+    ] = TopFormat.TABLE,
 ) -> None:
     """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
 
@@ -79,12 +79,12 @@ def top(
       kubectl port-forward deploy/chat-gateway 8081 &
       cleave top --gateway http://127.0.0.1:8081
     """
-    with told():
+    with report_local_errors():
         url = _find_url(name, gateway)
     from cleave.rpc.http_client import HttpError
 
     try:
-        asyncio.run(_watch(_Gateway(url, name or ""), interval, output, once=once))
+        asyncio.run(_watch(_GatewayPoller(url, name or ""), interval, output, once=once))
     except HttpError as error:
         hint = "; --gateway needs its internal port, 8081 in a cluster" if gateway else ""
         fail([f"gateway at {url}: {error}{hint}"], FAILED)
@@ -93,18 +93,18 @@ def top(
 def _find_url(name: str | None, gateway: str | None) -> str:
     """URL of the gateway's internal port. Raises StateError."""
     if gateway is not None:
-        return _checked(gateway)
+        return _validate_url(gateway)
     from cleave.local import state
     from cleave.local.errors import StateError
 
-    folder = state.find(name)
+    folder = state.find_running(name)
     snapshot = folder.read()
     if snapshot is None or not snapshot.internal_url:
         raise StateError(f"{folder.name} is starting; try again in a second")
     return snapshot.internal_url
 
 
-def _checked(url: str) -> str:
+def _validate_url(url: str) -> str:
     from urllib.parse import urlsplit
 
     try:
@@ -117,22 +117,24 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once: bool) -> None:
+async def _watch(
+    gateway: "_GatewayPoller", interval_s: float, output: TopFormat, *, once: bool
+) -> None:
     """Poll and draw until interrupted. Raises HttpError if the first poll fails."""
     from cleave.rpc.http_client import HttpError
 
-    _end_properly()
+    _interrupt_on_signals()
     clock = asyncio.get_running_loop().time
     due = clock() + interval_s
-    view = await gateway.look()
-    with _drawing(output, live=not once) as draw:
+    view = await gateway.poll()
+    with _open_display(output, live=not once) as draw:
         if not once:
             draw(view)
         while True:
             await asyncio.sleep(max(due - clock(), 0.0))
             due = max(due, clock()) + interval_s
             try:
-                view = await gateway.look()
+                view = await gateway.poll()
             except HttpError as error:
                 if once:
                     raise
@@ -142,39 +144,39 @@ async def _watch(gateway: "_Gateway", interval_s: float, output: Output, *, once
                 return
 
 
-def _end_properly() -> None:
+def _interrupt_on_signals() -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C, which restores the terminal."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
 
 
-class _Gateway:
+class _GatewayPoller:
     """Polls `/fleet` and `/metrics` of one gateway."""
 
     def __init__(self, url: str, deployment: str) -> None:
-        from cleave.cli.top.view import Watcher
+        from cleave.cli.top.view import ViewBuilder
 
         self._url = url
         self._deployment = deployment
         """Deployment that the gateway must serve; empty: any."""
-        self._watcher = Watcher()
+        self._view_builder = ViewBuilder()
 
-    async def look(self) -> "View":
+    async def poll(self) -> "TopView":
         """Poll once. Raises HttpError; exits with code 1 if it serves another deployment."""
         import msgspec
 
-        from cleave.rpc.fleet_status import FleetPage
+        from cleave.rpc.fleet_status import FleetStatus
         from cleave.rpc.http_client import HttpError
-        from cleave.traffic.counters import CountsError, read_page
+        from cleave.traffic.counters import CountsError, parse_metrics_page
 
         fleet, metrics = await asyncio.gather(self._get("/fleet"), self._get("/metrics"))
         try:
-            page = msgspec.json.decode(fleet, type=FleetPage)
-            counts = read_page(metrics.decode(errors="replace"), time.monotonic())
+            page = msgspec.json.decode(fleet, type=FleetStatus)
+            counts = parse_metrics_page(metrics.decode(errors="replace"), time.monotonic())
         except (msgspec.MsgspecError, CountsError) as error:
             raise HttpError(f"the response is not that of a gateway: {error}") from error
-        view = self._watcher.take(page, counts, time.time())
+        view = self._view_builder.update(page, counts, time.time())
         if self._deployment and page.instances and self._deployment not in view.deployments:
             served = ", ".join(view.deployments)
             fail([f"gateway at {self._url}: serves {served}, not {self._deployment}"], FAILED)
@@ -183,31 +185,33 @@ class _Gateway:
     async def _get(self, path: str) -> bytes:
         from cleave.rpc import http_client
 
-        return await http_client.get(self._url + path, seconds=_ASK_S, limit=_PAGE_LIMIT)
+        return await http_client.get(
+            self._url + path, seconds=_REQUEST_TIMEOUT_S, limit=_MAX_PAGE_BYTES
+        )
 
 
 @contextmanager
-def _drawing(output: Output, *, live: bool) -> Iterator[Draw]:
+def _open_display(output: TopFormat, *, live: bool) -> Iterator[Draw]:
     """Yield a function that draws a view: in place on a terminal, else below the last one."""
     from rich.console import Console
 
-    from cleave.cli.top.screen import print_plain, to_screen
+    from cleave.cli.top.screen import print_plain, render_screen
 
     console = Console(highlight=False)
-    if output is Output.JSON:
+    if output is TopFormat.JSON:
         yield _print_json
     elif live and console.is_terminal and not console.is_dumb_terminal:
         from rich.live import Live
 
         with Live(console=console, screen=True, auto_refresh=False) as screen:
-            yield lambda view: screen.update(to_screen(view, *console.size), refresh=True)
+            yield lambda view: screen.update(render_screen(view, *console.size), refresh=True)
     else:
         yield lambda view: print_plain(console, view)
 
 
-def _print_json(view: "View") -> None:
+def _print_json(view: "TopView") -> None:
     import json
 
-    from cleave.cli.top.view import to_plain
+    from cleave.cli.top.view import build_document
 
-    typer.echo(json.dumps(to_plain(view)))
+    typer.echo(json.dumps(build_document(view)))

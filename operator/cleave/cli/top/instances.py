@@ -11,16 +11,16 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from cleave.cli.top.view import is_away
-from cleave.rpc.fleet_status import FleetPage, Instance
+from cleave.cli.top.view import is_flipped
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus
 
 GAP = 2
 """Cells between two columns."""
 
 _BAR_CELLS = 10
-_FULL = 0.9
+_FULL_USAGE = 0.9
 """Used share of the KV cache from which the bar is red."""
-_HEARD = ("", "heard")
+_CONNECTED = ("", "heard")
 _STYLES = {
     "ready": "green",
     "starting": "yellow",
@@ -35,12 +35,12 @@ def make_table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, GAP // 2), header_style="bold")
 
 
-def find_state(instance: Instance) -> str:
+def get_state(instance: FleetInstance) -> str:
     """The state that its agent reports, or the connection state if the agent does not respond."""
-    return instance.state if instance.contact in _HEARD else instance.contact
+    return instance.state if instance.contact in _CONNECTED else instance.contact
 
 
-def choose(fleet: FleetPage, rows: int) -> tuple[Sequence[Instance], int]:
+def select_instances(fleet: FleetStatus, rows: int) -> tuple[Sequence[FleetInstance], int]:
     """The instances to show in `rows` lines, and the number of omitted ones (the last line).
 
     Ordered by name when all fit; else the most urgent ones first.
@@ -48,19 +48,19 @@ def choose(fleet: FleetPage, rows: int) -> tuple[Sequence[Instance], int]:
     found, left_out = fleet.instances, fleet.left_out
     if len(found) + bool(left_out) <= rows:
         return found, left_out
-    shown = sorted(found, key=_find_urgency, reverse=True)[: rows - 1]
+    shown = sorted(found, key=_compute_urgency, reverse=True)[: rows - 1]
     return shown, left_out + len(found) - len(shown)
 
 
-def draw(instances: Sequence[Instance], width: int | None = None) -> Table:
+def build_instance_table(instances: Sequence[FleetInstance], width: int | None = None) -> Table:
     """A row per instance, at most `width` cells wide; None: as wide as needed."""
     columns = list(_COLUMNS)
     cells = {column.heading: [column.cell(each) for each in instances] for column in columns}
     while width is not None and _measure(columns, cells) > width:
-        optional = [column for column in columns if column.leaves]
+        optional = [column for column in columns if column.drop_order]
         if not optional:
             break
-        columns.remove(min(optional, key=lambda column: column.leaves))
+        columns.remove(min(optional, key=lambda column: column.drop_order))
     drawn = make_table()
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_figure else "left"
@@ -73,9 +73,9 @@ def draw(instances: Sequence[Instance], width: int | None = None) -> Table:
 @dataclass(frozen=True, slots=True)
 class _Column:
     heading: str
-    cell: Callable[[Instance], Text]
+    cell: Callable[[FleetInstance], Text]
     is_figure: bool = True
-    leaves: int = 0
+    drop_order: int = 0
     """Order in which columns are dropped when there is no room, from 1; 0: never."""
 
 
@@ -87,35 +87,35 @@ def _measure(columns: Sequence[_Column], cells: dict[str, list[Text]]) -> int:
     return sum(widths) + GAP * (len(columns) - 1)
 
 
-def _find_urgency(instance: Instance) -> tuple[bool, bool, float, float]:
+def _compute_urgency(instance: FleetInstance) -> tuple[bool, bool, float, float]:
     return (
-        find_state(instance) != "ready",
-        is_away(instance),
+        get_state(instance) != "ready",
+        is_flipped(instance),
         instance.kv_cache_usage,
         instance.pending_tokens,
     )
 
 
-def _describe_role(instance: Instance) -> Text:
-    if is_away(instance):
+def _describe_role(instance: FleetInstance) -> Text:
+    if is_flipped(instance):
         return Text(f"{instance.home}→{instance.role}", style="bold yellow")
     return Text(instance.role)
 
 
-def _describe_state(instance: Instance) -> Text:
-    state = find_state(instance)
+def _describe_state(instance: FleetInstance) -> Text:
+    state = get_state(instance)
     return Text(state, style=_STYLES.get(state, "red"))
 
 
-def _draw_bar(instance: Instance) -> Text:
+def _draw_bar(instance: FleetInstance) -> Text:
     used = min(max(instance.kv_cache_usage, 0.0), 1.0)
     # Rounded up, so that any use is visible.
     filled = min(round(used * _BAR_CELLS + 0.499), _BAR_CELLS)
-    bar = Text("█" * filled, style="red" if used >= _FULL else "cyan")
+    bar = Text("█" * filled, style="red" if used >= _FULL_USAGE else "cyan")
     return bar.append("░" * (_BAR_CELLS - filled), style="dim")
 
 
-def _describe_path(instance: Instance) -> Text:
+def _describe_path(instance: FleetInstance) -> Text:
     path = instance.kv_path
     if not path.verified:
         return Text("not verified", style="yellow")
@@ -129,10 +129,10 @@ _COLUMNS = (
     _Column("STATE", _describe_state, is_figure=False),
     _Column("RUN", lambda each: Text(str(each.num_running))),
     _Column("WAIT", lambda each: Text(str(each.num_waiting))),
-    _Column("PENDING", lambda each: Text(f"{each.pending_tokens:,}"), leaves=5),
+    _Column("PENDING", lambda each: Text(f"{each.pending_tokens:,}"), drop_order=5),
     _Column("KV%", lambda each: Text(f"{each.kv_cache_usage:.0%}"[:-1])),
-    _Column("KV", _draw_bar, is_figure=False, leaves=3),
-    _Column("HERE", lambda each: Text(str(each.requests_in_flight)), leaves=4),
-    _Column("AGE s", lambda each: Text(f"{each.report_age_s:.1f}"), leaves=2),
-    _Column("KV PATH", _describe_path, is_figure=False, leaves=1),
+    _Column("KV", _draw_bar, is_figure=False, drop_order=3),
+    _Column("HERE", lambda each: Text(str(each.requests_in_flight)), drop_order=4),
+    _Column("AGE s", lambda each: Text(f"{each.report_age_s:.1f}"), drop_order=2),
+    _Column("KV PATH", _describe_path, is_figure=False, drop_order=1),
 )

@@ -7,36 +7,36 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from cleave.cli.output.tables import print_whole
+from cleave.cli.output.tables import print_full_width
 from cleave.cli.top import instances
-from cleave.cli.top.instances import find_state, make_table
-from cleave.cli.top.view import MINUTE_S, NOW_S, View
-from cleave.traffic.counters import Traffic
+from cleave.cli.top.instances import get_state, make_table
+from cleave.cli.top.view import MINUTE_S, NOW_S, TopView
+from cleave.traffic.counters import TrafficRates
 
-_TEXTS_ABOVE = 5
+_HEADER_ROWS = 5
 _TRAFFIC_ROWS = 5
-_LEAST_ROWS = 3
-_REASONS = 3
-_NOTHING = "-"
+_MIN_ROWS = 3
+_MAX_REASONS = 3
+_NO_VALUE = "-"
 
 
-def to_screen(view: View, width: int, height: int) -> Group:
+def render_screen(view: TopView, width: int, height: int) -> Group:
     """The view, fitted into `width` x `height` cells as far as possible."""
-    notes = _describe_notes(view)
-    taken = _TEXTS_ABOVE + _TRAFFIC_ROWS + len(notes) + 1  # the headings of instances
-    shown, more = instances.choose(view.fleet, max(_LEAST_ROWS, height - taken))
+    notes = _describe_events(view)
+    taken = _HEADER_ROWS + _TRAFFIC_ROWS + len(notes) + 1  # the headings of instances
+    shown, more = instances.select_instances(view.fleet, max(_MIN_ROWS, height - taken))
     return Group(
-        *_cut(_describe_state(view), width),
+        *_truncate(_describe_state(view), width),
         Text(),
         _draw_traffic(view),
-        *_cut([_describe_counts(view)], width),
+        *_truncate([_describe_counts(view)], width),
         Text(),
-        instances.draw(shown, width),
-        *_cut([*_count_more(more), *notes], width),
+        instances.build_instance_table(shown, width),
+        *_truncate([*_describe_omitted(more), *notes], width),
     )
 
 
-def print_plain(console: Console, view: View) -> None:
+def print_plain(console: Console, view: TopView) -> None:
     """Print the view without fitting it to the terminal."""
 
     def print_texts(texts: Sequence[Text]) -> None:
@@ -44,26 +44,26 @@ def print_plain(console: Console, view: View) -> None:
             console.print(text, soft_wrap=True)
 
     print_texts(_describe_state(view))
-    print_whole(console, _draw_traffic(view))
+    print_full_width(console, _draw_traffic(view))
     print_texts([_describe_counts(view), Text()])
-    print_whole(console, instances.draw(view.fleet.instances))
-    print_texts([*_count_more(view.fleet.left_out), *_describe_notes(view), Text()])
+    print_full_width(console, instances.build_instance_table(view.fleet.instances))
+    print_texts([*_describe_omitted(view.fleet.left_out), *_describe_events(view), Text()])
 
 
-def _cut(texts: Sequence[Text], width: int) -> Sequence[Text]:
+def _truncate(texts: Sequence[Text], width: int) -> Sequence[Text]:
     for text in texts:
         text.truncate(width, overflow="ellipsis")
     return texts
 
 
-def _describe_state(view: View) -> list[Text]:
+def _describe_state(view: TopView) -> list[Text]:
     head = Text(", ".join(view.deployments) or "no instances", style="bold")
     head.append(f"  {', '.join(view.models)}", style="not bold")
     clock = time.strftime("%H:%M:%S", time.localtime(view.at))
     if view.fault:
         return [head, Text(f"{clock}  no response since then: {view.fault}", style="red")]
     fleet, counts = view.fleet, view.counts
-    ready = sum(find_state(each) == "ready" for each in fleet.instances)
+    ready = sum(get_state(each) == "ready" for each in fleet.instances)
     now = (
         f"{clock}  in flight {counts.in_flight:.0f}  waiting {counts.waiting:.0f}"
         f"  instances ready {ready} of {len(fleet.instances) + fleet.left_out}"
@@ -71,7 +71,7 @@ def _describe_state(view: View) -> list[Text]:
     return [head, Text(f"{now}  this gateway is draining" if fleet.draining else now)]
 
 
-def _draw_traffic(view: View) -> Table:
+def _draw_traffic(view: TopView) -> Table:
     drawn = make_table()
     drawn.add_column("WINDOW", no_wrap=True)
     for heading in ("REQ/S", "TOK/S", "ATTAINED", "GOODPUT"):
@@ -81,40 +81,45 @@ def _draw_traffic(view: View) -> Table:
     ttft_target_ms, tpot_target_ms = view.counts.ttft_target_ms, view.counts.tpot_target_ms
     for traffic, window_s in ((view.now, NOW_S), (view.minute, MINUTE_S)):
         drawn.add_row(
-            *_describe_window(_seconds(traffic, window_s), traffic, ttft_target_ms, tpot_target_ms)
+            *_describe_window(
+                _format_window(traffic, window_s), traffic, ttft_target_ms, tpot_target_ms
+            )
         )
-    drawn.add_row(*_describe_window("all", view.ever, ttft_target_ms, tpot_target_ms))
-    targets = _ms(ttft_target_ms), "", _ms(tpot_target_ms)
+    drawn.add_row(*_describe_window("all", view.total, ttft_target_ms, tpot_target_ms))
+    targets = _format_ms(ttft_target_ms), "", _format_ms(tpot_target_ms)
     drawn.add_row("target", *[""] * 5, *targets, style="dim")
     return drawn
 
 
 def _describe_window(
-    name: str, traffic: Traffic | None, ttft_target_ms: float | None, tpot_target_ms: float | None
+    name: str,
+    traffic: TrafficRates | None,
+    ttft_target_ms: float | None,
+    tpot_target_ms: float | None,
 ) -> list[Text]:
     if traffic is None:
-        return [Text(name), *(Text(_NOTHING) for _ in range(8))]
+        return [Text(name), *(Text(_NO_VALUE) for _ in range(8))]
     share = traffic.slo_attainment
     return [
         Text(name),
-        Text(_rate(traffic.requests_per_s)),
+        Text(_format_rate(traffic.requests_per_s)),
         Text(f"{traffic.output_tokens_per_s:,.0f}"),
-        Text(_NOTHING if share is None else f"{share:.1%}"),
-        Text(_NOTHING if traffic.goodput is None else _rate(traffic.goodput)),
-        Text(_ms(traffic.ttft_p50_ms)),
-        _judge(traffic.ttft_p90_ms, ttft_target_ms),
-        Text(_ms(traffic.tpot_p50_ms)),
-        _judge(traffic.tpot_p90_ms, tpot_target_ms),
+        Text(_NO_VALUE if share is None else f"{share:.1%}"),
+        Text(_NO_VALUE if traffic.goodput is None else _format_rate(traffic.goodput)),
+        Text(_format_ms(traffic.ttft_p50_ms)),
+        _color_by_target(traffic.ttft_p90_ms, ttft_target_ms),
+        Text(_format_ms(traffic.tpot_p50_ms)),
+        _color_by_target(traffic.tpot_p90_ms, tpot_target_ms),
     ]
 
 
-def _judge(value_ms: float | None, target_ms: float | None) -> Text:
+def _color_by_target(value_ms: float | None, target_ms: float | None) -> Text:
     if value_ms is None or target_ms is None:
-        return Text(_ms(value_ms))
-    return Text(_ms(value_ms), style="red" if value_ms > target_ms else "green")
+        return Text(_format_ms(value_ms))
+    return Text(_format_ms(value_ms), style="red" if value_ms > target_ms else "green")
 
 
-def _describe_counts(view: View) -> Text:
+def _describe_counts(view: TopView) -> Text:
     """Counts of rejections, retries, recoveries and role flips, of the last minute and in total."""
     line = Text()
     minute, ever = view.minute, view.counts
@@ -129,11 +134,11 @@ def _describe_counts(view: View) -> Text:
     return line.append(f"({MINUTE_S:.0f} s, total)", style="dim")
 
 
-def _count_more(more: int) -> list[Text]:
+def _describe_omitted(more: int) -> list[Text]:
     return [Text(f"and {more} more", style="dim")] if more else []
 
 
-def _describe_notes(view: View) -> list[Text]:
+def _describe_events(view: TopView) -> list[Text]:
     """Reasons why instances are not ready, and the last changes of roles."""
     reasons = [
         Text(f"{each.name}: {each.reason}", style="yellow")
@@ -146,20 +151,20 @@ def _describe_notes(view: View) -> list[Text]:
         )
         for each in view.changes
     ]
-    notes = reasons[:_REASONS] + changes
+    notes = reasons[:_MAX_REASONS] + changes
     return [Text(), *notes] if notes else []
 
 
-def _seconds(traffic: Traffic | None, window_s: float) -> str:
+def _format_window(traffic: TrafficRates | None, window_s: float) -> str:
     seconds = traffic.window_s if traffic else window_s
     return f"{seconds:.0f} s" if seconds >= 2 else f"{seconds:.1f} s"
 
 
-def _rate(value: float) -> str:
+def _format_rate(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _ms(value: float | None) -> str:
+def _format_ms(value: float | None) -> str:
     if value is None:
-        return _NOTHING
+        return _NO_VALUE
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

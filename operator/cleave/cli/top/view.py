@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from cleave.rpc.fleet_status import FleetPage, Instance
-from cleave.traffic.counters import Counts, History, Traffic, compare
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus
+from cleave.traffic.counters import CounterHistory, GatewayCounters, TrafficRates, compute_rates
 
 NOW_S = 5.0
 MINUTE_S = 60.0
-_FLIPS = 5
+_MAX_CHANGES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RoleChange:
     """A change of an instance's role between two polls."""
 
     at: float
@@ -27,20 +27,20 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TopView:
     """The result of one poll."""
 
     at: float
     """Unix time."""
-    fleet: FleetPage
-    counts: Counts
-    now: Traffic | None
+    fleet: FleetStatus
+    counts: GatewayCounters
+    now: TrafficRates | None
     """Traffic of the last `NOW_S` seconds; None until the second poll."""
-    minute: Traffic | None
+    minute: TrafficRates | None
     """Traffic of the last `MINUTE_S` seconds, or since the first poll."""
-    ever: Traffic | None
+    total: TrafficRates | None
     """Traffic since the gateway started; None where its clock is ahead of this machine's."""
-    changes: tuple[Change, ...]
+    changes: tuple[RoleChange, ...]
     """The last changes of roles, newest first."""
     fault: str = ""
     """Why later polls failed; empty: the last poll succeeded."""
@@ -56,47 +56,47 @@ class View:
         return sorted({each.model for each in self.fleet.instances})
 
 
-class Watcher:
+class ViewBuilder:
     """Builds views from polls; keeps the history for windows and the last changes of roles."""
 
     def __init__(self) -> None:
-        self._history = History(MINUTE_S)
+        self._history = CounterHistory(MINUTE_S)
         self._roles: dict[str, str] = {}
-        self._changes: deque[Change] = deque(maxlen=_FLIPS)
+        self._changes: deque[RoleChange] = deque(maxlen=_MAX_CHANGES)
 
-    def take(self, fleet: FleetPage, counts: Counts, at: float) -> View:
+    def update(self, fleet: FleetStatus, counts: GatewayCounters, at: float) -> TopView:
         """What the pages say together with the earlier ones; `at`: Unix time of the look."""
         self._history.add(counts)
         self._changes.extendleft(self._find_changes(fleet, at))
         self._roles = {each.name: each.role for each in fleet.instances}
         uptime_s = at - counts.started_s if counts.started_s else 0.0
-        started = Counts(at_s=counts.at_s - uptime_s)
-        return View(
+        started = GatewayCounters(at_s=counts.at_s - uptime_s)
+        return TopView(
             at=at,
             fleet=fleet,
             counts=counts,
-            now=self._history.look_back(NOW_S),
-            minute=self._history.look_back(MINUTE_S),
-            ever=compare(started, counts),
+            now=self._history.get_rates(NOW_S),
+            minute=self._history.get_rates(MINUTE_S),
+            total=compute_rates(started, counts),
             changes=tuple(self._changes),
         )
 
-    def _find_changes(self, fleet: FleetPage, at: float) -> Iterator[Change]:
+    def _find_changes(self, fleet: FleetStatus, at: float) -> Iterator[RoleChange]:
         for each in fleet.instances:
             before = self._roles.get(each.name, each.role)
             if before != each.role:
-                yield Change(at, each.name, before, each.role)
+                yield RoleChange(at, each.name, before, each.role)
 
 
-def is_away(instance: Instance) -> bool:
+def is_flipped(instance: FleetInstance) -> bool:
     """Whether it serves another role than the configured one, which old gateways do not report."""
     return bool(instance.home) and instance.home != instance.role
 
 
-def to_plain(view: View) -> dict[str, Any]:
+def build_document(view: TopView) -> dict[str, Any]:
     """The view for JSON. Rates are null until the second poll; after a fault, data is of `time`."""
     counts = view.counts
-    windows = {"now": view.now, "minute": view.minute, "ever": view.ever}
+    windows = {"now": view.now, "minute": view.minute, "ever": view.total}
     return {
         "time": view.at,
         "fault": view.fault or None,

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cleave.api.replan_status import LatencyCorrection, PlanBasis, SeenPrediction
+from cleave.api.replan_status import CurrentPrediction, FittedPlanInputs, LatencyCorrection
 from cleave.api.role import Role
 from cleave.manifests.labels import Manifest
 from cleave.planner.plan import PlannedPool
-from cleave.planner.replan.revision import Left, Terms, Verdict
-from cleave.traffic.window import Window
+from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings, ReplanVerdict
+from cleave.traffic.window import TrafficWindow
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ObjectReference:
     """One object of the cluster: by name and, where it is known, by uid."""
 
     kind: str
@@ -42,7 +42,7 @@ class Create:
 class Delete:
     """Delete the object with this uid, not a later one of the same name."""
 
-    target: Reference
+    target: ObjectReference
     grace_s: int | None = None
     """Grace period in seconds, instead of the object's own; 0: remove it at once, for pods of lost
     nodes."""
@@ -55,21 +55,21 @@ class Repurpose:
     When the agent refuses or does not answer, pod and role stay as they are.
     """
 
-    target: Reference
+    target: ObjectReference
     """The pod."""
     agent: str
     """Address of the pod's agent, as HOST:PORT."""
     role: Role
     metadata: Manifest
     """Labels, annotations and owner reference to write; empty: they are right already."""
-    pool: Reference
+    pool: ObjectReference
 
 
 @dataclass(frozen=True, slots=True)
 class PatchStatus:
     """Write the status of an object."""
 
-    target: Reference
+    target: ObjectReference
     status: Manifest
 
 
@@ -77,7 +77,7 @@ class PatchStatus:
 class SetFinalizers:
     """Replace the finalizers, unless the object has changed since resource version `version`."""
 
-    target: Reference
+    target: ObjectReference
     finalizers: tuple[str, ...]
     version: str
 
@@ -86,14 +86,14 @@ class SetFinalizers:
 class Emit:
     """Record a Kubernetes Event for an object."""
 
-    target: Reference
+    target: ObjectReference
     reason: str
     message: str
     is_warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Review:
+class PlanReview:
     """Request to compare the running plan with observed traffic, and to look for a better plan."""
 
     at_s: float
@@ -102,42 +102,42 @@ class Review:
     """The pools that run."""
     algorithm: str
     """Algorithm that found the running plan."""
-    windows: tuple[Window, ...]
+    windows: tuple[TrafficWindow, ...]
     """Traffic windows since the running plan was in place, oldest first."""
-    terms: Terms
-    left: tuple[Left, ...] = ()
+    settings: ReplanSettings
+    past_plans: tuple[ReplacedPlan, ...] = ()
     """Plans that ran before the present one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reviewed:
-    """Result of a `Review`. A better plan, if there is one, is in `PlanOutcome.plan`."""
+class ReviewResult:
+    """Result of a `PlanReview`. A better plan, if there is one, is in `PlanJob.plan`."""
 
-    verdict: Verdict
+    verdict: ReplanVerdict
     reason: str
-    holds: bool | None
+    is_accurate: bool | None
     """Whether predicted and observed latencies agree; None: too little traffic to tell."""
-    judged: str
+    accuracy_message: str
     """The same as a sentence."""
-    prediction: SeenPrediction
+    prediction: CurrentPrediction
     """Predicted latencies of the running plan."""
     correction: LatencyCorrection | None
     """Correction of the latency model from now on; None: no correction is needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOutcome:
+class PlanJob:
     """A request to the planner and, once it has finished, its result: a plan or faults."""
 
-    inputs: str
+    inputs_hash: str
     """Hash of everything that the plan depends on."""
-    numbers: str = ""
+    node_counts_hash: str = ""
     """Hash of how many nodes of each kind there were."""
-    basis: PlanBasis | None = None
+    fitted_inputs: FittedPlanInputs | None = None
     """Observed traffic and model correction, which replace those of the spec."""
-    review: Review | None = None
+    review: PlanReview | None = None
     """Set when the running plan is to be reviewed; None: a plan is to be made from scratch."""
-    model_digest: str = ""
+    model_hash: str = ""
     """Hash of what latencies depend on (model, engine, kinds of GPU)."""
     plan: Manifest | None = None
     """The plan, in the form of `status.plan`."""
@@ -145,7 +145,7 @@ class PlanOutcome:
     """Why the request could not be answered, one line each."""
     infeasible: str = ""
     """Why no plan meets the latency targets; empty: one does."""
-    reviewed: Reviewed | None = None
+    review_result: ReviewResult | None = None
     """Result of `review`."""
 
     @property
@@ -153,28 +153,28 @@ class PlanOutcome:
         """The result in one word, for metrics."""
         if self.faults:
             return "failed"
-        if self.reviewed is not None:
-            return str(self.reviewed.verdict).lower()
+        if self.review_result is not None:
+            return str(self.review_result.verdict).lower()
         return "planned" if self.plan is not None else "infeasible"
 
-    def with_plan(self, plan: Manifest) -> "PlanOutcome":
+    def with_plan(self, plan: Manifest) -> "PlanJob":
         """Return a copy with this plan as result."""
         return replace(self, plan=plan)
 
-    def with_faults(self, faults: Sequence[str]) -> "PlanOutcome":
+    def with_faults(self, faults: Sequence[str]) -> "PlanJob":
         """Return a copy with these faults as result."""
         return replace(self, faults=tuple(faults))
 
-    def as_infeasible(self, reason: str) -> "PlanOutcome":
+    def as_infeasible(self, reason: str) -> "PlanJob":
         """Return a copy that says why no plan is feasible."""
         return replace(self, infeasible=reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestPlan:
     """Submit a request to the planner process; its result enqueues the deployment again."""
 
-    question: PlanOutcome
+    job: PlanJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +184,6 @@ class Requeue:
     after_s: float
 
 
-Action = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit | Ask | Requeue
+Action = (
+    Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit | RequestPlan | Requeue
+)

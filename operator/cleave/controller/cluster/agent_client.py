@@ -12,27 +12,27 @@ from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 TIMEOUT_S = 2.0
-ORDER_TIMEOUT_S = 20.0
+SET_ROLE_TIMEOUT_S = 20.0
 """Before it takes a role the agent runs a KV hand-off as self-test, which takes seconds."""
-_TRIES = 2
+_ATTEMPTS = 2
 
 
 class AgentError(RuntimeError):
     """The agent does not answer or refuses the role; the message is one line."""
 
 
-async def set_home(agent: str, role: Role) -> None:
+async def set_configured_role(agent: str, role: Role) -> None:
     """Set the instance's configured role; does nothing when it has it. Raises AgentError."""
     desired = agent_pb2.Role.Value(f"ROLE_{role.upper()}")
     async with dial(agent) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)
         try:
-            for remaining in reversed(range(_TRIES)):
+            for remaining in reversed(range(_ATTEMPTS)):
                 health = await stub.Health(agent_pb2.HealthRequest(), timeout=TIMEOUT_S)
                 registration = health.registration
                 if registration.home == desired:
                     return
-                if registration.epoch >= role_epochs.LAST:
+                if registration.epoch >= role_epochs.MAX_EPOCH:
                     raise AgentError(
                         f"agent {agent}: epoch exhausted ({registration.epoch});"
                         " delete the pod to give it another role"
@@ -44,9 +44,9 @@ async def set_home(agent: str, role: Role) -> None:
                     lasting=True,
                 )
                 try:
-                    await stub.SetRole(request, timeout=ORDER_TIMEOUT_S)
+                    await stub.SetRole(request, timeout=SET_ROLE_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
-                    if remaining == 0 or not _is_outrun(error):
+                    if remaining == 0 or not _is_superseded(error):
                         raise
                 else:
                     return
@@ -54,6 +54,6 @@ async def set_home(agent: str, role: Role) -> None:
             raise AgentError(f"agent {agent}: {error.details() or error.code().name}") from error
 
 
-def _is_outrun(error: grpc.aio.AioRpcError) -> bool:
+def _is_superseded(error: grpc.aio.AioRpcError) -> bool:
     """Whether another role change or an engine restart came in between."""
     return error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ABORTED)

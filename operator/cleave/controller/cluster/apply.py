@@ -12,27 +12,29 @@ from pydantic import BaseModel, ValidationError
 
 from cleave.api.pool import InstancePool
 from cleave.api.resource import Resource
-from cleave.controller.cluster.actions import Apply, Reference
-from cleave.controller.cluster.objects import APPLIED, TEMPLATE, ObservedChild
-from cleave.manifests.container import image
+from cleave.controller.cluster.actions import Apply, ObjectReference
+from cleave.controller.cluster.objects import APPLIED_ANNOTATION, TEMPLATE_ANNOTATION, ObservedChild
+from cleave.manifests.container import get_image
 from cleave.manifests.labels import Manifest
 
 FINALIZER = "cleave.dev/drain"
-_DIGITS = 12
-_CONTROLLED = ("Pod", "InstancePool", "Deployment")
-_NOT_IN_PODS = {"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"}
+_HASH_DIGITS = 12
+_CONTROLLED_KINDS = ("Pod", "InstancePool", "Deployment")
+_FIELDS_NOT_IN_PODS = {"replicas", "owner", "rollout", "pending_timeout_s", "deletion_policy"}
 """Fields of a pool's spec that do not affect its pods."""
 
-Children = Mapping[tuple[str, str], ObservedChild]
+ChildrenByName = Mapping[tuple[str, str], ObservedChild]
 """The objects that were created for a resource, by kind and name."""
 
 
-def reference(resource: Resource) -> Reference:
+def build_reference(resource: Resource) -> ObjectReference:
     """Return a reference to the resource, with its uid."""
-    return Reference(resource.kind, resource.namespace, resource.name, resource.metadata.uid or "")
+    return ObjectReference(
+        resource.kind, resource.namespace, resource.name, resource.metadata.uid or ""
+    )
 
 
-def owned(manifest: Manifest, owner: Resource) -> Manifest:
+def with_owner(manifest: Manifest, owner: Resource) -> Manifest:
     """Return the manifest with an owner reference: the object is deleted with its owner."""
     link = {
         "apiVersion": owner.api_version,
@@ -41,52 +43,57 @@ def owned(manifest: Manifest, owner: Resource) -> Manifest:
         "uid": owner.metadata.uid or "",
         "blockOwnerDeletion": True,
         # An object has at most one controller; manually created pools may share a Service.
-        **({"controller": True} if manifest["kind"] in _CONTROLLED else {}),
+        **({"controller": True} if manifest["kind"] in _CONTROLLED_KINDS else {}),
     }
     return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [link]}}
 
 
-def stamped(manifest: Manifest) -> Manifest:
+def with_hash(manifest: Manifest) -> Manifest:
     """Return the manifest with a hash of its content as annotation."""
-    return annotated(manifest, APPLIED, digest(manifest))
+    return annotate(manifest, APPLIED_ANNOTATION, hash_content(manifest))
 
 
-def annotated(manifest: Manifest, name: str, value: str) -> Manifest:
+def annotate(manifest: Manifest, name: str, value: str) -> Manifest:
     """Return the manifest with one more annotation."""
     meta = manifest["metadata"]
     annotations = {**meta.get("annotations", {}), name: value}
     return {**manifest, "metadata": {**meta, "annotations": annotations}}
 
 
-def changed(manifests: Sequence[Manifest], owner: Resource, existing: Children) -> Iterator[Apply]:
+def build_changes(
+    manifests: Sequence[Manifest], owner: Resource, existing: ChildrenByName
+) -> Iterator[Apply]:
     """Yield an Apply for each manifest that does not exist or was applied with other content."""
     for manifest in manifests:
-        desired = stamped(owned(manifest, owner))
+        desired = with_hash(with_owner(manifest, owner))
         child = existing.get((desired["kind"], desired["metadata"]["name"]))
         if child is None:
             yield Apply(desired, is_new=True)
-        elif child.applied != desired["metadata"]["annotations"][APPLIED] and not child.deleting:
+        elif (
+            child.applied != desired["metadata"]["annotations"][APPLIED_ANNOTATION]
+            and not child.deleting
+        ):
             yield Apply(desired)
 
 
-def template(pool: InstancePool) -> str:
+def hash_template(pool: InstancePool) -> str:
     """Hash everything that affects a pool's pods; the number of instances is left out."""
-    spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_PODS)
-    return digest({"spec": spec, "image": pool.spec.engine.image or image("worker")})
+    spec = pool.spec.model_dump(mode="json", exclude_defaults=True, exclude=_FIELDS_NOT_IN_PODS)
+    return hash_content({"spec": spec, "image": pool.spec.engine.image or get_image("worker")})
 
 
 def with_template(manifest: Manifest, template_hash: str) -> Manifest:
     """Return a worker pod with the hash of its pool's template as annotation."""
-    return annotated(manifest, TEMPLATE, template_hash)
+    return annotate(manifest, TEMPLATE_ANNOTATION, template_hash)
 
 
-def digest(value: object) -> str:
+def hash_content(value: object) -> str:
     """Return a short SHA-256 hash of a value that JSON can encode."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
-def same(model: type[BaseModel], one: Manifest, other: Manifest) -> bool:
+def is_same_status(model: type[BaseModel], one: Manifest, other: Manifest) -> bool:
     """Whether two statuses are equal once defaults of the API server are filled in."""
     try:
         first, second = (model.model_validate_json(json.dumps(each)) for each in (one, other))

@@ -2,8 +2,8 @@
 
 Filled by handlers and by the responses to the operator's own writes, so that a decision always sees
 the one before it. What is hard: watch events may be late, repeated or lost. An older version never
-replaces a newer one, a deleted object does not come back, and `Store.missing` removes objects whose
-deletion was not reported.
+replaces a newer one, a deleted object does not come back, and `ObjectCache.delete_missing` removes
+objects whose deletion was not reported.
 """
 
 import json
@@ -15,27 +15,27 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.faults import fault_lines
+from cleave.api.faults import format_faults
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import objects
-from cleave.controller.cluster.apply import Children
+from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
-from cleave.manifests.labels import COMPONENT, DEPLOYMENT, FOLLOWER, GATEWAY, WORKER, Manifest
+from cleave.manifests.labels import COMPONENT, DEPLOYMENT, GATEWAY, NODE_WORKER, WORKER, Manifest
 
 DEPLOYMENTS = "LLMDeployment"
 POOLS = "InstancePool"
 _PODS = "Pod"
 _NODES = "Node"
 
-_META = (
+_METADATA_FIELDS = (
     "name", "namespace", "uid", "resourceVersion", "generation", "labels", "creationTimestamp",
     "deletionTimestamp", "deletionGracePeriodSeconds", "finalizers", "ownerReferences",
 )  # fmt: skip
 """Metadata fields that are cached."""
-_MOST_GRAVES = 10_000
+_MAX_TOMBSTONES = 10_000
 
 
-class Key(NamedTuple):
+class ResourceKey(NamedTuple):
     """Identifies an object that is reconciled."""
 
     kind: str
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CachedResource:
     """The cached state of an LLMDeployment or InstancePool."""
 
     resource: LLMDeployment | InstancePool | None
@@ -55,87 +55,89 @@ class Seen:
     """Why it is invalid, one line each; an older version of Cleave may have admitted it."""
 
 
-class _Place(NamedTuple):
+class _ObjectKey(NamedTuple):
     kind: str
     namespace: str
     name: str
 
 
-class Store:
+class ObjectCache:
     """Everything that is known of the cluster."""
 
     def __init__(self) -> None:
-        self._versions: dict[_Place, tuple[str, int]] = {}
-        self._graves: dict[str, None] = {}
-        self._resources: dict[Key, Seen] = {}
-        self._pods: dict[_Place, ObservedPod] = {}
-        self._pods_of: dict[Key, dict[str, ObservedPod]] = defaultdict(dict)
-        self._gateways: dict[Key, dict[str, str]] = defaultdict(dict)
-        self._pools_of: dict[Key, dict[str, None]] = defaultdict(dict)
+        self._versions: dict[_ObjectKey, tuple[str, int]] = {}
+        self._tombstones: dict[str, None] = {}
+        self._resources: dict[ResourceKey, CachedResource] = {}
+        self._pods: dict[_ObjectKey, ObservedPod] = {}
+        self._pods_of: dict[ResourceKey, dict[str, ObservedPod]] = defaultdict(dict)
+        self._gateways: dict[ResourceKey, dict[str, str]] = defaultdict(dict)
+        self._pools_of: dict[ResourceKey, dict[str, None]] = defaultdict(dict)
         self._children: dict[str, dict[tuple[str, str], ObservedChild]] = defaultdict(dict)
         self.nodes: dict[str, ObservedNode] = {}
 
-    def put(self, manifest: Manifest) -> set[Key]:
+    def upsert(self, manifest: Manifest) -> set[ResourceKey]:
         """Cache an object; returns the keys to reconcile."""
-        key, uid, version = _place(manifest), *_version(manifest)
+        key, uid, version = _build_key(manifest), *_get_version(manifest)
         cached_uid, cached_version = self._versions.get(key, ("", -1))
-        if uid in self._graves or (uid == cached_uid and version < cached_version):
+        if uid in self._tombstones or (uid == cached_uid and version < cached_version):
             return set()
-        affected: set[Key] = set()
+        affected: set[ResourceKey] = set()
         if cached_uid and uid != cached_uid:
             affected = self._remove(key)
         self._versions[key] = uid, version
-        return affected | self._keep(key, manifest)
+        return affected | self._upsert(key, manifest)
 
-    def drop(self, manifest: Manifest) -> set[Key]:
+    def delete(self, manifest: Manifest) -> set[ResourceKey]:
         """Forget a deleted object; returns the keys to reconcile."""
-        key, (uid, _) = _place(manifest), _version(manifest)
-        self._bury(uid)
+        key, (uid, _) = _build_key(manifest), _get_version(manifest)
+        self._add_tombstone(uid)
         if self._versions.get(key, ("", 0))[0] != uid:
             return set()
         return self._remove(key)
 
-    def missing(self, kind: str, listed: Mapping[tuple[str, str], str], before: int) -> set[Key]:
+    def delete_missing(
+        self, kind: str, listed: Mapping[tuple[str, str], str], before: int
+    ) -> set[ResourceKey]:
         """Forget objects of a kind that a list (uid by namespace and name) lacks.
 
         `before` is the version of the list: objects with a newer version may exist. Returns the
         keys to reconcile.
         """
-        affected: set[Key] = set()
+        affected: set[ResourceKey] = set()
         for key, (uid, version) in list(self._versions.items()):
             is_listed = listed.get((key.namespace, key.name)) == uid
             if key.kind == kind and not is_listed and version <= before:
-                self._bury(uid)
+                self._add_tombstone(uid)
                 affected |= self._remove(key)
         return affected
 
-    def version(self, kind: str, namespace: str, name: str) -> int:
+    def get_version(self, kind: str, namespace: str, name: str) -> int:
         """Resource version of the cached object; -1: it is not cached."""
-        return self._versions.get(_Place(kind, namespace, name), ("", -1))[1]
+        return self._versions.get(_ObjectKey(kind, namespace, name), ("", -1))[1]
 
-    def resources(self) -> Iterator[Key]:
+    def list_resources(self) -> Iterator[ResourceKey]:
         """Yield the keys of everything that is reconciled."""
         yield from list(self._resources)
 
-    def seen(self, key: Key) -> Seen | None:
+    def get(self, key: ResourceKey) -> CachedResource | None:
         """Return a deployment or pool; None: it is not cached."""
         return self._resources.get(key)
 
-    def pods(self, key: Key) -> tuple[ObservedPod, ...]:
+    def list_pods(self, key: ResourceKey) -> tuple[ObservedPod, ...]:
         """Return the worker pods of a pool or deployment, oldest first."""
         pods = self._pods_of.get(key, {}).values()
         return tuple(sorted(pods, key=lambda pod: (pod.created_s, pod.name)))
 
-    def pools(self, deployment: Key) -> list[Seen]:
+    def list_pools(self, deployment: ResourceKey) -> list[CachedResource]:
         """Return the pools of a deployment, by name."""
         names = sorted(self._pools_of.get(deployment, {}))
-        return [self._resources[Key(POOLS, deployment.namespace, name)] for name in names]
+        return [self._resources[ResourceKey(POOLS, deployment.namespace, name)] for name in names]
 
-    def children(self, uid: str) -> Children:
+    def get_children(self, uid: str) -> ChildrenByName:
         """Return the objects that were created for the owner with this uid."""
         return self._children.get(uid, {})
 
-    def gateways(self, deployment: Key) -> tuple[str, ...]:
+    def list_gateways(self, deployment: ResourceKey) -> tuple[str, ...]:
         """Return the IP addresses of the deployment's gateway pods."""
         return tuple(sorted(ip for ip in self._gateways.get(deployment, {}).values() if ip))
 
@@ -146,26 +148,28 @@ class Store:
             counts[key.kind] += 1
         return dict(counts)
 
-    def _keep(self, key: _Place, manifest: Manifest) -> set[Key]:
+    def _upsert(self, key: _ObjectKey, manifest: Manifest) -> set[ResourceKey]:
         if key.kind in (DEPLOYMENTS, POOLS):
-            return self._keep_resource(key, manifest)
+            return self._upsert_resource(key, manifest)
         if key.kind == _NODES:
-            return self._keep_node(manifest)
+            return self._upsert_node(manifest)
         if key.kind == _PODS:
-            return self._keep_pod(key, manifest)
-        return self._keep_child(manifest)
+            return self._upsert_pod(key, manifest)
+        return self._upsert_child(manifest)
 
-    def _keep_resource(self, object_key: _Place, manifest: Manifest) -> set[Key]:
-        key = Key(*object_key)
-        self._resources[key] = _parsed(manifest)
+    def _upsert_resource(self, object_key: _ObjectKey, manifest: Manifest) -> set[ResourceKey]:
+        key = ResourceKey(*object_key)
+        self._resources[key] = _parse(manifest)
         if object_key.kind == DEPLOYMENTS:
             return {key}
-        owner = Key(DEPLOYMENTS, object_key.namespace, str(manifest["spec"].get("deployment", "")))
+        owner = ResourceKey(
+            DEPLOYMENTS, object_key.namespace, str(manifest["spec"].get("deployment", ""))
+        )
         self._pools_of[owner][object_key.name] = None
-        return {key, *self._there([owner])}
+        return {key, *self._filter_cached([owner])}
 
-    def _keep_node(self, manifest: Manifest) -> set[Key]:
-        node = objects.node(manifest)
+    def _upsert_node(self, manifest: Manifest) -> set[ResourceKey]:
+        node = objects.parse_node(manifest)
         # A node's heartbeat is a change as well; no decision depends on it.
         cached = self.nodes.get(node.name)
         if cached == node:
@@ -177,42 +181,42 @@ class Store:
         ):
             return set(self._resources)
         # Its GPUs are the same, so only pools with pods on this node are affected.
-        pools = (_owners(pod)[0] for pod in self._pods.values() if pod.node == node.name)
-        return self._there(pools)
+        pools = (_list_owners(pod)[0] for pod in self._pods.values() if pod.node == node.name)
+        return self._filter_cached(pools)
 
-    def _keep_pod(self, key: _Place, manifest: Manifest) -> set[Key]:
+    def _upsert_pod(self, key: _ObjectKey, manifest: Manifest) -> set[ResourceKey]:
         labels = manifest["metadata"].get("labels", {})
-        deployment = Key(DEPLOYMENTS, key.namespace, labels.get(DEPLOYMENT, ""))
+        deployment = ResourceKey(DEPLOYMENTS, key.namespace, labels.get(DEPLOYMENT, ""))
         if labels.get(COMPONENT) == GATEWAY:
             self._gateways[deployment][key.name] = manifest.get("status", {}).get("podIP", "")
             return set()
-        is_worker = labels.get(COMPONENT) in (WORKER, FOLLOWER)
-        pod = objects.pod(manifest) if is_worker else None
+        is_worker = labels.get(COMPONENT) in (WORKER, NODE_WORKER)
+        pod = objects.parse_pod(manifest) if is_worker else None
         if pod is None or self._pods.get(key) == pod:
             return set()
         previous = self._pods.get(key)
-        old_owners = [*_owners(previous)] if previous else []
+        old_owners = [*_list_owners(previous)] if previous else []
         self._pods[key] = pod
-        owners = _owners(pod)
+        owners = _list_owners(pod)
         for owner in old_owners:
             self._pods_of[owner].pop(pod.name, None)
         for owner in owners:
             self._pods_of[owner][pod.name] = pod
-        return self._there({*old_owners, *owners})
+        return self._filter_cached({*old_owners, *owners})
 
-    def _keep_child(self, manifest: Manifest) -> set[Key]:
-        child = objects.child(manifest)
-        affected: set[Key] = set()
+    def _upsert_child(self, manifest: Manifest) -> set[ResourceKey]:
+        child = objects.parse_child(manifest)
+        affected: set[ResourceKey] = set()
         for owner in manifest["metadata"].get("ownerReferences", ()):
             children = self._children[owner["uid"]]
             if children.get((child.kind, child.name)) != child:
                 children[child.kind, child.name] = child
-                affected.add(Key(owner["kind"], child.namespace, owner["name"]))
-        return self._there(affected)
+                affected.add(ResourceKey(owner["kind"], child.namespace, owner["name"]))
+        return self._filter_cached(affected)
 
-    def _remove(self, object_key: _Place) -> set[Key]:
+    def _remove(self, object_key: _ObjectKey) -> set[ResourceKey]:
         del self._versions[object_key]
-        key = Key(*object_key)
+        key = ResourceKey(*object_key)
         if object_key.kind in (DEPLOYMENTS, POOLS):
             removed = self._resources.pop(key, None)
             self._children.pop(removed.meta.get("uid", "") if removed else "", None)
@@ -220,22 +224,22 @@ class Store:
             for owner in owners if object_key.kind == POOLS else ():
                 if owner.namespace == object_key.namespace:
                     self._pools_of[owner].pop(object_key.name, None)
-            return {key, *self._there(owners)}
+            return {key, *self._filter_cached(owners)}
         if object_key.kind == _NODES:
             self.nodes.pop(object_key.name, None)
             return set(self._resources)
         if pod := self._pods.pop(object_key, None):
-            owners = _owners(pod)
+            owners = _list_owners(pod)
             for owner in owners:
                 self._pods_of[owner].pop(pod.name, None)
-            return self._there(owners)
+            return self._filter_cached(owners)
         return self._remove_child(object_key)
 
-    def _remove_child(self, object_key: _Place) -> set[Key]:
+    def _remove_child(self, object_key: _ObjectKey) -> set[ResourceKey]:
         for key, gateways in self._gateways.items():
             if key.namespace == object_key.namespace:
                 gateways.pop(object_key.name, None)
-        affected: set[Key] = set()
+        affected: set[ResourceKey] = set()
         for uid, children in self._children.items():
             child = children.get((object_key.kind, object_key.name))
             if child is not None and child.namespace == object_key.namespace:
@@ -244,32 +248,39 @@ class Store:
                 affected |= {key for key, entry in owners if entry.meta.get("uid") == uid}
         return affected
 
-    def _there(self, keys: Iterable[Key]) -> set[Key]:
+    def _filter_cached(self, keys: Iterable[ResourceKey]) -> set[ResourceKey]:
         return {key for key in keys if key in self._resources}
 
-    def _bury(self, uid: str) -> None:
-        self._graves[uid] = None
-        while len(self._graves) > _MOST_GRAVES:
-            del self._graves[next(iter(self._graves))]
+    def _add_tombstone(self, uid: str) -> None:
+        self._tombstones[uid] = None
+        while len(self._tombstones) > _MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
 
 
-def _owners(pod: ObservedPod) -> list[Key]:
-    return [Key(POOLS, pod.namespace, pod.pool), Key(DEPLOYMENTS, pod.namespace, pod.deployment)]
+def _list_owners(pod: ObservedPod) -> list[ResourceKey]:
+    return [
+        ResourceKey(POOLS, pod.namespace, pod.pool),
+        ResourceKey(DEPLOYMENTS, pod.namespace, pod.deployment),
+    ]
 
 
-def _place(manifest: Manifest) -> _Place:
+def _build_key(manifest: Manifest) -> _ObjectKey:
     meta = manifest["metadata"]
-    return _Place(manifest["kind"], meta.get("namespace", ""), meta["name"])
+    return _ObjectKey(manifest["kind"], meta.get("namespace", ""), meta["name"])
 
 
-def _version(manifest: Manifest) -> tuple[str, int]:
+def _get_version(manifest: Manifest) -> tuple[str, int]:
     meta = manifest["metadata"]
     version = str(meta.get("resourceVersion", ""))
     return meta.get("uid", ""), int(version) if version.isdigit() else 0
 
 
-def _parsed(manifest: Manifest) -> Seen:
-    meta = {name: manifest["metadata"][name] for name in _META if name in manifest["metadata"]}
+def _parse(manifest: Manifest) -> CachedResource:
+    meta = {
+        name: manifest["metadata"][name]
+        for name in _METADATA_FIELDS
+        if name in manifest["metadata"]
+    }
     kind = LLMDeployment if manifest["kind"] == DEPLOYMENTS else InstancePool
     document = {
         "apiVersion": manifest["apiVersion"],
@@ -281,6 +292,8 @@ def _parsed(manifest: Manifest) -> Seen:
     try:
         # Parse from JSON: the strict types accept strings for dates and enums there only.
         text = json.dumps(document)
-        return Seen(kind.model_validate_json(text, by_alias=True, by_name=False), meta, status)
+        return CachedResource(
+            kind.model_validate_json(text, by_alias=True, by_name=False), meta, status
+        )
     except ValidationError as error:
-        return Seen(None, meta, status, tuple(fault_lines(error, kind)))
+        return CachedResource(None, meta, status, tuple(format_faults(error, kind)))

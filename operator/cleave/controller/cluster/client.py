@@ -19,43 +19,43 @@ from kubernetes.aio.client.configuration import Configuration
 
 from cleave.manifests.labels import Manifest
 
-MANAGER = "cleave"
+FIELD_MANAGER = "cleave"
 """Field manager of everything that the operator writes."""
 
 _TIMEOUT_S = 15.0
-_TRIES = 5
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 10.0
+_ATTEMPTS = 5
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 10.0
 _NOT_FOUND = 404
-_TOO_MANY = 429
-_SERVER_FAULT = 500
+_TOO_MANY_REQUESTS = 429
+_INTERNAL_SERVER_ERROR = 500
 
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
-class ApiError(RuntimeError):
+class KubeApiError(RuntimeError):
     """The API server refused the request, or could not be reached (status 0)."""
 
     def __init__(
-        self, status: int, reason: str, message: str, pause_s: float | None = None
+        self, status: int, reason: str, message: str, retry_after_s: float | None = None
     ) -> None:
         super().__init__(f"{status} {reason}: {message}" if status else message)
         self.status = status
         self.reason = reason
         self.message = message
-        self.pause_s = pause_s
+        self.retry_after_s = retry_after_s
         """Seconds after which the server asks to retry (Retry-After); None: not given."""
 
     @property
-    def passes(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether the error is transient, so that a retry may succeed."""
-        return self.status in (0, _TOO_MANY) or self.status >= _SERVER_FAULT
+        return self.status in (0, _TOO_MANY_REQUESTS) or self.status >= _INTERNAL_SERVER_ERROR
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
+class ApiResource:
     """The API resource of a kind."""
 
     version: str
@@ -63,7 +63,7 @@ class Api:
     plural: str
     is_namespaced: bool = True
 
-    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    def build_path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
         """Return the URL path of a list, an object or a subresource."""
         root = "/api" if "/" not in self.version else "/apis"
         scope = f"/namespaces/{quote(namespace)}" if self.is_namespaced and namespace else ""
@@ -71,27 +71,27 @@ class Api:
         return f"{root}/{self.version}{scope}/{self.plural}{parts}"
 
 
-KINDS: Mapping[str, Api] = {
-    "LLMDeployment": Api("cleave.dev/v1alpha1", "llmdeployments"),
-    "InstancePool": Api("cleave.dev/v1alpha1", "instancepools"),
-    "Pod": Api("v1", "pods"),
-    "Service": Api("v1", "services"),
-    "ServiceAccount": Api("v1", "serviceaccounts"),
-    "ConfigMap": Api("v1", "configmaps"),
-    "Secret": Api("v1", "secrets"),
-    "Event": Api("v1", "events"),
-    "Node": Api("v1", "nodes", is_namespaced=False),
-    "Deployment": Api("apps/v1", "deployments"),
-    "PodDisruptionBudget": Api("policy/v1", "poddisruptionbudgets"),
-    "NetworkPolicy": Api("networking.k8s.io/v1", "networkpolicies"),
-    "RoleBinding": Api("rbac.authorization.k8s.io/v1", "rolebindings"),
-    "Lease": Api("coordination.k8s.io/v1", "leases"),
-    "LeaderWorkerSet": Api("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
+KINDS: Mapping[str, ApiResource] = {
+    "LLMDeployment": ApiResource("cleave.dev/v1alpha1", "llmdeployments"),
+    "InstancePool": ApiResource("cleave.dev/v1alpha1", "instancepools"),
+    "Pod": ApiResource("v1", "pods"),
+    "Service": ApiResource("v1", "services"),
+    "ServiceAccount": ApiResource("v1", "serviceaccounts"),
+    "ConfigMap": ApiResource("v1", "configmaps"),
+    "Secret": ApiResource("v1", "secrets"),
+    "Event": ApiResource("v1", "events"),
+    "Node": ApiResource("v1", "nodes", is_namespaced=False),
+    "Deployment": ApiResource("apps/v1", "deployments"),
+    "PodDisruptionBudget": ApiResource("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ApiResource("networking.k8s.io/v1", "networkpolicies"),
+    "RoleBinding": ApiResource("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "Lease": ApiResource("coordination.k8s.io/v1", "leases"),
+    "LeaderWorkerSet": ApiResource("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
 }
 """Every kind that the operator reads or writes."""
 
 
-class Kube:
+class KubeClient:
     """A connection to one API server."""
 
     def __init__(self, client: ApiClient) -> None:
@@ -123,9 +123,9 @@ class Kube:
                 response = await self._client.call_api(method, url, headers, body)
                 data: bytes = await response.read()  # type: ignore[no-untyped-call]
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ApiError(0, "Unreachable", str(error) or type(error).__name__) from error
+            raise KubeApiError(0, "Unreachable", str(error) or type(error).__name__) from error
         if response.status >= 400:
-            raise _refusal(response.status, response.headers.get("Retry-After"), data)
+            raise _to_error(response.status, response.headers.get("Retry-After"), data)
         decoded = json.loads(data) if data else {}
         return decoded if isinstance(decoded, dict) else {}
 
@@ -133,21 +133,23 @@ class Kube:
         self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
     ) -> Manifest:
         """Return one object. Raises ApiError."""
-        return await self.request("GET", KINDS[kind].path(namespace, name), timeout_s=timeout_s)
+        return await self.request(
+            "GET", KINDS[kind].build_path(namespace, name), timeout_s=timeout_s
+        )
 
     async def serves(self, kind: str) -> bool:
         """Whether the API server has this kind. Raises ApiError."""
         api = KINDS[kind]
         try:
             listed = await self.request("GET", f"/apis/{api.version}")
-        except ApiError as error:
+        except KubeApiError as error:
             if error.status == _NOT_FOUND:
                 return False
             raise
         return any(each["name"] == api.plural for each in listed.get("resources", ()))
 
 
-async def connect() -> Kube:
+async def connect() -> KubeClient:
     """Connect with the pod's service account, or else with the kubeconfig file.
 
     Raises ApiError when neither exists.
@@ -159,42 +161,42 @@ async def connect() -> Kube:
         try:
             await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         except (config.ConfigException, OSError) as error:
-            raise ApiError(
+            raise KubeApiError(
                 0, "NoCluster", f"no service account and no kubeconfig ({error}); set KUBECONFIG"
             ) from error
     settings.connection_pool_maxsize = 64
-    return Kube(ApiClient(settings))
+    return KubeClient(ApiClient(settings))
 
 
-async def persistent(
+async def retry_transient(
     call: Callable[[], Awaitable[Manifest]],
     *,
-    tries: int = _TRIES,
+    attempts: int = _ATTEMPTS,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Manifest:
     """Call until it succeeds, with retries while its errors are transient.
 
     `call` must be safe to repeat. Raises the last ApiError.
     """
-    pause_s = _FIRST_PAUSE_S
-    for remaining in reversed(range(tries)):
+    pause_s = _FIRST_BACKOFF_S
+    for remaining in reversed(range(attempts)):
         try:
             return await call()
-        except ApiError as error:
-            if not error.passes or remaining == 0:
+        except KubeApiError as error:
+            if not error.is_transient or remaining == 0:
                 raise
-            delay_s = error.pause_s if error.pause_s is not None else pause_s
+            delay_s = error.retry_after_s if error.retry_after_s is not None else pause_s
             # Jitter, so that clients do not all retry at the same moment.
-            await sleep(min(delay_s, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
+            await sleep(min(delay_s, _MAX_BACKOFF_S) * random.uniform(0.75, 1.25))
             pause_s *= 2
     raise AssertionError("unreachable")
 
 
-def _refusal(status: int, retry_after: str | None, data: bytes) -> ApiError:
+def _to_error(status: int, retry_after: str | None, data: bytes) -> KubeApiError:
     try:
         status_object = json.loads(data)
         reason, message = str(status_object["reason"]), str(status_object["message"])
     except (ValueError, KeyError, TypeError):
         reason, message = "Refused", data[:200].decode(errors="replace")
     pause_s = float(retry_after) if retry_after and retry_after.isdigit() else None
-    return ApiError(status, reason, message, pause_s)
+    return KubeApiError(status, reason, message, pause_s)

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cleave.controller.cluster.actions import Emit, Reference
-from cleave.controller.cluster.objects import timestamp
+from cleave.controller.cluster.actions import Emit, ObjectReference
+from cleave.controller.cluster.objects import format_timestamp
 from cleave.manifests.labels import Manifest
 
-_LONGEST_MESSAGE = 1024
+_MAX_MESSAGE_LENGTH = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class ConditionState:
     """The new state of one condition, without its times."""
 
     type: str
@@ -22,45 +22,47 @@ class Condition:
     message: str = ""
 
 
-_QUIET = frozenset({"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds"})
+_WITHOUT_EVENTS = frozenset({"Progressing", "PlanFeasible", "PlanDrifted", "PredictionHolds"})
 """Conditions without Events: Progressing changes in ordinary work, PlanFeasible repeats PlanReady,
 and replanning emits its own Events for the other two."""
 ROLLING_OUT = "RollingOut"
 """The reason for which Progressing does cause an Event, at its beginning and at its end."""
 PLANNING = "Planning"
 """A reason that never makes an Event a warning."""
-_REASONS_ARE_NEWS = frozenset({"PlanReady", "ScalingLimited"})
-_BAD_WHEN_TRUE = frozenset({"Degraded", "ScalingLimited"})
+_REPORTED_BY_REASON = frozenset({"PlanReady", "ScalingLimited"})
+_FAILURE_WHEN_TRUE = frozenset({"Degraded", "ScalingLimited"})
 
 
-def settled(
-    before: Iterable[Manifest], now: Sequence[Condition], generation: int | None, now_s: float
+def merge(
+    before: Iterable[Manifest], now: Sequence[ConditionState], generation: int | None, now_s: float
 ) -> list[Manifest]:
     """Return the conditions to write; one whose status is unchanged keeps its transition time."""
     previous = {each["type"]: each for each in before}
-    return [_written(each, previous.get(each.type), generation, now_s) for each in now]
+    return [_to_manifest(each, previous.get(each.type), generation, now_s) for each in now]
 
 
-def told(target: Reference, before: Iterable[Manifest], now: Sequence[Condition]) -> Iterator[Emit]:
+def build_events(
+    target: ObjectReference, before: Iterable[Manifest], now: Sequence[ConditionState]
+) -> Iterator[Emit]:
     """Yield an Event for every condition whose status has changed.
 
-    For the types in `_REASONS_ARE_NEWS` a changed reason causes one as well.
+    For the types in `_REPORTED_BY_REASON` a changed reason causes one as well.
     """
     previous = {each["type"]: (each["status"], each["reason"]) for each in before}
     status = {each.type: each.status for each in now}
     for each in now:
-        if _is_said_by_another(each, status):
+        if _is_redundant(each, status):
             continue
         before_each = previous.get(each.type)
-        if _is_roll_out(each, before_each) or (
-            each.type not in _QUIET and _is_news(each, before_each)
+        if _marks_rollout(each, before_each) or (
+            each.type not in _WITHOUT_EVENTS and _is_reportable(each, before_each)
         ):
-            text = each.message or f"{each.type} is {_word(each.status)}"
-            is_warning = _is_bad(each) and before_each is not None and each.reason != PLANNING
-            yield Emit(target, each.reason, text[:_LONGEST_MESSAGE], is_warning)
+            text = each.message or f"{each.type} is {_format_status(each.status)}"
+            is_warning = _is_failure(each) and before_each is not None and each.reason != PLANNING
+            yield Emit(target, each.reason, text[:_MAX_MESSAGE_LENGTH], is_warning)
 
 
-def _is_said_by_another(each: Condition, status: Mapping[str, bool | None]) -> bool:
+def _is_redundant(each: ConditionState, status: Mapping[str, bool | None]) -> bool:
     """Whether the Event of another condition says the same.
 
     Available reports that requests fail, Progressing that a rollout begins, and Ready that requests
@@ -71,35 +73,35 @@ def _is_said_by_another(each: Condition, status: Mapping[str, bool | None]) -> b
     return each.type == "Available" and each.status is True and status.get("Ready") is True
 
 
-def _is_roll_out(each: Condition, was: tuple[str, str] | None) -> bool:
+def _marks_rollout(each: ConditionState, was: tuple[str, str] | None) -> bool:
     """Whether a rollout begins or ends."""
     if each.type != "Progressing" or was is None or was[1] == each.reason:
         return False
     return each.reason == ROLLING_OUT or (was[1] == ROLLING_OUT and each.status is False)
 
 
-def _is_bad(each: Condition) -> bool:
-    return each.type != "Progressing" and each.status is (each.type in _BAD_WHEN_TRUE)
+def _is_failure(each: ConditionState) -> bool:
+    return each.type != "Progressing" and each.status is (each.type in _FAILURE_WHEN_TRUE)
 
 
-def _is_news(each: Condition, was: tuple[str, str] | None) -> bool:
+def _is_reportable(each: ConditionState, was: tuple[str, str] | None) -> bool:
     """Whether a change is worth an Event; that a new object is not ready yet is not."""
-    if each.type in _REASONS_ARE_NEWS and (was is None or was[1] != each.reason):
-        return was is not None or each.type not in _BAD_WHEN_TRUE
+    if each.type in _REPORTED_BY_REASON and (was is None or was[1] != each.reason):
+        return was is not None or each.type not in _FAILURE_WHEN_TRUE
     if was is None:
         return each.status is True
-    return was[0] != _word(each.status)
+    return was[0] != _format_status(each.status)
 
 
-def read(status: Manifest) -> Iterator[Condition]:
+def read(status: Manifest) -> Iterator[ConditionState]:
     """Yield the conditions of a written status."""
     values = {"True": True, "False": False}
     for each in status.get("conditions", ()):
         value = values.get(each["status"])
-        yield Condition(each["type"], value, each["reason"], each.get("message", ""))
+        yield ConditionState(each["type"], value, each["reason"], each.get("message", ""))
 
 
-def holds(conditions: Iterable[Manifest], kind: str) -> bool:
+def is_true(conditions: Iterable[Manifest], kind: str) -> bool:
     """Whether the condition of this type is present and True."""
     return any(each["type"] == kind and each["status"] == "True" for each in conditions)
 
@@ -109,20 +111,22 @@ def find(status: Manifest, kind: str) -> Manifest | None:
     return next((each for each in status.get("conditions", ()) if each["type"] == kind), None)
 
 
-def _word(status: bool | None) -> str:
+def _format_status(status: bool | None) -> str:
     return "Unknown" if status is None else str(status)
 
 
-def _written(
-    each: Condition, was: Manifest | None, generation: int | None, now_s: float
+def _to_manifest(
+    each: ConditionState, was: Manifest | None, generation: int | None, now_s: float
 ) -> Manifest:
-    status = _word(each.status)
-    since = was["lastTransitionTime"] if was and was["status"] == status else timestamp(now_s)
+    status = _format_status(each.status)
+    since = (
+        was["lastTransitionTime"] if was and was["status"] == status else format_timestamp(now_s)
+    )
     written: Manifest = {
         "type": each.type,
         "status": status,
         "reason": each.reason,
-        "message": each.message[:_LONGEST_MESSAGE],
+        "message": each.message[:_MAX_MESSAGE_LENGTH],
         "lastTransitionTime": since,
     }
     if generation is not None:

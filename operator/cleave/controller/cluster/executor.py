@@ -17,43 +17,43 @@ from cleave.controller.cluster import objects
 from cleave.controller.cluster.actions import (
     Action,
     Apply,
-    Ask,
     Create,
     Delete,
     Emit,
+    ObjectReference,
     PatchStatus,
-    Reference,
     Repurpose,
+    RequestPlan,
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.cluster.agent_client import AgentError, set_home
+from cleave.controller.cluster.agent_client import AgentError, set_configured_role
 from cleave.controller.cluster.client import (
     APPLY_PATCH,
+    FIELD_MANAGER,
     KINDS,
-    MANAGER,
     MERGE_PATCH,
-    ApiError,
-    Kube,
-    persistent,
+    KubeApiError,
+    KubeClient,
+    retry_transient,
 )
-from cleave.controller.cluster.objects import timestamp
-from cleave.controller.metrics import Metrics
+from cleave.controller.cluster.objects import format_timestamp
+from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import DEPLOYMENT, Manifest
 
 log = logging.getLogger(__name__)
 
 Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
 
-_LEASE_OVER = "the lease has expired"
+_LEASE_EXPIRED = "the lease has expired"
 _NOT_FOUND = 404
 _CONFLICT = 409
-_THEIRS = "exists already and belongs to something else; delete it, or choose another name"
-_LIKELY_NAMES = ("Service",)
+_TAKEN_MESSAGE = "exists already and belongs to something else; delete it, or choose another name"
+_KINDS_WITH_COMMON_NAMES = ("Service",)
 """Kinds whose objects have names that somebody else may use as well, such as another deployment."""
-_SHARED = ("Service", "ServiceAccount", "RoleBinding")
+_SHAREABLE_KINDS = ("Service", "ServiceAccount", "RoleBinding")
 """Kinds that manually created pools share when they name the same deployment."""
-_AT_ONCE = 32
+_MAX_CONCURRENT = 32
 """Most concurrent requests."""
 
 
@@ -65,7 +65,7 @@ class StaleError(RuntimeError):
     """The object has changed since it was cached; the decision has to be made again."""
 
 
-class TakenError(RuntimeError):
+class NameTakenError(RuntimeError):
     """An object of this name exists and belongs to something else."""
 
 
@@ -74,40 +74,40 @@ class Executor:
 
     def __init__(
         self,
-        kube: Kube,
+        kube: KubeClient,
         *,
         may_write: Callable[[], bool],
-        seen: Callable[[Manifest], None],
-        gone: Callable[[Reference], None],
+        on_change: Callable[[Manifest], None],
+        on_delete: Callable[[ObjectReference], None],
         clock: Callable[[], float],
-        metrics: Metrics,
-        order: Callable[[str, Role], Awaitable[None]] = set_home,
+        metrics: OperatorMetrics,
+        set_role: Callable[[str, Role], Awaitable[None]] = set_configured_role,
     ) -> None:
-        """`order` sets the role of an agent's instance and raises AgentError."""
+        """`set_role` sets the role of an agent's instance and raises AgentError."""
         self._kube = kube
-        self._order = order
+        self._set_role = set_role
         self._may_write = may_write
-        self._seen, self._gone = seen, gone
+        self._on_change, self._on_delete = on_change, on_delete
         self._clock = clock
         self._metrics = metrics
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         """Execute all writes in order, those of the same type concurrently.
 
-        Raises ApiError, StaleError, TakenError or NotLeadingError; earlier writes have been made
-        then.
+        Raises ApiError, StaleError, NameTakenError or NotLeadingError; earlier writes have been
+        made then.
         """
-        writes = [each for each in actions if not isinstance(each, Ask | Requeue)]
+        writes = [each for each in actions if not isinstance(each, RequestPlan | Requeue)]
         for kind, same in groupby(writes, key=type):
             batch = list(same)
             if kind in (Apply, Create, Delete, Repurpose, Emit):
-                await self._side_by_side(batch)
+                await self._do_concurrently(batch)
             else:
                 for each in batch:
                     await self._do(each)
 
-    async def _side_by_side(self, batch: Sequence[Write]) -> None:
+    async def _do_concurrently(self, batch: Sequence[Write]) -> None:
         results = await asyncio.gather(*(self._do(each) for each in batch), return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
@@ -134,65 +134,73 @@ class Executor:
                         await self._set_finalizers(action)
                     case Emit():
                         await self._emit(action)
-        except ApiError as error:
+        except KubeApiError as error:
             self._metrics.actions[name, "failed"] += 1
             if error.status == _CONFLICT:
                 raise StaleError(str(error)) from error
             raise
         self._metrics.actions[name, "done"] += 1
         if not isinstance(action, PatchStatus | Emit):
-            log.info("%s %s", name, _named(action))
+            log.info("%s %s", name, _format_target(action))
 
     async def _apply(self, action: Apply) -> None:
         manifest = action.manifest
         meta = manifest["metadata"]
         kind, name = manifest["kind"], meta["name"]
-        if action.is_new and kind in _LIKELY_NAMES and await self._is_there(manifest):
+        if action.is_new and kind in _KINDS_WITH_COMMON_NAMES and await self._is_applied(manifest):
             return
-        path = KINDS[kind].path(meta["namespace"], name)
+        path = KINDS[kind].build_path(meta["namespace"], name)
         # Without force, a field that another manager owns is a conflict.
         force = "false" if action.is_new else "true"
-        query = {"fieldManager": MANAGER, "force": force}
+        query = {"fieldManager": FIELD_MANAGER, "force": force}
         try:
-            self._seen(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
-        except ApiError as error:
+            self._on_change(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+        except KubeApiError as error:
             if error.status == _CONFLICT and action.is_new:
-                raise TakenError(f"{kind} {name} {_THEIRS} ({error.message})") from error
+                raise NameTakenError(f"{kind} {name} {_TAKEN_MESSAGE} ({error.message})") from error
             raise
 
-    async def _is_there(self, manifest: Manifest) -> bool:
+    async def _is_applied(self, manifest: Manifest) -> bool:
         """Whether the object exists with the manifest that is to be applied.
 
-        Raises TakenError when it belongs to something else, even if its manifest is the same:
+        Raises NameTakenError when it belongs to something else, even if its manifest is the same:
         objects that this operator owns are deleted with the deployment.
         """
         meta, kind = manifest["metadata"], manifest["kind"]
         try:
             existing = await self._kube.get(kind, meta["namespace"], meta["name"])
-        except ApiError as error:
+        except KubeApiError as error:
             if error.status == _NOT_FOUND:
                 return False
             raise
         ours = {owner["uid"] for owner in meta["ownerReferences"]}
         theirs = {owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())}
         if not (
-            ours & theirs or (kind in _SHARED and _deployment(existing) == _deployment(manifest))
+            ours & theirs
+            or (
+                kind in _SHAREABLE_KINDS
+                and _get_deployment_label(existing) == _get_deployment_label(manifest)
+            )
         ):
-            raise TakenError(f"{kind} {meta['name']} {_THEIRS}")
-        self._seen(existing)
-        return objects.child(existing).applied == objects.child(manifest).applied != ""
+            raise NameTakenError(f"{kind} {meta['name']} {_TAKEN_MESSAGE}")
+        self._on_change(existing)
+        return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""
 
     async def _create(self, action: Create) -> None:
         manifest = action.manifest
-        path = KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
+        path = KINDS[manifest["kind"]].build_path(manifest["metadata"]["namespace"])
         try:
-            self._seen(await self._write("POST", path, manifest, query={"fieldManager": MANAGER}))
-        except ApiError as error:
+            self._on_change(
+                await self._write("POST", path, manifest, query={"fieldManager": FIELD_MANAGER})
+            )
+        except KubeApiError as error:
             # It exists: the response was lost, or the previous leader created it.
             if error.status != _CONFLICT:
                 raise
             target = manifest["metadata"]
-            self._seen(await self._kube.get(manifest["kind"], target["namespace"], target["name"]))
+            self._on_change(
+                await self._kube.get(manifest["kind"], target["namespace"], target["name"])
+            )
 
     async def _delete(self, action: Delete) -> None:
         target = action.target
@@ -205,19 +213,19 @@ class Executor:
             body["preconditions"] = {"uid": target.uid}
         if action.grace_s is not None:
             body["gracePeriodSeconds"] = action.grace_s
-        path = KINDS[target.kind].path(target.namespace, target.name)
+        path = KINDS[target.kind].build_path(target.namespace, target.name)
         try:
             response = await self._write("DELETE", path, body)
-        except ApiError as error:
+        except KubeApiError as error:
             # It is gone, or another object has its name.
             if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
-            self._gone(target)
+            self._on_delete(target)
             return
         if response.get("kind") == target.kind and "deletionTimestamp" in response["metadata"]:
-            self._seen(response)
+            self._on_change(response)
         else:
-            self._gone(target)
+            self._on_delete(target)
 
     async def _repurpose(self, action: Repurpose) -> bool:
         """Set the agent's role, then the pod's labels; returns whether the instance has the role.
@@ -226,9 +234,9 @@ class Executor:
         """
         target = action.target
         if not self._may_write():
-            raise NotLeadingError(_LEASE_OVER)
+            raise NotLeadingError(_LEASE_EXPIRED)
         try:
-            await self._order(action.agent, action.role)
+            await self._set_role(action.agent, action.role)
         except AgentError as error:
             log.warning("Pod %s/%s keeps its role: %s", target.namespace, target.name, error)
             text = f"{target.name} does not become {action.role}: {error}"
@@ -237,14 +245,14 @@ class Executor:
         if not action.metadata:
             return True
         body = {"metadata": {**action.metadata, "uid": target.uid}}
-        path = KINDS["Pod"].path(target.namespace, target.name)
+        path = KINDS["Pod"].build_path(target.namespace, target.name)
         try:
-            query = {"fieldManager": MANAGER}
-            self._seen(await self._write("PATCH", path, body, MERGE_PATCH, query))
-        except ApiError as error:
+            query = {"fieldManager": FIELD_MANAGER}
+            self._on_change(await self._write("PATCH", path, body, MERGE_PATCH, query))
+        except KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise
-            self._gone(target)
+            self._on_delete(target)
             return True
         text = f"{target.name} serves as {action.role} from now on, without a restart"
         await self._emit(Emit(action.pool, "Repurposed", text))
@@ -259,39 +267,39 @@ class Executor:
             "metadata": {"name": target.name, "namespace": target.namespace, "uid": target.uid},
             "status": action.status,
         }
-        path = api.path(target.namespace, target.name, "status")
-        query = {"fieldManager": f"{MANAGER}-status", "force": "true"}
+        path = api.build_path(target.namespace, target.name, "status")
+        query = {"fieldManager": f"{FIELD_MANAGER}-status", "force": "true"}
         try:
-            self._seen(await self._write("PATCH", path, body, APPLY_PATCH, query))
-        except ApiError as error:
+            self._on_change(await self._write("PATCH", path, body, APPLY_PATCH, query))
+        except KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise
-            self._gone(target)
+            self._on_delete(target)
 
     async def _set_finalizers(self, action: SetFinalizers) -> None:
         target = action.target
         meta = {"finalizers": list(action.finalizers), "resourceVersion": action.version}
-        path = KINDS[target.kind].path(target.namespace, target.name)
-        query = {"fieldManager": MANAGER}
+        path = KINDS[target.kind].build_path(target.namespace, target.name)
+        query = {"fieldManager": FIELD_MANAGER}
         try:
             response = await self._write("PATCH", path, {"metadata": meta}, MERGE_PATCH, query)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise
-            self._gone(target)
+            self._on_delete(target)
             return
         if (
             response["metadata"].get("finalizers")
             or "deletionTimestamp" not in response["metadata"]
         ):
-            self._seen(response)
+            self._on_change(response)
         else:
-            self._gone(target)
+            self._on_delete(target)
 
     async def _emit(self, action: Emit) -> None:
         """Create an Event; errors are logged only."""
         target = action.target
-        now = timestamp(self._clock())
+        now = format_timestamp(self._clock())
         text = f"{target.uid}/{action.reason}/{action.message}/{now}"
         event = {
             "apiVersion": "v1",
@@ -310,14 +318,14 @@ class Executor:
             "reason": action.reason,
             "message": action.message,
             "type": "Warning" if action.is_warning else "Normal",
-            "source": {"component": MANAGER},
+            "source": {"component": FIELD_MANAGER},
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,
         }
         try:
-            await self._write("POST", KINDS["Event"].path(target.namespace), event)
-        except ApiError as error:
+            await self._write("POST", KINDS["Event"].build_path(target.namespace), event)
+        except KubeApiError as error:
             if error.status != _CONFLICT:
                 log.warning("Event of %s %s: %s", target.kind, target.name, error)
 
@@ -333,21 +341,21 @@ class Executor:
 
         async def once() -> Manifest:
             if not self._may_write():
-                raise NotLeadingError(_LEASE_OVER)
+                raise NotLeadingError(_LEASE_EXPIRED)
             return await self._kube.request(
                 method, path, query=query, body=body, content_type=content_type
             )
 
-        return await persistent(once)
+        return await retry_transient(once)
 
 
-def _deployment(manifest: Manifest) -> str | None:
+def _get_deployment_label(manifest: Manifest) -> str | None:
     """Name of the deployment in the object's labels."""
     name: str | None = manifest["metadata"].get("labels", {}).get(DEPLOYMENT)
     return name
 
 
-def _named(action: Write) -> str:
+def _format_target(action: Write) -> str:
     """The object of an action, for the log."""
     if isinstance(action, Apply | Create):
         meta = action.manifest["metadata"]

@@ -14,14 +14,14 @@ import msgspec
 
 from cleave.manifests.labels import INTERNAL_PORT
 from cleave.rpc import http_client
-from cleave.rpc.fleet_status import FleetPage, Instance
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus
 
 __all__ = [
-    "Instance",
+    "FleetInstance",
     "KvPaths",
-    "ask",
-    "base_url",
+    "build_base_url",
     "count_requests",
+    "fetch_instances",
     "merge",
     "summarize_kv_paths",
 ]
@@ -31,7 +31,7 @@ PATH = "/fleet"
 _MAX_GATEWAYS = 8
 """Gateways asked at a time; more would add no information."""
 _PAGE_LIMIT = 16 << 20
-_HEARD = ("heard", "stale")
+_CONNECTED_STATES = ("heard", "stale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +45,41 @@ class KvPaths:
     slowest of 4)`; or why a path is not verified."""
 
 
-def base_url(address: str) -> str:
+def build_base_url(address: str) -> str:
     """Return the URL of a gateway's internal port, from its IP address."""
     host = f"[{address}]" if ":" in address else address
     return f"http://{host}:{INTERNAL_PORT}"
 
 
-async def ask(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> Mapping[str, Instance] | None:
+async def fetch_instances(
+    urls: Collection[str], timeout_s: float = TIMEOUT_S
+) -> Mapping[str, FleetInstance] | None:
     """Fetch instances by name from the gateways at `urls` (http://HOST:PORT); None: none answers.
 
     Never raises.
     """
-    pages = await asyncio.gather(*(_ask(url, timeout_s) for url in sorted(urls)[:_MAX_GATEWAYS]))
+    pages = await asyncio.gather(
+        *(_fetch_page(url, timeout_s) for url in sorted(urls)[:_MAX_GATEWAYS])
+    )
     responses = [page for page in pages if page is not None]
     return merge(responses) if responses else None
 
 
-def merge(pages: Iterable[FleetPage]) -> Mapping[str, Instance]:
+def merge(pages: Iterable[FleetStatus]) -> Mapping[str, FleetInstance]:
     """Merge the views of several gateways: the freshest of each instance."""
-    views: dict[str, list[Instance]] = {}
+    views: dict[str, list[FleetInstance]] = {}
     for page in pages:
         for instance in page.instances:
             views.setdefault(instance.name, []).append(instance)
     return {name: _merge_views(instance_views) for name, instance_views in sorted(views.items())}
 
 
-def count_requests(instance: Instance) -> int:
+def count_requests(instance: FleetInstance) -> int:
     """Running and waiting requests of an instance: what its drain has to wait for."""
     return max(instance.num_running + instance.num_waiting, instance.requests_in_flight)
 
 
-def summarize_kv_paths(instances: Iterable[Instance]) -> KvPaths:
+def summarize_kv_paths(instances: Iterable[FleetInstance]) -> KvPaths:
     """Summarize the self-tests: the slowest path, or the first that does not work."""
     by_name = sorted(instances, key=lambda instance: instance.name)
     good = [instance for instance in by_name if instance.kv_path.verified]
@@ -94,9 +98,11 @@ def summarize_kv_paths(instances: Iterable[Instance]) -> KvPaths:
     )
 
 
-def _merge_views(views: list[Instance]) -> Instance:
+def _merge_views(views: list[FleetInstance]) -> FleetInstance:
     """The freshest view; requests in flight are added up over the gateways."""
-    freshest = min(views, key=lambda view: (view.contact not in _HEARD, view.report_age_s))
+    freshest = min(
+        views, key=lambda view: (view.contact not in _CONNECTED_STATES, view.report_age_s)
+    )
     return msgspec.structs.replace(
         freshest,
         requests_in_flight=sum(view.requests_in_flight for view in views),
@@ -104,9 +110,9 @@ def _merge_views(views: list[Instance]) -> Instance:
     )
 
 
-async def _ask(url: str, timeout_s: float) -> FleetPage | None:
+async def _fetch_page(url: str, timeout_s: float) -> FleetStatus | None:
     try:
         body = await http_client.get(url + PATH, seconds=timeout_s, limit=_PAGE_LIMIT)
-        return msgspec.json.decode(body, type=FleetPage)
+        return msgspec.json.decode(body, type=FleetStatus)
     except (http_client.HttpError, msgspec.DecodeError):
         return None

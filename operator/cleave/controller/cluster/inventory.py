@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cleave.api.cluster import Cluster, Network, NetworkKind, NodeGroup
-from cleave.controller.cluster.apply import digest
+from cleave.api.cluster import Cluster, NetworkKind, NetworkSpec, NodeGroup
+from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.objects import ObservedNode
-from cleave.manifests.topology import CLIQUE, HOSTNAME, Machines
+from cleave.manifests.topology import CLIQUE, HOSTNAME, NodeTopology
 
-_ETHERNET_GBPS = 25.0
+_DEFAULT_ETHERNET_GBPS = 25.0
 """Assumed for nodes without InfiniBand: the network of DistServe's test bed."""
 
 
@@ -24,29 +24,29 @@ class Inventory:
 
     cluster: Cluster | None
     """Input of the planner; None: no node has GPUs."""
-    machines: Machines
+    topology: NodeTopology
     """Input of the pod builders."""
-    kinds: str
+    node_kinds_hash: str
     """Hash of the kinds of nodes and of the network."""
-    numbers: str
+    node_counts_hash: str
     """Hash of how many nodes there are of each kind."""
 
 
-MOST_GPUS = 128
+MAX_GPUS_PER_NODE = 128
 """Most GPUs of one node that the planner considers; a device plug-in that shares GPUs may offer any
 number."""
 
 
-def inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
+def build_inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
     """Build the inventory of the GPU nodes.
 
     Network, own GPU descriptions and profiles come from `settings` where they are given.
     """
     gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
-    groups = Counter((node.gpu, min(node.num_gpus, MOST_GPUS)) for node in gpu_nodes)
-    network = Network()
+    groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in gpu_nodes)
+    network = NetworkSpec()
     if not (gpu_nodes and all(node.has_rdma for node in gpu_nodes)):
-        network = Network(kind=NetworkKind.ETHERNET, bandwidth_gbps=_ETHERNET_GBPS)
+        network = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=_DEFAULT_ETHERNET_GBPS)
     if settings is not None:
         network = settings.network
     rows = sorted((gpu, size, count) for (gpu, size), count in groups.items())
@@ -61,16 +61,16 @@ def inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) ->
     base = [[gpu, size] for gpu, size, _ in rows], str(network)
     return Inventory(
         cluster=cluster,
-        machines=_machines(gpu_nodes),
-        kinds=digest(base),
-        numbers=digest(rows),
+        topology=_build_topology(gpu_nodes),
+        node_kinds_hash=hash_content(base),
+        node_counts_hash=hash_content(rows),
     )
 
 
-def _machines(nodes: Sequence[ObservedNode]) -> Machines:
+def _build_topology(nodes: Sequence[ObservedNode]) -> NodeTopology:
     """Return what the pod builders need to know of the nodes."""
     largest: dict[str, int] = {}
     for node in nodes:
         largest[node.gpu] = max(largest.get(node.gpu, 0), node.num_gpus)
     has_cliques = bool(nodes) and all(node.clique for node in nodes)
-    return Machines(gpus_per_node=largest, domain=CLIQUE if has_cliques else HOSTNAME)
+    return NodeTopology(gpus_per_node=largest, domain=CLIQUE if has_cliques else HOSTNAME)

@@ -13,8 +13,8 @@ from cleave.manifests.labels import (
     CELL,
     COMPONENT,
     DEPLOYMENT,
-    FOLLOWER,
     INSTANCE,
+    NODE_WORKER,
     POOL,
     REVISION,
     ROLE,
@@ -23,9 +23,9 @@ from cleave.manifests.labels import (
 from cleave.manifests.resources import GPU, GPU_PRODUCT
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
-TEMPLATE = "cleave.dev/template"
+TEMPLATE_ANNOTATION = "cleave.dev/template"
 """Annotation of worker pods: hash of the pool template that they were created from."""
-APPLIED = "cleave.dev/applied"
+APPLIED_ANNOTATION = "cleave.dev/applied"
 """Annotation of all other created objects: hash of the manifest that was applied."""
 
 _RDMA_LABEL = "feature.node.kubernetes.io/rdma.capable"
@@ -36,7 +36,7 @@ _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """A worker pod. Merged by `instances`, it stands for a whole instance."""
+    """A worker pod. Merged by `group_instances`, it stands for a whole instance."""
 
     name: str
     uid: str
@@ -72,7 +72,7 @@ class ObservedPod:
     """Number of its cell, in a pool whose instances share nodes with others."""
     instance: str = ""
     """Name of its instance; empty: the pod's own name."""
-    is_follower: bool = False
+    is_multi_node_worker: bool = False
     """Whether it is a further pod of an instance that spans several nodes."""
     set_name: str = ""
     """Name of the LeaderWorkerSet that created it; empty: none did."""
@@ -116,7 +116,7 @@ class ObservedChild:
     """Whether a Deployment has replicas of its latest spec only, and all of them."""
 
 
-def pod(manifest: Manifest) -> ObservedPod | None:
+def parse_pod(manifest: Manifest) -> ObservedPod | None:
     """Parse a worker pod; None: its labels are not those of one."""
     meta, spec = manifest["metadata"], manifest.get("spec", {})
     status, labels = manifest.get("status", {}), meta.get("labels", {})
@@ -125,7 +125,7 @@ def pod(manifest: Manifest) -> ObservedPod | None:
         deployment, pool = labels[DEPLOYMENT], labels[POOL]
     except (KeyError, ValueError):
         return None
-    conditions = _conditions(status)
+    conditions = _index_by_type(status)
     unplaced = conditions.get("PodScheduled", {})
     node = spec.get("nodeName", "")
     return ObservedPod(
@@ -136,7 +136,7 @@ def pod(manifest: Manifest) -> ObservedPod | None:
         revision=labels.get(REVISION, ""),
         deployment=deployment,
         pool=pool,
-        template=meta.get("annotations", {}).get(TEMPLATE, ""),
+        template=meta.get("annotations", {}).get(TEMPLATE_ANNOTATION, ""),
         ready=conditions.get("Ready", {}).get("status") == "True",
         phase=status.get("phase", "Pending"),
         scheduled=bool(node),
@@ -146,29 +146,29 @@ def pod(manifest: Manifest) -> ObservedPod | None:
             else ""
         ),
         deleting="deletionTimestamp" in meta,
-        deleted_s=seconds(meta.get("deletionTimestamp")),
-        created_s=seconds(meta.get("creationTimestamp")) or 0.0,
-        ready_s=seconds(conditions.get("Ready", {}).get("lastTransitionTime")),
+        deleted_s=parse_timestamp(meta.get("deletionTimestamp")),
+        created_s=parse_timestamp(meta.get("creationTimestamp")) or 0.0,
+        ready_s=parse_timestamp(conditions.get("Ready", {}).get("lastTransitionTime")),
         node=node,
         ip=status.get("podIP", ""),
         cell=int(labels[CELL]) if labels.get(CELL, "").isdigit() else None,
         instance=labels.get(INSTANCE, ""),
-        is_follower=labels.get(COMPONENT) == FOLLOWER,
+        is_multi_node_worker=labels.get(COMPONENT) == NODE_WORKER,
         set_name=labels.get(_SET_LABEL, ""),
         restarts=sum(each.get("restartCount", 0) for each in status.get("containerStatuses", ())),
     )
 
 
-def instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
+def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
     """Merge pods into instances: ready when all pods are, over when one is."""
     groups: dict[str, list[ObservedPod]] = {}
     for each in pods:
         groups.setdefault(each.instance or each.name, []).append(each)
-    return [_whole(group, pods_each) for group in groups.values()]
+    return [_merge_pods(group, pods_each) for group in groups.values()]
 
 
-def _whole(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
-    leader = min(group, key=lambda each: (each.is_follower, each.name))
+def _merge_pods(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
+    leader = min(group, key=lambda each: (each.is_multi_node_worker, each.name))
     if len(group) == 1 and pods_each == 1:
         return leader
     return replace(
@@ -182,13 +182,13 @@ def _whole(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:
     )
 
 
-def node(manifest: Manifest) -> ObservedNode:
+def parse_node(manifest: Manifest) -> ObservedNode:
     """Parse a node; only allocatable GPUs count."""
     meta, status = manifest["metadata"], manifest.get("status", {})
     labels, allocatable = meta.get("labels", {}), status.get("allocatable", {})
     return ObservedNode(
         name=meta["name"],
-        ready=_conditions(status).get("Ready", {}).get("status") == "True",
+        ready=_index_by_type(status).get("Ready", {}).get("status") == "True",
         schedulable=not manifest.get("spec", {}).get("unschedulable", False),
         gpu=labels.get(GPU_PRODUCT, ""),
         num_gpus=int(allocatable.get(GPU, 0)),
@@ -199,7 +199,7 @@ def node(manifest: Manifest) -> ObservedNode:
     )
 
 
-def child(manifest: Manifest) -> ObservedChild:
+def parse_child(manifest: Manifest) -> ObservedChild:
     """Parse an object that was applied for a resource."""
     meta, status = manifest["metadata"], manifest.get("status", {})
     spec = manifest.get("spec") or {}
@@ -208,7 +208,7 @@ def child(manifest: Manifest) -> ObservedChild:
         namespace=meta.get("namespace", "default"),
         name=meta["name"],
         uid=meta.get("uid", ""),
-        applied=meta.get("annotations", {}).get(APPLIED, ""),
+        applied=meta.get("annotations", {}).get(APPLIED_ANNOTATION, ""),
         deleting="deletionTimestamp" in meta,
         ready=status.get("readyReplicas", 0),
         # The rule of `kubectl rollout status`.
@@ -218,7 +218,7 @@ def child(manifest: Manifest) -> ObservedChild:
     )
 
 
-def seconds(timestamp: str | None) -> float | None:
+def parse_timestamp(timestamp: str | None) -> float | None:
     """Convert Kubernetes' `2026-01-02T03:04:05Z` to seconds since the epoch; None stays None."""
     if timestamp is None:
         return None
@@ -226,11 +226,11 @@ def seconds(timestamp: str | None) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def timestamp(seconds_since_epoch: float) -> str:
+def format_timestamp(seconds_since_epoch: float) -> str:
     """Format seconds since the epoch as Kubernetes does."""
     moment = datetime.fromtimestamp(int(seconds_since_epoch), UTC)
     return moment.isoformat().replace("+00:00", "Z")
 
 
-def _conditions(status: Manifest) -> Mapping[str, Manifest]:
+def _index_by_type(status: Manifest) -> Mapping[str, Manifest]:
     return {each["type"]: each for each in status.get("conditions", ())}

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 60.0
+MAX_DELAY_S = 60.0
 
 
 class WorkQueue(Generic[K]):
@@ -24,21 +24,21 @@ class WorkQueue(Generic[K]):
         self._clock = clock
         self._ready: dict[K, None] = {}
         self._busy: set[K] = set()
-        self._again: set[K] = set()
-        self._later: list[tuple[float, int, K]] = []
+        self._requeued: set[K] = set()
+        self._delayed: list[tuple[float, int, K]] = []
         self._due: dict[K, float] = {}
         self._failures: dict[K, int] = {}
-        self._order = count()
+        self._sequence = count()
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
         """Number of keys that are due."""
-        return len(self._ready) + len(self._again)
+        return len(self._ready) + len(self._requeued)
 
     def add(self, key: K) -> None:
         """Process `key` as soon as possible."""
         if key in self._busy:
-            self._again.add(key)
+            self._requeued.add(key)
         else:
             self._ready.setdefault(key)
             self._wake.set()
@@ -52,18 +52,18 @@ class WorkQueue(Generic[K]):
         if self._due.get(key, at) < at:
             return
         self._due[key] = at
-        heapq.heappush(self._later, (at, next(self._order), key))
+        heapq.heappush(self._delayed, (at, next(self._sequence), key))
         self._wake.set()
 
-    def failed(self, key: K) -> float:
+    def retry_with_backoff(self, key: K) -> float:
         """Process `key` again with exponential back-off; returns the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 16))
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(failures, 16))
         self.add_after(key, delay_s)
         return delay_s
 
-    def succeeded(self, key: K) -> None:
+    def reset_backoff(self, key: K) -> None:
         """Reset the back-off of `key`."""
         self._failures.pop(key, None)
 
@@ -73,7 +73,7 @@ class WorkQueue(Generic[K]):
         self._due.pop(key, None)
 
     async def take(self) -> K:
-        """Wait for the next key and return it; it is busy until `done`."""
+        """Wait for the next key and return it; it is busy until `mark_done`."""
         while True:
             self._promote()
             if self._ready:
@@ -85,26 +85,26 @@ class WorkQueue(Generic[K]):
                 return key
             self._wake.clear()
             try:
-                async with asyncio.timeout(self._until_due()):
+                async with asyncio.timeout(self._get_wait_s()):
                     await self._wake.wait()
             except TimeoutError:
                 continue
 
-    def done(self, key: K) -> None:
+    def mark_done(self, key: K) -> None:
         """Mark the processing of `key` as finished."""
         self._busy.discard(key)
-        if key in self._again:
-            self._again.discard(key)
+        if key in self._requeued:
+            self._requeued.discard(key)
             self.add(key)
 
     def _promote(self) -> None:
         now = self._clock()
-        while self._later and self._later[0][0] <= now:
-            at, _, key = heapq.heappop(self._later)
+        while self._delayed and self._delayed[0][0] <= now:
+            at, _, key = heapq.heappop(self._delayed)
             # Skip an entry that an earlier one has replaced.
             if self._due.get(key) == at:
                 del self._due[key]
                 self.add(key)
 
-    def _until_due(self) -> float | None:
-        return max(0.0, self._later[0][0] - self._clock()) if self._later else None
+    def _get_wait_s(self) -> float | None:
+        return max(0.0, self._delayed[0][0] - self._clock()) if self._delayed else None

@@ -10,56 +10,64 @@ generation is not rolled out, however well the instances of the previous one ser
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cleave.api.deployment import Fallback
-from cleave.api.planning import Mode
+from cleave.api.deployment import FallbackPolicy
+from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster import conditions
-from cleave.controller.cluster.conditions import Condition
-from cleave.controller.cluster.instance_status import Instance
-from cleave.controller.deployment.placement import Decision
-from cleave.manifests.labels import gateway_name
+from cleave.controller.cluster.conditions import ConditionState
+from cleave.controller.cluster.instance_status import FleetInstance
+from cleave.controller.deployment.placement import PlacementDecision
+from cleave.manifests.labels import get_gateway_name
 from cleave.rpc.fleet_status import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from cleave.controller.deployment.reconcile import DeploymentView
 
-Goals = Mapping[Role, InstancePool]
+DesiredPools = Mapping[Role, InstancePool]
 
-ASLEEP = "ScaledToZero"
+SCALED_TO_ZERO = "ScaledToZero"
 """Reason of conditions that are True although no instance runs."""
 
 
-def available(
-    view: "DeploymentView", desired: Goals, parts: Sequence[Condition], plan: Condition
-) -> Condition:
+def build_available(
+    view: "DeploymentView",
+    desired: DesiredPools,
+    parts: Sequence[ConditionState],
+    plan: ConditionState,
+) -> ConditionState:
     """The Available condition; `parts`: the conditions of each role and of the gateway."""
     *roles, gateway = parts
     if not roles:
         text = plan.message or "no instance is planned yet"
-        return Condition("Available", False, plan.reason, text)
-    if gateway.status and all(each.reason == ASLEEP for each in roles):
+        return ConditionState("Available", False, plan.reason, text)
+    if gateway.status and all(each.reason == SCALED_TO_ZERO for each in roles):
         text = "no instance runs; the next request waits until they are back"
-        return Condition("Available", True, ASLEEP, text)
-    if gateway.status and _answer(view, desired):
-        return Condition("Available", True, "Serving", "requests are served")
+        return ConditionState("Available", True, SCALED_TO_ZERO, text)
+    if gateway.status and _can_serve(view, desired):
+        return ConditionState("Available", True, "Serving", "requests are served")
     missing = [each for each in parts if not each.status] or [
-        each for each in roles if each.reason == ASLEEP and each.type != "MixedReady"
+        each for each in roles if each.reason == SCALED_TO_ZERO and each.type != "MixedReady"
     ]
     if not missing:
         text = "the prefill and decode instances that are ready are of different revisions"
-        return Condition("Available", False, "NoPairReady", text)
+        return ConditionState("Available", False, "NoPairReady", text)
     reason = missing[0].type.removesuffix("Ready") + "NotReady"
-    return Condition("Available", False, reason, "; ".join(each.message for each in missing))
+    return ConditionState("Available", False, reason, "; ".join(each.message for each in missing))
 
 
-def find_rolled_out(view: "DeploymentView", desired: Goals, *, is_applied: bool) -> int | None:
+def find_rolled_out_generation(
+    view: "DeploymentView", desired: DesiredPools, *, is_applied: bool
+) -> int | None:
     """Return the latest generation whose rollout is complete; None: none is.
 
     The present one is when nothing is left to apply (`is_applied`), every pool and the gateways are
     complete, and the gateways send requests to the instances.
     """
-    generation, recorded = view.deployment.metadata.generation or 0, _remembered(view)
+    generation, recorded = (
+        view.deployment.metadata.generation or 0,
+        _read_rolled_out_generation(view),
+    )
     if recorded == generation or not (is_applied and desired):
         return recorded
     pools = {pool.spec.role: pool for pool in view.pools}
@@ -71,12 +79,16 @@ def find_rolled_out(view: "DeploymentView", desired: Goals, *, is_applied: bool)
     return generation if is_complete else recorded
 
 
-def unfinished(
-    view: "DeploymentView", decision: Decision, progressing: Condition, *, is_applied: bool
-) -> Condition:
+def build_not_rolled_out(
+    view: "DeploymentView",
+    decision: PlacementDecision,
+    progressing: ConditionState,
+    *,
+    is_applied: bool,
+) -> ConditionState:
     """The Ready condition while requests are served and the generation is not rolled out."""
     spec, plan = view.deployment.spec, decision.conditions[0]
-    is_advisory = spec.planning.mode is Mode.ADVISORY
+    is_advisory = spec.planning.mode is PlanningMode.ADVISORY
     if spec.paused:
         why = progressing.reason, progressing.message
     elif decision.placement is None and not is_advisory:
@@ -89,16 +101,18 @@ def unfinished(
         why = conditions.ROLLING_OUT, "not every instance and gateway of it is ready"
     reason, text = why
     generation = view.deployment.metadata.generation
-    return Condition("Ready", False, reason, f"generation {generation} is not rolled out: {text}")
+    return ConditionState(
+        "Ready", False, reason, f"generation {generation} is not rolled out: {text}"
+    )
 
 
 def is_gateway_updated(view: "DeploymentView") -> bool:
     """Whether all gateway pods are of the applied spec; True before any gateway exists."""
-    child = view.children.get(("Deployment", gateway_name(view.deployment.name)))
+    child = view.children.get(("Deployment", get_gateway_name(view.deployment.name)))
     return child is None or child.is_updated
 
 
-def _answer(view: "DeploymentView", desired: Goals) -> bool:
+def _can_serve(view: "DeploymentView", desired: DesiredPools) -> bool:
     """Whether instances of one revision can serve: a mixed one, or prefill and decode together.
 
     With routing.fallback Always an instance of one role serves both phases while the other role is
@@ -109,12 +123,12 @@ def _answer(view: "DeploymentView", desired: Goals) -> bool:
         if pod.ready and not (pod.deleting or pod.is_over):
             roles.setdefault(pod.revision, set()).add(pod.role)
     pair = {Role.DECODE} | ({Role.PREFILL} & desired.keys())
-    if view.deployment.spec.routing.fallback is Fallback.ALWAYS:
+    if view.deployment.spec.routing.fallback is FallbackPolicy.ALWAYS:
         pair -= {role for role, desired_pool in desired.items() if desired_pool.spec.replicas == 0}
     return any(Role.MIXED in serving or (pair and pair <= serving) for serving in roles.values())
 
 
-def _remembered(view: "DeploymentView") -> int | None:
+def _read_rolled_out_generation(view: "DeploymentView") -> int | None:
     generation: int | None = view.status.get("rolledOutGeneration")
     if generation is None and (ready := conditions.find(view.status, "Ready")):
         # The status was written by a version of the operator without rolledOutGeneration.
@@ -142,29 +156,29 @@ def _is_complete(view: "DeploymentView", pool: InstancePool) -> bool:
 
 
 def _is_gateway_complete(view: "DeploymentView") -> bool:
-    child = view.children.get(("Deployment", gateway_name(view.deployment.name)))
+    child = view.children.get(("Deployment", get_gateway_name(view.deployment.name)))
     if child is None:
         return False
     return child.is_updated and child.ready >= view.deployment.spec.gateway.replicas
 
 
-def _is_sent_requests(view: "DeploymentView", desired: Goals) -> bool:
+def _is_sent_requests(view: "DeploymentView", desired: DesiredPools) -> bool:
     """Whether gateways send requests to an instance of each role; True if none answers."""
     if view.instances is None:
         return True
-    needs_both = view.deployment.spec.routing.fallback is not Fallback.ALWAYS
+    needs_both = view.deployment.spec.routing.fallback is not FallbackPolicy.ALWAYS
     # A response of the most instances may leave out all those of a role.
     is_full = len(view.instances) >= MAX_INSTANCES
     for role, pool in desired.items():
-        names = (pod.name for pod in view.alive(role) if pod.ready)
+        names = (pod.name for pod in view.list_alive(role) if pod.ready)
         reported = [view.instances[name] for name in names if name in view.instances]
         if pool.spec.replicas == 0 or (is_full and not reported):
             continue
         needs_kv = needs_both and role is not Role.MIXED
-        if not any(_takes(each, needs_kv=needs_kv) for each in reported):
+        if not any(_takes_requests(each, needs_kv=needs_kv) for each in reported):
             return False
     return True
 
 
-def _takes(instance: Instance, *, needs_kv: bool) -> bool:
+def _takes_requests(instance: FleetInstance, *, needs_kv: bool) -> bool:
     return instance.selectable and (instance.kv_path.verified or not needs_kv)

@@ -10,42 +10,52 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.planning import Mode
+from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import (
     Action,
     Apply,
-    Ask,
     Delete,
     Emit,
-    PlanOutcome,
+    PlanJob,
+    RequestPlan,
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.cluster.apply import FINALIZER, Children
-from cleave.controller.cluster.instance_status import Instance
+from cleave.controller.cluster.apply import FINALIZER, ChildrenByName
+from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment import placement, repurpose, scaling
 from cleave.controller.deployment import status as deployment_status
-from cleave.controller.deployment.placement import Decision
-from cleave.controller.deployment.repurpose import Move
-from cleave.controller.deployment.scaling import Demand
+from cleave.controller.deployment.placement import PlacementDecision
+from cleave.controller.deployment.repurpose import RoleChange
+from cleave.controller.deployment.scaling import TrafficDemand
 from cleave.controller.replan import reconcile as replan
-from cleave.controller.replan.drift import Course
-from cleave.controller.rollout.planner import Count, RoleState, RolloutLimits, Step, next_step
-from cleave.controller.settings import Settings
-from cleave.manifests.discovery import role_binding, service_account, workers_service
-from cleave.manifests.disruption_budget import gateway_budget
-from cleave.manifests.gateway import gateway_deployment, gateway_service
+from cleave.controller.replan.drift import DriftState
+from cleave.controller.rollout.planner import (
+    InstanceCount,
+    RoleState,
+    RolloutLimits,
+    RolloutStep,
+    next_step,
+)
+from cleave.controller.settings import OperatorSettings
+from cleave.manifests.discovery import (
+    build_role_binding,
+    build_service_account,
+    build_workers_service,
+)
+from cleave.manifests.disruption_budget import build_gateway_budget
+from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest
-from cleave.manifests.network_policy import workers_policy
-from cleave.manifests.pool import pools
-from cleave.traffic.window import Window
+from cleave.manifests.network_policy import build_workers_policy
+from cleave.manifests.pool import build_pools
+from cleave.traffic.window import TrafficWindow
 
-_AGAIN_S = 30.0
+_REQUEUE_S = 30.0
 _MAX_SKEW = 0.25
 
 
@@ -63,26 +73,26 @@ class DeploymentView:
     pool_status: Mapping[Role, Manifest] = field(default_factory=dict)
     pods: tuple[ObservedPod, ...] = ()
     """One per instance."""
-    children: Children = field(default_factory=dict)
-    outcome: PlanOutcome | None = None
+    children: ChildrenByName = field(default_factory=dict)
+    plan_result: PlanJob | None = None
     """The planner's last result."""
-    instances: Mapping[str, Instance] | None = None
+    instances: Mapping[str, FleetInstance] | None = None
     """What the gateways report of instances, by pod; None: no gateway has answered."""
-    asked: PlanOutcome | None = None
+    pending_plan: PlanJob | None = None
     """The request that the planner works on."""
-    traffic: Window | None = None
+    traffic: TrafficWindow | None = None
     """Traffic of about the last minute; None: not known."""
-    windows: tuple[Window, ...] = ()
+    windows: tuple[TrafficWindow, ...] = ()
     """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
-    course: Course = Course()  # noqa: RUF009 - a frozen value
+    drift: DriftState = DriftState()  # noqa: RUF009 - a frozen value
     """How traffic differs from the planned one, from the windows compared so far."""
-    demand: Demand | None = None
+    demand: TrafficDemand | None = None
     """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
-    settings: Settings = Settings()  # noqa: RUF009 - a frozen value
+    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
 
-    def alive(self, role: Role) -> list[ObservedPod]:
+    def list_alive(self, role: Role) -> list[ObservedPod]:
         """The instances of a role that are neither being deleted nor finished."""
         return [pod for pod in self.pods if pod.role is role and not (pod.deleting or pod.is_over)]
 
@@ -95,48 +105,51 @@ def reconcile(view: DeploymentView) -> list[Action]:
     """
     deployment = view.deployment
     if deployment.metadata.deletion_timestamp is not None:
-        return list(_deleting(view))
+        return list(_delete(view))
     actions: list[Action] = []
     if FINALIZER not in deployment.metadata.finalizers:
-        actions.append(_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
+        actions.append(_set_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
     current = {pool.spec.role: pool for pool in view.pools}
-    replan_outcome = replan.turn(view)
+    replan_outcome = replan.reconcile_plan(view)
     decision = placement.decide(
         deployment,
         view.status,
         view.inventory,
-        replan_outcome.outcome,
+        replan_outcome.plan_result,
         is_limited=_is_limited(view),
-        basis=replan_outcome.basis,
+        fitted_inputs=replan_outcome.fitted_inputs,
     )
     # Without a placement the present pools stay; their replicas may change all the same.
     desired_pools = list(view.pools)
     if decision.placement is not None:
-        desired_pools = pools(deployment, decision.placement, view.inventory.machines)
-    desired_pools = _scaled(view, decision, desired_pools)
+        desired_pools = build_pools(deployment, decision.placement, view.inventory.topology)
+    desired_pools = _scale_pools(view, decision, desired_pools)
     changes = decision.placement is not None or desired_pools != list(view.pools)
     desired: Mapping[Role, InstancePool] = current
     if changes:
         desired = {
-            pool.spec.role: _of_owner(pool, current.get(pool.spec.role)) for pool in desired_pools
+            pool.spec.role: _keep_owner_replicas(pool, current.get(pool.spec.role))
+            for pool in desired_pools
         }
-    writes: list[Action] = list(apply.changed(_fixed(view), deployment, view.children))
+    writes: list[Action] = list(
+        apply.build_changes(_build_owned_objects(view), deployment, view.children)
+    )
     if changes:
-        writes += _moved(view, desired)
+        writes += _update_pools(view, desired)
         if decision.plan == view.status.get("plan"):
-            writes += _told_scaled(view, desired)
-    is_applied = not writes and _is_of_spec(view, decision)
+            writes += _report_scaling(view, desired)
+    is_applied = not writes and _matches_spec(view, decision)
     if deployment.spec.paused:
         # Pending changes wait; the status only says whether there are any.
-        decision_before = placement.kept(view.status)
+        decision_before = placement.retain(view.status)
         return [
             *actions,
             *deployment_status.report(
                 view, decision_before, current, replan_outcome, is_applied=is_applied
             ),
         ]
-    if (plan_request := decision.question or replan_outcome.question) is not None:
-        actions.append(Ask(plan_request))
+    if (plan_request := decision.plan_request or replan_outcome.plan_request) is not None:
+        actions.append(RequestPlan(plan_request))
     # Status first: if a later write fails, users still see what exists.
     actions += deployment_status.report(
         view, decision, desired, replan_outcome, is_applied=is_applied
@@ -144,7 +157,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
     return actions + writes
 
 
-def _is_of_spec(view: DeploymentView, decision: Decision) -> bool:
+def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
     """Whether the placement in force was made for the present spec.
 
     It is not while a plan is being made, or when there is none. In Advisory mode no plan is
@@ -154,40 +167,40 @@ def _is_of_spec(view: DeploymentView, decision: Decision) -> bool:
     if decision.placement is not None:
         return True
     deployment, current = view.deployment, {pool.spec.role: pool for pool in view.pools}
-    if deployment.spec.planning.mode is not Mode.ADVISORY or decision.plan is None:
+    if deployment.spec.planning.mode is not PlanningMode.ADVISORY or decision.plan is None:
         return False
     try:
-        planned = placement.placed(decision.plan)
+        planned = placement.read_placement(decision.plan)
     except ValueError:
         return False
     expected = {
-        pool.spec.role: pool for pool in pools(deployment, planned, view.inventory.machines)
+        pool.spec.role: pool for pool in build_pools(deployment, planned, view.inventory.topology)
     }
     return expected.keys() == current.keys() and all(
-        _counted(pool, current[role].spec.replicas, current[role].spec.owner).spec
+        _with_replicas(pool, current[role].spec.replicas, current[role].spec.owner).spec
         == current[role].spec
         for role, pool in expected.items()
     )
 
 
-def _scaled(
-    view: DeploymentView, decision: Decision, desired: Sequence[InstancePool]
+def _scale_pools(
+    view: DeploymentView, decision: PlacementDecision, desired: Sequence[InstancePool]
 ) -> list[InstancePool]:
     """Return the pools with the replicas that traffic calls for now."""
-    if not scaling.watches(view.deployment) or decision.plan is None:
+    if not scaling.is_enabled(view.deployment) or decision.plan is None:
         return list(desired)
     if view.deployment.spec.paused:
         # While paused nothing is scaled, and that is no pending change.
-        counts: scaling.Counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
+        counts: scaling.ReplicaCounts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     else:
-        counts = scaling.find_counts(view, decision.plan)
+        counts = scaling.compute_counts(view, decision.plan)
     return [
-        _counted(pool, counts.get(pool.spec.role, pool.spec.replicas), pool.spec.owner)
+        _with_replicas(pool, counts.get(pool.spec.role, pool.spec.replicas), pool.spec.owner)
         for pool in desired
     ]
 
 
-def _told_scaled(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Emit]:
+def _report_scaling(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Emit]:
     """Yield an Event when replicas change while the plan stays."""
     current = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     changes = [
@@ -195,54 +208,63 @@ def _told_scaled(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> 
         for role, desired_pool in desired.items()
         if role in current and current[role] != desired_pool.spec.replicas
     ]
-    if changes and scaling.watches(view.deployment):
+    if changes and scaling.is_enabled(view.deployment):
         rate = f" at {view.demand.rate:.3g} req/s" if view.demand else ""
-        target = apply.reference(view.deployment)
+        target = apply.build_reference(view.deployment)
         yield Emit(target, "Scaled", f"instances: {', '.join(changes)}{rate}")
 
 
-def _fixed(view: DeploymentView) -> list[Manifest]:
+def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
     """Objects of a deployment that do not depend on its plan."""
     deployment, settings = view.deployment, view.settings
     return [
-        service_account(deployment),
-        role_binding(deployment, settings.discovery_role),
-        workers_service(deployment),
-        gateway_service(deployment),
-        gateway_deployment(deployment, image_prefix=settings.image_prefix),
-        gateway_budget(deployment),
-        *([workers_policy(deployment, settings.namespace)] if settings.isolates else ()),
+        build_service_account(deployment),
+        build_role_binding(deployment, settings.discovery_role),
+        build_workers_service(deployment),
+        build_gateway_service(deployment),
+        build_gateway_deployment(deployment, image_prefix=settings.image_prefix),
+        build_gateway_budget(deployment),
+        *(
+            [build_workers_policy(deployment, settings.namespace)]
+            if settings.isolates_workers
+            else ()
+        ),
     ]
 
 
-def _moved(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Action]:
+def _update_pools(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Action]:
     """Yield what brings the pools to their desired state; pools of dropped roles go once empty."""
     current = {pool.spec.role: pool for pool in view.pools}
-    dropped = {role: _emptied(pool) for role, pool in current.items() if role not in desired}
+    dropped = {role: _scale_to_zero(pool) for role, pool in current.items() if role not in desired}
     desired_or_dropped = {**desired, **dropped}
-    changes = repurpose.choose(view.pods, desired_or_dropped, current)
+    changes = repurpose.choose_changes(view.pods, desired_or_dropped, current)
     # Count instances that change roles in their new pools: they neither start nor end.
-    view_after = replace(view, pods=repurpose.after(view.pods, changes))
-    steps = {**_steps(view_after, desired, dropped), **_held(view, changes, current, dropped)}
+    view_after = replace(view, pods=repurpose.apply_changes(view.pods, changes))
+    steps = {
+        **_plan_rollout_steps(view_after, desired, dropped),
+        **_freeze_for_repurposing(view, changes, current, dropped),
+    }
     for role, desired_pool in desired_or_dropped.items():
         if role in dropped and not any(pod.role is role for pod in view.pods):
             if current[role].metadata.deletion_timestamp is None:
-                yield Delete(apply.reference(current[role]))
+                yield Delete(apply.build_reference(current[role]))
         else:
-            yield from _set_back(view, desired_pool, current.get(role))
-            yield from _applied(desired_pool, steps.get(role), current.get(role), view.deployment)
-    yield from repurpose.moved(changes, current)
+            yield from _report_reset_replicas(view, desired_pool, current.get(role))
+            yield from _apply_pool(
+                desired_pool, steps.get(role), current.get(role), view.deployment
+            )
+    yield from repurpose.build_actions(changes, current)
     leaving = {change.pod.name for change in changes}
     staying = (pod for pod in view.pods if pod.name not in leaving)
-    yield from repurpose.corrected(staying, view.instances or {}, current)
+    yield from repurpose.correct_roles(staying, view.instances or {}, current)
 
 
-def _held(
+def _freeze_for_repurposing(
     view: DeploymentView,
-    changes: Sequence[Move],
+    changes: Sequence[RoleChange],
     current: Mapping[Role, InstancePool],
     dropped: Mapping[Role, InstancePool],
-) -> Mapping[Role, Step]:
+) -> Mapping[Role, RolloutStep]:
     """Steps that keep pools from creating or deleting pods before instances have changed roles.
 
     A new receiving pool would create instances of its own. A pool that the plan has dropped would
@@ -251,10 +273,10 @@ def _held(
     receivers = {change.role for change in changes} - current.keys()
     donors = {change.pod.role for change in changes} & dropped.keys()
     count = Counter(pod.role for pod in view.pods if not (pod.deleting or pod.is_over))
-    return {role: Step(new=count[role], old=0) for role in receivers | donors}
+    return {role: RolloutStep(new=count[role], old=0) for role in receivers | donors}
 
 
-def _set_back(
+def _report_reset_replicas(
     view: DeploymentView, desired: InstancePool, current: InstancePool | None
 ) -> Iterator[Emit]:
     """Report that somebody's replica count of a pool that the plan owns is overwritten."""
@@ -262,7 +284,7 @@ def _set_back(
         pool["role"]: pool["replicas"] for pool in view.status.get("plan", {}).get("pools", ())
     }
     count = desired.spec.replicas
-    if scaling.watches(view.deployment) or current is None or current.spec.replicas == count:
+    if scaling.is_enabled(view.deployment) or current is None or current.spec.replicas == count:
         return
     if planned.get(str(desired.spec.role)) != count:
         return
@@ -270,33 +292,35 @@ def _set_back(
         f"replicas: {current.spec.replicas} set back to {count}, the plan's number; "
         f"spec.owner: Manual or Autoscaler keeps what you set"
     )
-    yield Emit(apply.reference(current), "ReplicasSetBack", text, is_warning=True)
+    yield Emit(apply.build_reference(current), "ReplicasSetBack", text, is_warning=True)
 
 
-def _emptied(pool: InstancePool) -> InstancePool:
+def _scale_to_zero(pool: InstancePool) -> InstancePool:
     """The desired state of a pool that the plan has dropped."""
-    return _counted(pool, 0, ReplicasOwner.PLAN)
+    return _with_replicas(pool, 0, ReplicasOwner.PLAN)
 
 
-def _of_owner(desired: InstancePool, current: InstancePool | None) -> InstancePool:
+def _keep_owner_replicas(desired: InstancePool, current: InstancePool | None) -> InstancePool:
     """The desired pool with the present replicas, where the plan does not own their number."""
     if current is None or current.spec.owner is ReplicasOwner.PLAN:
         return desired
-    return _counted(desired, current.spec.replicas, current.spec.owner)
+    return _with_replicas(desired, current.spec.replicas, current.spec.owner)
 
 
-def _counted(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> InstancePool:
+def _with_replicas(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> InstancePool:
     spec = pool.spec.model_copy(update={"replicas": replicas, "owner": owner})
     return pool.model_copy(update={"spec": spec})
 
 
-def _steps(
+def _plan_rollout_steps(
     view: DeploymentView,
     desired: Mapping[Role, InstancePool],
     dropped: Mapping[Role, InstancePool],
-) -> Mapping[Role, Step]:
+) -> Mapping[Role, RolloutStep]:
     """How many instances of each revision to keep now; empty: nothing has to be replaced."""
-    roles = {role: _state(view, role, pool) for role, pool in {**desired, **dropped}.items()}
+    roles = {
+        role: _build_role_state(view, role, pool) for role, pool in {**desired, **dropped}.items()
+    }
     is_rolling = any(state.old for state in roles.values())
     if not is_rolling and not any(roles[role].new for role in dropped):
         return {}
@@ -305,17 +329,17 @@ def _steps(
     return next_step(roles, limits)
 
 
-def _state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:
+def _build_role_state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:
     """Count the instances of a role by revision."""
     pods = [pod for pod in view.pods if pod.role is role and not pod.is_over]
     present = [pod for pod in pods if not pod.deleting]
     revision = desired.spec.revision
     new = [pod for pod in present if pod.revision == revision]
-    older: dict[str, Count] = {}
+    older: dict[str, InstanceCount] = {}
     for pod in present:
         if pod.revision != revision:
-            earlier = older.get(pod.revision, Count(0, 0))
-            older[pod.revision] = Count(earlier.total + 1, earlier.ready + pod.ready)
+            earlier = older.get(pod.revision, InstanceCount(0, 0))
+            older[pod.revision] = InstanceCount(earlier.total + 1, earlier.ready + pod.ready)
     return RoleState(
         replicas=desired.spec.replicas,
         old=sum(count.total for count in older.values()),
@@ -327,8 +351,11 @@ def _state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState
     )
 
 
-def _applied(
-    desired: InstancePool, step: Step | None, current: InstancePool | None, owner: LLMDeployment
+def _apply_pool(
+    desired: InstancePool,
+    step: RolloutStep | None,
+    current: InstancePool | None,
+    owner: LLMDeployment,
 ) -> Iterator[Apply]:
     """Apply a pool unless it is up to date."""
     rollout = PoolRollout(new=step.new, old=step.old, older=dict(step.older)) if step else None
@@ -353,31 +380,31 @@ def _applied(
     if current is not None and current.spec.owner is not ReplicasOwner.PLAN:
         # The owner of `replicas` may have changed it since: then the write conflicts.
         manifest["metadata"]["resourceVersion"] = current.metadata.resource_version
-    yield Apply(apply.owned(manifest, owner), is_new=current is None)
+    yield Apply(apply.with_owner(manifest, owner), is_new=current is None)
 
 
-def _deleting(view: DeploymentView) -> Iterator[Action]:
+def _delete(view: DeploymentView) -> Iterator[Action]:
     """Delete the pools first: their pods drain while the gateway still serves running requests."""
     deployment = view.deployment
     if FINALIZER not in deployment.metadata.finalizers:
         return
     for pool in view.pools:
         if pool.metadata.deletion_timestamp is None:
-            yield Delete(apply.reference(pool))
+            yield Delete(apply.build_reference(pool))
     if not view.pools:
         remaining = tuple(name for name in deployment.metadata.finalizers if name != FINALIZER)
-        yield _finalizers(deployment, remaining)
+        yield _set_finalizers(deployment, remaining)
     else:
-        yield Requeue(_AGAIN_S)
+        yield Requeue(_REQUEUE_S)
 
 
 def _is_limited(view: DeploymentView) -> bool:
     return any(
-        conditions.holds(status.get("conditions", []), "ScalingLimited")
+        conditions.is_true(status.get("conditions", []), "ScalingLimited")
         for status in view.pool_status.values()
     )
 
 
-def _finalizers(deployment: LLMDeployment, names: tuple[str, ...]) -> SetFinalizers:
+def _set_finalizers(deployment: LLMDeployment, names: tuple[str, ...]) -> SetFinalizers:
     version = deployment.metadata.resource_version or ""
-    return SetFinalizers(apply.reference(deployment), names, version)
+    return SetFinalizers(apply.build_reference(deployment), names, version)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster import apply
-from cleave.controller.cluster.actions import Reference, Repurpose
-from cleave.controller.cluster.instance_status import Instance
-from cleave.controller.cluster.objects import TEMPLATE, ObservedPod
+from cleave.controller.cluster.actions import ObjectReference, Repurpose
+from cleave.controller.cluster.instance_status import FleetInstance
+from cleave.controller.cluster.objects import TEMPLATE_ANNOTATION, ObservedPod
 from cleave.controller.pool.scale_down import choose_victims
 from cleave.manifests.labels import AGENT_PORT, POOL, Manifest
 from cleave.manifests.labels import ROLE as ROLE_LABEL
@@ -23,20 +23,20 @@ Pools = Mapping[Role, InstancePool]
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RoleChange:
     """An instance that is to change its role."""
 
     pod: ObservedPod
     role: Role
 
 
-def choose(pods: Sequence[ObservedPod], desired: Pools, current: Pools) -> list[Move]:
+def choose_changes(pods: Sequence[ObservedPod], desired: Pools, current: Pools) -> list[RoleChange]:
     """Choose the instances whose change of role brings the pools closer to `desired`.
 
     `current`: the present pools. None during a rollout: then revisions decide which ones stay.
     The least loaded instances change first.
     """
-    alive = {role: [p for p in pods if p.role is role and _stays(p)] for role in desired}
+    alive = {role: [p for p in pods if p.role is role and _is_alive(p)] for role in desired}
     if any(pod.revision != desired[role].spec.revision for role in alive for pod in alive[role]):
         return []
     missing = {role: desired[role].spec.replicas - len(alive[role]) for role in desired}
@@ -44,44 +44,48 @@ def choose(pods: Sequence[ObservedPod], desired: Pools, current: Pools) -> list[
         # The common case; the comparison of pools below takes milliseconds.
         return []
     surplus = {
-        role: list(choose_victims(_movable(alive[role], current.get(role)), -missing[role]))
+        role: list(choose_victims(_list_eligible(alive[role], current.get(role)), -missing[role]))
         for role in desired
     }
-    moves: list[Move] = []
+    moves: list[RoleChange] = []
     for receiver, count in missing.items():
         for donor in current:
-            if donor not in desired or not are_alike(current[donor], desired[receiver]):
+            if donor not in desired or not are_compatible(current[donor], desired[receiver]):
                 continue
             donated = surplus[donor][: max(0, count)]
             surplus[donor] = surplus[donor][len(donated) :]
             count -= len(donated)
-            moves += [Move(pod, receiver) for pod in donated]
+            moves += [RoleChange(pod, receiver) for pod in donated]
     return moves
 
 
-def after(pods: Iterable[ObservedPod], changes: Iterable[Move]) -> tuple[ObservedPod, ...]:
+def apply_changes(
+    pods: Iterable[ObservedPod], changes: Iterable[RoleChange]
+) -> tuple[ObservedPod, ...]:
     """Return the instances as they are after all changes."""
     roles = {change.pod.name: change.role for change in changes}
     return tuple(replace(pod, role=roles.get(pod.name, pod.role)) for pod in pods)
 
 
-def are_alike(one: InstancePool, other: InstancePool) -> bool:
+def are_compatible(one: InstancePool, other: InstancePool) -> bool:
     """Whether pods of both pools differ in the role only, and may change pools."""
     if one.spec.nodes > 1 or one.spec.colocation or other.spec.colocation:
         return False
     spec = one.spec.model_copy(update={"role": other.spec.role})
-    return apply.template(one.model_copy(update={"spec": spec})) == apply.template(other)
+    return apply.hash_template(one.model_copy(update={"spec": spec})) == apply.hash_template(other)
 
 
-def moved(changes: Iterable[Move], current: Pools) -> Iterator[Repurpose]:
+def build_actions(changes: Iterable[RoleChange], current: Pools) -> Iterator[Repurpose]:
     """Yield the actions for changes whose new pool exists."""
     for change in changes:
         if change.role in current:
-            yield _order(change.pod, current[change.role], _metadata(current[change.role]))
+            yield _build_action(
+                change.pod, current[change.role], _build_metadata(current[change.role])
+            )
 
 
-def corrected(
-    pods: Iterable[ObservedPod], instances: Mapping[str, Instance], current: Pools
+def correct_roles(
+    pods: Iterable[ObservedPod], instances: Mapping[str, FleetInstance], current: Pools
 ) -> Iterator[Repurpose]:
     """Yield actions for instances whose configured role differs from their pod's label.
 
@@ -90,37 +94,39 @@ def corrected(
     for pod in pods:
         reported, pool = instances.get(pod.name), current.get(pod.role)
         is_other = reported is not None and reported.home not in ("", str(pod.role))
-        if is_other and pool is not None and _stays(pod) and pod.ip:
-            yield _order(pod, pool, {})
+        if is_other and pool is not None and _is_alive(pod) and pod.ip:
+            yield _build_action(pod, pool, {})
 
 
-def _order(pod: ObservedPod, pool: InstancePool, metadata: Manifest) -> Repurpose:
+def _build_action(pod: ObservedPod, pool: InstancePool, metadata: Manifest) -> Repurpose:
     host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
     return Repurpose(
-        Reference("Pod", pod.namespace, pod.name, pod.uid),
+        ObjectReference("Pod", pod.namespace, pod.name, pod.uid),
         agent=f"{host}:{AGENT_PORT}",
         role=pool.spec.role,
         metadata=metadata,
-        pool=apply.reference(pool),
+        pool=apply.build_reference(pool),
     )
 
 
-def _metadata(pool: InstancePool) -> Manifest:
+def _build_metadata(pool: InstancePool) -> Manifest:
     """Labels, annotations and owner reference of a pod of this pool."""
     labels = {POOL: pool.name, ROLE_LABEL: str(pool.spec.role)}
     pod = {"kind": "Pod", "metadata": {"labels": labels}}
-    owned = apply.owned(apply.annotated(pod, TEMPLATE, apply.template(pool)), pool)
+    owned = apply.with_owner(
+        apply.annotate(pod, TEMPLATE_ANNOTATION, apply.hash_template(pool)), pool
+    )
     metadata: Manifest = owned["metadata"]
     return metadata
 
 
-def _movable(pods: Iterable[ObservedPod], pool: InstancePool | None) -> list[ObservedPod]:
+def _list_eligible(pods: Iterable[ObservedPod], pool: InstancePool | None) -> list[ObservedPod]:
     """The pods that are up to date with their pool, ready, and have an address."""
     if pool is None:
         return []
-    template = apply.template(pool)
+    template = apply.hash_template(pool)
     return [pod for pod in pods if pod.ready and pod.ip and pod.template == template]
 
 
-def _stays(pod: ObservedPod) -> bool:
+def _is_alive(pod: ObservedPod) -> bool:
     return not (pod.deleting or pod.is_over)

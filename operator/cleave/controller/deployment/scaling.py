@@ -18,22 +18,22 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.plan import SelectedPlan
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
-from cleave.api.scaling import Peak, Scaling
+from cleave.api.scaling import Scaling, ScheduledPeak
 from cleave.manifests.labels import Manifest
 from cleave.planner.scaling_law.growth import HEARTBEAT_S
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 
 if TYPE_CHECKING:
     from cleave.controller.deployment.reconcile import DeploymentView
 
-Counts = Mapping[Role, int]
+ReplicaCounts = Mapping[Role, int]
 
-_LEAST_RATE = 0.001
+_MIN_RATE = 0.001
 """In req/s; lower rates are treated as this one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class TrafficDemand:
     """The traffic of a deployment, as far as scaling needs it."""
 
     rate: float
@@ -42,29 +42,29 @@ class Demand:
     """Highest rate of any minute of `Scaling.calm_s`; None: not observed for so long."""
     in_flight: float
     """Requests that wait or run now."""
-    quiet_s: float
+    idle_s: float
     """Seconds since the last request, as far as this operator has observed."""
 
 
-def measure(
-    windows: Sequence[Window], calm_s: float, *, in_flight: float, quiet_s: float
-) -> Demand | None:
+def measure_demand(
+    windows: Sequence[TrafficWindow], calm_s: float, *, in_flight: float, idle_s: float
+) -> TrafficDemand | None:
     """Compute the demand from traffic windows, oldest first.
 
     None: there are no windows yet, and no request waits.
     """
     if not windows:
-        return Demand(0.0, None, in_flight, quiet_s) if in_flight else None
-    rates = list(_rates(windows))
+        return TrafficDemand(0.0, None, in_flight, idle_s) if in_flight else None
+    rates = list(_compute_rates(windows))
     begins = windows[-1].end_s - calm_s
     is_observed = windows[0].start_s <= begins
     recent = [rate for rate, each in zip(rates, windows, strict=True) if each.end_s > begins]
-    return Demand(rates[-1], max(recent) if is_observed else None, in_flight, quiet_s)
+    return TrafficDemand(rates[-1], max(recent) if is_observed else None, in_flight, idle_s)
 
 
-def _rates(windows: Sequence[Window]) -> Iterator[float]:
+def _compute_rates(windows: Sequence[TrafficWindow]) -> Iterator[float]:
     """Yield for each window the rate of the minute that ends with it."""
-    minute: deque[Window] = deque()
+    minute: deque[TrafficWindow] = deque()
     for window in windows:
         minute.append(window)
         while sum(each.length_s for each in minute) - minute[0].length_s >= HEARTBEAT_S:
@@ -73,19 +73,19 @@ def _rates(windows: Sequence[Window]) -> Iterator[float]:
         yield requests / sum(each.length_s for each in minute)
 
 
-def watches(deployment: LLMDeployment) -> bool:
+def is_enabled(deployment: LLMDeployment) -> bool:
     """Whether instances are scaled by traffic."""
     scaling = deployment.spec.scaling
     return bool(scaling.roles) or scaling.idle_s is not None
 
 
-def is_asleep(deployment: LLMDeployment, pools: Iterable[InstancePool]) -> bool:
+def is_scaled_to_zero(deployment: LLMDeployment, pools: Iterable[InstancePool]) -> bool:
     """Whether all instances were scaled to 0 because no requests came."""
     counts = [pool.spec.replicas for pool in pools]
     return deployment.spec.scaling.idle_s is not None and bool(counts) and not any(counts)
 
 
-def find_counts(view: "DeploymentView", written: Manifest) -> Counts:
+def compute_counts(view: "DeploymentView", written: Manifest) -> ReplicaCounts:
     """Compute the instances of each role from the plan in `status.plan`.
 
     Raises ValueError when it is not readable.
@@ -98,14 +98,14 @@ def find_counts(view: "DeploymentView", written: Manifest) -> Counts:
         scaling = scaling.model_copy(update={"idle_s": None})
     demand = view.demand
     if demand is not None:
-        served_s = _find_served_s(view, [pool.role for pool in plan.pools])
-        demand = replace(demand, quiet_s=min(demand.quiet_s, served_s))
-    at_least = find_peak(scaling.schedule, view.now_s)
+        served_s = _compute_served_s(view, [pool.role for pool in plan.pools])
+        demand = replace(demand, idle_s=min(demand.idle_s, served_s))
+    at_least = compute_scheduled_rate(scaling.schedule, view.now_s)
     max_gpus = spec.planning.max_gpus
-    return scale(scaling, plan, now, demand, at_least=at_least, max_gpus=max_gpus)
+    return scale(scaling, plan, now, demand, min_rate=at_least, max_gpus=max_gpus)
 
 
-def _find_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
+def _compute_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
     """Seconds for which every role has had a ready instance.
 
     A client may have given up while instances started: they stay long enough for a retry.
@@ -117,14 +117,14 @@ def _find_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
     return max(view.now_s - max(since.values(), default=math.inf), 0.0)
 
 
-def find_peak(schedule: Iterable[Peak], now_s: float) -> float:
+def compute_scheduled_rate(schedule: Iterable[ScheduledPeak], now_s: float) -> float:
     """Return the highest rate of the scheduled peaks that are active now; 0: none is."""
     # Search backwards from the next second, to find a start at or before now.
     now = datetime.fromtimestamp(int(now_s) + 1, UTC)
-    return max((peak.rate for peak in schedule if _lasts(peak, now)), default=0.0)
+    return max((peak.rate for peak in schedule if _is_active(peak, now)), default=0.0)
 
 
-def _lasts(peak: Peak, now: datetime) -> bool:
+def _is_active(peak: ScheduledPeak, now: datetime) -> bool:
     began = next(CronSim(peak.cron, now, reverse=True))
     return (now - began).total_seconds() <= peak.duration_s
 
@@ -132,25 +132,25 @@ def _lasts(peak: Peak, now: datetime) -> bool:
 def scale(
     scaling: Scaling,
     plan: SelectedPlan,
-    now: Counts,
-    demand: Demand | None,
+    now: ReplicaCounts,
+    demand: TrafficDemand | None,
     *,
-    at_least: float = 0.0,
+    min_rate: float = 0.0,
     max_gpus: int | None = None,
-) -> Counts:
+) -> ReplicaCounts:
     """Compute the instances of each role of the plan.
 
-    `now`: those of its pools; empty: there are no pools yet. `at_least`: rate of an active
+    `now`: those of its pools; empty: there are no pools yet. `min_rate`: rate of an active
     scheduled peak, in req/s.
     """
-    if at_least:
+    if min_rate:
         scaling = scaling.model_copy(update={"idle_s": None})
-        observed = demand or Demand(0.0, None, 0.0, 0.0)
-        peak = None if observed.peak is None else max(observed.peak, at_least)
-        demand = replace(observed, rate=max(observed.rate, at_least), peak=peak)
+        observed = demand or TrafficDemand(0.0, None, 0.0, 0.0)
+        peak = None if observed.peak is None else max(observed.peak, min_rate)
+        demand = replace(observed, rate=max(observed.rate, min_rate), peak=peak)
     planned = {pool.role: pool.replicas for pool in plan.pools}
     is_asleep = bool(now) and not any(now.get(role, 0) for role in planned)
-    if _sleeps(scaling, demand, is_asleep):
+    if _should_scale_to_zero(scaling, demand, is_asleep):
         return dict.fromkeys(planned, 0)
     if plan.growth is None or not scaling.roles:
         return planned
@@ -158,20 +158,20 @@ def scale(
     if demand is None:
         return {role: max(count, 1) for role, count in current.items()} if is_asleep else current
 
-    def at(rate: float) -> Counts:
-        return _fitting(scaling, plan, rate, max_gpus)
+    def at(rate: float) -> ReplicaCounts:
+        return _fit_to_gpus(scaling, plan, rate, max_gpus)
 
     # A short calm_s averages fewer requests, so the lowest meaningful rate is higher.
     least = plan.growth.lowest_rate * HEARTBEAT_S / scaling.calm_s
     needed, peak = at(demand.rate), demand.peak
-    enough = current if peak is None else at(max(peak, min(least, _planned_rate(plan))))
+    enough = current if peak is None else at(max(peak, min(least, _get_planned_rate(plan))))
     return {
         role: max(needed[role], min(count, max(enough[role], needed[role])))
         for role, count in current.items()
     }
 
 
-def sized(scaling: Scaling, plan: SelectedPlan, rate: float) -> Counts:
+def compute_replicas(scaling: Scaling, plan: SelectedPlan, rate: float) -> ReplicaCounts:
     """Compute the instances of each role that a rate needs, within the bounds of scaled roles.
 
     Eq. 7 of Aladdin counts workers: the smallest part of the plan with its proportion of roles.
@@ -187,7 +187,7 @@ def sized(scaling: Scaling, plan: SelectedPlan, rate: float) -> Counts:
     workers = min(whole_workers, exact_workers + 0.5)
     if any(pool.per_cell for pool in plan.pools):
         workers = whole_workers
-    if rate <= _planned_rate(plan):
+    if rate <= _get_planned_rate(plan):
         workers = min(workers, growth.workers)
     bounds = {each.role: each for each in scaling.roles}
     counts = {}
@@ -199,28 +199,30 @@ def sized(scaling: Scaling, plan: SelectedPlan, rate: float) -> Counts:
     return counts
 
 
-def _fitting(scaling: Scaling, plan: SelectedPlan, rate: float, max_gpus: int | None) -> Counts:
+def _fit_to_gpus(
+    scaling: Scaling, plan: SelectedPlan, rate: float, max_gpus: int | None
+) -> ReplicaCounts:
     """Instances for the highest rate, up to this one, that the GPUs suffice for."""
     sizes = {pool.role: pool.parallelism.gpus for pool in plan.pools}
-    least = max(_planned_rate(plan), _LEAST_RATE)
+    least = max(_get_planned_rate(plan), _MIN_RATE)
     while True:
-        counts = sized(scaling, plan, rate)
+        counts = compute_replicas(scaling, plan, rate)
         gpus = sum(count * sizes[role] for role, count in counts.items())
         if max_gpus is None or gpus <= max_gpus or rate <= least:
             return counts
         rate = max(0.95 * rate, least)
 
 
-def _planned_rate(plan: SelectedPlan) -> float:
+def _get_planned_rate(plan: SelectedPlan) -> float:
     """Goodput of the plan as it is, in req/s."""
     return plan.predicted.goodput if plan.predicted else 0.0
 
 
-def _sleeps(scaling: Scaling, demand: Demand | None, is_asleep: bool) -> bool:
+def _should_scale_to_zero(scaling: Scaling, demand: TrafficDemand | None, is_asleep: bool) -> bool:
     if scaling.idle_s is None:
         return False
     if demand is None:
         return is_asleep
     if demand.in_flight:
         return False
-    return is_asleep or demand.quiet_s >= scaling.idle_s
+    return is_asleep or demand.idle_s >= scaling.idle_s

@@ -12,26 +12,30 @@ from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
-from cleave.controller.cluster.conditions import Condition
+from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.instance_status import summarize_kv_paths
 from cleave.controller.deployment import readiness
-from cleave.controller.deployment.placement import Decision
-from cleave.controller.deployment.traffic_status import tell_traffic
-from cleave.controller.replan.outcome import Turn
-from cleave.manifests.gateway import url
-from cleave.manifests.labels import Manifest, gateway_name
+from cleave.controller.deployment.placement import PlacementDecision
+from cleave.controller.deployment.traffic_status import report_traffic
+from cleave.controller.replan.outcome import ReplanOutcome
+from cleave.manifests.gateway import build_url
+from cleave.manifests.labels import Manifest, get_gateway_name
 
 if TYPE_CHECKING:
     from cleave.controller.deployment.reconcile import DeploymentView
 
-_CONDITION_OF = {Role.PREFILL: "PrefillReady", Role.DECODE: "DecodeReady", Role.MIXED: "MixedReady"}
+_CONDITION_BY_ROLE = {
+    Role.PREFILL: "PrefillReady",
+    Role.DECODE: "DecodeReady",
+    Role.MIXED: "MixedReady",
+}
 
 
 def report(
     view: "DeploymentView",
-    decision: Decision,
+    decision: PlacementDecision,
     desired: Mapping[Role, InstancePool],
-    replan: Turn,
+    replan: ReplanOutcome,
     *,
     is_applied: bool,
 ) -> Iterator[Action]:
@@ -40,24 +44,28 @@ def report(
     `desired`: desired pools. `is_applied`: pools and gateways exist as the present spec asks for
     them, ready or not.
     """
-    deployment, target = view.deployment, apply.reference(view.deployment)
+    deployment, target = view.deployment, apply.build_reference(view.deployment)
     before = view.status.get("conditions", [])
-    rolled_out = readiness.find_rolled_out(view, desired, is_applied=is_applied)
+    rolled_out = readiness.find_rolled_out_generation(view, desired, is_applied=is_applied)
     is_rolled_out = rolled_out == (deployment.metadata.generation or 0)
     now = [
-        *_conditions(view, decision, desired, is_applied=is_applied, is_rolled_out=is_rolled_out),
+        *_build_conditions(
+            view, decision, desired, is_applied=is_applied, is_rolled_out=is_rolled_out
+        ),
         *replan.conditions,
     ]
     generation = deployment.metadata.generation
     model = deployment.spec.model.name
     status: Manifest = {
         "observedGeneration": generation or 0,
-        "conditions": conditions.settled(before, now, generation, view.now_s),
+        "conditions": conditions.merge(before, now, generation, view.now_s),
         # Until the rollout is complete, clients are served under the previous name.
         "model": model if is_rolled_out else view.status.get("model") or model,
-        "roles": [_role(view, role, desired.get(role)) for role in _roles(view, desired)],
-        "url": url(deployment),
-        **_learnt(view, replan),
+        "roles": [
+            _build_role_status(view, role, desired.get(role)) for role in _list_roles(view, desired)
+        ],
+        "url": build_url(deployment),
+        **_build_replan_status(view, replan),
     }
     for name, part in (
         ("plan", decision.plan),
@@ -66,57 +74,61 @@ def report(
     ):
         if part is not None:
             status[name] = part
-    if not apply.same(LLMDeploymentStatus, status, view.status):
+    if not apply.is_same_status(LLMDeploymentStatus, status, view.status):
         yield PatchStatus(target, status)
-        yield from conditions.told(target, before, now)
+        yield from conditions.build_events(target, before, now)
         for event in replan.events:
             yield Emit(target, event.reason, event.message, event.is_warning)
 
 
-def _learnt(view: "DeploymentView", replan: Turn) -> Manifest:
+def _build_replan_status(view: "DeploymentView", replan: ReplanOutcome) -> Manifest:
     """Observed traffic and what replanning derived from it."""
-    parts: Manifest = {"observed": tell_traffic(view), "prediction": replan.prediction}
-    for name, value in (("basis", replan.basis), ("correction", replan.correction)):
+    parts: Manifest = {"observed": report_traffic(view), "prediction": replan.prediction}
+    for name, value in (("basis", replan.fitted_inputs), ("correction", replan.correction)):
         parts[name] = value and value.model_dump(mode="json", exclude_none=True)
     parts["plans"] = list(replan.plans)
     return {name: part for name, part in parts.items() if part}
 
 
-def _conditions(
+def _build_conditions(
     view: "DeploymentView",
-    decision: Decision,
+    decision: PlacementDecision,
     desired: Mapping[Role, InstancePool],
     *,
     is_applied: bool,
     is_rolled_out: bool,
-) -> list[Condition]:
-    roles = [_role_condition(view, role, desired.get(role)) for role in _roles(view, desired)]
-    gateway, limited = _gateway(view), _limited(view)
-    progressing = _progressing(view, decision, desired, limited)
-    available = readiness.available(view, desired, [*roles, gateway], decision.conditions[0])
+) -> list[ConditionState]:
+    roles = [
+        _build_role_condition(view, role, desired.get(role)) for role in _list_roles(view, desired)
+    ]
+    gateway, limited = _build_gateway_condition(view), _build_scaling_limited(view)
+    progressing = _build_progressing(view, decision, desired, limited)
+    available = readiness.build_available(view, desired, [*roles, gateway], decision.conditions[0])
     ready = replace(available, type="Ready")
     if available.status and not is_rolled_out:
-        ready = readiness.unfinished(view, decision, progressing, is_applied=is_applied)
+        ready = readiness.build_not_rolled_out(view, decision, progressing, is_applied=is_applied)
     return [
         ready,
         available,
         *decision.conditions,
         *roles,
         gateway,
-        _kv_path(view, desired),
+        _build_kv_path(view, desired),
         limited,
         progressing,
-        _degraded(view, desired, available),
+        _build_degraded(view, desired, available),
     ]
 
 
-def _roles(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> list[Role]:
+def _list_roles(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> list[Role]:
     present = {pod.role for pod in view.pods}
     return [role for role in Role if role in desired or role in present]
 
 
-def _role(view: "DeploymentView", role: Role, desired: InstancePool | None) -> Manifest:
-    pods = view.alive(role)
+def _build_role_status(
+    view: "DeploymentView", role: Role, desired: InstancePool | None
+) -> Manifest:
+    pods = view.list_alive(role)
     revision = desired.spec.revision if desired else None
     return {
         "role": str(role),
@@ -126,99 +138,109 @@ def _role(view: "DeploymentView", role: Role, desired: InstancePool | None) -> M
     }
 
 
-def _role_condition(view: "DeploymentView", role: Role, desired: InstancePool | None) -> Condition:
-    ready = sum(pod.ready for pod in view.alive(role))
+def _build_role_condition(
+    view: "DeploymentView", role: Role, desired: InstancePool | None
+) -> ConditionState:
+    ready = sum(pod.ready for pod in view.list_alive(role))
     count = desired.spec.replicas if desired else 0
     message = f"{ready} of {count} {role} instances are ready"
     if desired is not None and count == 0:
         text = f"no {role} instance is desired now"
-        return Condition(_CONDITION_OF[role], True, readiness.ASLEEP, text)
+        return ConditionState(_CONDITION_BY_ROLE[role], True, readiness.SCALED_TO_ZERO, text)
     if ready >= max(1, count):
-        return Condition(_CONDITION_OF[role], True, "Ready", message)
-    return Condition(_CONDITION_OF[role], ready > 0, "TooFew" if ready else "NoneReady", message)
+        return ConditionState(_CONDITION_BY_ROLE[role], True, "Ready", message)
+    return ConditionState(
+        _CONDITION_BY_ROLE[role], ready > 0, "TooFew" if ready else "NoneReady", message
+    )
 
 
-def _gateway(view: "DeploymentView") -> Condition:
-    name = gateway_name(view.deployment.name)
+def _build_gateway_condition(view: "DeploymentView") -> ConditionState:
+    name = get_gateway_name(view.deployment.name)
     child = view.children.get(("Deployment", name))
     ready, count = child.ready if child else 0, view.deployment.spec.gateway.replicas
     message = f"{ready} of {count} gateways are ready"
     if ready:
-        return Condition("GatewayReady", True, "Ready", message)
-    return Condition("GatewayReady", False, "NoneReady", message)
+        return ConditionState("GatewayReady", True, "Ready", message)
+    return ConditionState("GatewayReady", False, "NoneReady", message)
 
 
-def _kv_path(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> Condition:
+def _build_kv_path(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> ConditionState:
     """Whether KV was transferred from prefill to decode instances in a test, and over what."""
     if not desired:
-        return Condition("KVPathVerified", None, "NoInstances")
+        return ConditionState("KVPathVerified", None, "NoInstances")
     if Role.PREFILL not in desired:
-        return Condition("KVPathVerified", True, "NotNeeded", "no KV is transferred")
+        return ConditionState("KVPathVerified", True, "NotNeeded", "no KV is transferred")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
     reported = [each for name, each in (view.instances or {}).items() if name in ready]
     if not reported:
-        return Condition(
+        return ConditionState(
             "KVPathVerified", None, "NotReported", "no gateway has reported instances yet"
         )
     paths = summarize_kv_paths(reported)
     if paths.verified < paths.total:
-        return Condition("KVPathVerified", False, "NotVerified", paths.message)
-    return Condition("KVPathVerified", True, "Verified", paths.message)
+        return ConditionState("KVPathVerified", False, "NotVerified", paths.message)
+    return ConditionState("KVPathVerified", True, "Verified", paths.message)
 
 
-def _limited(view: "DeploymentView") -> Condition:
+def _build_scaling_limited(view: "DeploymentView") -> ConditionState:
     for role, status in view.pool_status.items():
         for each in status.get("conditions", ()):
             if each["type"] == "ScalingLimited" and each["status"] == "True":
-                return Condition(
+                return ConditionState(
                     "ScalingLimited", True, each["reason"], f"{role}: {each['message']}"
                 )
-    return Condition("ScalingLimited", False, "Fits")
+    return ConditionState("ScalingLimited", False, "Fits")
 
 
-def _progressing(
+def _build_progressing(
     view: "DeploymentView",
-    decision: Decision,
+    decision: PlacementDecision,
     desired: Mapping[Role, InstancePool],
-    limited: Condition,
-) -> Condition:
+    limited: ConditionState,
+) -> ConditionState:
     if view.deployment.spec.paused:
-        return Condition("Progressing", False, "Paused", "spec.paused: changes wait")
-    if decision.question is not None:
-        return Condition("Progressing", True, conditions.PLANNING, "the planner is running")
-    roles = _roles(view, desired)
+        return ConditionState("Progressing", False, "Paused", "spec.paused: changes wait")
+    if decision.plan_request is not None:
+        return ConditionState("Progressing", True, conditions.PLANNING, "the planner is running")
+    roles = _list_roles(view, desired)
     for role in roles:
-        pool, pods = desired.get(role), view.alive(role)
+        pool, pods = desired.get(role), view.list_alive(role)
         if pool is None or any(pod.revision != pool.spec.revision for pod in pods):
             by = f"replaced by revision {pool.spec.revision}" if pool else "no longer planned"
-            return Condition("Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}")
+            return ConditionState(
+                "Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}"
+            )
     if not readiness.is_gateway_updated(view):
         text = "gateway pods are being replaced"
-        return Condition("Progressing", True, conditions.ROLLING_OUT, text)
+        return ConditionState("Progressing", True, conditions.ROLLING_OUT, text)
     for role in roles:
-        pool, pods = desired[role], view.alive(role)
+        pool, pods = desired[role], view.list_alive(role)
         if len(pods) != pool.spec.replicas or not all(pod.ready for pod in pods):
             if limited.status:
-                return Condition("Progressing", False, "ScalingLimited", limited.message)
-            return Condition("Progressing", True, "Scaling", f"{role} instances start or end")
-    return Condition("Progressing", False, "Settled", "all instances are as desired")
+                return ConditionState("Progressing", False, "ScalingLimited", limited.message)
+            return ConditionState("Progressing", True, "Scaling", f"{role} instances start or end")
+    return ConditionState("Progressing", False, "Settled", "all instances are as desired")
 
 
-def _degraded(
-    view: "DeploymentView", desired: Mapping[Role, InstancePool], available: Condition
-) -> Condition:
+def _build_degraded(
+    view: "DeploymentView", desired: Mapping[Role, InstancePool], available: ConditionState
+) -> ConditionState:
     """Whether fewer instances serve than planned, or writes or instances keep failing."""
     if view.fault:
-        return Condition("Degraded", True, "Failed", view.fault)
+        return ConditionState("Degraded", True, "Failed", view.fault)
     for role, status in view.pool_status.items():
         for each in status.get("conditions", ()):
             if each["type"] == "Degraded" and each["status"] == "True":
-                return Condition("Degraded", True, each["reason"], f"{role}: {each['message']}")
+                return ConditionState(
+                    "Degraded", True, each["reason"], f"{role}: {each['message']}"
+                )
     missing = [
         role
         for role, pool in desired.items()
-        if sum(pod.ready for pod in view.alive(role)) < pool.spec.replicas
+        if sum(pod.ready for pod in view.list_alive(role)) < pool.spec.replicas
     ]
     if available.status and missing:
-        return Condition("Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}")
-    return Condition("Degraded", False, "Complete", "no instance is missing")
+        return ConditionState(
+            "Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}"
+        )
+    return ConditionState("Degraded", False, "Complete", "no instance is missing")

@@ -7,74 +7,76 @@ written at most once a minute, and only when a figure has changed by more than 5
 from typing import TYPE_CHECKING
 
 from cleave.api.plan import LatencyPercentiles
-from cleave.api.replan_status import SeenLengths, SeenTraffic
-from cleave.controller.cluster.objects import seconds, timestamp
-from cleave.controller.cluster.traffic_scraper import LATELY
-from cleave.controller.replan.reconcile import watches
+from cleave.api.replan_status import ObservedLengths, ObservedTraffic
+from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
+from cleave.controller.cluster.traffic_scraper import RECENT_WINDOWS
+from cleave.controller.replan.reconcile import is_enabled
 from cleave.manifests.labels import Manifest
 from cleave.traffic.counters import Buckets
-from cleave.traffic.window import Window
+from cleave.traffic.window import TrafficWindow
 
 if TYPE_CHECKING:
     from cleave.controller.deployment.reconcile import DeploymentView
 
-_MOVED = 0.05
+_MIN_CHANGE = 0.05
 """Relative change below which figures count as equal."""
 
 
-def tell_traffic(view: "DeploymentView") -> Manifest | None:
+def report_traffic(view: "DeploymentView") -> Manifest | None:
     """Return `status.observed`; None: traffic is not known."""
-    if not watches(view.deployment):
+    if not is_enabled(view.deployment):
         return None
     previous: Manifest | None = view.status.get("observed")
     if view.traffic is None:
         return previous
     if previous is not None:
-        written_s = seconds(previous.get("at")) or 0.0
-        if view.now_s - written_s < LATELY * view.settings.watch_s:
+        written_s = parse_timestamp(previous.get("at")) or 0.0
+        if view.now_s - written_s < RECENT_WINDOWS * view.settings.traffic_poll_s:
             return previous
-    current = _written(view.traffic, view.now_s)
-    return current if previous is None or _has_moved(previous, current) else previous
+    current = _to_status(view.traffic, view.now_s)
+    return current if previous is None or _has_changed(previous, current) else previous
 
 
-def _written(traffic: Window, now_s: float) -> Manifest:
-    observed = SeenTraffic.model_validate(
+def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
+    observed = ObservedTraffic.model_validate(
         {
-            "at": timestamp(now_s),
+            "at": format_timestamp(now_s),
             "window_s": round(traffic.length_s, 1),
-            "rate": _short(traffic.rate),
-            "prompt_tokens": _lengths(traffic.prompts),
-            "output_tokens": _lengths(traffic.outputs),
-            "attainment": None if traffic.attainment is None else _short(traffic.attainment),
-            "ttft_ms": _percentiles(traffic.ttft),
-            "tpot_ms": _percentiles(traffic.tpot),
+            "rate": _round(traffic.rate),
+            "prompt_tokens": _summarize_lengths(traffic.prompts),
+            "output_tokens": _summarize_lengths(traffic.outputs),
+            "attainment": None if traffic.attainment is None else _round(traffic.attainment),
+            "ttft_ms": _summarize_latency(traffic.ttft),
+            "tpot_ms": _summarize_latency(traffic.tpot),
         }
     )
     return observed.model_dump(mode="json", exclude_none=True)
 
 
-def _lengths(buckets: Buckets) -> SeenLengths | None:
+def _summarize_lengths(buckets: Buckets) -> ObservedLengths | None:
     if not buckets.num:
         return None
-    p90 = buckets.find_quantile(0.9)
-    return SeenLengths(mean=_short(buckets.mean or 0.0), p90=None if p90 is None else _short(p90))
+    p90 = buckets.compute_quantile(0.9)
+    return ObservedLengths(
+        mean=_round(buckets.mean or 0.0), p90=None if p90 is None else _round(p90)
+    )
 
 
-def _percentiles(buckets: Buckets) -> LatencyPercentiles | None:
+def _summarize_latency(buckets: Buckets) -> LatencyPercentiles | None:
     if not buckets.num:
         return None
-    p50, p90, p99 = (_short(buckets.find_quantile_ms(at) or 0.0) for at in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (_round(buckets.compute_quantile_ms(at) or 0.0) for at in (0.5, 0.9, 0.99))
     return LatencyPercentiles(p50=p50, p90=p90, p99=p99)
 
 
-def _has_moved(before: Manifest, now: Manifest) -> bool:
+def _has_changed(before: Manifest, now: Manifest) -> bool:
     """Whether a figure has changed; time and length of the window do not count."""
     for key in (before.keys() | now.keys()) - {"at", "windowS"}:
         one, other = before.get(key), now.get(key)
         if isinstance(one, dict) and isinstance(other, dict):
-            has_moved = _has_moved(one, other)
+            has_moved = _has_changed(one, other)
         elif isinstance(one, int | float) and isinstance(other, int | float):
-            has_moved = abs(one - other) > _MOVED * max(abs(one), abs(other))
+            has_moved = abs(one - other) > _MIN_CHANGE * max(abs(one), abs(other))
         else:
             has_moved = one != other
         if has_moved:
@@ -82,6 +84,6 @@ def _has_moved(before: Manifest, now: Manifest) -> bool:
     return False
 
 
-def _short(value: float) -> float:
+def _round(value: float) -> float:
     """Round to three significant digits."""
     return float(f"{value:.3g}")

@@ -9,17 +9,21 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.manifests.labels import Manifest
-from cleave.manifests.multi_node import follower_pods, is_set_possible, leader_worker_set
-from cleave.manifests.topology import free_cells
-from cleave.manifests.worker import worker_pod
+from cleave.manifests.multi_node import (
+    build_leader_worker_set,
+    build_node_pods,
+    supports_leader_worker_set,
+)
+from cleave.manifests.topology import assign_cells
+from cleave.manifests.worker import build_worker_pod
 
 if TYPE_CHECKING:
-    from cleave.controller.pool.reconcile import Fleet, PoolView
+    from cleave.controller.pool.reconcile import PoolInstances, PoolView
 
 _SUFFIX_DIGITS = 6
 
 
-def names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
+def generate_names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
     """Generate `count` names for new instances, none of them in `taken`; deterministic."""
     used, new_names, number = set(taken), list[str](), 0
     while len(new_names) < count:
@@ -32,56 +36,58 @@ def names(pool: InstancePool, taken: Collection[str], count: int) -> list[str]:
     return new_names
 
 
-def created(view: "PoolView", fleet: "Fleet", count: int) -> Iterator[Create]:
+def create_instances(view: "PoolView", fleet: "PoolInstances", count: int) -> Iterator[Create]:
     """Yield the creation of `count` instances: their pods, or leader pods, or sets."""
     pool, settings = view.pool, view.settings
-    taken = view.taken.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
+    taken = view.used_names.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
         # Old instances of the same revision occupy their cells, and thus their nodes, too.
         same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
         used_cells = [pod.cell for pod in same if pod.cell is not None]
-        cells = list(free_cells(used_cells, pool.spec.colocation.per_cell, count))
-    as_sets = pool.spec.nodes > 1 and settings.has_sets and is_set_possible(pool)
-    make = _set if as_sets else _leader
-    for name, cell in zip(names(pool, taken, count), cells, strict=True):
-        yield Create(apply.owned(make(view, name, cell), pool))
+        cells = list(assign_cells(used_cells, pool.spec.colocation.per_cell, count))
+    as_sets = (
+        pool.spec.nodes > 1 and settings.has_leader_worker_sets and supports_leader_worker_set(pool)
+    )
+    make = _build_set if as_sets else _build_leader
+    for name, cell in zip(generate_names(pool, taken, count), cells, strict=True):
+        yield Create(apply.with_owner(make(view, name, cell), pool))
 
 
-def completed(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Create]:
+def complete_instances(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Create]:
     """Yield the further pods of instances whose leader pods have a uid now."""
     pool = view.pool
     if pool.spec.nodes == 1:
         return
     existing = {pod.name for pod in view.pods}
     for instance in instances:
-        if instance.set_name or instance.template != view.template:
+        if instance.set_name or instance.template != view.template_hash:
             continue
-        leader = _leader(view, instance.name, instance.cell)
+        leader = _build_leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
         settings = view.settings
-        for further_pod in follower_pods(
+        for further_pod in build_node_pods(
             pool, leader, device=settings.device, image_prefix=settings.image_prefix
         ):
             if further_pod["metadata"]["name"] not in existing:
-                yield Create(apply.with_template(further_pod, view.template))
+                yield Create(apply.with_template(further_pod, view.template_hash))
 
 
-def _set(view: "PoolView", name: str, cell: int | None) -> Manifest:
+def _build_set(view: "PoolView", name: str, cell: int | None) -> Manifest:
     """Build a LeaderWorkerSet for one instance; its pods carry the hash of the template."""
     settings = view.settings
-    manifest = leader_worker_set(
+    manifest = build_leader_worker_set(
         view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
     )
     group = manifest["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
-        group[part] = apply.with_template(group[part], view.template)
+        group[part] = apply.with_template(group[part], view.template_hash)
     return manifest
 
 
-def _leader(view: "PoolView", name: str, cell: int | None) -> Manifest:
+def _build_leader(view: "PoolView", name: str, cell: int | None) -> Manifest:
     settings = view.settings
-    manifest = worker_pod(
+    manifest = build_worker_pod(
         view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
     )
-    return apply.with_template(manifest, view.template)
+    return apply.with_template(manifest, view.template_hash)

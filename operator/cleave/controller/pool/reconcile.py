@@ -12,25 +12,35 @@ from functools import cached_property
 from cleave.api.engine import DeletionPolicy
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import apply, objects
-from cleave.controller.cluster.actions import Action, Delete, Reference, Requeue, SetFinalizers
-from cleave.controller.cluster.apply import FINALIZER, Children
+from cleave.controller.cluster.actions import (
+    Action,
+    Delete,
+    ObjectReference,
+    Requeue,
+    SetFinalizers,
+)
+from cleave.controller.cluster.apply import FINALIZER, ChildrenByName
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool import status as pool_status
 from cleave.controller.pool.scale_down import choose_victims
-from cleave.controller.pool.unschedulable import Limit, limit
-from cleave.controller.rollout.planner import RoleState, RolloutLimits, Step, next_step
-from cleave.controller.settings import Settings
-from cleave.manifests.discovery import role_binding, service_account, workers_service
-from cleave.manifests.disruption_budget import disruption_budget
+from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
+from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, next_step
+from cleave.controller.settings import OperatorSettings
+from cleave.manifests.discovery import (
+    build_role_binding,
+    build_service_account,
+    build_workers_service,
+)
+from cleave.manifests.disruption_budget import build_pool_budget
 from cleave.manifests.labels import Manifest
 
-_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
+_OWN_ROLLOUT_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
 """Of a pool that replaces its pods without a rollout of the deployment."""
 _SLACK_S = 60
 """Extra seconds after the grace period before a deleted pool stops waiting for its pods."""
-_AT_ONCE_S = 1
-_MOST_AT_ONCE = 500
+_IMMEDIATE_GRACE_S = 1
+_MAX_CREATES = 500
 """Instances created per reconcile: the pool may have changed by the next one."""
 
 
@@ -45,30 +55,30 @@ class PoolView:
     """As it was last written."""
     pods: tuple[ObservedPod, ...] = ()
     """All pods, including further pods of instances that span several nodes."""
-    taken: frozenset[str] = frozenset()
+    used_names: frozenset[str] = frozenset()
     """Names of all instances of the deployment, in any of its pools."""
-    children: Children = field(default_factory=dict)
+    children: ChildrenByName = field(default_factory=dict)
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
-    numbers: str = ""
+    node_counts_hash: str = ""
     """Hash of how many nodes there are of each kind."""
     serving: int | None = None
     """Instances that gateways send requests to; None: no gateway has answered."""
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
-    settings: Settings = Settings()  # noqa: RUF009 - a frozen value
+    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
 
     @cached_property
     def instances(self) -> list[ObservedPod]:
         """One per instance, including those that are being deleted."""
-        return objects.instances(self.pods, self.pool.spec.nodes)
+        return objects.group_instances(self.pods, self.pool.spec.nodes)
 
     @cached_property
-    def template(self) -> str:
+    def template_hash(self) -> str:
         """Hash of what the pool's pods are created from now."""
-        return apply.template(self.pool)
+        return apply.hash_template(self.pool)
 
     @cached_property
-    def parts(self) -> Mapping[str, Sequence[ObservedPod]]:
+    def pods_by_instance(self) -> Mapping[str, Sequence[ObservedPod]]:
         """The pods of each instance, by instance name."""
         by_instance: dict[str, list[ObservedPod]] = {}
         for pod in self.pods:
@@ -77,7 +87,7 @@ class PoolView:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class PoolInstances:
     """The pool's instances, without those that are being deleted or have ended."""
 
     new: tuple[ObservedPod, ...]
@@ -90,7 +100,7 @@ class Fleet:
         return self.new + self.old
 
     @property
-    def ready(self) -> int:
+    def num_ready(self) -> int:
         """How many of them are ready."""
         return sum(pod.ready for pod in self.all)
 
@@ -99,48 +109,53 @@ def reconcile(view: PoolView) -> list[Action]:
     """Return the actions to take next; none when everything is as desired."""
     pool = view.pool
     if pool.metadata.deletion_timestamp is not None:
-        return list(_deleting(view))
+        return list(_delete(view))
     actions: list[Action] = []
     if FINALIZER not in pool.metadata.finalizers:
-        actions.append(_finalizers(pool, (*pool.metadata.finalizers, FINALIZER)))
-    pool_instances = _fleet(view)
-    target = _target(view, pool_instances)
-    limit_now = limit(
+        actions.append(_set_finalizers(pool, (*pool.metadata.finalizers, FINALIZER)))
+    pool_instances = _classify_instances(view)
+    target = _compute_target(view, pool_instances)
+    limit_now = compute_limit(
         target.new,
         pool_instances.new,
         now_s=view.now_s,
         timeout_s=pool.spec.pending_timeout_s,
         # A changed pool, such as the next step of a rollout, starts a new attempt as well.
-        nodes=f"{view.numbers}/{pool.metadata.generation or 0}",
-        last=pool_status.trial(view.status),
+        nodes=f"{view.node_counts_hash}/{pool.metadata.generation or 0}",
+        last=pool_status.read_probe(view.status),
     )
     # Status first: if a later write fails, users still see what exists.
     actions += pool_status.report(view, pool_instances, target, limit_now)
-    actions += apply.changed(_fixed(view), pool, view.children)
-    actions += _buried(view)
-    actions += _resized(view, pool_instances, target, limit_now)
-    if limit_now.again_after_s is not None:
-        actions.append(Requeue(limit_now.again_after_s))
+    actions += apply.build_changes(_build_owned_objects(view), pool, view.children)
+    actions += _replace_ended(view)
+    actions += _resize(view, pool_instances, target, limit_now)
+    if limit_now.requeue_after_s is not None:
+        actions.append(Requeue(limit_now.requeue_after_s))
     return actions
 
 
-def _fixed(view: PoolView) -> list[Manifest]:
+def _build_owned_objects(view: PoolView) -> list[Manifest]:
     """Objects that do not depend on the replicas; a manual pool has those of a deployment, too."""
     pool = view.pool
-    budget = disruption_budget(pool)
+    budget = build_pool_budget(pool)
     if pool.metadata.owner_references:
         return [budget]
     role = view.settings.discovery_role
-    return [service_account(pool), role_binding(pool, role), workers_service(pool), budget]
+    return [
+        build_service_account(pool),
+        build_role_binding(pool, role),
+        build_workers_service(pool),
+        budget,
+    ]
 
 
-def _fleet(view: PoolView) -> Fleet:
+def _classify_instances(view: PoolView) -> PoolInstances:
     new: list[ObservedPod] = []
     old: list[ObservedPod] = []
     for pod in view.instances:
         if not (pod.deleting or pod.is_over):
             (new if _is_new(pod, view) else old).append(pod)
-    return Fleet(tuple(new), tuple(old))
+    return PoolInstances(tuple(new), tuple(old))
 
 
 def _is_new(pod: ObservedPod, view: PoolView) -> bool:
@@ -152,16 +167,16 @@ def _is_new(pod: ObservedPod, view: PoolView) -> bool:
     spec = view.pool.spec
     if spec.rollout is not None:
         return pod.revision == spec.revision
-    return pod.template == view.template
+    return pod.template == view.template_hash
 
 
-def _target(view: PoolView, fleet: Fleet) -> Step:
+def _compute_target(view: PoolView, fleet: PoolInstances) -> RolloutStep:
     """How many instances to keep now, new and old."""
     spec = view.pool.spec
     if spec.rollout is not None:
-        return Step(spec.rollout.new, spec.rollout.old, spec.rollout.older)
+        return RolloutStep(spec.rollout.new, spec.rollout.old, spec.rollout.older)
     if not fleet.old:
-        return Step(new=spec.replicas, old=0)
+        return RolloutStep(new=spec.replicas, old=0)
     state = RoleState(
         replicas=spec.replicas,
         old=len(fleet.old),
@@ -170,27 +185,33 @@ def _target(view: PoolView, fleet: Fleet) -> Step:
         new_ready=sum(pod.ready for pod in fleet.new),
         leaving=sum(pod.deleting for pod in view.instances),
     )
-    return next_step({spec.role: state}, _LIMITS)[spec.role]
+    return next_step({spec.role: state}, _OWN_ROLLOUT_LIMITS)[spec.role]
 
 
-def _resized(view: PoolView, fleet: Fleet, target: Step, limited: Limit) -> Iterator[Action]:
+def _resize(
+    view: PoolView, fleet: PoolInstances, target: RolloutStep, limited: SchedulingLimit
+) -> Iterator[Action]:
     """Yield creations and deletions that bring the pool to its target."""
-    given_up = {pod.name for pod in limited.give_up}
+    given_up = {pod.name for pod in limited.evict}
     staying = tuple(pod for pod in fleet.new if pod.name not in given_up)
     # A pool that the plan has dropped may keep instances for a while, but creates none.
     most = min(target.new, view.pool.spec.replicas)
-    if limited.most is not None:
-        most = min(most, limited.most)
-    yield from pool_pods.completed(view, staying)
-    yield from pool_pods.created(view, fleet, min(_MOST_AT_ONCE, max(0, most - len(staying))))
-    victims = [*limited.give_up, *choose_victims(staying, len(staying) - target.new)]
-    for candidates, num_kept in _older(fleet.old, target):
+    if limited.max_instances is not None:
+        most = min(most, limited.max_instances)
+    yield from pool_pods.complete_instances(view, staying)
+    yield from pool_pods.create_instances(
+        view, fleet, min(_MAX_CREATES, max(0, most - len(staying)))
+    )
+    victims = [*limited.evict, *choose_victims(staying, len(staying) - target.new)]
+    for candidates, num_kept in _group_old(fleet.old, target):
         victims += choose_victims(candidates, len(candidates) - num_kept)
     for victim in victims:
-        yield from _deleted(view, victim)
+        yield from _delete_instance(view, victim)
 
 
-def _older(old: tuple[ObservedPod, ...], target: Step) -> Iterator[tuple[list[ObservedPod], int]]:
+def _group_old(
+    old: tuple[ObservedPod, ...], target: RolloutStep
+) -> Iterator[tuple[list[ObservedPod], int]]:
     """Yield old instances with the number to keep, by revision where the rollout states it."""
     if not target.older:
         yield list(old), target.old
@@ -200,30 +221,32 @@ def _older(old: tuple[ObservedPod, ...], target: Step) -> Iterator[tuple[list[Ob
         yield same, target.older.get(revision, 0)
 
 
-def _deleted(view: PoolView, instance: ObservedPod, grace_s: int | None = None) -> Iterator[Delete]:
+def _delete_instance(
+    view: PoolView, instance: ObservedPod, grace_s: int | None = None
+) -> Iterator[Delete]:
     """Delete all pods of an instance, or the set, which would otherwise recreate them."""
     if instance.set_name:
-        yield Delete(Reference("LeaderWorkerSet", instance.namespace, instance.set_name))
+        yield Delete(ObjectReference("LeaderWorkerSet", instance.namespace, instance.set_name))
         return
-    for pod in view.parts[instance.instance or instance.name]:
+    for pod in view.pods_by_instance[instance.instance or instance.name]:
         if not pod.deleting:
-            yield Delete(_reference(pod), grace_s)
+            yield Delete(_refer_to(pod), grace_s)
 
 
-def _buried(view: PoolView) -> Iterator[Delete]:
+def _replace_ended(view: PoolView) -> Iterator[Delete]:
     """Delete what is left of instances that have ended or have lost a pod."""
     for instance in view.instances:
         # Without one of its pods an instance cannot serve, so the others go as well.
         if instance.is_over or instance.deleting:
-            yield from _deleted(view, instance)
-    yield from _forgotten(view)
+            yield from _delete_instance(view, instance)
+    yield from _force_delete_lost(view)
 
 
-def _forgotten(view: PoolView) -> Iterator[Delete]:
+def _force_delete_lost(view: PoolView) -> Iterator[Delete]:
     """Delete pods of lost nodes at once, after their grace period."""
     for pod in view.pods:
         if _is_lost(pod, view):
-            yield Delete(_reference(pod), grace_s=0)
+            yield Delete(_refer_to(pod), grace_s=0)
 
 
 def _is_lost(pod: ObservedPod, view: PoolView) -> bool:
@@ -233,27 +256,27 @@ def _is_lost(pod: ObservedPod, view: PoolView) -> bool:
     return gone and pod.deleted_s is not None and pod.deleted_s < view.now_s
 
 
-def _deleting(view: PoolView) -> Iterator[Action]:
+def _delete(view: PoolView) -> Iterator[Action]:
     """Drain every pod, then remove the finalizer, at the latest when the grace period is over."""
     pool = view.pool
     if FINALIZER not in pool.metadata.finalizers:
         return
-    grace = _AT_ONCE_S if pool.spec.deletion_policy is DeletionPolicy.IMMEDIATE else None
+    grace = _IMMEDIATE_GRACE_S if pool.spec.deletion_policy is DeletionPolicy.IMMEDIATE else None
     for instance in view.instances:
-        yield from _deleted(view, instance, grace)
-    yield from _forgotten(view)
-    requested_s = objects.seconds(pool.metadata.deletion_timestamp) or view.now_s
+        yield from _delete_instance(view, instance, grace)
+    yield from _force_delete_lost(view)
+    requested_s = objects.parse_timestamp(pool.metadata.deletion_timestamp) or view.now_s
     remaining_s = requested_s + pool.spec.template.drain_timeout_s + _SLACK_S - view.now_s
     if not view.pods or remaining_s <= 0:
         remaining = tuple(name for name in pool.metadata.finalizers if name != FINALIZER)
-        yield _finalizers(pool, remaining)
+        yield _set_finalizers(pool, remaining)
     else:
         yield Requeue(remaining_s)
 
 
-def _finalizers(pool: InstancePool, names: tuple[str, ...]) -> SetFinalizers:
-    return SetFinalizers(apply.reference(pool), names, pool.metadata.resource_version or "")
+def _set_finalizers(pool: InstancePool, names: tuple[str, ...]) -> SetFinalizers:
+    return SetFinalizers(apply.build_reference(pool), names, pool.metadata.resource_version or "")
 
 
-def _reference(pod: ObservedPod) -> Reference:
-    return Reference("Pod", pod.namespace, pod.name, pod.uid)
+def _refer_to(pod: ObservedPod) -> ObjectReference:
+    return ObjectReference("Pod", pod.namespace, pod.name, pod.uid)

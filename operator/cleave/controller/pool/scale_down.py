@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 
-class Instance(Protocol):
+class ScaleDownCandidate(Protocol):
     """What scale-down reads of a pod."""
 
     @property
@@ -37,7 +37,7 @@ class Instance(Protocol):
         """Creation time in seconds since the epoch."""
 
 
-P = TypeVar("P", bound=Instance)
+P = TypeVar("P", bound=ScaleDownCandidate)
 
 
 def choose_victims(pods: Sequence[P], count: int) -> tuple[P, ...]:
@@ -46,10 +46,10 @@ def choose_victims(pods: Sequence[P], count: int) -> tuple[P, ...]:
     First pods without a node, then pods that are not ready, then the least loaded; among equals the
     youngest. A pod of unknown load counts as the most loaded.
     """
-    candidates = sorted((pod for pod in pods if not pod.deleting), key=_worth)
+    candidates = sorted((pod for pod in pods if not pod.deleting), key=_rank)
     return tuple(candidates[: max(0, count)])
 
 
-def _worth(pod: Instance) -> tuple[bool, bool, float, float, str]:
+def _rank(pod: ScaleDownCandidate) -> tuple[bool, bool, float, float, str]:
     load = math.inf if pod.load is None else pod.load
     return pod.scheduled, pod.ready, load if pod.ready else 0.0, -pod.created_s, pod.name

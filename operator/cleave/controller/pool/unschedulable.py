@@ -1,7 +1,7 @@
 """Limits a pool to the instances that nodes have room for: time-out, eviction, retry. Pure.
 
 Called by the pool's reconcile. What is hard: an evicted pod is gone, and the pool would create it
-again at once. So the last attempt, a `Trial`, is recorded in the pool's status.
+again at once. So the last attempt, a `CapacityProbe`, is recorded in the pool's status.
 
 An evicted instance leaves the scheduler's queue, so that other pods of a plan do not wait for half
 a pair. A pool without any instance on a node keeps one pending: the scheduler places it as soon as
@@ -12,23 +12,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cleave.controller.cluster.objects import ObservedPod, timestamp
+from cleave.controller.cluster.objects import ObservedPod, format_timestamp
 
-_FIRST_PAUSE_S = 60.0
-_LONGEST_PAUSE_S = 600.0
-_LONGEST_MESSAGE = 600
-_UNTOLD = "the scheduler has given no reason"
+_FIRST_BACKOFF_S = 60.0
+_MAX_BACKOFF_S = 600.0
+_MAX_MESSAGE_LENGTH = 600
+_NO_MESSAGE = "the scheduler has given no reason"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CapacityProbe:
     """The last attempt to have more instances than nodes have room for."""
 
-    fits: int
+    schedulable: int
     """Instances that found a node, plus one pending instance when none did."""
     attempts: int
     """Consecutive attempts, with these nodes, in which instances were evicted."""
-    again_s: float
+    retry_at_s: float
     """When the next attempt begins, in seconds since the epoch."""
     nodes: str
     """Hash of what the nodes offered and the pool asked for."""
@@ -37,30 +37,30 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class SchedulingLimit:
     """What to do about instances that no node has room for."""
 
-    give_up: tuple[ObservedPod, ...] = ()
+    evict: tuple[ObservedPod, ...] = ()
     """Pods to delete."""
-    most: int | None = None
+    max_instances: int | None = None
     """Most instances of the pool for now; None: not limited."""
     reason: str = ""
     """Message of the ScalingLimited condition; empty: not limited."""
-    again_after_s: float | None = None
+    requeue_after_s: float | None = None
     """Seconds until the next change without an event; None: there is none."""
-    trial: Trial | None = None
+    probe: CapacityProbe | None = None
     """To be written to the status; None: nodes have room for all."""
 
 
-def limit(
+def compute_limit(
     desired: int,
     pods: Sequence[ObservedPod],
     *,
     now_s: float,
     timeout_s: float,
     nodes: str,
-    last: Trial | None,
-) -> Limit:
+    last: CapacityProbe | None,
+) -> SchedulingLimit:
     """Decide about the pods of a pool that needs `desired` instances, surge included.
 
     `nodes`: hash of what the nodes offer and the pool asks for; when it changes, the next attempt
@@ -70,59 +70,63 @@ def limit(
     scheduled = [pod for pod in present if pod.scheduled]
     unschedulable = [pod for pod in present if not pod.scheduled and pod.unschedulable_reason]
     overdue = [pod for pod in unschedulable if pod.created_s + timeout_s <= now_s]
-    give_up = tuple(
-        overdue if scheduled or len(present) > len(overdue) else _all_but_eldest(overdue)
-    )
+    give_up = tuple(overdue if scheduled or len(present) > len(overdue) else _skip_eldest(overdue))
     if give_up:
-        last = _failed(len(present) - len(give_up), give_up, now_s, nodes, last)
-    elif last is not None and (len(scheduled) >= desired or (desired <= last.fits and not overdue)):
+        last = _record_failure(len(present) - len(give_up), give_up, now_s, nodes, last)
+    elif last is not None and (
+        len(scheduled) >= desired or (desired <= last.schedulable and not overdue)
+    ):
         last = None
     elif last is not None and last.nodes != nodes:
-        last = replace(last, attempts=0, again_s=now_s, nodes=nodes)
+        last = replace(last, attempts=0, retry_at_s=now_s, nodes=nodes)
     due = [pod.created_s + timeout_s - now_s for pod in unschedulable if pod not in overdue]
-    if last is not None and last.again_s > now_s:
-        due.append(last.again_s - now_s)
-    return Limit(
-        give_up=give_up,
-        most=last.fits if last is not None and last.again_s > now_s else None,
-        reason=_sentence(desired, len(scheduled), overdue, last, now_s),
-        again_after_s=min(due, default=None),
-        trial=last,
+    if last is not None and last.retry_at_s > now_s:
+        due.append(last.retry_at_s - now_s)
+    return SchedulingLimit(
+        evict=give_up,
+        max_instances=last.schedulable if last is not None and last.retry_at_s > now_s else None,
+        reason=_format_reason(desired, len(scheduled), overdue, last, now_s),
+        requeue_after_s=min(due, default=None),
+        probe=last,
     )
 
 
-def _all_but_eldest(pods: Sequence[ObservedPod]) -> list[ObservedPod]:
+def _skip_eldest(pods: Sequence[ObservedPod]) -> list[ObservedPod]:
     return sorted(pods, key=lambda pod: (pod.created_s, pod.name))[1:]
 
 
-def _failed(
-    fits: int, given_up: Sequence[ObservedPod], now_s: float, nodes: str, last: Trial | None
-) -> Trial:
+def _record_failure(
+    fits: int, given_up: Sequence[ObservedPod], now_s: float, nodes: str, last: CapacityProbe | None
+) -> CapacityProbe:
     """The attempt that ends now, with an exponential back-off before the next."""
     attempts = last.attempts if last is not None and last.nodes == nodes else 0
-    pause_s = min(_FIRST_PAUSE_S * 2.0**attempts, _LONGEST_PAUSE_S)
-    return Trial(fits, attempts + 1, now_s + pause_s, nodes, _told(given_up))
+    pause_s = min(_FIRST_BACKOFF_S * 2.0**attempts, _MAX_BACKOFF_S)
+    return CapacityProbe(fits, attempts + 1, now_s + pause_s, nodes, _find_common_message(given_up))
 
 
-def _told(pods: Sequence[ObservedPod]) -> str:
+def _find_common_message(pods: Sequence[ObservedPod]) -> str:
     """The scheduler's most frequent message about these pods."""
     messages = Counter(pod.unschedulable_reason for pod in pods)
     message = min(messages, key=lambda text: (-messages[text], text), default="")
-    return message.strip().rstrip(".")[:_LONGEST_MESSAGE] or _UNTOLD
+    return message.strip().rstrip(".")[:_MAX_MESSAGE_LENGTH] or _NO_MESSAGE
 
 
-def _sentence(
-    desired: int, scheduled: int, overdue: Sequence[ObservedPod], last: Trial | None, now_s: float
+def _format_reason(
+    desired: int,
+    scheduled: int,
+    overdue: Sequence[ObservedPod],
+    last: CapacityProbe | None,
+    now_s: float,
 ) -> str:
     """Why there are fewer instances than desired, and when it is tried again; empty: no limit."""
     if last is None and not overdue:
         return ""
     room = f"nodes have room for {scheduled} of {desired} instances"
     if last is None:
-        return f"{room}: {_told(overdue)}; one waits for a node"
+        return f"{room}: {_find_common_message(overdue)}; one waits for a node"
     when = (
-        f"tried again at {timestamp(last.again_s)} or when nodes change"
-        if last.again_s > now_s
+        f"tried again at {format_timestamp(last.retry_at_s)} or when nodes change"
+        if last.retry_at_s > now_s
         else "being tried again"
     )
     return f"{room}: {last.reason}; {when}"

@@ -5,49 +5,60 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cleave.api.workload import Workload
-from cleave.traffic.drift_detector import Change, Detector, Quantity, Reference, watch
-from cleave.traffic.refit import FEWEST
-from cleave.traffic.window import Window, join
+from cleave.traffic.drift_detector import (
+    DriftDetector,
+    Quantity,
+    TrafficChange,
+    TrafficReference,
+    update_detector,
+)
+from cleave.traffic.refit import MIN_REQUESTS
+from cleave.traffic.window import TrafficWindow, join_windows
 
-DOUBT_S = 60.0
-_DOUBT = 0.2
-"""A due review is deferred for at most `DOUBT_S` seconds and this share of the interval."""
+MAX_DEFERRAL_S = 60.0
+_MAX_DEFERRAL_SHARE = 0.2
+"""A due review is deferred for at most `MAX_DEFERRAL_S` seconds and this share of the interval."""
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class DriftState:
     """How traffic compares with the planned one, up to the last compared window."""
 
-    planned_for: Workload | None = None
+    planned_workload: Workload | None = None
     since_s: float | None = None
     """When the fleet became stable; None: it is not."""
     until_s: float = 0.0
     """End of the last compared window."""
-    detector: Detector = Detector()  # noqa: RUF009 - a frozen value
-    change: Change | None = None
+    detector: DriftDetector = DriftDetector()  # noqa: RUF009 - a frozen value
+    change: TrafficChange | None = None
     """The last detected change; None: none was detected."""
 
-    def puts_off(self, overdue_s: float, interval_s: float) -> bool:
+    def should_defer_review(self, overdue_s: float, interval_s: float) -> bool:
         """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
-        return self.detector.is_in_doubt and overdue_s < min(DOUBT_S, _DOUBT * interval_s)
+        return self.detector.is_suspicious and overdue_s < min(
+            MAX_DEFERRAL_S, _MAX_DEFERRAL_SHARE * interval_s
+        )
 
-    def is_fresh(self, now_s: float, interval_s: float) -> bool:
+    def has_recent_change(self, now_s: float, interval_s: float) -> bool:
         """Whether a change was detected less than an interval ago; each minute adds evidence."""
-        return self.change is not None and now_s - self.change.at_s < interval_s
+        return self.change is not None and now_s - self.change.detected_s < interval_s
 
 
-def follow(
-    state: Course, planned_for: Workload | None, windows: Iterable[Window], since_s: float | None
-) -> Course:
+def update(
+    state: DriftState,
+    planned_for: Workload | None,
+    windows: Iterable[TrafficWindow],
+    since_s: float | None,
+) -> DriftState:
     """Return the state after the new ones of `windows`.
 
     It is reset when the planned traffic changes or the fleet becomes stable again (`since_s`).
     Nothing is compared without planned traffic, or while the fleet is not stable. A change after
     which the plan was kept does not hide the next one.
     """
-    if (state.planned_for, state.since_s) != (planned_for, since_s):
-        reference = Reference.of(planned_for) if planned_for else None
-        state = Course(planned_for, since_s, detector=Detector(reference))
+    if (state.planned_workload, state.since_s) != (planned_for, since_s):
+        reference = TrafficReference.from_workload(planned_for) if planned_for else None
+        state = DriftState(planned_for, since_s, detector=DriftDetector(reference))
     if state.detector.reference is None and state.until_s == 0.0:
         return state
     if since_s is None:
@@ -55,12 +66,14 @@ def follow(
     detector, change, until_s = state.detector, state.change, state.until_s
     for window in windows:
         if window.start_s >= since_s and window.end_s > until_s:
-            detector, detected = watch(detector, window)
+            detector, detected = update_detector(detector, window)
             change, until_s = detected or change, window.end_s
     return replace(state, detector=detector, change=change, until_s=until_s)
 
 
-def find_start(windows: Sequence[Window], change: Change | None, settled_s: float) -> float:
+def find_current_start_s(
+    windows: Sequence[TrafficWindow], change: TrafficChange | None, settled_s: float
+) -> float:
     """Return the time since which windows represent the present traffic.
 
     The fleet has been stable since `settled_s`. Requests that end just after a change mostly began
@@ -68,17 +81,17 @@ def find_start(windows: Sequence[Window], change: Change | None, settled_s: floa
     detection of the change; earlier ones count only if lengths have not changed and there are too
     few requests since.
     """
-    if change is None or change.at_s <= settled_s:
+    if change is None or change.detected_s <= settled_s:
         return settled_s
-    later = join(after) if (after := _list_after(windows, change.at_s)) else None
-    has_enough = later is not None and min(later.prompts.num, later.outputs.num) >= FEWEST
-    if change.what is Quantity.RATE and not has_enough:
+    later = join_windows(after) if (after := _list_after(windows, change.detected_s)) else None
+    has_enough = later is not None and min(later.prompts.num, later.outputs.num) >= MIN_REQUESTS
+    if change.quantity is Quantity.RATE and not has_enough:
         return max(change.since_s, settled_s)
-    return change.at_s
+    return change.detected_s
 
 
 def find_settle_s(
-    windows: Sequence[Window], change: Change | None, since_s: float, least_s: float
+    windows: Sequence[TrafficWindow], change: TrafficChange | None, since_s: float, least_s: float
 ) -> float:
     """Seconds after `since_s` in which latencies still reflect earlier conditions.
 
@@ -86,18 +99,18 @@ def find_settle_s(
     change is not known to the second, the time that its detection took. At least `least_s`.
     """
     groups = (windows, _list_after(windows, since_s))
-    life_s = max((join(each).life_s for each in groups if each), default=0.0)
-    mixed_s = max(change.at_s - since_s, 0.0) if change else 0.0
+    life_s = max((join_windows(each).lifetime_s for each in groups if each), default=0.0)
+    mixed_s = max(change.detected_s - since_s, 0.0) if change else 0.0
     return max(least_s, life_s) + mixed_s
 
 
-def _list_after(windows: Sequence[Window], at_s: float) -> list[Window]:
+def _list_after(windows: Sequence[TrafficWindow], at_s: float) -> list[TrafficWindow]:
     return [window for window in windows if window.start_s >= at_s]
 
 
 def list_recent(
-    windows: Sequence[Window], since_s: float, enough_s: float, lead_s: float
-) -> tuple[Window, ...]:
+    windows: Sequence[TrafficWindow], since_s: float, enough_s: float, lead_s: float
+) -> tuple[TrafficWindow, ...]:
     """Return the newest windows after `since_s` that last `enough_s` and hold enough requests.
 
     Windows of `lead_s` before them are included; latencies are judged without these.
@@ -107,6 +120,6 @@ def list_recent(
     lengths = accumulate(window.length_s for window in newest)
     requests = accumulate(min(window.prompts.num, window.outputs.num) for window in newest)
     for window, length_s, num_requests in zip(newest, lengths, requests, strict=True):
-        if length_s >= enough_s and num_requests >= FEWEST:
+        if length_s >= enough_s and num_requests >= MIN_REQUESTS:
             return tuple(each for each in after if each.start_s >= window.start_s - lead_s)
     return tuple(after)

@@ -8,37 +8,39 @@ from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
-from cleave.api.replan_status import LatencyCorrection, PlanBasis
+from cleave.api.replan_status import FittedPlanInputs, LatencyCorrection
 from cleave.api.workload import Workload
-from cleave.controller.cluster.apply import digest
+from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.inventory import Inventory
 from cleave.manifests.labels import Manifest
-from cleave.perf.latency_correction import NONE, Correction
+from cleave.perf.latency_correction import NO_CORRECTION, Correction
 
 
-def standing(deployment: LLMDeployment, status: Manifest, inventory: Inventory) -> PlanBasis | None:
+def read_fitted_inputs(
+    deployment: LLMDeployment, status: Manifest, inventory: Inventory
+) -> FittedPlanInputs | None:
     """Return what replaces the spec's inputs; None: the plan is made from the spec."""
-    fitted = _read(deployment, status)
-    if fitted and fitted.correction and fitted.correction.of != model_digest(deployment, inventory):
+    fitted = _read_inputs(deployment, status)
+    if fitted and fitted.correction and fitted.correction.of != hash_model(deployment, inventory):
         return fitted.model_copy(update={"correction": None})
     return fitted
 
 
-def planned_for(deployment: LLMDeployment, status: Manifest) -> Workload | None:
+def get_planned_workload(deployment: LLMDeployment, status: Manifest) -> Workload | None:
     """Return the traffic that the plan was made for; None: no traffic was given or observed."""
-    fitted = _read(deployment, status)
+    fitted = _read_inputs(deployment, status)
     return fitted.workload if fitted else deployment.spec.workload
 
 
-def _read(deployment: LLMDeployment, status: Manifest) -> PlanBasis | None:
+def _read_inputs(deployment: LLMDeployment, status: Manifest) -> FittedPlanInputs | None:
     try:
-        fitted = PlanBasis.model_validate(status.get("basis"), by_alias=True)
+        fitted = FittedPlanInputs.model_validate(status.get("basis"), by_alias=True)
     except ValidationError:
         return None
-    return fitted if fitted.of == traffic_digest(deployment) else None
+    return fitted if fitted.of == hash_workload(deployment) else None
 
 
-def corrected(
+def read_correction(
     deployment: LLMDeployment, status: Manifest, inventory: Inventory
 ) -> LatencyCorrection | None:
     """Return the correction of the latency model; None: there is none for this model."""
@@ -46,16 +48,18 @@ def corrected(
         correction = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
     except ValidationError:
         return None
-    return correction if correction.of == model_digest(deployment, inventory) else None
+    return correction if correction.of == hash_model(deployment, inventory) else None
 
 
-def traffic_digest(deployment: LLMDeployment) -> str:
+def hash_workload(deployment: LLMDeployment) -> str:
     """Hash the traffic of the spec."""
     workload = deployment.spec.workload
-    return digest(workload.model_dump(mode="json", exclude_defaults=True) if workload else None)
+    return hash_content(
+        workload.model_dump(mode="json", exclude_defaults=True) if workload else None
+    )
 
 
-def model_digest(deployment: LLMDeployment, inventory: Inventory) -> str:
+def hash_model(deployment: LLMDeployment, inventory: Inventory) -> str:
     """Hash what latencies depend on: model, engine and kinds of nodes."""
     spec = deployment.spec
     parts = spec.model_dump(
@@ -64,20 +68,20 @@ def model_digest(deployment: LLMDeployment, inventory: Inventory) -> str:
         include={"model", "engine"},
         exclude={"model": {"cache"}},
     )
-    kinds = inventory.kinds if spec.engine.type is EngineType.VLLM else ""
-    return digest([parts, kinds])
+    kinds = inventory.node_kinds_hash if spec.engine.type is EngineType.VLLM else ""
+    return hash_content([parts, kinds])
 
 
 def to_correction(written: LatencyCorrection | None) -> Correction:
     """Convert to the planner's type."""
     if written is None:
-        return NONE
+        return NO_CORRECTION
     return Correction(written.prefill, written.decode, written.num_requests)
 
 
 def from_correction(correction: Correction, of: str) -> LatencyCorrection | None:
     """Convert to the status' type; None: nothing is corrected."""
-    if correction.is_none:
+    if correction.is_identity:
         return None
     return LatencyCorrection(
         prefill=correction.prefill,

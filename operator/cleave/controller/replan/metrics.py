@@ -10,30 +10,34 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cleave.controller.cluster import conditions
-from cleave.controller.replan.outcome import DRIFTED, HOLDS
+from cleave.controller.replan.outcome import PLAN_DRIFTED, PREDICTION_HOLDS
 from cleave.manifests.labels import Manifest
 
-_OF = ("deployment", "model")
+_LABELS = ("deployment", "model")
 Statuses = Mapping[str, Manifest]
 """By deployment, as NAMESPACE/NAME."""
 
 
 def collect(statuses: Statuses) -> Iterable[Metric]:
     """Return the metrics of all deployments whose plans are reviewed."""
-    error = _gauge("prediction_error", "Largest error of the prediction for what runs, a share")
-    latency = _gauge(
+    error = _make_gauge(
+        "prediction_error", "Largest error of the prediction for what runs, a share"
+    )
+    latency = _make_gauge(
         "latency_seconds", "Predicted and observed of what runs", "latency", "quantile", "source"
     )
-    attainment = _gauge("attainment", "Predicted and observed of what runs", "source")
-    correction = _gauge("correction", "What passes of the latency model are multiplied by", "phase")
-    drifted = _gauge("plan_drifted", "1 while traffic is not what was planned for")
-    prediction_holds = _gauge(
+    attainment = _make_gauge("attainment", "Predicted and observed of what runs", "source")
+    correction = _make_gauge(
+        "correction", "What passes of the latency model are multiplied by", "phase"
+    )
+    drifted = _make_gauge("plan_drifted", "1 while traffic is not what was planned for")
+    prediction_holds = _make_gauge(
         "prediction_holds", "0 while the latency model is wrong about what runs"
     )
     for name, status in statuses.items():
         labels = [name, status.get("model", "")]
         conditions_now = {each.type: each.status for each in conditions.read(status)}
-        for family, kind in ((drifted, DRIFTED), (prediction_holds, HOLDS)):
+        for family, kind in ((drifted, PLAN_DRIFTED), (prediction_holds, PREDICTION_HOLDS)):
             if (is_true := conditions_now.get(kind)) is not None:
                 family.add_metric(labels, float(is_true))
         predicted: Manifest = status.get("prediction") or {}
@@ -44,7 +48,7 @@ def collect(statuses: Statuses) -> Iterable[Metric]:
             ("observed", status.get("observed") or {}),
         ):
             _add_figures(latency, attainment, labels, source, figures)
-        if DRIFTED in conditions_now:
+        if PLAN_DRIFTED in conditions_now:
             correction_factors = status.get("correction") or {}
             for phase in ("prefill", "decode"):
                 correction.add_metric([*labels, phase], correction_factors.get(phase, 1.0))
@@ -67,5 +71,5 @@ def _add_figures(
                 latency.add_metric([*labels, name, quantile, source], percentiles[field] / 1000)
 
 
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"cleave_operator_{name}", text, labels=[*_OF, *labels])
+def _make_gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"cleave_operator_{name}", text, labels=[*_LABELS, *labels])

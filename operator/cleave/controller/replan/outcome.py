@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from cleave.api.replan_status import LatencyCorrection, PlanBasis
-from cleave.controller.cluster.actions import PlanOutcome
-from cleave.controller.cluster.conditions import Condition
+from cleave.api.replan_status import FittedPlanInputs, LatencyCorrection
+from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.cluster.conditions import ConditionState
 from cleave.manifests.labels import Manifest
 
-DRIFTED, HOLDS = "PlanDrifted", "PredictionHolds"
+PLAN_DRIFTED, PREDICTION_HOLDS = "PlanDrifted", "PredictionHolds"
 """Condition types."""
 APPLIED, PROPOSED, CORRECTED = "Applied", "Proposed", "Corrected"
 """Verdicts as `status.plans` records them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ReplanEvent:
     """An Event to emit once."""
 
     reason: str
@@ -23,17 +23,17 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReplanOutcome:
     """What replanning contributes to one reconcile of a deployment."""
 
-    basis: PlanBasis | None = None
+    fitted_inputs: FittedPlanInputs | None = None
     """Inputs of the plan from now on, instead of the spec's; None: the spec's."""
-    outcome: PlanOutcome | None = None
+    plan_result: PlanJob | None = None
     """The planner's last result, or the plan that a review has put in force."""
-    question: PlanOutcome | None = None
+    plan_request: PlanJob | None = None
     """The request to submit to the planner."""
-    conditions: tuple[Condition, ...] = ()
-    events: tuple[Event, ...] = ()
+    conditions: tuple[ConditionState, ...] = ()
+    events: tuple[ReplanEvent, ...] = ()
     correction: LatencyCorrection | None = None
     prediction: Manifest | None = None
     plans: tuple[Manifest, ...] = ()

@@ -1,7 +1,7 @@
 """Client of the planner: runs one plan at a time in a process of its own, with a time limit.
 
 Used by the controller. Planning computes for seconds, during which the operator has to renew its
-lease and to reconcile other objects; hence the process. `answer` runs there.
+lease and to reconcile other objects; hence the process. `run_planner` runs there.
 """
 
 import asyncio
@@ -19,30 +19,30 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
-from cleave.api.replan_status import PlanBasis
-from cleave.controller.cluster.actions import PlanOutcome
-from cleave.controller.webhook.validation import unread
+from cleave.api.replan_status import FittedPlanInputs
+from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.webhook.validation import list_unreadable_files
 
 log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
-LIMIT_S = 600.0
+TIMEOUT_S = 600.0
 """Time limit of one planner run."""
 _NICENESS = 10
-_STAND_IN = "facebook/opt-13b"
+_STAND_IN_MODEL = "facebook/opt-13b"
 """Stands in for a model in a folder when engines are emulated."""
 
 
-def answer(text: str, cluster: Cluster | None, job: PlanOutcome) -> PlanOutcome:
+def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
     """Run the planner for a deployment (as JSON) and return `job` with its result.
 
     Runs in the planner's process; imports are local, as only that process needs these modules.
     """
     from cleave.controller.replan import review
     from cleave.controller.replan.inputs import to_correction
-    from cleave.manifests.pool import selected_plan
-    from cleave.perf.latency_correction import correct
+    from cleave.manifests.pool import build_selected_plan
+    from cleave.perf.latency_correction import apply_correction
     from cleave.planner import (
         deployment_checks,
         plan_search,
@@ -50,42 +50,46 @@ def answer(text: str, cluster: Cluster | None, job: PlanOutcome) -> PlanOutcome:
         problem_from_profile,
     )
     from cleave.planner.placement import Placement, PlanError
-    from cleave.planner.result.text import reason_alone
+    from cleave.planner.result.text import strip_verdict
     from cleave.planner.scaling_law import growth
 
-    deployment = _with_traffic(LLMDeployment.model_validate_json(text), job.basis)
+    deployment = _with_traffic(LLMDeployment.model_validate_json(text), job.fitted_inputs)
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
-    if faults := tuple(unread(deployment)):
+    if faults := tuple(list_unreadable_files(deployment)):
         return job.with_faults(faults)
-    if (reason := deployment_checks.unknown_model(deployment, reads_files=False)) is not None:
+    if (
+        reason := deployment_checks.explain_unknown_model(deployment, reads_files=False)
+    ) is not None:
         return job.with_faults([f"spec.model.source: {reason}"])
     try:
         if is_emulated:
             # Emulated engines need no GPU, so nodes do not bound their number.
-            problem = problem_from_profile.problem(_without_folder(deployment))
+            problem = problem_from_profile.build_problem(_without_folder(deployment))
         elif cluster is None:
             raise PlanError(["no node has GPUs (nvidia.com/gpu, with nvidia.com/gpu.product)"])
         else:
-            problem = problem_from_cluster.problem(deployment, cluster)
+            problem = problem_from_cluster.build_problem(deployment, cluster)
         if job.review is not None:
-            return review.answer(deployment, problem, job, job.review)
-        if job.basis is not None:
-            correction = to_correction(job.basis.correction)
-            problem = replace(problem, estimator=correct(problem.estimator, correction))
+            return review.run_review(deployment, problem, job, job.review)
+        if job.fitted_inputs is not None:
+            correction = to_correction(job.fitted_inputs.correction)
+            problem = replace(problem, estimator=apply_correction(problem.estimator, correction))
         result = plan_search.plan(problem)
     except (PlanError, ManifestError) as error:
         return job.with_faults(error.faults)
     if result.selected is None:
-        return job.as_infeasible(reason_alone(result))
-    scaling_law = growth.told(problem, result.selected) if deployment.spec.scaling.roles else None
-    plan = selected_plan(
+        return job.as_infeasible(strip_verdict(result))
+    scaling_law = (
+        growth.to_plan_growth(problem, result.selected) if deployment.spec.scaling.roles else None
+    )
+    plan = build_selected_plan(
         deployment, Placement(result.selected.pools, result.reason, result), scaling_law
     )
-    plan = plan.model_copy(update={"inputs": job.inputs})
+    plan = plan.model_copy(update={"inputs": job.inputs_hash})
     return job.with_plan(plan.model_dump(mode="json", exclude_none=True))
 
 
-def _with_traffic(deployment: LLMDeployment, fitted: PlanBasis | None) -> LLMDeployment:
+def _with_traffic(deployment: LLMDeployment, fitted: FittedPlanInputs | None) -> LLMDeployment:
     """Return the deployment with the traffic of `fitted` instead of its own."""
     if fitted is None:
         return deployment
@@ -98,93 +102,97 @@ def _without_folder(deployment: LLMDeployment) -> LLMDeployment:
     spec = deployment.spec
     if spec.model.folder is None:
         return deployment
-    model = spec.model.model_copy(update={"source": _STAND_IN})
+    model = spec.model.model_copy(update={"source": _STAND_IN_MODEL})
     spec = spec.model_copy(update={"model": model})
     return deployment.model_copy(update={"spec": spec})
 
 
-class Desk(Generic[K]):
+class PlannerClient(Generic[K]):
     """Submits requests to the planner's process and keeps the last result for each key."""
 
-    def __init__(self, answered: Callable[[K], None], limit_s: float = LIMIT_S) -> None:
-        self._answered = answered
-        self._limit_s = limit_s
-        self._answers: dict[K, PlanOutcome] = {}
-        self._asked: dict[K, asyncio.Task[None]] = {}
-        self._inputs: dict[K, PlanOutcome] = {}
-        self._one, self._one_review = asyncio.Lock(), asyncio.Lock()
-        self._pool: ProcessPoolExecutor | None = None
+    def __init__(self, on_finished: Callable[[K], None], timeout_s: float = TIMEOUT_S) -> None:
+        self._on_finished = on_finished
+        self._timeout_s = timeout_s
+        self._results: dict[K, PlanJob] = {}
+        self._tasks: dict[K, asyncio.Task[None]] = {}
+        self._submitted: dict[K, PlanJob] = {}
+        self._process_lock, self._review_lock = asyncio.Lock(), asyncio.Lock()
+        self._process_pool: ProcessPoolExecutor | None = None
 
-    def last(self, key: K) -> PlanOutcome | None:
+    def get_result(self, key: K) -> PlanJob | None:
         """Return the last result for `key`."""
-        return self._answers.get(key)
+        return self._results.get(key)
 
-    def asked(self, key: K) -> PlanOutcome | None:
+    def get_pending(self, key: K) -> PlanJob | None:
         """Return the request for `key` that is queued or running."""
-        return self._inputs.get(key) if key in self._asked else None
+        return self._submitted.get(key) if key in self._tasks else None
 
-    def ask(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
+    def submit(
+        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
     ) -> None:
         """Submit a request, unless the same one is running; an older one of `key` is cancelled."""
-        if key in self._asked:
-            if self._inputs[key] == job:
+        if key in self._tasks:
+            if self._submitted[key] == job:
                 return
-            self._asked[key].cancel()
-        self._inputs[key] = job
-        self._asked[key] = asyncio.create_task(self._work(key, deployment, cluster, job))
+            self._tasks[key].cancel()
+        self._submitted[key] = job
+        self._tasks[key] = asyncio.create_task(self._run_job(key, deployment, cluster, job))
 
     def forget(self, key: K) -> None:
         """Cancel the request and drop the result of a deployment that is gone."""
-        self._answers.pop(key, None)
-        self._inputs.pop(key, None)
-        if task := self._asked.pop(key, None):
+        self._results.pop(key, None)
+        self._submitted.pop(key, None)
+        if task := self._tasks.pop(key, None):
             task.cancel()
 
     async def close(self) -> None:
         """Cancel all requests and end the process."""
-        for task in self._asked.values():
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._stop_process()
 
-    async def _work(
-        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
+    async def _run_job(
+        self, key: K, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
     ) -> None:
-        async with self._turn(job):
-            outcome = await self._answer(deployment, cluster, job)
-        self._answers[key] = outcome
-        if self._asked.get(key) is asyncio.current_task():
-            del self._asked[key]
-        self._answered(key)
+        async with self._acquire_process(job):
+            outcome = await self._run_in_process(deployment, cluster, job)
+        self._results[key] = outcome
+        if self._tasks.get(key) is asyncio.current_task():
+            del self._tasks[key]
+        self._on_finished(key)
 
     @asynccontextmanager
-    async def _turn(self, job: PlanOutcome) -> AsyncIterator[None]:
+    async def _acquire_process(self, job: PlanJob) -> AsyncIterator[None]:
         """Wait for the process.
 
         Reviews of running plans take one place in the queue at most, so that first plans come soon.
         """
         async with AsyncExitStack() as stack:
             if job.review is not None:
-                await stack.enter_async_context(self._one_review)
-            await stack.enter_async_context(self._one)
+                await stack.enter_async_context(self._review_lock)
+            await stack.enter_async_context(self._process_lock)
             yield
 
-    async def _answer(
-        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanOutcome
-    ) -> PlanOutcome:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
+    async def _run_in_process(
+        self, deployment: LLMDeployment, cluster: Cluster | None, job: PlanJob
+    ) -> PlanJob:
+        if self._process_pool is None:
+            self._process_pool = ProcessPoolExecutor(
                 1, mp_context=get_context("spawn"), initializer=os.nice, initargs=(_NICENESS,)
             )
         text = deployment.model_dump_json(exclude_none=True)
-        future = asyncio.get_running_loop().run_in_executor(self._pool, answer, text, cluster, job)
+        future = asyncio.get_running_loop().run_in_executor(
+            self._process_pool, run_planner, text, cluster, job
+        )
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._timeout_s):
                 return await future
         except TimeoutError:
             self._stop_process()
-            return job.with_faults((f"the planner has not finished within {self._limit_s:.0f} s",))
+            return job.with_faults(
+                (f"the planner has not finished within {self._timeout_s:.0f} s",)
+            )
         except BrokenProcessPool:
             self._stop_process()
             return job.with_faults(("the planner process has ended; is its memory limit too low?",))
@@ -197,9 +205,9 @@ class Desk(Generic[K]):
             return job.with_faults((f"the planner failed: {type(error).__name__}: {error}",))
 
     def _stop_process(self) -> None:
-        if self._pool is None:
+        if self._process_pool is None:
             return
-        for process in list(self._pool._processes.values()):
+        for process in list(self._process_pool._processes.values()):
             process.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = None
+        self._process_pool.shutdown(wait=False, cancel_futures=True)
+        self._process_pool = None

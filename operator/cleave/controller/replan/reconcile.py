@@ -11,257 +11,272 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.planning import Mode, Replanning
+from cleave.api.planning import PlanningMode, ReplanMode
 from cleave.api.pool import ReplicasOwner
-from cleave.api.replan_status import PastPlan, PlanBasis
+from cleave.api.replan_status import FittedPlanInputs, PastPlan
 from cleave.controller.cluster import conditions
-from cleave.controller.cluster.actions import PlanOutcome, Review
-from cleave.controller.cluster.conditions import Condition
-from cleave.controller.cluster.objects import seconds, timestamp
-from cleave.controller.deployment.placement import inputs, placed
+from cleave.controller.cluster.actions import PlanJob, PlanReview
+from cleave.controller.cluster.conditions import ConditionState
+from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
+from cleave.controller.deployment.placement import hash_inputs, read_placement
 from cleave.controller.replan import drift
 from cleave.controller.replan import inputs as bases
-from cleave.controller.replan.drift import Course, find_settle_s, find_start, list_recent
+from cleave.controller.replan.drift import (
+    DriftState,
+    find_current_start_s,
+    find_settle_s,
+    list_recent,
+)
 from cleave.controller.replan.outcome import (
     APPLIED,
     CORRECTED,
-    DRIFTED,
-    HOLDS,
+    PLAN_DRIFTED,
+    PREDICTION_HOLDS,
     PROPOSED,
-    Event,
-    Turn,
+    ReplanEvent,
+    ReplanOutcome,
 )
-from cleave.controller.replan.verdict import follow
+from cleave.controller.replan.verdict import apply_verdict
 from cleave.manifests.labels import Manifest
 from cleave.planner import deployment_checks
-from cleave.planner.placement import to_planned
+from cleave.planner.placement import to_planned_pool
 from cleave.planner.plan import PlannedPool
-from cleave.planner.replan.model_check import FEWEST, SETTLE_S
-from cleave.planner.replan.revision import Left, Terms
-from cleave.traffic.drift_detector import Change
+from cleave.planner.replan.model_check import MIN_RESPONSES, SETTLE_S
+from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings
+from cleave.traffic.drift_detector import TrafficChange
 from cleave.traffic.refit import RefitError, refit
-from cleave.traffic.window import Window, list_settled
+from cleave.traffic.window import TrafficWindow, list_settled
 
 if TYPE_CHECKING:
     from cleave.controller.deployment.reconcile import DeploymentView
 
-_SOON = 5
+_SOONER_DIVISOR = 5
 """After a model correction or a change of traffic the next review comes after this fraction of the
 interval. Windows this soon after a change still mix both sides of it (at most a minute)."""
-_HORIZON = 12
+_HORIZON_INTERVALS = 12
 """Intervals for which traffic is assumed to stay as it is: an hour with the default interval."""
-_NOT_COMPARED = "nothing was compared yet"
+_NOT_COMPARED_MESSAGE = "nothing was compared yet"
 
 
-def watches(deployment: LLMDeployment) -> bool:
+def is_enabled(deployment: LLMDeployment) -> bool:
     """Whether the gateways' counters are needed for replanning."""
-    return deployment.spec.planning.replan.mode is not Replanning.OFF
+    return deployment.spec.planning.replan.mode is not ReplanMode.OFF
 
 
-def turn(view: "DeploymentView") -> Turn:
+def reconcile_plan(view: "DeploymentView") -> ReplanOutcome:
     """Return the outcome of replanning from observed traffic and the planner's last result.
 
     1. Read what the status records. 2. Apply a new result. 3. Else report a change of traffic, and
     request a review when one is due.
     """
     deployment, status, inventory = view.deployment, view.status, view.inventory
-    recorded = Turn(
-        basis=bases.standing(deployment, status, inventory),
-        outcome=view.outcome,
-        correction=bases.corrected(deployment, status, inventory),
+    recorded = ReplanOutcome(
+        fitted_inputs=bases.read_fitted_inputs(deployment, status, inventory),
+        plan_result=view.plan_result,
+        correction=bases.read_correction(deployment, status, inventory),
         plans=tuple(status.get("plans", ())),
     )
-    if not _is_looked_at(deployment):
+    if not _is_reviewed(deployment):
         return recorded
-    recorded = replace(recorded, conditions=_said(status), prediction=status.get("prediction"))
-    if any(each.type == DRIFTED and each.reason == PROPOSED for each in recorded.conditions):
+    recorded = replace(
+        recorded, conditions=_read_conditions(status), prediction=status.get("prediction")
+    )
+    if any(each.type == PLAN_DRIFTED and each.reason == PROPOSED for each in recorded.conditions):
         recorded = replace(recorded, advice=status.get("advice"))
     if deployment.spec.paused:
         return recorded
-    change = view.course.change
-    finished = _answered(view)
+    change = view.drift.change
+    finished = _get_new_result(view)
     if finished is not None:
-        return follow(view, recorded, change, finished)
+        return apply_verdict(view, recorded, change, finished)
     return replace(
-        _noticed(_unanswered(view, recorded), change, _told_s(status)),
-        question=_due(view, recorded, change),
+        _report_change(_report_failed_review(view, recorded), change, _get_last_review_s(status)),
+        plan_request=_build_due_request(view, recorded, change),
     )
 
 
-def follow_course(
-    state: Course, deployment: LLMDeployment, status: Manifest, windows: Iterable[Window]
-) -> Course:
+def update_drift(
+    state: DriftState, deployment: LLMDeployment, status: Manifest, windows: Iterable[TrafficWindow]
+) -> DriftState:
     """Compare new windows with the traffic that the plan was made for."""
-    planned_for = bases.planned_for(deployment, status)
-    return drift.follow(state, planned_for, windows, _settled_s(status))
+    planned_for = bases.get_planned_workload(deployment, status)
+    return drift.update(state, planned_for, windows, _find_settled_s(status))
 
 
-def is_urgent(state: Course, deployment: LLMDeployment, status: Manifest) -> bool:
+def is_urgent(state: DriftState, deployment: LLMDeployment, status: Manifest) -> bool:
     """Whether a change was detected that no review has covered yet."""
-    change = state.change if _is_looked_at(deployment) else None
-    return change is not None and _came_after(change, _told_s(status))
+    change = state.change if _is_reviewed(deployment) else None
+    return change is not None and _is_after(change, _get_last_review_s(status))
 
 
-def _is_looked_at(deployment: LLMDeployment) -> bool:
+def _is_reviewed(deployment: LLMDeployment) -> bool:
     """Whether the running plan is reviewed.
 
     A manual placement is reviewed only in Advisory mode. A model that the planner does not know
     cannot be reviewed.
     """
     spec = deployment.spec
-    is_by_hand = spec.placement is not None and spec.planning.mode is not Mode.ADVISORY
-    if is_by_hand or not watches(deployment):
+    is_by_hand = spec.placement is not None and spec.planning.mode is not PlanningMode.ADVISORY
+    if is_by_hand or not is_enabled(deployment):
         return False
-    return deployment_checks.unknown_model(deployment, reads_files=False) is None
+    return deployment_checks.explain_unknown_model(deployment, reads_files=False) is None
 
 
-def _said(status: Manifest) -> tuple[Condition, ...]:
+def _read_conditions(status: Manifest) -> tuple[ConditionState, ...]:
     """The present conditions stay until there is a new result."""
     recorded = {each.type: each for each in conditions.read(status)}
     return tuple(
-        recorded.get(kind, Condition(kind, None, "NotCompared", _NOT_COMPARED))
-        for kind in (DRIFTED, HOLDS)
+        recorded.get(kind, ConditionState(kind, None, "NotCompared", _NOT_COMPARED_MESSAGE))
+        for kind in (PLAN_DRIFTED, PREDICTION_HOLDS)
     )
 
 
-def _noticed(recorded: Turn, change: Change | None, reviewed_s: float) -> Turn:
+def _report_change(
+    recorded: ReplanOutcome, change: TrafficChange | None, reviewed_s: float
+) -> ReplanOutcome:
     """Report a detected change at once; the review takes a moment longer."""
     drifted, *rest = recorded.conditions
-    if change is None or drifted.status or not _came_after(change, reviewed_s):
+    if change is None or drifted.status or not _is_after(change, reviewed_s):
         return recorded
-    condition = Condition(DRIFTED, True, "TrafficChanged", f"{change}; looking for a better plan")
-    event = Event(DRIFTED, f"traffic is not what was planned for: {change}")
+    condition = ConditionState(
+        PLAN_DRIFTED, True, "TrafficChanged", f"{change}; looking for a better plan"
+    )
+    event = ReplanEvent(PLAN_DRIFTED, f"traffic is not what was planned for: {change}")
     return replace(recorded, conditions=(condition, *rest), events=(event,))
 
 
-def _unanswered(view: "DeploymentView", recorded: Turn) -> Turn:
+def _report_failed_review(view: "DeploymentView", recorded: ReplanOutcome) -> ReplanOutcome:
     """Report a review that failed; it is requested again when due."""
-    outcome = view.outcome
+    outcome = view.plan_result
     if outcome is None or outcome.review is None or not outcome.faults:
         return recorded
     drifted, _ = recorded.conditions
-    failed = Condition(HOLDS, None, "NotCompared", "; ".join(outcome.faults))
+    failed = ConditionState(PREDICTION_HOLDS, None, "NotCompared", "; ".join(outcome.faults))
     return replace(recorded, conditions=(drifted, failed))
 
 
-def _settled_s(status: Manifest) -> float | None:
+def _find_settled_s(status: Manifest) -> float | None:
     """Time since which the fleet is as desired; None: it is not."""
     for each in status.get("conditions", ()):
         if each["type"] == "Progressing" and each["status"] == "False":
-            return seconds(each["lastTransitionTime"])
+            return parse_timestamp(each["lastTransitionTime"])
     return None
 
 
-def _came_after(change: Change, at_s: float) -> bool:
+def _is_after(change: TrafficChange, at_s: float) -> bool:
     """Compare in whole seconds, as the status has no fractions."""
-    return int(change.at_s) > at_s
+    return int(change.detected_s) > at_s
 
 
-def _told_s(status: Manifest) -> float:
+def _get_last_review_s(status: Manifest) -> float:
     """Time of the last review."""
-    return seconds(status.get("prediction", {}).get("at")) or 0.0
+    return parse_timestamp(status.get("prediction", {}).get("at")) or 0.0
 
 
-def _answered(view: "DeploymentView") -> PlanOutcome | None:
+def _get_new_result(view: "DeploymentView") -> PlanJob | None:
     """Return a finished review that is still valid and was not applied yet; else None."""
-    outcome = view.outcome
-    if outcome is None or outcome.review is None or outcome.reviewed is None:
+    outcome = view.plan_result
+    if outcome is None or outcome.review is None or outcome.review_result is None:
         return None
-    if outcome.inputs != inputs(view.deployment, view.inventory, outcome.basis):
+    if outcome.inputs_hash != hash_inputs(view.deployment, view.inventory, outcome.fitted_inputs):
         return None
     reviewed_at = view.status.get("prediction", {}).get("at")
-    return None if reviewed_at == timestamp(outcome.review.at_s) else outcome
+    return None if reviewed_at == format_timestamp(outcome.review.at_s) else outcome
 
 
-def _due(view: "DeploymentView", recorded: Turn, change: Change | None) -> PlanOutcome | None:
+def _build_due_request(
+    view: "DeploymentView", recorded: ReplanOutcome, change: TrafficChange | None
+) -> PlanJob | None:
     """Return the request for a review if one is due and enough traffic was observed."""
-    settled_s, current_pools = _settled_s(view.status), _running(view)
-    if view.asked is not None or settled_s is None or not current_pools:
+    settled_s, current_pools = _find_settled_s(view.status), _read_current_pools(view)
+    if view.pending_plan is not None or settled_s is None or not current_pools:
         return None
-    if not _is_time(view, recorded, change, settled_s):
+    if not _is_due(view, recorded, change, settled_s):
         return None
-    since_s = find_start(view.windows, change, settled_s)
-    settings = _terms(view)
+    since_s = find_current_start_s(view.windows, change, settled_s)
+    settings = _build_settings(view)
     settle_s = find_settle_s(view.windows, change, since_s, settings.settle_s)
     settings = replace(settings, settle_s=settle_s)
     # The model check skips the windows of `settle_s` at their beginning.
     recent = list_recent(view.windows, since_s, settings.cooldown_s, settings.settle_s)
-    if change is None and not _can_be_judged(recent, settings):
+    if change is None and not _has_enough_requests(recent, settings):
         # Traffic is as planned: wait until the model can be checked as well.
         return None
     try:
         workload = refit(recent)
     except RefitError:
         return None
-    of = bases.traffic_digest(view.deployment)
-    fitted = PlanBasis(workload=workload, correction=recorded.correction, of=of)
+    of = bases.hash_workload(view.deployment)
+    fitted = FittedPlanInputs(workload=workload, correction=recorded.correction, of=of)
     algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
-    past_plans = tuple(_left(recorded.plans))
-    review = Review(view.now_s, current_pools, algorithm, recent, settings, past_plans)
-    return PlanOutcome(
-        inputs(view.deployment, view.inventory, fitted),
-        view.inventory.numbers,
+    past_plans = tuple(_read_past_plans(recorded.plans))
+    review = PlanReview(view.now_s, current_pools, algorithm, recent, settings, past_plans)
+    return PlanJob(
+        hash_inputs(view.deployment, view.inventory, fitted),
+        view.inventory.node_counts_hash,
         fitted,
         review,
-        bases.model_digest(view.deployment, view.inventory),
+        bases.hash_model(view.deployment, view.inventory),
     )
 
 
-def _is_time(
-    view: "DeploymentView", recorded: Turn, change: Change | None, settled_s: float
+def _is_due(
+    view: "DeploymentView", recorded: ReplanOutcome, change: TrafficChange | None, settled_s: float
 ) -> bool:
-    requested_s = view.outcome.review.at_s if view.outcome and view.outcome.review else 0.0
-    last_s = max(requested_s, _told_s(view.status), settled_s)
-    if change is not None and _came_after(change, last_s):
+    requested_s = (
+        view.plan_result.review.at_s if view.plan_result and view.plan_result.review else 0.0
+    )
+    last_s = max(requested_s, _get_last_review_s(view.status), settled_s)
+    if change is not None and _is_after(change, last_s):
         return True
     is_corrected = any(each.reason == CORRECTED for each in recorded.conditions)
     interval_s = view.deployment.spec.planning.replan.interval_s
-    is_soon = is_corrected or view.course.is_fresh(view.now_s, interval_s)
-    overdue_s = view.now_s - last_s - interval_s / (_SOON if is_soon else 1)
-    return overdue_s >= 0 and not view.course.puts_off(overdue_s, interval_s)
+    is_soon = is_corrected or view.drift.has_recent_change(view.now_s, interval_s)
+    overdue_s = view.now_s - last_s - interval_s / (_SOONER_DIVISOR if is_soon else 1)
+    return overdue_s >= 0 and not view.drift.should_defer_review(overdue_s, interval_s)
 
 
-def _can_be_judged(windows: Sequence[Window], settings: Terms) -> bool:
+def _has_enough_requests(windows: Sequence[TrafficWindow], settings: ReplanSettings) -> bool:
     settled = list_settled(windows, settings.settle_s)
-    return sum(min(each.ttft.num, each.tpot.num) for each in settled) >= FEWEST
+    return sum(min(each.ttft.num, each.tpot.num) for each in settled) >= MIN_RESPONSES
 
 
-def _running(view: "DeploymentView") -> tuple[PlannedPool, ...]:
+def _read_current_pools(view: "DeploymentView") -> tuple[PlannedPool, ...]:
     """The plan in force, with the present replicas of its pools."""
     counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     try:
-        planned = placed(view.status.get("plan", {})).pools
+        planned = read_placement(view.status.get("plan", {})).pools
     except ValueError:
         return ()
     current = (replace(pool, replicas=counts.get(pool.role, 0)) for pool in planned)
     return tuple(pool for pool in current if pool.replicas)
 
 
-def _terms(view: "DeploymentView") -> Terms:
+def _build_settings(view: "DeploymentView") -> ReplanSettings:
     planning = view.deployment.spec.planning
     replan = planning.replan
     is_scaled_by_others = any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools)
-    return Terms(
+    return ReplanSettings(
         is_advisory=is_scaled_by_others
-        or planning.mode is Mode.ADVISORY
-        or replan.mode is Replanning.ADVISORY,
+        or planning.mode is PlanningMode.ADVISORY
+        or replan.mode is ReplanMode.ADVISORY,
         min_gain=replan.min_gain,
-        threshold=replan.drift_threshold,
-        horizon_s=float(_HORIZON * replan.interval_s),
-        settle_s=min(SETTLE_S, replan.interval_s / _SOON),
-        start_s=_start_s(view),
+        error_threshold=replan.drift_threshold,
+        horizon_s=float(_HORIZON_INTERVALS * replan.interval_s),
+        settle_s=min(SETTLE_S, replan.interval_s / _SOONER_DIVISOR),
+        start_s=_estimate_start_s(view),
         cooldown_s=float(replan.interval_s),
     )
 
 
-def _start_s(view: "DeploymentView") -> float:
+def _estimate_start_s(view: "DeploymentView") -> float:
     """Shortest start of the running instances; `ready_s` may be that of a later recovery."""
     starts = (pod.ready_s - pod.created_s for pod in view.pods if pod.ready and pod.ready_s)
-    return min(starts, default=Terms().start_s)
+    return min(starts, default=ReplanSettings().start_s)
 
 
-def _left(plans: Iterable[Manifest]) -> Iterator[Left]:
+def _read_past_plans(plans: Iterable[Manifest]) -> Iterator[ReplacedPlan]:
     for each in plans:
         past = PastPlan.model_validate(each, by_alias=True)
         if past.verdict == APPLIED:
-            yield Left(tuple(map(to_planned, past.left)), past.at.timestamp())
+            yield ReplacedPlan(tuple(map(to_planned_pool, past.left)), past.at.timestamp())

@@ -10,83 +10,93 @@ from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.plan import LatencyPercentiles
-from cleave.api.pools import Flipping
-from cleave.api.replan_status import SeenPrediction
+from cleave.api.pools import FlippingMode
+from cleave.api.replan_status import CurrentPrediction
 from cleave.api.role import Role
-from cleave.controller.cluster.actions import PlanOutcome, Review, Reviewed
-from cleave.controller.cluster.objects import timestamp
+from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult
+from cleave.controller.cluster.objects import format_timestamp
 from cleave.controller.replan.inputs import from_correction, to_correction
-from cleave.manifests.pool import selected_plan
-from cleave.perf.latency_correction import correct
+from cleave.manifests.pool import build_selected_plan
+from cleave.perf.latency_correction import apply_correction
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.replan.model_check import Judgement
-from cleave.planner.replan.replay import Running
-from cleave.planner.replan.revision import Left, Revision, Verdict, revise
+from cleave.planner.replan.model_check import ModelAssessment
+from cleave.planner.replan.replay import RunningPlan
+from cleave.planner.replan.revision import ReplacedPlan, ReplanVerdict, Revision, revise
 from cleave.planner.scaling_law import growth
-from cleave.planner.search.candidate_placement import planned_pools
-from cleave.policy.role_flipping import make_terms
+from cleave.planner.search.candidate_placement import to_planned_pools
+from cleave.policy.role_flipping import build_thresholds
 
 
-def answer(
-    deployment: LLMDeployment, problem: Problem, job: PlanOutcome, review: Review
-) -> PlanOutcome:
+def run_review(
+    deployment: LLMDeployment, problem: Problem, job: PlanJob, review: PlanReview
+) -> PlanJob:
     """Return `job` with the result of `review`. Raises PlanError.
 
     `problem` has the observed traffic, and the latency model without a correction.
     """
-    pools = _as_found(problem, review.pools, review.algorithm)
+    pools = _complete_pools(problem, review.pools, review.algorithm)
     flips = deployment.spec.pools
-    has_manager = flips.flipping is Flipping.AUTO and any(p.role is Role.PREFILL for p in pools)
-    manager = make_terms(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
-    running_plan = Running(pools, review.algorithm, manager if has_manager else None)
-    past_plans = [Left(_as_found(problem, each.pools, ""), each.at_s) for each in review.left]
-    correction = job.basis.correction if job.basis else None
+    has_manager = flips.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
+    manager = build_thresholds(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
+    running_plan = RunningPlan(pools, review.algorithm, manager if has_manager else None)
+    past_plans = [
+        ReplacedPlan(_complete_pools(problem, each.pools, ""), each.until_s)
+        for each in review.past_plans
+    ]
+    correction = job.fitted_inputs.correction if job.fitted_inputs else None
     revision = revise(
-        problem, running_plan, review.windows, to_correction(correction), review.terms, past_plans
+        problem,
+        running_plan,
+        review.windows,
+        to_correction(correction),
+        review.settings,
+        past_plans,
     )
-    reviewed = Reviewed(
+    reviewed = ReviewResult(
         verdict=revision.decision.verdict,
         reason=revision.decision.reason,
-        holds=None if revision.judgement.error is None else revision.judgement.holds,
-        judged=revision.judgement.reason,
-        prediction=_prediction(revision.judgement, review),
-        correction=from_correction(revision.judgement.correction, job.model_digest),
+        is_accurate=None if revision.assessment.error is None else revision.assessment.holds,
+        accuracy_message=revision.assessment.reason,
+        prediction=_build_prediction(revision.assessment, review),
+        correction=from_correction(revision.assessment.correction, job.model_hash),
     )
-    plan = _plan(deployment, problem, revision)
-    return replace(job, reviewed=reviewed, plan=plan)
+    plan = _build_plan(deployment, problem, revision)
+    return replace(job, review_result=reviewed, plan=plan)
 
 
-def _as_found(
+def _complete_pools(
     problem: Problem, pools: Iterable[PlannedPool], algorithm: str
 ) -> tuple[PlannedPool, ...]:
     """Complete pools with all that the planner sets in its own, so that both can be compared."""
-    return planned_pools(to_draft(problem, pools, algorithm))
+    return to_planned_pools(to_candidate_placement(problem, pools, algorithm))
 
 
-def _plan(
+def _build_plan(
     deployment: LLMDeployment, problem: Problem, revision: Revision
 ) -> dict[str, object] | None:
     """Convert the new plan to the form of `status.plan`; None: the running plan stays."""
-    if revision.proposed is None or revision.answer is None:
+    if revision.proposal is None or revision.result is None:
         return None
-    if revision.decision.verdict not in (Verdict.APPLY, Verdict.PROPOSE):
+    if revision.decision.verdict not in (ReplanVerdict.APPLY, ReplanVerdict.PROPOSE):
         return None
-    chosen = replace(revision.answer, selected=revision.proposed)
-    reason = f"{revision.answer.reason} ({revision.decision.reason})"
+    chosen = replace(revision.result, selected=revision.proposal)
+    reason = f"{revision.result.reason} ({revision.decision.reason})"
     scaling_law = None
     if deployment.spec.scaling.roles:
-        corrected = correct(problem.estimator, revision.judgement.correction)
-        scaling_law = growth.told(replace(problem, estimator=corrected), revision.proposed)
-    plan = selected_plan(
-        deployment, Placement(revision.proposed.pools, reason, chosen), scaling_law
+        corrected = apply_correction(problem.estimator, revision.assessment.correction)
+        scaling_law = growth.to_plan_growth(
+            replace(problem, estimator=corrected), revision.proposal
+        )
+    plan = build_selected_plan(
+        deployment, Placement(revision.proposal.pools, reason, chosen), scaling_law
     )
     return plan.model_dump(mode="json", exclude_none=True)
 
 
-def _prediction(assessment: Judgement, review: Review) -> SeenPrediction:
+def _build_prediction(assessment: ModelAssessment, review: PlanReview) -> CurrentPrediction:
     by_name = {each.name: each.predicted for each in assessment.comparisons}
 
     def percentiles(latency: str) -> LatencyPercentiles | None:
@@ -96,9 +106,9 @@ def _prediction(assessment: Judgement, review: Review) -> SeenPrediction:
         return LatencyPercentiles(p50=p50, p90=p90)
 
     error = assessment.error
-    return SeenPrediction.model_validate(
+    return CurrentPrediction.model_validate(
         {
-            "at": timestamp(review.at_s),
+            "at": format_timestamp(review.at_s),
             "attainment": round(assessment.attainment, 4),
             "ttft_ms": percentiles("TTFT"),
             "tpot_ms": percentiles("TPOT"),

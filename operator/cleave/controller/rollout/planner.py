@@ -49,7 +49,7 @@ class RolloutLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class InstanceCount:
     """Instances of one revision in one role."""
 
     total: int
@@ -71,12 +71,12 @@ class RoleState:
     leaving: int = 0
     """Of any revision, being deleted: they take no requests but still occupy their GPUs. Leave out
     those on lost nodes, which occupy none."""
-    older: Mapping[str, Count] = field(default_factory=dict)
+    older: Mapping[str, InstanceCount] = field(default_factory=dict)
     """The old ones by revision, if there are several; empty: all are of one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RolloutStep:
     """Instances of one role to keep or create."""
 
     new: int
@@ -85,12 +85,12 @@ class Step:
     """The old ones by revision, where the state has them by revision; they add up to `old`."""
 
 
-Roles = Mapping[Role, RoleState]
-_Revision = Mapping[Role, Count]
-_NONE = Count(0, 0)
+RoleStates = Mapping[Role, RoleState]
+_Revision = Mapping[Role, InstanceCount]
+_NONE = InstanceCount(0, 0)
 
 
-def next_step(roles: Roles, limits: RolloutLimits) -> dict[Role, Step]:
+def next_step(roles: RoleStates, limits: RolloutLimits) -> dict[Role, RolloutStep]:
     """Return how many old and new instances of each role there should be now.
 
     Equal to the present counts: the rollout waits for instances to become ready or to end, or is
@@ -100,14 +100,14 @@ def next_step(roles: Roles, limits: RolloutLimits) -> dict[Role, Step]:
     1. Share that old instances still have to serve. 2. New instances that fit. 3. Old instances to
     keep for that share. 4. If nothing moves with several old revisions, delete one.
     """
-    need = _need(roles, limits)
-    revisions = _revisions(roles)
-    new = _grown(roles, limits, need)
-    to_keep = _kept(roles, revisions, need, limits.max_unavailable)
-    if len(revisions) > 1 and not _moves(roles, new, to_keep):
-        _yield_places(roles, limits, revisions, to_keep)
+    need = _compute_need(roles, limits)
+    revisions = _list_old_revisions(roles)
+    new = _grow(roles, limits, need)
+    to_keep = _keep_old(roles, revisions, need, limits.max_unavailable)
+    if len(revisions) > 1 and not _changes_anything(roles, new, to_keep):
+        _make_room(roles, limits, revisions, to_keep)
     return {
-        role: Step(
+        role: RolloutStep(
             new=new[role],
             old=sum(counts[role] for counts in to_keep.values()),
             older={name: to_keep[name][role] if name in to_keep else 0 for name in state.older},
@@ -116,19 +116,19 @@ def next_step(roles: Roles, limits: RolloutLimits) -> dict[Role, Step]:
     }
 
 
-def steps(roles: Roles, limits: RolloutLimits) -> Iterable[dict[Role, Step]]:
+def list_steps(roles: RoleStates, limits: RolloutLimits) -> Iterable[dict[Role, RolloutStep]]:
     """Yield every step to the end, if each becomes ready; the number of steps is bounded."""
     most = 4 + 2 * sum(state.replicas + state.old + state.new for state in roles.values())
     for _ in range(most):
         step = next_step(roles, limits)
-        state_after = when_ready(after(roles, step))
+        state_after = make_ready(apply_step(roles, step))
         if state_after == roles:
             return
         yield step
         roles = state_after
 
 
-def is_done(roles: Roles) -> bool:
+def is_done(roles: RoleStates) -> bool:
     """Whether exactly the desired instances exist and are ready."""
     return all(
         state.new == state.new_ready == state.replicas and not state.old and not state.leaving
@@ -136,16 +136,16 @@ def is_done(roles: Roles) -> bool:
     )
 
 
-def capacity(roles: Roles) -> float:
+def compute_capacity(roles: RoleStates) -> float:
     """Share of the plan that can serve: summed over revisions, as far as partners exist."""
-    sizes = _sizes(roles)
+    sizes = _list_sizes(roles)
     if not sizes:
         return 1.0
-    old = sum(_share(counts, sizes) for counts in _revisions(roles).values())
-    return float(_share(_new(roles), sizes) + old)
+    old = sum(_compute_share(counts, sizes) for counts in _list_old_revisions(roles).values())
+    return float(_compute_share(_get_new_counts(roles), sizes) + old)
 
 
-def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
+def apply_step(roles: RoleStates, step: Mapping[Role, RolloutStep]) -> dict[Role, RoleState]:
     """State after a step, once deletions have ended and while no new instance is ready.
 
     Instances that are not ready are deleted first.
@@ -158,7 +158,7 @@ def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
             new=step[role].new,
             new_ready=min(state.new_ready, step[role].new),
             older={
-                name: Count(num_kept, min(state.older[name].ready, num_kept))
+                name: InstanceCount(num_kept, min(state.older[name].ready, num_kept))
                 for name, num_kept in step[role].older.items()
             },
         )
@@ -166,7 +166,7 @@ def after(roles: Roles, step: Mapping[Role, Step]) -> dict[Role, RoleState]:
     }
 
 
-def when_ready(roles: Roles) -> dict[Role, RoleState]:
+def make_ready(roles: RoleStates) -> dict[Role, RoleState]:
     """State once every new instance is ready."""
     return {
         role: RoleState(
@@ -181,52 +181,52 @@ def when_ready(roles: Roles) -> dict[Role, RoleState]:
     }
 
 
-def _sizes(roles: Roles) -> dict[Role, int]:
+def _list_sizes(roles: RoleStates) -> dict[Role, int]:
     """Replicas of the roles that the plan has."""
     return {role: state.replicas for role, state in roles.items() if state.replicas > 0}
 
 
-def _share(counts: _Revision, sizes: Mapping[Role, int]) -> Fraction:
+def _compute_share(counts: _Revision, sizes: Mapping[Role, int]) -> Fraction:
     """Share of the plan that a revision serves: its smallest ready fraction of any role."""
     parts = (Fraction(counts.get(role, _NONE).ready, size) for role, size in sizes.items())
     return min(parts, default=Fraction(1))
 
 
-def _new(roles: Roles) -> _Revision:
-    return {role: Count(state.new, state.new_ready) for role, state in roles.items()}
+def _get_new_counts(roles: RoleStates) -> _Revision:
+    return {role: InstanceCount(state.new, state.new_ready) for role, state in roles.items()}
 
 
-def _revisions(roles: Roles) -> dict[str, _Revision]:
+def _list_old_revisions(roles: RoleStates) -> dict[str, _Revision]:
     """The old revisions, those with the largest share first."""
-    by_name: dict[str, dict[Role, Count]] = {}
+    by_name: dict[str, dict[Role, InstanceCount]] = {}
     for role, state in roles.items():
-        counts = state.older or {"": Count(state.old, state.old_ready)}
+        counts = state.older or {"": InstanceCount(state.old, state.old_ready)}
         for name, count in counts.items():
             if count.total:
                 by_name.setdefault(name, {})[role] = count
-    sizes = _sizes(roles)
-    order = sorted(by_name, key=lambda name: (-_share(by_name[name], sizes), name))
+    sizes = _list_sizes(roles)
+    order = sorted(by_name, key=lambda name: (-_compute_share(by_name[name], sizes), name))
     return {name: by_name[name] for name in order}
 
 
-def _need(roles: Roles, limits: RolloutLimits) -> Fraction:
+def _compute_need(roles: RoleStates, limits: RolloutLimits) -> Fraction:
     """Share of the plan that old instances still have to serve."""
-    sizes = _sizes(roles)
+    sizes = _list_sizes(roles)
     if not sizes:
         return Fraction(0)
     missing = Fraction(limits.max_unavailable, max(sizes.values()))
     if limits.max_surge == 0:
         # Without a surge there is no free slot in a role before an old instance has ended.
         missing = max(missing, Fraction(1, min(sizes.values())))
-    return max(Fraction(0), 1 - missing - _share(_new(roles), sizes))
+    return max(Fraction(0), 1 - missing - _compute_share(_get_new_counts(roles), sizes))
 
 
-def _grown(roles: Roles, limits: RolloutLimits, need: Fraction) -> dict[Role, int]:
+def _grow(roles: RoleStates, limits: RolloutLimits, need: Fraction) -> dict[Role, int]:
     """New instances of each role: as many as fit, with no role far ahead of the others."""
-    sizes = _sizes(roles)
+    sizes = _list_sizes(roles)
     # Roles that the plan has dropped serve on until the others can.
     grown = {role: roles[role].new if need else 0 for role in roles if role not in sizes}
-    slots = {role: _places(roles[role], limits) for role in sizes}
+    slots = {role: _compute_max_new(roles[role], limits) for role in sizes}
     starts = all(slots.values())
     growing = (
         Fraction(slots[role], size) for role, size in sizes.items() if slots[role] > roles[role].new
@@ -238,31 +238,31 @@ def _grown(roles: Roles, limits: RolloutLimits, need: Fraction) -> dict[Role, in
     return grown
 
 
-def _places(state: RoleState, limits: RolloutLimits) -> int:
+def _compute_max_new(state: RoleState, limits: RolloutLimits) -> int:
     """Most new instances that fit; existing ones stay, unless fewer are desired."""
     free = state.replicas + limits.max_surge - state.old - state.leaving
     return min(state.replicas, max(state.new, free))
 
 
-def _kept(
-    roles: Roles, revisions: Mapping[str, _Revision], need: Fraction, max_unavailable: int
+def _keep_old(
+    roles: RoleStates, revisions: Mapping[str, _Revision], need: Fraction, max_unavailable: int
 ) -> dict[str, dict[Role, int]]:
     """Old instances to keep, by revision, so that they serve `need` of the plan.
 
     Where they cannot serve as much, instances without partners stay in the place of the missing
     ones: decode instances serve both phases when they have to.
     """
-    sizes = _sizes(roles)
+    sizes = _list_sizes(roles)
     to_keep: dict[str, dict[Role, int]] = {}
     remaining = need
     for name, counts_by_role in revisions.items():
-        share = min(_share(counts_by_role, sizes), remaining)
+        share = min(_compute_share(counts_by_role, sizes), remaining)
         to_keep[name] = {role: math.ceil(share * sizes.get(role, 0)) for role in roles}
         remaining -= share
     for role, state in roles.items():
         if role in sizes:
             least = state.replicas - max_unavailable - state.new_ready
-            _fill(
+            _keep_more(
                 role,
                 max(least, math.ceil(need * sizes[role]) if remaining else 0),
                 to_keep,
@@ -270,13 +270,13 @@ def _kept(
             )
         elif need:
             # The plan has dropped the role; its instances stay until the others can serve.
-            _fill(role, state.old, to_keep, revisions)
+            _keep_more(role, state.old, to_keep, revisions)
     for counts in to_keep.values():
-        _part_the_unpaired(counts)
+        _drop_unpaired_prefill(counts)
     return to_keep
 
 
-def _fill(
+def _keep_more(
     role: Role,
     most: int,
     to_keep: Mapping[str, dict[Role, int]],
@@ -290,15 +290,15 @@ def _fill(
         missing -= more
 
 
-def _part_the_unpaired(to_keep: dict[Role, int]) -> None:
+def _drop_unpaired_prefill(to_keep: dict[Role, int]) -> None:
     """Drop prefill instances that have no instance to transfer KV to: they serve nothing."""
     receivers = [role for role in to_keep if role is not Role.PREFILL]
     if Role.PREFILL in to_keep and receivers and not any(to_keep[role] for role in receivers):
         to_keep[Role.PREFILL] = 0
 
 
-def _moves(
-    roles: Roles, new: Mapping[Role, int], to_keep: Mapping[str, Mapping[Role, int]]
+def _changes_anything(
+    roles: RoleStates, new: Mapping[Role, int], to_keep: Mapping[str, Mapping[Role, int]]
 ) -> bool:
     """Whether this step changes anything, or instances are starting or ending."""
     return any(
@@ -310,8 +310,8 @@ def _moves(
     )
 
 
-def _yield_places(
-    roles: Roles,
+def _make_room(
+    roles: RoleStates,
     limits: RolloutLimits,
     revisions: Mapping[str, _Revision],
     to_keep: Mapping[str, dict[Role, int]],
@@ -321,31 +321,33 @@ def _yield_places(
     Pairs of several old revisions can take more slots than those of one. Each full role gives up
     the instance that costs the smallest share: at most that of one instance.
     """
-    sizes = _sizes(roles)
+    sizes = _list_sizes(roles)
     for role, size in sizes.items():
-        is_full = _places(roles[role], limits) == roles[role].new < size
+        is_full = _compute_max_new(roles[role], limits) == roles[role].new < size
         losses = {
-            name: _loss(revisions[name], counts, role, sizes)
+            name: _compute_loss(revisions[name], counts, role, sizes)
             for name, counts in to_keep.items()
             if counts[role]
         }
         if is_full and losses:
             to_keep[min(losses, key=lambda name: (losses[name], name))][role] -= 1
     for counts in to_keep.values():
-        _part_the_unpaired(counts)
+        _drop_unpaired_prefill(counts)
 
 
-def _loss(
+def _compute_loss(
     counts: _Revision, to_keep: Mapping[Role, int], role: Role, sizes: Mapping[Role, int]
 ) -> Fraction:
     """Share that a revision loses without one of the role's kept instances."""
     fewer = {**to_keep, role: to_keep[role] - 1}
-    return _share(_cut(counts, to_keep), sizes) - _share(_cut(counts, fewer), sizes)
+    return _compute_share(_reduce(counts, to_keep), sizes) - _compute_share(
+        _reduce(counts, fewer), sizes
+    )
 
 
-def _cut(counts: _Revision, to_keep: Mapping[Role, int]) -> _Revision:
+def _reduce(counts: _Revision, to_keep: Mapping[Role, int]) -> _Revision:
     """A revision reduced to the kept instances; those that are not ready are dropped first."""
     return {
-        role: Count(to_keep[role], min(count.ready, to_keep[role]))
+        role: InstanceCount(to_keep[role], min(count.ready, to_keep[role]))
         for role, count in counts.items()
     }

@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.role import Role
 from cleave.controller.rollout.planner import (
-    Count,
+    InstanceCount,
     RoleState,
     RolloutLimits,
-    Step,
-    after,
-    capacity,
-    steps,
-    when_ready,
+    RolloutStep,
+    apply_step,
+    compute_capacity,
+    list_steps,
+    make_ready,
 )
 from cleave.planner.placement import Placement
 
-_EARLIER = "earlier"
+_EARLIER_REVISION = "earlier"
 """Revision of instances that are neither of the running nor of the new one: the status does not
 say."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RoleCounts:
     """Counts of running instances of one role."""
 
     total: int
@@ -36,19 +36,19 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningInstances:
     """The running instances."""
 
     revision: str | None
     """The revision that was last desired; None: there was none."""
-    roles: Mapping[Role, Seen]
+    roles: Mapping[Role, RoleCounts]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PreviewStage:
     """One step of a preview."""
 
-    roles: Mapping[Role, Step]
+    roles: Mapping[Role, RolloutStep]
     """Instances to keep or create."""
     capacity: float
     """Share of the planned capacity that serves until the new instances are ready."""
@@ -56,58 +56,67 @@ class Stage:
     stopped: Mapping[Role, int]
 
 
-def placed(placement: Placement, revision: str) -> Running:
+def from_placement(placement: Placement, revision: str) -> RunningInstances:
     """Return the state in which all instances of a placement run."""
-    return Running(
+    return RunningInstances(
         revision,
-        {pool.role: Seen(pool.replicas, pool.replicas, pool.replicas) for pool in placement.pools},
+        {
+            pool.role: RoleCounts(pool.replicas, pool.replicas, pool.replicas)
+            for pool in placement.pools
+        },
     )
 
 
-def observed(status: LLMDeploymentStatus) -> Running:
+def from_status(status: LLMDeploymentStatus) -> RunningInstances:
     """Return the state that the status of a deployment reports."""
-    return Running(
+    return RunningInstances(
         status.plan.revision if status.plan else None,
         {
-            each.role: Seen(each.replicas, min(each.ready, each.replicas), each.updated)
+            each.role: RoleCounts(each.replicas, min(each.ready, each.replicas), each.updated)
             for each in status.roles
         },
     )
 
 
-def states(current: Running, placement: Placement, revision: str) -> dict[Role, RoleState]:
+def build_states(
+    current: RunningInstances, placement: Placement, revision: str
+) -> dict[Role, RoleState]:
     """Return where the rollout of `placement` with `revision` begins, by role."""
     desired = {pool.role: pool.replicas for pool in placement.pools}
     return {
-        role: _state(
-            current.roles.get(role, Seen(0, 0, 0)), desired.get(role, 0), current, revision
+        role: _build_state(
+            current.roles.get(role, RoleCounts(0, 0, 0)), desired.get(role, 0), current, revision
         )
         for role in Role
         if role in desired or role in current.roles
     }
 
 
-def stages(roles: Mapping[Role, RoleState], limits: RolloutLimits) -> tuple[Stage, ...]:
+def build_stages(
+    roles: Mapping[Role, RoleState], limits: RolloutLimits
+) -> tuple[PreviewStage, ...]:
     """Return the present state, followed by every step."""
-    now = {role: Step(state.new, state.old) for role, state in roles.items()}
-    stages_so_far = [Stage(now, capacity(roles), {}, {})]
-    for step in steps(roles, limits):
-        reached = after(roles, step)
+    now = {role: RolloutStep(state.new, state.old) for role, state in roles.items()}
+    stages_so_far = [PreviewStage(now, compute_capacity(roles), {}, {})]
+    for step in list_steps(roles, limits):
+        reached = apply_step(roles, step)
         started = {role: max(0, step[role].new - state.new) for role, state in roles.items()}
         stopped = {
             role: max(0, state.new - step[role].new) + state.old - step[role].old
             for role, state in roles.items()
         }
-        stages_so_far.append(Stage(step, capacity(reached), started, stopped))
-        roles = when_ready(reached)
+        stages_so_far.append(PreviewStage(step, compute_capacity(reached), started, stopped))
+        roles = make_ready(reached)
     return tuple(stages_so_far)
 
 
-def _state(counts: Seen, replicas: int, current: Running, revision: str) -> RoleState:
+def _build_state(
+    counts: RoleCounts, replicas: int, current: RunningInstances, revision: str
+) -> RoleState:
     """Counts of one role; instances that are not ready are assumed to be the newest."""
     updated = min(counts.updated, counts.total)
-    earlier = Count(counts.total - updated, min(counts.ready, counts.total - updated))
-    latest = Count(updated, counts.ready - earlier.ready)
+    earlier = InstanceCount(counts.total - updated, min(counts.ready, counts.total - updated))
+    latest = InstanceCount(updated, counts.ready - earlier.ready)
     if current.revision == revision:
         return RoleState(
             replicas,
@@ -116,7 +125,7 @@ def _state(counts: Seen, replicas: int, current: Running, revision: str) -> Role
             new=latest.total,
             new_ready=latest.ready,
         )
-    older = {_EARLIER: earlier, current.revision or "": latest}
+    older = {_EARLIER_REVISION: earlier, current.revision or "": latest}
     return RoleState(
         replicas,
         old=counts.total,

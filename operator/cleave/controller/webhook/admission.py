@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from cleave.api import deployment, pool
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.faults import fault_lines
+from cleave.api.faults import format_faults
 from cleave.api.pool import InstancePool
 from cleave.controller.webhook import validation
 
@@ -27,11 +27,11 @@ _M = TypeVar("_M", bound=BaseModel)
 API_VERSION = "admission.k8s.io/v1"
 
 _UNPROCESSABLE = 422
-_LONGEST_WARNING = 250
+_MAX_WARNING_LENGTH = 250
 """The API server cuts warnings above 256 characters."""
-_MOST_WARNINGS = 8
+_MAX_WARNINGS = 8
 
-_METADATA = ("name", "namespace", "labels", "annotations")
+_METADATA_FIELDS = ("name", "namespace", "labels", "annotations")
 """Metadata fields that rules read. Others belong to the API server, and grow with its versions."""
 
 
@@ -40,7 +40,7 @@ class ReviewError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class AdmissionFindings:
     """Faults and warnings about one resource."""
 
     faults: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Judgement:
     """One line each; kubectl shows them to the user who applies the resource."""
 
 
-def answer(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
+def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
     """Return the AdmissionReview with its response.
 
     `cluster` describes the nodes; None: not known. Raises ReviewError.
@@ -57,7 +57,7 @@ def answer(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
         raise ReviewError("the request is no AdmissionReview")
-    findings = judge(request.get("object"), cluster)
+    findings = check_resource(request.get("object"), cluster)
     response: dict[str, Any] = {"uid": request["uid"], "allowed": not findings.faults}
     if findings.faults:
         response["status"] = {
@@ -66,44 +66,44 @@ def answer(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]
             "message": "; ".join(findings.faults),
         }
     if findings.warnings:
-        response["warnings"] = [_shortened(text) for text in findings.warnings[:_MOST_WARNINGS]]
+        response["warnings"] = [_shorten(text) for text in findings.warnings[:_MAX_WARNINGS]]
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}
 
 
-def judge(resource: object, cluster: Cluster | None) -> Judgement:
+def check_resource(resource: object, cluster: Cluster | None) -> AdmissionFindings:
     """Check a decoded resource; kinds other than Cleave's pass without findings."""
     if not isinstance(resource, Mapping):
-        return Judgement()
+        return AdmissionFindings()
     match resource.get("kind"):
         case deployment.KIND:
-            return _judge(LLMDeployment, resource, validation.of_deployment, cluster)
+            return _check_model(LLMDeployment, resource, validation.check_deployment, cluster)
         case pool.KIND:
-            return _judge(InstancePool, resource, validation.of_pool, cluster)
+            return _check_model(InstancePool, resource, validation.check_pool, cluster)
         case _:
-            return Judgement()
+            return AdmissionFindings()
 
 
-def _judge(
+def _check_model(
     model: type[_M],
     resource: Mapping[str, Any],
-    examine: Callable[[_M, Cluster | None], validation.Findings],
+    examine: Callable[[_M, Cluster | None], validation.ValidationFindings],
     cluster: Cluster | None,
-) -> Judgement:
+) -> AdmissionFindings:
     metadata = resource.get("metadata") or {}
     document = {
         "apiVersion": resource.get("apiVersion"),
         "kind": resource.get("kind"),
-        "metadata": {key: metadata[key] for key in _METADATA if key in metadata},
+        "metadata": {key: metadata[key] for key in _METADATA_FIELDS if key in metadata},
         "spec": resource.get("spec"),
     }
     try:
         # Parse from JSON, as `cleave validate` does: strict types accept strings for dates there.
         parsed = model.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
-        return Judgement(faults=tuple(fault_lines(error, model)))
+        return AdmissionFindings(faults=tuple(format_faults(error, model)))
     findings = examine(parsed, cluster)
-    return Judgement(findings.faults, () if findings.faults else findings.warnings)
+    return AdmissionFindings(findings.faults, () if findings.faults else findings.warnings)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_WARNING else text[: _LONGEST_WARNING - 3] + "..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_WARNING_LENGTH else text[: _MAX_WARNING_LENGTH - 3] + "..."

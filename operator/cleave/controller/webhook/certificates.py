@@ -18,20 +18,20 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-VALID = timedelta(days=90)
-RENEWED = timedelta(days=30)
+VALIDITY = timedelta(days=90)
+RENEW_BEFORE = timedelta(days=30)
 """A certificate that expires sooner than this is replaced."""
 _SKEW = timedelta(hours=1)
 """Certificates are valid from this long ago, for clients whose clocks are behind."""
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class ServingCertificate:
     """The contents of the Secret, as PEM text."""
 
-    trusted: str
+    ca_bundle: str
     """`ca.crt`: the CA certificates that the API server trusts."""
-    chain: str
+    cert_chain: str
     """`tls.crt`: the server's certificate chain."""
     key: str
     """`tls.key`: the server's private key."""
@@ -41,38 +41,38 @@ class CertificateError(ValueError):
     """The Secret holds no usable certificate; the message says why."""
 
 
-def issue(names: Sequence[str], now: datetime, trusted: str = "") -> Certificate:
+def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCertificate:
     """Issue a certificate for these DNS names from a new CA.
 
     CA certificates in `trusted` that are still valid stay in the bundle.
     """
-    authority_key, key = ec.generate_private_key(ec.SECP256R1()), _new_key()
+    authority_key, key = ec.generate_private_key(ec.SECP256R1()), _generate_key()
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook authority")])
     authority = (
-        _builder(subject, subject, authority_key.public_key(), now)
+        _make_builder(subject, subject, authority_key.public_key(), now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(_build_key_usage(signs=True), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
     leaf = (
-        _builder(
+        _make_builder(
             x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook")]),
             subject,
             key.public_key(),
             now,
         )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(_build_key_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(
             x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False
         )
         .sign(authority_key, hashes.SHA256())
     )
-    still_valid = [each for each in _read(trusted) if each.not_valid_after_utc > now]
-    return Certificate(
-        trusted="".join(_pem(each) for each in (authority, *still_valid)),
-        chain=_pem(leaf),
+    still_valid = [each for each in _parse_chain(trusted) if each.not_valid_after_utc > now]
+    return ServingCertificate(
+        ca_bundle="".join(_to_pem(each) for each in (authority, *still_valid)),
+        cert_chain=_to_pem(leaf),
         key=key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
@@ -81,23 +81,26 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> Certificate
     )
 
 
-def check(certificate: Certificate, names: Sequence[str], now: datetime) -> None:
+def check(certificate: ServingCertificate, names: Sequence[str], now: datetime) -> None:
     """Raise CertificateError unless it serves these names, is trusted and is valid long enough."""
-    cert_chain, authorities = _read(certificate.chain), _read(certificate.trusted)
+    cert_chain, authorities = (
+        _parse_chain(certificate.cert_chain),
+        _parse_chain(certificate.ca_bundle),
+    )
     if not cert_chain:
         raise CertificateError("tls.crt holds no certificate")
     leaf = cert_chain[0]
-    if leaf.not_valid_after_utc - now < RENEWED:
+    if leaf.not_valid_after_utc - now < RENEW_BEFORE:
         raise CertificateError(f"ends at {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
-    if missing := set(names) - _names(leaf):
+    if missing := set(names) - _read_dns_names(leaf):
         raise CertificateError(f"is not for {', '.join(sorted(missing))}")
-    if not _fits(certificate.key, leaf):
+    if not _is_key_of(certificate.key, leaf):
         raise CertificateError("tls.key is not the key of tls.crt")
     if not any(_is_signed(cert_chain[-1], authority) for authority in authorities):
         raise CertificateError("ca.crt holds no CA that signed tls.crt")
 
 
-def from_secret(secret: Mapping[str, object]) -> Certificate | None:
+def from_secret(secret: Mapping[str, object]) -> ServingCertificate | None:
     """Decode the certificate from a Secret; None: the Secret is empty or incomplete."""
     data = secret.get("data")
     if not isinstance(data, Mapping):
@@ -109,24 +112,24 @@ def from_secret(secret: Mapping[str, object]) -> Certificate | None:
         )
     except (KeyError, TypeError, UnicodeDecodeError, binascii.Error):
         return None
-    return Certificate(trusted, cert_chain, key)
+    return ServingCertificate(trusted, cert_chain, key)
 
 
-def to_secret(certificate: Certificate) -> dict[str, str]:
+def to_secret(certificate: ServingCertificate) -> dict[str, str]:
     """Return the `data` of the Secret."""
     entries = {
-        "ca.crt": certificate.trusted,
-        "tls.crt": certificate.chain,
+        "ca.crt": certificate.ca_bundle,
+        "tls.crt": certificate.cert_chain,
         "tls.key": certificate.key,
     }
     return {name: base64.b64encode(text.encode()).decode() for name, text in entries.items()}
 
 
-def _new_key() -> ec.EllipticCurvePrivateKey:
+def _generate_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def _builder(
+def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime
 ) -> x509.CertificateBuilder:
     return (
@@ -136,11 +139,11 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _SKEW)
-        .not_valid_after(now + VALID)
+        .not_valid_after(now + VALIDITY)
     )
 
 
-def _usage(*, signs: bool) -> x509.KeyUsage:
+def _build_key_usage(*, signs: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,
@@ -154,7 +157,7 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
     )
 
 
-def _read(text: str) -> list[x509.Certificate]:
+def _parse_chain(text: str) -> list[x509.Certificate]:
     if not text.strip():
         return []
     try:
@@ -163,11 +166,11 @@ def _read(text: str) -> list[x509.Certificate]:
         return []
 
 
-def _pem(certificate: x509.Certificate) -> str:
+def _to_pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def _names(leaf: x509.Certificate) -> set[str]:
+def _read_dns_names(leaf: x509.Certificate) -> set[str]:
     try:
         extension = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
@@ -175,7 +178,7 @@ def _names(leaf: x509.Certificate) -> set[str]:
     return set(extension.value.get_values_for_type(x509.DNSName))
 
 
-def _fits(key: str, leaf: x509.Certificate) -> bool:
+def _is_key_of(key: str, leaf: x509.Certificate) -> bool:
     try:
         private = serialization.load_pem_private_key(key.encode(), password=None)
     except (ValueError, TypeError):

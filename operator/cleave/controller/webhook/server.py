@@ -22,41 +22,43 @@ from aiohttp import web
 
 from cleave.api.cluster import Cluster
 from cleave.controller.webhook import certificates
-from cleave.controller.webhook.admission import ReviewError, answer
-from cleave.controller.webhook.certificates import Certificate, CertificateError
+from cleave.controller.webhook.admission import ReviewError, review_admission
+from cleave.controller.webhook.certificates import CertificateError, ServingCertificate
 
 log = logging.getLogger("cleave.webhook")
 
 PATH = "/validate"
-_LOOK_S = 600.0
+_ROTATION_CHECK_S = 600.0
 """Seconds between two checks of the Secret."""
 _RETRY_S = 5.0
-_RACES = 5
-_ANSWER_S = 4.0
+_MAX_CONFLICTS = 5
+_TIMEOUT_S = 4.0
 """The API server waits 5 s with the chart's default."""
-_MOST_BYTES = 4 << 20
+_MAX_REQUEST_BYTES = 4 << 20
 """More than the largest object that the API server stores."""
-_MOST_AT_ONCE = 4
+_MAX_CONCURRENT = 4
 
 
-class StoreError(RuntimeError):
+class CertificateStoreError(RuntimeError):
     """A request to the API server failed; it is retried."""
 
 
-class Store(Protocol):
+class CertificateStore(Protocol):
     """The Secret with the certificate, and the webhook configuration with its CA bundle."""
 
     async def read_secret(self) -> dict[str, Any]:
-        """Return the Secret. Raises StoreError."""
+        """Return the Secret. Raises CertificateStoreError."""
 
     async def replace_secret(self, secret: dict[str, Any]) -> bool:
-        """Replace the Secret; False: it was changed since it was read. Raises StoreError."""
+        """Replace the Secret; False: it was changed since it was read. Raises
+        CertificateStoreError.
+        """
 
     async def read_bundles(self) -> list[str]:
-        """Return `caBundle` of each webhook, empty text if unset. Raises StoreError."""
+        """Return `caBundle` of each webhook, empty text if unset. Raises CertificateStoreError."""
 
     async def write_bundle(self, bundle: str, count: int) -> None:
-        """Write `caBundle` of the first `count` webhooks. Raises StoreError."""
+        """Write `caBundle` of the first `count` webhooks. Raises CertificateStoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,49 +69,58 @@ class WebhookConfig:
     port: int
     names: tuple[str, ...]
     """DNS names by which the API server calls it."""
-    issues: bool
+    issues_certificate: bool
     """Whether the operator issues the certificate; False: cert-manager writes the Secret."""
 
 
-class Keeper:
+class CertificateRotator:
     """Keeps the certificate valid and its CA known to the API server."""
 
     def __init__(
         self,
-        store: Store,
+        store: CertificateStore,
         names: Sequence[str],
         *,
-        issues: bool,
+        issues_certificate: bool,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._store, self._names, self._issues, self._now = store, names, issues, now
+        self._store, self._names, self._issues_certificate, self._now = (
+            store,
+            names,
+            issues_certificate,
+            now,
+        )
 
-    async def keep(self) -> Certificate:
-        """Return the certificate to serve from now on. Raises CertificateError, StoreError."""
-        certificate = await self._usable()
-        if self._issues:
+    async def rotate(self) -> ServingCertificate:
+        """Return the certificate to serve from now on. Raises CertificateError,
+        CertificateStoreError.
+        """
+        certificate = await self._load_or_issue()
+        if self._issues_certificate:
             await self._publish(certificate)
         return certificate
 
-    async def _usable(self) -> Certificate:
-        for _ in range(_RACES):
+    async def _load_or_issue(self) -> ServingCertificate:
+        for _ in range(_MAX_CONFLICTS):
             secret = await self._store.read_secret()
             current = certificates.from_secret(secret)
-            fault = self._fault(current)
-            if current is not None and (fault is None or not self._issues):
+            fault = self._find_fault(current)
+            if current is not None and (fault is None or not self._issues_certificate):
                 return current
-            if not self._issues:
+            if not self._issues_certificate:
                 raise CertificateError("cert-manager has not written the Secret yet")
             issued = certificates.issue(
-                self._names, self._now(), current.trusted if current else ""
+                self._names, self._now(), current.ca_bundle if current else ""
             )
             secret["data"] = certificates.to_secret(issued)
             if await self._store.replace_secret(secret):
                 log.info("issued a certificate: %s", fault)
                 return issued
-        raise CertificateError(f"the Secret was changed {_RACES} times while it was written")
+        raise CertificateError(
+            f"the Secret was changed {_MAX_CONFLICTS} times while it was written"
+        )
 
-    def _fault(self, current: Certificate | None) -> str | None:
+    def _find_fault(self, current: ServingCertificate | None) -> str | None:
         if current is None:
             return "there was none"
         try:
@@ -118,25 +129,28 @@ class Keeper:
             return f"the old one {error}"
         return None
 
-    async def _publish(self, certificate: Certificate) -> None:
-        ca_bundle = base64.b64encode(certificate.trusted.encode()).decode()
+    async def _publish(self, certificate: ServingCertificate) -> None:
+        ca_bundle = base64.b64encode(certificate.ca_bundle.encode()).decode()
         bundles = await self._store.read_bundles()
         if any(bundle != ca_bundle for bundle in bundles):
             await self._store.write_bundle(ca_bundle, len(bundles))
             log.info("wrote the CA bundle to the webhook configuration")
 
 
-class Webhook:
+class WebhookServer:
     """Serves AdmissionReviews until it is cancelled."""
 
     def __init__(
-        self, config: WebhookConfig, keeper: Keeper, cluster: Callable[[], Cluster | None]
+        self,
+        config: WebhookConfig,
+        keeper: CertificateRotator,
+        cluster: Callable[[], Cluster | None],
     ) -> None:
-        self._config, self._keeper, self._cluster = config, keeper, cluster
+        self._config, self._rotator, self._cluster = config, keeper, cluster
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._shown: Certificate | None = None
-        self._at_once = asyncio.Semaphore(_MOST_AT_ONCE)
+        self._served: ServingCertificate | None = None
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
         self.is_listening = False
         """Whether the server accepts connections."""
 
@@ -144,7 +158,7 @@ class Webhook:
         """Serve as soon as there is a certificate, and rotate it; never returns."""
         while not await self._load():  # noqa: ASYNC110 - polled, there is no event
             await asyncio.sleep(_RETRY_S)
-        application = web.Application(client_max_size=_MOST_BYTES)
+        application = web.Application(client_max_size=_MAX_REQUEST_BYTES)
         application.router.add_post(PATH, self._validate)
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
@@ -155,7 +169,7 @@ class Webhook:
                 log.info("listening on https://%s:%d%s", host, config.port, PATH)
             self.is_listening = True
             while True:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_ROTATION_CHECK_S)
                 await self._load()
         finally:
             self.is_listening = False
@@ -164,13 +178,13 @@ class Webhook:
     async def _load(self) -> bool:
         """Load the certificate and return whether there is one; errors are logged and retried."""
         try:
-            certificate = await self._keeper.keep()
-            if certificate != self._shown:
-                _show(certificate, self._context)
-                self._shown = certificate
-        except (StoreError, CertificateError, ssl.SSLError) as error:
+            certificate = await self._rotator.rotate()
+            if certificate != self._served:
+                _load_into_context(certificate, self._context)
+                self._served = certificate
+        except (CertificateStoreError, CertificateError, ssl.SSLError) as error:
             log.warning("the webhook's certificate: %s", error)
-        return self._shown is not None
+        return self._served is not None
 
     async def _validate(self, request: web.Request) -> web.Response:
         try:
@@ -181,8 +195,8 @@ class Webhook:
             return web.Response(status=400, text="not an object")
         try:
             # The wait for a slot counts too: the API server has given up by then.
-            async with asyncio.timeout(_ANSWER_S), self._at_once:
-                response = await asyncio.to_thread(answer, review, self._cluster())
+            async with asyncio.timeout(_TIMEOUT_S), self._slots:
+                response = await asyncio.to_thread(review_admission, review, self._cluster())
             return web.json_response(response)
         except ReviewError as error:
             return web.Response(status=400, text=str(error))
@@ -191,11 +205,11 @@ class Webhook:
             return web.Response(status=503, text="the validation has timed out")
 
 
-def _show(certificate: Certificate, context: ssl.SSLContext) -> None:
+def _load_into_context(certificate: ServingCertificate, context: ssl.SSLContext) -> None:
     """Load the certificate for new connections; Python loads certificates from files only."""
     with tempfile.TemporaryDirectory(prefix="cleave-webhook-") as folder:
         chain_file, key_file = Path(folder) / "tls.crt", Path(folder) / "tls.key"
-        chain_file.write_text(certificate.chain)
+        chain_file.write_text(certificate.cert_chain)
         key_file.touch(mode=0o600)
         key_file.write_text(certificate.key)
         context.load_cert_chain(chain_file, key_file)

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import Engine, EngineType
+from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.manifest import ManifestError
-from cleave.api.model import Model
+from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.pool import InstancePool
 from cleave.api.role import Parallelism
 from cleave.perf import named_profiles
-from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner import deployment_checks, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidates import sizes
+from cleave.planner.search.candidates import list_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ValidationFindings:
     """Faults and warnings, one line each: `path: what is wrong`."""
 
     faults: tuple[str, ...] = ()
@@ -37,36 +37,38 @@ class Findings:
     """Other nodes would resolve them."""
 
 
-def of_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Findings:
+def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> ValidationFindings:
     """Check an LLMDeployment. `cluster`: the present nodes; None: not known."""
     spec = deployment.spec
-    faults = [*_profile_faults(spec.engine), *unread(deployment)]
-    warnings = tuple(deployment_checks.doubts(deployment, reads_files=False))
+    faults = [*_list_profile_faults(spec.engine), *list_unreadable_files(deployment)]
+    warnings = tuple(deployment_checks.list_warnings(deployment, reads_files=False))
     if spec.engine.type is EngineType.EMULATED:
         # Emulated instances have no weights to split and run on any node.
-        return Findings(tuple(faults), warnings)
-    faults += deployment_checks.split_faults(deployment, reads_files=False)
+        return ValidationFindings(tuple(faults), warnings)
+    faults += deployment_checks.list_parallelism_faults(deployment, reads_files=False)
     if spec.placement is not None:
-        warnings += tuple(_missing_machines(spec.placement.manual, cluster))
+        warnings += tuple(_list_missing_gpus_of_pools(spec.placement.manual, cluster))
     elif spec.workload is not None and cluster is not None and not faults:
-        warnings += tuple(_unplannable(deployment, cluster))
-    return Findings(tuple(faults), warnings)
+        warnings += tuple(_list_plan_faults(deployment, cluster))
+    return ValidationFindings(tuple(faults), warnings)
 
 
-def of_pool(pool: InstancePool, cluster: Cluster | None) -> Findings:
+def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFindings:
     """Check a manually created pool. `cluster`: the present nodes; None: not known."""
     spec = pool.spec
-    faults = [*_profile_faults(spec.engine)]
+    faults = [*_list_profile_faults(spec.engine)]
     if spec.engine.type is EngineType.EMULATED:
-        return Findings(tuple(faults))
-    shape = _shape(spec.model)
-    if shape and (reason := shape.why_not(spec.parallelism.tensor, spec.parallelism.pipeline)):
+        return ValidationFindings(tuple(faults))
+    shape = _load_model_shape(spec.model)
+    if shape and (
+        reason := shape.explain_unsupported(spec.parallelism.tensor, spec.parallelism.pipeline)
+    ):
         faults.append(f"spec.parallelism: {shape.name}: {reason}")
-    missing = _missing_machine("spec", spec.gpu, spec.parallelism, cluster)
-    return Findings(tuple(faults), tuple(missing))
+    missing = _list_missing_gpus("spec", spec.gpu, spec.parallelism, cluster)
+    return ValidationFindings(tuple(faults), tuple(missing))
 
 
-def unread(deployment: LLMDeployment) -> Iterator[str]:
+def list_unreadable_files(deployment: LLMDeployment) -> Iterator[str]:
     """Yield a fault for each file that a plan would need: the operator reads no user's files.
 
     Its own files, such as its token, must not be readable for users who may create a deployment,
@@ -81,29 +83,33 @@ def unread(deployment: LLMDeployment) -> Iterator[str]:
             "spec.workload.trace.path: no file is read in a cluster; state rate, promptTokens and "
             f"outputTokens, as `cleave workload` prints them, or {remedy}"
         )
-    if spec.engine.type is EngineType.EMULATED and named_profiles.is_file(
+    if spec.engine.type is EngineType.EMULATED and named_profiles.is_profile_file(
         spec.engine.emulation.latency
     ):
         yield f"spec.engine.emulated.latency: no file is read in a cluster; {remedy}"
 
 
-def _profile_faults(engine: Engine) -> Iterator[str]:
+def _list_profile_faults(engine: EngineSpec) -> Iterator[str]:
     """Check a profile by name; a file may exist in the workers' image only."""
-    if engine.type is not EngineType.EMULATED or named_profiles.is_file(engine.emulation.latency):
+    if engine.type is not EngineType.EMULATED or named_profiles.is_profile_file(
+        engine.emulation.latency
+    ):
         return
     try:
-        named_profiles.load(engine.emulation.latency)
+        named_profiles.load_profile(engine.emulation.latency)
     except named_profiles.UnknownProfileError as error:
         yield f"spec.engine.emulated.latency: {error}"
 
 
-def _missing_machines(pools: Sequence[ManualPool], cluster: Cluster | None) -> Iterator[str]:
+def _list_missing_gpus_of_pools(
+    pools: Sequence[ManualPool], cluster: Cluster | None
+) -> Iterator[str]:
     for index, pool in enumerate(pools):
         path = f"spec.placement.manual[{index}]"
-        yield from _missing_machine(path, pool.gpu, pool.parallelism, cluster)
+        yield from _list_missing_gpus(path, pool.gpu, pool.parallelism, cluster)
 
 
-def _missing_machine(
+def _list_missing_gpus(
     path: str, gpu: str | None, parallelism: Parallelism, cluster: Cluster | None
 ) -> Iterator[str]:
     """Check that the nodes have the GPUs of one instance, which may span several nodes."""
@@ -111,12 +117,12 @@ def _missing_machine(
         return
     gpus_by_kind: Counter[str] = Counter()
     for group in cluster.nodes:
-        gpus_by_kind[_kind(group.gpu)] += group.count * group.gpus_per_node
-    if gpu is not None and _kind(gpu) not in gpus_by_kind:
+        gpus_by_kind[_normalize_gpu(group.gpu)] += group.count * group.gpus_per_node
+    if gpu is not None and _normalize_gpu(gpu) not in gpus_by_kind:
         kinds = ", ".join(gpus_by_kind)
         yield f"{path}.gpu: no node has {gpu} now, there is {kinds}; instances will wait"
         return
-    kind = gpus_by_kind.most_common(1)[0][0] if gpu is None else _kind(gpu)
+    kind = gpus_by_kind.most_common(1)[0][0] if gpu is None else _normalize_gpu(gpu)
     if parallelism.gpus > gpus_by_kind[kind]:
         yield (
             f"{path}.parallelism: an instance takes {parallelism.gpus} GPUs, all nodes together "
@@ -124,18 +130,18 @@ def _missing_machine(
         )
 
 
-def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
+def _list_plan_faults(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
     """Why no plan is possible on these nodes; an unknown model is reported elsewhere."""
-    if deployment_checks.unknown_model(deployment, reads_files=False) is not None:
+    if deployment_checks.explain_unknown_model(deployment, reads_files=False) is not None:
         return
     try:
-        problem = problem_from_cluster.problem(deployment, cluster)
+        problem = problem_from_cluster.build_problem(deployment, cluster)
     except (PlanError, ManifestError) as error:
         yield from error.faults
         return
-    if not any(_fits(problem)):
+    if not any(_list_fits(problem)):
         reasons = {
-            supply.gpu: problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
+            supply.gpu: problem.estimator.explain_unsupported(supply.gpu, supply.gpus_per_node, 1)
             or "spec.planning leaves it too few GPUs"
             for supply in problem.supplies
         }
@@ -143,24 +149,24 @@ def _unplannable(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
         yield f"spec.model.source: no instance fits the nodes there are now ({details})"
 
 
-def _fits(problem: Problem) -> Iterator[bool]:
+def _list_fits(problem: Problem) -> Iterator[bool]:
     for supply in problem.supplies:
-        for tensor, pipeline in sizes(problem, supply):
-            yield problem.estimator.why_not(supply.gpu, tensor, pipeline) is None
+        for tensor, pipeline in list_sizes(problem, supply):
+            yield problem.estimator.explain_unsupported(supply.gpu, tensor, pipeline) is None
 
 
-def _shape(spec: Model) -> ModelShape | None:
+def _load_model_shape(spec: ModelSpec) -> ModelShape | None:
     """Load the model's dimensions; None: they are not known here, which is not a fault."""
     if spec.folder is not None:
         return None
     try:
-        return model_shape.load(spec.locator)
+        return model_shape.load_shape(spec.locator)
     except model_shape.UnknownModelError:
         return None
 
 
-def _kind(gpu: str) -> str:
+def _normalize_gpu(gpu: str) -> str:
     try:
-        return find(gpu).name
+        return find_gpu(gpu).name
     except UnknownGpuError:
         return gpu

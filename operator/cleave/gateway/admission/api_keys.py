@@ -9,12 +9,18 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from cleave.gateway.admission.tenants import EVERYBODY, KeysError, Tenant, digest, read_tenants
+from cleave.gateway.admission.tenants import (
+    DEFAULT_TENANT,
+    ApiKeysError,
+    Tenant,
+    hash_key,
+    read_tenants,
+)
 
 log = logging.getLogger(__name__)
 
 
-class Keys:
+class ApiKeys:
     """The accepted keys and their tenants; without keys, every client is accepted."""
 
     def __init__(self, tenants: Mapping[bytes, Tenant] | None) -> None:
@@ -26,49 +32,49 @@ class Keys:
         """All tenants."""
         return set((self._tenants or {}).values())
 
-    def accept(self, authorization: bytes | None) -> bool:
+    def accepts(self, authorization: bytes | None) -> bool:
         """Whether the value of an Authorization header contains an accepted key."""
-        return self._tenants is None or self.find(authorization) is not None
+        return self._tenants is None or self.find_tenant(authorization) is not None
 
-    def find(self, authorization: bytes | None) -> Tenant | None:
+    def find_tenant(self, authorization: bytes | None) -> Tenant | None:
         """The tenant whose key the value of an Authorization header contains; None: no valid
         key."""
         if self._tenants is None:
-            return EVERYBODY
+            return DEFAULT_TENANT
         if authorization is None or authorization[:7].lower() != b"bearer ":
             return None
-        return self._tenants.get(digest(authorization[7:].strip()))
+        return self._tenants.get(hash_key(authorization[7:].strip()))
 
 
-class KeysFile:
+class ApiKeysFile:
     """A file of API keys; `refresh` reads it again when it has changed."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises KeysError when the keys cannot be read."""
+        """Raises ApiKeysError when the keys cannot be read."""
         self._path = path
-        self._stamp = stamp(path)
-        self.keys = read_keys(path)
+        self._file_version = get_file_version(path)
+        self.keys = read_api_keys(path)
 
     def refresh(self) -> None:
         """Read the file again if it has changed; called every few seconds."""
-        version = stamp(self._path)
-        if version == self._stamp:
+        version = get_file_version(self._path)
+        if version == self._file_version:
             return
-        self._stamp = version
+        self._file_version = version
         try:
-            self.keys = read_keys(self._path)
-        except KeysError as error:
+            self.keys = read_api_keys(self._path)
+        except ApiKeysError as error:
             log.error("API keys stay as they were: %s", error)
         else:
             log.info("API keys read again")
 
 
-def read_keys(path: Path | None) -> Keys:
-    """The keys of a file; None: every client is accepted. Raises KeysError."""
-    return Keys(read_tenants(path) if path is not None else None)
+def read_api_keys(path: Path | None) -> ApiKeys:
+    """The keys of a file; None: every client is accepted. Raises ApiKeysError."""
+    return ApiKeys(read_tenants(path) if path is not None else None)
 
 
-def stamp(path: Path | None) -> tuple[int, int, int] | None:
+def get_file_version(path: Path | None) -> tuple[int, int, int] | None:
     """Inode, modification time and size of a file, links followed; differs when the file has
     changed."""
     try:

@@ -14,187 +14,202 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-from cleave.gateway.admission.deadline import FirstTokenModel, find_excess_s
-from cleave.gateway.admission.fair_queue import FairQueue, Place
-from cleave.gateway.admission.rate_limit import Account, Limits
-from cleave.gateway.admission.shared_rate_limit import SharedAccount
-from cleave.gateway.admission.tenants import EVERYBODY, Tenant
-from cleave.gateway.config import GatewayConfig, Late
-from cleave.gateway.http.errors import ApiError
-from cleave.gateway.metrics.gateway_metrics import Metrics
-from cleave.gateway.shared_state import Siblings
-from cleave.policy.dispatch import STALE
-from cleave.router.registry import Directory
+from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
+from cleave.gateway.admission.fair_queue import FairQueue, QueueEntry
+from cleave.gateway.admission.rate_limit import TenantLimits, TenantUsage
+from cleave.gateway.admission.shared_rate_limit import SharedTenantUsage
+from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
+from cleave.gateway.config import GatewayConfig, LateRequestPolicy
+from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
+from cleave.gateway.shared_state import SharedGatewayState
+from cleave.policy.dispatch import STALE_PENALTY
+from cleave.router.registry import InstanceRegistry
 
-HOLD_TOKENS = 8_192.0
+BACKLOG_LIMIT_TOKENS = 8_192.0
 """Prompt tokens queued at every instance before requests are queued here: four batches of 2,048,
 the size at which prefill saturates (Splitwise, section IV-B)."""
-LEAST_HOLD_TOKENS = 1_024.0
-_REFUSE = Late.REFUSE
-HOLD_SHARE = 0.5
+MIN_BACKLOG_LIMIT_TOKENS = 1_024.0
+_REFUSE = LateRequestPolicy.REFUSE
+BACKLOG_TTFT_SHARE = 0.5
 """Share of the TTFT target that may be spent waiting at an instance."""
 
 
-class Entrant(Protocol):
+class Waiter(Protocol):
     """A request that asks for admission."""
 
     def admit(self) -> None:
         """Called when a queued request may go on."""
 
-    def turn_away(self, error: ApiError) -> None:
+    def reject(self, error: GatewayError) -> None:
         """Called when a queued request is refused."""
 
 
-class Visit:
-    """A request that was admitted or waits for it; to be given back with `Door.leave`."""
+class AdmissionTicket:
+    """A request that was admitted or waits for it; to be given back with
+    `AdmissionController.release`.
+    """
 
-    __slots__ = ("admitted_at", "ahead", "arrived_at", "model", "place", "prompt_tokens", "tenant")
+    __slots__ = (
+        "admitted_at",
+        "arrived_at",
+        "backlog_tokens",
+        "model",
+        "prompt_tokens",
+        "queue_entry",
+        "tenant",
+    )
 
     def __init__(self, tenant: Tenant, model: str, prompt_tokens: int, now: float) -> None:
         self.tenant = tenant
         self.model = model
         self.prompt_tokens = prompt_tokens
         self.arrived_at = self.admitted_at = now
-        self.ahead = 0.0
+        self.backlog_tokens = 0.0
         """Prompt tokens queued before it at the instance with the shortest queue."""
-        self.place: Place[tuple[Entrant, Visit]] | None = None
+        self.queue_entry: QueueEntry[tuple[Waiter, AdmissionTicket]] | None = None
         """Its entry in the queue; None: it was admitted at once."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it is still queued."""
-        return self.place is not None and self.place.item is not None
+        return self.queue_entry is not None and self.queue_entry.item is not None
 
 
-class Door:
+class AdmissionController:
     """The admission controller of one gateway process."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        registry: Directory,
-        metrics: Metrics,
-        shared_state: Siblings | None = None,
+        registry: InstanceRegistry,
+        metrics: GatewayMetrics,
+        shared_state: SharedGatewayState | None = None,
     ) -> None:
         """`shared_state`: shared with other processes; counts tenants' usage."""
-        self.open = True
+        self.is_disabled = True
         """No tenant has limits and no late request is refused, so requests need no admission."""
-        self._late = config.late
-        self._target_s = config.ttft_slo_ms / 1_000
-        self._wait_s = config.timeouts.first_byte_s
-        self._directory = registry
+        self._late_policy = config.late_policy
+        self._ttft_target_s = config.ttft_slo_ms / 1_000
+        self._max_wait_s = config.timeouts.first_byte_s
+        self._registry = registry
         self._metrics = metrics
-        self._siblings = shared_state
-        self._processes = shared_state.count if shared_state is not None else 1
-        self._accounts: dict[str, Account] = {}
-        self._queues: dict[str, FairQueue[tuple[Entrant, Visit]]] = {}
-        self._models: dict[str, FirstTokenModel] = {}
-        self._pumping = False
-        self.waited_for = asyncio.Event()
-        """Set while any request is queued: then `let_in` must be called regularly."""
+        self._shared_state = shared_state
+        self._num_processes = shared_state.num_processes if shared_state is not None else 1
+        self._usage_by_tenant: dict[str, TenantUsage] = {}
+        self._queues: dict[str, FairQueue[tuple[Waiter, AdmissionTicket]]] = {}
+        self._ttft_models: dict[str, FirstTokenModel] = {}
+        self._is_admitting = False
+        self.has_waiters = asyncio.Event()
+        """Set while any request is queued: then `admit_all_waiting` must be called regularly."""
 
-    def know(self, tenants: Iterable[Tenant], now: float) -> None:
+    def set_tenants(self, tenants: Iterable[Tenant], now: float) -> None:
         """Set the tenants, at the start and whenever their file has changed."""
         by_name = {tenant.name: tenant for tenant in tenants}
-        for name, account in self._accounts.items():
+        for name, account in self._usage_by_tenant.items():
             # Requests of a removed tenant still run; new ones are no longer authenticated.
-            account.change(by_name[name].limits if name in by_name else Limits(), now)
-        refuses = self._late is Late.REFUSE and self._target_s > 0
-        self.open = not refuses and not (by_name.keys() - {EVERYBODY.name})
+            account.set_limits(by_name[name].limits if name in by_name else TenantLimits(), now)
+        refuses = self._late_policy is LateRequestPolicy.REFUSE and self._ttft_target_s > 0
+        self.is_disabled = not refuses and not (by_name.keys() - {DEFAULT_TENANT.name})
 
-    def enter(
-        self, waiter: Entrant, tenant: Tenant, model: str, prompt_tokens: int, now: float
-    ) -> Visit:
-        """Admit a request, or queue it: then `admit` or `turn_away` is called later.
+    def admit_or_queue(
+        self, waiter: Waiter, tenant: Tenant, model: str, prompt_tokens: int, now: float
+    ) -> AdmissionTicket:
+        """Admit a request, or queue it: then `admit` or `reject` is called later.
 
         Raises ApiError (429) when it is refused.
         """
-        entry = self._directory.models.get(model)
+        entry = self._registry.models.get(model)
         if entry is not None and entry.base:
             # Adapters run on the instances of their base model, so they share its queue.
             model = entry.base
-        ticket = Visit(tenant, model, prompt_tokens, now)
-        backlog, instances = self._measure(model)
+        ticket = AdmissionTicket(tenant, model, prompt_tokens, now)
+        backlog, instances = self._measure_backlog(model)
         queue = self._queues.get(model)
         if queue is None:
             queue = self._queues[model] = FairQueue()
         # Connections are spread evenly, so the other processes have queues like this one.
-        self._check_lateness(ticket, backlog + self._processes * queue.cost / instances)
-        if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._processes):
-            raise self._shed(tenant, "tenant_queue_full", "too many of its requests wait", 1.0)
-        account = self._accounts.get(tenant.name)
+        self._reject_if_late(ticket, backlog + self._num_processes * queue.total_cost / instances)
+        if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._num_processes):
+            raise self._build_rejection(
+                tenant, "tenant_queue_full", "too many of its requests wait", 1.0
+            )
+        account = self._usage_by_tenant.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = self._open_account(tenant, now)
-        refusal = account.enter(prompt_tokens, now)
+            account = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
+        refusal = account.acquire(prompt_tokens, now)
         if refusal is not None:
-            raise self._shed(tenant, refusal.reason, refusal.message, refusal.retry_after_s)
-        ticket.ahead = backlog
-        min_limit = min(LEAST_HOLD_TOKENS, HOLD_TOKENS)
-        if len(queue) or (backlog >= min_limit and backlog >= self._find_hold(model)):
-            ticket.place = queue.push(
+            raise self._build_rejection(
+                tenant, refusal.reason, refusal.message, refusal.retry_after_s
+            )
+        ticket.backlog_tokens = backlog
+        min_limit = min(MIN_BACKLOG_LIMIT_TOKENS, BACKLOG_LIMIT_TOKENS)
+        if len(queue) or (backlog >= min_limit and backlog >= self._compute_backlog_limit(model)):
+            ticket.queue_entry = queue.push(
                 (waiter, ticket),
                 tenant.name,
                 prompt_tokens,
                 weight=tenant.weight,
                 priority=tenant.priority,
-                until=now + (self._target_s if self._refuses(tenant) else self._wait_s),
+                deadline=now
+                + (self._ttft_target_s if self._rejects_late(tenant) else self._max_wait_s),
             )
-            self.waited_for.set()
+            self.has_waiters.set()
         else:
-            self._note_wait(model, 0.0)
+            self._record_wait(model, 0.0)
         return ticket
 
-    def observe(self, ticket: Visit, now: float) -> None:
+    def observe_first_token(self, ticket: AdmissionTicket, now: float) -> None:
         """The first token of an admitted request has come."""
-        ttft_model = self._models.get(ticket.model)
+        ttft_model = self._ttft_models.get(ticket.model)
         if ttft_model is None:
-            ttft_model = self._models[ticket.model] = FirstTokenModel()
-        ttft_model.observe(ticket.ahead + ticket.prompt_tokens, now - ticket.admitted_at)
-        self.pump(ticket.model, now)
+            ttft_model = self._ttft_models[ticket.model] = FirstTokenModel()
+        ttft_model.observe(ticket.backlog_tokens + ticket.prompt_tokens, now - ticket.admitted_at)
+        self.admit_waiting(ticket.model, now)
 
-    def leave(self, ticket: Visit, output_tokens: int, now: float) -> None:
+    def release(self, ticket: AdmissionTicket, output_tokens: int, now: float) -> None:
         """A request has ended, in whatever way."""
-        if ticket.place is not None and ticket.waits:
-            self._queues[ticket.model].remove(ticket.place)
-        self._accounts[ticket.tenant.name].leave(output_tokens, now)
-        self.pump(ticket.model, now)
+        if ticket.queue_entry is not None and ticket.is_waiting:
+            self._queues[ticket.model].remove(ticket.queue_entry)
+        self._usage_by_tenant[ticket.tenant.name].release(output_tokens, now)
+        self.admit_waiting(ticket.model, now)
 
-    def pump(self, model: str, now: float) -> None:
+    def admit_waiting(self, model: str, now: float) -> None:
         """Admit queued requests of a model as long as an instance has room."""
         queue = self._queues.get(model)
-        # By length, because compiled code checks `not queue` for None only. `_pumping` stops
+        # By length, because compiled code checks `not queue` for None only. `_is_admitting` stops
         # the recursion of requests that end as soon as they are admitted.
-        if queue is None or not len(queue) or self._pumping:
+        if queue is None or not len(queue) or self._is_admitting:
             return
-        self._pumping = True
+        self._is_admitting = True
         try:
-            while (backlog := self._measure(model)[0]) < self._find_hold(model):
+            while (backlog := self._measure_backlog(model)[0]) < self._compute_backlog_limit(model):
                 queued = queue.pop()
                 if queued is None:
                     break
                 waiter, ticket = queued
-                ticket.admitted_at, ticket.ahead = now, backlog
-                self._note_wait(model, now - ticket.arrived_at)
+                ticket.admitted_at, ticket.backlog_tokens = now, backlog
+                self._record_wait(model, now - ticket.arrived_at)
                 waiter.admit()
         finally:
-            self._pumping = False
+            self._is_admitting = False
 
-    def let_in(self, now: float) -> None:
+    def admit_all_waiting(self, now: float) -> None:
         """Admit queued requests of all models: this process does not see when requests of other
         processes and gateways end."""
         for model in tuple(self._queues):
-            self.pump(model, now)
+            self.admit_waiting(model, now)
         if not self.count_waiting():
-            self.waited_for.clear()
+            self.has_waiters.clear()
 
-    def sweep(self, now: float) -> None:
+    def expire_waiting(self, now: float) -> None:
         """Refuse requests that have waited too long; admit those that can go on."""
         for model, queue in tuple(self._queues.items()):
-            for waiter, ticket in queue.find_late(now):
-                reason = "late" if self._refuses(ticket.tenant) else "waited_too_long"
+            for waiter, ticket in queue.list_expired(now):
+                reason = "late" if self._rejects_late(ticket.tenant) else "waited_too_long"
                 message = f"it has waited {now - ticket.arrived_at:.1f} s"
-                waiter.turn_away(self._shed(ticket.tenant, reason, message, 1.0))
-            self.pump(model, now)
+                waiter.reject(self._build_rejection(ticket.tenant, reason, message, 1.0))
+            self.admit_waiting(model, now)
             if not len(queue):
                 # Clients may send any model name, so empty queues are removed.
                 del self._queues[model]
@@ -203,52 +218,62 @@ class Door:
         """Queued requests by model."""
         return {model: len(queue) for model, queue in self._queues.items() if len(queue)}
 
-    def _open_account(self, tenant: Tenant, now: float) -> Account:
-        if self._siblings is not None:
-            table = self._siblings.accounts
+    def _create_usage(self, tenant: Tenant, now: float) -> TenantUsage:
+        if self._shared_state is not None:
+            table = self._shared_state.tenant_usage
             row = table.claim(tenant.name.encode())
             if row is not None:
-                return SharedAccount(table, row, tenant.limits, now)
-        return Account(tenant.limits, now)
+                return SharedTenantUsage(table, row, tenant.limits, now)
+        return TenantUsage(tenant.limits, now)
 
-    def _note_wait(self, model: str, seconds: float) -> None:
+    def _record_wait(self, model: str, seconds: float) -> None:
         # Clients may send any model name.
-        if model in self._directory.models:
+        if model in self._registry.models:
             self._metrics.models[model].queue.observe(seconds)
 
-    def _check_lateness(self, ticket: Visit, backlog_tokens: float) -> None:
-        ttft_model = self._models.get(ticket.model)
-        if ttft_model is None or not self._refuses(ticket.tenant):
+    def _reject_if_late(self, ticket: AdmissionTicket, backlog_tokens: float) -> None:
+        ttft_model = self._ttft_models.get(ticket.model)
+        if ttft_model is None or not self._rejects_late(ticket.tenant):
             return
-        excess_s = find_excess_s(ttft_model, backlog_tokens, ticket.prompt_tokens, self._target_s)
+        excess_s = predict_ttft_excess_s(
+            ttft_model, backlog_tokens, ticket.prompt_tokens, self._ttft_target_s
+        )
         if excess_s > 0:
             message = f"its first token would come {excess_s:.1f} s too late"
-            raise self._shed(ticket.tenant, "late", message, excess_s)
+            raise self._build_rejection(ticket.tenant, "late", message, excess_s)
 
-    def _refuses(self, tenant: Tenant) -> bool:
-        return self._target_s > 0 and (tenant.late or self._late) is _REFUSE
+    def _rejects_late(self, tenant: Tenant) -> bool:
+        return self._ttft_target_s > 0 and (tenant.late or self._late_policy) is _REFUSE
 
-    def _find_hold(self, model: str) -> float:
-        ttft_model = self._models.get(model)
+    def _compute_backlog_limit(self, model: str) -> float:
+        ttft_model = self._ttft_models.get(model)
         tokens = (
-            ttft_model.find_tokens(HOLD_SHARE * self._target_s) if ttft_model is not None else None
+            ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
+            if ttft_model is not None
+            else None
         )
-        return min(max(tokens, LEAST_HOLD_TOKENS), HOLD_TOKENS) if tokens else HOLD_TOKENS
+        return (
+            min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), BACKLOG_LIMIT_TOKENS)
+            if tokens
+            else BACKLOG_LIMIT_TOKENS
+        )
 
-    def _measure(self, model: str) -> tuple[float, int]:
+    def _measure_backlog(self, model: str) -> tuple[float, int]:
         """(prompt tokens in the shortest queue of any instance, instances that compute prompts)."""
         shortest, instances = math.inf, 0
-        entry = self._directory.models.get(model)
-        for board in entry.boards if entry is not None else ():
+        entry = self._registry.models.get(model)
+        for board in entry.score_tables if entry is not None else ():
             shortest = min(shortest, board.find_shortest_queue())
-            instances += len(board.computing)
+            instances += len(board.prompt_slots)
         # Stale instances or none at all are no reason to queue; the router reports them at once.
-        return shortest if shortest < STALE else 0.0, max(instances, 1)
+        return shortest if shortest < STALE_PENALTY else 0.0, max(instances, 1)
 
-    def _shed(self, tenant: Tenant, reason: str, message: str, retry_after_s: float) -> ApiError:
-        self._metrics.shed[tenant.name, reason] += 1
+    def _build_rejection(
+        self, tenant: Tenant, reason: str, message: str, retry_after_s: float
+    ) -> GatewayError:
+        self._metrics.rejections[tenant.name, reason] += 1
         owner = f"tenant {tenant.name!r}: " if tenant.name else ""
-        return ApiError(
+        return GatewayError(
             HTTPStatus.TOO_MANY_REQUESTS,
             f"{owner}{message}",
             "rate_limit_error",

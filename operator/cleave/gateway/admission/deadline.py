@@ -6,10 +6,10 @@ could be served in time. So there is none before enough samples, and a request w
 takes longer than the target allows is never refused, since queueing is not what makes it late.
 """
 
-MEMORY = 0.995
+SAMPLE_DECAY = 0.995
 """Weight of a sample after each further one: about the last 200 count."""
-LEAST_SAMPLES = 30.0
-LEAST_SPREAD = 1e-4
+MIN_SAMPLES = 30.0
+MIN_SPREAD = 1e-4
 """Of lengths, as variance over mean square; a smaller spread is only rounding."""
 
 
@@ -24,28 +24,28 @@ class FirstTokenModel:
     def observe(self, tokens: float, seconds: float) -> None:
         """Add a request: the prompt tokens before its first token, its own included, and
         seconds."""
-        self._n = self._n * MEMORY + 1.0
-        self._x = self._x * MEMORY + tokens
-        self._y = self._y * MEMORY + seconds
-        self._xx = self._xx * MEMORY + tokens * tokens
-        self._xy = self._xy * MEMORY + tokens * seconds
+        self._n = self._n * SAMPLE_DECAY + 1.0
+        self._x = self._x * SAMPLE_DECAY + tokens
+        self._y = self._y * SAMPLE_DECAY + seconds
+        self._xx = self._xx * SAMPLE_DECAY + tokens * tokens
+        self._xy = self._xy * SAMPLE_DECAY + tokens * seconds
 
     def predict_s(self, tokens: float) -> float | None:
         """Seconds to the first token; None before enough samples."""
-        if self._n < LEAST_SAMPLES:
+        if self._n < MIN_SAMPLES:
             return None
         mean = self._y / self._n
-        return max(0.0, mean + self._find_slope() * (tokens - self._x / self._n))
+        return max(0.0, mean + self._compute_slope() * (tokens - self._x / self._n))
 
-    def find_tokens(self, seconds: float) -> float | None:
+    def compute_tokens_within(self, seconds: float) -> float | None:
         """Prompt tokens that are computed in so many seconds; None before enough samples."""
-        slope = self._find_slope() if self._n >= LEAST_SAMPLES else 0.0
+        slope = self._compute_slope() if self._n >= MIN_SAMPLES else 0.0
         return seconds / slope if slope > 0 else None
 
-    def _find_slope(self) -> float:
+    def _compute_slope(self) -> float:
         """Seconds per token."""
         spread = self._n * self._xx - self._x * self._x
-        is_significant = spread > LEAST_SPREAD * self._n * self._xx
+        is_significant = spread > MIN_SPREAD * self._n * self._xx
         slope = (self._n * self._xy - self._x * self._y) / spread if is_significant else 0.0
         if slope <= 0.0:
             # Similar lengths give no slope: assume that all of the time grows with the tokens.
@@ -53,7 +53,7 @@ class FirstTokenModel:
         return slope
 
 
-def find_excess_s(
+def predict_ttft_excess_s(
     model: FirstTokenModel, backlog_tokens: float, prompt_tokens: float, target_s: float
 ) -> float:
     """Seconds by which a request misses its TTFT target, with `backlog_tokens` queued before it.

@@ -13,40 +13,40 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class Place(Generic[Item]):
+class QueueEntry(Generic[Item]):
     """A queued request."""
 
-    __slots__ = ("cost", "finish", "item", "tenant", "until")
+    __slots__ = ("cost", "deadline", "finish_tag", "item", "tenant")
 
     def __init__(self, item: Item, tenant: str, cost: float, deadline: float) -> None:
         self.item: Item | None = item
         """None: it has left the queue."""
         self.tenant = tenant
         self.cost = cost
-        self.until = deadline
+        self.deadline = deadline
         """Seconds; the time at which it has waited too long."""
-        self.finish = 0.0
+        self.finish_tag = 0.0
 
 
 class FairQueue(Generic[Item]):
     """Queued requests of all tenants."""
 
     def __init__(self) -> None:
-        self._heaps: dict[int, list[tuple[float, int, Place[Item]]]] = {}
-        self._waiting: dict[str, int] = {}
-        self._finish: dict[str, float] = {}
-        self._now = 0.0
+        self._heaps: dict[int, list[tuple[float, int, QueueEntry[Item]]]] = {}
+        self._waiting_by_tenant: dict[str, int] = {}
+        self._finish_tags: dict[str, float] = {}
+        self._virtual_time = 0.0
         """Virtual time: the start tag of the request that was served last."""
-        self._sequence = self._count = 0
-        self.cost = 0.0
+        self._sequence = self._size = 0
+        self.total_cost = 0.0
         """Sum over all queued requests."""
 
     def __len__(self) -> int:
-        return self._count
+        return self._size
 
     def count(self, tenant: str) -> int:
         """How many requests of a tenant are queued."""
-        return self._waiting.get(tenant, 0)
+        return self._waiting_by_tenant.get(tenant, 0)
 
     def push(
         self,
@@ -54,21 +54,21 @@ class FairQueue(Generic[Item]):
         tenant: str,
         cost: float,
         *,
-        until: float,
+        deadline: float,
         weight: float = 1.0,
         priority: int = 0,
-    ) -> Place[Item]:
+    ) -> QueueEntry[Item]:
         """Queue a request; higher priorities are served before all lower ones."""
-        entry = Place(item, tenant, cost, until)
-        start = max(self._now, self._finish.get(tenant, 0.0))
-        entry.finish = start + cost / weight
-        self._finish[tenant] = entry.finish
+        entry = QueueEntry(item, tenant, cost, deadline)
+        start = max(self._virtual_time, self._finish_tags.get(tenant, 0.0))
+        entry.finish_tag = start + cost / weight
+        self._finish_tags[tenant] = entry.finish_tag
         self._sequence += 1
         heap = self._heaps.setdefault(priority, [])
         heapq.heappush(heap, (start, self._sequence, entry))
-        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
-        self._count += 1
-        self.cost += cost
+        self._waiting_by_tenant[tenant] = self._waiting_by_tenant.get(tenant, 0) + 1
+        self._size += 1
+        self.total_cost += cost
         return entry
 
     def pop(self) -> Item | None:
@@ -78,36 +78,36 @@ class FairQueue(Generic[Item]):
             while heap:
                 start, _, entry = heapq.heappop(heap)
                 if entry.item is not None:
-                    self._now = max(self._now, start)
+                    self._virtual_time = max(self._virtual_time, start)
                     item = entry.item
                     self.remove(entry)
                     return item
             del self._heaps[priority]
         return None
 
-    def remove(self, entry: Place[Item]) -> None:
+    def remove(self, entry: QueueEntry[Item]) -> None:
         """Remove a request; removing it again does nothing."""
         if entry.item is None:
             return
         entry.item = None
-        self._count -= 1
-        self.cost -= entry.cost
-        remaining = self._waiting[entry.tenant] - 1
+        self._size -= 1
+        self.total_cost -= entry.cost
+        remaining = self._waiting_by_tenant[entry.tenant] - 1
         if remaining:
-            self._waiting[entry.tenant] = remaining
+            self._waiting_by_tenant[entry.tenant] = remaining
             return
-        del self._waiting[entry.tenant]
-        if not self._waiting:
+        del self._waiting_by_tenant[entry.tenant]
+        if not self._waiting_by_tenant:
             # The queue is empty, so no tenant has an advantage to compensate.
             self._heaps.clear()
-            self._finish.clear()
-            self._now = self.cost = 0.0
+            self._finish_tags.clear()
+            self._virtual_time = self.total_cost = 0.0
 
-    def find_late(self, now: float) -> list[Item]:
+    def list_expired(self, now: float) -> list[Item]:
         """Requests whose deadline has passed; they stay until removed."""
         return [
             entry.item
             for heap in self._heaps.values()
             for _, _, entry in heap
-            if entry.item is not None and now > entry.until
+            if entry.item is not None and now > entry.deadline
         ]

@@ -10,14 +10,14 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from cleave.gateway.admission.rate_limit import Limits
-from cleave.gateway.config import Late
+from cleave.gateway.admission.rate_limit import TenantLimits
+from cleave.gateway.config import LateRequestPolicy
 
 MAX_QUEUED = 256
-_DIGEST = "sha256:"
+_DIGEST_PREFIX = "sha256:"
 
 
-class KeysError(ValueError):
+class ApiKeysError(ValueError):
     """The file of API keys cannot be used."""
 
 
@@ -25,23 +25,23 @@ class Tenant(msgspec.Struct, frozen=True):
     """Clients that share keys, limits and a queue."""
 
     name: str
-    limits: Limits = Limits()
+    limits: TenantLimits = TenantLimits()
     weight: float = 1.0
     """Share of prompt tokens relative to other waiting tenants."""
     priority: int = 0
     """Higher priorities are served before all lower ones."""
     max_queued: int = MAX_QUEUED
-    late: Late | None = None
+    late: LateRequestPolicy | None = None
     """None: as configured for the gateway."""
 
 
-EVERYBODY = Tenant("")
+DEFAULT_TENANT = Tenant("")
 """The tenant of all requests when the gateway has no tenants."""
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
-class _Stated(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+class _TenantSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     """A tenant in the file."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
@@ -52,15 +52,15 @@ class _Stated(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     max_queued: _Count = MAX_QUEUED
     weight: Annotated[float, msgspec.Meta(gt=0, le=1_000)] = 1.0
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
-    late: Late | None = None
+    late: LateRequestPolicy | None = None
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    tenants: Annotated[list[_Stated], msgspec.Meta(min_length=1)]
+class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
+    tenants: Annotated[list[_TenantSpec], msgspec.Meta(min_length=1)]
 
 
 def read_tenants(path: Path) -> dict[bytes, Tenant]:
-    """Tenants by hash of their keys. Raises KeysError.
+    """Tenants by hash of their keys. Raises ApiKeysError.
 
     The file contains either one key per line (`#` begins a comment), or YAML that begins with
     `tenants:`. A key is written as clients send it, or as `sha256:` and the hexadecimal hash.
@@ -68,62 +68,64 @@ def read_tenants(path: Path) -> dict[bytes, Tenant]:
     try:
         text = path.read_text()
     except OSError as error:
-        raise KeysError(f"{path}: {error.strerror}") from None
+        raise ApiKeysError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise KeysError(f"{path}: is not text") from None
+        raise ApiKeysError(f"{path}: is not text") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     entries = [line for line in lines if line]
     if not entries:
-        raise KeysError(f"{path}: holds no key")
+        raise ApiKeysError(f"{path}: holds no key")
     if not entries[0].startswith("tenants:"):
-        return {_digest(line, path): EVERYBODY for line in entries}
-    return _build(_parse(text, path), path)
+        return {_hash_configured_key(line, path): DEFAULT_TENANT for line in entries}
+    return _build_tenants(_parse_tenants(text, path), path)
 
 
-def digest(key: bytes) -> bytes:
+def hash_key(key: bytes) -> bytes:
     """The hash that is kept of a key."""
     return hashlib.sha256(key).digest()
 
 
-def _parse(text: str, path: Path) -> _File:
+def _parse_tenants(text: str, path: Path) -> _TenantsFile:
     try:
-        return msgspec.convert(yaml.safe_load(text), _File)
+        return msgspec.convert(yaml.safe_load(text), _TenantsFile)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
-        raise KeysError(f"{path}: {line}is not YAML") from None
+        raise ApiKeysError(f"{path}: {line}is not YAML") from None
     except msgspec.ValidationError as error:
-        raise KeysError(f"{path}: {error}") from None
+        raise ApiKeysError(f"{path}: {error}") from None
 
 
-def _build(file: _File, path: Path) -> dict[bytes, Tenant]:
+def _build_tenants(file: _TenantsFile, path: Path) -> dict[bytes, Tenant]:
     tenants: dict[bytes, Tenant] = {}
     names: set[str] = set()
     for spec in file.tenants:
         if spec.name in names:
-            raise KeysError(f"{path}: two tenants are named {spec.name!r}; give each its own name")
+            raise ApiKeysError(
+                f"{path}: two tenants are named {spec.name!r}; give each its own name"
+            )
         names.add(spec.name)
-        limits = Limits(
+        limits = TenantLimits(
             spec.requests_per_minute or 0, spec.tokens_per_minute or 0, spec.max_concurrent or 0
         )
         tenant = Tenant(spec.name, limits, spec.weight, spec.priority, spec.max_queued, spec.late)
         for key in spec.keys:
-            hashed = _digest(key, path)
+            hashed = _hash_configured_key(key, path)
             if hashed in tenants:
-                raise KeysError(
+                raise ApiKeysError(
                     f"{path}: {tenants[hashed].name!r} and {spec.name!r} have a key in common"
                 )
             tenants[hashed] = tenant
     return tenants
 
 
-def _digest(key: str, path: Path) -> bytes:
-    if not key.startswith(_DIGEST):
-        return digest(key.encode())
+def _hash_configured_key(key: str, path: Path) -> bytes:
+    if not key.startswith(_DIGEST_PREFIX):
+        return hash_key(key.encode())
     try:
-        hashed = bytes.fromhex(key.removeprefix(_DIGEST))
+        hashed = bytes.fromhex(key.removeprefix(_DIGEST_PREFIX))
     except ValueError:
         hashed = b""
     if len(hashed) != hashlib.sha256().digest_size:
-        raise KeysError(f"{path}: {_DIGEST} must be followed by 64 hexadecimal digits")
+        raise ApiKeysError(f"{path}: {_DIGEST_PREFIX} must be followed by 64 hexadecimal digits")
     return hashed

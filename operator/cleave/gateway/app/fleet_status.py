@@ -2,59 +2,61 @@
 
 import math
 
-from cleave.gateway.context import Context
-from cleave.router.instance import Instance
+from cleave.gateway.context import GatewayContext
+from cleave.router.instance import RoutedInstance
 from cleave.rpc import fleet_status
-from cleave.rpc.enum_names import name_of
-from cleave.rpc.fleet_status import MAX_INSTANCES, FleetPage, KvPath
+from cleave.rpc.enum_names import get_enum_name
+from cleave.rpc.fleet_status import MAX_INSTANCES, FleetStatus, KvPath
 from cleave.rpc.v1 import agent_pb2
 
 _TEXT_LIMIT = 300
 """Characters of a reason or detail."""
 
 
-def describe_fleet(context: Context) -> FleetPage:
+def describe_fleet(context: GatewayContext) -> FleetStatus:
     """The current instances, sorted by name."""
-    instances = context.router.directory.instances
+    instances = context.router.registry.instances
     now = context.clock()
-    return FleetPage(
-        instances=tuple(_describe(instances[n], now) for n in sorted(instances)[:MAX_INSTANCES]),
+    return FleetStatus(
+        instances=tuple(
+            _describe_instance(instances[n], now) for n in sorted(instances)[:MAX_INSTANCES]
+        ),
         left_out=max(len(instances) - MAX_INSTANCES, 0),
         draining=context.draining,
     )
 
 
-def _describe(instance: Instance, now: float) -> fleet_status.Instance:
-    registration, load, ledger = instance.registration, instance.load, instance.ledger
-    return fleet_status.Instance(
+def _describe_instance(instance: RoutedInstance, now: float) -> fleet_status.FleetInstance:
+    registration, load, ledger = instance.registration, instance.load, instance.in_flight
+    return fleet_status.FleetInstance(
         name=instance.name,
         deployment=registration.deployment,
         model=registration.model,
         revision=registration.revision,
-        role=name_of(agent_pb2.Role, registration.role),
-        home=name_of(agent_pb2.Role, registration.home or registration.role),
-        state=name_of(agent_pb2.State, registration.state),
+        role=get_enum_name(agent_pb2.Role, registration.role),
+        home=get_enum_name(agent_pb2.Role, registration.home or registration.role),
+        state=get_enum_name(agent_pb2.State, registration.state),
         epoch=registration.epoch,
-        contact=instance.contact.value,
+        contact=instance.connectivity.value,
         selectable=instance.selectable,
         reason=registration.reason[:_TEXT_LIMIT],
         restarts=registration.restarts,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
-        kv_cache_usage=_finite(load.kv_cache_usage),
+        kv_cache_usage=_to_finite(load.kv_cache_usage),
         requests_in_flight=ledger.count_requests(),
-        report_age_s=round(max(now - instance.heard_at, 0.0), 3),
+        report_age_s=round(max(now - instance.last_event_at, 0.0), 3),
         kv_path=KvPath(
             verified=registration.kv_path.verified,
             transport=registration.kv_path.transport,
-            transfer_ms=_finite(registration.kv_path.transfer_ms),
-            bytes_per_s=_finite(registration.kv_path.bytes_per_s),
+            transfer_ms=_to_finite(registration.kv_path.transfer_ms),
+            bytes_per_s=_to_finite(registration.kv_path.bytes_per_s),
             detail=registration.kv_path.detail[:_TEXT_LIMIT],
         ),
     )
 
 
-def _finite(value: float) -> float:
+def _to_finite(value: float) -> float:
     """JSON has no infinity or NaN: msgspec writes `null`, which the operator could not read."""
     return value if math.isfinite(value) else 0.0

@@ -15,58 +15,58 @@ import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from cleave.gateway.admission.tenants import EVERYBODY, Tenant
+from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.fleet_status import describe_fleet
-from cleave.gateway.app.openapi import describe
+from cleave.gateway.app.openapi import build_openapi
 from cleave.gateway.app.routes import (
-    COMPLETIONS,
-    FLEET,
-    HEALTH,
-    INTERNAL,
-    LIVEZ,
-    METRICS,
-    MODEL,
-    OPENAPI,
-    OTHERS,
-    OWN,
+    COMPLETION_ROUTES,
+    FLEET_PATH,
+    HEALTH_PATH,
+    INTERNAL_ROUTES,
+    LIVEZ_PATH,
+    METRICS_PATH,
+    MODEL_PREFIX,
+    OPENAPI_PATH,
+    OTHER_ROUTES,
+    OWN_ROUTES,
 )
-from cleave.gateway.context import Context
+from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
-from cleave.gateway.http.completion_request import read_completion, read_other
-from cleave.gateway.http.errors import ApiError, build_error_fields, from_router
-from cleave.gateway.http.request_parser import Request
-from cleave.gateway.metrics.gateway_metrics import Collector
-from cleave.gateway.metrics.instance_metrics import FleetCollector
-from cleave.gateway.metrics.multiprocess import SummedCollector
-from cleave.gateway.proxy.proxied_request import Exchange
-from cleave.gateway.shared_state import Siblings
-from cleave.gateway.tracing.recorder import Watch
+from cleave.gateway.http.completion_request import parse_completion, parse_engine_request
+from cleave.gateway.http.errors import GatewayError, build_error_headers, convert_router_error
+from cleave.gateway.http.request_parser import HttpRequest
+from cleave.gateway.metrics.gateway_metrics import GatewayCollector
+from cleave.gateway.metrics.instance_metrics import InstanceCollector
+from cleave.gateway.metrics.multiprocess import MultiprocessCollector
+from cleave.gateway.proxy.proxied_request import ProxiedRequest
+from cleave.gateway.shared_state import SharedGatewayState
+from cleave.gateway.tracing.recorder import RequestRecorder
 from cleave.router.errors import UnknownModel
-from cleave.router.instance import Instance
-from cleave.rpc.enum_names import name_of
+from cleave.router.instance import RoutedInstance
+from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
-_OTHERS = frozenset(route.path for route in OTHERS)
-_METHODS = {route.path: b"POST" for route in (*COMPLETIONS, *OTHERS)} | {
-    route.path: b"GET" for route in OWN
+_OTHER_PATHS = frozenset(route.path for route in OTHER_ROUTES)
+_METHODS = {route.path: b"POST" for route in (*COMPLETION_ROUTES, *OTHER_ROUTES)} | {
+    route.path: b"GET" for route in OWN_ROUTES
 }
-_OPEN = frozenset(route.path for route in OWN if not route.needs_key)
-_INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL}
-_UNLOGGED = frozenset((FLEET, HEALTH, LIVEZ, METRICS, OPENAPI))
+_PUBLIC_PATHS = frozenset(route.path for route in OWN_ROUTES if not route.needs_key)
+_INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL_ROUTES}
+_UNLOGGED = frozenset((FLEET_PATH, HEALTH_PATH, LIVEZ_PATH, METRICS_PATH, OPENAPI_PATH))
 """Paths that probes and scrapers request."""
 
-ALIVE_S = 5.0
+MAX_TICK_AGE_S = 5.0
 """The sweeper runs five times a second; after so long without a run it counts as hung."""
 
-_UNAUTHORIZED = ApiError(
+_UNAUTHORIZED = GatewayError(
     HTTPStatus.UNAUTHORIZED,
     "no valid API key: send it as `Authorization: Bearer KEY`",
     "invalid_request_error",
     code="invalid_api_key",
-    fields=b"www-authenticate: Bearer\r\n",
+    header_lines=b"www-authenticate: Bearer\r\n",
 )
-_OF_ALL_TENANTS = ApiError(
+_INTERNAL_ONLY = GatewayError(
     HTTPStatus.FORBIDDEN,
     "/metrics shows all tenants, so it is available on the port of --internal-port only",
     "invalid_request_error",
@@ -74,87 +74,93 @@ _OF_ALL_TENANTS = ApiError(
 )
 
 
-class Pages:
+class GatewayRequestHandler:
     """Handles the requests of one port."""
 
     def __init__(
-        self, context: Context, recorder: Watch | None = None, *, internal: bool = False
+        self,
+        context: GatewayContext,
+        recorder: RequestRecorder | None = None,
+        *,
+        internal: bool = False,
     ) -> None:
         """`recorder`: records requests for logs and traces; `internal`: for the internal port."""
         self._context = context
-        self._watch = recorder
+        self._recorder = recorder
         self._methods = _INTERNAL_METHODS if internal else _METHODS
         self._internal = internal
-        self._open = frozenset(_INTERNAL_METHODS) if internal else _OPEN
-        self._api: dict[bool, tuple[list[str], bytes]] = {}
+        self._public_paths = frozenset(_INTERNAL_METHODS) if internal else _PUBLIC_PATHS
+        self._openapi_cache: dict[bool, tuple[list[str], bytes]] = {}
         """The OpenAPI description, encoded, with the model names in it; by whether there are
         any."""
         self._registry = CollectorRegistry()
-        if context.siblings is None:
-            self._registry.register(Collector(context.metrics))
+        if context.shared_state is None:
+            self._registry.register(GatewayCollector(context.metrics))
             ProcessCollector(registry=self._registry)
         else:
-            self._registry.register(SummedCollector(context.metrics, context.siblings))
-        self._registry.register(FleetCollector(context.router.directory))
+            self._registry.register(MultiprocessCollector(context.metrics, context.shared_state))
+        self._registry.register(InstanceCollector(context.router.registry))
 
-    def check(self, request: Request) -> ApiError | None:
+    def check(self, request: HttpRequest) -> GatewayError | None:
         """Validate the head of a request: path, method and API key; the error to respond with."""
         error = self._check_path(request)
-        if error is None and self._find_tenant(request) is None:
+        if error is None and self._authenticate(request) is None:
             return _UNAUTHORIZED
         return error
 
-    def _check_path(self, request: Request) -> ApiError | None:
-        method = self._methods.get(request.path) or self._look_closer(request)
+    def _check_path(self, request: HttpRequest) -> GatewayError | None:
+        method = self._methods.get(request.path) or self._resolve_path(request)
         if not method:
-            return _find_nothing(request.path)
+            return _build_not_found(request.path)
         if request.method != method and not (request.method == b"HEAD" and method == b"GET"):
-            return _forbid(request.path, method)
+            return _build_method_not_allowed(request.path, method)
         return None
 
-    def _find_tenant(self, request: Request) -> Tenant | None:
+    def _authenticate(self, request: HttpRequest) -> Tenant | None:
         """The tenant of the request; None: not authenticated."""
-        if request.path in self._open:
-            return EVERYBODY
-        return self._context.keys.find(request.headers.get(b"authorization"))
+        if request.path in self._public_paths:
+            return DEFAULT_TENANT
+        return self._context.api_keys.find_tenant(request.headers.get(b"authorization"))
 
-    def handle(self, client: ClientConnection, request: Request) -> None:
+    def handle(self, client: ClientConnection, request: HttpRequest) -> None:
         """Respond to a request: at once, or, if it goes to an engine, when the engine has
         responded."""
         context = self._context
         request_id = request.headers.get(b"x-request-id", b"")
-        if not request_id or not headers.is_sane_id(request_id):
-            request_id = context.make_id()
-        error, tenant = self._check_path(request), self._find_tenant(request)
+        if not request_id or not headers.is_valid_request_id(request_id):
+            request_id = context.make_request_id()
+        error, tenant = self._check_path(request), self._authenticate(request)
         if tenant is None:
-            self._refuse(client, request, request_id, error or _UNAUTHORIZED)
+            self._reject(client, request, request_id, error or _UNAUTHORIZED)
         elif error is not None:
-            self._refuse(client, request, request_id, error)
+            self._reject(client, request, request_id, error)
         else:
             try:
                 if request.method == b"POST":
-                    self._pass_on(client, request, request_id, tenant)
+                    self._proxy_to_engine(client, request, request_id, tenant)
                 else:
-                    self._tell(client, request, self._answer(request), request_id)
-            except ApiError as refusal:
+                    self._send_response(client, request, self._handle_get(request), request_id)
+            except GatewayError as refusal:
                 # No other name may refer to it: its traceback refers to this frame, and the body
                 # would stay in memory until the garbage collector finds that cycle.
-                self._refuse(client, request, request_id, refusal)
+                self._reject(client, request, request_id, refusal)
 
-    def _refuse(
-        self, client: ClientConnection, request: Request, request_id: bytes, error: ApiError
+    def _reject(
+        self, client: ClientConnection, request: HttpRequest, request_id: bytes, error: GatewayError
     ) -> None:
         """Respond with an error."""
         self._context.metrics.requests["", "refused"] += 1
-        refused = error.status, build_error_fields(error), error.to_json()
-        self._tell(client, request, refused, request_id)
+        refused = error.status, build_error_headers(error), error.to_json()
+        self._send_response(client, request, refused, request_id)
 
-    def note(self, request_id: bytes, status: int, request: Request | None = None) -> None:
+    def record_response(
+        self, request_id: bytes, status: int, request: HttpRequest | None = None
+    ) -> None:
         """Record a response for the access log, without paths that do not exist here, as they may
         contain anything."""
-        if self._watch is not None:
+        if self._recorder is not None:
             is_known = request is not None and request.path in self._methods
-            self._watch.note(
+            self._recorder.record_local_response(
                 self._context,
                 request_id,
                 status,
@@ -162,98 +168,107 @@ class Pages:
                 request.path if request is not None and is_known else b"",
             )
 
-    def _look_closer(self, request: Request) -> bytes:
+    def _resolve_path(self, request: HttpRequest) -> bytes:
         """The method of a path that is not in the table; empty: no such path."""
-        request.path = _find_path(request.path)
-        if self._methods is _METHODS and request.path.startswith(MODEL):
+        request.path = _parse_target_path(request.path)
+        if self._methods is _METHODS and request.path.startswith(MODEL_PREFIX):
             return b"GET"
         return self._methods.get(request.path, b"")
 
-    def _tell(
+    def _send_response(
         self,
         client: ClientConnection,
-        request: Request,
+        request: HttpRequest,
         response: tuple[int, bytes, bytes],
         request_id: bytes,
     ) -> None:
         """Send a response; to HEAD without its body, which the client would read as the next
         response."""
         if request.path not in _UNLOGGED:
-            self.note(request_id, response[0], request)
+            self.record_response(request_id, response[0], request)
         client.respond(*response, request_id, with_body=request.method != b"HEAD")
 
-    def _pass_on(
-        self, client: ClientConnection, request: Request, request_id: bytes, tenant: Tenant
+    def _proxy_to_engine(
+        self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
     ) -> None:
         """Proxy a request to an engine. Raises ApiError."""
         context = self._context
-        if request.path in _OTHERS:
-            models = context.router.directory.models
+        if request.path in _OTHER_PATHS:
+            models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
-            completion = read_other(request.body, bases[0] if len(bases) == 1 else "", request.scan)
+            completion = parse_engine_request(
+                request.body, bases[0] if len(bases) == 1 else "", request.scan
+            )
         else:
-            completion = read_completion(request.body, request.scan)
+            completion = parse_completion(request.body, request.scan)
         session = request.headers.get(context.session_header)
-        exchange: Exchange
-        if self._watch is None:
-            exchange = Exchange(
+        exchange: ProxiedRequest
+        if self._recorder is None:
+            exchange = ProxiedRequest(
                 context, client, request.path, request_id, completion, tenant, session
             )
         else:
-            exchange = self._watch.open(
+            exchange = self._recorder.create_request(
                 context, client, request, request_id, completion, tenant, session
             )
-        client.run(exchange)
+        client.set_active_request(exchange)
         exchange.start()
 
-    def _may_know(self, request: Request) -> bool:
+    def _may_list_models(self, request: HttpRequest) -> bool:
         """Whether the response on a public path may contain names of models."""
-        keys = self._context.keys
-        return self._internal or keys.accept(request.headers.get(b"authorization"))
+        keys = self._context.api_keys
+        return self._internal or keys.accepts(request.headers.get(b"authorization"))
 
-    def _answer(self, request: Request) -> tuple[int, bytes, bytes]:
+    def _handle_get(self, request: HttpRequest) -> tuple[int, bytes, bytes]:
         path = request.path
-        if path == LIVEZ:
-            late_s = self._context.clock() - self._context.swept_at
-            if late_s <= ALIVE_S:
-                return HTTPStatus.OK, headers.TEXT, b"ok\n"
+        if path == LIVEZ_PATH:
+            late_s = self._context.clock() - self._context.last_tick_at
+            if late_s <= MAX_TICK_AGE_S:
+                return HTTPStatus.OK, headers.TEXT_CONTENT, b"ok\n"
             message = f"deadlines have not been checked for {late_s:.1f} s\n"
-            return HTTPStatus.SERVICE_UNAVAILABLE, headers.TEXT, message.encode()
-        if path == FLEET:
+            return HTTPStatus.SERVICE_UNAVAILABLE, headers.TEXT_CONTENT, message.encode()
+        if path == FLEET_PATH:
             page = describe_fleet(self._context)
-            return HTTPStatus.OK, headers.JSON, msgspec.json.encode(page)
-        if path == METRICS:
-            if not self._internal and len(self._context.keys.tenants) > 1:
-                raise _OF_ALL_TENANTS
+            return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(page)
+        if path == METRICS_PATH:
+            if not self._internal and len(self._context.api_keys.tenants) > 1:
+                raise _INTERNAL_ONLY
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
-        if path == OPENAPI:
-            directory = self._context.router.directory
-            names = sorted(directory.models) if self._may_know(request) else []
-            return HTTPStatus.OK, headers.JSON, self._describe_api(names)
-        if path == HEALTH:
+        if path == OPENAPI_PATH:
+            directory = self._context.router.registry
+            names = sorted(directory.models) if self._may_list_models(request) else []
+            return HTTPStatus.OK, headers.JSON_CONTENT, self._describe_api(names)
+        if path == HEALTH_PATH:
             status, health = self._describe_health()
-            if not self._may_know(request):
+            if not self._may_list_models(request):
                 health = {"status": health["status"]}
-            return status, headers.JSON, msgspec.json.encode(health)
-        models = self._context.router.directory.models
-        if path.startswith(MODEL):
-            name = unquote(path.removeprefix(MODEL).decode("ascii", "replace"))
+            return status, headers.JSON_CONTENT, msgspec.json.encode(health)
+        models = self._context.router.registry.models
+        if path.startswith(MODEL_PREFIX):
+            name = unquote(path.removeprefix(MODEL_PREFIX).decode("ascii", "replace"))
             if name not in models:
-                raise from_router(UnknownModel(name))
-            return HTTPStatus.OK, headers.JSON, msgspec.json.encode(self._describe_model(name))
+                raise convert_router_error(UnknownModel(name))
+            return (
+                HTTPStatus.OK,
+                headers.JSON_CONTENT,
+                msgspec.json.encode(self._describe_model(name)),
+            )
         listed = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
-        return HTTPStatus.OK, headers.JSON, msgspec.json.encode(listed)
+        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(listed)
 
     def _describe_api(self, names: list[str]) -> bytes:
         """Built once with the model names and once without, until these change."""
-        cached = self._api.get(bool(names))
+        cached = self._openapi_cache.get(bool(names))
         if cached is None or cached[0] != names:
-            cached = self._api[bool(names)] = names, msgspec.json.encode(describe(names))
+            cached = self._openapi_cache[bool(names)] = (
+                names,
+                msgspec.json.encode(build_openapi(names)),
+            )
         return cached[1]
 
     def _describe_model(self, name: str) -> dict[str, object]:
-        directory = self._context.router.directory
+        directory = self._context.router.registry
         return {
             "id": name,
             "object": "model",
@@ -266,18 +281,18 @@ class Pages:
     def _describe_health(self) -> tuple[int, dict[str, object]]:
         """200 when any model can be served or waited for, with the reasons why others cannot."""
         router = self._context.router
-        entries = router.directory.models
+        entries = router.registry.models
         # Adapters can be served wherever their base model can.
         models = {name: model for name, model in entries.items() if not model.base}
-        reasons_by_model = {name: router.find_obstacle(name) for name in sorted(models)}
+        reasons_by_model = {name: router.explain_unavailable(name) for name in sorted(models)}
         reasons = [obstacle for obstacle in reasons_by_model.values() if obstacle]
         if not models:
             reasons.append("no instance has registered yet")
         # If requests may wait for an instance, they must be sent here even without one.
         may_wait = self._context.config.timeouts.wake_s > 0
         ready = may_wait or any(not obstacle for obstacle in reasons_by_model.values())
-        siblings = self._context.siblings
-        if siblings and (hung := _describe_missing(siblings, self._context.clock())):
+        siblings = self._context.shared_state
+        if siblings and (hung := _describe_hung_processes(siblings, self._context.clock())):
             reasons += hung
             ready = False
         status = "ok" if ready else "unavailable"
@@ -290,22 +305,22 @@ class Pages:
             "models": {
                 name: {
                     "ready": not reasons_by_model[name],
-                    "instances": [_describe(instance) for instance in model.instances],
+                    "instances": [_describe_instance(instance) for instance in model.instances],
                 }
                 for name, model in sorted(models.items())
             },
         }
 
 
-def _describe_missing(shared_state: Siblings, now: float) -> list[str]:
+def _describe_hung_processes(shared_state: SharedGatewayState, now: float) -> list[str]:
     """Hung processes; the kernel still gives them a share of the connections."""
     return [
-        f"process {process + 1} of {shared_state.count} has had no heartbeat for {age:.0f} s"
-        for process, age in shared_state.find_missing(now)
+        f"process {process + 1} of {shared_state.num_processes} has had no heartbeat for {age:.0f} s"
+        for process, age in shared_state.list_hung(now)
     ]
 
 
-def _find_path(target: bytes) -> bytes:
+def _parse_target_path(target: bytes) -> bytes:
     """The path of a request target in absolute form, as clients send it to proxies."""
     scheme, mark, rest = target.partition(b"://")
     if not mark or scheme.lower() not in (b"http", b"https"):
@@ -313,30 +328,30 @@ def _find_path(target: bytes) -> bytes:
     return b"/" + rest.partition(b"/")[2]
 
 
-def _find_nothing(path: bytes) -> ApiError:
+def _build_not_found(path: bytes) -> GatewayError:
     text = path.decode("ascii", "replace")
-    return ApiError(HTTPStatus.NOT_FOUND, f"no such path: {text}", "invalid_request_error")
+    return GatewayError(HTTPStatus.NOT_FOUND, f"no such path: {text}", "invalid_request_error")
 
 
-def _forbid(path: bytes, method: bytes) -> ApiError:
+def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:
     allowed = method.decode() if method != b"GET" else "GET, HEAD"
-    return ApiError(
+    return GatewayError(
         HTTPStatus.METHOD_NOT_ALLOWED,
         f"{path.decode('ascii', 'replace')} accepts {allowed} only",
         "invalid_request_error",
-        fields=f"allow: {allowed}\r\n".encode(),
+        header_lines=f"allow: {allowed}\r\n".encode(),
     )
 
 
-def _describe(instance: Instance) -> dict[str, object]:
+def _describe_instance(instance: RoutedInstance) -> dict[str, object]:
     registration = instance.registration
     return {
         "name": instance.name,
-        "role": name_of(agent_pb2.Role, registration.role),
-        "state": name_of(agent_pb2.State, registration.state),
+        "role": get_enum_name(agent_pb2.Role, registration.role),
+        "state": get_enum_name(agent_pb2.State, registration.state),
         "selectable": instance.selectable,
-        "contact": instance.contact.value,
+        "contact": instance.connectivity.value,
         "kv_path_verified": registration.kv_path.verified,
-        "requests_in_flight": instance.ledger.count_requests(),
+        "requests_in_flight": instance.in_flight.count_requests(),
         "reason": registration.reason,
     }

@@ -10,21 +10,21 @@ from typing import Any
 
 from cleave import distribution
 from cleave.gateway.app.routes import (
-    COMPLETIONS,
-    HEALTH,
-    METRICS,
-    MODEL,
-    MODELS,
-    OPENAPI,
-    OTHERS,
-    OWN,
+    COMPLETION_ROUTES,
+    HEALTH_PATH,
+    METRICS_PATH,
+    MODEL_PREFIX,
+    MODELS_PATH,
+    OPENAPI_PATH,
+    OTHER_ROUTES,
+    OWN_ROUTES,
     EngineRoute,
     OwnRoute,
 )
 
 Schema = dict[str, Any]
 
-_ABOUT = (
+_DESCRIPTION = (
     "Bodies are described at their first level; every other field that the model's engine accepts "
     "may be used. kv_transfer_params is removed from requests and responses."
 )
@@ -63,7 +63,7 @@ _FIELDS: Mapping[str, Schema] = {
     "tools": {"type": ["array", "null"], "items": _OBJECT},
 }
 
-_MEANINGS = {
+_STATUS_DESCRIPTIONS = {
     HTTPStatus.BAD_REQUEST: "The request is invalid; an engine's own message is not changed.",
     HTTPStatus.UNAUTHORIZED: "An API key is required, and the request has no valid one.",
     HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port only.",
@@ -79,14 +79,14 @@ _MEANINGS = {
     HTTPStatus.SERVICE_UNAVAILABLE: "No instance can take the request now; the message says why.",
     HTTPStatus.GATEWAY_TIMEOUT: "The engine took too long.",
 }
-_ANYWHERE = (
+_COMMON_STATUSES = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     HTTPStatus.EXPECTATION_FAILED,
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
 )
-_OF_ENGINES = (
+_ENGINE_STATUSES = (
     HTTPStatus.UNAUTHORIZED,
     HTTPStatus.NOT_FOUND,
     HTTPStatus.TOO_MANY_REQUESTS,
@@ -94,25 +94,31 @@ _OF_ENGINES = (
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-_WAITS = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_RETRYABLE_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _HEADERS: Schema = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}
 _SECURITY: list[Schema] = [{}, {"key": []}]
 
 
-def describe(models: Sequence[str] = ()) -> Schema:
+def build_openapi(models: Sequence[str] = ()) -> Schema:
     """The document as JSON values; `models`: those served now, as examples."""
-    paths = {route.path.decode(): {"post": _ask(route, _OF_ENGINES)} for route in COMPLETIONS}
-    lacking = (*_OF_ENGINES, HTTPStatus.NOT_IMPLEMENTED)
-    paths |= {route.path.decode(): {"post": _ask(route, lacking)} for route in OTHERS}
-    paths |= {route.path.decode(): {"get": _get(route)} for route in OWN}
-    paths[f"{MODEL.decode()}{{model}}"] = {"get": _get_model()}
+    paths = {
+        route.path.decode(): {"post": _describe_engine_operation(route, _ENGINE_STATUSES)}
+        for route in COMPLETION_ROUTES
+    }
+    lacking = (*_ENGINE_STATUSES, HTTPStatus.NOT_IMPLEMENTED)
+    paths |= {
+        route.path.decode(): {"post": _describe_engine_operation(route, lacking)}
+        for route in OTHER_ROUTES
+    }
+    paths |= {route.path.decode(): {"get": _describe_own_operation(route)} for route in OWN_ROUTES}
+    paths[f"{MODEL_PREFIX.decode()}{{model}}"] = {"get": _describe_get_model()}
     named = _TEXT | ({"examples": list(models)} if models else {})
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Cleave gateway",
-            "version": distribution.version(),
-            "description": _ABOUT,
+            "version": distribution.get_version(),
+            "description": _DESCRIPTION,
         },
         "paths": paths,
         "components": {
@@ -125,13 +131,17 @@ def describe(models: Sequence[str] = ()) -> Schema:
                 "Instance": {"description": "The instance of this phase.", "schema": _TEXT},
                 "RetryAfter": {"description": "Seconds.", "schema": {"type": "integer"}},
             },
-            "schemas": {"Error": _error(), "Model": _model(), "ModelName": named},
+            "schemas": {
+                "Error": _build_error_schema(),
+                "Model": _build_model_schema(),
+                "ModelName": named,
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
-def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
+def _describe_engine_operation(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
     """An operation that engines respond to."""
     names = (*route.required, *route.optional)
     body = _OBJECT | {
@@ -148,33 +158,33 @@ def _ask(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
     }
     return {
         "summary": route.summary,
-        "operationId": _identify("post", route.path.decode()),
+        "operationId": _make_operation_id("post", route.path.decode()),
         "security": _SECURITY,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": _respond("The engine's response.", content, statuses, instances),
+        "responses": _describe_responses("The engine's response.", content, statuses, instances),
     }
 
 
-def _get(route: OwnRoute) -> Schema:
+def _describe_own_operation(route: OwnRoute) -> Schema:
     """An operation that the gateway responds to."""
     statuses: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
-    if route.path == METRICS:
+    if route.path == METRICS_PATH:
         statuses += (HTTPStatus.FORBIDDEN,)
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
-        content = {"application/json": {"schema": _OWN_ANSWERS[route.path]}}
-    responses = _respond("The response.", content, statuses)
-    if route.path == HEALTH:
+        content = {"application/json": {"schema": _OWN_RESPONSES[route.path]}}
+    responses = _describe_responses("The response.", content, statuses)
+    if route.path == HEALTH_PATH:
         responses["503"] = responses["200"] | {"description": "Nothing can be served."}
     operation: Schema = {
         "summary": route.summary,
-        "operationId": _identify("get", route.path.decode()),
+        "operationId": _make_operation_id("get", route.path.decode()),
         "responses": responses,
     }
     return operation | ({"security": _SECURITY} if route.needs_key else {})
 
 
-def _get_model() -> Schema:
+def _describe_get_model() -> Schema:
     name = {"name": "model", "in": "path", "required": True, "schema": _FIELDS["model"]}
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}
     statuses = (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND)
@@ -183,11 +193,11 @@ def _get_model() -> Schema:
         "operationId": "getModel",
         "parameters": [name],
         "security": _SECURITY,
-        "responses": _respond("The response.", content, statuses),
+        "responses": _describe_responses("The response.", content, statuses),
     }
 
 
-def _respond(
+def _describe_responses(
     meaning: str, content: Schema, statuses: tuple[HTTPStatus, ...], headers: Schema | None = None
 ) -> Schema:
     """The responses by status; all errors have the same form."""
@@ -195,23 +205,23 @@ def _respond(
         "200": {"description": meaning, "headers": _HEADERS | (headers or {}), "content": content}
     }
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    for status in sorted({*_ANYWHERE, *statuses}):
+    for status in sorted({*_COMMON_STATUSES, *statuses}):
         retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
         responses[f"{status.value}"] = {
-            "description": _MEANINGS[status],
-            "headers": _HEADERS | (retry_after if status in _WAITS else {}),
+            "description": _STATUS_DESCRIPTIONS[status],
+            "headers": _HEADERS | (retry_after if status in _RETRYABLE_STATUSES else {}),
             "content": error,
         }
     return responses
 
 
-def _identify(method: str, path: str) -> str:
+def _make_operation_id(method: str, path: str) -> str:
     """`postV1ChatCompletions` for POST /v1/chat/completions."""
     words = path.replace("_", "/").replace(".", "/").split("/")
     return method + "".join(map(str.capitalize, words))
 
 
-def _error() -> Schema:
+def _build_error_schema() -> Schema:
     nullable = {"type": ["string", "null"]}
     fields = {
         "message": _TEXT,
@@ -223,7 +233,7 @@ def _error() -> Schema:
     return _OBJECT | {"properties": {"error": inner}, "required": ["error"]}
 
 
-def _model() -> Schema:
+def _build_model_schema() -> Schema:
     fields = {
         "id": _TEXT,
         "object": {"const": "model"},
@@ -235,8 +245,8 @@ def _model() -> Schema:
     return _OBJECT | {"properties": fields, "required": list(fields)}
 
 
-_OWN_ANSWERS: Mapping[bytes, Schema] = {
-    MODELS: _OBJECT
+_OWN_RESPONSES: Mapping[bytes, Schema] = {
+    MODELS_PATH: _OBJECT
     | {
         "properties": {
             "object": {"const": "list"},
@@ -244,7 +254,7 @@ _OWN_ANSWERS: Mapping[bytes, Schema] = {
         },
         "required": ["object", "data"],
     },
-    HEALTH: _OBJECT
+    HEALTH_PATH: _OBJECT
     | {
         "properties": {
             "status": {"enum": ["ok", "unavailable", "draining"]},
@@ -255,5 +265,5 @@ _OWN_ANSWERS: Mapping[bytes, Schema] = {
         # If the gateway has keys, the other fields are sent only with a valid key.
         "required": ["status"],
     },
-    OPENAPI: _OBJECT | {"required": ["openapi", "info", "paths"]},
+    OPENAPI_PATH: _OBJECT | {"required": ["openapi", "info", "paths"]},
 }

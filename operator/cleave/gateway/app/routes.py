@@ -28,18 +28,18 @@ class OwnRoute:
     """Whether it requires an API key, if the gateway has keys."""
 
 
-CHAT = b"/v1/chat/completions"
-COMPLETION = b"/v1/completions"
-MODELS = b"/v1/models"
-MODEL = b"/v1/models/"
+CHAT_PATH = b"/v1/chat/completions"
+COMPLETIONS_PATH = b"/v1/completions"
+MODELS_PATH = b"/v1/models"
+MODEL_PREFIX = b"/v1/models/"
 """Prefix of the path of one model."""
-HEALTH = b"/health"
-METRICS = b"/metrics"
-OPENAPI = b"/openapi.json"
-FLEET = b"/fleet"
-LIVEZ = b"/livez"
+HEALTH_PATH = b"/health"
+METRICS_PATH = b"/metrics"
+OPENAPI_PATH = b"/openapi.json"
+FLEET_PATH = b"/fleet"
+LIVEZ_PATH = b"/livez"
 
-_SAMPLING = (
+_SAMPLING_FIELDS = (
     "stream",
     "stream_options",
     "max_tokens",
@@ -50,17 +50,19 @@ _SAMPLING = (
     "stop",
     "response_format",
 )
-_TOOLS = ("max_completion_tokens", "tools", "tool_choice")
-_RANKED = ("query", "documents")
-_SCORED = ("text_1", "text_2")
+_CHAT_FIELDS = ("max_completion_tokens", "tools", "tool_choice")
+_RERANK_FIELDS = ("query", "documents")
+_SCORE_FIELDS = ("text_1", "text_2")
 
-COMPLETIONS = (
-    EngineRoute(CHAT, "Complete a chat", ("model", "messages"), _SAMPLING + _TOOLS),
-    EngineRoute(COMPLETION, "Complete a text", ("model", "prompt"), _SAMPLING),
+COMPLETION_ROUTES = (
+    EngineRoute(
+        CHAT_PATH, "Complete a chat", ("model", "messages"), _SAMPLING_FIELDS + _CHAT_FIELDS
+    ),
+    EngineRoute(COMPLETIONS_PATH, "Complete a text", ("model", "prompt"), _SAMPLING_FIELDS),
 )
 """Requests that can be split over two instances and continued on another when an engine is lost."""
 
-OTHERS = (
+OTHER_ROUTES = (
     EngineRoute(
         b"/v1/responses", "Create a response", ("input",), ("model", "stream", "max_output_tokens")
     ),
@@ -76,28 +78,28 @@ OTHERS = (
     EngineRoute(b"/v1/embeddings", "Embed texts", ("input",), ("model",)),
     EngineRoute(b"/pooling", "Run a pooling model on texts", ("input",), ("model",)),
     EngineRoute(b"/classify", "Classify texts", ("input",), ("model",)),
-    EngineRoute(b"/score", "Score pairs of texts", _SCORED, ("model",)),
-    EngineRoute(b"/v1/score", "Score pairs of texts", _SCORED, ("model",)),
-    EngineRoute(b"/rerank", "Rank documents by a query", _RANKED, ("model",)),
-    EngineRoute(b"/v1/rerank", "Rank documents by a query", _RANKED, ("model",)),
-    EngineRoute(b"/v2/rerank", "Rank documents by a query", _RANKED, ("model",)),
+    EngineRoute(b"/score", "Score pairs of texts", _SCORE_FIELDS, ("model",)),
+    EngineRoute(b"/v1/score", "Score pairs of texts", _SCORE_FIELDS, ("model",)),
+    EngineRoute(b"/rerank", "Rank documents by a query", _RERANK_FIELDS, ("model",)),
+    EngineRoute(b"/v1/rerank", "Rank documents by a query", _RERANK_FIELDS, ("model",)),
+    EngineRoute(b"/v2/rerank", "Rank documents by a query", _RERANK_FIELDS, ("model",)),
     EngineRoute(b"/tokenize", "Tokenize a text or a chat", (), ("model", "prompt")),
     EngineRoute(b"/detokenize", "Convert tokens to a text", ("tokens",), ("model",)),
 )
 """Further paths that engines may offer; one instance handles the request."""
 
-OWN = (
-    OwnRoute(MODELS, "List the models", needs_key=True),
-    OwnRoute(HEALTH, "Whether any model can be served; with a key, which ones, and why not"),
-    OwnRoute(METRICS, "Metrics, for Prometheus", needs_key=True),
-    OwnRoute(OPENAPI, "This description"),
+OWN_ROUTES = (
+    OwnRoute(MODELS_PATH, "List the models", needs_key=True),
+    OwnRoute(HEALTH_PATH, "Whether any model can be served; with a key, which ones, and why not"),
+    OwnRoute(METRICS_PATH, "Metrics, for Prometheus", needs_key=True),
+    OwnRoute(OPENAPI_PATH, "This description"),
 )
 """The paths below MODEL, one per model, are not listed."""
 
-INTERNAL = (
-    OwnRoute(HEALTH, "Which models can be served, and why not"),
-    OwnRoute(METRICS, "Metrics, for Prometheus"),
-    OwnRoute(FLEET, "Every instance and its load"),
-    OwnRoute(LIVEZ, "Whether this process works; cheap, for liveness probes"),
+INTERNAL_ROUTES = (
+    OwnRoute(HEALTH_PATH, "Which models can be served, and why not"),
+    OwnRoute(METRICS_PATH, "Metrics, for Prometheus"),
+    OwnRoute(FLEET_PATH, "Every instance and its load"),
+    OwnRoute(LIVEZ_PATH, "Whether this process works; cheap, for liveness probes"),
 )
 """Of the port for the operator and scrapers."""

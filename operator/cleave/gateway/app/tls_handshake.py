@@ -15,17 +15,17 @@ from collections.abc import Callable
 from typing import cast
 
 from cleave.gateway.app.client_connection import ClientConnection
-from cleave.gateway.context import Context
+from cleave.gateway.context import GatewayContext
 
 HANDSHAKE_S = 10.0
 
 
-class Handshake(asyncio.Protocol):
+class TlsHandshake(asyncio.Protocol):
     """One connection whose TLS handshake is in progress."""
 
     def __init__(
         self,
-        context: Context,
+        context: GatewayContext,
         certificate: ssl.SSLContext,
         make_client: Callable[[], ClientConnection],
     ) -> None:
@@ -34,7 +34,7 @@ class Handshake(asyncio.Protocol):
         self._certificate = certificate
         self._make_client = make_client
         self._task: asyncio.Task[None] | None = None
-        self._begun_at = context.clock()
+        self._started_at = context.clock()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Duplicate the socket for the handshake: on the first transport the event loop would read
@@ -43,14 +43,14 @@ class Handshake(asyncio.Protocol):
         # If no file descriptor is left, only this connection is lost.
         with contextlib.suppress(OSError):
             own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-            self._begin(own, transport.get_extra_info("peername"))
+            self._start(own, transport.get_extra_info("peername"))
         first.abort()
 
-    def idle_since(self) -> float:
+    def get_idle_since(self) -> float:
         """Since it was opened, because it has not sent a request."""
-        return self._begun_at
+        return self._started_at
 
-    def sweep(self, now: float) -> None:
+    def check_deadline(self, now: float) -> None:
         """Nothing to do: asyncio limits the time of the handshake."""
 
     def close_if_idle(self) -> None:
@@ -62,15 +62,15 @@ class Handshake(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
 
-    def _begin(self, own: socket.socket, peer: object) -> None:
-        if self._context.handshakes.admit(self, peer):
+    def _start(self, own: socket.socket, peer: object) -> None:
+        if self._context.handshake_limiter.admit(self, peer):
             self._context.clients.add(self)
-            self._task = asyncio.get_running_loop().create_task(self._shake(own))
-            self._task.add_done_callback(lambda _: self._end(own))
+            self._task = asyncio.get_running_loop().create_task(self._run_handshake(own))
+            self._task.add_done_callback(lambda _: self._close(own))
         else:
             own.close()
 
-    async def _shake(self, own: socket.socket) -> None:
+    async def _run_handshake(self, own: socket.socket) -> None:
         own.setblocking(False)
         # The peer may disconnect, or not speak a supported version of TLS.
         with contextlib.suppress(OSError):
@@ -82,9 +82,9 @@ class Handshake(asyncio.Protocol):
                 ssl_shutdown_timeout=HANDSHAKE_S,
             )
 
-    def _end(self, own: socket.socket) -> None:
+    def _close(self, own: socket.socket) -> None:
         """Also called when the task was cancelled before it began; a transport in use keeps the
         socket open."""
         own.close()
         self._context.clients.discard(self)
-        self._context.handshakes.leave(self)
+        self._context.handshake_limiter.remove(self)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from google.protobuf.struct_pb2 import Struct, Value
 
-from cleave.gateway.http.errors import ApiError
+from cleave.gateway.http.errors import GatewayError
 from cleave.rpc.v1 import external_processor_pb2 as pb
 
-ENDPOINT = "x-gateway-destination-endpoint"
+ENDPOINT_KEY = "x-gateway-destination-endpoint"
 """Header and metadata key: `ip:port`, or several with commas, tried in order."""
 NAMESPACE = "envoy.lb"
-SERVED = "x-gateway-destination-endpoint-served"
+SERVED_KEY = "x-gateway-destination-endpoint-served"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-SUBSET = "x-gateway-destination-endpoint-subset"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 
 CHUNK_BYTES = 62_000
 """Of a body that is streamed back; proxies accept up to 64 KiB."""
@@ -35,12 +35,12 @@ _METADATA = Struct(fields={NAMESPACE: Value(struct_value=Struct())})
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ExtProcRequest:
     """The first message of a stream."""
 
     headers: dict[str, bytes]
     """By lower-case name; of equal ones the last."""
-    bodiless: bool
+    has_no_body: bool
     request_mode: int
     """How bodies are sent, as `BodySendMode`. Without a setting, both are full duplex, as the
     protocol requires."""
@@ -49,16 +49,16 @@ class Head:
     """Endpoints that are allowed; None: any."""
 
 
-def read_head(message: pb.ProcessingRequest) -> Head:
+def read_request(message: pb.ProcessingRequest) -> ExtProcRequest:
     """Parse the first message of a stream, which contains the request's headers."""
     request = message.request_headers
     modes = message.protocol_config
     has_config = message.HasField("protocol_config")
-    return Head(
+    return ExtProcRequest(
         headers={
             each.key: each.raw_value or each.value.encode() for each in request.headers.headers
         },
-        bodiless=request.end_of_stream,
+        has_no_body=request.end_of_stream,
         request_mode=modes.request_body_mode if has_config else pb.FULL_DUPLEX_STREAMED,
         response_mode=modes.response_body_mode if has_config else pb.FULL_DUPLEX_STREAMED,
         subset=_read_subset(message.metadata_context),
@@ -80,31 +80,31 @@ def read_served(message: pb.ProcessingRequest) -> str:
     if NAMESPACE not in metadata:
         return ""
     served = metadata[NAMESPACE].fields
-    return served[SERVED].string_value if SERVED in served else ""
+    return served[SERVED_KEY].string_value if SERVED_KEY in served else ""
 
 
-def name_endpoint(endpoint: str, headers: dict[str, str]) -> pb.ProcessingResponse:
+def build_endpoint_response(endpoint: str, headers: dict[str, str]) -> pb.ProcessingResponse:
     """Response to the request's headers: the endpoint, and headers to set."""
     message = pb.ProcessingResponse()
-    _fill(message, message.request_headers.response, endpoint, headers)
+    _set_endpoint(message, message.request_headers.response, endpoint, headers)
     return message
 
 
-def name_endpoint_with_body(
+def build_endpoint_response_with_body(
     endpoint: str, headers: dict[str, str], body: bytes
 ) -> pb.ProcessingResponse:
     """Response to a buffered body: the endpoint, headers to set, and the body that replaces it."""
     message = pb.ProcessingResponse()
     response = message.request_body.response
-    _fill(message, response, endpoint, {**headers, "content-length": str(len(body))})
+    _set_endpoint(message, response, endpoint, {**headers, "content-length": str(len(body))})
     response.body_mutation.body = body
     return message
 
 
-def name_endpoint_late(endpoint: str) -> pb.ProcessingResponse:
+def build_endpoint_response_to_body(endpoint: str) -> pb.ProcessingResponse:
     """Response to a buffered body: the endpoint; the body is not changed."""
     message = pb.ProcessingResponse()
-    _fill(message, message.request_body.response, endpoint, {})
+    _set_endpoint(message, message.request_body.response, endpoint, {})
     return message
 
 
@@ -131,35 +131,35 @@ def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
     return messages
 
 
-def refuse_with(error: ApiError) -> pb.ProcessingResponse:
+def build_immediate_response(error: GatewayError) -> pb.ProcessingResponse:
     """Response to the client instead of any instance's."""
     message = pb.ProcessingResponse()
     immediate = message.immediate_response
     immediate.status.code = error.status
     immediate.body = error.to_json()
     immediate.details = error.code or "refused"
-    _set(immediate.headers, "content-type", "application/json")
+    _set_header(immediate.headers, "content-type", "application/json")
     if error.retry_after_s is not None:
-        _set(immediate.headers, "retry-after", str(error.retry_after_s))
+        _set_header(immediate.headers, "retry-after", str(error.retry_after_s))
     return message
 
 
-def _fill(
+def _set_endpoint(
     message: pb.ProcessingResponse,
     response: pb.CommonResponse,
     endpoint: str,
     headers: dict[str, str],
 ) -> None:
     response.clear_route_cache = True
-    _set(response.header_mutation, ENDPOINT, endpoint)
+    _set_header(response.header_mutation, ENDPOINT_KEY, endpoint)
     for name, value in headers.items():
-        _set(response.header_mutation, name, value)
+        _set_header(response.header_mutation, name, value)
     message.dynamic_metadata.CopyFrom(_METADATA)
     metadata = message.dynamic_metadata.fields[NAMESPACE].struct_value
-    metadata.fields[ENDPOINT].string_value = endpoint
+    metadata.fields[ENDPOINT_KEY].string_value = endpoint
 
 
-def _set(mutation: pb.HeaderMutation, name: str, value: str) -> None:
+def _set_header(mutation: pb.HeaderMutation, name: str, value: str) -> None:
     option = mutation.set_headers.add()
     option.header.key, option.header.raw_value = name, value.encode()
     # The client may have sent a header of the same name.
@@ -171,9 +171,9 @@ def _read_subset(metadata: pb.Metadata) -> frozenset[str] | None:
     if SUBSET_NAMESPACE not in metadata.filter_metadata:
         return None
     fields = metadata.filter_metadata[SUBSET_NAMESPACE].fields
-    if SUBSET not in fields:
+    if SUBSET_KEY not in fields:
         return None
-    value = fields[SUBSET]
+    value = fields[SUBSET_KEY]
     texts = [value.string_value, *(each.string_value for each in value.list_value.values)]
     names = (name.strip() for text in texts for name in text.split(","))
     return frozenset(name for name in names if name)

@@ -16,21 +16,25 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from cleave.gateway.admission.tenants import EVERYBODY
-from cleave.gateway.context import Context
+from cleave.gateway.admission.tenants import DEFAULT_TENANT
+from cleave.gateway.context import GatewayContext
 from cleave.gateway.endpoint_picker import ext_proc
-from cleave.gateway.endpoint_picker.credentials import PickerError, make_credentials
-from cleave.gateway.endpoint_picker.direct_request import Direct, has_prefill, name_endpoint
-from cleave.gateway.endpoint_picker.ext_proc import Head
-from cleave.gateway.endpoint_picker.health import PickerHealth
-from cleave.gateway.failover.resumption import RESUMABLE
-from cleave.gateway.http.completion_request import (
-    TOKENS_KEY,
-    Completion,
-    build_whole,
-    read_completion,
+from cleave.gateway.endpoint_picker.credentials import EndpointPickerError, make_credentials
+from cleave.gateway.endpoint_picker.direct_request import (
+    DirectRequest,
+    format_endpoint,
+    has_prefill_instance,
 )
-from cleave.gateway.http.errors import ApiError, from_router, refuse_size
+from cleave.gateway.endpoint_picker.ext_proc import ExtProcRequest
+from cleave.gateway.endpoint_picker.health import EndpointPickerHealth
+from cleave.gateway.failover.resumption import RESUMABLE_PATHS
+from cleave.gateway.http.completion_request import (
+    TOKEN_IDS_KEY,
+    CompletionRequest,
+    build_colocated_body,
+    parse_completion,
+)
+from cleave.gateway.http.errors import GatewayError, build_payload_too_large, convert_router_error
 from cleave.router.errors import NoInstance, RouterError
 from cleave.rpc.v1 import external_processor_pb2 as pb
 from cleave.rpc.v1 import external_processor_pb2_grpc
@@ -42,13 +46,13 @@ _Stream = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
 class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     """Picks an endpoint for each request."""
 
-    def __init__(self, context: Context, address: str, direct: bool) -> None:
+    def __init__(self, context: GatewayContext, address: str, direct: bool) -> None:
         """`address`: ip:port of this gateway. `direct`: requests that are not split go to
         instances."""
         self._context = context
         self._address = address
-        self._direct = direct
-        self._wait_s = context.config.timeouts.idle_s
+        self._routes_directly = direct
+        self._read_timeout_s = context.config.timeouts.idle_s
 
     async def Process(  # type: ignore[override]  # noqa: N802 - reads and writes, and yields nothing
         self, request_iterator: object, context: _Stream
@@ -61,39 +65,41 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         if not first.HasField("request_headers"):
             # Without them there is no message to which the endpoint could be the response.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "send the request's headers")
-        head = ext_proc.read_head(first)
+        head = ext_proc.read_request(first)
         try:
-            if self._direct and self._may_go_direct(head):
-                await self._choose(context, head)
+            if self._routes_directly and self._may_go_direct(head):
+                await self._route_completion(context, head)
             else:
                 await self._send_to_gateway(context, head, ())
-        except ApiError as error:
-            await context.write(ext_proc.refuse_with(error))
+        except GatewayError as error:
+            await context.write(ext_proc.build_immediate_response(error))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request body stalled")
 
     # --- to this gateway ---
 
     async def _send_to_gateway(
-        self, stream: _Stream, head: Head, read: Sequence[pb.ProcessingRequest]
+        self, stream: _Stream, head: ExtProcRequest, read: Sequence[pb.ProcessingRequest]
     ) -> None:
         """Name this gateway as the endpoint; `read`: messages of the body received so far.
 
         Raises ApiError (503) when the proxy does not allow this endpoint.
         """
         if not self._may_name_itself(head):
-            raise from_router(NoInstance(f"{self._address} is not among the endpoints allowed"))
-        await stream.write(ext_proc.name_endpoint(self._address, {}))
-        if head.request_mode == _DUPLEX and not head.bodiless:
-            await self._return_request(stream, read)
+            raise convert_router_error(
+                NoInstance(f"{self._address} is not among the endpoints allowed")
+            )
+        await stream.write(ext_proc.build_endpoint_response(self._address, {}))
+        if head.request_mode == _DUPLEX and not head.has_no_body:
+            await self._echo_request(stream, read)
         if head.response_mode == _DUPLEX:
             # Closing the stream now would lose body bytes of which the proxy keeps no copy.
-            await self._follow(stream, head, None)
+            await self._process_response(stream, head, None)
 
-    async def _return_request(self, stream: _Stream, read: Sequence[pb.ProcessingRequest]) -> None:
+    async def _echo_request(self, stream: _Stream, read: Sequence[pb.ProcessingRequest]) -> None:
         """Send the request's body back as it comes."""
         pieces = iter(read)
-        while (message := next(pieces, None) or await self._read(stream)) is not None:
+        while (message := next(pieces, None) or await self._read_message(stream)) is not None:
             if message.HasField("request_trailers"):
                 await stream.write(ext_proc.CONTINUE_REQUEST_TRAILERS)
                 return
@@ -103,22 +109,22 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             if piece.end_of_stream:
                 return
 
-    def _may_name_itself(self, head: Head) -> bool:
+    def _may_name_itself(self, head: ExtProcRequest) -> bool:
         return head.subset is None or self._address in head.subset
 
     # --- to an instance ---
 
-    def _may_go_direct(self, head: Head) -> bool:
+    def _may_go_direct(self, head: ExtProcRequest) -> bool:
         """Whether it may be a completion whose body comes before the endpoint must be named."""
         return (
-            not head.bodiless
+            not head.has_no_body
             and head.request_mode in (_DUPLEX, pb.BUFFERED)
             and head.headers.get(":method") == b"POST"
-            and head.headers.get(":path", b"").partition(b"?")[0] in RESUMABLE
-            and self._context.keys.accept(head.headers.get("authorization"))
+            and head.headers.get(":path", b"").partition(b"?")[0] in RESUMABLE_PATHS
+            and self._context.api_keys.accepts(head.headers.get("authorization"))
         )
 
-    async def _choose(self, stream: _Stream, head: Head) -> None:
+    async def _route_completion(self, stream: _Stream, head: ExtProcRequest) -> None:
         """Read a completion, name its endpoint and process its response. Raises ApiError."""
         if head.request_mode != _DUPLEX:
             await stream.write(ext_proc.CONTINUE_REQUEST_HEADERS)
@@ -126,87 +132,91 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         if read is None:
             return
         try:
-            completion = read_completion(b"".join([each.request_body.body for each in read]))
-        except ApiError:
+            completion = parse_completion(b"".join([each.request_body.body for each in read]))
+        except GatewayError:
             self._context.metrics.requests["", "refused"] += 1
             raise
-        if self._is_for_gateway(head, completion):
+        if self._needs_gateway(head, completion):
             if head.request_mode == _DUPLEX:
                 await self._send_to_gateway(stream, head, read)
             else:
-                await stream.write(ext_proc.name_endpoint_late(self._address))
+                await stream.write(ext_proc.build_endpoint_response_to_body(self._address))
             return
-        if completion.numbered and not completion.asks_ids:
+        if completion.has_token_ids and not completion.return_token_ids:
             # The ids could not be removed from a response that bypasses the gateway.
-            del completion.fields[TOKENS_KEY]
+            del completion.fields[TOKEN_IDS_KEY]
         await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))
 
-    def _is_for_gateway(self, head: Head, completion: Completion) -> bool:
+    def _needs_gateway(self, head: ExtProcRequest, completion: CompletionRequest) -> bool:
         """Whether the request can be split, or has to wait for an instance."""
         if not self._may_name_itself(head):
             return False
         router = self._context.router
-        if completion.splittable and has_prefill(router, completion.model):
+        if completion.can_disaggregate and has_prefill_instance(router, completion.model):
             return True
         if self._context.config.timeouts.wake_s <= 0:
             return False
-        models = router.directory.models
+        models = router.registry.models
         return not models or (
-            completion.model in models and bool(router.find_obstacle(completion.model))
+            completion.model in models and bool(router.explain_unavailable(completion.model))
         )
 
     async def _send_direct(
-        self, stream: _Stream, head: Head, completion: Completion, trailers: bool
+        self, stream: _Stream, head: ExtProcRequest, completion: CompletionRequest, trailers: bool
     ) -> None:
         """Pick an instance, name it, and process the response. Raises ApiError."""
         context = self._context
-        tenant = context.keys.find(head.headers.get("authorization")) or EVERYBODY
-        direct = Direct(context, completion, tenant)
+        tenant = context.api_keys.find_tenant(head.headers.get("authorization")) or DEFAULT_TENANT
+        direct = DirectRequest(context, completion, tenant)
         outcome = "cancelled"
         try:
-            await direct.enter()
+            await direct.wait_for_admission()
             session = head.headers.get(context.session_header.decode())
-            endpoint = name_endpoint(direct.pick(self._find_outside(head), session))
+            endpoint = format_endpoint(direct.pick_instance(self._list_disallowed(head), session))
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            for response in self._name(head, endpoint, build_whole(completion), trailers):
+            for response in self._build_responses(
+                head, endpoint, build_colocated_body(completion), trailers
+            ):
                 await stream.write(response)
-            await self._follow(stream, head, direct)
+            await self._process_response(stream, head, direct)
         except RouterError as error:
             outcome = "unavailable" if isinstance(error, NoInstance) else "refused"
-            raise from_router(error) from None
-        except ApiError:
+            raise convert_router_error(error) from None
+        except GatewayError:
             outcome = "shed"
             raise
         finally:
             direct.end(outcome)
 
-    def _name(
-        self, head: Head, endpoint: str, body: bytes, trailers: bool
+    def _build_responses(
+        self, head: ExtProcRequest, endpoint: str, body: bytes, trailers: bool
     ) -> list[pb.ProcessingResponse]:
         """The messages that make the proxy send the request."""
         # A new id for each attempt, because engines mix up requests with equal ids.
-        headers = {"x-request-id": self._context.make_id().decode()}
+        headers = {"x-request-id": self._context.make_request_id().decode()}
         if head.request_mode != _DUPLEX:
-            return [ext_proc.name_endpoint_with_body(endpoint, headers, body)]
-        responses = [ext_proc.name_endpoint(endpoint, headers)]
+            return [ext_proc.build_endpoint_response_with_body(endpoint, headers, body)]
+        responses = [ext_proc.build_endpoint_response(endpoint, headers)]
         responses += ext_proc.stream_request_body(body, not trailers)
         if trailers:
             responses.append(ext_proc.CONTINUE_REQUEST_TRAILERS)
         return responses
 
-    def _find_outside(self, head: Head) -> list[str]:
+    def _list_disallowed(self, head: ExtProcRequest) -> list[str]:
         """Instances that the proxy does not allow."""
         if head.subset is None:
             return []
-        instances = self._context.router.directory.instances
+        instances = self._context.router.registry.instances
         return [
             name
             for name, instance in instances.items()
-            if name_endpoint(instance.target) not in head.subset
+            if format_endpoint(instance.target) not in head.subset
         ]
 
-    async def _follow(self, stream: _Stream, head: Head, direct: Direct | None) -> None:
+    async def _process_response(
+        self, stream: _Stream, head: ExtProcRequest, direct: DirectRequest | None
+    ) -> None:
         """Process the response's messages to their end; `direct` None: the gateway handles the
         request."""
         while not _is_end(message := await stream.read()):
@@ -215,13 +225,15 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             match message.WhichOneof("request"):
                 case "response_headers":
                     if direct is not None:
-                        direct.answer(ext_proc.read_status(message), ext_proc.read_served(message))
+                        direct.on_response_head(
+                            ext_proc.read_status(message), ext_proc.read_served(message)
+                        )
                     responses = [ext_proc.CONTINUE_RESPONSE_HEADERS]
                     ends = message.response_headers.end_of_stream
                 case "response_body":
                     piece = message.response_body
                     if direct is not None:
-                        direct.receive(piece.body)
+                        direct.on_response_body(piece.body)
                     responses = [ext_proc.CONTINUE_RESPONSE_BODY]
                     if head.response_mode == _DUPLEX:
                         responses = ext_proc.stream_response_body(piece)
@@ -231,13 +243,13 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
                     ends = True
             if ends and direct is not None:
                 # Before the proxy gets the response, after which it resets the stream at once.
-                direct.complete()
+                direct.on_response_complete()
             for response in responses:
                 await stream.write(response)
             if ends:
                 return
         if head.response_mode == pb.NONE and direct is not None:
-            direct.complete()
+            direct.on_response_complete()
 
     # --- reading ---
 
@@ -250,38 +262,38 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         limit = self._context.config.max_body_bytes
         read: list[pb.ProcessingRequest] = []
         remaining = limit
-        while (message := await self._read(stream)) is not None:
+        while (message := await self._read_message(stream)) is not None:
             read.append(message)
             remaining -= len(message.request_body.body)
             if remaining < 0:
-                raise refuse_size(limit)
+                raise build_payload_too_large(limit)
             if message.request_body.end_of_stream or message.HasField("request_trailers"):
                 return read
         return None
 
-    async def _read(self, stream: _Stream) -> pb.ProcessingRequest | None:
+    async def _read_message(self, stream: _Stream) -> pb.ProcessingRequest | None:
         """The next message; None at the end of the stream. Raises TimeoutError."""
-        async with asyncio.timeout(self._wait_s):
+        async with asyncio.timeout(self._read_timeout_s):
             message = await stream.read()
         return None if _is_end(message) else message
 
 
-class PickerServer:
+class EndpointPickerServer:
     """The gRPC server of the endpoint picker, with the health service."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: GatewayContext) -> None:
         self._context = context
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int, gateway_port: int) -> int:
-        """Listen on the gateway's host; returns the port. Raises OSError, PickerError and
+        """Listen on the gateway's host; returns the port. Raises OSError, EndpointPickerError and
         TlsError."""
         config = self._context.config
         if config.tls_certificate is not None:
-            raise PickerError(
+            raise EndpointPickerError(
                 "--endpoint-picker-port: proxies speak plain HTTP to it: leave out --tls-cert"
             )
-        address = name_gateway(config.host, gateway_port)
+        address = format_gateway_address(config.host, gateway_port)
         credentials = make_credentials(config)
         self._server = grpc.aio.server(
             options=(
@@ -293,8 +305,10 @@ class PickerServer:
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
             EndpointPicker(self._context, address, config.endpoint_picker_direct), self._server
         )
-        health_pb2_grpc.add_HealthServicer_to_server(PickerHealth(self._context), self._server)
-        address_and_port = name_gateway(config.host, port)
+        health_pb2_grpc.add_HealthServicer_to_server(
+            EndpointPickerHealth(self._context), self._server
+        )
+        address_and_port = format_gateway_address(config.host, port)
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(address_and_port)
@@ -316,14 +330,16 @@ def _is_end(message: object) -> bool:
     return message is grpc.aio.EOF
 
 
-def name_gateway(host: str, port: int) -> str:
-    """This gateway's address as proxies name it. Raises PickerError."""
+def format_gateway_address(host: str, port: int) -> str:
+    """This gateway's address as proxies name it. Raises EndpointPickerError."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise PickerError(f"--host {host}: an endpoint picker names IP addresses only") from None
+        raise EndpointPickerError(
+            f"--host {host}: an endpoint picker names IP addresses only"
+        ) from None
     if address.is_unspecified:
-        raise PickerError(
+        raise EndpointPickerError(
             f"--host {host}: an endpoint picker names its gateway: give the address of this one"
         )
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cleave.gateway.failover.splice import Continued, Replayed, build_event
-from cleave.gateway.failover.transcript import DONE, Choice, Transcript
-from cleave.gateway.http.completion_request import Completion, Fields, decode_any
+from cleave.gateway.failover.splice import ContinuedStream, ReplayedStream, build_event
+from cleave.gateway.failover.transcript import DONE_EVENT, ChoiceTranscript, Transcript
+from cleave.gateway.http.completion_request import CompletionRequest, Fields, decode_value
 
-COMPLETIONS = b"/v1/completions"
-CHAT = b"/v1/chat/completions"
-RESUMABLE = (COMPLETIONS, CHAT)
+COMPLETIONS_PATH = b"/v1/completions"
+CHAT_PATH = b"/v1/chat/completions"
+RESUMABLE_PATHS = (COMPLETIONS_PATH, CHAT_PATH)
 
 DEFAULT_OUTPUT_TOKENS = 16
 """Limit of /v1/completions for a request without `max_tokens`."""
 
-_CARRIED = (
+_CONTINUATION_FIELDS = (
     "allowed_token_ids",
     "cache_salt",
     "ignore_eos",
@@ -52,55 +52,57 @@ class Resumption:
     """What to send to another engine, and how its events become the rest of the stream."""
 
     path: bytes
-    completion: Completion
-    splice: Continued | Replayed
-    how: str
+    completion: CompletionRequest
+    splice: ContinuedStream | ReplayedStream
+    mode: str
     """For the metrics: continued or replayed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class StreamEnding:
     """No engine is needed: only these events are missing."""
 
     events: bytes
 
 
-class _Message(msgspec.Struct, gc=False):
+class _ChatMessage(msgspec.Struct, gc=False):
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Part(msgspec.Struct, gc=False):
+class _ContentPart(msgspec.Struct, gc=False):
     type: str = "text"
 
 
 # Contents may be very long, so their text is not decoded.
-_decode_messages = msgspec.json.Decoder(list[_Message]).decode
-_decode_parts = msgspec.json.Decoder(list[_Part]).decode
+_decode_messages = msgspec.json.Decoder(list[_ChatMessage]).decode
+_decode_parts = msgspec.json.Decoder(list[_ContentPart]).decode
 
 
 class NotResumableError(Exception):
     """The stream has to end; the message is for the client."""
 
 
-def plan(
+def plan_resumption(
     path: bytes,
-    completion: Completion,
+    completion: CompletionRequest,
     transcript: Transcript,
     prompt_ids: bytes,
     max_model_len: int,
-) -> Resumption | Ending:
+) -> Resumption | StreamEnding:
     """How to continue a request of which the client has received `transcript`.
 
     `prompt_ids`: as the engine wrote them, empty if it did not. `max_model_len`: in tokens, of
     every instance that may be used; 0 when unknown. Raises NotResumableError.
     """
-    if path not in RESUMABLE or transcript.foreign:
+    if path not in RESUMABLE_PATHS or transcript.has_unknown_events:
         raise NotResumableError("answers of this kind cannot be resumed")
-    if transcript.silent:
-        return Resumption(path, completion, Replayed(transcript), "replayed")
-    if transcript.finished and (transcript.usage or not _wants_usage(completion.fields)):
-        return Ending(DONE)
-    continued = _continue(path == CHAT, completion, transcript, prompt_ids, max_model_len)
+    if transcript.is_empty:
+        return Resumption(path, completion, ReplayedStream(transcript), "replayed")
+    if transcript.finished and (transcript.usage or not _includes_usage(completion.fields)):
+        return StreamEnding(DONE_EVENT)
+    continued = _plan_continuation(
+        path == CHAT_PATH, completion, transcript, prompt_ids, max_model_len
+    )
     if continued is not None:
         return continued
     if not is_repeatable(completion.fields):
@@ -108,62 +110,74 @@ def plan(
             "its answer is sampled and depends on more than its tokens; "
             "with temperature 0 or a seed it could have been resumed"
         )
-    return Resumption(path, completion, Replayed(transcript), "replayed")
+    return Resumption(path, completion, ReplayedStream(transcript), "replayed")
 
 
 def is_repeatable(fields: Fields) -> bool:
     """Whether the same request must get the same response again."""
-    if "temperature" in fields and decode_any(fields["temperature"]) == 0:
+    if "temperature" in fields and decode_value(fields["temperature"]) == 0:
         return True
-    if "top_k" in fields and decode_any(fields["top_k"]) == 1:
+    if "top_k" in fields and decode_value(fields["top_k"]) == 1:
         return True
-    return "seed" in fields and type(decode_any(fields["seed"])) is int
+    return "seed" in fields and type(decode_value(fields["seed"])) is int
 
 
-def _continue(
+def _plan_continuation(
     chat: bool,
-    completion: Completion,
+    completion: CompletionRequest,
     transcript: Transcript,
     prompt_ids: bytes,
     max_model_len: int,
-) -> Resumption | Ending | None:
-    if not (completion.numbered and prompt_ids and transcript.choices.keys() == {0}):
+) -> Resumption | StreamEnding | None:
+    if not (completion.has_token_ids and prompt_ids and transcript.choices.keys() == {0}):
         return None
     choice = transcript.choices[0]
-    if not choice.ids or _is_parsed(choice) or (chat and _holds_media(completion.fields)):
+    if (
+        not choice.token_ids
+        or _has_parsed_output(choice)
+        or (chat and _contains_media(completion.fields))
+    ):
         return None
     prompt = [int(number) for number in prompt_ids.split(b",")]
     limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
     max_output = limit or max_model_len - len(prompt)
-    remaining = max_output - choice.settled
+    remaining = max_output - choice.num_settled
     if choice.finished or remaining < 1:
-        return Ending(_end(chat, completion, transcript, len(prompt), choice))
+        return StreamEnding(_build_ending(chat, completion, transcript, len(prompt), choice))
     # Tokens without text are generated again and must not count twice if that engine is lost, too.
-    repeated = choice.ids[choice.settled :] if completion.asks_ids else []
+    repeated = choice.token_ids[choice.num_settled :] if completion.return_token_ids else []
     if not repeated:
-        del choice.ids[choice.settled :]
-    ids = prompt + choice.ids[: choice.settled]
-    fields = {key: completion.fields[key] for key in _CARRIED if key in completion.fields}
-    fields["prompt"] = _raw(ids)
-    fields["max_tokens"] = _raw(remaining)
-    min_tokens = decode_any(completion.fields.get("min_tokens", _raw(0)))
-    if type(min_tokens) is int and min_tokens > choice.settled:
-        fields["min_tokens"] = _raw(min_tokens - choice.settled)
-    rest = Completion(
+        del choice.token_ids[choice.num_settled :]
+    ids = prompt + choice.token_ids[: choice.num_settled]
+    fields = {
+        key: completion.fields[key] for key in _CONTINUATION_FIELDS if key in completion.fields
+    }
+    fields["prompt"] = _to_raw(ids)
+    fields["max_tokens"] = _to_raw(remaining)
+    min_tokens = decode_value(completion.fields.get("min_tokens", _to_raw(0)))
+    if type(min_tokens) is int and min_tokens > choice.num_settled:
+        fields["min_tokens"] = _to_raw(min_tokens - choice.num_settled)
+    rest = CompletionRequest(
         model=completion.model,
         fields=fields,
         stream=True,
-        splittable=completion.splittable,
+        can_disaggregate=completion.can_disaggregate,
         prompt_tokens=len(ids),
         output_tokens=remaining,
-        numbered=True,
+        has_token_ids=True,
     )
-    splice = Continued(transcript, chat=chat, tokens=choice.settled, again=repeated)
-    return Resumption(COMPLETIONS, rest, splice, "continued")
+    splice = ContinuedStream(
+        transcript, chat=chat, tokens=choice.num_settled, repeated_ids=repeated
+    )
+    return Resumption(COMPLETIONS_PATH, rest, splice, "continued")
 
 
-def _end(
-    chat: bool, completion: Completion, transcript: Transcript, prompt_tokens: int, choice: Choice
+def _build_ending(
+    chat: bool,
+    completion: CompletionRequest,
+    transcript: Transcript,
+    prompt_tokens: int,
+    choice: ChoiceTranscript,
 ) -> bytes:
     """The last events of a response of which every token was sent."""
     kind = "chat.completion.chunk" if chat else "text_completion"
@@ -173,23 +187,23 @@ def _end(
         text: dict[str, object] = {"delta": {"content": ""}} if chat else {"text": ""}
         last = {"index": 0, **text, "logprobs": None, "finish_reason": "length"}
         events += build_event({**frame, "choices": [last]})
-    if _wants_usage(completion.fields) and not transcript.usage:
+    if _includes_usage(completion.fields) and not transcript.usage:
         usage = {
             "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + len(choice.ids),
-            "completion_tokens": len(choice.ids),
+            "total_tokens": prompt_tokens + len(choice.token_ids),
+            "completion_tokens": len(choice.token_ids),
         }
         events += build_event({**frame, "choices": [], "usage": usage})
-    return events + DONE
+    return events + DONE_EVENT
 
 
-def _is_parsed(choice: Choice) -> bool:
+def _has_parsed_output(choice: ChoiceTranscript) -> bool:
     """Whether the engine parses tokens into something other than text (reasoning, tool calls)."""
     plain = {("text",), ("delta", "content"), ("delta", "role")}
     return any(text and path not in plain for path, text in choice.texts.items())
 
 
-def _holds_media(fields: Fields) -> bool:
+def _contains_media(fields: Fields) -> bool:
     """Whether the prompt contains anything besides text."""
     try:
         messages = _decode_messages(fields["messages"])
@@ -203,10 +217,10 @@ def _is_list(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:1]) == b"["
 
 
-def _wants_usage(fields: Fields) -> bool:
-    options = decode_any(fields["stream_options"]) if "stream_options" in fields else None
+def _includes_usage(fields: Fields) -> bool:
+    options = decode_value(fields["stream_options"]) if "stream_options" in fields else None
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
-def _raw(value: object) -> msgspec.Raw:
+def _to_raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))

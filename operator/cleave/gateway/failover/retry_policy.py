@@ -10,15 +10,15 @@ import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from cleave.gateway.http.completion_request import Completion, find_text
+from cleave.gateway.http.completion_request import CompletionRequest, get_prompt_text
 from cleave.router.router import Pick, Router
-from cleave.router.selection import Cached
+from cleave.router.selection import CachedPrompt
 
 PREFILL_BUDGET = 2
 """Retries of one request after prefill failures."""
 DECODE_BUDGET = 2
 """Retries of one request after decode failures."""
-LOSS_BUDGET = 16
+STREAM_LOSS_BUDGET = 16
 """Engines that one stream may lose, whatever its progress with each."""
 
 
@@ -38,75 +38,77 @@ class Failure(enum.Enum):
     """No more bytes came, nor did they on any other stream of that instance."""
 
 
-_GONE = (Failure.LOST, Failure.UNREACHED, Failure.STALL)
+_ENGINE_LOST = (Failure.LOST, Failure.UNREACHED, Failure.STALL)
 """The engine itself failed; with the other failures the handoff may have been the cause."""
 
 
 @dataclass(slots=True)
-class Recovery:
+class FailureHistory:
     """The failed attempts of one request."""
 
-    avoid: set[str] = field(default_factory=set)
+    excluded: set[str] = field(default_factory=set)
     """Instances on which an attempt was lost; not used again."""
-    doubted: set[str] = field(default_factory=set)
+    suspects: set[str] = field(default_factory=set)
     """Instances that returned an error; used only if no other is left."""
-    prefills_lost: int = 0
-    decodes_lost: int = 0
-    losses: int = 0
+    num_prefill_failures: int = 0
+    num_decode_failures: int = 0
+    num_stream_losses: int = 0
     """Engines lost in the middle of the stream."""
-    whole: bool = False
+    prefers_colocated: bool = False
     """After failed handoffs: one instance should do both phases if the fallback rule allows it."""
-    cached: Cached | None = None
+    cached: CachedPrompt | None = None
     """The instance that computed the prompt and probably still has its KV."""
 
-    def note_prefill(self, instance: str) -> bool:
-        """A prefill failed; False: the budget is used up, though `whole` may still be tried."""
-        self.avoid.add(instance)
-        self.prefills_lost += 1
-        if self.prefills_lost > PREFILL_BUDGET:
-            self.whole = True
-        return not self.whole
+    def record_prefill_failure(self, instance: str) -> bool:
+        """A prefill failed; False: the budget is used up, though `prefers_colocated` may still be
+        tried.
+        """
+        self.excluded.add(instance)
+        self.num_prefill_failures += 1
+        if self.num_prefill_failures > PREFILL_BUDGET:
+            self.prefers_colocated = True
+        return not self.prefers_colocated
 
-    def note_decode(self, instance: str, failure: Failure, split: bool) -> bool:
+    def record_decode_failure(self, instance: str, failure: Failure, disaggregated: bool) -> bool:
         """A decode attempt, or one of both phases, failed; returns whether a retry is within the
         budget.
 
         A request that no engine received costs no budget: every instance may be tried.
         """
         if failure is Failure.UNREACHED:
-            self.avoid.add(instance)
+            self.excluded.add(instance)
             return True
-        self.decodes_lost += 1
+        self.num_decode_failures += 1
         if failure is Failure.STATUS:
-            self.doubted.add(instance)
-            self.whole = self.whole or split
+            self.suspects.add(instance)
+            self.prefers_colocated = self.prefers_colocated or disaggregated
         else:
-            self.avoid.add(instance)
-        return self.decodes_lost <= DECODE_BUDGET
+            self.excluded.add(instance)
+        return self.num_decode_failures <= DECODE_BUDGET
 
-    def note_prompt(self, boot_id: str, tokens: int, failure: Failure) -> None:
+    def record_cached_prompt(self, boot_id: str, tokens: int, failure: Failure) -> None:
         """A prefill instance computed this many tokens before the decode attempt failed."""
-        if failure in _GONE:
-            self.cached = Cached(boot_id, tokens)
+        if failure in _ENGINE_LOST:
+            self.cached = CachedPrompt(boot_id, tokens)
 
-    def renew(self) -> bool:
+    def reset_budget(self) -> bool:
         """The stream progressed between the last two losses; False: too many engines were lost."""
-        self.losses += 1
-        self.prefills_lost = self.decodes_lost = 0
-        self.whole = False
-        return self.losses <= LOSS_BUDGET
+        self.num_stream_losses += 1
+        self.num_prefill_failures = self.num_decode_failures = 0
+        self.prefers_colocated = False
+        return self.num_stream_losses <= STREAM_LOSS_BUDGET
 
-    def forgive(self) -> None:
+    def clear_exclusions(self) -> None:
         """Allow excluded instances again, as a last resort: time has passed and they may be
         back."""
-        self.doubted |= self.avoid
-        self.avoid.clear()
+        self.suspects |= self.excluded
+        self.excluded.clear()
 
 
-def choose(
+def pick_instances(
     router: Router,
-    completion: Completion,
-    history: Recovery | None,
+    completion: CompletionRequest,
+    history: FailureHistory | None,
     suspects: Collection[str] = (),
     session: bytes | None = None,
 ) -> Pick:
@@ -115,20 +117,20 @@ def choose(
     `suspects`: instances that currently fail other requests.
     """
     model, prompt = completion.model, completion.prompt_tokens
-    output, colocated = completion.output_tokens, not completion.splittable
-    text = find_text(completion) if router.reads_text else b""
+    output, colocated = completion.output_tokens, not completion.can_disaggregate
+    text = get_prompt_text(completion) if router.uses_prompt_text else b""
     if history is None:
         return router.pick(
-            model, prompt, output, single=colocated, doubt=suspects, session=session, text=text
+            model, prompt, output, colocated=colocated, suspect=suspects, session=session, text=text
         )
-    lost = history.prefills_lost > 0
+    lost = history.num_prefill_failures > 0
     return router.pick(
         model,
         prompt,
         output,
-        single=colocated or (history.whole and router.allows_whole(lost)),
-        avoid=history.avoid,
-        doubt={*history.doubted, *suspects},
+        colocated=colocated or (history.prefers_colocated and router.allows_colocated(lost)),
+        excluded=history.excluded,
+        suspect={*history.suspects, *suspects},
         prefill_lost=lost,
         session=session,
         text=text,

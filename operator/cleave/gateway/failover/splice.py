@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import msgspec
 
 from cleave.gateway.failover.transcript import (
-    BORDER,
-    CONSTANTS,
-    DATA,
-    DONE,
-    PARTS,
-    Choice,
+    CONSTANT_KEYS,
+    CONTENT_KEYS,
+    DATA_PREFIX,
+    DONE_EVENT,
+    EVENT_SEPARATOR,
+    ChoiceTranscript,
     Event,
-    Path,
+    JsonPath,
     Transcript,
     decode_event,
-    name_element,
+    get_tool_call_key,
 )
 
 _encode = msgspec.json.Encoder().encode
@@ -33,39 +33,42 @@ class SpliceError(Exception):
     """The output is not the rest of this stream; continues `instance NAME ...`."""
 
 
-class Continued:
+class ContinuedStream:
     """Rewrites events of /v1/completions, requested with the prompt and the output so far."""
 
     def __init__(
-        self, transcript: Transcript, *, chat: bool, tokens: int, again: Sequence[int] = ()
+        self, transcript: Transcript, *, chat: bool, tokens: int, repeated_ids: Sequence[int] = ()
     ) -> None:
         """`tokens`: output tokens that are now part of the prompt.
 
-        `again`: ids that are generated again, because the client has their ids but not their text.
+        `repeated_ids`: ids that are generated again, because the client has their ids but not their
+        text.
         """
         self._head = transcript.head
         self._chat = chat
-        self._tokens = tokens
-        self._again = list(again)
+        self._num_prompt_output_tokens = tokens
+        self._repeated_ids = list(repeated_ids)
 
-    def turn(self, event: bytes) -> bytes:
+    def rewrite(self, event: bytes) -> bytes:
         """One event in the first engine's form. Raises SpliceError as a replay does."""
         value = decode_event(event)
         if value is None or "error" in value:
-            return event + BORDER
+            return event + EVENT_SEPARATOR
         value |= self._head
         if self._chat:
             value["object"] = "chat.completion.chunk"
-        value["choices"] = [self._turn_choice(choice) for choice in value.get("choices") or ()]
+        value["choices"] = [self._rewrite_choice(choice) for choice in value.get("choices") or ()]
         usage = value.get("usage")
         if usage:
-            usage["prompt_tokens"] -= self._tokens
-            usage["completion_tokens"] = (usage["completion_tokens"] or 0) + self._tokens
+            usage["prompt_tokens"] -= self._num_prompt_output_tokens
+            usage["completion_tokens"] = (
+                usage["completion_tokens"] or 0
+            ) + self._num_prompt_output_tokens
         return build_event(value)
 
-    def _turn_choice(self, choice: Event) -> Event:
-        if self._again and choice.get("token_ids"):
-            choice["token_ids"] = self._drop_seen(choice["token_ids"])
+    def _rewrite_choice(self, choice: Event) -> Event:
+        if self._repeated_ids and choice.get("token_ids"):
+            choice["token_ids"] = self._drop_repeated(choice["token_ids"])
         if not self._chat:
             if "prompt_token_ids" in choice:
                 choice["prompt_token_ids"] = None
@@ -81,59 +84,63 @@ class Continued:
         rewritten["token_ids"] = choice.get("token_ids")
         return rewritten
 
-    def _drop_seen(self, ids: list[int]) -> list[int]:
-        count = min(len(ids), len(self._again))
-        if ids[:count] != self._again[:count]:
+    def _drop_repeated(self, ids: list[int]) -> list[int]:
+        count = min(len(ids), len(self._repeated_ids))
+        if ids[:count] != self._repeated_ids[:count]:
             raise SpliceError(_DIFFERS)
-        del self._again[:count]
+        del self._repeated_ids[:count]
         return ids[count:]
 
 
-class Replayed:
+class ReplayedStream:
     """Rewrites events of the original request sent again: cuts what the client has."""
 
     def __init__(self, transcript: Transcript) -> None:
-        self._seen = transcript
-        self._met: dict[int, dict[Path, int]] = {}
+        self._transcript = transcript
+        self._replayed_lengths: dict[int, dict[JsonPath, int]] = {}
         """By choice and path: how much has been repeated so far."""
 
-    def turn(self, event: bytes) -> bytes:
+    def rewrite(self, event: bytes) -> bytes:
         """The new part of an event. Raises SpliceError when it differs from what was sent."""
-        if event == DONE[: -len(BORDER)]:
-            return DONE
+        if event == DONE_EVENT[: -len(EVENT_SEPARATOR)]:
+            return DONE_EVENT
         value = decode_event(event)
         if value is None or "error" in value:
-            return event + BORDER
-        value |= self._seen.head
-        if self._seen.head:
+            return event + EVENT_SEPARATOR
+        value |= self._transcript.head
+        if self._transcript.head:
             value.pop("prompt_token_ids", None)
         choices = value.get("choices") or []
         if not choices:
-            return b"" if self._seen.usage else build_event(value)
+            return b"" if self._transcript.usage else build_event(value)
         value["choices"] = [new for choice in choices if (new := self._trim_choice(choice))]
         return build_event(value) if value["choices"] else b""
 
     def _trim_choice(self, choice: Event) -> Event | None:
         """The new part of a choice; None when there is none."""
         index = choice.get("index", 0)
-        sent = self._seen.choices.get(index, Choice())
-        replayed = self._met.setdefault(index, {})
+        sent = self._transcript.choices.get(index, ChoiceTranscript())
+        replayed = self._replayed_lengths.setdefault(index, {})
         trimmed = {
-            key: _trim(value, (key,), sent, replayed) if key in PARTS else value
+            key: _trim(value, (key,), sent, replayed) if key in CONTENT_KEYS else value
             for key, value in choice.items()
         }
-        if index in self._seen.choices:
+        if index in self._transcript.choices:
             trimmed.pop("prompt_token_ids", None)
         ends = choice.get("finish_reason") is not None and not sent.finished
-        return trimmed if ends or any(_holds(trimmed.get(key)) for key in PARTS) else None
+        return (
+            trimmed if ends or any(_has_content(trimmed.get(key)) for key in CONTENT_KEYS) else None
+        )
 
 
 def build_event(value: Event) -> bytes:
     """An event with this JSON."""
-    return DATA + _encode(value) + BORDER
+    return DATA_PREFIX + _encode(value) + EVENT_SEPARATOR
 
 
-def _trim(value: object, path: Path, sent: Choice, replayed: dict[Path, int]) -> object:
+def _trim(
+    value: object, path: JsonPath, sent: ChoiceTranscript, replayed: dict[JsonPath, int]
+) -> object:
     """The new part of a value of a choice."""
     if isinstance(value, str):
         return _trim_text(value, path, sent, replayed)
@@ -149,10 +156,10 @@ def _trim(value: object, path: Path, sent: Choice, replayed: dict[Path, int]) ->
     if path[-1] == "tool_calls":
         calls = []
         for position, call in enumerate(value):
-            name = name_element(call, position)
+            name = get_tool_call_key(call, position)
             remaining = _trim(call, (*path, name), sent, replayed)
             if isinstance(remaining, dict) and any(
-                _holds(part) for key, part in remaining.items() if key != "index"
+                _has_content(part) for key, part in remaining.items() if key != "index"
             ):
                 calls.append(remaining)
         return calls
@@ -161,9 +168,11 @@ def _trim(value: object, path: Path, sent: Choice, replayed: dict[Path, int]) ->
     return value[max(0, sent.counts.get(path, 0) - before) :]
 
 
-def _trim_text(text: str, path: Path, sent: Choice, replayed: dict[Path, int]) -> str | None:
+def _trim_text(
+    text: str, path: JsonPath, sent: ChoiceTranscript, replayed: dict[JsonPath, int]
+) -> str | None:
     sent_text = sent.texts.get(path, "")
-    if path[-1] in CONSTANTS:
+    if path[-1] in CONSTANT_KEYS:
         return None if sent_text else text
     before = replayed.get(path, 0)
     replayed[path] = before + len(text)
@@ -173,10 +182,10 @@ def _trim_text(text: str, path: Path, sent: Choice, replayed: dict[Path, int]) -
     return text[len(repeated) :]
 
 
-def _holds(part: object) -> bool:
+def _has_content(part: object) -> bool:
     """Whether it contains any text or list element."""
     if isinstance(part, dict):
-        return any(_holds(inner) for inner in part.values())
+        return any(_has_content(inner) for inner in part.values())
     if isinstance(part, list):
         return bool(part)
     return isinstance(part, str) and bool(part)

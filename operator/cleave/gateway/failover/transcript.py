@@ -11,31 +11,31 @@ from typing import Any
 
 import msgspec
 
-BORDER = b"\n\n"
-DONE = b"data: [DONE]\n\n"
-DATA = b"data: "
+EVENT_SEPARATOR = b"\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
+DATA_PREFIX = b"data: "
 
 Event = dict[str, Any]
-Path = tuple[str | int, ...]
+JsonPath = tuple[str | int, ...]
 
-CONSTANTS = frozenset(("role", "id", "type", "name"))
+CONSTANT_KEYS = frozenset(("role", "id", "type", "name"))
 """Keys of a delta whose text comes once and is not concatenated."""
 
 _decode = msgspec.json.Decoder().decode
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceTranscript:
     """What has been sent of one choice."""
 
-    texts: dict[Path, str] = field(default_factory=dict)
+    texts: dict[JsonPath, str] = field(default_factory=dict)
     """By path in the event: `text`, `delta.content`, arguments of a tool call, ..."""
-    counts: dict[Path, int] = field(default_factory=dict)
+    counts: dict[JsonPath, int] = field(default_factory=dict)
     """By path: lengths of lists with one entry per token."""
-    ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     """Token ids, if the engine sends them."""
-    settled: int = 0
-    """How many of `ids` have had their text sent: a character may take several tokens."""
+    num_settled: int = 0
+    """How many of `token_ids` have had their text sent: a character may take several tokens."""
     finished: bool = False
 
 
@@ -45,22 +45,22 @@ class Transcript:
 
     head: Event = field(default_factory=dict)
     """`id`, `created` and `model` of its first event."""
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, ChoiceTranscript] = field(default_factory=dict)
     usage: bool = False
     """Whether the final token counts were sent."""
     done: bool = False
-    foreign: bool = False
+    has_unknown_events: bool = False
     """Whether anything was sent that is not an event of a completion."""
 
     def read(self, events: bytes) -> None:
         """Add complete events."""
-        for event in events.split(BORDER):
-            if event == DONE[: -len(BORDER)]:
+        for event in events.split(EVENT_SEPARATOR):
+            if event == DONE_EVENT[: -len(EVENT_SEPARATOR)]:
                 self.done = True
             elif event:
                 value = decode_event(event)
                 if value is None:
-                    self.foreign = True
+                    self.has_unknown_events = True
                 else:
                     self._add(value)
 
@@ -70,10 +70,10 @@ class Transcript:
         return bool(self.choices) and all(choice.finished for choice in self.choices.values())
 
     @property
-    def silent(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing was sent that another response could not begin with."""
         return not any(
-            choice.ids
+            choice.token_ids
             or choice.finished
             or any(text and path[-1] != "role" for path, text in choice.texts.items())
             for choice in self.choices.values()
@@ -86,45 +86,45 @@ class Transcript:
         if not choices and event.get("usage"):
             self.usage = True
         for new in choices:
-            choice = self.choices.setdefault(new.get("index", 0), Choice())
+            choice = self.choices.setdefault(new.get("index", 0), ChoiceTranscript())
             has_text = False
-            for path, value in walk(new):
+            for path, value in walk_choice(new):
                 if isinstance(value, str):
-                    constant = path[-1] in CONSTANTS
+                    constant = path[-1] in CONSTANT_KEYS
                     choice.texts[path] = value if constant else choice.texts.get(path, "") + value
                     has_text = has_text or bool(value and not constant)
                 else:
                     choice.counts[path] = choice.counts.get(path, 0) + len(value)
-            choice.ids += new.get("token_ids") or ()
+            choice.token_ids += new.get("token_ids") or ()
             if has_text:
-                choice.settled = len(choice.ids)
+                choice.num_settled = len(choice.token_ids)
             choice.finished = choice.finished or new.get("finish_reason") is not None
 
 
-def walk(choice: Event) -> Iterator[tuple[Path, str | list[Any]]]:
+def walk_choice(choice: Event) -> Iterator[tuple[JsonPath, str | list[Any]]]:
     """Every text and every per-token list of a choice, with its path."""
-    yield from _walk((), {key: choice[key] for key in PARTS if key in choice})
+    yield from _walk_value((), {key: choice[key] for key in CONTENT_KEYS if key in choice})
 
 
-PARTS = ("text", "delta", "logprobs", "token_ids")
+CONTENT_KEYS = ("text", "delta", "logprobs", "token_ids")
 """Keys of a choice whose values grow with its tokens."""
 
 
-def _walk(path: Path, value: object) -> Iterator[tuple[Path, str | list[Any]]]:
+def _walk_value(path: JsonPath, value: object) -> Iterator[tuple[JsonPath, str | list[Any]]]:
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _walk((*path, key), inner)
+            yield from _walk_value((*path, key), inner)
     elif isinstance(value, list):
         if path and path[-1] == "tool_calls":
             for position, inner in enumerate(value):
-                yield from _walk((*path, name_element(inner, position)), inner)
+                yield from _walk_value((*path, get_tool_call_key(inner, position)), inner)
         else:
             yield path, value
 
 
-def name_element(value: object, position: int) -> int:
+def get_tool_call_key(value: object, position: int) -> int:
     """A tool call's own index, which identifies it in every event; or else its position."""
     index = value.get("index") if isinstance(value, dict) else None
     return index if isinstance(index, int) else position
@@ -132,10 +132,10 @@ def name_element(value: object, position: int) -> int:
 
 def decode_event(event: bytes) -> Event | None:
     """The JSON of an event; None when it has none."""
-    if not event.startswith(DATA):
+    if not event.startswith(DATA_PREFIX):
         return None
     try:
-        value = _decode(event[len(DATA) :])
+        value = _decode(event[len(DATA_PREFIX) :])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

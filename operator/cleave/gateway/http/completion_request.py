@@ -11,14 +11,18 @@ import re
 
 import msgspec
 
-from cleave.gateway.http.bounded_json import ListDecoder, TooManyError, decode_object
-from cleave.gateway.http.errors import ApiError, refuse
+from cleave.gateway.http.bounded_json import (
+    BoundedListDecoder,
+    TooManyMembersError,
+    decode_bounded_object,
+)
+from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
 from cleave.gateway.http.token_estimate import estimate_tokens
 
 Fields = dict[str, msgspec.Raw]
 
-KV_KEY = "kv_transfer_params"
+KV_PARAMS_KEY = "kv_transfer_params"
 
 MAX_FIELDS = 1_024
 """Of a request, or of its `vllm_xargs`."""
@@ -35,22 +39,22 @@ _VALUE_BYTES = 1_024
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_prompts = ListDecoder(MAX_PROMPTS).decode
+_decode_prompts = BoundedListDecoder(MAX_PROMPTS).decode
 _decode_str = msgspec.json.Decoder(str).decode
-_decode_any = msgspec.json.Decoder().decode
+_decode_json = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
 _encode = msgspec.json.Encoder().encode
 
 _FALSE = msgspec.Raw(b"false")
 _TRUE = msgspec.Raw(b"true")
 _ONE = msgspec.Raw(b"1")
-ASK_FOR_KV = msgspec.Raw(
+KV_REQUEST_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-TOKENS_KEY = "return_token_ids"
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", TOKENS_KEY)
-_TELLING = frozenset(
+TOKEN_IDS_KEY = "return_token_ids"
+_NON_PREFILL_FIELDS = ("stream_options", "min_tokens", TOKEN_IDS_KEY)
+_COLOCATING_FIELDS = frozenset(
     (
         "n",
         "best_of",
@@ -63,7 +67,7 @@ _TELLING = frozenset(
     )
 )
 """Fields of which some values forbid a split; most requests have none of them."""
-_BINDING = frozenset(
+_STATEFUL_FIELDS = frozenset(
     (
         "bad_words",
         "frequency_penalty",
@@ -92,11 +96,11 @@ _BINDING = frozenset(
         "top_logprobs",
         "vllm_xargs",
         "watermarking",
-        TOKENS_KEY,
+        TOKEN_IDS_KEY,
     )
 )
 """Fields of which some values tie an answer to the engine that began it."""
-_UNUSUAL = _TELLING | _BINDING
+_SPECIAL_FIELDS = _COLOCATING_FIELDS | _STATEFUL_FIELDS
 _TOO_MANY_FIELDS: tuple[str, str | None] = (
     f"the body has more than {MAX_FIELDS} fields",
     None,
@@ -105,23 +109,32 @@ _TOO_MANY_PROMPTS: tuple[str, str | None] = (
     f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
     "prompt",
 )
-_TEXTS = ("messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2")
+_TEXT_FIELDS = (
+    "messages",
+    "prompt",
+    "input",
+    "instructions",
+    "system",
+    "tools",
+    "documents",
+    "text_2",
+)
 """Of requests that are no completions, what is long."""
-_UNBOUND: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
+_STATELESS_VALUES: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
 """Values with which they do not."""
 
 
-class Completion:
+class CompletionRequest:
     """What the gateway needs to know of a request."""
 
     __slots__ = (
-        "asks_ids",
+        "can_disaggregate",
         "fields",
+        "has_token_ids",
         "model",
-        "numbered",
         "output_tokens",
         "prompt_tokens",
-        "splittable",
+        "return_token_ids",
         "stream",
     )
 
@@ -131,32 +144,32 @@ class Completion:
         model: str,
         fields: Fields,
         stream: bool,
-        splittable: bool,
+        can_disaggregate: bool,
         prompt_tokens: int,
         output_tokens: int,
-        numbered: bool = False,
-        asks_ids: bool = False,
+        has_token_ids: bool = False,
+        return_token_ids: bool = False,
     ) -> None:
         self.model = model
         self.fields = fields
         self.stream = stream
-        self.splittable = splittable
+        self.can_disaggregate = can_disaggregate
         """False: one instance must do both phases."""
         self.prompt_tokens = prompt_tokens
         """Estimate."""
         self.output_tokens = output_tokens
         """The request's own limit; 0: none stated."""
-        self.numbered = numbered
+        self.has_token_ids = has_token_ids
         """Its stream carries token ids, because the gateway asks for them: it can go on
         elsewhere."""
-        self.asks_ids = asks_ids
+        self.return_token_ids = return_token_ids
         """So does the client, who is to see each of them once."""
 
 
 class BodyScan:
     """Finds the members of a large body in steps of about 1 ms, before it is read.
 
-    The client connection calls `step` until it is done, then `read_completion` takes the result.
+    The client connection calls `step` until it is done, then `parse_completion` takes the result.
     Errors are kept as text and raised there: a kept exception would keep the body in memory.
     """
 
@@ -180,7 +193,7 @@ class BodyScan:
                 self.prompts = self._scanner.elements()
                 return True
             self.fields = self._scanner.members()
-        except TooManyError:
+        except TooManyMembersError:
             self.error = _TOO_MANY_PROMPTS if self._scans_prompts else _TOO_MANY_FIELDS
             return True
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -194,42 +207,44 @@ class BodyScan:
         return False
 
 
-def find_text(completion: Completion) -> bytes | memoryview:
+def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
     """The prompt as the client wrote it, without what closes it; for its beginning to be known."""
     raw = completion.fields.get("messages") or completion.fields.get("prompt")
     return b"" if raw is None else memoryview(raw)[:-1]
 
 
-def read_completion(body: bytes, scan: BodyScan | None = None) -> Completion:
+def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
     """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400).
 
     `scan`: of the same body, when it is large.
     """
     fields = _read_fields(body, scan)
     stream = _read_stream(fields)
-    limit = _read_limit(fields)
+    limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_prompt(fields, scan)
-    usual = _UNUSUAL.isdisjoint(fields)
-    numbered = stream and prompts == 1 and (usual or not _is_bound(fields))
+    usual = _SPECIAL_FIELDS.isdisjoint(fields)
+    numbered = stream and prompts == 1 and (usual or not _depends_on_engine_state(fields))
     asks_ids = False
     if numbered:
-        asks_ids = not usual and bool(decode_any(fields.get(TOKENS_KEY, _FALSE)))
-        fields[TOKENS_KEY] = _TRUE
-    return Completion(
+        asks_ids = not usual and bool(decode_value(fields.get(TOKEN_IDS_KEY, _FALSE)))
+        fields[TOKEN_IDS_KEY] = _TRUE
+    return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
         stream=stream,
-        splittable=prompts == 1
+        can_disaggregate=prompts == 1
         and limit is not None
-        and (usual or _is_splittable(fields, stream, limit)),
+        and (usual or _can_disaggregate(fields, stream, limit)),
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
-        numbered=numbered,
-        asks_ids=asks_ids,
+        has_token_ids=numbered,
+        return_token_ids=asks_ids,
     )
 
 
-def read_other(body: bytes, default_model: str, scan: BodyScan | None = None) -> Completion:
+def parse_engine_request(
+    body: bytes, default_model: str, scan: BodyScan | None = None
+) -> CompletionRequest:
     """Read a request of any other path of an engine; it runs whole. Raises ApiError (400).
 
     `default_model`: where none is named, as /tokenize allows; empty: there is no only one.
@@ -238,39 +253,43 @@ def read_other(body: bytes, default_model: str, scan: BodyScan | None = None) ->
     fields = _read_fields(body, scan)
     if default_model:
         fields.setdefault("model", msgspec.Raw(_encode(default_model)))
-    output = _read_limit(fields)
-    return Completion(
+    output = _read_output_limit(fields)
+    return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
         stream=_read_stream(fields),
-        splittable=False,
-        prompt_tokens=sum(estimate_tokens(bytes(fields[key])) for key in _TEXTS if key in fields)
+        can_disaggregate=False,
+        prompt_tokens=sum(
+            estimate_tokens(bytes(fields[key])) for key in _TEXT_FIELDS if key in fields
+        )
         or 1,
         output_tokens=output or 0,
     )
 
 
-def build_whole(completion: Completion) -> bytes:
+def build_colocated_body(completion: CompletionRequest) -> bytes:
     """The body for an engine that does both phases."""
     return _encode(completion.fields)
 
 
-def build_prefill(completion: Completion, ask: msgspec.Raw = ASK_FOR_KV) -> bytes:
+def build_prefill_body(
+    completion: CompletionRequest, kv_params: msgspec.Raw = KV_REQUEST_PARAMS
+) -> bytes:
     """The body that computes the prompt and keeps its KV for another engine."""
     fields = completion.fields.copy()
-    for key in _NOT_FOR_PREFILL:
+    for key in _NON_PREFILL_FIELDS:
         fields.pop(key, None)
     fields["stream"] = _FALSE
     fields["max_tokens"] = _ONE
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
-    fields[KV_KEY] = ask
+    fields[KV_PARAMS_KEY] = kv_params
     return _encode(fields)
 
 
-def build_decode(completion: Completion, handoff: msgspec.Raw) -> bytes:
+def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> bytes:
     """The body that continues from the KV a prefill engine keeps."""
-    return _encode({**completion.fields, KV_KEY: handoff})
+    return _encode({**completion.fields, KV_PARAMS_KEY: handoff})
 
 
 def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
@@ -278,34 +297,34 @@ def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
     try:
         if scan is not None:
             if scan.error is not None:
-                raise _refuse_with(scan.error)
+                raise _build_field_error(scan.error)
             fields = scan.fields
         elif len(body) > _LARGE_BYTES:
-            fields = decode_object(body, MAX_FIELDS)
+            fields = decode_bounded_object(body, MAX_FIELDS)
         else:
             fields = _decode_fields(body)
-    except TooManyError:
-        raise _refuse_with(_TOO_MANY_FIELDS) from None
+    except TooManyMembersError:
+        raise _build_field_error(_TOO_MANY_FIELDS) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise refuse(f"the body is not a JSON object: {error}") from None
+        raise build_bad_request(f"the body is not a JSON object: {error}") from None
     if len(fields) > MAX_FIELDS:
-        raise _refuse_with(_TOO_MANY_FIELDS)
-    fields.pop(KV_KEY, None)
+        raise _build_field_error(_TOO_MANY_FIELDS)
+    fields.pop(KV_PARAMS_KEY, None)
     if "vllm_xargs" in fields:
-        _drop_nested(fields, "vllm_xargs")
+        _drop_nested_kv_params(fields, "vllm_xargs")
     return fields
 
 
 def _read_model(fields: Fields) -> str:
     if "model" not in fields:
-        raise refuse("you must provide a model parameter", param="model")
+        raise build_bad_request("you must provide a model parameter", param="model")
     raw = fields["model"]
     if len(raw) > MAX_MODEL_BYTES:
-        raise refuse(f"model is longer than {MAX_MODEL_BYTES} bytes", param="model")
+        raise build_bad_request(f"model is longer than {MAX_MODEL_BYTES} bytes", param="model")
     try:
         return _decode_str(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise refuse("model must be a string", param="model") from None
+        raise build_bad_request("model must be a string", param="model") from None
 
 
 def _read_stream(fields: Fields) -> bool:
@@ -314,10 +333,10 @@ def _read_stream(fields: Fields) -> bool:
     try:
         return bool(_decode_flag(fields["stream"]))
     except msgspec.MsgspecError:
-        raise refuse("stream must be true or false", param="stream") from None
+        raise build_bad_request("stream must be true or false", param="stream") from None
 
 
-def _read_limit(fields: Fields) -> int | None:
+def _read_output_limit(fields: Fields) -> int | None:
     """The output limit, 0 when there is none; None when it is nothing a prefill could honour.
 
     What is invalid is left to an engine, whole: it knows the right words for its refusal.
@@ -326,7 +345,7 @@ def _read_limit(fields: Fields) -> int | None:
     for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if key not in fields:
             continue
-        value = decode_any(fields[key])
+        value = decode_value(fields[key])
         if value is None:
             continue
         if type(value) is not int or value < 1:
@@ -362,10 +381,10 @@ def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]
         prompts = scan.prompts if scan is not None else None
         if prompts is None:
             prompts = _decode_prompts(raw)
-    except TooManyError:
-        raise _refuse_with(_TOO_MANY_PROMPTS) from None
+    except TooManyMembersError:
+        raise _build_field_error(_TOO_MANY_PROMPTS) from None
     except RecursionError:
-        raise refuse("prompt is nested too deeply", param="prompt") from None
+        raise build_bad_request("prompt is nested too deeply", param="prompt") from None
     tokens = 1
     for prompt in prompts:
         text = bytes(prompt)
@@ -374,8 +393,8 @@ def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]
     return len(prompts), tokens
 
 
-def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
-    values = {key: decode_any(fields[key]) for key in _TELLING.intersection(fields)}
+def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
+    values = {key: decode_value(fields[key]) for key in _COLOCATING_FIELDS.intersection(fields)}
     least = values.get("min_tokens") or 0
     return (
         values.get("n") in (None, 1)
@@ -390,13 +409,13 @@ def _is_splittable(fields: Fields, stream: bool, limit: int) -> bool:
     )
 
 
-def _is_bound(fields: Fields) -> bool:
+def _depends_on_engine_state(fields: Fields) -> bool:
     """Whether the rest of the answer depends on more than the tokens so far.
 
     Penalties count what was generated, a seed's draws are used up one by one, grammars and stop
     strings have got somewhere, several choices have; all that ends with the engine.
     """
-    values = {key: decode_any(fields[key]) for key in _UNUSUAL.intersection(fields)}
+    values = {key: decode_value(fields[key]) for key in _SPECIAL_FIELDS.intersection(fields)}
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
     several = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
@@ -405,7 +424,7 @@ def _is_bound(fields: Fields) -> bool:
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
-    if values.pop(TOKENS_KEY, None) not in (None, True):
+    if values.pop(TOKEN_IDS_KEY, None) not in (None, True):
         # Who wants no ids must not get those that the gateway would ask for.
         return True
     # 0 is a seed, and a wish for the log-probability of each token itself.
@@ -413,36 +432,36 @@ def _is_bound(fields: Fields) -> bool:
     return (
         several
         or any(value is not None and value is not False for value in counting)
-        or any(value not in _UNBOUND for value in values.values())
+        or any(value not in _STATELESS_VALUES for value in values.values())
     )
 
 
-def _drop_nested(fields: Fields, key: str) -> None:
+def _drop_nested_kv_params(fields: Fields, key: str) -> None:
     """vLLM hands this field's content to the same place that KV references travel in."""
     if len(fields[key]) > MAX_NESTED_BYTES:
-        raise refuse(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
+        raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:
-        inner = decode_object(fields[key], MAX_FIELDS)
-    except TooManyError:
-        raise _refuse_with((f"{key} has more than {MAX_FIELDS} fields", key)) from None
+        inner = decode_bounded_object(fields[key], MAX_FIELDS)
+    except TooManyMembersError:
+        raise _build_field_error((f"{key} has more than {MAX_FIELDS} fields", key)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    if inner.pop(KV_KEY, None) is not None:
+    if inner.pop(KV_PARAMS_KEY, None) is not None:
         fields[key] = msgspec.Raw(_encode(inner))
 
 
-def _refuse_with(error: tuple[str, str | None]) -> ApiError:
+def _build_field_error(error: tuple[str, str | None]) -> GatewayError:
     """`error`: message and parameter."""
     message, param = error
-    return refuse(message, param=param)
+    return build_bad_request(message, param=param)
 
 
-def decode_any(raw: msgspec.Raw) -> object:
+def decode_value(raw: msgspec.Raw) -> object:
     """A field's value, or something that equals no usual one: it is invalid, or long."""
     if len(raw) > _VALUE_BYTES:
         return b"long"
     try:
-        value: object = _decode_any(raw)
+        value: object = _decode_json(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return b"invalid"
     return value

@@ -22,21 +22,21 @@ log = logging.getLogger(__name__)
 
 MAX_EXAMINED = 64
 """Connections that are examined for one that can be closed, 0.3 us each."""
-MAX_EXAMINED_OF_ADDRESS = 16
-WARN_S = 60.0
+MAX_EXAMINED_PER_ADDRESS = 16
+WARNING_INTERVAL_S = 60.0
 
 
-class Connection(Protocol):
+class LimitedConnection(Protocol):
     """An open connection that can be closed to make room."""
 
-    def idle_since(self) -> float:
+    def get_idle_since(self) -> float:
         """In the clock's seconds; infinite while a request is being answered."""
 
     def drop(self) -> None:
         """Close at once."""
 
 
-class Connections:
+class ConnectionLimiter:
     """The open connections of one kind, in one process."""
 
     def __init__(self, kind: str, limit: int, clock: Callable[[], float]) -> None:
@@ -44,32 +44,32 @@ class Connections:
         self._kind = kind
         self._limit = limit
         self._clock = clock
-        self._addresses: dict[Connection, str] = {}
+        self._addresses: dict[LimitedConnection, str] = {}
         """The address of each open connection."""
-        self._queues: dict[str, OrderedDict[Connection, float]] = {}
+        self._queues: dict[str, OrderedDict[LimitedConnection, float]] = {}
         """By address: its connections with their `idle_since` when they were last examined."""
         self._by_count: dict[int, OrderedDict[str, None]] = {}
         """The addresses that have so many connections."""
-        self._warn_at = -math.inf
+        self._next_warning_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def admit(self, connection: Connection, peer: object) -> bool:
+    def admit(self, connection: LimitedConnection, peer: object) -> bool:
         """Register a new connection; False: there is no room and none can be made.
 
         `peer`: the socket's peer name, as asyncio's transports give it.
         """
-        if len(self._addresses) >= self._limit and not self._make_room():
+        if len(self._addresses) >= self._limit and not self._evict_idle():
             return False
-        address = group(peer)
+        address = get_address_group(peer)
         self._addresses[connection] = address
         queue = self._queues.setdefault(address, OrderedDict())
-        queue[connection] = connection.idle_since()
-        self._count(address, len(queue) - 1, len(queue))
+        queue[connection] = connection.get_idle_since()
+        self._update_address_count(address, len(queue) - 1, len(queue))
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def remove(self, connection: LimitedConnection) -> None:
         """Remove a connection that has ended; calls after the first do nothing."""
         address = self._addresses.pop(connection, None)
         if address is None:
@@ -78,9 +78,9 @@ class Connections:
         del queue[connection]
         if not queue:
             del self._queues[address]
-        self._count(address, len(queue) + 1, len(queue))
+        self._update_address_count(address, len(queue) + 1, len(queue))
 
-    def _count(self, address: str, before: int, after: int) -> None:
+    def _update_address_count(self, address: str, before: int, after: int) -> None:
         if before:
             del self._by_count[before][address]
             if not self._by_count[before]:
@@ -88,11 +88,11 @@ class Connections:
         if after:
             self._by_count.setdefault(after, OrderedDict())[address] = None
 
-    def _make_room(self) -> bool:
+    def _evict_idle(self) -> bool:
         """Close one idle connection; False: none was idle among those that were examined."""
         now = self._clock()
-        if now >= self._warn_at:
-            self._warn_at = now + WARN_S
+        if now >= self._next_warning_at:
+            self._next_warning_at = now + WARNING_INTERVAL_S
             log.warning(
                 "%d %s, as many as there may be: those that have been idle longest are closed",
                 len(self._addresses),
@@ -105,10 +105,10 @@ class Connections:
                 address = next(iter(addresses))
                 addresses.move_to_end(address)
                 # Twice, because one that was busy is known to be idle only at the second visit.
-                visits = min(2 * count, MAX_EXAMINED_OF_ADDRESS)
-                connection = _next_idle(self._queues[address], visits)
+                visits = min(2 * count, MAX_EXAMINED_PER_ADDRESS)
+                connection = _find_idle(self._queues[address], visits)
                 if connection is not None:
-                    self.leave(connection)
+                    self.remove(connection)
                     connection.drop()
                     return True
                 examined += visits
@@ -117,11 +117,13 @@ class Connections:
         return False
 
 
-def _next_idle(queue: OrderedDict[Connection, float], visits: int) -> Connection | None:
+def _find_idle(
+    queue: OrderedDict[LimitedConnection, float], visits: int
+) -> LimitedConnection | None:
     """The first connection that has been idle since it was last examined; the others move back."""
     for _ in range(visits):
         connection, known_since = next(iter(queue.items()))
-        since = connection.idle_since()
+        since = connection.get_idle_since()
         if since == known_since and since != math.inf:
             return connection
         queue[connection] = since
@@ -129,7 +131,7 @@ def _next_idle(queue: OrderedDict[Connection, float], visits: int) -> Connection
     return None
 
 
-def group(peer: object) -> str:
+def get_address_group(peer: object) -> str:
     """The address that a peer counts by: of IPv6 the network of 64 bits, which one machine has."""
     if not isinstance(peer, tuple) or not peer:
         return ""

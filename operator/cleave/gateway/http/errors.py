@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cleave.gateway.http.headers import JSON
+from cleave.gateway.http.headers import JSON_CONTENT
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 
 
 @dataclass(eq=False)
-class ApiError(Exception):
+class GatewayError(Exception):
     """The error response to a client."""
 
     status: http.HTTPStatus
@@ -23,7 +23,7 @@ class ApiError(Exception):
     code: str | None = None
     param: str | None = None
     retry_after_s: int | None = None
-    fields: bytes = b""
+    header_lines: bytes = b""
     """Additional header lines."""
 
     def to_json(self) -> bytes:
@@ -40,24 +40,26 @@ class ApiError(Exception):
         )
 
 
-def build_error_fields(error: ApiError) -> bytes:
+def build_error_headers(error: GatewayError) -> bytes:
     """The header lines of an error response."""
-    fields = JSON + error.fields
+    fields = JSON_CONTENT + error.header_lines
     if error.retry_after_s is None:
         return fields
     return b"%bretry-after: %d\r\n" % (fields, error.retry_after_s)
 
 
-def refuse(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def build_bad_request(
+    message: str, param: str | None = None, code: str | None = None
+) -> GatewayError:
     """400: the request is invalid."""
-    return ApiError(
+    return GatewayError(
         http.HTTPStatus.BAD_REQUEST, message, "invalid_request_error", code=code, param=param
     )
 
 
-def refuse_size(limit_bytes: int) -> ApiError:
+def build_payload_too_large(limit_bytes: int) -> GatewayError:
     """413: the body is too large."""
-    return ApiError(
+    return GatewayError(
         http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"the body is larger than {limit_bytes} bytes",
         "invalid_request_error",
@@ -65,30 +67,32 @@ def refuse_size(limit_bytes: int) -> ApiError:
     )
 
 
-def fail_engine(status: http.HTTPStatus, message: str) -> ApiError:
+def build_engine_error(status: http.HTTPStatus, message: str) -> GatewayError:
     """502 or 504: an engine failed."""
     code = "engine_timeout" if status is http.HTTPStatus.GATEWAY_TIMEOUT else "engine_error"
-    return ApiError(status, message, "server_error", code=code)
+    return GatewayError(status, message, "server_error", code=code)
 
 
-LEAK = fail_engine(http.HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on")
+HANDOFF_LEAK = build_engine_error(
+    http.HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on"
+)
 """The response contains a handoff that cannot be removed."""
 
 
-def hide_refusal(status: int) -> ApiError:
+def redact_engine_rejection(status: int) -> GatewayError:
     """An engine's rejection without its message, because the message quotes a handoff."""
     refused = http.HTTPStatus(status)
-    return ApiError(refused, "the engine refused the request", "invalid_request_error")
+    return GatewayError(refused, "the engine refused the request", "invalid_request_error")
 
 
-def is_missing_page(status: int, body: bytes) -> bool:
+def is_unknown_route(status: int, body: bytes) -> bool:
     """Whether an engine does not have this path; errors of its API have another form."""
     return status in (404, 405) and (not body.startswith(b"{") or body.startswith(b'{"detail"'))
 
 
-def lack_page(path: bytes, model: str) -> ApiError:
+def build_not_offered(path: bytes, model: str) -> GatewayError:
     """501: the path exists, but not for this model."""
-    return ApiError(
+    return GatewayError(
         http.HTTPStatus.NOT_IMPLEMENTED,
         f"the engine of model {model!r} does not offer {path.decode('ascii', 'replace')}",
         "invalid_request_error",
@@ -96,12 +100,12 @@ def lack_page(path: bytes, model: str) -> ApiError:
     )
 
 
-def from_router(error: RouterError) -> ApiError:
+def convert_router_error(error: RouterError) -> GatewayError:
     """Convert the router's errors to HTTP errors."""
     status = http.HTTPStatus
     match error:
         case UnknownModel():
-            return ApiError(
+            return GatewayError(
                 status.NOT_FOUND,
                 str(error),
                 "invalid_request_error",
@@ -109,7 +113,7 @@ def from_router(error: RouterError) -> ApiError:
                 param="model",
             )
         case QueueFull():
-            return ApiError(
+            return GatewayError(
                 status.TOO_MANY_REQUESTS,
                 str(error),
                 "rate_limit_error",
@@ -117,7 +121,7 @@ def from_router(error: RouterError) -> ApiError:
                 retry_after_s=1,
             )
         case NoInstance():
-            return ApiError(
+            return GatewayError(
                 status.SERVICE_UNAVAILABLE,
                 str(error),
                 "server_error",

@@ -8,13 +8,13 @@ REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
 
 TRACEPARENT = b"traceparent"
 
-JSON = b"content-type: application/json\r\n"
-TEXT = b"content-type: text/plain; charset=utf-8\r\n"
-CLOSE = b"connection: close\r\n"
+JSON_CONTENT = b"content-type: application/json\r\n"
+TEXT_CONTENT = b"content-type: text/plain; charset=utf-8\r\n"
+CONNECTION_CLOSE = b"connection: close\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_NOT_PASSED_ON = frozenset(
+_UNFORWARDED = frozenset(
     (
         b"connection",
         b"content-length",
@@ -30,16 +30,16 @@ _NOT_PASSED_ON = frozenset(
         b"x-request-id",
     )
 )
-_SANE = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
-_WITHOUT_INSANE = bytes(byte if byte in _SANE else byte ^ 255 for byte in range(256))
+_REQUEST_ID_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
+_REQUEST_ID_TABLE = bytes(byte if byte in _REQUEST_ID_BYTES else byte ^ 255 for byte in range(256))
 """Changes every byte that is not allowed."""
-_MAX_ID_BYTES = 128
+_MAX_REQUEST_ID_BYTES = 128
 _UNSAFE = re.compile(rb"[^\x21-\x7e]")
 
 Headers = list[tuple[bytes, bytes]]
 
 
-def build_engine_head(
+def build_request_head(
     path: bytes, host: bytes, request_id: bytes, length: int, fields: bytes = b""
 ) -> bytes:
     """The head of a request to an engine; nothing of the client's head is copied.
@@ -53,7 +53,7 @@ def build_engine_head(
     )
 
 
-def build_head(status: int, fields: bytes, request_id: bytes, length: int) -> bytes:
+def build_response_head(status: int, fields: bytes, request_id: bytes, length: int) -> bytes:
     """The head of a response of known length; `fields` are header lines with their line ends."""
     return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
         status,
@@ -75,23 +75,23 @@ def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bo
     )
 
 
-def pass_on(headers: Headers) -> bytes:
+def build_forwarded_headers(headers: Headers) -> bytes:
     """An engine's header lines that the client should receive."""
     return b"".join(
-        [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _NOT_PASSED_ON]
+        [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _UNFORWARDED]
     )
 
 
-def frame(piece: bytes) -> bytes:
+def encode_chunk(piece: bytes) -> bytes:
     """One chunk of a chunked body; `piece` must not be empty, since that would end the body."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
-def is_sane_id(value: bytes) -> bool:
+def is_valid_request_id(value: bytes) -> bool:
     """Whether a client's X-Request-Id is safe to send back."""
-    return 0 < len(value) <= _MAX_ID_BYTES and value.translate(_WITHOUT_INSANE) == value
+    return 0 < len(value) <= _MAX_REQUEST_ID_BYTES and value.translate(_REQUEST_ID_TABLE) == value
 
 
-def make_safe(text: str) -> bytes:
+def sanitize_header_value(text: str) -> bytes:
     """A name as a header value, unsafe bytes replaced by `?`."""
     return _UNSAFE.sub(b"?", text.encode())

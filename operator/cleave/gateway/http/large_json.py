@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.gateway.http.bounded_json import TooManyError
+from cleave.gateway.http.bounded_json import TooManyMembersError
 
 MIN_BYTES: Final = 1 << 20
 """Below, msgspec takes at most 5 ms."""
@@ -65,7 +65,7 @@ class MemberScanner:
     def step(self) -> bool:
         """Scan the next slice; True: it was the last one.
 
-        Raises TooManyError, and msgspec.DecodeError when the text is no JSON object or list.
+        Raises TooManyMembersError, and msgspec.DecodeError when the text is no JSON object or list.
         """
         start = self._position
         data = self._bytes[start : start + SLICE_BYTES]
@@ -160,7 +160,7 @@ class MemberScanner:
         for kind, found in ((_COMMA, self._commas), (_COLON, self._colons)):
             delimiters = places[outermost & (kinds == kind)]
             if len(found) + delimiters.size > self._limit:
-                raise TooManyError
+                raise TooManyMembersError
             found += delimiters.tolist()
 
     def _delimit(self, bracket: bytes) -> tuple[int, int]:
@@ -179,5 +179,5 @@ class MemberScanner:
         starts = [first, *self._commas]
         ends = [*self._commas, last]
         if len(starts) > self._limit:
-            raise TooManyError
+            raise TooManyMembersError
         return [(start + 1, end) for start, end in zip(starts, ends, strict=True)]

@@ -12,35 +12,37 @@ from http import HTTPStatus
 import httptools
 
 from cleave.gateway.http.completion_request import BodyScan
-from cleave.gateway.http.errors import ApiError, refuse, refuse_size
+from cleave.gateway.http.errors import GatewayError, build_bad_request, build_payload_too_large
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_BARE_BYTES = 8 << 10
+MAX_FRAMING_RUN_BYTES = 8 << 10
 """Of a chunked body without any of its content: a chunk's extensions, or all trailers."""
 _OBJECT_BYTES = 128
 """What a header's name and value, or a piece of the path, take beside their text."""
 
-_READ = frozenset(
+_READ_HEADERS = frozenset(
     (b"authorization", b"content-length", b"expect", b"transfer-encoding", b"x-request-id")
 )
 
-_TOO_LONG_HEAD = ApiError(
+_TOO_LONG_HEAD = GatewayError(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"the request's head is longer than {MAX_HEAD_BYTES} bytes",
     "invalid_request_error",
 )
-_TOO_MUCH_FRAMING = refuse(
-    f"a chunk's extensions, or the trailers, are longer than {MAX_BARE_BYTES} bytes, or all of a "
+_TOO_MUCH_FRAMING = build_bad_request(
+    f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all of a "
     "body's framing is longer than a body may be"
 )
-_UNKNOWN_VERSION = refuse("the request is of another version than HTTP/1.0 and HTTP/1.1")
-_UNKNOWN_CODING = refuse("the only transfer coding that is understood is chunked, and once")
-_UNKNOWN_EXPECTATION = ApiError(
+_UNKNOWN_VERSION = build_bad_request("the request is of another version than HTTP/1.0 and HTTP/1.1")
+_UNKNOWN_CODING = build_bad_request(
+    "the only transfer coding that is understood is chunked, and once"
+)
+_UNKNOWN_EXPECTATION = GatewayError(
     HTTPStatus.EXPECTATION_FAILED, "unknown expectation", "invalid_request_error"
 )
 
 
-class Request:
+class HttpRequest:
     """One request, read completely."""
 
     __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path", "scan")
@@ -64,7 +66,7 @@ class Request:
         """Of a large body, once it is complete."""
 
 
-class RequestReader:
+class RequestParser:
     """The reading side of one connection. Its on_ methods are httptools' callbacks.
 
     Of them, what is called several times a request is a method of a list or a dict, which costs a
@@ -74,44 +76,44 @@ class RequestReader:
     def __init__(
         self,
         max_body_bytes: int,
-        check: Callable[[Request], ApiError | None],
-        also_read: frozenset[bytes] = frozenset(),
+        check: Callable[[HttpRequest], GatewayError | None],
+        extra_headers: frozenset[bytes] = frozenset(),
     ) -> None:
         """`check` looks at the head of a request whose body has not come with it; an error refuses
         the request, and none of its body is kept.
 
-        `also_read`: more headers to be kept, in small letters.
+        `extra_headers`: more headers to be kept, in small letters.
         """
-        self._names = _READ | also_read if also_read else _READ
-        self.ready: list[Request] = []
+        self._header_names = _READ_HEADERS | extra_headers if extra_headers else _READ_HEADERS
+        self.ready: list[HttpRequest] = []
         """Whole requests, oldest first."""
-        self.refusal: ApiError | None = None
+        self.error: GatewayError | None = None
         """What is wrong with the one after them; nothing is read any more."""
-        self.wants_continue = False
+        self.expects_continue = False
         """The client waits to be asked for the body (Expect: 100-continue)."""
         self._max_body_bytes = max_body_bytes
         self._check = check
         self._url: list[bytes] = []
-        self._given: dict[bytes, bytes] = {}
+        self._raw_headers: dict[bytes, bytes] = {}
         """Headers, of equal ones the first; or trailers, which nobody reads."""
-        self._pieces: list[bytes] = []
+        self._body_pieces: list[bytes] = []
         """Of the body, out of what was read last."""
         self.on_url = self._url.append
-        self.on_header = self._given.setdefault
-        self.on_body = self._pieces.append
+        self.on_header = self._raw_headers.setdefault
+        self.on_body = self._body_pieces.append
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._data = b""
         """What is being read."""
         self._head_bytes = 0
         """At most so many so far, of a head that is not whole."""
-        self._request: Request | None = None
+        self._request: HttpRequest | None = None
         self._is_checked = False
         self._body = bytearray()
         self._body_bytes_read = 0
         """Of the body as it came, framing included."""
-        self._bare_bytes = 0
+        self._framing_run_bytes = 0
         """The last of them, without any content."""
-        self._raw_body_left = 0
+        self._raw_body_remaining = 0
 
     @property
     def reading_body(self) -> bool:
@@ -124,19 +126,19 @@ class RequestReader:
         return len(self._body)
 
     @property
-    def kept_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         """Memory that a request takes that is not whole, about."""
         if self._request is not None:
             return len(self._body)
-        return self._head_bytes + _OBJECT_BYTES * (len(self._given) + len(self._url))
+        return self._head_bytes + _OBJECT_BYTES * (len(self._raw_headers) + len(self._url))
 
     def feed(self, data: bytes) -> None:
-        """Read on; `ready`, `refusal` and `wants_continue` tell what has come of it."""
+        """Read on; `ready`, `error` and `expects_continue` tell what has come of it."""
         rest = self._data = data
         self._head_bytes += len(data)
         try:
-            while rest and self.refusal is None and self._parser is not None:
-                if self._raw_body_left:
+            while rest and self.error is None and self._parser is not None:
+                if self._raw_body_remaining:
                     rest = self._take_raw_body(rest)
                     continue
                 try:
@@ -147,36 +149,36 @@ class RequestReader:
         except httptools.HttpParserCallbackError:
             raise
         except httptools.HttpParserError:
-            self.refusal = refuse("the request is not valid HTTP")
+            self.error = build_bad_request("the request is not valid HTTP")
         self._data = b""
-        if self.refusal is None:
+        if self.error is None:
             if self._request is not None:
-                self._gather(self._request, len(data))
+                self._collect_body(self._request, len(data))
             elif self._head_bytes > MAX_HEAD_BYTES and not self.ready:
-                self.refusal = _TOO_LONG_HEAD
-        if self.refusal is not None:
-            self._forget()
+                self.error = _TOO_LONG_HEAD
+        if self.error is not None:
+            self._discard()
 
-    def refuse(self, error: ApiError) -> None:
+    def reject(self, error: GatewayError) -> None:
         """Read no more: what is not whole is let go of, and refused after what is ready."""
-        self.refusal = self.refusal or error
-        self._forget()
+        self.error = self.error or error
+        self._discard()
 
     def close(self) -> None:
         """Let go of the parser, which holds this object as this object holds it."""
-        self._forget()
+        self._discard()
         self.ready.clear()
 
     def on_headers_complete(self) -> None:
         """The head is whole: look at it before the body comes."""
         parser = self._parser
         assert parser is not None
-        names, given, version = self._names, self._given, parser.get_http_version()
+        names, given, version = self._header_names, self._raw_headers, parser.get_http_version()
         # Backwards, for of names that differ in case only the first counts as well.
         headers = {
             low: value for name, value in reversed(given.items()) if (low := name.lower()) in names
         }
-        request = Request(
+        request = HttpRequest(
             parser.get_method(),
             b"".join(self._url).partition(b"?")[0],
             headers,
@@ -186,99 +188,101 @@ class RequestReader:
         self._request = request
         self._is_checked = False
         # What came with the head was one read, and is not counted.
-        self._body_bytes_read = self._bare_bytes = -len(self._data)
+        self._body_bytes_read = self._framing_run_bytes = -len(self._data)
         self._url.clear()
         given.clear()
         length = headers.get(b"content-length")
         if self._head_bytes > MAX_HEAD_BYTES and self._measure_head() > MAX_HEAD_BYTES:
-            self.refusal = _TOO_LONG_HEAD
+            self.error = _TOO_LONG_HEAD
         elif not request.http11 and version != "1.0":
-            self.refusal = _UNKNOWN_VERSION
-        elif length is None and not _is_plain(headers.get(b"transfer-encoding", b"chunked")):
-            self.refusal = _UNKNOWN_CODING
+            self.error = _UNKNOWN_VERSION
+        elif length is None and not _is_chunked_only(headers.get(b"transfer-encoding", b"chunked")):
+            self.error = _UNKNOWN_CODING
         elif length is not None and int(length) > self._max_body_bytes:
-            self.refusal = refuse_size(self._max_body_bytes)
+            self.error = build_payload_too_large(self._max_body_bytes)
         elif parser.should_upgrade():
-            self._expect_raw_body(request)
+            self._start_raw_body(request)
         elif b"expect" in headers:
-            self._expect(request)
+            self._handle_expect(request)
 
     def on_message_complete(self) -> None:
         """A request is whole."""
-        if self._raw_body_left:
+        if self._raw_body_remaining:
             return
         request, self._request = self._request, None
         assert request is not None
-        if self._body or len(self._pieces) != 1:
-            request.body = b"".join([self._body, *self._pieces])
+        if self._body or len(self._body_pieces) != 1:
+            request.body = b"".join([self._body, *self._body_pieces])
             self._body = bytearray()
-            self._pieces.clear()
+            self._body_pieces.clear()
         else:
-            request.body = self._pieces.pop()
+            request.body = self._body_pieces.pop()
         if len(request.body) > self._max_body_bytes:
-            self.refusal = self.refusal or refuse_size(self._max_body_bytes)
-        self._given.clear()
+            self.error = self.error or build_payload_too_large(self._max_body_bytes)
+        self._raw_headers.clear()
         self._head_bytes = 0
-        self.wants_continue = False
-        if self.refusal is None:
+        self.expects_continue = False
+        if self.error is None:
             self.ready.append(request)
 
-    def _gather(self, request: Request, read_bytes: int) -> None:
+    def _collect_body(self, request: HttpRequest, read_bytes: int) -> None:
         """Keep what has come of a body, in one piece: many small ones would take many times it."""
         if not self._is_checked:
             self._is_checked = True
-            self.refusal = self._check(request)
-            if self.refusal is not None:
+            self.error = self._check(request)
+            if self.error is not None:
                 return
-        self._given.clear()
+        self._raw_headers.clear()
         self._head_bytes = 0
         self._body_bytes_read += read_bytes
-        self._bare_bytes = 0 if self._pieces else self._bare_bytes + read_bytes
-        for piece in self._pieces:
+        self._framing_run_bytes = 0 if self._body_pieces else self._framing_run_bytes + read_bytes
+        for piece in self._body_pieces:
             self._body += piece
-        self._pieces.clear()
+        self._body_pieces.clear()
         framing_bytes = self._body_bytes_read - len(self._body)
         if len(self._body) > self._max_body_bytes:
-            self.refusal = refuse_size(self._max_body_bytes)
-        elif self._bare_bytes > MAX_BARE_BYTES or framing_bytes > self._max_body_bytes:
-            self.refusal = _TOO_MUCH_FRAMING
+            self.error = build_payload_too_large(self._max_body_bytes)
+        elif (
+            self._framing_run_bytes > MAX_FRAMING_RUN_BYTES or framing_bytes > self._max_body_bytes
+        ):
+            self.error = _TOO_MUCH_FRAMING
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
         """Nothing is read any more: free what there is of a request, the parser's part as well."""
         self._parser = self._request = None
         self._body = bytearray()
         self._head_bytes = 0
-        self._pieces.clear()
-        self._given.clear()
+        self._body_pieces.clear()
+        self._raw_headers.clear()
         self._url.clear()
 
     def _measure_head(self) -> int:
         """Bytes up to its end; the rest of what was read with it is body."""
         return self._head_bytes - len(self._data) + self._data.find(b"\r\n\r\n")
 
-    def _expect(self, request: Request) -> None:
-        self.wants_continue = request.headers[b"expect"].lower() == b"100-continue"
-        if not self.wants_continue:
-            self.refusal = _UNKNOWN_EXPECTATION
+    def _handle_expect(self, request: HttpRequest) -> None:
+        self.expects_continue = request.headers[b"expect"].lower() == b"100-continue"
+        if not self.expects_continue:
+            self.error = _UNKNOWN_EXPECTATION
 
-    def _expect_raw_body(self, request: Request) -> None:
+    def _start_raw_body(self, request: HttpRequest) -> None:
         """An offer to upgrade (JDK's HttpClient makes it) is ignored and the request served.
 
         The parser takes what follows such a head for another protocol: the body is read here.
         """
         if b"transfer-encoding" in request.headers:
-            self.refusal = refuse("an offer to upgrade cannot come with a chunked body")
-        self._raw_body_left = int(request.headers.get(b"content-length", b"0"))
+            self.error = build_bad_request("an offer to upgrade cannot come with a chunked body")
+        self._raw_body_remaining = int(request.headers.get(b"content-length", b"0"))
 
     def _take_raw_body(self, data: bytes) -> bytes:
-        piece, rest = data[: self._raw_body_left], data[self._raw_body_left :]
-        self._raw_body_left -= len(piece)
+        piece, rest = data[: self._raw_body_remaining], data[self._raw_body_remaining :]
+        self._raw_body_remaining -= len(piece)
         self.on_body(piece)
-        if not self._raw_body_left:
+        if not self._raw_body_remaining:
             self.on_message_complete()
         return rest
 
 
-def _is_plain(coding: bytes) -> bool:
+def _is_chunked_only(coding: bytes) -> bool:
     """The parser also takes a chain that ends with chunked, and leaves the rest packed."""
     return coding.strip(b" \t").lower() == b"chunked"

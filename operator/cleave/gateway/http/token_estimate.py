@@ -10,7 +10,7 @@ instance's latency model corrects the scale.
 
 BYTES_PER_TOKEN = 4
 """Of text without digits, in any alphabet as UTF-8."""
-PICTURE_TOKENS = 1_000
+IMAGE_TOKENS = 1_000
 """An image of 885 x 885 pixels in Qwen2-VL, which has a token per 28 x 28; LLaVA-1.5 takes 576 for
 any."""
 _DIGIT_BYTES = 4
@@ -19,18 +19,18 @@ _ESCAPE = b"\\u"
 _ESCAPE_BYTES = 6
 _ESCAPED_DIGITS = 4
 """Digits in an escape, at most; they are not digits of the text."""
-_NEAR = b"\\u0"
+_TWO_BYTE_ESCAPE = b"\\u0"
 """Latin to Thai: about two bytes in UTF-8; the characters beyond have three."""
-_SAMPLED = 512
+_SAMPLE_BYTES = 512
 """Bytes to sample, about: every n-th byte shows what a text consists of."""
 _PART_BYTES = 4_096
 _PARTS = 64
 """Of a longer text, in which escapes are counted: scanning 16 MiB would take 0.1 s."""
-_FEW = 40
+_BACKSLASH_RATIO = 40
 """Escapes are counted if one of so many bytes is a backslash; line ends have one, too."""
-_DATA = b";base64,"
-_LEAST_WITH_DATA = 4_096
-_MOST_PICTURES = 64
+_DATA_URL = b";base64,"
+_MIN_DATA_URL_BYTES = 4_096
+_MAX_IMAGES = 64
 _DIGITS = b"0123456789"
 
 
@@ -38,19 +38,19 @@ def estimate_tokens(text: bytes) -> int:
     """Tokens of a string or of messages, given as JSON text; at least 1."""
     pictures = 0
     size = len(text)
-    if size > _LEAST_WITH_DATA and text.find(_DATA) >= 0:
-        text, pictures = _drop_data(text)
+    if size > _MIN_DATA_URL_BYTES and text.find(_DATA_URL) >= 0:
+        text, pictures = _drop_data_urls(text)
         size = len(text)
-    step = size // _SAMPLED | 1
+    step = size // _SAMPLE_BYTES | 1
     # An escape has six bytes: a step with a common factor would sample only some of them.
     sample = text[:: step if step % 3 else step + 2]
     sampled = len(sample) or 1
     digits = (sampled - len(sample.translate(None, _DIGITS))) * size // sampled
-    if sample.count(b"\\") * _FEW > sampled:
+    if sample.count(b"\\") * _BACKSLASH_RATIO > sampled:
         escapes, near = _count_escapes(text)
         digits = max(0, digits - escapes * _ESCAPED_DIGITS)
         size -= escapes * (_ESCAPE_BYTES - 3) + near
-    return (size + digits * _DIGIT_BYTES) // BYTES_PER_TOKEN + 1 + pictures * PICTURE_TOKENS
+    return (size + digits * _DIGIT_BYTES) // BYTES_PER_TOKEN + 1 + pictures * IMAGE_TOKENS
 
 
 def _count_escapes(text: bytes) -> tuple[int, int]:
@@ -58,18 +58,18 @@ def _count_escapes(text: bytes) -> tuple[int, int]:
     size = len(text)
     step = size // _PARTS
     if step <= _PART_BYTES:
-        return text.count(_ESCAPE), text.count(_NEAR)
+        return text.count(_ESCAPE), text.count(_TWO_BYTE_ESCAPE)
     parts = b"".join([text[at : at + _PART_BYTES] for at in range(0, size, step)])
     scale = size / len(parts)
-    return int(parts.count(_ESCAPE) * scale), int(parts.count(_NEAR) * scale)
+    return int(parts.count(_ESCAPE) * scale), int(parts.count(_TWO_BYTE_ESCAPE) * scale)
 
 
-def _drop_data(text: bytes) -> tuple[bytes, int]:
+def _drop_data_urls(text: bytes) -> tuple[bytes, int]:
     """(the text without the data of URLs, number of URLs); URLs beyond a limit stay in."""
     parts = []
     done = num = 0
-    while num < _MOST_PICTURES:
-        start = text.find(_DATA, done)
+    while num < _MAX_IMAGES:
+        start = text.find(_DATA_URL, done)
         end = text.find(b'"', start) if start >= 0 else -1
         if end < 0:
             break

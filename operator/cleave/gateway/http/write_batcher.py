@@ -9,35 +9,35 @@ pending data is sent.
 import asyncio
 from collections.abc import Callable
 
-AT_ONCE = 32
+MAX_BATCH = 32
 """Pieces per batch; with more, the first one would wait too long."""
 
 
-def _do_soon(work: Callable[[], None]) -> object:
+def _call_soon(work: Callable[[], None]) -> object:
     return asyncio.get_running_loop().call_soon(work)
 
 
-class Outbox:
+class WriteBatcher:
     """Pending writes of one process."""
 
-    def __init__(self, do_later: Callable[[Callable[[], None]], object] = _do_soon) -> None:
-        """`do_later`: schedules a function for the end of this event loop iteration."""
-        self._do_later = do_later
-        self._posted: list[tuple[asyncio.Transport, bytes]] = []
+    def __init__(self, schedule: Callable[[Callable[[], None]], object] = _call_soon) -> None:
+        """`schedule`: schedules a function for the end of this event loop iteration."""
+        self._schedule = schedule
+        self._pending: list[tuple[asyncio.Transport, bytes]] = []
 
-    def post(self, transport: asyncio.Transport, data: bytes) -> None:
+    def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Send data at the end of this event loop iteration at the latest."""
-        posted = self._posted
+        posted = self._pending
         posted.append((transport, data))
         count = len(posted)
         if count == 1:
-            self._do_later(self.flush)
-        elif count == AT_ONCE:
+            self._schedule(self.flush)
+        elif count == MAX_BATCH:
             self.flush()
 
     def flush(self) -> None:
         """Send everything pending, in order; data for closed connections is dropped."""
-        posted, self._posted = self._posted, []
+        posted, self._pending = self._pending, []
         for transport, data in posted:
             if not transport.is_closing():
                 transport.write(data)

@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.metrics_core import Metric
 
-Key = TypeVar("Key", bound=tuple[str, ...])
+LabelValues = TypeVar("LabelValues", bound=tuple[str, ...])
 
 TTFT_BOUNDS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -34,7 +34,7 @@ PHASES = ("prefill", "decode")
 """Of split requests; for others the TTFT is enough."""
 
 
-class Histogram:
+class BucketHistogram:
     """Counts per bucket, and the sum of all values."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -50,10 +50,10 @@ class Histogram:
         self._sum += value
 
     def to_list(self) -> list[float]:
-        """Counts, then the sum; the form that `add` takes."""
+        """Counts, then the sum; the form that `merge` takes."""
         return [*self._counts, self._sum]
 
-    def add(self, other: Sequence[float]) -> None:
+    def merge(self, other: Sequence[float]) -> None:
         """Add the counts of another histogram with the same bounds."""
         *counts, total = other
         self._counts = [int(a + b) for a, b in zip(self._counts, counts, strict=True)]
@@ -66,12 +66,12 @@ class Histogram:
         family.add_metric(labels, buckets, self._sum)
 
 
-def _by_role(bounds: tuple[float, ...]) -> dict[str, Histogram]:
-    return defaultdict(lambda: Histogram(bounds))
+def _make_role_histograms(bounds: tuple[float, ...]) -> dict[str, BucketHistogram]:
+    return defaultdict(lambda: BucketHistogram(bounds))
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class SloTargets:
     """Targets for responses, in seconds."""
 
     ttft_s: float
@@ -96,29 +96,28 @@ class ModelMetrics:
     )
 
     def __init__(self) -> None:
-        self.ttft = _by_role(TTFT_BOUNDS_S)
+        self.ttft = _make_role_histograms(TTFT_BOUNDS_S)
         """By the role of the instance that computed the prompt."""
-        self.tpot = _by_role(TPOT_BOUNDS_S)
+        self.tpot = _make_role_histograms(TPOT_BOUNDS_S)
         """By the role of the instance that generated the tokens; as `itl`."""
-        self.itl = _by_role(TPOT_BOUNDS_S)
-        self.queue = Histogram(TTFT_BOUNDS_S)
+        self.itl = _make_role_histograms(TPOT_BOUNDS_S)
+        self.queue = BucketHistogram(TTFT_BOUNDS_S)
         """Wait for admission of requests that needed it."""
-        self.phases = {phase: Histogram(TTFT_BOUNDS_S) for phase in PHASES}
+        self.phases = {phase: BucketHistogram(TTFT_BOUNDS_S) for phase in PHASES}
         """By phase, from sending the request to the instance to its first bytes."""
-        self.prompt_lengths = Histogram(LENGTH_BOUNDS)
+        self.prompt_lengths = BucketHistogram(LENGTH_BOUNDS)
         """Of requests that got tokens; so is `output_lengths`."""
-        self.output_lengths = Histogram(LENGTH_BOUNDS)
+        self.output_lengths = BucketHistogram(LENGTH_BOUNDS)
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.handoff_tokens = 0
         """Of prompts whose KV was handed over to another instance."""
 
 
-class Metrics:
+class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "attained",
         "dispatches",
         "flips",
         "handoffs",
@@ -126,11 +125,12 @@ class Metrics:
         "models",
         "processes",
         "recoveries",
+        "rejections",
         "requests",
         "restarts",
         "retries",
-        "shed",
         "slo",
+        "slo_results",
         "spans",
         "streams",
         "tenant_tokens",
@@ -138,7 +138,7 @@ class Metrics:
         "waiting",
     )
 
-    def __init__(self, slo: Slo | None = None) -> None:
+    def __init__(self, slo: SloTargets | None = None) -> None:
         """`slo`: None when responses are not measured against targets."""
         self.slo = slo
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
@@ -147,13 +147,13 @@ class Metrics:
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
         """By model and outcome; the model is empty for names that no instance has ever served.
 
-        ok; refused: the client's fault; shed: refused by admission, see `shed`; unavailable: no
-        instance; failed: engines failed; broken: they failed in mid-stream; cancelled: the client
-        disconnected.
+        ok; refused: the client's fault; shed: refused by admission, see `rejections`; unavailable:
+        no instance; failed: engines failed; broken: they failed in mid-stream; cancelled: the
+        client disconnected.
         """
-        self.attained: dict[tuple[str, str], int] = defaultdict(int)
+        self.slo_results: dict[tuple[str, str], int] = defaultdict(int)
         """By model and missed target: none (empty), ttft, tpot, ttft_and_tpot, unserved."""
-        self.shed: dict[tuple[str, str], int] = defaultdict(int)
+        self.rejections: dict[tuple[str, str], int] = defaultdict(int)
         """By tenant and reason."""
         self.tenants: dict[tuple[str, str], int] = defaultdict(int)
         """Requests by tenant and outcome."""
@@ -184,23 +184,29 @@ class Metrics:
         """Streams begun so far."""
 
 
-class Collector:
+class GatewayCollector:
     """Converts the counts to metric families; registered with prometheus_client."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
         counted = self._metrics
-        yield _count("requests", "Requests by outcome", ["model", "outcome"], counted.requests)
-        yield _count("shed", "Requests not taken", ["tenant", "reason"], counted.shed)
-        yield _count("tenant_requests", "Requests", ["tenant", "outcome"], counted.tenants)
+        yield _build_counter(
+            "requests", "Requests by outcome", ["model", "outcome"], counted.requests
+        )
+        yield _build_counter("shed", "Requests not taken", ["tenant", "reason"], counted.rejections)
+        yield _build_counter("tenant_requests", "Requests", ["tenant", "outcome"], counted.tenants)
         tokens = {(name,): number for name, number in counted.tenant_tokens.items()}
-        yield _count("tenant_tokens", "Of prompts and answers", ["tenant"], tokens)
-        yield _count("dispatches", "Picks by reason", ["model", "reason"], counted.dispatches)
-        yield _count("retries", "Failed attempts by cause", ["phase", "cause"], counted.retries)
-        yield _count(
+        yield _build_counter("tenant_tokens", "Of prompts and answers", ["tenant"], tokens)
+        yield _build_counter(
+            "dispatches", "Picks by reason", ["model", "reason"], counted.dispatches
+        )
+        yield _build_counter(
+            "retries", "Failed attempts by cause", ["phase", "cause"], counted.retries
+        )
+        yield _build_counter(
             "recoveries",
             "Streams that another engine went on with",
             ["model", "how"],
@@ -208,10 +214,10 @@ class Collector:
         )
         yield from self._collect_attainment()
         handoffs = {(result,): number for result, number in counted.handoffs.items()}
-        yield _count("handoffs", "KV handoffs by result", ["result"], handoffs)
-        yield _count("flips", "Changes of roles", ["model", "from", "to"], counted.flips)
+        yield _build_counter("handoffs", "KV handoffs by result", ["result"], handoffs)
+        yield _build_counter("flips", "Changes of roles", ["model", "from", "to"], counted.flips)
         spans = {(result,): number for result, number in counted.spans.items()}
-        yield _count("spans", "Spans of traces by result", ["result"], spans)
+        yield _build_counter("spans", "Spans of traces by result", ["result"], spans)
         yield GaugeMetricFamily(
             "cleave_gateway_requests_in_flight", "Requests being served", counted.in_flight
         )
@@ -230,22 +236,26 @@ class Collector:
         models = self._metrics.models.items()
         prompt = {(name,): model.prompt_tokens for name, model in models}
         output = {(name,): model.output_tokens for name, model in models}
-        yield _count("prompt_tokens", "Prompt tokens, estimated when not told", ["model"], prompt)
-        yield _count("output_tokens", "Tokens sent to clients", ["model"], output)
+        yield _build_counter(
+            "prompt_tokens", "Prompt tokens, estimated when not told", ["model"], prompt
+        )
+        yield _build_counter("output_tokens", "Tokens sent to clients", ["model"], output)
         handoff = {(name,): model.handoff_tokens for name, model in models}
-        yield _count("handoff_tokens", "Prompt tokens whose KV was handed over", ["model"], handoff)
+        yield _build_counter(
+            "handoff_tokens", "Prompt tokens whose KV was handed over", ["model"], handoff
+        )
         by_role = "model", "role"
-        ttft = _histogram("ttft", "Request read to first byte of stream", *by_role)
-        tpot = _histogram("tpot", "Mean time between tokens of a stream", *by_role)
-        itl = _histogram("itl", "Each gap between pieces of some streams", *by_role)
-        queue = _histogram(
+        ttft = _build_histogram("ttft", "Request read to first byte of stream", *by_role)
+        tpot = _build_histogram("tpot", "Mean time between tokens of a stream", *by_role)
+        itl = _build_histogram("itl", "Each gap between pieces of some streams", *by_role)
+        queue = _build_histogram(
             "queue", "Wait for a turn, where tenants or targets have limits", "model"
         )
-        phases = _histogram(
+        phases = _build_histogram(
             "phase", "An instance asked to its first bytes, of split requests", "model", "phase"
         )
-        prompts = _lengths("prompt", "Prompt tokens of a request that was answered")
-        outputs = _lengths("output", "Tokens of the answer to a request")
+        prompts = _build_length_histogram("prompt", "Prompt tokens of a request that was answered")
+        outputs = _build_length_histogram("output", "Tokens of the answer to a request")
         for name, model in models:
             model.prompt_lengths.add_to(prompts, [name])
             model.output_lengths.add_to(outputs, [name])
@@ -261,9 +271,9 @@ class Collector:
         """Goodput is the rate of requests that missed no target."""
         counted = self._metrics
         # Models without any attained request are exported with 0.
-        attained = dict.fromkeys(((model, "") for model, _ in counted.attained), 0)
-        attained |= counted.attained
-        yield _count("slo", "Answers by what they missed", ["model", "missed"], attained)
+        attained = dict.fromkeys(((model, "") for model, _ in counted.slo_results), 0)
+        attained |= counted.slo_results
+        yield _build_counter("slo", "Answers by what they missed", ["model", "missed"], attained)
         target = GaugeMetricFamily(
             "cleave_gateway_slo_target_seconds", "What answers are measured against", labels=["slo"]
         )
@@ -273,16 +283,16 @@ class Collector:
         yield target
 
 
-def _histogram(name: str, text: str, *labels: str) -> HistogramMetricFamily:
+def _build_histogram(name: str, text: str, *labels: str) -> HistogramMetricFamily:
     return HistogramMetricFamily(f"cleave_gateway_{name}_seconds", text, labels=labels)
 
 
-def _lengths(of: str, text: str) -> HistogramMetricFamily:
+def _build_length_histogram(of: str, text: str) -> HistogramMetricFamily:
     return HistogramMetricFamily(f"cleave_gateway_request_{of}_tokens", text, labels=["model"])
 
 
-def _count(
-    name: str, text: str, labels: list[str], values: Mapping[Key, int]
+def _build_counter(
+    name: str, text: str, labels: list[str], values: Mapping[LabelValues, int]
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=labels)
     for key, value in values.items():

@@ -16,51 +16,51 @@ import msgspec
 from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric
 
-from cleave.gateway.metrics.gateway_metrics import Collector, Histogram, Metrics
-from cleave.gateway.shared_state import Siblings
+from cleave.gateway.metrics.gateway_metrics import BucketHistogram, GatewayCollector, GatewayMetrics
+from cleave.gateway.shared_state import SharedGatewayState
 
-_NOT_COUNTED = ("slo", "in_flight", "processes", "restarts")
+_UNSAVED = ("slo", "in_flight", "processes", "restarts")
 _NOT_SUMMED = ("process_start_time_seconds", "process_max_fds")
 """Taken from the parent process."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-Plain = Any
+PlainValue = Any
 """Numbers, lists of them (a histogram's counts and sum), and dicts of these."""
 
 
-class SummedCollector:
+class MultiprocessCollector:
     """Registered with prometheus_client instead of a Collector and a ProcessCollector."""
 
-    def __init__(self, metrics: Metrics, shared_state: Siblings) -> None:
+    def __init__(self, metrics: GatewayMetrics, shared_state: SharedGatewayState) -> None:
         self._metrics = metrics
-        self._siblings = shared_state
+        self._shared_state = shared_state
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
-        shared_state = self._siblings
-        save(self._metrics, shared_state)
-        total = Metrics(self._metrics.slo)
-        for process in range(shared_state.count):
-            restore(total, shared_state.read_counts(process))
+        shared_state = self._shared_state
+        save_counters(self._metrics, shared_state)
+        total = GatewayMetrics(self._metrics.slo)
+        for process in range(shared_state.num_processes):
+            restore_counters(total, shared_state.read_counters(process))
         pids = shared_state.list_pids()
         total.in_flight = shared_state.count_in_flight()
         total.processes, total.restarts = len(pids), shared_state.restarts
-        yield from Collector(total).collect()
-        yield from sum_processes([os.getppid(), *pids])
+        yield from GatewayCollector(total).collect()
+        yield from sum_process_metrics([os.getppid(), *pids])
 
 
-def save(metrics: Metrics, shared_state: Siblings) -> None:
+def save_counters(metrics: GatewayMetrics, shared_state: SharedGatewayState) -> None:
     """Write the counts of this process to its file."""
-    shared_state.write_counts(msgspec.msgpack.encode(_to_plain(metrics)))
+    shared_state.write_counters(msgspec.msgpack.encode(_to_plain(metrics)))
 
 
-def restore(metrics: Metrics, saved: bytes) -> None:
+def restore_counters(metrics: GatewayMetrics, saved: bytes) -> None:
     """Add saved counts."""
     if saved:
-        _add(metrics, msgspec.msgpack.decode(saved))
+        _add_plain(metrics, msgspec.msgpack.decode(saved))
 
 
-def sum_processes(pids: list[int]) -> Iterable[Metric]:
+def sum_process_metrics(pids: list[int]) -> Iterable[Metric]:
     """CPU time, memory and files of a parent and its children; shared memory counts in each."""
     families: dict[str, Metric] = {}
     for pid in pids:
@@ -73,49 +73,49 @@ def sum_processes(pids: list[int]) -> Iterable[Metric]:
                 ]
     cpu = families.get("process_cpu_seconds")
     if cpu is not None:
-        ended_s = _read_ended_s(pids[0])
+        ended_s = _read_ended_children_cpu_s(pids[0])
         cpu.samples = [sample._replace(value=sample.value + ended_s) for sample in cpu.samples]
     yield from families.values()
 
 
-def _read_ended_s(parent: int) -> float:
+def _read_ended_children_cpu_s(parent: int) -> float:
     """CPU seconds of children that have ended."""
     fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
 
 
-def _to_plain(counted: object) -> Plain:
+def _to_plain(counted: object) -> PlainValue:
     if isinstance(counted, int | float):
         return counted
-    if isinstance(counted, Histogram):
+    if isinstance(counted, BucketHistogram):
         return counted.to_list()
     if isinstance(counted, dict):
         return {key: _to_plain(value) for key, value in counted.items()}
     return {
         name: _to_plain(getattr(counted, name))
-        for name in _list_names(counted)
-        if name not in _NOT_COUNTED
+        for name in _list_attributes(counted)
+        if name not in _UNSAVED
     }
 
 
-def _add(counted: object, more: Plain) -> None:
+def _add_plain(counted: object, more: PlainValue) -> None:
     """Add in place."""
-    if isinstance(counted, Histogram):
-        counted.add(more)
+    if isinstance(counted, BucketHistogram):
+        counted.merge(more)
     elif isinstance(counted, dict):
         for key, value in more.items():
             if isinstance(value, int | float):
                 counted[key] = counted.get(key, 0) + value
             else:
-                _add(counted[key], value)
+                _add_plain(counted[key], value)
     else:
         for name, value in more.items():
             if isinstance(value, int | float):
                 setattr(counted, name, getattr(counted, name) + value)
             else:
-                _add(getattr(counted, name), value)
+                _add_plain(getattr(counted, name), value)
 
 
-def _list_names(counted: object) -> Iterable[str]:
+def _list_attributes(counted: object) -> Iterable[str]:
     """Attributes of an object without methods; compiled objects have no `vars`."""
     return [name for name in dir(type(counted)) if not name.startswith("_")]

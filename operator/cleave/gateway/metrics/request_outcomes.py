@@ -5,17 +5,17 @@ without a response counts as one that missed its targets, unless the client canc
 wrong.
 """
 
-from cleave.gateway.metrics.gateway_metrics import Metrics
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.router.router import Pick
 
-TIMED_MASK = 7
+ITL_SAMPLE_MASK = 7
 """The gaps of one stream in eight are timed: timing all of them would cost 4 % per token."""
 
 _UNSERVED = frozenset(("shed", "unavailable", "failed", "broken"))
 
 
-def count(
-    metrics: Metrics,
+def record_completed(
+    metrics: GatewayMetrics,
     model: str,
     tenant: str,
     outcome: str,
@@ -51,8 +51,8 @@ def count(
     if slo is None:
         return
     if outcome in _UNSERVED:
-        metrics.attained[model, "unserved"] += 1
+        metrics.slo_results[model, "unserved"] += 1
     elif stream_s is not None:
         late, slow = stream_s[0] > slo.ttft_s, 0 < slo.tpot_s < tpot_s
         missed = ("ttft_and_tpot" if slow else "ttft") if late else "tpot" if slow else ""
-        metrics.attained[model, missed] += 1
+        metrics.slo_results[model, missed] += 1

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Client(Protocol):
+class ClientStream(Protocol):
     """Takes the response."""
 
     chunked: bool

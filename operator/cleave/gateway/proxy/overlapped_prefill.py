@@ -10,33 +10,40 @@ prefill fails the attempt, afterwards it changes nothing.
 from http import HTTPStatus
 from typing import Protocol
 
-from cleave.gateway.context import Context
+from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.retry_policy import Failure
-from cleave.gateway.http.completion_request import Completion, build_decode, build_prefill
-from cleave.gateway.upstream.connection_pool import Call, EnginePool
-from cleave.gateway.upstream.kv_transfer_params import ask_ahead, promise
+from cleave.gateway.http.completion_request import (
+    CompletionRequest,
+    build_decode_body,
+    build_prefill_body,
+)
+from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
+from cleave.gateway.upstream.kv_transfer_params import (
+    build_overlapped_prefill_params,
+    build_pending_handoff,
+)
 from cleave.router.instance import Target
 from cleave.router.router import Pick
 
-_MAX_ANSWER_BYTES = 16 << 20
+_MAX_RESPONSE_BYTES = 16 << 20
 """Of a prefill's response: one token, the handoff, requested log-probabilities."""
 _OK = HTTPStatus.OK.value
 
 
-class Waiting(Protocol):
+class PrefillListener(Protocol):
     """The attempt that the prefill belongs to."""
 
-    def prefilled(self, prefill: Target, body: bytes) -> None:
+    def on_prefill_done(self, prefill: Target, body: bytes) -> None:
         """The prefill has responded."""
 
-    def lose_prefill(self, failure: Failure, reason: str) -> None:
+    def on_prefill_failed(self, failure: Failure, reason: str) -> None:
         """The prefill failed."""
 
-    def refuse_prefill(self, call: Call, body: bytes) -> None:
+    def on_prefill_rejected(self, call: UpstreamCall, body: bytes) -> None:
         """The engine rejected the request."""
 
 
-def may_follow(context: Context, pick: Pick, prompt_tokens: int) -> bool:
+def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool:
     """Whether to call the decode engine at once instead of after the prefill.
 
     Blocks reserved for a prompt that is still queued would be wasted, so both engines must be able
@@ -46,10 +53,10 @@ def may_follow(context: Context, pick: Pick, prompt_tokens: int) -> bool:
     # Overlap needs the KV service at both ends.
     if prefill is None or not prefill.kv_port or not pick.decode.kv_port:
         return False
-    min_tokens = prefill.ahead_from_tokens or context.config.ahead_from_tokens
+    min_tokens = prefill.overlap_min_tokens or context.config.ahead_from_tokens
     if not min_tokens or prompt_tokens < min_tokens:
         return False
-    instances = context.router.directory.instances
+    instances = context.router.registry.instances
     prefill_instance, decode_instance = (
         instances.get(prefill.instance),
         instances.get(pick.decode.instance),
@@ -62,51 +69,57 @@ def may_follow(context: Context, pick: Pick, prompt_tokens: int) -> bool:
     )
 
 
-def bodies(completion: Completion, prefill: Target, name: bytes) -> tuple[bytes, bytes]:
+def build_overlapped_bodies(
+    completion: CompletionRequest, prefill: Target, name: bytes
+) -> tuple[bytes, bytes]:
     """The bodies for the prefill and the decode engine; `name`: a request id unique to this
     attempt."""
     return (
-        build_prefill(completion, ask_ahead(name)),
-        build_decode(completion, promise(prefill, name)),
+        build_prefill_body(completion, build_overlapped_prefill_params(name)),
+        build_decode_body(completion, build_pending_handoff(prefill, name)),
     )
 
 
-class Prefill:
+class OverlappedPrefill:
     """The call to the prefill engine that runs beside the call to the decode engine."""
 
-    __slots__ = ("_call", "_parts", "_size", "_target", "_waiting")
+    __slots__ = ("_call", "_listener", "_parts", "_size", "_target")
 
-    def __init__(self, listener: Waiting, target: Target, pool: EnginePool, payload: bytes) -> None:
-        self._waiting = listener
+    def __init__(
+        self, listener: PrefillListener, target: Target, pool: EnginePool, payload: bytes
+    ) -> None:
+        self._listener = listener
         self._target = target
         self._parts: list[bytes] = []
         self._size = 0
-        self._call: Call | None = pool.send(self, payload)
+        self._call: UpstreamCall | None = pool.send(self, payload)
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """The response is no longer needed: abort, which stops the engine."""
         call, self._call = self._call, None
         if call is not None:
             call.abort()
 
-    def receive(self, call: Call, piece: bytes, complete: bool) -> None:
+    def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """Bytes of the response."""
         self._parts.append(piece)
         self._size += len(piece)
-        if self._size > _MAX_ANSWER_BYTES:
-            self.end()
-            self._waiting.lose_prefill(Failure.STATUS, "sent an answer that is too long")
+        if self._size > _MAX_RESPONSE_BYTES:
+            self.abort()
+            self._listener.on_prefill_failed(Failure.STATUS, "sent an answer that is too long")
         elif complete:
             self._call = None
             body = b"".join(self._parts)
             if call.status == _OK:
-                self._waiting.prefilled(self._target, body)
+                self._listener.on_prefill_done(self._target, body)
             elif call.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                self._waiting.lose_prefill(Failure.STATUS, f"answered with status {call.status}")
+                self._listener.on_prefill_failed(
+                    Failure.STATUS, f"answered with status {call.status}"
+                )
             else:
-                self._waiting.refuse_prefill(call, body)
+                self._listener.on_prefill_rejected(call, body)
 
-    def lose(self, call: Call, reason: str) -> None:
+    def on_call_failed(self, call: UpstreamCall, reason: str) -> None:
         """The call failed."""
         self._call = None
-        self._waiting.lose_prefill(Failure.LOST if call.sent else Failure.UNREACHED, reason)
+        self._listener.on_prefill_failed(Failure.LOST if call.sent else Failure.UNREACHED, reason)

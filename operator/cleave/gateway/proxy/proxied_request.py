@@ -4,7 +4,7 @@ Made by `Pages` for each request. Events come from the client's connection, the 
 controller, the attempt and the sweeper (`sweep`, five times a second):
 
     new        start: too many waiting -> ended (429); door.open -> picking; else -> queued
-    queued     admit -> picking; turn_away -> ended (429)
+    queued     admit -> picking; reject -> ended (429)
     picking    instances picked -> calling; none can take it -> waiting, or ended (503)
     waiting    sweep, every PARKED_S -> picking
     calling    begin -> streaming; answer, refuse -> ended; fail -> picking, or ended (502, 504)
@@ -19,41 +19,41 @@ connections are released exactly once, in `_end`.
 
 from http import HTTPStatus
 
-from cleave.gateway.admission.controller import Visit
-from cleave.gateway.admission.tenants import EVERYBODY, Tenant
-from cleave.gateway.context import Context
-from cleave.gateway.failover.resumption import RESUMABLE, NotResumableError
-from cleave.gateway.failover.retry_policy import Failure, choose
+from cleave.gateway.admission.controller import AdmissionTicket
+from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
+from cleave.gateway.failover.retry_policy import Failure, pick_instances
 from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.http import errors, headers
-from cleave.gateway.http.completion_request import Completion
-from cleave.gateway.http.errors import ApiError, from_router
-from cleave.gateway.metrics.request_outcomes import TIMED_MASK, count
+from cleave.gateway.http.completion_request import CompletionRequest
+from cleave.gateway.http.errors import GatewayError, convert_router_error
+from cleave.gateway.metrics.request_outcomes import ITL_SAMPLE_MASK, record_completed
 from cleave.gateway.proxy.attempt import Attempt
-from cleave.gateway.proxy.client_stream import Client
-from cleave.gateway.proxy.retry_state import Rescue
-from cleave.gateway.proxy.sse_relay import Relay, StreamLostError
-from cleave.gateway.upstream.connection_pool import Call
+from cleave.gateway.proxy.client_stream import ClientStream
+from cleave.gateway.proxy.retry_state import RetryState
+from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
+from cleave.gateway.upstream.connection_pool import UpstreamCall
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_usage, strip_handoff
 from cleave.router.errors import NoInstance, QueueFull, RouterError
-from cleave.router.router import Phase, Pick
+from cleave.router.router import Pick, RequestPhase
 
-_PREFILL = Phase.PREFILL
+_PREFILL = RequestPhase.PREFILL
 
 
-class Exchange:
+class ProxiedRequest:
     """One completion request; see the state table in the module's docstring."""
 
     _attempt_type: type[Attempt] = Attempt
 
     def __init__(
         self,
-        context: Context,
-        client: Client,
+        context: GatewayContext,
+        client: ClientStream,
         path: bytes,
         request_id: bytes,
-        body: Completion,
-        tenant: Tenant = EVERYBODY,
+        body: CompletionRequest,
+        tenant: Tenant = DEFAULT_TENANT,
         session: bytes | None = None,
         fields: bytes = b"",
     ) -> None:
@@ -65,335 +65,356 @@ class Exchange:
         self._tenant = tenant
         self._session = session
         self._fields = fields
-        self._visit: Visit | None = None
+        self._ticket: AdmissionTicket | None = None
         """From the admission controller; None: admission was not needed."""
-        self._rescue: Rescue | None = None
+        self._retry_state: RetryState | None = None
         """None until an attempt fails or no instance is available."""
         self._attempt: Attempt | None = None
-        self._relay: Relay | None = None
+        self._relay: SseRelay | None = None
         """The stream to the client, once it has begun."""
         self._pick: Pick | None = None
         """The instances of the attempt whose stream began."""
-        self._progress = self._swept_progress = 0
-        self._gap_from = 0.0
+        self._progress = self._checked_progress = 0
+        self._last_piece_at = 0.0
         """Seconds, when the last piece came; 0: the gaps of this stream are not sampled."""
         self._prompt_tokens = self._output_tokens = 0
-        self._started = context.clock()
+        self._started_at = context.clock()
 
     # --- what the client's connection and the sweeper call ---
 
     def start(self) -> None:
         """Ask for admission, then pick instances and send the request."""
         context = self._context
-        context.exchanges.add(self)
-        context.unanswered += 1
+        context.active_requests.add(self)
+        context.num_awaiting_first_byte += 1
         context.metrics.in_flight += 1
-        if context.unanswered > context.queue_limit:
-            context.metrics.shed[self._tenant.name, "queue_full"] += 1
-            self._answer_error(from_router(QueueFull("too many requests wait already")), "shed")
-        elif context.door.open:
-            self._try()
+        if context.num_awaiting_first_byte > context.queue_limit:
+            context.metrics.rejections[self._tenant.name, "queue_full"] += 1
+            self._respond_error(
+                convert_router_error(QueueFull("too many requests wait already")), "shed"
+            )
+        elif context.admission.is_disabled:
+            self._start_attempt()
         else:
-            self._knock()
+            self._request_admission()
 
     def admit(self) -> None:
         """The admission controller lets a queued request through."""
-        self._try()
+        self._start_attempt()
 
-    def turn_away(self, error: ApiError) -> None:
+    def reject(self, error: GatewayError) -> None:
         """The admission controller refuses a queued request."""
-        self._answer_error(error, "shed")
+        self._respond_error(error, "shed")
 
     def cancel(self) -> None:
         """The client has disconnected: stop the attempt."""
-        self._end("cancelled")
+        self._release("cancelled")
 
-    def hold(self, blocked: bool) -> None:
+    def set_paused(self, blocked: bool) -> None:
         """Pause reading from the engine while the client takes no bytes."""
         if self._attempt is not None:
-            self._attempt.hold(blocked)
+            self._attempt.set_paused(blocked)
 
-    def sweep(self, now: float) -> None:
+    def check_deadline(self, now: float) -> None:
         """Check the deadline, which moves with every piece of a stream."""
         attempt = self._attempt
         if attempt is None:
-            if self._rescue is not None and self._rescue.looks(now):
-                self._try()
-        elif self._progress != self._swept_progress:
-            self._swept_progress = self._progress
+            if self._retry_state is not None and self._retry_state.check_retry_due(now):
+                self._start_attempt()
+        elif self._progress != self._checked_progress:
+            self._checked_progress = self._progress
             attempt.deadline = now + self._context.config.timeouts.idle_s
-            attempt.pulse.beat(now)
+            attempt.stall_detector.record_progress(now)
         elif now > attempt.deadline:
             if self._client.blocked:
-                self._end("cancelled")
+                self._release("cancelled")
                 self._client.drop()
             else:
-                self.fail(Failure.TIMEOUT, "took too long")
+                self.on_attempt_failed(Failure.TIMEOUT, "took too long")
         elif attempt.streaming and not self._client.blocked:
-            pulse = attempt.pulse
-            if now - pulse.last > pulse.patience_s():
-                self.fail(Failure.STALL, "stopped in the middle of its streams")
+            pulse = attempt.stall_detector
+            if now - pulse.last_progress_at > pulse.compute_stall_timeout_s():
+                self.on_attempt_failed(Failure.STALL, "stopped in the middle of its streams")
 
     # --- what the attempt calls ---
 
-    def begin(self, call: Call) -> None:
+    def on_stream_started(self, call: UpstreamCall) -> None:
         """A stream has begun: from now on another attempt can only continue it."""
         attempt, client, context = self._attempt, self._client, self._context
         assert attempt is not None
         now = context.clock()
         # The engine may have been idle before, so that time does not count as a pause.
-        attempt.pulse.last = now
+        attempt.stall_detector.last_progress_at = now
         # The first byte proves that the prompt has been computed.
         context.router.release(attempt.pick, _PREFILL)
-        if context.breaker.standing:
-            context.breaker.succeed(attempt.target.instance)
-        retry = self._rescue
+        if context.circuit_breaker.failure_states:
+            context.circuit_breaker.record_success(attempt.target.instance)
+        retry = self._retry_state
         if retry is not None:
-            retry.loss = None
+            retry.pending_error = None
         if self._relay is not None:
             assert retry is not None
-            context.metrics.recoveries[self._completion.model, retry.how] += 1
-            attempt.hold(client.blocked)
+            context.metrics.recoveries[self._completion.model, retry.recovery_mode] += 1
+            attempt.set_paused(client.blocked)
             return
-        context.unanswered -= 1
+        context.num_awaiting_first_byte -= 1
         self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
         self._pick = attempt.pick
         metrics = context.metrics
         metrics.streams = number = metrics.streams + 1
-        if not number & TIMED_MASK:
-            self._gap_from = now
+        if not number & ITL_SAMPLE_MASK:
+            self._last_piece_at = now
         if attempt.pick.prefill is not None:
             phases = metrics.models[self._completion.model].phases
             phases["decode"].observe(now - attempt.sent_at)
-        if self._visit is not None:
-            context.door.observe(self._visit, now)
-        fields = headers.pass_on(call.headers) + attempt.labels
+        if self._ticket is not None:
+            context.admission.observe_first_token(self._ticket, now)
+        fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
         if not client.keep_alive:
-            fields += headers.CLOSE
+            fields += headers.CONNECTION_CLOSE
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
-        self._relay = Relay(
+        self._relay = SseRelay(
             first,
             client.chunked,
             now,
-            self._completion.numbered,
-            self._path not in RESUMABLE,
-            self._completion.asks_ids,
+            self._completion.has_token_ids,
+            self._path not in RESUMABLE_PATHS,
+            self._completion.return_token_ids,
         )
 
-    def receive(self, call: Call, piece: bytes, complete: bool) -> None:
+    def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""
         del call
         relay = self._relay
         assert relay is not None
         self._progress += 1
         try:
-            data = relay.pass_on(piece, complete)
+            data = relay.forward(piece, complete)
         except HandoffError:
-            self._break_off(relay, errors.LEAK)
+            self._abort_stream(relay, errors.HANDOFF_LEAK)
             return
         except StreamLostError as lost:
             if lost.data:
                 self._client.write(lost.data)
-            self.fail(Failure.LOST, str(lost))
+            self.on_attempt_failed(Failure.LOST, str(lost))
             return
         except SpliceError as error:
             assert self._attempt is not None
             reason = f"instance {self._attempt.target.instance} {error}"
-            self._break_off(relay, errors.fail_engine(HTTPStatus.BAD_GATEWAY, reason))
+            self._abort_stream(relay, errors.build_engine_error(HTTPStatus.BAD_GATEWAY, reason))
             return
         if data:
             self._client.write(data)
-        if self._gap_from:
-            self._note_gap()
+        if self._last_piece_at:
+            self._record_gap()
         if complete:
-            self._finish()
+            self._finish_stream()
 
-    def lose(self, call: Call, reason: str) -> None:
+    def on_call_failed(self, call: UpstreamCall, reason: str) -> None:
         """The engine's stream broke off."""
         del call
-        self.fail(Failure.LOST, reason)
+        self.on_attempt_failed(Failure.LOST, reason)
 
-    def answer(self, call: Call, body: bytes) -> None:
+    def on_response(self, call: UpstreamCall, body: bytes) -> None:
         """A complete response that is not streamed."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:
-            self.fail(Failure.STATUS, "did not go on with the stream")
+            self.on_attempt_failed(Failure.STATUS, "did not go on with the stream")
             return
-        if self._context.breaker.standing:
-            self._context.breaker.succeed(attempt.target.instance)
+        if self._context.circuit_breaker.failure_states:
+            self._context.circuit_breaker.record_success(attempt.target.instance)
         try:
             stripped = strip_handoff(body)
         except HandoffError:
-            self._answer_error(errors.LEAK, "failed")
+            self._respond_error(errors.HANDOFF_LEAK, "failed")
             return
         usage = read_usage(body)
         self._output_tokens = usage.completion_tokens or 0
         self._prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
-        self._respond(call.status, headers.pass_on(call.headers) + attempt.labels, stripped, "ok")
+        self._respond(
+            call.status,
+            headers.build_forwarded_headers(call.headers) + attempt.instance_headers,
+            stripped,
+            "ok",
+        )
 
-    def refuse(self, call: Call, body: bytes) -> None:
+    def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
         """An engine's own 4xx goes to the client unchanged, unless it quotes the handoff."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:
-            self.fail(Failure.STATUS, f"refused to go on with the stream: status {call.status}")
+            self.on_attempt_failed(
+                Failure.STATUS, f"refused to go on with the stream: status {call.status}"
+            )
             return
-        if self._path not in RESUMABLE and errors.is_missing_page(call.status, body):
-            self._answer_error(errors.lack_page(self._path, self._completion.model), "refused")
+        if self._path not in RESUMABLE_PATHS and errors.is_unknown_route(call.status, body):
+            self._respond_error(
+                errors.build_not_offered(self._path, self._completion.model), "refused"
+            )
             return
         if b"remote_engine_id" in body and attempt.prefill is None:
-            self._answer_error(errors.hide_refusal(call.status), "refused")
+            self._respond_error(errors.redact_engine_rejection(call.status), "refused")
             return
-        self._respond(call.status, headers.pass_on(call.headers), body, "refused")
+        self._respond(call.status, headers.build_forwarded_headers(call.headers), body, "refused")
 
-    def fail(self, failure: Failure, reason: str) -> None:
+    def on_attempt_failed(self, failure: Failure, reason: str) -> None:
         """The attempt failed: retry on other instances, or respond with an error."""
         attempt = self._attempt
         assert attempt is not None
         name = attempt.target.instance
         timed_out = failure in (Failure.TIMEOUT, Failure.STALL)
         status = HTTPStatus.GATEWAY_TIMEOUT if timed_out else HTTPStatus.BAD_GATEWAY
-        error = errors.fail_engine(status, f"instance {name} {reason}")
+        error = errors.build_engine_error(status, f"instance {name} {reason}")
         phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
-        context.breaker.fail(name, context.clock(), surely=failure is Failure.STALL)
-        retry = self._find_rescue()
-        if not retry.note(attempt, failure, self._relay):
+        context.circuit_breaker.record_failure(
+            name, context.clock(), immediately=failure is Failure.STALL
+        )
+        retry = self._get_retry_state()
+        if not retry.record_failure(attempt, failure, self._relay):
             self._give_up(error, "failed")
             return
         self._attempt = None
         attempt.end()
         if self._relay is None:
-            self._try()
+            self._start_attempt()
         else:
-            self._resume(retry, self._relay, error)
+            self._resume_stream(retry, self._relay, error)
 
     # --- transitions ---
 
-    def _knock(self) -> None:
+    def _request_admission(self) -> None:
         """Ask the admission controller, which may queue or refuse the request."""
         completion = self._completion
         try:
-            self._visit = self._context.door.enter(
-                self, self._tenant, completion.model, completion.prompt_tokens, self._started
+            self._ticket = self._context.admission.admit_or_queue(
+                self, self._tenant, completion.model, completion.prompt_tokens, self._started_at
             )
-        except ApiError as error:
-            self._answer_error(error, "shed")
+        except GatewayError as error:
+            self._respond_error(error, "shed")
             return
-        if not self._visit.waits:
-            self._try()
+        if not self._ticket.is_waiting:
+            self._start_attempt()
 
-    def _try(self) -> None:
+    def _start_attempt(self) -> None:
         """Pick instances and start an attempt on them."""
-        context, retry = self._context, self._rescue
+        context, retry = self._context, self._retry_state
         path, completion, history = self._path, self._completion, None
         if retry is not None:
-            (path, completion), history = retry.work, retry.recovery
-        suspects = context.breaker.doubted(context.clock()) if context.breaker.standing else ()
+            (path, completion), history = retry.next_request, retry.history
+        suspects = (
+            context.circuit_breaker.list_suspects(context.clock())
+            if context.circuit_breaker.failure_states
+            else ()
+        )
         try:
-            pick = choose(context.router, completion, history, suspects, self._session)
+            pick = pick_instances(context.router, completion, history, suspects, self._session)
         except RouterError as error:
-            self._miss(error)
+            self._handle_no_instance(error)
             return
         context.metrics.dispatches[completion.model, pick.reason] += 1
         self._attempt = self._attempt_type(context, self, path, completion, pick, self._fields)
         self._attempt.start()
 
-    def _miss(self, error: RouterError) -> None:
+    def _handle_no_instance(self, error: RouterError) -> None:
         """No instance can take the request now: wait for one, or respond with an error."""
         context = self._context
         is_unavailable = isinstance(error, NoInstance)
-        client_error = from_router(error)
+        client_error = convert_router_error(error)
         if is_unavailable:
-            retry = self._find_rescue()
-            if retry.loss is None:
-                retry.wait_for(client_error, context.config.timeouts.wake_s)
-            if retry.park():
+            retry = self._get_retry_state()
+            if retry.pending_error is None:
+                retry.start_waiting(client_error, context.config.timeouts.wake_s)
+            if retry.wait_for_instance():
                 return
-            client_error = retry.loss or client_error
+            client_error = retry.pending_error or client_error
         self._give_up(client_error, "unavailable" if is_unavailable else "refused")
 
-    def _resume(self, retry: Rescue, relay: Relay, error: ApiError) -> None:
+    def _resume_stream(self, retry: RetryState, relay: SseRelay, error: GatewayError) -> None:
         """Continue a stream on another engine after its engine was lost."""
         try:
-            ending = retry.resume(relay, error)
+            ending = retry.prepare_resume(relay, error)
         except NotResumableError as reason:
             error.message = f"{error.message}; {reason}"
-            self._break_off(relay, error)
+            self._abort_stream(relay, error)
             return
         if ending is None:
-            self._try()
+            self._start_attempt()
         else:
-            self._client.write(relay.finish(ending.events))
-            self._finish()
+            self._client.write(relay.build_end(ending.events))
+            self._finish_stream()
 
-    def _find_rescue(self) -> Rescue:
-        if self._rescue is None:
-            self._rescue = Rescue(self._context, self._path, self._completion)
-        return self._rescue
+    def _get_retry_state(self) -> RetryState:
+        if self._retry_state is None:
+            self._retry_state = RetryState(self._context, self._path, self._completion)
+        return self._retry_state
 
-    def _note_gap(self) -> None:
+    def _record_gap(self) -> None:
         now = self._context.clock()
         assert self._pick is not None
         counted = self._context.metrics.models[self._completion.model]
-        counted.itl[self._pick.decode.role].observe(now - self._gap_from)
-        self._gap_from = now
+        counted.itl[self._pick.decode.role].observe(now - self._last_piece_at)
+        self._last_piece_at = now
 
-    def _give_up(self, error: ApiError, outcome: str) -> None:
+    def _give_up(self, error: GatewayError, outcome: str) -> None:
         """Report an error: as a response, or as the last event of a stream that has begun."""
         if self._relay is not None:
-            self._break_off(self._relay, error)
+            self._abort_stream(self._relay, error)
         else:
-            self._answer_error(error, outcome)
+            self._respond_error(error, outcome)
 
-    def _finish(self) -> None:
+    def _finish_stream(self) -> None:
         """The stream is complete."""
-        self._end("ok")
+        self._release("ok")
         self._client.end(reusable=True)
 
-    def _break_off(self, relay: Relay, error: ApiError) -> None:
+    def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
         """End a stream that has begun, with an error event."""
-        self._client.write(relay.break_off(error))
-        self._end("broken")
+        self._client.write(relay.build_error_end(error))
+        self._release("broken")
         self._client.end(reusable=False)
 
-    def _answer_error(self, error: ApiError, outcome: str) -> None:
-        self._respond(error.status, errors.build_error_fields(error), error.to_json(), outcome)
+    def _respond_error(self, error: GatewayError, outcome: str) -> None:
+        self._respond(error.status, errors.build_error_headers(error), error.to_json(), outcome)
 
     def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
         reusable = self._client.keep_alive and not self._context.draining
         if not reusable:
-            fields += headers.CLOSE
-        self._client.write(headers.build_head(status, fields, self._request_id, len(body)) + body)
-        self._end(outcome)
+            fields += headers.CONNECTION_CLOSE
+        self._client.write(
+            headers.build_response_head(status, fields, self._request_id, len(body)) + body
+        )
+        self._release(outcome)
         self._client.end(reusable)
 
-    def _end(self, outcome: str) -> None:
+    def _release(self, outcome: str) -> None:
         """Release everything and count the outcome; calls after the first do nothing."""
         context = self._context
-        if self not in context.exchanges:
+        if self not in context.active_requests:
             return
-        context.exchanges.discard(self)
+        context.active_requests.discard(self)
         attempt, relay, stream_s = self._attempt, self._relay, None
         if relay is None:
-            context.unanswered -= 1
+            context.num_awaiting_first_byte -= 1
         else:
-            self._output_tokens = relay.events
+            self._output_tokens = relay.num_events
             if outcome != "cancelled":
-                began = relay.began_at
-                stream_s = began - self._started, context.clock() - began
+                began = relay.started_at
+                stream_s = began - self._started_at, context.clock() - began
         if attempt is not None:
             self._attempt = None
-            if outcome == "ok" and self._path in RESUMABLE:
-                context.router.learn(attempt.pick, self._output_tokens)
+            if outcome == "ok" and self._path in RESUMABLE_PATHS:
+                context.router.observe_completion(attempt.pick, self._output_tokens)
             attempt.end()
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
-        label = model if model in context.router.directory.known else ""
+        label = model if model in context.router.registry.known_models else ""
         prompt, output = self._prompt_tokens, self._output_tokens
-        count(metrics, label, self._tenant.name, outcome, prompt, output, stream_s, self._pick)
-        ticket, self._visit = self._visit, None
+        record_completed(
+            metrics, label, self._tenant.name, outcome, prompt, output, stream_s, self._pick
+        )
+        ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            context.door.leave(ticket, self._output_tokens, context.clock())
+            context.admission.release(ticket, self._output_tokens, context.clock())

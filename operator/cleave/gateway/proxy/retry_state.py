@@ -6,101 +6,105 @@ engine, waiting for an instance, and the end. `recovery` holds the retry budgets
 continuation of a stream.
 """
 
-from cleave.gateway.context import Context
-from cleave.gateway.failover.resumption import Ending, plan
-from cleave.gateway.failover.retry_policy import Failure, Recovery
-from cleave.gateway.http.completion_request import Completion
-from cleave.gateway.http.errors import ApiError
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.failover.resumption import StreamEnding, plan_resumption
+from cleave.gateway.failover.retry_policy import Failure, FailureHistory
+from cleave.gateway.http.completion_request import CompletionRequest
+from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.proxy.attempt import Attempt
-from cleave.gateway.proxy.sse_relay import Relay
+from cleave.gateway.proxy.sse_relay import SseRelay
 
-PARKED_S = 0.5
+RETRY_INTERVAL_S = 0.5
 """Between two tries to find an instance."""
 
 
-class Rescue:
+class RetryState:
     """Retry state of one request."""
 
     __slots__ = (
         "_context",
-        "_lost_at",
-        "_next_look",
+        "_events_at_loss",
+        "_next_retry_at",
         "_path",
-        "_until",
+        "_wait_until",
         "completion",
-        "how",
-        "loss",
-        "recovery",
-        "work",
+        "history",
+        "next_request",
+        "pending_error",
+        "recovery_mode",
     )
 
-    def __init__(self, context: Context, path: bytes, completion: Completion) -> None:
+    def __init__(self, context: GatewayContext, path: bytes, completion: CompletionRequest) -> None:
         self._context = context
         self._path = path
         self.completion = completion
-        self.work = path, completion
+        self.next_request = path, completion
         """The path and body of the next attempt: the request, or the rest of it."""
-        self.recovery: Recovery | None = None
-        self.how = ""
+        self.history: FailureHistory | None = None
+        self.recovery_mode = ""
         """How another engine continues the stream: continued or replayed; empty before."""
-        self.loss: ApiError | None = None
+        self.pending_error: GatewayError | None = None
         """The error to report if no instance takes the request in time; None when one has."""
-        self._lost_at = 0
+        self._events_at_loss = 0
         """Events sent to the client when an engine was last lost in mid-stream."""
-        self._until = self._next_look = 0.0
+        self._wait_until = self._next_retry_at = 0.0
 
-    def note(self, attempt: Attempt, failure: Failure, relay: Relay | None) -> bool:
+    def record_failure(self, attempt: Attempt, failure: Failure, relay: SseRelay | None) -> bool:
         """Record a failed attempt; returns whether another one is within the budget."""
-        recovery = self._find_recovery()
-        if relay is not None and relay.events > self._lost_at:
-            self._lost_at = relay.events
-            if not recovery.renew():
+        recovery = self._get_history()
+        if relay is not None and relay.num_events > self._events_at_loss:
+            self._events_at_loss = relay.num_events
+            if not recovery.reset_budget():
                 return False
         instance = attempt.target.instance
         if attempt.prefill is None:
             prefill = attempt.pick.prefill
             if prefill is not None:
-                recovery.note_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
-            return recovery.note_decode(instance, failure, prefill is not None)
-        return recovery.note_prefill(instance) or self._context.router.allows_whole(True)
+                recovery.record_cached_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
+            return recovery.record_decode_failure(instance, failure, prefill is not None)
+        return recovery.record_prefill_failure(instance) or self._context.router.allows_colocated(
+            True
+        )
 
-    def resume(self, relay: Relay, error: ApiError) -> Ending | None:
+    def prepare_resume(self, relay: SseRelay, error: GatewayError) -> StreamEnding | None:
         """Prepare the continuation of a stream; returns an Ending if only its last events are
         missing.
 
         Raises NotResumableError.
         """
         context, completion = self._context, self.completion
-        self.wait_for(error, context.config.timeouts.resume_s)
-        limit = context.router.directory.find_max_model_len(completion.model)
-        planned = plan(self._path, completion, relay.read(), relay.prompt_ids, limit)
-        if isinstance(planned, Ending):
+        self.start_waiting(error, context.config.timeouts.resume_s)
+        limit = context.router.registry.find_max_model_len(completion.model)
+        planned = plan_resumption(
+            self._path, completion, relay.read_transcript(), relay.prompt_ids, limit
+        )
+        if isinstance(planned, StreamEnding):
             return planned
-        relay.splice(planned.splice)
-        self.work = planned.path, planned.completion
-        self.how = planned.how
+        relay.set_splice(planned.splice)
+        self.next_request = planned.path, planned.completion
+        self.recovery_mode = planned.mode
         return None
 
-    def wait_for(self, error: ApiError, seconds: float) -> None:
+    def start_waiting(self, error: GatewayError, seconds: float) -> None:
         """Allow so many seconds for an instance to come, counted from the first call."""
-        if self.loss is None:
-            self._until = self._context.clock() + seconds
-        self.loss = error
+        if self.pending_error is None:
+            self._wait_until = self._context.clock() + seconds
+        self.pending_error = error
 
-    def park(self) -> bool:
+    def wait_for_instance(self) -> bool:
         """Schedule another try to find an instance; False: the waiting time is over."""
         now = self._context.clock()
-        self._next_look = now + PARKED_S
-        return self.loss is not None and now < self._until
+        self._next_retry_at = now + RETRY_INTERVAL_S
+        return self.pending_error is not None and now < self._wait_until
 
-    def looks(self, now: float) -> bool:
+    def check_retry_due(self, now: float) -> bool:
         """Whether another try to find an instance is due; it may use excluded instances again."""
-        if self.loss is None or now < self._next_look:
+        if self.pending_error is None or now < self._next_retry_at:
             return False
-        self._find_recovery().forgive()
+        self._get_history().clear_exclusions()
         return True
 
-    def _find_recovery(self) -> Recovery:
-        if self.recovery is None:
-            self.recovery = Recovery()
-        return self.recovery
+    def _get_history(self) -> FailureHistory:
+        if self.history is None:
+            self.history = FailureHistory()
+        return self.history

@@ -4,30 +4,30 @@ Used by exchanges. The engine's events are not changed; only the chunked framing
 What is hard: an engine may be lost at any byte and another one continue, so only complete events
 are sent, and what was sent is kept in the cheapest form: as bytes, which are parsed only if an
 engine is lost. A stream that ends in failure must end so that every client notices: with an error
-event, a proper last chunk, and no `[DONE]`.
+event, a proper last chunk, and no `[DONE_EVENT]`.
 """
 
 from typing import Protocol
 
-from cleave.gateway.failover.transcript import BORDER, DONE, Transcript
-from cleave.gateway.http.errors import ApiError
-from cleave.gateway.http.headers import LAST_CHUNK, frame
-from cleave.gateway.upstream.kv_transfer_params import HandoffError, leaks_handoff
-from cleave.gateway.upstream.stream_start import is_failure
+from cleave.gateway.failover.transcript import DONE_EVENT, EVENT_SEPARATOR, Transcript
+from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.http.headers import LAST_CHUNK, encode_chunk
+from cleave.gateway.upstream.kv_transfer_params import HandoffError, contains_handoff
+from cleave.gateway.upstream.stream_start import is_engine_fault
 
-KEPT_MASK = 1_023
+COMPACTION_MASK = 1_023
 """Every 1,024 events the sent pieces are parsed and dropped, which bounds memory."""
 MAX_EVENT_BYTES = 32 << 20
 
 _EVENT_END = b"}\n\n"
 _KEY = b'"kv_transfer_params"'
 _FAILURE = b'data: {"error"'
-_GIVEN_UP = b'"finish_reason":"abort"'
+_ABORTED = b'"finish_reason":"abort"'
 _NEWLINE = 10
-_BORDER = BORDER
-_BORDER_BYTES = len(BORDER)
-_LISTED_SIZES = 1_024
-_SIZES = [b"%x\r\n" % size for size in range(_LISTED_SIZES)]
+_SEPARATOR = EVENT_SEPARATOR
+_SEPARATOR_BYTES = len(EVENT_SEPARATOR)
+_NUM_SIZE_LINES = 1_024
+_SIZE_LINES = [b"%x\r\n" % size for size in range(_NUM_SIZE_LINES)]
 """First lines of chunks, formatted once for nearly all sizes that occur."""
 _PROMPT_IDS = b'"prompt_token_ids":['
 
@@ -43,32 +43,32 @@ class StreamLostError(Exception):
         self.data = data
 
 
-class Splice(Protocol):
+class StreamSplice(Protocol):
     """Rewrites another engine's events into the rest of this stream."""
 
-    def turn(self, event: bytes) -> bytes:
+    def rewrite(self, event: bytes) -> bytes:
         """Complete events for the client, or nothing; `event` is without the empty line after it.
 
         Raises SpliceError when it is not the rest of this stream.
         """
 
 
-class Relay:
+class SseRelay:
     """One stream to one client."""
 
     __slots__ = (
         "_chunked",
         "_head",
-        "_kept",
         "_opaque",
-        "_rest",
-        "_shows_ids",
+        "_partial_event",
+        "_return_token_ids",
+        "_sent_pieces",
         "_splice",
         "_transcript",
-        "began_at",
-        "events",
-        "numbered",
+        "has_token_ids",
+        "num_events",
         "prompt_ids",
+        "started_at",
     )
 
     def __init__(
@@ -84,62 +84,62 @@ class Relay:
 
         `opaque`: not a completion, so the format of its events is unknown.
         """
-        self.began_at = now
+        self.started_at = now
         """Seconds, when the first byte came."""
-        self.events = 0
-        """Events sent, `[DONE]` not counted: about one per token."""
-        self.numbered = has_token_ids
+        self.num_events = 0
+        """Events sent, `[DONE_EVENT]` not counted: about one per token."""
+        self.has_token_ids = has_token_ids
         self.prompt_ids = b""
         """The prompt's token ids as the engine wrote them; empty if it did not."""
         self._head = head
         self._chunked = chunked
         self._opaque = opaque
-        self._shows_ids = return_token_ids
-        self._rest = b""
+        self._return_token_ids = return_token_ids
+        self._partial_event = b""
         """The beginning of an event whose end has not arrived."""
-        self._kept: list[bytes] = []
+        self._sent_pieces: list[bytes] = []
         self._transcript: Transcript | None = None
-        self._splice: Splice | None = None
+        self._splice: StreamSplice | None = None
 
-    def pass_on(self, piece: bytes, complete: bool) -> bytes:
+    def forward(self, piece: bytes, complete: bool) -> bytes:
         """The bytes to send for a piece of the engine's body.
 
         Raises HandoffError if the piece contains a handoff, StreamLostError when the engine gives
         up, and SpliceError.
         """
-        if self._rest or not piece.endswith(_BORDER):
-            piece = self._cut(piece, complete)
+        if self._partial_event or not piece.endswith(_SEPARATOR):
+            piece = self._take_complete_events(piece, complete)
         if self._splice is not None:
-            piece = self._turn(piece)
+            piece = self._rewrite(piece)
         lost = ""
         if piece:
-            if not self.events and self.numbered:
-                piece = self._take_prompt_ids(piece)
+            if not self.num_events and self.has_token_ids:
+                piece = self._extract_prompt_ids(piece)
             # Searching a piece is the most expensive step here. `in` first tries to read bytes as
             # an integer and `find` parses its arguments; each doubles the cost of `rpartition`,
             # which copies only what it finds. An integer (`_NEWLINE`) is found at once.
-            if piece.rpartition(_KEY)[1] and leaks_handoff(piece):
+            if piece.rpartition(_KEY)[1] and contains_handoff(piece):
                 raise HandoffError("lies in the stream")
-            if _NEWLINE not in piece[:-_BORDER_BYTES]:
+            if _NEWLINE not in piece[:-_SEPARATOR_BYTES]:
                 events = int(piece.endswith(_EVENT_END))
                 failed = piece.startswith(_FAILURE)
             else:
                 events = piece.count(_EVENT_END)
                 failed = piece.find(_FAILURE) >= 0
-            if (failed or (events and piece.rpartition(_GIVEN_UP)[1])) and not self._opaque:
-                piece, lost = _cut_at_failure(piece)
+            if (failed or (events and piece.rpartition(_ABORTED)[1])) and not self._opaque:
+                piece, lost = _truncate_at_failure(piece)
                 events = piece.count(_EVENT_END)
         if piece:
-            self._kept.append(piece)
-            self.events = num_events = self.events + events
-            if num_events & KEPT_MASK < events:
-                self._read_kept()
+            self._sent_pieces.append(piece)
+            self.num_events = num_events = self.num_events + events
+            if num_events & COMPACTION_MASK < events:
+                self._compact_transcript()
             if self._chunked:
                 size = len(piece)
-                line = _SIZES[size] if size < _LISTED_SIZES else b"%x\r\n" % size
+                line = _SIZE_LINES[size] if size < _NUM_SIZE_LINES else b"%x\r\n" % size
                 piece = b"%b%b\r\n" % (line, piece)
         if complete and not lost:
-            if self._rest or not (self._opaque or self._ends_with_done()):
+            if self._partial_event or not (self._opaque or self._ends_with_done()):
                 lost = "ended its stream early"
             elif self._chunked:
                 piece += LAST_CHUNK
@@ -149,45 +149,45 @@ class Relay:
             raise StreamLostError(piece, lost)
         return piece
 
-    def read(self) -> Transcript:
+    def read_transcript(self) -> Transcript:
         """What the client has received so far, parsed."""
-        self._read_kept()
+        self._compact_transcript()
         assert self._transcript is not None
         return self._transcript
 
-    def splice(self, splice: Splice) -> None:
+    def set_splice(self, splice: StreamSplice) -> None:
         """From now on the events come from another engine and are rewritten by `splice`."""
         self._splice = splice
-        self._rest = b""
+        self._partial_event = b""
 
-    def finish(self, events: bytes) -> bytes:
+    def build_end(self, events: bytes) -> bytes:
         """The end of the stream when only these events are missing."""
-        return self._prepend_head(frame(events) + LAST_CHUNK if self._chunked else events)
+        return self._prepend_head(encode_chunk(events) + LAST_CHUNK if self._chunked else events)
 
-    def break_off(self, error: ApiError) -> bytes:
+    def build_error_end(self, error: GatewayError) -> bytes:
         """The end of the stream when no engine can continue it."""
-        event = b"data: " + error.to_json() + BORDER
-        return self.finish(b"event: error\n" + event if self._opaque else event)
+        event = b"data: " + error.to_json() + EVENT_SEPARATOR
+        return self.build_end(b"event: error\n" + event if self._opaque else event)
 
-    def _cut(self, piece: bytes, complete: bool) -> bytes:
+    def _take_complete_events(self, piece: bytes, complete: bool) -> bytes:
         """The complete events; an incomplete one waits for the next piece."""
-        piece = self._rest + piece
-        end = piece.rfind(BORDER) + len(BORDER)
-        if end < len(BORDER):
+        piece = self._partial_event + piece
+        end = piece.rfind(EVENT_SEPARATOR) + len(EVENT_SEPARATOR)
+        if end < len(EVENT_SEPARATOR):
             end = 0
         if complete and self._opaque:
             end = len(piece)
-        self._rest = piece[end:]
-        if len(self._rest) > MAX_EVENT_BYTES:
+        self._partial_event = piece[end:]
+        if len(self._partial_event) > MAX_EVENT_BYTES:
             raise StreamLostError(b"", "sent an event that is too long")
         return piece[:end]
 
-    def _turn(self, events: bytes) -> bytes:
+    def _rewrite(self, events: bytes) -> bytes:
         splice = self._splice
         assert splice is not None
-        return b"".join([splice.turn(event) for event in events.split(BORDER) if event])
+        return b"".join([splice.rewrite(event) for event in events.split(EVENT_SEPARATOR) if event])
 
-    def _take_prompt_ids(self, events: bytes) -> bytes:
+    def _extract_prompt_ids(self, events: bytes) -> bytes:
         """Remove the prompt's token ids, which vLLM sends once, in its first event.
 
         They are as long as the prompt, so they are removed before any search through the piece, and
@@ -198,34 +198,38 @@ class Relay:
         if start < len(_PROMPT_IDS) - 1 or end < 0:
             return events
         self.prompt_ids = events[start + 1 : end]
-        if self._shows_ids:
+        if self._return_token_ids:
             return events
         return b"%bnull%b" % (events[:start], events[end + 1 :])
 
-    def _read_kept(self) -> None:
+    def _compact_transcript(self) -> None:
         if self._transcript is None:
             self._transcript = Transcript()
         if not self._opaque:
-            self._transcript.read(b"".join(self._kept))
-        self._kept.clear()
+            self._transcript.read(b"".join(self._sent_pieces))
+        self._sent_pieces.clear()
 
     def _ends_with_done(self) -> bool:
-        return self._kept[-1].endswith(DONE) if self._kept else self.read().done
+        return (
+            self._sent_pieces[-1].endswith(DONE_EVENT)
+            if self._sent_pieces
+            else self.read_transcript().done
+        )
 
     def _prepend_head(self, data: bytes) -> bytes:
         head, self._head = self._head, b""
         return head + data
 
 
-def _cut_at_failure(events: bytes) -> tuple[bytes, str]:
+def _truncate_at_failure(events: bytes) -> tuple[bytes, str]:
     """(events before a failure, what the engine did); an engine's rejection is relayed like any
     event."""
     offset = 0
-    for event in events.split(BORDER):
+    for event in events.split(EVENT_SEPARATOR):
         if event.startswith(_FAILURE):
-            if is_failure(event):
+            if is_engine_fault(event):
                 return events[:offset], "reported an error"
-        elif _GIVEN_UP in event:
+        elif _ABORTED in event:
             return events[:offset], "gave the request up"
-        offset += len(event) + len(BORDER)
+        offset += len(event) + len(EVENT_SEPARATOR)
     return events, ""

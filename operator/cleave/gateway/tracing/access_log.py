@@ -6,25 +6,25 @@ header, no key, and no name that is unknown here, except the request's own id.
 
 import logging
 
-from cleave.gateway.tracing.request_record import Story
+from cleave.gateway.tracing.request_record import RequestRecord
 
-ACCESS = "cleave.access"
+ACCESS_LOGGER = "cleave.access"
 """Name of the logger."""
 
-log = logging.getLogger(ACCESS)
+log = logging.getLogger(ACCESS_LOGGER)
 
 
 class AccessLog:
     """Logs finished requests."""
 
-    def tell(self, record: Story) -> None:
+    def on_finished(self, record: RequestRecord) -> None:
         """A request has finished."""
-        fields = describe(record)
+        fields = build_fields(record)
         target = record.method or "-", record.path or "-"
         log.info("%s %s %d", *target, record.status, extra={"fields": fields})
 
 
-def describe(record: Story) -> dict[str, str | int | float]:
+def build_fields(record: RequestRecord) -> dict[str, str | int | float]:
     """The fields of a line; those that do not apply are omitted."""
     values: dict[str, str | int | float] = {
         "request_id": record.request_id,
@@ -36,14 +36,14 @@ def describe(record: Story) -> dict[str, str | int | float]:
         "duration_ms": _to_ms(record.ended_at - record.started_at),
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,
-        "attempts": len(record.tries),
+        "attempts": len(record.attempts),
     }
-    if record.first_at:
-        values["ttft_ms"] = _to_ms(record.first_at - record.started_at)
-    if record.tries:
-        values["estimated_prompt_tokens"] = record.tries[0].pick.prompt_tokens
+    if record.first_byte_at:
+        values["ttft_ms"] = _to_ms(record.first_byte_at - record.started_at)
+    if record.attempts:
+        values["estimated_prompt_tokens"] = record.attempts[0].pick.prompt_tokens
         values["max_tokens"] = record.max_tokens
-        pick = record.tries[-1].pick
+        pick = record.attempts[-1].pick
         values["reason"] = pick.reason
         values["prefill"] = pick.prefill.instance if pick.prefill is not None else ""
         values["decode"] = pick.decode.instance

@@ -6,135 +6,140 @@ They override steps of the plain classes, so that unrecorded requests do not pay
 from http import HTTPStatus
 
 from cleave.gateway.admission.tenants import Tenant
-from cleave.gateway.context import Context
+from cleave.gateway.context import GatewayContext
 from cleave.gateway.failover.retry_policy import Failure
-from cleave.gateway.http.completion_request import Completion
-from cleave.gateway.http.errors import ApiError
-from cleave.gateway.proxy.attempt import Asker, Attempt
-from cleave.gateway.proxy.client_stream import Client
-from cleave.gateway.proxy.proxied_request import Exchange
-from cleave.gateway.proxy.sse_relay import Relay
-from cleave.gateway.tracing.request_record import Leg, Listener, Story, Try
-from cleave.gateway.upstream.connection_pool import Call, EnginePool
+from cleave.gateway.http.completion_request import CompletionRequest
+from cleave.gateway.http.errors import GatewayError
+from cleave.gateway.proxy.attempt import Attempt, ResponseHandler
+from cleave.gateway.proxy.client_stream import ClientStream
+from cleave.gateway.proxy.proxied_request import ProxiedRequest
+from cleave.gateway.proxy.sse_relay import SseRelay
+from cleave.gateway.tracing.request_record import (
+    AttemptRecord,
+    CallRecord,
+    RequestListener,
+    RequestRecord,
+)
+from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
 from cleave.gateway.upstream.kv_transfer_params import count_blocks
 from cleave.router.instance import Target
 from cleave.router.router import Pick
 
 
-class WatchedAttempt(Attempt):
+class InstrumentedAttempt(Attempt):
     """One attempt of a recorded request."""
 
-    __slots__ = ("_story", "_told")
+    __slots__ = ("_attempt_record", "_request_record")
 
     def __init__(
         self,
-        context: Context,
-        asker: Asker,
+        context: GatewayContext,
+        asker: ResponseHandler,
         path: bytes,
-        completion: Completion,
+        completion: CompletionRequest,
         pick: Pick,
         fields: bytes,
     ) -> None:
         super().__init__(context, asker, path, completion, pick, fields)
-        assert isinstance(asker, WatchedExchange)
-        self._story: Story = asker.story
-        self._told = Try(pick, asker.way, context.clock())
-        self._story.tries.append(self._told)
+        assert isinstance(asker, InstrumentedRequest)
+        self._request_record: RequestRecord = asker.record
+        self._attempt_record = AttemptRecord(pick, asker.recovery_mode, context.clock())
+        self._request_record.attempts.append(self._attempt_record)
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
-        if self._ahead is not None:
-            self._begin_leg("decode", self.pick.decode)
+        if self._overlapped_prefill is not None:
+            self._start_call("decode", self.pick.decode)
         else:
             phase = "prefill" if self.prefill else "decode" if self.pick.prefill else "whole"
-            self._begin_leg(phase, self.target)
+            self._start_call(phase, self.target)
         super()._send(pool, body)
 
-    def _send_both(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
-        self._begin_leg("prefill", prefill)
-        super()._send_both(prefill, pool, decode)
+    def _send_overlapped(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
+        self._start_call("prefill", prefill)
+        super()._send_overlapped(prefill, pool, decode)
 
-    def _hand_over(self, prefill: Target, body: bytes) -> None:
-        self._end_leg(-1, body)
-        super()._hand_over(prefill, body)
+    def _start_decode(self, prefill: Target, body: bytes) -> None:
+        self._end_call(-1, body)
+        super()._start_decode(prefill, body)
 
-    def prefilled(self, prefill: Target, body: bytes) -> None:
+    def on_prefill_done(self, prefill: Target, body: bytes) -> None:
         """The overlapped prefill is done."""
-        self._end_leg(-2, body)
-        super().prefilled(prefill, body)
+        self._end_call(-2, body)
+        super().on_prefill_done(prefill, body)
 
-    def _begin_leg(self, phase: str, target: Target) -> None:
-        call = Leg(phase, target, self._context.clock())
-        self._told.legs.append(call)
-        if self._story.trace is not None:
-            self._fields = self._story.trace.write(call.span_id)
+    def _start_call(self, phase: str, target: Target) -> None:
+        call = CallRecord(phase, target, self._context.clock())
+        self._attempt_record.calls.append(call)
+        if self._request_record.trace is not None:
+            self._fields = self._request_record.trace.format_header(call.span_id)
 
-    def _end_leg(self, index: int, body: bytes) -> None:
-        call = self._told.legs[index]
+    def _end_call(self, index: int, body: bytes) -> None:
+        call = self._attempt_record.calls[index]
         call.ended_at, call.blocks = self._context.clock(), count_blocks(body)
 
 
-class WatchedExchange(Exchange):
+class InstrumentedRequest(ProxiedRequest):
     """A request that is recorded."""
 
-    _attempt_type = WatchedAttempt
+    _attempt_type = InstrumentedAttempt
 
     def __init__(
         self,
-        listener: Listener,
-        record: Story,
-        context: Context,
-        client: Client,
+        listener: RequestListener,
+        record: RequestRecord,
+        context: GatewayContext,
+        client: ClientStream,
         path: bytes,
         request_id: bytes,
-        body: Completion,
+        body: CompletionRequest,
         tenant: Tenant,
         session: bytes | None,
     ) -> None:
         super().__init__(context, client, path, request_id, body, tenant, session)
         self._listener = listener
-        self.story = record
+        self.record = record
         record.max_tokens = body.output_tokens
 
     @property
-    def way(self) -> str:
+    def recovery_mode(self) -> str:
         """How the next attempt relates to those before: again, continued or replayed."""
-        if self._rescue is None or not self.story.tries:
+        if self._retry_state is None or not self.record.attempts:
             return ""
-        return self._rescue.how if self._relay is not None else "again"
+        return self._retry_state.recovery_mode if self._relay is not None else "again"
 
-    def begin(self, call: Call) -> None:
+    def on_stream_started(self, call: UpstreamCall) -> None:
         """A stream has begun."""
-        record, now = self.story, self._context.clock()
-        record.tries[-1].legs[-1].first_at = now
-        if not record.first_at:
-            record.first_at, record.status = now, call.status
-        super().begin(call)
+        record, now = self.record, self._context.clock()
+        record.attempts[-1].calls[-1].first_byte_at = now
+        if not record.first_byte_at:
+            record.first_byte_at, record.status = now, call.status
+        super().on_stream_started(call)
 
-    def fail(self, failure: Failure, reason: str) -> None:
+    def on_attempt_failed(self, failure: Failure, reason: str) -> None:
         """The attempt failed."""
         assert self._attempt is not None
         name = self._attempt.target.instance
-        self.story.fail(name, failure.value, reason, self._context.clock())
-        super().fail(failure, reason)
+        self.record.fail(name, failure.value, reason, self._context.clock())
+        super().on_attempt_failed(failure, reason)
 
-    def _answer_error(self, error: ApiError, outcome: str) -> None:
-        self.story.error = error.code or error.type
-        super()._answer_error(error, outcome)
+    def _respond_error(self, error: GatewayError, outcome: str) -> None:
+        self.record.error = error.code or error.type
+        super()._respond_error(error, outcome)
 
-    def _break_off(self, relay: Relay, error: ApiError) -> None:
-        self.story.error = error.code or error.type
-        super()._break_off(relay, error)
+    def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
+        self.record.error = error.code or error.type
+        super()._abort_stream(relay, error)
 
     def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
-        self.story.status = HTTPStatus(status)
+        self.record.status = HTTPStatus(status)
         super()._respond(status, fields, body, outcome)
 
-    def _end(self, outcome: str) -> None:
-        if self not in self._context.exchanges:
+    def _release(self, outcome: str) -> None:
+        if self not in self._context.active_requests:
             return
-        super()._end(outcome)
-        record = self.story
+        super()._release(outcome)
+        record = self.record
         record.prompt_tokens = self._prompt_tokens
         record.output_tokens = self._output_tokens
         record.end(outcome, self._context.clock())
-        self._listener.tell(record)
+        self._listener.on_finished(record)

@@ -35,8 +35,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from cleave.gateway.tracing.request_record import Story, TracingError
-from cleave.gateway.tracing.spans import SpanValue, describe
+from cleave.gateway.tracing.request_record import RequestRecord, TracingError
+from cleave.gateway.tracing.spans import SpanValue, build_spans
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ QUEUE_SPANS = 4_096
 BATCH_SPANS = 128
 """Encoding takes a third of a millisecond per ten spans and holds the interpreter lock."""
 DELAY_MS = 1_000.0
-COMPLAINT_S = 60.0
+WARNING_INTERVAL_S = 60.0
 """Between two warnings about an unreachable collector."""
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 
 
-class OtelTracing:
+class OtelExporter:
     """Exports request records as spans."""
 
     def __init__(
@@ -61,19 +61,19 @@ class OtelTracing:
 
         `counts`: spans by result, updated here. Raises TracingError.
         """
-        self._counted = _CountingExporter(_make_exporter(endpoint), counts)
-        self._ids = _StatedIds()
+        self._exporter = _CountingExporter(_make_exporter(endpoint), counts)
+        self._id_generator = _PresetIdGenerator()
         counts.update(exported=0, failed=0, dropped=0)
         self._counts = counts
         self._clock = clock
-        self._num_told = 0
+        self._num_submitted = 0
         # The sampling decision was made before: only sampled requests come here.
         self._provider = TracerProvider(
-            ALWAYS_ON, _describe_process(), shutdown_on_exit=False, id_generator=self._ids
+            ALWAYS_ON, _describe_process(), shutdown_on_exit=False, id_generator=self._id_generator
         )
         processor = BatchSpanProcessor(
-            self._counted,
-            # Never full: `tell` drops what exceeds QUEUE_SPANS.
+            self._exporter,
+            # Never full: `on_finished` drops what exceeds QUEUE_SPANS.
             max_queue_size=QUEUE_SPANS + BATCH_SPANS,
             schedule_delay_millis=DELAY_MS,
             max_export_batch_size=BATCH_SPANS,
@@ -83,22 +83,22 @@ class OtelTracing:
         # The SDK logs every failed export; here it is logged once a minute.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
-    def tell(self, record: Story) -> None:
+    def on_finished(self, record: RequestRecord) -> None:
         """A request has finished: queue its spans."""
         trace = record.trace
         assert trace is not None
-        spans = list(describe(record))
-        if self._num_told - self._counted.num_done + len(spans) > QUEUE_SPANS:
+        spans = list(build_spans(record))
+        if self._num_submitted - self._exporter.num_done + len(spans) > QUEUE_SPANS:
             self._counts["dropped"] += len(spans)
             return
-        self._num_told += len(spans)
-        self._ids.trace_id = trace.trace_id
+        self._num_submitted += len(spans)
+        self._id_generator.trace_id = trace.trace_id
         epoch_s = time.time() - self._clock()
         try:
             for value in spans:
-                self._begin_and_end(value, trace.trace_id, epoch_s)
+                self._emit_span(value, trace.trace_id, epoch_s)
         except Exception:  # noqa: BLE001 - the caller must still finish the response
-            self._counted.lose(len(spans))
+            self._exporter.record_lost(len(spans))
 
     async def stop(self, seconds: float) -> None:
         """Send the queued spans, within so many seconds."""
@@ -109,9 +109,9 @@ class OtelTracing:
             await asyncio.sleep(0.02)
         if ending.is_alive():
             # Aborts the export in progress and all further ones.
-            self._counted.shutdown()
+            self._exporter.shutdown()
 
-    def _begin_and_end(self, value: SpanValue, trace_id: int, epoch_s: float) -> None:
+    def _emit_span(self, value: SpanValue, trace_id: int, epoch_s: float) -> None:
         scope = TraceScope()
         if value.parent_id:
             # The parent of the server's span is the client's, hence remote.
@@ -119,13 +119,13 @@ class OtelTracing:
                 trace_id, value.parent_id, value.kind == "server", TraceFlags(TraceFlags.SAMPLED)
             )
             scope = set_span_in_context(NonRecordingSpan(parent), scope)
-        self._ids.span_id = value.span_id
+        self._id_generator.span_id = value.span_id
         span = self._tracer.start_span(
             value.name,
             scope,
             _KINDS[value.kind],
             value.attributes,
-            start_time=_to_ns(epoch_s + value.began_at),
+            start_time=_to_ns(epoch_s + value.started_at),
         )
         for name, moment in value.events:
             span.add_event(name, timestamp=_to_ns(epoch_s + moment))
@@ -134,7 +134,7 @@ class OtelTracing:
         span.end(_to_ns(epoch_s + value.ended_at))
 
 
-class _StatedIds(IdGenerator):
+class _PresetIdGenerator(IdGenerator):
     """Returns ids that were chosen before, because engines already received them."""
 
     trace_id = span_id = 0
@@ -154,7 +154,7 @@ class _CountingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter, counts: dict[str, int]) -> None:
         self._exporter = exporter
         self._counts = counts
-        self._complained_at = -COMPLAINT_S
+        self._warned_at = -WARNING_INTERVAL_S
         self._num_lost = 0
         self.num_done = 0
         """Spans that were sent or lost."""
@@ -169,18 +169,18 @@ class _CountingExporter(SpanExporter):
             self.num_done += len(spans)
             self._counts["exported"] += len(spans)
         else:
-            self.lose(len(spans))
+            self.record_lost(len(spans))
         return result
 
-    def lose(self, num_spans: int) -> None:
+    def record_lost(self, num_spans: int) -> None:
         """Count spans that could not be sent."""
         self.num_done += num_spans
         self._counts["failed"] += num_spans
         self._num_lost += num_spans
         now = time.monotonic()
-        if now - self._complained_at >= COMPLAINT_S:
+        if now - self._warned_at >= WARNING_INTERVAL_S:
             log.warning("traces cannot be exported: %d spans are lost", self._num_lost)
-            self._complained_at, self._num_lost = now, 0
+            self._warned_at, self._num_lost = now, 0
 
     def shutdown(self) -> None:
         """Close the connection."""

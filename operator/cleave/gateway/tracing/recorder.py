@@ -10,17 +10,17 @@ from typing import Protocol
 from cleave import distribution
 from cleave.gateway.admission.tenants import Tenant
 from cleave.gateway.config import GatewayConfig
-from cleave.gateway.context import Context
-from cleave.gateway.http.completion_request import Completion
+from cleave.gateway.context import GatewayContext
+from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.headers import TRACEPARENT
-from cleave.gateway.http.request_parser import Request
-from cleave.gateway.metrics.gateway_metrics import Metrics
-from cleave.gateway.proxy.client_stream import Client
-from cleave.gateway.proxy.proxied_request import Exchange
+from cleave.gateway.http.request_parser import HttpRequest
+from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
+from cleave.gateway.proxy.client_stream import ClientStream
+from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.tracing.access_log import AccessLog
-from cleave.gateway.tracing.instrumented_request import WatchedExchange
-from cleave.gateway.tracing.request_record import Listener, Story, TracingError
-from cleave.gateway.tracing.traceparent import make_span_id, read_context
+from cleave.gateway.tracing.instrumented_request import InstrumentedRequest
+from cleave.gateway.tracing.request_record import RequestListener, RequestRecord, TracingError
+from cleave.gateway.tracing.traceparent import make_span_id, read_trace_context
 
 log = logging.getLogger(__name__)
 
@@ -28,71 +28,74 @@ FLUSH_S = 2.0
 """Time to send queued traces when the gateway stops."""
 
 
-class Tracing(Listener, Protocol):
+class TraceExporter(RequestListener, Protocol):
     """Exports traces."""
 
     async def stop(self, seconds: float) -> None:
         """Send what is queued, within so many seconds."""
 
 
-def make_watch(config: GatewayConfig, metrics: Metrics) -> "Watch | None":
+def make_recorder(config: GatewayConfig, metrics: GatewayMetrics) -> "RequestRecorder | None":
     """The recorder of a gateway; None: neither access log nor tracing. Raises TracingError."""
     access_log = AccessLog() if config.access_log else None
-    tracing = _make_tracing(config, metrics)
+    tracing = _make_trace_exporter(config, metrics)
     if access_log is None and tracing is None:
         return None
-    return Watch(access_log, tracing, config.trace_share)
+    return RequestRecorder(access_log, tracing, config.trace_sample_ratio)
 
 
-def _make_tracing(config: GatewayConfig, metrics: Metrics) -> Tracing | None:
+def _make_trace_exporter(config: GatewayConfig, metrics: GatewayMetrics) -> TraceExporter | None:
     if config.otlp_endpoint is None:
         return None
     try:
         from cleave.gateway.tracing import otel_exporter
     except ImportError:
-        message = f"traces need the extra otel: {distribution.install(['otel'])}"
+        message = f"traces need the extra otel: {distribution.build_install_command(['otel'])}"
         if config.otlp_endpoint:
             raise TracingError(message) from None
         # The variables may be set for an entire cluster, so they must not stop the gateway.
         log.warning("%s; tracing is off", message)
         return None
-    return otel_exporter.OtelTracing(config.otlp_endpoint, metrics.spans)
+    return otel_exporter.OtelExporter(config.otlp_endpoint, metrics.spans)
 
 
-class Watch:
+class RequestRecorder:
     """Decides for each request whether it is recorded, and passes on finished records."""
 
     def __init__(
-        self, log: Listener | None = None, tracing: Tracing | None = None, trace_share: float = 0.0
+        self,
+        log: RequestListener | None = None,
+        tracing: TraceExporter | None = None,
+        trace_share: float = 0.0,
     ) -> None:
         """`log` receives every request, `tracing` those that are sampled."""
-        self._log = log
-        self._tracing = tracing
-        self._trace_share = trace_share
+        self._access_log = log
+        self._trace_exporter = tracing
+        self._trace_sample_ratio = trace_share
 
-    def open(
+    def create_request(
         self,
-        context: Context,
-        client: Client,
-        request: Request,
+        context: GatewayContext,
+        client: ClientStream,
+        request: HttpRequest,
         request_id: bytes,
-        completion: Completion,
+        completion: CompletionRequest,
         tenant: Tenant,
         session: bytes | None,
-    ) -> Exchange:
+    ) -> ProxiedRequest:
         """The exchange for a request, with a record if one is needed."""
         trace = None
-        if self._tracing is not None:
-            trace = read_context(request.headers.get(TRACEPARENT), self._trace_share)
-        if self._log is None and trace is not None and not trace.sampled:
+        if self._trace_exporter is not None:
+            trace = read_trace_context(request.headers.get(TRACEPARENT), self._trace_sample_ratio)
+        if self._access_log is None and trace is not None and not trace.sampled:
             # Without this header, engines that trace would begin a trace of their own.
-            fields = trace.write(trace.parent_id or make_span_id())
-            return Exchange(
+            fields = trace.format_header(trace.parent_id or make_span_id())
+            return ProxiedRequest(
                 context, client, request.path, request_id, completion, tenant, session, fields
             )
         # Clients may send any model name; only known ones are recorded.
-        is_known = completion.model in context.router.directory.known
-        record = Story(
+        is_known = completion.model in context.router.registry.known_models
+        record = RequestRecord(
             request_id.decode(),
             request.method.decode(),
             request.path.decode(),
@@ -103,29 +106,29 @@ class Watch:
             trace,
             context.config.tls_certificate is not None,
         )
-        return WatchedExchange(
+        return InstrumentedRequest(
             self, record, context, client, request.path, request_id, completion, tenant, session
         )
 
-    def note(
-        self, context: Context, request_id: bytes, status: int, method: bytes, path: bytes
+    def record_local_response(
+        self, context: GatewayContext, request_id: bytes, status: int, method: bytes, path: bytes
     ) -> None:
         """Record a request that the gateway responded to by itself."""
-        if self._log is not None:
+        if self._access_log is not None:
             now = context.clock()
-            record = Story(request_id.decode(), method.decode(), path.decode(), "", now)
+            record = RequestRecord(request_id.decode(), method.decode(), path.decode(), "", now)
             record.status = status
             record.end("refused" if status >= HTTPStatus.BAD_REQUEST else "ok", now)
-            self._log.tell(record)
+            self._access_log.on_finished(record)
 
-    def tell(self, record: Story) -> None:
+    def on_finished(self, record: RequestRecord) -> None:
         """A request has finished."""
-        if self._log is not None:
-            self._log.tell(record)
-        if self._tracing is not None and record.trace is not None and record.trace.sampled:
-            self._tracing.tell(record)
+        if self._access_log is not None:
+            self._access_log.on_finished(record)
+        if self._trace_exporter is not None and record.trace is not None and record.trace.sampled:
+            self._trace_exporter.on_finished(record)
 
     async def stop(self) -> None:
         """Send queued traces."""
-        if self._tracing is not None:
-            await self._tracing.stop(FLUSH_S)
+        if self._trace_exporter is not None:
+            await self._trace_exporter.stop(FLUSH_S)

@@ -13,14 +13,14 @@ from cleave.router.router import Pick
 
 
 @dataclass(slots=True)
-class Leg:
+class CallRecord:
     """One call to one instance."""
 
     phase: str
     """prefill, decode, or whole for both."""
     target: Target
     sent_at: float
-    first_at: float = 0.0
+    first_byte_at: float = 0.0
     """When its stream began; 0: it did not."""
     ended_at: float = 0.0
     fault: str = ""
@@ -31,31 +31,31 @@ class Leg:
 
 
 @dataclass(slots=True)
-class Try:
+class AttemptRecord:
     """One attempt: the picked instances and the calls to them."""
 
     pick: Pick
-    way: str
+    recovery_mode: str
     """Of a retry: again, continued or replayed; empty for the first attempt."""
-    began_at: float
+    started_at: float
     ended_at: float = 0.0
     fault: str = ""
     instance: str = ""
     """The instance that failed."""
     reason: str = ""
     """What that instance did; continues `instance NAME ...`."""
-    legs: list[Leg] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
     span_id: int = field(default_factory=make_span_id)
 
     def end(self, now: float) -> None:
         """Set the end times that are not set."""
         self.ended_at = self.ended_at or now
-        for call in self.legs:
+        for call in self.calls:
             call.ended_at = call.ended_at or now
 
 
 @dataclass(slots=True)
-class Story:
+class RequestRecord:
     """One request."""
 
     request_id: str
@@ -70,8 +70,8 @@ class Story:
     """None: not traced."""
     secure: bool = False
     """Whether it came over TLS."""
-    tries: list[Try] = field(default_factory=list)
-    first_at: float = 0.0
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    first_byte_at: float = 0.0
     """When the stream to the client began; 0: it did not."""
     ended_at: float = 0.0
     status: int = 0
@@ -89,9 +89,9 @@ class Story:
     def fail(self, instance: str, fault: str, reason: str, now: float) -> None:
         """Record that an instance failed the last attempt; with two concurrent calls it may be
         either."""
-        attempt = self.tries[-1]
+        attempt = self.attempts[-1]
         attempt.instance, attempt.fault, attempt.reason = instance, fault, reason
-        for call in attempt.legs:
+        for call in attempt.calls:
             if call.target.instance == instance:
                 call.fault = fault
         attempt.end(now)
@@ -99,16 +99,16 @@ class Story:
     def end(self, outcome: str, now: float) -> None:
         """The request has finished."""
         self.outcome, self.ended_at = outcome, now
-        if self.tries:
-            self.tries[-1].end(now)
+        if self.attempts:
+            self.attempts[-1].end(now)
 
 
 class TracingError(ValueError):
     """Tracing cannot work as configured."""
 
 
-class Listener(Protocol):
+class RequestListener(Protocol):
     """Receives the records of finished requests."""
 
-    def tell(self, story: Story) -> None:
+    def on_finished(self, story: RequestRecord) -> None:
         """A request has finished."""

@@ -13,7 +13,7 @@ with `cleave.`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cleave.gateway.tracing.request_record import Leg, Story, Try
+from cleave.gateway.tracing.request_record import AttemptRecord, CallRecord, RequestRecord
 from cleave.gateway.tracing.traceparent import make_span_id
 
 Attributes = dict[str, str | int | float | bool]
@@ -37,7 +37,7 @@ class SpanValue:
     span_id: int
     parent_id: int
     """0: the first span of its trace."""
-    began_at: float
+    started_at: float
     ended_at: float
     attributes: Attributes
     events: tuple[tuple[str, float], ...] = ()
@@ -45,16 +45,16 @@ class SpanValue:
     """Description of the error; empty: none."""
 
 
-def describe(record: Story) -> Iterator[SpanValue]:
+def build_spans(record: RequestRecord) -> Iterator[SpanValue]:
     """The spans of a finished request that is traced.
 
     The request's own span comes last, so that a collector that has it has all of them.
     """
     assert record.trace is not None
-    for number, attempt in enumerate(record.tries):
-        yield _describe_try(number, attempt, record)
-        for leg in attempt.legs:
-            yield from _describe_leg(leg, attempt)
+    for number, attempt in enumerate(record.attempts):
+        yield _build_attempt_span(number, attempt, record)
+        for leg in attempt.calls:
+            yield from _build_call_spans(leg, attempt)
     yield SpanValue(
         f"{record.method} {record.path}",
         "server",
@@ -62,8 +62,8 @@ def describe(record: Story) -> Iterator[SpanValue]:
         record.trace.parent_id,
         record.started_at,
         record.ended_at,
-        _describe_request(record),
-        (("first_token", record.first_at),) if record.first_at else (),
+        _build_request_attributes(record),
+        (("first_token", record.first_byte_at),) if record.first_byte_at else (),
         # A client that disconnects or sends an invalid request is not an error of the server.
         record.error or record.outcome
         if record.status >= 500 or record.outcome == "broken"
@@ -71,7 +71,7 @@ def describe(record: Story) -> Iterator[SpanValue]:
     )
 
 
-def _describe_request(record: Story) -> Attributes:
+def _build_request_attributes(record: RequestRecord) -> Attributes:
     attributes: Attributes = {
         "http.request.method": record.method,
         "url.path": record.path,
@@ -87,8 +87,8 @@ def _describe_request(record: Story) -> Attributes:
         attributes["gen_ai.operation.name"] = _OPERATIONS[record.path]
     if record.status:
         attributes["http.response.status_code"] = record.status
-    if record.first_at:
-        waited_s = record.first_at - record.started_at
+    if record.first_byte_at:
+        waited_s = record.first_byte_at - record.started_at
         attributes["gen_ai.response.time_to_first_chunk"] = waited_s
     if record.error:
         attributes["error.type"] = record.error
@@ -97,7 +97,7 @@ def _describe_request(record: Story) -> Attributes:
     return attributes
 
 
-def _describe_try(number: int, attempt: Try, record: Story) -> SpanValue:
+def _build_attempt_span(number: int, attempt: AttemptRecord, record: RequestRecord) -> SpanValue:
     pick = attempt.pick
     attributes: Attributes = {
         "cleave.attempt": number,
@@ -106,8 +106,8 @@ def _describe_try(number: int, attempt: Try, record: Story) -> SpanValue:
     }
     if pick.prefill is not None:
         attributes["cleave.prefill.instance"] = pick.prefill.instance
-    if attempt.way:
-        attributes["cleave.recovery"] = attempt.way
+    if attempt.recovery_mode:
+        attributes["cleave.recovery"] = attempt.recovery_mode
     if attempt.fault:
         attributes["error.type"] = attempt.fault
     return SpanValue(
@@ -115,7 +115,7 @@ def _describe_try(number: int, attempt: Try, record: Story) -> SpanValue:
         "internal",
         attempt.span_id,
         record.span_id,
-        attempt.began_at,
+        attempt.started_at,
         attempt.ended_at,
         attributes,
         fault=f"{attempt.fault}: instance {attempt.instance} {attempt.reason}"
@@ -124,7 +124,7 @@ def _describe_try(number: int, attempt: Try, record: Story) -> SpanValue:
     )
 
 
-def _describe_leg(call: Leg, attempt: Try) -> Iterator[SpanValue]:
+def _build_call_spans(call: CallRecord, attempt: AttemptRecord) -> Iterator[SpanValue]:
     attributes: Attributes = {
         "cleave.instance": call.target.instance,
         "cleave.boot_id": call.target.boot_id,
@@ -143,20 +143,20 @@ def _describe_leg(call: Leg, attempt: Try) -> Iterator[SpanValue]:
         call.sent_at,
         call.ended_at,
         attributes,
-        (("first_token", call.first_at),) if call.first_at else (),
+        (("first_token", call.first_byte_at),) if call.first_byte_at else (),
         call.fault,
     )
-    if call.phase == "decode" and call.first_at and attempt.legs[0].blocks:
+    if call.phase == "decode" and call.first_byte_at and attempt.calls[0].blocks:
         yield SpanValue(
             "kv_transfer",
             "internal",
             make_span_id(),
             call.span_id,
             call.sent_at,
-            call.first_at,
+            call.first_byte_at,
             {
-                "cleave.handoff.blocks": attempt.legs[0].blocks,
-                "cleave.prefill.instance": attempt.legs[0].target.instance,
+                "cleave.handoff.blocks": attempt.calls[0].blocks,
+                "cleave.prefill.instance": attempt.calls[0].target.instance,
                 "cleave.decode.instance": call.target.instance,
             },
         )

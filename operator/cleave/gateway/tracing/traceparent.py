@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cleave.gateway.http.headers import TRACEPARENT
 
-_FORM = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_PATTERN = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
 _RATIO_BITS = 64
 
@@ -25,17 +25,17 @@ class TraceContext:
     """The client's span; 0: the trace begins here."""
     sampled: bool
 
-    def write(self, span_id: int) -> bytes:
+    def format_header(self, span_id: int) -> bytes:
         """The `traceparent` header line for requests made within this span."""
         return b"%b: 00-%032x-%016x-%02x\r\n" % (TRACEPARENT, self.trace_id, span_id, self.sampled)
 
 
-def read_context(header: bytes | None, share: float) -> TraceContext:
+def read_trace_context(header: bytes | None, share: float) -> TraceContext:
     """The trace of a request with this `traceparent` header; a new one if it is missing or invalid.
 
     `share`: of new traces that are sampled, 0..1.
     """
-    match = _FORM.fullmatch(header) if header else None
+    match = _PATTERN.fullmatch(header) if header else None
     if match is not None:
         version, trace_id, parent_id = match[1], int(match[2], 16), int(match[3], 16)
         well_formed = version != b"ff" and (version != b"00" or match[5] is None)

@@ -9,79 +9,83 @@ pause; a single stream may wait for many reasons.
 
 from dataclasses import dataclass
 
-FAILURES = 3
+FAILURE_THRESHOLD = 3
 """Consecutive failed requests before an instance becomes a suspect."""
-FIRST_DOUBT_S = 1.0
-LAST_DOUBT_S = 30.0
+MIN_SUSPECT_S = 1.0
+MAX_SUSPECT_S = 30.0
 
-PATIENCE = 8.0
+STALL_FACTOR = 8.0
 """Multiple of the longest recent pause after which the engine counts as hung."""
-LEAST_PATIENCE_S = 3.0
-FIRST_PAUSE_S = 1.5
+MIN_STALL_TIMEOUT_S = 3.0
+INITIAL_PAUSE_S = 1.5
 """Assumed for an instance without any observed pause."""
-FORGETTING = 0.999
+PAUSE_DECAY = 0.999
 """Factor on the longest pause for each record of progress, at most one per sweep."""
 
 
 @dataclass(slots=True)
-class Standing:
+class FailureState:
     """Recent failures of one instance."""
 
     failures: int = 0
-    doubt_s: float = 0.0
-    until: float = 0.0
+    suspect_s: float = 0.0
+    suspect_until: float = 0.0
 
 
-class Breaker:
+class CircuitBreaker:
     """Counts failures by instance name and lists the suspects."""
 
     def __init__(self) -> None:
-        self.standing: dict[str, Standing] = {}
+        self.failure_states: dict[str, FailureState] = {}
         """Instances with recent failures; mostly empty, and then callers skip the look-up."""
 
-    def fail(self, instance: str, now: float, *, surely: bool = False) -> None:
-        """A request failed there; `surely`: suspect the instance without waiting for more
+    def record_failure(self, instance: str, now: float, *, immediately: bool = False) -> None:
+        """A request failed there; `immediately`: suspect the instance without waiting for more
         failures."""
-        standing = self.standing.setdefault(instance, Standing())
+        standing = self.failure_states.setdefault(instance, FailureState())
         standing.failures += 1
-        if surely or standing.failures >= FAILURES:
-            standing.doubt_s = min(max(2 * standing.doubt_s, FIRST_DOUBT_S), LAST_DOUBT_S)
-            standing.until = now + standing.doubt_s
+        if immediately or standing.failures >= FAILURE_THRESHOLD:
+            standing.suspect_s = min(max(2 * standing.suspect_s, MIN_SUSPECT_S), MAX_SUSPECT_S)
+            standing.suspect_until = now + standing.suspect_s
 
-    def succeed(self, instance: str) -> None:
+    def record_success(self, instance: str) -> None:
         """A request succeeded there: clear its failures."""
-        self.standing.pop(instance, None)
+        self.failure_states.pop(instance, None)
 
-    def doubted(self, now: float) -> frozenset[str]:
+    def list_suspects(self, now: float) -> frozenset[str]:
         """Instances to pick last. After `until` a suspect is picked like any other."""
-        return frozenset(name for name, state in self.standing.items() if state.until > now)
+        return frozenset(
+            name for name, state in self.failure_states.items() if state.suspect_until > now
+        )
 
-    def sweep(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Remove instances without failures for LAST_DOUBT_S."""
-        for name, state in tuple(self.standing.items()):
-            if now > state.until + LAST_DOUBT_S:
-                del self.standing[name]
+        for name, state in tuple(self.failure_states.items()):
+            if now > state.suspect_until + MAX_SUSPECT_S:
+                del self.failure_states[name]
 
 
 @dataclass(slots=True)
-class Pulse:
+class StallDetector:
     """Detects a hung engine: one boot, over all its streams to this gateway process."""
 
-    last: float
+    last_progress_at: float
     """Seconds, when any stream last progressed or began."""
-    pause_s: float = FIRST_PAUSE_S
+    longest_pause_s: float = INITIAL_PAUSE_S
     """The longest recent time without progress on any stream."""
 
-    def beat(self, now: float) -> None:
+    def record_progress(self, now: float) -> None:
         """A stream has progressed since the last sweep; several may report it in one sweep."""
-        if now > self.last:
-            self.pause_s = max(now - self.last, self.pause_s * FORGETTING)
-            self.last = now
+        if now > self.last_progress_at:
+            self.longest_pause_s = max(
+                now - self.last_progress_at, self.longest_pause_s * PAUSE_DECAY
+            )
+            self.last_progress_at = now
 
-    def excuse(self, pause_s: float, now: float) -> None:
+    def discount_pause(self, pause_s: float, now: float) -> None:
         """The gateway process stood still for so long, so that time is not counted as a pause."""
-        self.last = min(self.last + pause_s, now)
+        self.last_progress_at = min(self.last_progress_at + pause_s, now)
 
-    def patience_s(self) -> float:
+    def compute_stall_timeout_s(self) -> float:
         """Seconds without progress after which the engine counts as hung."""
-        return max(PATIENCE * self.pause_s, LEAST_PATIENCE_S)
+        return max(STALL_FACTOR * self.longest_pause_s, MIN_STALL_TIMEOUT_S)

@@ -14,52 +14,52 @@ from typing import Protocol, cast
 
 import httptools
 
-from cleave.gateway.http.headers import Headers, make_safe
-from cleave.gateway.http.write_batcher import Outbox
-from cleave.gateway.upstream.circuit_breaker import Pulse
+from cleave.gateway.http.headers import Headers, sanitize_header_value
+from cleave.gateway.http.write_batcher import WriteBatcher
+from cleave.gateway.upstream.circuit_breaker import StallDetector
 from cleave.router.instance import Target
 from cleave.router.watchdog import is_overdue
 
 IDLE_S = 4.0
 """uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
-GONE_S = 10
+DEAD_PEER_TIMEOUT_S = 10
 """A host that has acknowledged no packet for so long is dead, however long its response may
 take."""
-PROBE_S = 2
+KEEPALIVE_INTERVAL_S = 2
 
 
-class Owner(Protocol):
+class CallListener(Protocol):
     """Receives the response to a call."""
 
-    def receive(self, call: "Call", piece: bytes, complete: bool) -> None:
+    def on_data(self, call: "UpstreamCall", piece: bytes, complete: bool) -> None:
         """A piece of the response's body, perhaps empty; status and headers are in the call."""
 
-    def lose(self, call: "Call", reason: str) -> None:
+    def on_call_failed(self, call: "UpstreamCall", reason: str) -> None:
         """The call failed: no connection, or it broke before the response was complete."""
 
 
-class Call:
+class UpstreamCall:
     """One request to one engine."""
 
     __slots__ = (
         "connecting",
         "connection",
-        "fresh",
         "headers",
-        "owner",
+        "listener",
+        "on_new_connection",
         "payload",
         "pool",
         "sent",
         "status",
     )
 
-    def __init__(self, pool: "EnginePool", owner: Owner, payload: bytes) -> None:
+    def __init__(self, pool: "EnginePool", owner: CallListener, payload: bytes) -> None:
         self.pool = pool
-        self.owner: Owner | None = owner
+        self.listener: CallListener | None = owner
         self.payload = payload
         self.connection: EngineConnection | None = None
         self.connecting: asyncio.Task[None] | None = None
-        self.fresh = False
+        self.on_new_connection = False
         self.sent = False
         """Whether it may have reached the engine although no response came."""
         self.status = 0
@@ -68,17 +68,17 @@ class Call:
 
     def abort(self) -> None:
         """End the call without a callback. Closing the connection makes the engine stop."""
-        self.owner = None
+        self.listener = None
         if self.connecting is not None:
             self.connecting.cancel()
         if self.connection is not None:
             self.connection.abort()
 
-    def fail(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Report the failure to the owner, once."""
-        owner, self.owner = self.owner, None
+        owner, self.listener = self.listener, None
         if owner is not None:
-            owner.lose(self, reason)
+            owner.on_call_failed(self, reason)
 
     def pause(self) -> None:
         """Stop reading the response until `resume`."""
@@ -98,13 +98,13 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, pool: "EnginePool") -> None:
         self._pool = pool
-        self._call: Call | None = None
+        self._call: UpstreamCall | None = None
         self._headers: Headers = []
         self._parts: list[bytes] = []
         # httptools looks up its callbacks once: a list's own append is the cheapest one.
         self.on_body = self._parts.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
-        self._head_done = self._complete = self._delimited = self._heard = False
+        self._head_done = self._complete = self._delimited = self._received_any = False
         self._reusable = False
         self.idle_since = 0.0
 
@@ -112,14 +112,14 @@ class EngineConnection(asyncio.Protocol):
         """Set up by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
         set_nodelay(self.transport)
-        notice_loss(self.transport)
+        detect_dead_peer(self.transport)
 
-    def send(self, call: Call) -> None:
+    def send(self, call: UpstreamCall) -> None:
         """Send a call over this idle connection."""
         self._call = call
         call.connection = self
-        self._head_done = self._complete = self._delimited = self._heard = False
-        self._pool.outbox.post(self.transport, call.payload)
+        self._head_done = self._complete = self._delimited = self._received_any = False
+        self._pool.write_batcher.write(self.transport, call.payload)
 
     def abort(self) -> None:
         """Close at once."""
@@ -132,11 +132,11 @@ class EngineConnection(asyncio.Protocol):
         if call is None or parser is None:
             self.transport.abort()
             return
-        self._heard = True
+        self._received_any = True
         try:
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail("sent an answer that is not HTTP")
+            self._fail_call("sent an answer that is not HTTP")
             return
         if not self._head_done:
             return
@@ -145,11 +145,11 @@ class EngineConnection(asyncio.Protocol):
         parts.clear()
         complete = self._complete
         if complete:
-            self._finish(call)
+            self._finish_call(call)
         elif not piece:
             return
-        if call.owner is not None:
-            call.owner.receive(call, piece, complete)
+        if call.listener is not None:
+            call.listener.on_data(call, piece, complete)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line, or a trailer."""
@@ -178,35 +178,35 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Closed by either side."""
-        self._pool.drop(self)
+        self._pool.remove(self)
         call = self._call
         if call is not None and self._head_done and not self._delimited and exc is None:
             # A response without a length ends with its connection.
             self._call = call.connection = None
-            if call.owner is not None:
-                call.owner.receive(call, b"", True)
+            if call.listener is not None:
+                call.listener.on_data(call, b"", True)
         else:
-            self._fail("closed the connection")
+            self._fail_call("closed the connection")
         self._parser = None
 
-    def _finish(self, call: Call) -> None:
+    def _finish_call(self, call: UpstreamCall) -> None:
         self._call = call.connection = None
         if self._reusable:
-            self._pool.keep(self)
+            self._pool.return_idle(self)
         else:
             self.transport.close()
 
-    def _fail(self, reason: str) -> None:
+    def _fail_call(self, reason: str) -> None:
         call, self._call = self._call, None
         if call is None:
             return
         call.connection = None
         call.sent = True
         self.transport.abort()
-        if not self._heard and not call.fresh and call.owner is not None:
-            self._pool.send_on_fresh(call)
+        if not self._received_any and not call.on_new_connection and call.listener is not None:
+            self._pool.send_on_new_connection(call)
         else:
-            call.fail(reason)
+            call.report_failure(reason)
 
 
 class EnginePool:
@@ -218,15 +218,15 @@ class EnginePool:
         limit: int,
         connect_s: float,
         clock: Callable[[], float],
-        outbox: Outbox,
+        outbox: WriteBatcher,
     ) -> None:
-        self.outbox = outbox
+        self.write_batcher = outbox
         self.host = f"{target.host}:{target.port}".encode()
-        name = make_safe(target.instance)
-        self.prefill_label = b"x-cleave-prefill: %b\r\n" % name
-        self.decode_label = b"x-cleave-decode: %b\r\n" % name
+        name = sanitize_header_value(target.instance)
+        self.prefill_header = b"x-cleave-prefill: %b\r\n" % name
+        self.decode_header = b"x-cleave-decode: %b\r\n" % name
         """Header lines that name the instance to the client."""
-        self.pulse = Pulse(clock())
+        self.stall_detector = StallDetector(clock())
         """Detects that the engine's streams have stalled."""
         self._target = target
         self._limit = limit
@@ -237,39 +237,39 @@ class EnginePool:
         self._connecting: set[asyncio.Task[None]] = set()
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """No connection is open or being opened."""
         return not self._open and not self._connecting
 
-    def send(self, owner: Owner, payload: bytes) -> Call:
+    def send(self, owner: CallListener, payload: bytes) -> UpstreamCall:
         """Begin a call; the owner is called back later, never from within this method."""
-        call = Call(self, owner, payload)
+        call = UpstreamCall(self, owner, payload)
         if self._idle:
             self._idle.pop().send(call)
         else:
-            self.send_on_fresh(call)
+            self.send_on_new_connection(call)
         return call
 
-    def send_on_fresh(self, call: Call) -> None:
+    def send_on_new_connection(self, call: UpstreamCall) -> None:
         """Begin, or repeat, a call on a new connection."""
-        call.fresh = True
+        call.on_new_connection = True
         task = asyncio.get_running_loop().create_task(self._connect(call))
         call.connecting = task
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    def keep(self, connection: EngineConnection) -> None:
+    def return_idle(self, connection: EngineConnection) -> None:
         """Return a connection whose call is complete to the pool."""
         connection.idle_since = self._clock()
         self._idle.append(connection)
 
-    def drop(self, connection: EngineConnection) -> None:
+    def remove(self, connection: EngineConnection) -> None:
         """Remove a closed connection."""
         self._open.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
-    def sweep(self, now: float) -> None:
+    def close_idle(self, now: float) -> None:
         """Close connections that have been idle too long; the oldest come first."""
         while self._idle and now - self._idle[0].idle_since > IDLE_S:
             self._idle.pop(0).abort()
@@ -281,9 +281,9 @@ class EnginePool:
         for connection in tuple(self._open):
             connection.abort()
 
-    async def _connect(self, call: Call) -> None:
+    async def _connect(self, call: UpstreamCall) -> None:
         if len(self._open) + len(self._connecting) > self._limit:
-            call.fail("has no connection left")
+            call.report_failure("has no connection left")
             return
         connection, is_last = None, False
         while connection is None:
@@ -293,16 +293,16 @@ class EnginePool:
                     connection = await self._open_connection()
             except TimeoutError:
                 if is_last or not is_overdue(limit):
-                    call.fail("cannot be reached: timed out")
+                    call.report_failure("cannot be reached: timed out")
                     return
                 is_last = True
             except OSError as error:
-                call.fail(f"cannot be reached: {error}")
+                call.report_failure(f"cannot be reached: {error}")
                 return
         call.connecting = None
         self._open.add(connection)
-        if call.owner is None:
-            self.keep(connection)
+        if call.listener is None:
+            self.return_idle(connection)
         else:
             connection.send(call)
 
@@ -313,7 +313,7 @@ class EnginePool:
         return connection
 
 
-def notice_loss(transport: asyncio.Transport) -> None:
+def detect_dead_peer(transport: asyncio.Transport) -> None:
     """Make the kernel break the connection when the other host is dead, but not when an engine is
     slow.
 
@@ -322,9 +322,9 @@ def notice_loss(transport: asyncio.Transport) -> None:
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1_000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_TIMEOUT_S * 1_000)
 
 
 def set_nodelay(transport: asyncio.Transport) -> None:

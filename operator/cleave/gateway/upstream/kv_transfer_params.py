@@ -10,14 +10,14 @@ import re
 
 import msgspec
 
-from cleave.gateway.http.completion_request import ASK_FOR_KV, KV_KEY
+from cleave.gateway.http.completion_request import KV_PARAMS_KEY, KV_REQUEST_PARAMS
 from cleave.gateway.upstream.response_types import (
-    Usage,
-    decode_blocks,
-    decode_counted,
+    TokenUsage,
     decode_fields,
-    decode_origin,
-    decode_prefill,
+    decode_kv_blocks,
+    decode_kv_origin,
+    decode_prefill_response,
+    decode_usage,
 )
 from cleave.router.instance import Target
 
@@ -38,8 +38,8 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     when the handoff is of another boot or request, or cannot be read.
     """
     try:
-        answer = decode_prefill(body)
-        origin = decode_origin(answer.kv_transfer_params)
+        answer = decode_prefill_response(body)
+        origin = decode_kv_origin(answer.kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HandoffError(f"cannot be read: {error}") from None
     tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
@@ -53,13 +53,13 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     return answer.kv_transfer_params, tokens
 
 
-def ask_ahead(name: bytes) -> msgspec.Raw:
+def build_overlapped_prefill_params(name: bytes) -> msgspec.Raw:
     """`kv_transfer_params` for a prefill engine whose KV is pulled under this name while it is
     computed."""
-    return msgspec.Raw(bytes(ASK_FOR_KV)[:-1] + b',"cleave":{"name":"%b"}}' % name)
+    return msgspec.Raw(bytes(KV_REQUEST_PARAMS)[:-1] + b',"cleave":{"name":"%b"}}' % name)
 
 
-def promise(prefill: Target, name: bytes) -> msgspec.Raw:
+def build_pending_handoff(prefill: Target, name: bytes) -> msgspec.Raw:
     """The handoff of a prefill that is still running: where to pull its KV, and under which
     name."""
     extension = {
@@ -85,7 +85,7 @@ def promise(prefill: Target, name: bytes) -> msgspec.Raw:
 def count_blocks(body: bytes) -> int:
     """KV blocks that a prefill response hands over; 0 when it does not say."""
     try:
-        blocks = decode_blocks(body).kv_transfer_params
+        blocks = decode_kv_blocks(body).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return 0
     return sum(map(len, blocks.remote_block_ids or ())) if blocks is not None else 0
@@ -106,21 +106,21 @@ def strip_handoff(body: bytes) -> bytes:
         fields = decode_fields(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise HandoffError("cannot be taken out of the answer") from None
-    fields.pop(KV_KEY, None)
+    fields.pop(KV_PARAMS_KEY, None)
     stripped = msgspec.json.encode(fields)
     if _KEY_WITH_VALUE.search(stripped):
         raise HandoffError("lies deeper in the answer")
     return stripped
 
 
-def read_usage(body: bytes) -> Usage:
+def read_usage(body: bytes) -> TokenUsage:
     """Token counts of a complete response; zeros when it has none."""
     try:
-        return decode_counted(body).usage or Usage()
+        return decode_usage(body).usage or TokenUsage()
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return Usage()
+        return TokenUsage()
 
 
-def leaks_handoff(events: bytes) -> bool:
+def contains_handoff(events: bytes) -> bool:
     """Whether complete events contain a handoff; text that merely mentions one does not count."""
     return _KEY in events and _KEY_WITH_VALUE.search(events) is not None

@@ -7,46 +7,46 @@ compiled: mypyc erases union types, so msgspec could not read members that have 
 import msgspec
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """Tokens as the engine counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
 
 
-class Counted(msgspec.Struct):
+class UsageResponse(msgspec.Struct):
     """A complete response, decoded for its token counts."""
 
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
-class PrefillAnswer(msgspec.Struct):
+class PrefillResponse(msgspec.Struct):
     """The response of a prefill engine."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
-class Origin(msgspec.Struct):
+class KvOrigin(msgspec.Struct):
     """The engine and the request that a handoff comes from."""
 
     remote_engine_id: str | None = None
     remote_request_id: str = ""
 
 
-class Blocks(msgspec.Struct):
+class KvBlockIds(msgspec.Struct):
     """The KV blocks of a handoff."""
 
     remote_block_ids: list[list[int]] | None = None
 
 
-class BlocksAnswer(msgspec.Struct):
+class KvBlocksResponse(msgspec.Struct):
     """The response of a prefill engine, decoded for its KV blocks."""
 
-    kv_transfer_params: Blocks | None = None
+    kv_transfer_params: KvBlockIds | None = None
 
 
-class Error(msgspec.Struct):
+class EngineErrorBody(msgspec.Struct):
     """An error as the engine reports it."""
 
     code: int | str | None = None
@@ -55,12 +55,12 @@ class Error(msgspec.Struct):
 class ErrorEvent(msgspec.Struct):
     """An event of a stream that reports an error."""
 
-    error: Error
+    error: EngineErrorBody
 
 
-decode_counted = msgspec.json.Decoder(Counted).decode
-decode_prefill = msgspec.json.Decoder(PrefillAnswer).decode
-decode_origin = msgspec.json.Decoder(Origin | None).decode
-decode_blocks = msgspec.json.Decoder(BlocksAnswer).decode
-decode_error = msgspec.json.Decoder(ErrorEvent).decode
+decode_usage = msgspec.json.Decoder(UsageResponse).decode
+decode_prefill_response = msgspec.json.Decoder(PrefillResponse).decode
+decode_kv_origin = msgspec.json.Decoder(KvOrigin | None).decode
+decode_kv_blocks = msgspec.json.Decoder(KvBlocksResponse).decode
+decode_error_event = msgspec.json.Decoder(ErrorEvent).decode
 decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -11,9 +11,9 @@ import enum
 
 import msgspec
 
-from cleave.gateway.upstream.response_types import decode_error
+from cleave.gateway.upstream.response_types import decode_error_event
 
-MAX_HELD_BYTES = 8 << 20
+MAX_START_BYTES = 8 << 20
 """More bytes than this are forwarded as they are. A first event may list every token id of a
 prompt."""
 
@@ -21,34 +21,34 @@ _ERROR = b'data: {"error"'
 _ERROR_BYTES = len(_ERROR)
 _DATA = len(b"data: ")
 _ROLE = b'"delta":{"role":'
-_ROLE_WITHIN = 1_024
+_ROLE_SEARCH_BYTES = 1_024
 """Bytes of an event in which the role is searched for."""
-_NOTHING_SAID = b'"content":""'
+_EMPTY_CONTENT = b'"content":""'
 _BORDER = b"\n\n"
 
 
-class Opening(enum.Enum):
+class StreamStart(enum.Enum):
     """What to do with the bytes so far."""
 
-    HOLD = "hold"
+    PENDING = "hold"
     """Wait for more bytes."""
-    BEGIN = "begin"
+    STARTED = "begin"
     """Forward: the engine responds, perhaps with an error that is the client's fault."""
-    FAIL = "fail"
+    FAILED = "fail"
 
 
-_BEGIN = Opening.BEGIN
+_STARTED = StreamStart.STARTED
 """Used for every stream, and an enum attribute look-up is slow."""
 
 
-def skip_roles(opening: bytes, at: int = 0) -> int:
+def skip_role_deltas(opening: bytes, at: int = 0) -> int:
     """Offset of the first event, from the one at `at` on, that carries more than a role."""
     # Offsets instead of slices: the first event may list every token id of a prompt.
     while at < len(opening):
-        before, role, after = opening[at : at + _ROLE_WITHIN].partition(_ROLE)
+        before, role, after = opening[at : at + _ROLE_SEARCH_BYTES].partition(_ROLE)
         if not role:
             break
-        between, empty, _ = after.partition(_NOTHING_SAID)
+        between, empty, _ = after.partition(_EMPTY_CONTENT)
         content_at = at + len(before) + len(role) + len(between)
         # JSON contains no line end, and one byte is found ten times faster than two.
         end = opening.find(b"\n", at)
@@ -58,27 +58,29 @@ def skip_roles(opening: bytes, at: int = 0) -> int:
     return at
 
 
-def judge_event(opening: bytes, at: int) -> Opening:
+def classify_start(opening: bytes, at: int) -> StreamStart:
     """Classify a stream whose first event with content begins at `at`."""
-    if len(opening) > MAX_HELD_BYTES:
-        return _BEGIN
+    if len(opening) > MAX_START_BYTES:
+        return _STARTED
     start = opening[at : at + _ERROR_BYTES]
     if start == _ERROR:
-        return _judge_error(opening[at:])
-    return Opening.HOLD if len(start) < _ERROR_BYTES and _ERROR.startswith(start) else _BEGIN
+        return _classify_error(opening[at:])
+    return (
+        StreamStart.PENDING if len(start) < _ERROR_BYTES and _ERROR.startswith(start) else _STARTED
+    )
 
 
-def is_failure(event: bytes) -> bool:
+def is_engine_fault(event: bytes) -> bool:
     """Whether an error event is the engine's fault (not a 4xx, which is the client's)."""
     try:
-        code = decode_error(event[_DATA:]).error.code
+        code = decode_error_event(event[_DATA:]).error.code
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return True
     return not (isinstance(code, int) and 400 <= code < 500)
 
 
-def _judge_error(opening: bytes) -> Opening:
+def _classify_error(opening: bytes) -> StreamStart:
     event, end, _ = opening.partition(_BORDER)
     if not end:
-        return Opening.HOLD
-    return Opening.FAIL if is_failure(event) else Opening.BEGIN
+        return StreamStart.PENDING
+    return StreamStart.FAILED if is_engine_fault(event) else StreamStart.STARTED

@@ -10,18 +10,18 @@ class CoreShortageError(ValueError):
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"{wanted} exclusive core(s) needed, {free} free")
-        self.wanted = wanted
+        self.requested = wanted
         self.free = free
 
 
-def allocate(free: frozenset[int], count: int) -> frozenset[int]:
+def allocate_cores(free: frozenset[int], count: int) -> frozenset[int]:
     """The `count` lowest of the `free` cores. Raises CoreShortageError."""
     if count > len(free):
         raise CoreShortageError(count, len(free))
     return frozenset(sorted(free)[:count])
 
 
-def shared(all_cores: frozenset[int], exclusive: frozenset[int]) -> frozenset[int]:
+def get_shared_cores(all_cores: frozenset[int], exclusive: frozenset[int]) -> frozenset[int]:
     """The cores of pods without exclusive ones.
 
     Kubernetes reserves cores for them. A small machine may have none left, so when every core is

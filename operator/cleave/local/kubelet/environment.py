@@ -15,7 +15,9 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][\w.-]*)\)")
 _LABEL = re.compile(r"metadata\.labels\['([^']+)'\]")
 
 
-def fields(spec: PodSpec, pod_ip: str, host_ip: str, node: str) -> dict[str, str]:
+def build_downward_api_fields(
+    spec: PodSpec, pod_ip: str, host_ip: str, node: str
+) -> dict[str, str]:
     """The fields of the downward API for this pod."""
     return {
         "metadata.name": spec.name,
@@ -27,7 +29,7 @@ def fields(spec: PodSpec, pod_ip: str, host_ip: str, node: str) -> dict[str, str
     }
 
 
-def resolve(
+def resolve_env(
     env: Iterable[Manifest], known_fields: Mapping[str, str], overrides: Mapping[str, str]
 ) -> dict[str, str]:
     """The container's variables; `overrides` win. Raises PodError for an unsupported source."""
@@ -35,11 +37,13 @@ def resolve(
     for variable in env:
         name = variable["name"]
         value = overrides.get(name)
-        resolved[name] = _value(variable, known_fields, resolved) if value is None else value
+        resolved[name] = (
+            _resolve_value(variable, known_fields, resolved) if value is None else value
+        )
     return {**resolved, **overrides}
 
 
-def command_line(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+def build_command_line(command: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """Command and arguments with references expanded; `python` becomes this interpreter."""
     argv = [expand(word, env) for word in command]
     if argv[0] in ("python", "python3"):
@@ -54,7 +58,9 @@ def expand(text: str, env: Mapping[str, str]) -> str:
     )
 
 
-def _value(variable: Manifest, known_fields: Mapping[str, str], earlier: Mapping[str, str]) -> str:
+def _resolve_value(
+    variable: Manifest, known_fields: Mapping[str, str], earlier: Mapping[str, str]
+) -> str:
     source = variable.get("valueFrom")
     if source is None:
         return expand(str(variable.get("value") or ""), earlier)

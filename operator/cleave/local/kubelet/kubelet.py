@@ -18,16 +18,21 @@ from typing import Self
 
 from cleave.local import files
 from cleave.local.kubelet import cpu_manager, environment, logs
-from cleave.local.kubelet.network import HOST_IP, AddressShortageError, Network, busy_ports
-from cleave.local.kubelet.node import Gpu, Node
-from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse
-from cleave.local.kubelet.pod_status import Facts, status
-from cleave.local.kubelet.pod_worker import Command, PodLife
+from cleave.local.kubelet.network import (
+    HOST_IP,
+    AddressShortageError,
+    LoopbackNetwork,
+    find_busy_ports,
+)
+from cleave.local.kubelet.node import GpuDevice, LocalNode
+from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse_pod
+from cleave.local.kubelet.pod_status import PodState, build_status
+from cleave.local.kubelet.pod_worker import ContainerCommand, PodWorker
 from cleave.manifests.labels import AGENT_PORT, COMPONENT, WORKER, Manifest
 from cleave.rpc import agent_discovery
 
 SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
-_HOUSEKEEPING_S = 5.0
+_HOUSEKEEPING_INTERVAL_S = 5.0
 
 
 class Kubelet:
@@ -35,21 +40,21 @@ class Kubelet:
 
     def __init__(
         self,
-        node: Node,
+        node: LocalNode,
         state: Path,
         *,
         allow_shared_cores: bool = False,
-        changed: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._node = node
         self._state = state
         self._allow_shared_cores = allow_shared_cores
-        self._changed = changed
+        self._on_change = on_change
         self._manifests: dict[str, Manifest] = {}
-        self._lives: dict[str, PodLife] = {}
-        self._own_cores: dict[str, frozenset[int]] = {}
-        self._own_gpus: dict[str, frozenset[Gpu]] = {}
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._pod_workers: dict[str, PodWorker] = {}
+        self._assigned_cores: dict[str, frozenset[int]] = {}
+        self._assigned_gpus: dict[str, frozenset[GpuDevice]] = {}
+        self._housekeeping_task: asyncio.Task[None] | None = None
 
     @property
     def agents_file(self) -> Path:
@@ -57,90 +62,91 @@ class Kubelet:
         return self._state / "agents"
 
     async def __aenter__(self) -> Self:
-        files.private_folder(self._state / "logs")
-        self._network = Network(self._state.name)
-        self._publish()
-        self._housekeeping = asyncio.create_task(self._keep_house())
+        files.create_private_folder(self._state / "logs")
+        self._network = LoopbackNetwork(self._state.name)
+        self._write_agents_file()
+        self._housekeeping_task = asyncio.create_task(self._run_housekeeping())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(self.stop(name) for name in list(self._lives)))
-        if self._housekeeping is not None:
-            self._housekeeping.cancel()
-            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        await asyncio.gather(*(self.stop_pod(name) for name in list(self._pod_workers)))
+        if self._housekeeping_task is not None:
+            self._housekeeping_task.cancel()
+            await asyncio.gather(self._housekeeping_task, return_exceptions=True)
         self._network.close()
 
-    def run(self, pod: Manifest) -> None:
+    def run_pod(self, pod: Manifest) -> None:
         """Admit `pod` and start it. Raises PodError when this machine cannot run it."""
-        spec = parse(pod)
-        if spec.name in self._lives:
+        spec = parse_pod(pod)
+        if spec.name in self._pod_workers:
             raise PodError(f"pod {spec.name} is already running")
-        address = self._address(spec)
+        address = self._allocate_address(spec)
         try:
-            own_cores, own_gpus = self._own(spec)
-            command = self._command(spec, address, own_gpus)
+            own_cores, own_gpus = self._allocate_resources(spec)
+            command = self._build_command(spec, address, own_gpus)
         except PodError:
-            self._network.give_back(address)
+            self._network.release(address)
             raise
         self._manifests[spec.name] = pod
-        self._own_cores[spec.name], self._own_gpus[spec.name] = own_cores, own_gpus
-        facts = Facts(pod_ip=address, admitted_at=time.time())
-        pod_cores = own_cores or self._shared_cores()
-        self._lives[spec.name] = PodLife(spec, facts, command, pod_cores, self._changed)
-        self._settle()
+        self._assigned_cores[spec.name], self._assigned_gpus[spec.name] = own_cores, own_gpus
+        facts = PodState(pod_ip=address, admitted_at=time.time())
+        pod_cores = own_cores or self._get_shared_cores()
+        self._pod_workers[spec.name] = PodWorker(spec, facts, command, pod_cores, self._on_change)
+        self._sync_pods()
 
-    async def stop(self, name: str, grace_s: float | None = None) -> None:
+    async def stop_pod(self, name: str, grace_s: float | None = None) -> None:
         """Stop a pod and remove it; its processes have ended on return. Ignores unknown names."""
-        life = self._lives.get(name)
+        life = self._pod_workers.get(name)
         if life is None:
             return
         await life.stop(grace_s)
-        if self._lives.pop(name, None) is None:
+        if self._pod_workers.pop(name, None) is None:
             return  # a concurrent call has removed it
-        self._network.give_back(life.facts.pod_ip)
-        for assignments in (self._manifests, self._own_cores, self._own_gpus):
+        self._network.release(life.state.pod_ip)
+        for assignments in (self._manifests, self._assigned_cores, self._assigned_gpus):
             assignments.pop(name, None)
-        self._settle()
+        self._sync_pods()
 
-    def pods(self) -> list[Manifest]:
+    def list_pods(self) -> list[Manifest]:
         """Manifests of all pods with their status."""
         return [
-            {**self._manifests[name], "status": status(life.spec, life.facts)}
-            for name, life in self._lives.items()
+            {**self._manifests[name], "status": build_status(life.spec, life.state)}
+            for name, life in self._pod_workers.items()
         ]
 
-    def observed(self) -> list[tuple[PodSpec, Facts]]:
+    def list_pod_states(self) -> list[tuple[PodSpec, PodState]]:
         """Specs of all pods and what was observed of them."""
-        return [(life.spec, life.facts) for life in self._lives.values()]
+        return [(life.spec, life.state) for life in self._pod_workers.values()]
 
-    def log(self, name: str) -> Path:
+    def get_log_path(self, name: str) -> Path:
         """The log file of pod `name`."""
         return self._state / "logs" / f"{name}.log"
 
-    def _address(self, spec: PodSpec) -> str:
+    def _allocate_address(self, spec: PodSpec) -> str:
         if spec.host_network:
-            if busy := busy_ports(HOST_IP, spec.ports):
+            if busy := find_busy_ports(HOST_IP, spec.ports):
                 raise PodError(f"pod {spec.name}: port {busy[0]} of {HOST_IP} is in use")
             return HOST_IP
         try:
-            return self._network.take(spec.ports)
+            return self._network.allocate(spec.ports)
         except AddressShortageError as error:
             raise PodError(f"pod {spec.name}: {error}") from error
 
-    def _own(self, spec: PodSpec) -> tuple[frozenset[int], frozenset[Gpu]]:
+    def _allocate_resources(self, spec: PodSpec) -> tuple[frozenset[int], frozenset[GpuDevice]]:
         free_gpus = sorted(
-            set(self._node.gpus).difference(*self._own_gpus.values()), key=lambda gpu: gpu.index
+            set(self._node.gpus).difference(*self._assigned_gpus.values()),
+            key=lambda gpu: gpu.index,
         )
         if spec.gpus > len(free_gpus):
             raise PodError(f"pod {spec.name}: {spec.gpus} GPU(s) needed, {len(free_gpus)} free")
-        return self._exclusive_cores(spec), frozenset(free_gpus[: spec.gpus])
+        return self._allocate_cores(spec), frozenset(free_gpus[: spec.gpus])
 
-    def _exclusive_cores(self, spec: PodSpec) -> frozenset[int]:
-        free = self._node.free_cores.difference(*self._own_cores.values())
+    def _allocate_cores(self, spec: PodSpec) -> frozenset[int]:
+        free = self._node.free_cores.difference(*self._assigned_cores.values())
         try:
-            return cpu_manager.allocate(free, spec.exclusive_cores)
+            return cpu_manager.allocate_cores(free, spec.exclusive_cores)
         except cpu_manager.CoreShortageError as error:
             if self._allow_shared_cores:
                 return frozenset()
@@ -149,13 +155,15 @@ class Kubelet:
                 "use --allow-shared-cores to share them (slower, unreliable timings)"
             ) from error
 
-    def _command(self, spec: PodSpec, address: str, own_gpus: frozenset[Gpu]) -> Command:
-        fields = environment.fields(spec, address, HOST_IP, self._node.name)
-        env = environment.resolve(spec.env, fields, self._overrides(own_gpus))
-        argv = environment.command_line(spec.command, env)
-        return Command(argv, {**os.environ, **env}, self.log(spec.name))
+    def _build_command(
+        self, spec: PodSpec, address: str, own_gpus: frozenset[GpuDevice]
+    ) -> ContainerCommand:
+        fields = environment.build_downward_api_fields(spec, address, HOST_IP, self._node.name)
+        env = environment.resolve_env(spec.env, fields, self._build_env_overrides(own_gpus))
+        argv = environment.build_command_line(spec.command, env)
+        return ContainerCommand(argv, {**os.environ, **env}, self.get_log_path(spec.name))
 
-    def _overrides(self, own_gpus: frozenset[Gpu]) -> dict[str, str]:
+    def _build_env_overrides(self, own_gpus: frozenset[GpuDevice]) -> dict[str, str]:
         overrides = {agent_discovery.ENV: f"file:{self.agents_file}"}
         if self._allow_shared_cores:
             # Set it for all pods: one that shares may have locked a core assigned to another.
@@ -165,29 +173,29 @@ class Kubelet:
             overrides["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
         return overrides
 
-    def _shared_cores(self) -> frozenset[int]:
-        exclusive = self._node.held_cores.union(*self._own_cores.values())
-        return cpu_manager.shared(self._node.cores, exclusive)
+    def _get_shared_cores(self) -> frozenset[int]:
+        exclusive = self._node.held_cores.union(*self._assigned_cores.values())
+        return cpu_manager.get_shared_cores(self._node.cores, exclusive)
 
-    def _settle(self) -> None:
+    def _sync_pods(self) -> None:
         """Update shared cores and the list of agents after the set of pods has changed."""
-        shared = self._shared_cores()
-        for name, life in self._lives.items():
-            if not self._own_cores[name] and life.cores != shared:
-                life.place(shared)
-        self._publish()
-        self._changed()
+        shared = self._get_shared_cores()
+        for name, life in self._pod_workers.items():
+            if not self._assigned_cores[name] and life.cores != shared:
+                life.set_cores(shared)
+        self._write_agents_file()
+        self._on_change()
 
-    def _publish(self) -> None:
+    def _write_agents_file(self) -> None:
         agents = sorted(
-            f"{life.facts.pod_ip}:{AGENT_PORT}"
-            for life in self._lives.values()
+            f"{life.state.pod_ip}:{AGENT_PORT}"
+            for life in self._pod_workers.values()
             if life.spec.labels.get(COMPONENT) == WORKER
         )
-        files.replace(self.agents_file, "".join(f"{agent}\n" for agent in agents))
+        files.write_atomically(self.agents_file, "".join(f"{agent}\n" for agent in agents))
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
-            await asyncio.sleep(_HOUSEKEEPING_S)
-            for life in self._lives.values():
-                logs.bound(life.log)
+            await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)
+            for life in self._pod_workers.values():
+                logs.rotate(life.log)

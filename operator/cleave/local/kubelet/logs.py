@@ -8,14 +8,14 @@ therefore impossible: a full file is copied and truncated (writers append).
 import shutil
 from pathlib import Path
 
-LIMIT_BYTES = 16 * 2**20
+MAX_BYTES = 16 * 2**20
 _WINDOW_BYTES = 64 * 1024
 
 
-def bound(log: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Copy `log` to `log`.1 and truncate it when it is longer than `limit_bytes`."""
+def rotate(log: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Copy `log` to `log`.1 and truncate it when it is longer than `max_bytes`."""
     try:
-        if log.stat().st_size <= limit_bytes:
+        if log.stat().st_size <= max_bytes:
             return
     except FileNotFoundError:
         return
@@ -41,11 +41,11 @@ def tail(log: Path, lines: int) -> list[str]:
                 file.seek(size - window)
                 text = file.read(window)
                 complete = text if window == size else text.partition(b"\n")[2]
-                recent = [line.rstrip() for line in _lines(complete) if line.strip()]
+                recent = [line.rstrip() for line in _split_lines(complete) if line.strip()]
     except FileNotFoundError:
         return []
     return recent[len(recent) - lines :] if len(recent) > lines else recent
 
 
-def _lines(text: bytes) -> list[str]:
+def _split_lines(text: bytes) -> list[str]:
     return text.decode(errors="replace").splitlines()

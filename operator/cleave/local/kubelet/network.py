@@ -17,7 +17,7 @@ _LOCK_PORT = 10250
 """The kubelet's own port in Kubernetes."""
 _BLOCKS = 64 * 256
 _BLOCK_ATTEMPTS = 32
-_APART = 10_000
+_INTERNAL_PORT_OFFSET = 10_000
 _INTERNAL_ATTEMPTS = 100
 _MAX_PORT = 65_535
 
@@ -26,7 +26,7 @@ class AddressShortageError(RuntimeError):
     """No loopback address is free for a pod; the text names the ports."""
 
 
-class Network:
+class LoopbackNetwork:
     """The block of addresses of one deployment, locked until closed."""
 
     def __init__(self, name: str) -> None:
@@ -35,42 +35,42 @@ class Network:
             high, low = divmod(block % _BLOCKS, 256)
             self._prefix = f"127.{64 + high}.{low}"
             with contextlib.suppress(OSError):
-                self._lock = _bound(f"{self._prefix}.255", _LOCK_PORT)
+                self._lock = _bind_socket(f"{self._prefix}.255", _LOCK_PORT)
                 break
         else:
             raise AddressShortageError(
                 f"no loopback block is free: is port {_LOCK_PORT} in use on all of them?"
             )
-        self._taken: set[str] = set()
+        self._allocated: set[str] = set()
 
-    def take(self, ports: Iterable[int]) -> str:
+    def allocate(self, ports: Iterable[int]) -> str:
         """An address of the block on which all `ports` are free. Raises AddressShortageError."""
         required = tuple(ports)
         for host in range(1, 255):
             address = f"{self._prefix}.{host}"
-            if address not in self._taken and not busy_ports(address, required):
-                self._taken.add(address)
+            if address not in self._allocated and not find_busy_ports(address, required):
+                self._allocated.add(address)
                 return address
         raise AddressShortageError(
             f"ports {', '.join(map(str, required))} are in use on all of {self._prefix}.0/24:"
             " does a program listen on 0.0.0.0?"
         )
 
-    def give_back(self, address: str) -> None:
+    def release(self, address: str) -> None:
         """Free `address`."""
-        self._taken.discard(address)
+        self._allocated.discard(address)
 
     def close(self) -> None:
         """Unlock the block."""
         self._lock.close()
 
 
-def busy_ports(address: str, ports: Iterable[int]) -> list[int]:
+def find_busy_ports(address: str, ports: Iterable[int]) -> list[int]:
     """Those of `ports` that another program listens on at `address`."""
     busy = []
     for port in ports:
         try:
-            _bound(address, port).close()
+            _bind_socket(address, port).close()
         except OSError:
             busy.append(port)
     return busy
@@ -81,12 +81,16 @@ def find_internal_port(port: int) -> int:
 
     It lies 10,000 above or below, which leaves the adjacent ports to other gateways.
     """
-    first = port + _APART if port + _APART <= _MAX_PORT else port - _APART
+    first = (
+        port + _INTERNAL_PORT_OFFSET
+        if port + _INTERNAL_PORT_OFFSET <= _MAX_PORT
+        else port - _INTERNAL_PORT_OFFSET
+    )
     near = range(first, min(first + _INTERNAL_ATTEMPTS, _MAX_PORT))
-    return next((each for each in near if not busy_ports(HOST_IP, [each])), first)
+    return next((each for each in near if not find_busy_ports(HOST_IP, [each])), first)
 
 
-def _bound(address: str, port: int) -> socket.socket:
+def _bind_socket(address: str, port: int) -> socket.socket:
     bound = socket.socket()
     try:
         # Past connections in TIME_WAIT do not make a port busy; a listener does.

@@ -16,7 +16,7 @@ _NVIDIA_SMI_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuDevice:
     """One GPU as nvidia-smi names it."""
 
     index: int
@@ -25,7 +25,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class LocalNode:
     """Capacity of one machine."""
 
     name: str
@@ -33,7 +33,7 @@ class Node:
     """Cores that this process may run on."""
     memory_bytes: int
     """Available now: free, or used by reclaimable caches."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuDevice, ...] = ()
     held_cores: frozenset[int] = frozenset()
     """Those of `cores` that engines of other deployments use exclusively."""
 
@@ -43,27 +43,27 @@ class Node:
         return self.cores - self.held_cores
 
 
-def inspect() -> Node:
+def inspect_node() -> LocalNode:
     """The current capacity of this machine."""
     cores = frozenset(os.sched_getaffinity(0))
-    return Node(
+    return LocalNode(
         name=os.uname().nodename,
         cores=cores,
-        held_cores=cores & held_cores.held(core_locks.folder()),
-        memory_bytes=_available_bytes(),
-        gpus=_gpus(),
+        held_cores=cores & held_cores.find_locked_cores(core_locks.get_lock_folder()),
+        memory_bytes=_read_available_bytes(),
+        gpus=_list_gpus(),
     )
 
 
-def _available_bytes() -> int:
+def _read_available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
-            return min(int(rest.split()[0]) * 1024, cgroup_left_bytes())
+            return min(int(rest.split()[0]) * 1024, read_cgroup_available_bytes())
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-def cgroup_left_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+def read_cgroup_available_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes available within the memory limit of a container; without a limit, 2**63."""
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -78,7 +78,7 @@ def cgroup_left_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
     return max(0, int(limit) - max(0, used - cached))
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _list_gpus() -> tuple[GpuDevice, ...]:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return ()
@@ -93,10 +93,10 @@ def _gpus() -> tuple[Gpu, ...]:
     return parse_gpus(done.stdout) if done.returncode == 0 else ()
 
 
-def parse_gpus(csv: str) -> tuple[Gpu, ...]:
+def parse_gpus(csv: str) -> tuple[GpuDevice, ...]:
     """GPUs from nvidia-smi's lines `index, name, memory in MiB`."""
     rows = [[field.strip() for field in line.split(",")] for line in csv.splitlines() if line]
     return tuple(
-        Gpu(int(index), name, int(memory) * 2**20 if memory.isdigit() else 0)
+        GpuDevice(int(index), name, int(memory) * 2**20 if memory.isdigit() else 0)
         for index, name, memory in rows
     )

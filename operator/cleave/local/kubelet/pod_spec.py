@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cleave.local.kubelet.quantities import cpus, memory_bytes
+from cleave.local.kubelet.quantities import parse_cpus, parse_memory_bytes
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import GPU
 
@@ -75,45 +75,46 @@ class PodSpec:
     startup: Probe | None
 
 
-def parse(pod: Manifest) -> PodSpec:
+def parse_pod(pod: Manifest) -> PodSpec:
     """Parse the supported fields. Raises PodError with one line when the pod cannot run here."""
     try:
-        return _parse(pod)
+        return _parse_pod(pod)
     except (KeyError, TypeError, AttributeError) as error:
         raise PodError(f"pod is not a v1 Pod: {error!r}") from error
     except ValueError as error:
         raise PodError(f"pod {pod['metadata']['name']}: {error}") from error
 
 
-def _parse(pod: Manifest) -> PodSpec:
+def _parse_pod(pod: Manifest) -> PodSpec:
     metadata, spec = pod["metadata"], pod["spec"]
-    container = _only_container(spec)
+    container = _get_only_container(spec)
     ports = {
-        str(port.get("name", "")): int(port["containerPort"]) for port in _list(container, "ports")
+        str(port.get("name", "")): int(port["containerPort"])
+        for port in _get_list(container, "ports")
     }
-    requests, limits = _resources(container)
+    requests, limits = _get_resources(container)
     return PodSpec(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
         labels=dict(metadata.get("labels") or {}),
         container=container["name"],
         image=container.get("image", ""),
-        command=tuple(map(str, [*_list(container, "command"), *_list(container, "args")])),
-        env=tuple(_list(container, "env")),
-        ports=tuple(int(port["containerPort"]) for port in _list(container, "ports")),
-        exclusive_cores=_exclusive_cores(requests, limits),
-        memory_bytes=memory_bytes(requests.get("memory", 0)),
+        command=tuple(map(str, [*_get_list(container, "command"), *_get_list(container, "args")])),
+        env=tuple(_get_list(container, "env")),
+        ports=tuple(int(port["containerPort"]) for port in _get_list(container, "ports")),
+        exclusive_cores=_count_exclusive_cores(requests, limits),
+        memory_bytes=parse_memory_bytes(requests.get("memory", 0)),
         gpus=int(limits.get(GPU, 0)),
         grace_s=float(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)),
         restart_policy=RestartPolicy(spec.get("restartPolicy", "Always")),
         host_network=bool(spec.get("hostNetwork", False)),
-        readiness=_probe(container.get("readinessProbe"), ports),
-        liveness=_probe(container.get("livenessProbe"), ports),
-        startup=_probe(container.get("startupProbe"), ports),
+        readiness=_parse_probe(container.get("readinessProbe"), ports),
+        liveness=_parse_probe(container.get("livenessProbe"), ports),
+        startup=_parse_probe(container.get("startupProbe"), ports),
     )
 
 
-def _only_container(spec: Manifest) -> Manifest:
+def _get_only_container(spec: Manifest) -> Manifest:
     containers: list[Manifest] = spec["containers"]
     if len(containers) != 1 or spec.get("initContainers"):
         raise ValueError("a process pod has exactly one container and no init containers")
@@ -122,27 +123,27 @@ def _only_container(spec: Manifest) -> Manifest:
     return containers[0]
 
 
-def _list(container: Manifest, field: str) -> list[Any]:
+def _get_list(container: Manifest, field: str) -> list[Any]:
     return list(container.get(field) or [])
 
 
-def _resources(container: Manifest) -> tuple[Manifest, Manifest]:
+def _get_resources(container: Manifest) -> tuple[Manifest, Manifest]:
     resources = container.get("resources") or {}
     limits = resources.get("limits") or {}
     # As in Kubernetes, a limit without a request is the request too.
     return {**limits, **(resources.get("requests") or {})}, limits
 
 
-def _exclusive_cores(requests: Manifest, limits: Manifest) -> int:
+def _count_exclusive_cores(requests: Manifest, limits: Manifest) -> int:
     """Kubernetes' static CPU policy: whole cores when request and limit are the same integer."""
-    request, limit = cpus(requests.get("cpu", 0)), cpus(limits.get("cpu", 0))
+    request, limit = parse_cpus(requests.get("cpu", 0)), parse_cpus(limits.get("cpu", 0))
     return int(request) if request == limit and request == int(request) else 0
 
 
-def _probe(probe: Manifest | None, ports: Mapping[str, int]) -> Probe | None:
+def _parse_probe(probe: Manifest | None, ports: Mapping[str, int]) -> Probe | None:
     if not probe:
         return None
-    kind, target, port = _probe_target(probe)
+    kind, target, port = _parse_probe_target(probe)
     return Probe(
         kind=kind,
         port=ports[port] if isinstance(port, str) and port in ports else int(port),
@@ -155,7 +156,7 @@ def _probe(probe: Manifest | None, ports: Mapping[str, int]) -> Probe | None:
     )
 
 
-def _probe_target(probe: Manifest) -> tuple[ProbeKind, str, int | str]:
+def _parse_probe_target(probe: Manifest) -> tuple[ProbeKind, str, int | str]:
     if grpc := probe.get("grpc"):
         return ProbeKind.GRPC, grpc.get("service") or "", grpc["port"]
     if http := probe.get("httpGet"):

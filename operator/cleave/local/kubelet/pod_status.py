@@ -12,7 +12,7 @@ from cleave.manifests.labels import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ContainerTermination:
     """A termination of a container."""
 
     exit_code: int
@@ -20,11 +20,11 @@ class Ended:
     started_at: float
     finished_at: float
     reason: str
-    """`Completed`, `Error`, or why the kubelet stopped it."""
+    """`Completed`, `EngineErrorBody`, or why the kubelet stopped it."""
 
 
 @dataclass(slots=True)
-class Facts:
+class PodState:
     """What the kubelet has observed of a pod. Times are seconds since the epoch."""
 
     pod_ip: str
@@ -38,29 +38,29 @@ class Facts:
     restarts: int = 0
     waiting: str = "ContainerCreating"
     waiting_message: str = ""
-    last: Ended | None = None
+    last: ContainerTermination | None = None
     deleting: bool = False
 
 
-def status(spec: PodSpec, facts: Facts) -> Manifest:
-    """The `status` of the pod."""
+def build_status(spec: PodSpec, facts: PodState) -> Manifest:
+    """The `build_status` of the pod."""
     return {
-        "phase": phase(facts),
+        "phase": get_phase(facts),
         "conditions": [
-            _condition("PodScheduled", True),
-            _condition("Initialized", True),
-            _condition("ContainersReady", facts.ready),
-            _condition("Ready", facts.ready),
+            _build_condition("PodScheduled", True),
+            _build_condition("Initialized", True),
+            _build_condition("ContainersReady", facts.ready),
+            _build_condition("Ready", facts.ready),
         ],
         "hostIP": HOST_IP,
         "podIP": facts.pod_ip,
         "podIPs": [{"ip": facts.pod_ip}],
-        "startTime": timestamp(facts.admitted_at),
-        "containerStatuses": [_container(spec, facts)],
+        "startTime": format_timestamp(facts.admitted_at),
+        "containerStatuses": [_build_container_status(spec, facts)],
     }
 
 
-def phase(facts: Facts) -> str:
+def get_phase(facts: PodState) -> str:
     """Pending, Running, Succeeded or Failed."""
     if facts.pid is not None:
         return "Running"
@@ -71,18 +71,18 @@ def phase(facts: Facts) -> str:
     return "Succeeded" if facts.last.exit_code == 0 else "Failed"
 
 
-def timestamp(seconds: float) -> str:
+def format_timestamp(seconds: float) -> str:
     """Seconds since the epoch as Kubernetes writes times."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _condition(kind: str, holds: bool) -> Manifest:
+def _build_condition(kind: str, holds: bool) -> Manifest:
     return {"type": kind, "status": "True" if holds else "False"}
 
 
-def _container(spec: PodSpec, facts: Facts) -> Manifest:
-    last = {"terminated": _terminated(facts.last)} if facts.last else {}
-    state = _state(facts)
+def _build_container_status(spec: PodSpec, facts: PodState) -> Manifest:
+    last = {"terminated": _build_terminated(facts.last)} if facts.last else {}
+    state = _build_container_state(facts)
     return {
         "name": spec.container,
         "image": spec.image,
@@ -96,21 +96,21 @@ def _container(spec: PodSpec, facts: Facts) -> Manifest:
     }
 
 
-def _state(facts: Facts) -> Manifest:
+def _build_container_state(facts: PodState) -> Manifest:
     if facts.pid is not None and facts.started_at is not None:
-        return {"running": {"startedAt": timestamp(facts.started_at)}}
+        return {"running": {"startedAt": format_timestamp(facts.started_at)}}
     if facts.waiting or facts.last is None:
         waiting = {"reason": facts.waiting}
         if facts.waiting_message:
             waiting["message"] = facts.waiting_message
         return {"waiting": waiting}
-    return {"terminated": _terminated(facts.last)}
+    return {"terminated": _build_terminated(facts.last)}
 
 
-def _terminated(ended: Ended) -> Manifest:
+def _build_terminated(ended: ContainerTermination) -> Manifest:
     return {
         "exitCode": ended.exit_code,
         "reason": ended.reason,
-        "startedAt": timestamp(ended.started_at),
-        "finishedAt": timestamp(ended.finished_at),
+        "startedAt": format_timestamp(ended.started_at),
+        "finishedAt": format_timestamp(ended.finished_at),
     }

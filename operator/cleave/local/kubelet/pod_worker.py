@@ -1,6 +1,6 @@
 """Runs one pod on this machine: start, probe, restart, stop.
 
-The kubelet runs one `PodLife` per pod. What is hard: a stop may arrive in any phase (starting,
+The kubelet runs one `PodWorker` per pod. What is hard: a stop may arrive in any phase (starting,
 running, waiting to restart), so every wait of the loop is a wait for "or stopped" too, and the
 process is always gone when `stop` returns.
 """
@@ -17,12 +17,12 @@ from typing import Any
 from cleave.local import restarts
 from cleave.local.kubelet import process
 from cleave.local.kubelet.pod_spec import PodSpec, Probe
-from cleave.local.kubelet.pod_status import Ended, Facts
-from cleave.local.kubelet.probes import Tally, prober
+from cleave.local.kubelet.pod_status import ContainerTermination, PodState
+from cleave.local.kubelet.probes import ProbeState, build_prober
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ContainerCommand:
     """The resolved command, environment and log file of a pod."""
 
     argv: Sequence[str]
@@ -30,22 +30,22 @@ class Command:
     log: Path
 
 
-class PodLife:
+class PodWorker:
     """Runs the process of one pod as its spec requires, until stopped."""
 
     def __init__(
-        self, spec: PodSpec, facts: Facts, command: Command, cores: frozenset[int],
-        changed: Callable[[], None],
+        self, spec: PodSpec, facts: PodState, command: ContainerCommand, cores: frozenset[int],
+        on_change: Callable[[], None],
     ) -> None:  # fmt: skip
         self.spec = spec
-        self.facts = facts
+        self.state = facts
         self.cores = cores
         self._command = command
-        self._changed = changed
-        self._stop = asyncio.Event()
+        self._on_change = on_change
+        self._stop_requested = asyncio.Event()
         self._grace_s = spec.grace_s
         self._process: process.Process | None = None
-        self._task = asyncio.create_task(self._run(), name=f"pod {spec.name}")
+        self._task = asyncio.create_task(self._run_loop(), name=f"pod {spec.name}")
 
     @property
     def log(self) -> Path:
@@ -59,63 +59,67 @@ class PodLife:
         """
         grace_s = self.spec.grace_s if grace_s is None else grace_s
         self._grace_s = min(self._grace_s, grace_s)
-        if self._stop.is_set() and self._process is not None and grace_s == 0:
+        if self._stop_requested.is_set() and self._process is not None and grace_s == 0:
             self._process.kill()
-        self._note(deleting=True, ready=False)
-        self._stop.set()
+        self._update_state(deleting=True, ready=False)
+        self._stop_requested.set()
         await asyncio.shield(self._task)
 
-    def place(self, cores: frozenset[int]) -> None:
+    def set_cores(self, cores: frozenset[int]) -> None:
         """Set the CPU affinity of the pod to `cores`."""
         self.cores = cores
         if self._process is not None:
-            self._process.place(cores)
+            self._process.set_cores(cores)
 
-    async def _run(self) -> None:
+    async def _run_loop(self) -> None:
         failures = 0
         while True:
             ended = await self._run_once()
-            again = restarts.wanted(self.spec.restart_policy, ended.exit_code)
-            if self._stop.is_set() or not again:
-                self._note(last=ended, pid=None)
+            again = restarts.should_restart(self.spec.restart_policy, ended.exit_code)
+            if self._stop_requested.is_set() or not again:
+                self._update_state(last=ended, pid=None)
                 return
-            failures = restarts.failures_in_a_row(failures, ended.finished_at - ended.started_at)
-            delay_s = restarts.delay_s(failures)
-            self._note(
+            failures = restarts.count_failures(failures, ended.finished_at - ended.started_at)
+            delay_s = restarts.compute_backoff_s(failures)
+            self._update_state(
                 last=ended,
                 pid=None,
                 waiting="CrashLoopBackOff",
                 waiting_message=f"back-off {delay_s:g} s after exit code {ended.exit_code}",
             )
-            if await self._stopped_within(delay_s):
-                self._note(waiting="", waiting_message="")
+            if await self._wait_for_stop(delay_s):
+                self._update_state(waiting="", waiting_message="")
                 return
-            self._note(restarts=self.facts.restarts + 1)
+            self._update_state(restarts=self.state.restarts + 1)
 
-    async def _run_once(self) -> Ended:
+    async def _run_once(self) -> ContainerTermination:
         started_at = time.time()
         command = self._command
         try:
-            self._process = process.start(command.argv, command.env, self.cores, command.log)
+            self._process = process.start_process(
+                command.argv, command.env, self.cores, command.log
+            )
         except OSError as error:
             # Too many processes or files, perhaps briefly. Container runtimes report code 128.
-            return Ended(128, started_at, time.time(), f"StartError: {error}")
-        self._note(pid=self._process.pid, started_at=started_at, waiting="", waiting_message="")
+            return ContainerTermination(128, started_at, time.time(), f"StartError: {error}")
+        self._update_state(
+            pid=self._process.pid, started_at=started_at, waiting="", waiting_message=""
+        )
         try:
-            reason = await self._stay_up(self._process)
+            reason = await self._supervise(self._process)
         finally:
             code = await self._process.stop(self._grace_s)
             self._process = None
         code = 128 - code if code < 0 else code
         reason = reason or ("Completed" if code == 0 else "Error")
-        return Ended(code, started_at, time.time(), reason)
+        return ContainerTermination(code, started_at, time.time(), reason)
 
-    async def _stay_up(self, running: process.Process) -> str:
+    async def _supervise(self, running: process.Process) -> str:
         """Wait until the process ends or must be stopped; returns the reason in the latter case."""
-        unhealthy = asyncio.create_task(self._probe())
+        unhealthy = asyncio.create_task(self._run_probes())
         ends = (
             unhealthy,
-            asyncio.create_task(self._stop.wait()),
+            asyncio.create_task(self._stop_requested.wait()),
             asyncio.create_task(running.wait()),
         )
         try:
@@ -126,65 +130,67 @@ class PodLife:
             return "Unhealthy"
         finally:
             await _cancel(*ends)
-            self._note(ready=False, started=False)
+            self._update_state(ready=False, started=False)
 
-    async def _probe(self) -> None:
+    async def _run_probes(self) -> None:
         """Run the probes of the container; returns when it must be restarted."""
         spec = self.spec
-        if spec.startup is not None and not await self._comes_up(spec.startup):
+        if spec.startup is not None and not await self._wait_for_startup(spec.startup):
             return
-        self._note(started=True, ready=spec.readiness is None)
-        readiness = asyncio.create_task(self._follow_readiness(spec.readiness))
+        self._update_state(started=True, ready=spec.readiness is None)
+        readiness = asyncio.create_task(self._watch_readiness(spec.readiness))
         try:
-            await self._dies(spec.liveness)
+            await self._wait_for_liveness_failure(spec.liveness)
         finally:
             await _cancel(readiness)
 
-    async def _comes_up(self, probe: Probe) -> bool:
-        async with aclosing(self._tallies(probe, Tally(passed=False))) as tallies:
+    async def _wait_for_startup(self, probe: Probe) -> bool:
+        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as tallies:
             async for tally in tallies:
                 if tally.passed or tally.failures >= probe.failure_threshold:
                     return tally.passed
         return False
 
-    async def _follow_readiness(self, probe: Probe | None) -> None:
+    async def _watch_readiness(self, probe: Probe | None) -> None:
         if probe is None:
             return
-        async with aclosing(self._tallies(probe, Tally(passed=False))) as tallies:
+        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as tallies:
             async for tally in tallies:
-                if tally.passed != self.facts.ready:
-                    self._note(ready=tally.passed)
+                if tally.passed != self.state.ready:
+                    self._update_state(ready=tally.passed)
 
-    async def _dies(self, probe: Probe | None) -> None:
+    async def _wait_for_liveness_failure(self, probe: Probe | None) -> None:
         if probe is None:
             await asyncio.Event().wait()
             return
-        async with aclosing(self._tallies(probe, Tally(passed=True))) as tallies:
+        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=True))) as tallies:
             async for tally in tallies:
                 if not tally.passed:
                     return
 
-    async def _tallies(self, probe: Probe, tally: Tally) -> AsyncGenerator[Tally, None]:
-        asker = prober(probe, self.facts.pod_ip)
+    async def _probe_repeatedly(
+        self, probe: Probe, tally: ProbeState
+    ) -> AsyncGenerator[ProbeState, None]:
+        asker = build_prober(probe, self.state.pod_ip)
         try:
             await asyncio.sleep(probe.initial_delay_s)
             while True:
-                tally = tally.after(probe, await asker.ask())
+                tally = tally.record(probe, await asker.check())
                 yield tally
                 await asyncio.sleep(probe.period_s)
         finally:
             await asker.close()
 
-    async def _stopped_within(self, seconds: float) -> bool:
+    async def _wait_for_stop(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        return self._stop.is_set()
+                await self._stop_requested.wait()
+        return self._stop_requested.is_set()
 
-    def _note(self, **observed: object) -> None:
+    def _update_state(self, **observed: object) -> None:
         for name, value in observed.items():
-            setattr(self.facts, name, value)
-        self._changed()
+            setattr(self.state, name, value)
+        self._on_change()
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

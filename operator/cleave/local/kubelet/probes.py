@@ -1,6 +1,6 @@
 """Probes of pods over gRPC or HTTP, and the thresholds that turn results into a state.
 
-Called by `PodLife`. Counting is pure. A probe is bounded by its timeout, and any error counts as
+Called by `PodWorker`. Counting is pure. A probe is bounded by its timeout, and any error counts as
 a failure.
 """
 
@@ -16,14 +16,14 @@ from cleave.rpc.channel import dial
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class ProbeState:
     """Consecutive results of one probe; `passed` changes only at the probe's thresholds."""
 
     passed: bool
     successes: int = 0
     failures: int = 0
 
-    def after(self, probe: Probe, success: bool) -> "Tally":
+    def record(self, probe: Probe, success: bool) -> "ProbeState":
         """The state after one more result."""
         if success:
             successes = self.successes + 1
@@ -37,14 +37,14 @@ class Tally:
 class Prober(Protocol):
     """Runs one probe of one pod."""
 
-    async def ask(self) -> bool:
+    async def check(self) -> bool:
         """Whether the probe succeeds within its timeout."""
 
     async def close(self) -> None:
         """Close the connection that is kept between probes."""
 
 
-def prober(probe: Probe, address: str) -> Prober:
+def build_prober(probe: Probe, address: str) -> Prober:
     """The prober for `probe` of the pod at `address`."""
     if probe.kind is ProbeKind.GRPC:
         return GrpcProber(probe, address)
@@ -60,7 +60,7 @@ class GrpcProber:
         self._channel = dial(f"{address}:{probe.port}", options)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
-    async def ask(self) -> bool:
+    async def check(self) -> bool:
         """True when the service is SERVING."""
         request = health_pb2.HealthCheckRequest(service=self._probe.target)
         try:
@@ -81,11 +81,11 @@ class HttpProber:
         self._probe = probe
         self._address = address
 
-    async def ask(self) -> bool:
+    async def check(self) -> bool:
         """True on a status of 200 to 399."""
         try:
             async with asyncio.timeout(self._probe.timeout_s):
-                status = await self._status()
+                status = await self._get_status()
         except (OSError, TimeoutError, ValueError, IndexError):
             return False
         return 200 <= status < 400
@@ -93,7 +93,7 @@ class HttpProber:
     async def close(self) -> None:
         """Do nothing: no connection is kept."""
 
-    async def _status(self) -> int:
+    async def _get_status(self) -> int:
         reader, writer = await asyncio.open_connection(self._address, self._probe.port)
         try:
             host = f"{self._address}:{self._probe.port}"

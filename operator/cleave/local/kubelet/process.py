@@ -22,7 +22,7 @@ class Process:
 
     def __init__(self, child: "subprocess.Popen[bytes]") -> None:
         self._child = child
-        self._ended = asyncio.get_running_loop().create_future()
+        self._exit_code = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(child.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
@@ -33,14 +33,14 @@ class Process:
 
     async def wait(self) -> int:
         """The exit code; minus the signal's number when one ended it."""
-        return int(await asyncio.shield(self._ended))
+        return int(await asyncio.shield(self._exit_code))
 
     async def stop(self, grace_s: float) -> int:
         """Stop it if it still runs; returns the exit code.
 
         SIGTERM first, SIGKILL to the whole group after `grace_s` seconds.
         """
-        if self._ended.done():
+        if self._exit_code.done():
             return await self.wait()
         self.terminate()
         try:
@@ -56,13 +56,13 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL to the whole group."""
-        if not self._ended.done():
+        if not self._exit_code.done():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def place(self, cores: frozenset[int]) -> None:
+    def set_cores(self, cores: frozenset[int]) -> None:
         """Move every thread of the group to `cores`."""
-        for thread in _threads(self.pid):
+        for thread in _list_threads(self.pid):
             with contextlib.suppress(OSError):  # it may have ended since
                 os.sched_setaffinity(thread, cores)
 
@@ -70,10 +70,12 @@ class Process:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.kill()
-        self._ended.set_result(self._child.wait())
+        self._exit_code.set_result(self._child.wait())
 
 
-def start(argv: Sequence[str], env: Mapping[str, str], cores: frozenset[int], log: Path) -> Process:
+def start_process(
+    argv: Sequence[str], env: Mapping[str, str], cores: frozenset[int], log: Path
+) -> Process:
     """Start `argv` on `cores`, output appended to `log`. It gets SIGTERM when this process dies."""
     launcher = [sys.executable, "-I", "-S", exec_wrapper.__file__, str(os.getpid())]
     log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -90,11 +92,11 @@ def start(argv: Sequence[str], env: Mapping[str, str], cores: frozenset[int], lo
         os.close(log_fd)
     process = Process(child)
     # Set here and not in the launcher, which might overwrite a later change.
-    process.place(cores)
+    process.set_cores(cores)
     return process
 
 
-def _threads(group: int) -> list[int]:
+def _list_threads(group: int) -> list[int]:
     """Ids of all threads of the processes in `group`."""
     threads: list[int] = []
     for entry in Path("/proc").iterdir():

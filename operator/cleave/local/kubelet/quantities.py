@@ -16,22 +16,22 @@ _SCALE = {
 }  # fmt: skip
 
 
-def cpus(quantity: str | float) -> float:
+def parse_cpus(quantity: str | float) -> float:
     """Number of cores. Raises ValueError when `quantity` is invalid."""
-    return _number(quantity)
+    return _parse_number(quantity)
 
 
-def memory_bytes(quantity: str | float) -> int:
+def parse_memory_bytes(quantity: str | float) -> int:
     """Number of bytes. Raises ValueError when `quantity` is invalid."""
-    return int(_number(quantity))
+    return int(_parse_number(quantity))
 
 
-def gib(size_bytes: int) -> str:
+def format_gib(size_bytes: int) -> str:
     """Format `size_bytes` in GiB: `1.5 GiB`."""
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
-def _number(quantity: str | float) -> float:
+def _parse_number(quantity: str | float) -> float:
     match = re.fullmatch(PATTERN, str(quantity))
     digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
     number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)

@@ -12,7 +12,7 @@ _CAPPED_PROMPT_SLOWDOWN = 1.30
 """Prompt phase of an H100 capped to half its power: Splitwise's performance model (its published
 data, github.com/Mutinifni/splitwise-sim at 8f99e7d, data/perf_model.csv, MIT: the h100-80gb-pcap
 rows are the H100's with prompt times 1.30 as long and token times as they were)."""
-_LOWEST_CAP = 0.5
+_MIN_CAP_SHARE = 0.5
 """Share of the rated power down to which the token phase keeps its speed (Splitwise, III-F)."""
 
 
@@ -60,11 +60,11 @@ class Gpu:
         """Device memory in bytes."""
         return round(self.memory_gib * 2**30)
 
-    def tflops(self, is_8_bit: bool) -> float:
+    def get_tflops(self, is_8_bit: bool) -> float:
         """Dense matrix products in TFLOP/s."""
         return (self.fp8_tflops or self.dense_tflops) if is_8_bit else self.dense_tflops
 
-    def capped(self, watts: float) -> "Gpu":
+    def with_power_cap(self, watts: float) -> "Gpu":
         """The same GPU under a power cap: prompts slow down, decoding does not.
 
         Splitwise (section III-F, fig. 9) shows that token generation keeps its speed down to half
@@ -75,13 +75,13 @@ class Gpu:
         if watts >= self.power_watts:
             return self
         share = watts / self.power_watts
-        if not share >= _LOWEST_CAP:
+        if not share >= _MIN_CAP_SHARE:
             raise PowerCapError(
                 f"powerCapWatts {watts:g} is below half of the {self.power_watts:g} W of "
                 f"{self.name}; how decoding slows down there is not known, "
-                f"set {self.power_watts * _LOWEST_CAP:g} or more"
+                f"set {self.power_watts * _MIN_CAP_SHARE:g} or more"
             )
-        slowdown = 1 + (_CAPPED_PROMPT_SLOWDOWN - 1) * (1 - share) / (1 - _LOWEST_CAP)
+        slowdown = 1 + (_CAPPED_PROMPT_SLOWDOWN - 1) * (1 - share) / (1 - _MIN_CAP_SHARE)
         return replace(
             self,
             dense_tflops=self.dense_tflops / slowdown,
@@ -91,7 +91,7 @@ class Gpu:
         )
 
 
-def find(name: str, own: Iterable[Gpu] = ()) -> Gpu:
+def find_gpu(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     """The GPU of this name or label, ignoring case and punctuation; `own` before the catalogue.
 
     Raises UnknownGpuError, which suggests similar names.
@@ -99,19 +99,19 @@ def find(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     by_word: dict[str, Gpu] = {}
     for gpu in (*own, *CATALOGUE):
         for word in (gpu.name, *gpu.labels):
-            by_word.setdefault(_word(word), gpu)
-    match = by_word.get(_word(name))
+            by_word.setdefault(_normalize_name(word), gpu)
+    match = by_word.get(_normalize_name(name))
     if match is not None:
         return match
-    close = [word for word in by_word if name and word.startswith(_word(name))]
-    close = close or get_close_matches(_word(name), by_word, n=2, cutoff=0.7)
+    close = [word for word in by_word if name and word.startswith(_normalize_name(name))]
+    close = close or get_close_matches(_normalize_name(name), by_word, n=2, cutoff=0.7)
     similar = list(dict.fromkeys(by_word[word].name for word in close))
     names = list(dict.fromkeys(gpu.name for gpu in by_word.values()))
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"known: {', '.join(names)}"
     raise UnknownGpuError(f"unknown GPU {name!r}; {hint}")
 
 
-def _word(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from cleave.api.cluster import Cluster, GpuDescription
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find
-from cleave.perf.hardware.link import Link, LinkKind, between_nodes
+from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find_gpu
+from cleave.perf.hardware.link import Link, LinkKind, build_network_link
 
 
-def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
+def list_gpus(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]:
     """Every GPU type that may be used, by its name (`Gpu.name`), in the order of the nodes.
 
     `choices` (spec.planning.gpus) select types and set prices and power caps; empty: all types of
@@ -24,14 +24,14 @@ def kinds(cluster: Cluster, choices: Sequence[GpuChoice] = ()) -> dict[str, Gpu]
     available: dict[str, Gpu] = {}
     for index, group in enumerate(cluster.nodes):
         try:
-            gpu = find(group.gpu, own)
+            gpu = find_gpu(group.gpu, own)
         except UnknownGpuError as error:
             faults.append(f"nodes[{index}].gpu: {error}; or describe it under gpus")
         else:
             available[gpu.name] = gpu
     if faults:
         raise ManifestError(faults)
-    return _chosen(available, choices, own) if choices else available
+    return _select(available, choices, own) if choices else available
 
 
 def to_gpu(description: GpuDescription) -> Gpu:
@@ -39,14 +39,14 @@ def to_gpu(description: GpuDescription) -> Gpu:
     return Gpu(**description.model_dump(by_alias=False))
 
 
-def network_link(cluster: Cluster, gpu: Gpu) -> Link:
+def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:
     """The link from one GPU to another node."""
     network = cluster.network
     kind = LinkKind(network.kind.value)
-    return between_nodes(gpu, network.bandwidth_gbps, network.latency_us, kind)
+    return build_network_link(gpu, network.bandwidth_gbps, network.latency_us, kind)
 
 
-def _chosen(
+def _select(
     available: dict[str, Gpu], choices: Sequence[GpuChoice], own: list[Gpu]
 ) -> dict[str, Gpu]:
     faults: list[str] = []
@@ -54,12 +54,12 @@ def _chosen(
     for index, choice in enumerate(choices):
         path = f"spec.planning.gpus[{index}]"
         try:
-            gpu = find(choice.type, own)
+            gpu = find_gpu(choice.type, own)
             if gpu.name not in available:
                 names = ", ".join(available)
                 faults.append(f"{path}.type: the cluster has no {gpu.name}; it has {names}")
                 continue
-            chosen[gpu.name] = _as_chosen(available[gpu.name], choice)
+            chosen[gpu.name] = _apply_choice(available[gpu.name], choice)
         except UnknownGpuError as error:
             faults.append(f"{path}.type: {error}")
         except PowerCapError as error:
@@ -69,9 +69,9 @@ def _chosen(
     return chosen
 
 
-def _as_chosen(gpu: Gpu, choice: GpuChoice) -> Gpu:
+def _apply_choice(gpu: Gpu, choice: GpuChoice) -> Gpu:
     if choice.power_cap_watts is not None:
-        gpu = gpu.capped(choice.power_cap_watts)
+        gpu = gpu.with_power_cap(choice.power_cap_watts)
     if choice.price_per_hour is not None:
         gpu = replace(gpu, price_per_hour=choice.price_per_hour)
     return gpu

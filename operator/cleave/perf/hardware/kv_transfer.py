@@ -1,8 +1,8 @@
 """Time to move a prompt's KV from its prefill to its decode instance, and how much of it is hidden.
 
-Used by the planner, which converts a `KvTransfer` for the simulator. Three modes: serialised after
-the prompt, per layer while the next layers are computed (Splitwise, section IV-C), and per chunk
-while the next chunks are computed (TetriInfer, section 3.3.3).
+Used by the planner, which converts a `KvTransferModel` for the simulator. Three modes: serialised
+after the prompt, per layer while the next layers are computed (Splitwise, section IV-C), and per
+chunk while the next chunks are computed (TetriInfer, section 3.3.3).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ the times of fig. 14 (under 7 % of the prompt's). On A100, with half the bandwid
 
 
 @dataclass(frozen=True, slots=True)
-class KvTransfer:
+class KvTransferModel:
     """The KV transfer between two instances, as a function of the prompt tokens."""
 
     latency_ms: float
@@ -29,20 +29,20 @@ class KvTransfer:
     compute_token_ms: float
     """Time to compute one prompt token, which can hide the transfer."""
 
-    def serialised_ms(self, tokens: float) -> float:
+    def compute_serialized_ms(self, tokens: float) -> float:
         """The whole transfer, after the prompt (Splitwise, fig. 11a)."""
         return self.latency_ms + tokens * self.token_ms
 
-    def per_layer_ms(self, tokens: float) -> float:
+    def compute_per_layer_ms(self, tokens: float) -> float:
         """Time after the prompt of a per-layer transfer (fig. 11b).
 
         It consists of the synchronisation of every layer, the KV of the last layer, and the KV that
         the link could not move while the prompt was computed.
         """
         hidden = tokens * self.overlapped_token_ms
-        return self.serialised_ms(tokens) - hidden + self.layered_latency_ms
+        return self.compute_serialized_ms(tokens) - hidden + self.layered_latency_ms
 
-    def per_chunk_ms(self, tokens: float, chunk_tokens: float) -> float:
+    def compute_per_chunk_ms(self, tokens: float, chunk_tokens: float) -> float:
         """Time after the prompt if each chunk is sent while the next one is computed."""
         last = min(tokens, chunk_tokens)
         late_token_ms = max(0.0, self.token_ms - self.compute_token_ms)
@@ -71,13 +71,13 @@ class KvTransfer:
         return int(self.layered_latency_ms / self.overlapped_token_ms) + 1
 
 
-def kv_transfer(
+def build_kv_transfer(
     shape: ModelShape,
     link: Link,
     prefill: tuple[int, int],
     decode: tuple[int, int],
     compute_token_ms: float,
-) -> KvTransfer:
+) -> KvTransferModel:
     """The transfer between instances of (tensor, pipeline) sizes; GPUs move shares in parallel.
 
     `link`: one GPU's, that of the network between pods; that of the node only for processes in one
@@ -85,8 +85,8 @@ def kv_transfer(
     it stores, replicated heads included; the busiest GPU of either side determines the time.
     `compute_token_ms`: time per prompt token on the prefill instance.
     """
-    pulled = shape.kv_bytes_on_gpu(*decode)
+    pulled = shape.compute_kv_bytes_on_gpu(*decode)
     decode_gpus, prefill_gpus = decode[0] * decode[1], prefill[0] * prefill[1]
     busiest = max(pulled, pulled * decode_gpus / prefill_gpus)
     token_ms = busiest / (link.effective_gb_per_s * 1e6)
-    return KvTransfer(link.start_ms, token_ms, shape.num_layers, compute_token_ms)
+    return KvTransferModel(link.start_ms, token_ms, shape.num_layers, compute_token_ms)

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from cleave.perf.hardware.gpu import Gpu
 
-_BITS = 8
+_BITS_PER_BYTE = 8
 
 
 class LinkKind(StrEnum):
@@ -31,25 +31,25 @@ class LinkKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Collective:
+class _NcclEfficiency:
     """The efficiency of NCCL over a link."""
 
     start_us: float
-    share: float
+    bandwidth_share: float
     """Share of the link's bandwidth that is reached."""
 
 
 # Measured on DGX A100 (NVLink 3, 300 GB/s). Pooled over 2, 4 and 8 GPUs.
-_NVLINK_REDUCE = _Collective(45.0, 0.55)
-_NVLINK_SEND = _Collective(14.0, 0.80)
+_NVLINK_REDUCE = _NcclEfficiency(45.0, 0.55)
+_NVLINK_SEND = _NcclEfficiency(14.0, 0.80)
 # Measured on DGX H100 (NVLink 4, 450 GB/s), whose switches take part in the reduction.
-_SWITCHED_REDUCE = _Collective(25.0, 0.75)
-_SWITCHED_SEND = _Collective(8.0, 0.80)
+_SWITCHED_REDUCE = _NcclEfficiency(25.0, 0.75)
+_SWITCHED_SEND = _NcclEfficiency(8.0, 0.80)
 _SWITCHED_FROM_GB_PER_S = 450.0
 # Measured between two DGX H100: 36 of 50 GB/s. The A100 machines' network is not known.
-_NETWORK_SEND = _Collective(13.0, 0.72)
+_NETWORK_SEND = _NcclEfficiency(13.0, 0.72)
 # Not measured: PCIe is assumed to have the network's figures, TCP half of them.
-_TCP_SEND = _Collective(50.0, 0.36)
+_TCP_SEND = _NcclEfficiency(50.0, 0.36)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,18 @@ class Link:
     @property
     def effective_gb_per_s(self) -> float:
         """Bandwidth of a long message."""
-        return self.gb_per_s * self._send.share
+        return self.gb_per_s * self._send_efficiency.bandwidth_share
 
     @property
     def start_ms(self) -> float:
         """Time before the first byte of a message arrives."""
-        return (self._send.start_us + self.latency_us) / 1e3
+        return (self._send_efficiency.start_us + self.latency_us) / 1e3
 
-    def send_ms(self, size_bytes: float) -> float:
+    def compute_send_ms(self, size_bytes: float) -> float:
         """Time of one message to one GPU: activations of a pipeline stage, or KV."""
         return self.start_ms + size_bytes / (self.effective_gb_per_s * 1e6)
 
-    def all_reduce_ms(self, size_bytes: float, gpus: int) -> float:
+    def compute_all_reduce_ms(self, size_bytes: float, gpus: int) -> float:
         """Time of an all-reduce of a buffer over `gpus` with one such link each; 0 for one GPU.
 
         In a ring each GPU sends the buffer 2 (n - 1) / n times; Aladdin (section 4.1) also scales
@@ -84,17 +84,17 @@ class Link:
         """
         if gpus <= 1:
             return 0.0
-        reduce = self._reduce
+        reduce = self._reduce_efficiency
         moved = 2 * (gpus - 1) / gpus * size_bytes
         start_ms = (reduce.start_us + self.latency_us) / 1e3
-        return start_ms + moved / (self.gb_per_s * reduce.share * 1e6)
+        return start_ms + moved / (self.gb_per_s * reduce.bandwidth_share * 1e6)
 
     @property
     def _is_switched(self) -> bool:
         return self.gb_per_s >= _SWITCHED_FROM_GB_PER_S
 
     @property
-    def _send(self) -> _Collective:
+    def _send_efficiency(self) -> _NcclEfficiency:
         match self.kind:
             case LinkKind.NVLINK:
                 return _SWITCHED_SEND if self._is_switched else _NVLINK_SEND
@@ -104,13 +104,13 @@ class Link:
                 return _NETWORK_SEND
 
     @property
-    def _reduce(self) -> _Collective:
+    def _reduce_efficiency(self) -> _NcclEfficiency:
         if self.kind is LinkKind.NVLINK:
             return _SWITCHED_REDUCE if self._is_switched else _NVLINK_REDUCE
-        return self._send
+        return self._send_efficiency
 
 
-def within_node(gpu: Gpu) -> Link:
+def build_node_link(gpu: Gpu) -> Link:
     """The link between GPUs of one node: NVLink if the GPU has it, otherwise PCIe.
 
     Valid for the GPUs of one instance. Between instances it is valid only if one process may map
@@ -121,17 +121,17 @@ def within_node(gpu: Gpu) -> Link:
     return Link(LinkKind.PCIE, gpu.pcie_gbps)
 
 
-def between_nodes(
+def build_network_link(
     gpu: Gpu, gigabits_per_s: float, latency_us: float, kind: LinkKind = LinkKind.INFINIBAND
 ) -> Link:
     """The link between GPUs of different nodes, over a network as described in cluster files.
 
     `gigabits_per_s`: one GPU's share, one way; limited to the bandwidth of the GPU's PCIe.
     """
-    return Link(kind, min(gigabits_per_s / _BITS, gpu.pcie_gbps), latency_us)
+    return Link(kind, min(gigabits_per_s / _BITS_PER_BYTE, gpu.pcie_gbps), latency_us)
 
 
-def slower(one: Link, other: Link) -> Link:
+def select_slower(one: Link, other: Link) -> Link:
     """The link between GPUs of different types: the slower link with the longer latency."""
     first, second = sorted((one, other), key=lambda link: link.effective_gb_per_s)
     return Link(first.kind, first.gb_per_s, max(first.latency_us, second.latency_us))

@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
+class MemoryReserve:
     """Memory of one GPU that an engine uses besides weights and KV cache."""
 
     utilisation: float = 0.9
@@ -28,11 +28,11 @@ class Reserve:
     """Rows of logits in the largest iteration."""
 
 
-VLLM = Reserve()
+VLLM_RESERVE = MemoryReserve()
 """vLLM with its serving defaults."""
 
 
-def weight_bytes_on_gpu(shape: ModelShape, tensor: int, pipeline: int) -> int:
+def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
     """Bytes of weights on one GPU of the stage with the most layers.
 
     The embedding is on the first stage, the LM head on the last one, both sharded over `tensor`
@@ -44,11 +44,13 @@ def weight_bytes_on_gpu(shape: ModelShape, tensor: int, pipeline: int) -> int:
         tables = embedding if shape.has_tied_embeddings else embedding + head
     else:
         tables = max(embedding, head)
-    layers = _layer_parameters(shape, tensor, pipeline) * shape.bytes_per_weight
+    layers = _count_layer_parameters(shape, tensor, pipeline) * shape.bytes_per_weight
     return round(tables * shape.dtype_bytes + layers)
 
 
-def activation_bytes(shape: ModelShape, tensor: int, reserve: Reserve = VLLM) -> int:
+def compute_activation_bytes(
+    shape: ModelShape, tensor: int, reserve: MemoryReserve = VLLM_RESERVE
+) -> int:
     """Peak activation memory of one iteration on one GPU: token states and the sampler's logits.
 
     Token states are the residual and the normed hidden state and the MLP's inner states; logits are
@@ -65,49 +67,51 @@ def activation_bytes(shape: ModelShape, tensor: int, reserve: Reserve = VLLM) ->
     return round(states + logits)
 
 
-def kv_capacity_tokens(
-    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
+def compute_kv_capacity_tokens(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve = VLLM_RESERVE
 ) -> int:
     """Tokens of KV that fit on an instance, over all its GPUs; 0: the weights do not fit."""
-    free = _free_bytes(shape, gpu, tensor, pipeline, reserve)
-    return max(0, int(free // shape.kv_bytes_on_gpu(tensor, pipeline)))
+    free = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve)
+    return max(0, int(free // shape.compute_kv_bytes_on_gpu(tensor, pipeline)))
 
 
-def why_not(
-    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve = VLLM
+def explain_unsupported(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve = VLLM_RESERVE
 ) -> str | None:
     """Why the model cannot be served with this parallelism, in a sentence; None: it can."""
-    if (reason := shape.why_not(tensor, pipeline)) is not None:
+    if (reason := shape.explain_unsupported(tensor, pipeline)) is not None:
         return f"{shape.name}: {reason}"
-    if kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve) > 0:
+    if compute_kv_capacity_tokens(shape, gpu, tensor, pipeline, reserve) > 0:
         return None
-    weights = weight_bytes_on_gpu(shape, tensor, pipeline) / _GIB
-    spare = _free_bytes(shape, gpu, tensor, pipeline, reserve) / _GIB + weights
+    weights = compute_weight_bytes(shape, tensor, pipeline) / _GIB
+    spare = _compute_free_bytes(shape, gpu, tensor, pipeline, reserve) / _GIB + weights
     return (
         f"{shape.name} does not fit: {weights:.1f} GiB of weights on each {gpu.name}, "
         f"which has {spare:.1f} GiB for weights and KV; use more GPUs for an instance"
     )
 
 
-def _free_bytes(shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: Reserve) -> float:
+def _compute_free_bytes(
+    shape: ModelShape, gpu: Gpu, tensor: int, pipeline: int, reserve: MemoryReserve
+) -> float:
     runtime = reserve.runtime_gib
     if tensor * pipeline > 1:
         runtime += reserve.collective_gib
     return (
         gpu.memory_bytes * reserve.utilisation
-        - weight_bytes_on_gpu(shape, tensor, pipeline)
+        - compute_weight_bytes(shape, tensor, pipeline)
         - runtime * _GIB
-        - activation_bytes(shape, tensor, reserve)
+        - compute_activation_bytes(shape, tensor, reserve)
     )
 
 
-def _layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:
+def _count_layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:
     """Weights of the layers on one GPU of the stage with the most layers."""
-    dense, sparse = shape.mlp_parameters_of_layer(tensor)
-    count = shape.layers_per_stage(pipeline)
+    dense, sparse = shape.count_layer_mlp_parameters(tensor)
+    count = shape.count_layers_per_stage(pipeline)
     sparse_layers = 0
     if shape.experts is not None:
         # Dense layers come first, so that a later stage may have none of them.
         sparse_layers = min(count, shape.num_layers - shape.experts.dense_layers)
     mlps = sparse_layers * sparse + (count - sparse_layers) * dense
-    return count * shape.attention_parameters(tensor) + mlps
+    return count * shape.count_attention_parameters(tensor) + mlps

@@ -8,11 +8,11 @@ table 1 of Zhang et al., "OPT: Open Pre-trained Transformer Language Models" (ar
 import re
 from collections.abc import Mapping
 
-_DROPPED = re.compile(r"-(meta|hf|instruct|chat|base|it|v0\.\d+)(?=-|$)")
+_IGNORED_PARTS = re.compile(r"-(meta|hf|instruct|chat|base|it|v0\.\d+)(?=-|$)")
 """Parts of a name that are unrelated to the dimensions."""
 
 
-def _opt(layers: int, hidden: int, heads: int) -> dict[str, object]:
+def _build_opt(layers: int, hidden: int, heads: int) -> dict[str, object]:
     return {
         "model_type": "opt",
         "num_hidden_layers": layers,
@@ -25,7 +25,7 @@ def _opt(layers: int, hidden: int, heads: int) -> dict[str, object]:
     }
 
 
-def _llama(
+def _build_llama(
     layers: int,
     hidden: int,
     heads: int,
@@ -52,35 +52,39 @@ def _llama(
 
 CONFIGS: Mapping[str, Mapping[str, object]] = {
     # facebook/opt-*
-    "opt-13b": _opt(40, 5120, 40),
-    "opt-30b": _opt(48, 7168, 56),
-    "opt-66b": _opt(64, 9216, 72),
-    "opt-175b": _opt(96, 12288, 96),
+    "opt-13b": _build_opt(40, 5120, 40),
+    "opt-30b": _build_opt(48, 7168, 56),
+    "opt-66b": _build_opt(64, 9216, 72),
+    "opt-175b": _build_opt(96, 12288, 96),
     # meta-llama/*
-    "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096, torch_dtype="float16"),
-    "llama-2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096, torch_dtype="float16"),
-    "llama-2-70b": _llama(80, 8192, 64, 8, 28672, 32000, 4096, torch_dtype="float16"),
-    "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
-    "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
-    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256, 131072),
-    "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256, 131072),
-    "llama-3.1-405b": _llama(126, 16384, 128, 8, 53248, 128256, 131072),
+    "llama-2-7b": _build_llama(32, 4096, 32, 32, 11008, 32000, 4096, torch_dtype="float16"),
+    "llama-2-13b": _build_llama(40, 5120, 40, 40, 13824, 32000, 4096, torch_dtype="float16"),
+    "llama-2-70b": _build_llama(80, 8192, 64, 8, 28672, 32000, 4096, torch_dtype="float16"),
+    "llama-3-8b": _build_llama(32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama-3-70b": _build_llama(80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama-3.1-8b": _build_llama(32, 4096, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": _build_llama(80, 8192, 64, 8, 28672, 128256, 131072),
+    "llama-3.1-405b": _build_llama(126, 16384, 128, 8, 53248, 128256, 131072),
     # mistralai/Mistral-7B-Instruct-v0.3, Mixtral-8x7B-v0.1
-    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32768, 32768),
-    "mixtral-8x7b": _llama(
+    "mistral-7b": _build_llama(32, 4096, 32, 8, 14336, 32768, 32768),
+    "mixtral-8x7b": _build_llama(
         *(32, 4096, 32, 8, 14336, 32000, 32768),
         model_type="mixtral",
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
     # Qwen/*; the first generation counts both halves of the gated MLP in its intermediate size
-    "qwen-72b": _llama(80, 8192, 64, 64, 49152, 152064, 32768, model_type="qwen"),
-    "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, 32768, model_type="qwen2"),
-    "qwen2.5-32b": _llama(64, 5120, 40, 8, 27648, 152064, 32768, model_type="qwen2"),
-    "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064, 32768, model_type="qwen2"),
-    "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, 40960, model_type="qwen3", head_dim=128),
-    "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, 40960, model_type="qwen3", head_dim=128),
-    "qwen3-30b-a3b": _llama(
+    "qwen-72b": _build_llama(80, 8192, 64, 64, 49152, 152064, 32768, model_type="qwen"),
+    "qwen2.5-7b": _build_llama(28, 3584, 28, 4, 18944, 152064, 32768, model_type="qwen2"),
+    "qwen2.5-32b": _build_llama(64, 5120, 40, 8, 27648, 152064, 32768, model_type="qwen2"),
+    "qwen2.5-72b": _build_llama(80, 8192, 64, 8, 29568, 152064, 32768, model_type="qwen2"),
+    "qwen3-8b": _build_llama(
+        36, 4096, 32, 8, 12288, 151936, 40960, model_type="qwen3", head_dim=128
+    ),
+    "qwen3-32b": _build_llama(
+        64, 5120, 64, 8, 25600, 151936, 40960, model_type="qwen3", head_dim=128
+    ),
+    "qwen3-30b-a3b": _build_llama(
         *(48, 2048, 32, 4, 6144, 151936, 40960),
         model_type="qwen3_moe",
         head_dim=128,
@@ -89,9 +93,9 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         moe_intermediate_size=768,
     ),
     # internlm/internlm-20b
-    "internlm-20b": _llama(60, 5120, 40, 40, 13824, 103168, 4096, model_type="internlm"),
+    "internlm-20b": _build_llama(60, 5120, 40, 40, 13824, 103168, 4096, model_type="internlm"),
     # deepseek-ai/DeepSeek-V3; without the multi-token prediction layer, as engines load it
-    "deepseek-v3": _llama(
+    "deepseek-v3": _build_llama(
         *(61, 7168, 128, 128, 18432, 129280, 163840),
         model_type="deepseek_v3",
         kv_lora_rank=512,
@@ -118,7 +122,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
     },
 }
 
-_SAME = {
+_ALIASES = {
     "bloom-176b": "bloom",
     "deepseek-r1": "deepseek-v3",
     "llama-3.3-70b": "llama-3.1-70b",
@@ -128,12 +132,12 @@ _SAME = {
 }
 
 
-def find(model: str) -> str | None:
+def resolve_name(model: str) -> str | None:
     """The key in CONFIGS of a Hugging Face id or a plain name, ignoring case; None: unknown.
 
     `meta-llama/Llama-3.1-8B-Instruct`, `Meta-Llama-3.1-8B` and `llama-3.1-8b` have the same key.
     Names of quantised copies (`-AWQ`, `-FP8`) are unknown: their config.json describes them.
     """
-    name = _DROPPED.sub("", "-" + model.rpartition("/")[2].lower()).removeprefix("-")
-    name = _SAME.get(name, name)
+    name = _IGNORED_PARTS.sub("", "-" + model.rpartition("/")[2].lower()).removeprefix("-")
+    name = _ALIASES.get(name, name)
     return name if name in CONFIGS else None

@@ -5,7 +5,7 @@ Part of cleave.perf.model.model_shape.
 
 from dataclasses import dataclass
 
-from cleave.perf.model.hf_config import Fields
+from cleave.perf.model.hf_config import ConfigFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LatentAttention:
         """Number of values cached per token and layer."""
         return self.kv_rank + self.rope_head_size
 
-    def parameters(self, hidden_size: int, heads: float) -> float:
+    def count_parameters(self, hidden_size: int, heads: float) -> float:
         """Weights of one layer's projections for `heads` heads, a GPU's share of all heads.
 
         Down-projections are replicated on every GPU.
@@ -46,15 +46,15 @@ class LatentAttention:
         return down + up_query + up_kv + heads * self.value_head_size * hidden_size
 
 
-def read(config: Fields) -> LatentAttention | None:
+def read(config: ConfigFields) -> LatentAttention | None:
     """The latent attention of a model; None: it caches keys and values. Raises ConfigError."""
-    kv_rank = config.optional_number("kv_lora_rank")
+    kv_rank = config.get_optional_number("kv_lora_rank")
     if kv_rank is None:
         return None
     return LatentAttention(
         kv_rank=kv_rank,
-        rope_head_size=config.number("qk_rope_head_dim"),
-        nope_head_size=config.number("qk_nope_head_dim"),
-        value_head_size=config.number("v_head_dim"),
-        q_rank=config.optional_number("q_lora_rank"),
+        rope_head_size=config.get_number("qk_rope_head_dim"),
+        nope_head_size=config.get_number("qk_nope_head_dim"),
+        value_head_size=config.get_number("v_head_dim"),
+        q_rank=config.get_optional_number("q_lora_rank"),
     )

@@ -11,20 +11,29 @@ from pathlib import Path
 
 from cleave.perf.model import experts, hf_config, known_models, mla, quantization
 from cleave.perf.model.experts import Experts
-from cleave.perf.model.hf_config import ConfigError, Fields
+from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
 from cleave.perf.model.mla import LatentAttention
 from cleave.perf.model.quantization import Quantization
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_FOUR_TIMES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
+_FOUR_TIMES_WIDE_MLP = {
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "mpt",
+}
 """Model types whose MLP is by default four times as wide as the model."""
-_PLAIN_MLP = _FOUR_TIMES | {"gpt_neox", "opt", "phi", "starcoder2"}
+_UNGATED_MLP = _FOUR_TIMES_WIDE_MLP | {"gpt_neox", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two matrices; all others have a third one, the gate."""
-_TIED = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
+_TIED_EMBEDDINGS = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
     *("gemma", "gemma2", "gemma3_text"),
 }
 """Model types that share embedding and LM head by default."""
-_OPT_OFFSET = 2
+_OPT_POSITION_OFFSET = 2
 """OPT's learned positions start at 2."""
 
 
@@ -63,15 +72,19 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of weights; tied embeddings count once."""
         head = 0 if self.has_tied_embeddings else self.lm_head_parameters
-        return self.embedding_parameters + head + self._over_layers(self._mlp_parameters())
+        return (
+            self.embedding_parameters
+            + head
+            + self._sum_over_layers(self._count_stored_mlp_parameters())
+        )
 
     @property
     def active_parameters(self) -> int:
         """Number of weights that one token uses, with embedding and LM head (as in model names)."""
         return (
             self.parameters
-            - self._over_layers(self._mlp_parameters())
-            + self._over_layers(self._active_mlp_parameters())
+            - self._sum_over_layers(self._count_stored_mlp_parameters())
+            + self._sum_over_layers(self._count_active_mlp_parameters())
         )
 
     @property
@@ -84,18 +97,18 @@ class ModelShape:
         """Weights of the LM head, which may be the embedding's."""
         return self.vocab_size * self.hidden_size
 
-    def attention_parameters(self, tensor: int = 1) -> int:
+    def count_attention_parameters(self, tensor: int = 1) -> int:
         """Weights of one layer's attention projections on one of `tensor` GPUs.
 
         KV heads are replicated if there are fewer than GPUs; so are MLA's down-projections.
         """
         own_heads = self.num_attention_heads / tensor
         if self.latent is not None:
-            return round(self.latent.parameters(self.hidden_size, own_heads))
+            return round(self.latent.count_parameters(self.hidden_size, own_heads))
         own_kv_heads = -(-self.num_kv_heads // tensor)
         return round(2 * self.hidden_size * self.head_size * (own_heads + own_kv_heads))
 
-    def mlp_parameters(self, width: int) -> int:
+    def count_mlp_parameters(self, width: int) -> int:
         """Weights of an MLP of this inner width: of a dense layer, an expert or shared experts."""
         return (3 if self.has_gated_mlp else 2) * self.hidden_size * width
 
@@ -115,20 +128,20 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values over all layers; with MLA latent and rotated key."""
-        return self.num_layers * self._kv_numbers_per_layer(1) * self.kv_dtype_bytes
+        return self.num_layers * self._count_kv_values_per_layer(1) * self.kv_dtype_bytes
 
-    def kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
+    def compute_kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
         """Bytes of one token's KV on one GPU of the stage with the most layers.
 
         KV heads are replicated if there are fewer than GPUs; MLA's latent is always replicated.
         """
-        per_layer = self._kv_numbers_per_layer(tensor) * self.kv_dtype_bytes
-        return self.layers_per_stage(pipeline) * per_layer
+        per_layer = self._count_kv_values_per_layer(tensor) * self.kv_dtype_bytes
+        return self.count_layers_per_stage(pipeline) * per_layer
 
     @property
     def flops_per_token(self) -> float:
         """FLOPs of the linear layers for one token, two per weight; no LM head, no attention."""
-        return 2.0 * self._over_layers(self._active_mlp_parameters())
+        return 2.0 * self._sum_over_layers(self._count_active_mlp_parameters())
 
     @property
     def lm_head_flops(self) -> float:
@@ -155,15 +168,15 @@ class ModelShape:
         return 2.0 * self.num_layers * self.num_attention_heads * width
 
     @property
-    def split_kv_heads(self) -> int | None:
+    def shardable_kv_heads(self) -> int | None:
         """KV heads that tensor parallelism can shard; None: MLA's latent is replicated."""
         return self.num_kv_heads if self.latent is None else None
 
-    def layers_per_stage(self, pipeline: int) -> int:
+    def count_layers_per_stage(self, pipeline: int) -> int:
         """Layers of the largest of `pipeline` stages."""
         return -(-self.num_layers // pipeline)
 
-    def why_not(self, tensor: int, pipeline: int) -> str | None:
+    def explain_unsupported(self, tensor: int, pipeline: int) -> str | None:
         """Why the model cannot be sharded over `tensor` x `pipeline` GPUs; None: it can.
 
         The rules are vLLM's; cleave.perf.hardware.memory checks the memory.
@@ -175,22 +188,22 @@ class ModelShape:
         more, fewer = max(tensor, self.num_kv_heads), min(tensor, self.num_kv_heads)
         if self.latent is None and more % fewer:
             return f"{self.num_kv_heads} KV heads cannot be shared by {tensor} GPUs"
-        for width in self._mlp_widths():
+        for width in self._list_mlp_widths():
             if width % tensor:
                 return f"an MLP of width {width} cannot be shared by {tensor} GPUs"
         if pipeline > self.num_layers:
             return f"{self.num_layers} layers cannot fill {pipeline} pipeline stages"
         return None
 
-    def mlp_parameters_of_layer(self, tensor: int = 1) -> tuple[int, int]:
+    def count_layer_mlp_parameters(self, tensor: int = 1) -> tuple[int, int]:
         """MLP weights on one of `tensor` GPUs: (of a dense layer, of a mixture-of-experts layer).
 
         The second is 0 if the model has no experts.
         """
-        dense, sparse = self._mlp_parameters()
+        dense, sparse = self._count_stored_mlp_parameters()
         return dense // tensor, sparse // tensor
 
-    def _mlp_widths(self) -> tuple[int, ...]:
+    def _list_mlp_widths(self) -> tuple[int, ...]:
         if self.experts is None:
             return (self.intermediate_size,)
         widths = [self.experts.intermediate_size]
@@ -198,35 +211,37 @@ class ModelShape:
             widths.append(self.intermediate_size)
         return tuple(widths)
 
-    def _mlp_parameters(self) -> tuple[int, int]:
-        dense = self.mlp_parameters(self.intermediate_size)
+    def _count_stored_mlp_parameters(self) -> tuple[int, int]:
+        dense = self.count_mlp_parameters(self.intermediate_size)
         if self.experts is None:
             return dense, 0
         router = self.hidden_size * self.experts.count
-        own = self.experts.count * self.mlp_parameters(self.experts.intermediate_size)
-        return dense, own + self.mlp_parameters(self.experts.shared_intermediate_size) + router
+        own = self.experts.count * self.count_mlp_parameters(self.experts.intermediate_size)
+        return dense, own + self.count_mlp_parameters(
+            self.experts.shared_intermediate_size
+        ) + router
 
-    def _active_mlp_parameters(self) -> tuple[int, int]:
-        dense, sparse = self._mlp_parameters()
+    def _count_active_mlp_parameters(self) -> tuple[int, int]:
+        dense, sparse = self._count_stored_mlp_parameters()
         if self.experts is None:
             return dense, 0
         idle = self.experts.count - self.experts.per_token
-        return dense, sparse - idle * self.mlp_parameters(self.experts.intermediate_size)
+        return dense, sparse - idle * self.count_mlp_parameters(self.experts.intermediate_size)
 
-    def _over_layers(self, mlp: tuple[int, int]) -> int:
+    def _sum_over_layers(self, mlp: tuple[int, int]) -> int:
         """Attention and MLP weights of all layers; `mlp`: (of a dense, of an expert layer)."""
         dense_layers = self.experts.dense_layers if self.experts else self.num_layers
         sparse_layers = self.num_layers - dense_layers
         mlps = dense_layers * mlp[0] + sparse_layers * mlp[1]
-        return self.num_layers * self.attention_parameters() + mlps
+        return self.num_layers * self.count_attention_parameters() + mlps
 
-    def _kv_numbers_per_layer(self, tensor: int) -> int:
+    def _count_kv_values_per_layer(self, tensor: int) -> int:
         if self.latent is not None:
             return self.latent.cached_size
         return 2 * -(-self.num_kv_heads // tensor) * self.head_size
 
 
-def load(model: str) -> ModelShape:
+def load_shape(model: str) -> ModelShape:
     """The shape of a folder with a config.json, of such a file, or of a known model by name.
 
     Raises UnknownModelError, which names the missing or wrong field.
@@ -235,10 +250,10 @@ def load(model: str) -> ModelShape:
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
         try:
-            return _shape(file.absolute().parent.name, hf_config.read(file))
-        except ConfigError as error:
+            return _build_shape(file.absolute().parent.name, hf_config.read_config(file))
+        except ModelConfigError as error:
             raise UnknownModelError(f"{file}: {error}") from error
-    name = known_models.find(model)
+    name = known_models.resolve_name(model)
     if name is None:
         raise UnknownModelError(
             f"{model!r} is neither a folder with a config.json nor a known model; "
@@ -250,73 +265,77 @@ def load(model: str) -> ModelShape:
 def from_config(name: str, config: Mapping[str, object]) -> ModelShape:
     """The shape of a decoded config.json. Raises UnknownModelError."""
     try:
-        return _shape(name, hf_config.language_part(config))
-    except ConfigError as error:
+        return _build_shape(name, hf_config.select_language_part(config))
+    except ModelConfigError as error:
         raise UnknownModelError(f"{name}: {error}") from error
 
 
-def _shape(name: str, config: Fields) -> ModelShape:
-    if config.flag("is_encoder_decoder", default=False):
-        raise config.fault("is_encoder_decoder", "only decoder-only models are served")
-    model_type = config.text("model_type") or ""
-    hidden = config.number("hidden_size", "n_embd", "n_embed", "d_model")
-    heads = config.number("num_attention_heads", "n_head", "n_heads")
-    longest = config.number("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-    dtype_bytes = _dtype_bytes(config)
+def _build_shape(name: str, config: ConfigFields) -> ModelShape:
+    if config.get_flag("is_encoder_decoder", default=False):
+        raise config.build_error("is_encoder_decoder", "only decoder-only models are served")
+    model_type = config.get_text("model_type") or ""
+    hidden = config.get_number("hidden_size", "n_embd", "n_embed", "d_model")
+    heads = config.get_number("num_attention_heads", "n_head", "n_heads")
+    longest = config.get_number(
+        "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
+    )
+    dtype_bytes = _read_dtype_bytes(config)
     latent = mla.read(config)
     return ModelShape(
         name=name,
-        num_layers=config.number("num_hidden_layers", "n_layer", "n_layers"),
+        num_layers=config.get_number("num_hidden_layers", "n_layer", "n_layers"),
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_kv_heads=_kv_heads(config, heads),
-        head_size=latent.key_size if latent else _head_size(config, hidden, heads),
-        vocab_size=config.number("vocab_size"),
+        num_kv_heads=_read_kv_heads(config, heads),
+        head_size=latent.key_size if latent else _read_head_size(config, hidden, heads),
+        vocab_size=config.get_number("vocab_size"),
         max_model_len=longest,
-        intermediate_size=_intermediate_size(config, model_type, hidden),
+        intermediate_size=_read_intermediate_size(config, model_type, hidden),
         dtype_bytes=dtype_bytes,
         kv_dtype_bytes=dtype_bytes,
-        has_gated_mlp=model_type not in _PLAIN_MLP,
-        has_tied_embeddings=config.flag("tie_word_embeddings", default=model_type in _TIED),
-        learned_positions=longest + _OPT_OFFSET if model_type == "opt" else 0,
+        has_gated_mlp=model_type not in _UNGATED_MLP,
+        has_tied_embeddings=config.get_flag(
+            "tie_word_embeddings", default=model_type in _TIED_EMBEDDINGS
+        ),
+        learned_positions=longest + _OPT_POSITION_OFFSET if model_type == "opt" else 0,
         experts=experts.read(config),
         latent=latent,
         quantization=quantization.read(config),
     )
 
 
-def _dtype_bytes(config: Fields) -> int:
-    dtype = config.text("dtype", "torch_dtype") or "float16"
+def _read_dtype_bytes(config: ConfigFields) -> int:
+    dtype = config.get_text("dtype", "torch_dtype") or "float16"
     if dtype not in _BYTES_OF_DTYPE:
         field = "dtype" if config.values.get("dtype") else "torch_dtype"
-        raise config.fault(field, f"write one of {', '.join(_BYTES_OF_DTYPE)}")
+        raise config.build_error(field, f"write one of {', '.join(_BYTES_OF_DTYPE)}")
     return _BYTES_OF_DTYPE[dtype]
 
 
-def _kv_heads(config: Fields, heads: int) -> int:
-    if config.flag("multi_query", default=False):
+def _read_kv_heads(config: ConfigFields, heads: int) -> int:
+    if config.get_flag("multi_query", default=False):
         # Falcon's second generation has this flag, too, although it uses grouped queries.
-        is_grouped = config.flag("new_decoder_architecture", default=False)
-        return config.number("num_kv_heads") if is_grouped else 1
+        is_grouped = config.get_flag("new_decoder_architecture", default=False)
+        return config.get_number("num_kv_heads") if is_grouped else 1
     names = ("num_key_value_heads", "num_kv_heads")
-    kv_heads = config.optional_number(*names) or heads
+    kv_heads = config.get_optional_number(*names) or heads
     if heads % kv_heads:
         field = next(name for name in names if config.values.get(name) is not None)
-        raise config.fault(field, f"the {heads} attention heads must be a multiple of it")
+        raise config.build_error(field, f"the {heads} attention heads must be a multiple of it")
     return kv_heads
 
 
-def _head_size(config: Fields, hidden: int, heads: int) -> int:
-    head_size = config.optional_number("head_dim", "kv_channels")
+def _read_head_size(config: ConfigFields, hidden: int, heads: int) -> int:
+    head_size = config.get_optional_number("head_dim", "kv_channels")
     if head_size is None and hidden % heads:
-        raise config.fault("head_dim", f"set it: {heads} heads do not divide {hidden} evenly")
+        raise config.build_error("head_dim", f"set it: {heads} heads do not divide {hidden} evenly")
     return head_size or hidden // heads
 
 
-def _intermediate_size(config: Fields, model_type: str, hidden: int) -> int:
+def _read_intermediate_size(config: ConfigFields, model_type: str, hidden: int) -> int:
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    if model_type in _FOUR_TIMES:
-        return config.optional_number(*names) or 4 * hidden
-    width = config.number(*names)
+    if model_type in _FOUR_TIMES_WIDE_MLP:
+        return config.get_optional_number(*names) or 4 * hidden
+    width = config.get_number(*names)
     # The first Qwen counts both halves of its gated MLP.
     return width // 2 if model_type == "qwen" else width

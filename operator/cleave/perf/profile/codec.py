@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import get_args, get_origin, get_type_hints
 
-_SCALARS: dict[object, str] = {int: "a whole number", float: "a number", str: "text"}
+_SCALAR_NAMES: dict[object, str] = {int: "a whole number", float: "a number", str: "text"}
 
 
 class InvalidProfileError(ValueError):
@@ -22,7 +22,7 @@ def encode(value: object) -> object:
         # Inherited fields come last: first what was measured, then the duration.
         parts = sorted(dataclasses.fields(value), key=lambda part: part.name not in own)
         return {
-            camel(part.name): encode(getattr(value, part.name))
+            to_camel_case(part.name): encode(getattr(value, part.name))
             for part in parts
             if getattr(value, part.name) != part.default
         }
@@ -44,30 +44,30 @@ def decode(expected: object, value: object, where: str) -> object:
         return _decode_fields(expected, value, where)
     if get_origin(expected) is tuple:
         if not isinstance(value, list):
-            raise _wrong(where, value, "a list")
+            raise _build_type_error(where, value, "a list")
         item = get_args(expected)[0]
         return tuple(decode(item, each, f"{where}[{i}]") for i, each in enumerate(value))
     if get_origin(expected) is Mapping:
         if not isinstance(value, dict):
-            raise _wrong(where, value, "an object")
+            raise _build_type_error(where, value, "an object")
         return {str(key): str(each) for key, each in value.items()}
     return _decode_scalar(expected, value, where)
 
 
 def _decode_fields(expected: type, value: object, where: str) -> object:
     if not isinstance(value, dict):
-        raise _wrong(where, value, "an object")
+        raise _build_type_error(where, value, "an object")
     hints = get_type_hints(expected)
-    parts = {camel(part.name): part for part in dataclasses.fields(expected)}
+    parts = {to_camel_case(part.name): part for part in dataclasses.fields(expected)}
     if unknown := [key for key in value if key not in parts]:
         names = ", ".join(parts)
-        raise InvalidProfileError(f"{_join(where, unknown[0])}: unknown field; known: {names}")
+        raise InvalidProfileError(f"{_join_path(where, unknown[0])}: unknown field; known: {names}")
     fields = {}
     for key, part in parts.items():
         if key in value:
-            fields[part.name] = decode(hints[part.name], value[key], _join(where, key))
+            fields[part.name] = decode(hints[part.name], value[key], _join_path(where, key))
         elif part.default is part.default_factory is dataclasses.MISSING:
-            raise InvalidProfileError(f"{_join(where, key)}: is missing")
+            raise InvalidProfileError(f"{_join_path(where, key)}: is missing")
     return expected(**fields)
 
 
@@ -76,15 +76,15 @@ def _decode_scalar(expected: object, value: object, where: str) -> object:
         try:
             return float(value)
         except OverflowError:
-            raise _wrong(where, "a huge number", "a number") from None
+            raise _build_type_error(where, "a huge number", "a number") from None
     if expected is str and value.__class__.__module__ == "datetime":
         return str(value)  # YAML parses an unquoted date as a date
     if type(value) is not expected:
-        raise _wrong(where, value, _SCALARS[expected])
+        raise _build_type_error(where, value, _SCALAR_NAMES[expected])
     return value
 
 
-def _wrong(where: str, value: object, expected: str) -> InvalidProfileError:
+def _build_type_error(where: str, value: object, expected: str) -> InvalidProfileError:
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number with too many digits, a recursive list
@@ -93,11 +93,11 @@ def _wrong(where: str, value: object, expected: str) -> InvalidProfileError:
     return InvalidProfileError(f"{where or 'profile'}: must be {expected} (got {text})")
 
 
-def _join(where: str, key: object) -> str:
+def _join_path(where: str, key: object) -> str:
     return f"{where}.{key}" if where else str(key)
 
 
-def camel(name: str) -> str:
+def to_camel_case(name: str) -> str:
     """Convert kv_capacity_tokens to kvCapacityTokens."""
     first, *rest = name.split("_")
     return first + "".join(word.capitalize() for word in rest)

@@ -7,15 +7,15 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-_MOST_CELLS = 2048
-_DETERMINED = 1e-9
+_MAX_POINTS = 2048
+_MIN_PIVOT = 1e-9
 """A coefficient whose scaled pivot is not above this is not determined by the samples."""
 
 Points = Sequence[tuple[float, float]]
 """(x, value), x ascending."""
 
 
-def read(points: Points, at: float) -> float:
+def interpolate(points: Points, at: float) -> float:
     """Piecewise linear interpolation through two or more `points`, extrapolated on both sides."""
     index = min(max(bisect_right(points, (at, math.inf)) - 1, 0), len(points) - 2)
     (x0, y0), (x1, y1) = points[index], points[index + 1]
@@ -32,18 +32,18 @@ def tabulate(points: Points, step: float) -> tuple[float, ...]:
     middle = points[(len(points) - 1) // 2]
     slope = max((value - middle[1]) / (last - middle[0]), 0.0)
     count = math.ceil(last / step - 1e-9)
-    inside = [max(read(points, min(i * step, last)), 0.0) for i in range(count + 1)]
+    inside = [max(interpolate(points, min(i * step, last)), 0.0) for i in range(count + 1)]
     inside[-1] += slope * (count * step - last)
     return (*inside, inside[-1] + slope * step)
 
 
-def step_through(xs: Iterable[int]) -> int:
+def find_step(xs: Iterable[int]) -> int:
     """The widest step of a table that contains every x, limited to _MOST_CELLS table entries."""
     xs = tuple(xs)
-    return max(math.gcd(*xs), math.ceil(max(xs) / _MOST_CELLS))
+    return max(math.gcd(*xs), math.ceil(max(xs) / _MAX_POINTS))
 
 
-def non_decreasing(points: Points) -> list[tuple[float, float]]:
+def fit_non_decreasing(points: Points) -> list[tuple[float, float]]:
     """The non-decreasing least-squares fit: neighbours in wrong order are replaced by their mean.
 
     (Pool adjacent violators.)
@@ -58,7 +58,7 @@ def non_decreasing(points: Points) -> list[tuple[float, float]]:
     return [(x, value) for (x, _), value in zip(points, values, strict=True)]
 
 
-def least_squares(
+def solve_least_squares(
     rows: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Coefficients, none below 0, that minimise sum(weight * (row . coefficients - value)^2).
@@ -91,7 +91,7 @@ def solve_moments(moments: Sequence[Sequence[float]], right: Sequence[float]) ->
     return (0.0,) * len(right)
 
 
-def mean_error(pairs: Iterable[tuple[float, float]]) -> float | None:
+def compute_mean_error(pairs: Iterable[tuple[float, float]]) -> float | None:
     """Mean absolute error of (predicted, measured) as a share; None for no pairs."""
     shares = [abs(predicted - measured) / measured for predicted, measured in pairs]
     return sum(shares) / len(shares) if shares else None
@@ -111,7 +111,7 @@ def _solve(matrix: list[list[float]]) -> list[float]:
     for i in range(size):
         pivot = max(range(i, size), key=lambda k: abs(rows[k][i]))
         rows[i], rows[pivot] = rows[pivot], rows[i]
-        if abs(rows[i][i]) <= _DETERMINED:
+        if abs(rows[i][i]) <= _MIN_PIVOT:
             raise ValueError("the samples do not determine the coefficients")
         for k in range(i + 1, size):
             share = rows[k][i] / rows[i][i]

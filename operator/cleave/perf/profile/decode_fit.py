@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from cleave.perf.profile import curve
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
-_MOST_FOLDS = 20
+_MAX_FOLDS = 20
 
 
-class Measured(Protocol):
+class DecodeSample(Protocol):
     """A measured decode iteration, or its attention."""
 
     @property
@@ -31,46 +31,48 @@ class Measured(Protocol):
         """Duration."""
 
 
-Tables = tuple[tuple[float, ...], tuple[float, ...]]
+DecodeTables = tuple[tuple[float, ...], tuple[float, ...]]
 """(ms without contexts, ms per context token), each by batch from 0 on."""
 
 
-def fit(points: Sequence[Measured]) -> Tables:
+def fit_tables(points: Sequence[DecodeSample]) -> DecodeTables:
     """The decode tables of a Timing, from two points or more."""
-    return _fit_lines(points, _is_common(points))
+    return _fit_by_batch(points, _prefers_common_slope(points))
 
 
-def held_out_error(points: Sequence[Measured]) -> float | None:
-    """Mean absolute percentage error of `fit` on fold-out points; None: none can be fold out."""
-    return _error(points, is_common=_is_common(points))
+def compute_validation_error(points: Sequence[DecodeSample]) -> float | None:
+    """Mean absolute percentage error of `fit_tables` on fold-out points; None: none can be fold
+    out.
+    """
+    return _cross_validate(points, is_common=_prefers_common_slope(points))
 
 
-def folds(count: int) -> Iterator[range]:
+def iter_folds(count: int) -> Iterator[range]:
     """Indices to hold out together: single points, in a large profile every twentieth point."""
-    number = min(count, _MOST_FOLDS)
+    number = min(count, _MAX_FOLDS)
     return (range(first, count, number) for first in range(number))
 
 
-def _is_common(points: Sequence[Measured]) -> bool:
+def _prefers_common_slope(points: Sequence[DecodeSample]) -> bool:
     """Whether one slope over the context predicts fold-out points as well as one for each batch."""
-    common, own = (_error(points, is_common=choice) for choice in (True, False))
+    common, own = (_cross_validate(points, is_common=choice) for choice in (True, False))
     return own is None or common is None or common <= own
 
 
-def _fit_lines(points: Sequence[Measured], is_common: bool) -> Tables:
+def _fit_by_batch(points: Sequence[DecodeSample], is_common: bool) -> DecodeTables:
     """Fit the tables with a common slope, or with one for each batch."""
-    by_batch: dict[int, list[Measured]] = defaultdict(list)
+    by_batch: dict[int, list[DecodeSample]] = defaultdict(list)
     for point in points:
         by_batch[point.batch].append(point)
-    slopes = _common_slope(by_batch) if is_common else _own_slopes(by_batch)
+    slopes = _fit_common_slope(by_batch) if is_common else _fit_own_slopes(by_batch)
     fixed = [
-        (batch, _mean([p.ms - slopes[batch] * p.context_tokens for p in group]))
+        (batch, _compute_mean([p.ms - slopes[batch] * p.context_tokens for p in group]))
         for batch, group in sorted(by_batch.items())
     ]
     if len(fixed) == 1:
         batch, ms = fixed[0]
         fixed = [(0, ms), (batch, ms)]
-    table = curve.tabulate(curve.non_decreasing(fixed), 1.0)
+    table = curve.tabulate(curve.fit_non_decreasing(fixed), 1.0)
     slope_points = sorted(slopes.items())
     slope_points = (
         slope_points if len(slope_points) > 1 else [(0, slope_points[0][1]), slope_points[0]]
@@ -78,38 +80,39 @@ def _fit_lines(points: Sequence[Measured], is_common: bool) -> Tables:
     # Below the smallest batch its slope is used: extrapolating slopes would be meaningless.
     first = slope_points[0][0]
     context = [
-        curve.read(slope_points, max(batch, first)) for batch in range(slope_points[-1][0] + 1)
+        curve.interpolate(slope_points, max(batch, first))
+        for batch in range(slope_points[-1][0] + 1)
     ]
     return table, tuple(context)
 
 
-def _own_slopes(by_batch: dict[int, list[Measured]]) -> dict[int, float]:
+def _fit_own_slopes(by_batch: dict[int, list[DecodeSample]]) -> dict[int, float]:
     """One slope for each batch, interpolated where a batch was measured with a single context."""
-    common = _common_slope(by_batch)
+    common = _fit_common_slope(by_batch)
     fitted = [
-        (batch, _slope({batch: group}))
+        (batch, _fit_slope({batch: group}))
         for batch, group in sorted(by_batch.items())
         if len({point.context_tokens for point in group}) > 1
     ]
     if len(fitted) < 2:
         return common
     return {
-        batch: curve.read(fitted, min(max(batch, fitted[0][0]), fitted[-1][0]))
+        batch: curve.interpolate(fitted, min(max(batch, fitted[0][0]), fitted[-1][0]))
         for batch in by_batch
     }
 
 
-def _common_slope(by_batch: dict[int, list[Measured]]) -> dict[int, float]:
-    return dict.fromkeys(by_batch, _slope(by_batch))
+def _fit_common_slope(by_batch: dict[int, list[DecodeSample]]) -> dict[int, float]:
+    return dict.fromkeys(by_batch, _fit_slope(by_batch))
 
 
-def _slope(by_batch: dict[int, list[Measured]]) -> float:
+def _fit_slope(by_batch: dict[int, list[DecodeSample]]) -> float:
     """The common slope: least squares around each batch's mean, from 0 to the smallest ratio of ms
     to context."""
     rows: list[tuple[float, float, float]] = []
     for group in by_batch.values():
-        mean_context = _mean([point.context_tokens for point in group])
-        mean_ms = _mean([point.ms for point in group])
+        mean_context = _compute_mean([point.context_tokens for point in group])
+        mean_ms = _compute_mean([point.ms for point in group])
         weight = 1 / mean_ms**2
         rows += [(p.context_tokens - mean_context, p.ms - mean_ms, weight) for p in group]
     across = sum(x * x * weight for x, _, weight in rows)
@@ -121,23 +124,23 @@ def _slope(by_batch: dict[int, list[Measured]]) -> float:
     return min(max(slope, 0.0), most)
 
 
-def _error(points: Sequence[Measured], *, is_common: bool) -> float | None:
+def _cross_validate(points: Sequence[DecodeSample], *, is_common: bool) -> float | None:
     batches = [point.batch for point in points]
     ends = {batch for batch in (min(batches), max(batches)) if batches.count(batch) == 1}
 
     def pairs() -> Iterator[tuple[float, float]]:
-        for fold in folds(len(points)):
+        for fold in iter_folds(len(points)):
             inside = [points[i] for i in fold if points[i].batch not in ends]
             rest = [point for i, point in enumerate(points) if i not in fold or point not in inside]
             if not rest or not inside:
                 continue
-            table, context = _fit_lines(rest, is_common)
-            timing = Timing(1.0, (0.0, 0.0), 0.0, table, context)
+            table, context = _fit_by_batch(rest, is_common)
+            timing = EngineTiming(1.0, (0.0, 0.0), 0.0, table, context)
             for point in inside:
-                yield timing.decode_pass_ms(point.batch, point.context_tokens), point.ms
+                yield timing.predict_decode_ms(point.batch, point.context_tokens), point.ms
 
-    return curve.mean_error(pairs())
+    return curve.compute_mean_error(pairs())
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

@@ -9,18 +9,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.profile import curve, decode_fit
-from cleave.perf.profile.decode_fit import folds
+from cleave.perf.profile.decode_fit import iter_folds
 from cleave.perf.profile.profile import MeasuredProfile, PrefillPoint
-from cleave.perf.timing import Chunk, Timing
+from cleave.perf.timing import EngineTiming, PromptChunk
 
-_FOR_CURVATURE = 4
+_MIN_LENGTHS_FOR_CURVATURE = 4
 """Smallest number of prompt lengths for which a parabola is fitted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Errors:
+class ValidationErrors:
     """Mean absolute percentage errors on fold-out points; None: none could be fold out."""
 
     prefill: float | None
@@ -29,11 +29,11 @@ class Errors:
     """Over all mixed points, because the fit does not use them."""
 
 
-def to_timing(profile: MeasuredProfile) -> Timing:
+def to_timing(profile: MeasuredProfile) -> EngineTiming:
     """The fit to `profile.prefill` and `profile.decode`; neither may be empty."""
     step, prompt_ms, square_ms = _fit_prefill(profile.prefill)
-    decode_ms, context_ms = decode_fit.fit(profile.decode)
-    return Timing(
+    decode_ms, context_ms = decode_fit.fit_tables(profile.decode)
+    return EngineTiming(
         prompt_step=step,
         prompt_ms=prompt_ms,
         prompt_square_ms=square_ms,
@@ -44,23 +44,25 @@ def to_timing(profile: MeasuredProfile) -> Timing:
     )
 
 
-def trust(profile: MeasuredProfile) -> Trust:
-    """Source and error; the error is the largest of the three in `held_out_errors`."""
-    errors = held_out_errors(profile)
+def assess_confidence(profile: MeasuredProfile) -> Confidence:
+    """Source and error; the error is the largest of the three in `compute_validation_errors`."""
+    errors = compute_validation_errors(profile)
     present = [each for each in (errors.prefill, errors.decode, errors.mixed) if each is not None]
     source = f"{profile.engine} on {profile.device}, measured {profile.measured_at}"
-    return Trust(Basis.MEASURED, source, max(present, default=None))
+    return Confidence(LatencySource.MEASURED, source, max(present, default=None))
 
 
-def held_out_errors(profile: MeasuredProfile) -> Errors:
+def compute_validation_errors(profile: MeasuredProfile) -> ValidationErrors:
     """Cross-validation: each point but the ends is predicted from a fit to other points."""
     timing = to_timing(profile)
-    return Errors(
-        prefill=curve.mean_error(_prefill_pairs(profile.prefill)),
-        decode=decode_fit.held_out_error(profile.decode),
-        mixed=curve.mean_error(
+    return ValidationErrors(
+        prefill=curve.compute_mean_error(_iter_prefill_pairs(profile.prefill)),
+        decode=decode_fit.compute_validation_error(profile.decode),
+        mixed=curve.compute_mean_error(
             (
-                timing.iteration_ms([Chunk(0, point.prompt_tokens)], point.batch, context),
+                timing.predict_iteration_ms(
+                    [PromptChunk(0, point.prompt_tokens)], point.batch, context
+                ),
                 point.ms,
             )
             for point in profile.mixed
@@ -71,17 +73,17 @@ def held_out_errors(profile: MeasuredProfile) -> Errors:
 
 def _fit_prefill(points: Sequence[PrefillPoint]) -> tuple[float, tuple[float, ...], float]:
     """(step of the table, table of ms by prompt tokens, ms per token^2)."""
-    square_ms = _square_ms(points)
+    square_ms = _fit_square_ms(points)
     by_tokens: dict[int, list[float]] = defaultdict(list)
     for point in points:
         tokens = point.prompts * point.tokens
         by_tokens[tokens].append(max(point.ms - square_ms * tokens * point.tokens, 0.0))
     means = [(tokens, sum(ms) / len(ms)) for tokens, ms in sorted(by_tokens.items())]
-    step = float(curve.step_through(by_tokens))
-    return step, curve.tabulate(curve.non_decreasing(means), step), square_ms
+    step = float(curve.find_step(by_tokens))
+    return step, curve.tabulate(curve.fit_non_decreasing(means), step), square_ms
 
 
-def _square_ms(points: Sequence[PrefillPoint]) -> float:
+def _fit_square_ms(points: Sequence[PrefillPoint]) -> float:
     """ms per token^2: the extra time of one long prompt over the same tokens in short prompts.
 
     Without batches in the profile it is the curvature over the prompt length, because linear layers
@@ -95,14 +97,14 @@ def _square_ms(points: Sequence[PrefillPoint]) -> float:
     ]
     if batches:
         extra = [point.tokens**2 * point.prompts * (point.prompts - 1) for point in batches]
-        saved = [curve.read(singles, p.prompts * p.tokens) - p.ms for p in batches]
+        saved = [curve.interpolate(singles, p.prompts * p.tokens) - p.ms for p in batches]
         weights = [1 / point.ms**2 for point in batches]
-        square_ms = curve.least_squares([[x] for x in extra], saved, weights)[0]
-    elif len(singles) >= _FOR_CURVATURE:
+        square_ms = curve.solve_least_squares([[x] for x in extra], saved, weights)[0]
+    elif len(singles) >= _MIN_LENGTHS_FOR_CURVATURE:
         rows = [[1.0, tokens, tokens**2] for tokens, _ in singles]
         weights = [1 / ms**2 for _, ms in singles]
         try:
-            square_ms = curve.least_squares(rows, [ms for _, ms in singles], weights)[2]
+            square_ms = curve.solve_least_squares(rows, [ms for _, ms in singles], weights)[2]
         except ValueError:  # the relative weights leave fewer than three lengths that count
             return 0.0
     else:
@@ -112,13 +114,13 @@ def _square_ms(points: Sequence[PrefillPoint]) -> float:
     return min(square_ms, max((last_ms - first_ms) / (last**2 - first**2), 0.0))
 
 
-def _prefill_pairs(points: Sequence[PrefillPoint]) -> Iterator[tuple[float, float]]:
+def _iter_prefill_pairs(points: Sequence[PrefillPoint]) -> Iterator[tuple[float, float]]:
     sizes = [point.prompts * point.tokens for point in points]
-    for fold in folds(len(points)):
+    for fold in iter_folds(len(points)):
         inside = [points[i] for i in fold if min(sizes) < sizes[i] < max(sizes)]
         rest = [point for point in points if point not in inside]
         if inside and any(point.prompts == 1 for point in rest):
             step, table, square_ms = _fit_prefill(rest)
-            timing = Timing(step, table, square_ms, (0.0, 0.0), (0.0,))
+            timing = EngineTiming(step, table, square_ms, (0.0, 0.0), (0.0,))
             for point in inside:
-                yield timing.prefill_ms([point.tokens] * point.prompts), point.ms
+                yield timing.predict_prefill_ms([point.tokens] * point.prompts), point.ms

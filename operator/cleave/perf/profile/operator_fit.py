@@ -17,17 +17,17 @@ from cleave.perf.profile.profile import (
     Operators,
     PrefillAttentionPoint,
 )
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
 LM_HEAD = "lm_head"
 """The operator that has one row per request instead of one per token."""
 _ALL_REDUCES_PER_LAYER = 2
 
-Rows = Callable[[float], float]
+RowsToMs = Callable[[float], float]
 """Rows of an iteration -> ms."""
 
 
-def tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
+def list_tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
     """Tensor parallel sizes for which all operators of an iteration were measured."""
     sizes = (
         {point.tensor_parallel_size for point in operators.layer}
@@ -38,31 +38,33 @@ def tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size == 1 or size in reduced))
 
 
-def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) -> Timing:
+def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) -> EngineTiming:
     """Compose the iteration times. Raises InvalidProfileError for a size that was not measured."""
-    sizes = tensor_parallel_sizes(operators)
+    sizes = list_tensor_parallel_sizes(operators)
     if tensor_parallel_size not in sizes:
         measured = ", ".join(map(str, sizes)) or "none"
         raise InvalidProfileError(
             f"operators: tensorParallelSize {tensor_parallel_size} was not measured; "
             f"complete are: {measured}"
         )
-    rows = _token_level_ms(operators, tensor_parallel_size)
-    head = _sum([p for p in operators.once if p.operator == LM_HEAD], tensor_parallel_size)
+    rows = _fit_token_level(operators, tensor_parallel_size)
+    head = _sum_operators(
+        [p for p in operators.once if p.operator == LM_HEAD], tensor_parallel_size
+    )
     fixed, per_token, square = fit_prompt_attention(
         [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor_parallel_size]
     )
-    attention_ms, context_ms = decode_fit.fit(
+    attention_ms, context_ms = decode_fit.fit_tables(
         [p for p in operators.decode_attention if p.tensor_parallel_size == tensor_parallel_size]
     )
     layers = operators.num_layers
     token_counts = sorted({point.tokens for point in operators.layer})
     prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in token_counts]
-    step = float(curve.step_through(token_counts))
+    step = float(curve.find_step(token_counts))
     hop_ms, hop_byte_ms = _fit_send(operators.send)
-    return Timing(
+    return EngineTiming(
         prompt_step=step,
-        prompt_ms=curve.tabulate(curve.non_decreasing(prompt), step),
+        prompt_ms=curve.tabulate(curve.fit_non_decreasing(prompt), step),
         prompt_square_ms=layers * square,
         decode_ms=tuple(
             rows(batch) + head(batch) + layers * ms for batch, ms in enumerate(attention_ms)
@@ -81,18 +83,20 @@ def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float
     ms = [point.ms for point in points]
     rows = [[1.0, p.tokens, square] for p, square in zip(points, squares, strict=True)]
     try:
-        fixed, per_token, square_ms = curve.least_squares(rows, ms, weights)
+        fixed, per_token, square_ms = curve.solve_least_squares(rows, ms, weights)
     except ValueError:  # too few lengths for three coefficients
-        return 0.0, 0.0, curve.least_squares([[square] for square in squares], ms, weights)[0]
+        return 0.0, 0.0, curve.solve_least_squares([[square] for square in squares], ms, weights)[0]
     return fixed, per_token, square_ms
 
 
-def _token_level_ms(operators: Operators, tensor_parallel_size: int) -> Rows:
+def _fit_token_level(operators: Operators, tensor_parallel_size: int) -> RowsToMs:
     """Rows -> ms of all layers with their all-reduces, of the operators that run once per
     iteration (without LM head), and of the engine's overhead."""
-    layer = _sum(operators.layer, tensor_parallel_size)
-    once = _sum([p for p in operators.once if p.operator != LM_HEAD], tensor_parallel_size)
-    reduce = _by_bytes(operators.all_reduce, tensor_parallel_size)
+    layer = _sum_operators(operators.layer, tensor_parallel_size)
+    once = _sum_operators(
+        [p for p in operators.once if p.operator != LM_HEAD], tensor_parallel_size
+    )
+    reduce = _fit_all_reduce(operators.all_reduce, tensor_parallel_size)
     row_bytes = operators.hidden_size * operators.activation_bytes
 
     def ms(rows: float) -> float:
@@ -104,34 +108,36 @@ def _token_level_ms(operators: Operators, tensor_parallel_size: int) -> Rows:
     return ms
 
 
-def _sum(points: Sequence[LinearPoint], tensor_parallel_size: int) -> Rows:
+def _sum_operators(points: Sequence[LinearPoint], tensor_parallel_size: int) -> RowsToMs:
     by_operator: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for point in points:
         if point.tensor_parallel_size == tensor_parallel_size:
             by_operator[point.operator].append((point.tokens, point.ms))
-    curves = [_flat_below(each) for each in by_operator.values()]
+    curves = [_build_interpolation(each) for each in by_operator.values()]
     return lambda rows: sum(each(rows) for each in curves)
 
 
-def _by_bytes(points: Sequence[CommunicationPoint], gpus: int) -> Rows:
+def _fit_all_reduce(points: Sequence[CommunicationPoint], gpus: int) -> RowsToMs:
     if gpus == 1:
         return lambda _: 0.0
-    return _flat_below([(point.size_bytes, point.ms) for point in points if point.gpus == gpus])
+    return _build_interpolation(
+        [(point.size_bytes, point.ms) for point in points if point.gpus == gpus]
+    )
 
 
-def _flat_below(points: curve.Points) -> Rows:
+def _build_interpolation(points: curve.Points) -> RowsToMs:
     """Linear interpolation; below the first point constant, as the times of small kernels are."""
     if len(points) == 1:
         return lambda _: points[0][1]
-    rising = curve.non_decreasing(points)
-    return lambda at: curve.read(rising, max(at, rising[0][0]))
+    rising = curve.fit_non_decreasing(points)
+    return lambda at: curve.interpolate(rising, max(at, rising[0][0]))
 
 
 def _fit_send(points: Sequence[CommunicationPoint]) -> tuple[float, float]:
     """(latency in ms, ms per byte) of one send; zeros when fewer than two were measured."""
     if len(points) < 2:
         return 0.0, 0.0
-    fixed, per_byte = curve.least_squares(
+    fixed, per_byte = curve.solve_least_squares(
         [[1.0, point.size_bytes] for point in points],
         [point.ms for point in points],
         [1 / point.ms**2 for point in points],

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cleave.perf.profile.codec import InvalidProfileError, camel, decode, encode
+from cleave.perf.profile.codec import InvalidProfileError, decode, encode, to_camel_case
 
 KIND = "LatencyProfile"
 VERSION = 1
-_LARGEST_BYTES = 64 << 20
-_LARGEST = 1e9
+_MAX_FILE_BYTES = 64 << 20
+_MAX_NUMBER = 1e9
 _MAY_BE_ZERO = ("context_tokens", "cached_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ProfilePoint:
     """One measured duration."""
 
     ms: float
@@ -35,19 +35,19 @@ class Point:
     """Distance between the 25th and the 75th percentile of the repeats."""
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
         """What was measured: all fields but the duration; lists of points are sorted by it."""
-        return tuple(getattr(self, name) for name in self.measured())
+        return tuple(getattr(self, name) for name in self.list_key_fields())
 
     @classmethod
-    def measured(cls) -> tuple[str, ...]:
-        """Names of the fields of `place`."""
-        own = dataclasses.fields(cls)[len(dataclasses.fields(Point)) :]
+    def list_key_fields(cls) -> tuple[str, ...]:
+        """Names of the fields of `key`."""
+        own = dataclasses.fields(cls)[len(dataclasses.fields(ProfilePoint)) :]
         return tuple(part.name for part in own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillPoint(Point):
+class PrefillPoint(ProfilePoint):
     """One prefill iteration over prompts of one length."""
 
     prompts: int = 1
@@ -56,7 +56,7 @@ class PrefillPoint(Point):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodePoint(Point):
+class DecodePoint(ProfilePoint):
     """One decode iteration of `batch` requests."""
 
     batch: int
@@ -65,7 +65,7 @@ class DecodePoint(Point):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPoint(Point):
+class MixedPoint(ProfilePoint):
     """One iteration with one prompt and `batch` decoding requests."""
 
     prompt_tokens: int
@@ -75,14 +75,14 @@ class MixedPoint(Point):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferPoint(Point):
+class TransferPoint(ProfilePoint):
     """The transfer of one prompt's KV to another instance."""
 
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearPoint(Point):
+class LinearPoint(ProfilePoint):
     """A token-level operator (Vidur, section 4.3): matrix product, norm, activation.
 
     `ms` is the sum of its uses in one layer, or in one iteration if it runs once per iteration.
@@ -96,7 +96,7 @@ class LinearPoint(Point):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillAttentionPoint(Point):
+class PrefillAttentionPoint(ProfilePoint):
     """Attention of one layer for one prompt chunk."""
 
     tensor_parallel_size: int = 1
@@ -107,7 +107,7 @@ class PrefillAttentionPoint(Point):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeAttentionPoint(Point):
+class DecodeAttentionPoint(ProfilePoint):
     """Attention of one layer for `batch` decoding requests."""
 
     tensor_parallel_size: int = 1
@@ -117,7 +117,7 @@ class DecodeAttentionPoint(Point):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommunicationPoint(Point):
+class CommunicationPoint(ProfilePoint):
     """A collective or a send over the links of the machine."""
 
     gpus: int = 2
@@ -148,13 +148,13 @@ class Operators:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "activation_bytes"):
-            _check_number(f"operators.{camel(name)}", getattr(self, name), 1)
+            _check_number(f"operators.{to_camel_case(name)}", getattr(self, name), 1)
         _check_number("operators.passOverheadMs", self.pass_overhead_ms, 0)
-        for name, least in _OPERATOR_POINTS.items():
-            _check_points(f"operators.{camel(name)}", getattr(self, name), least)
+        for name, least in _MIN_OPERATOR_POINTS.items():
+            _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), least)
 
 
-_OPERATOR_POINTS = {
+_MIN_OPERATOR_POINTS = {
     "layer": 2,
     "once": 0,
     "prefill_attention": 2,
@@ -194,12 +194,12 @@ class MeasuredProfile:
 
     def __post_init__(self) -> None:
         for name in ("model", "device", "engine", "measured_at"):
-            _check_text(camel(name), getattr(self, name))
+            _check_text(to_camel_case(name), getattr(self, name))
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            _check_number(camel(name), getattr(self, name), 1)
+            _check_number(to_camel_case(name), getattr(self, name), 1)
         for name in ("kv_capacity_tokens", "max_model_len"):
             if (value := getattr(self, name)) is not None:
-                _check_number(camel(name), value, 1)
+                _check_number(to_camel_case(name), value, 1)
         _check_number("dispatchMs", self.dispatch_ms, 0)
         if bool(self.prefill) != bool(self.decode) or not (self.prefill or self.operators):
             raise InvalidProfileError("needs both prefill and decode points, or operators")
@@ -212,16 +212,16 @@ class MeasuredProfile:
             raise InvalidProfileError("prefill: needs two lengths or more, to draw a line")
 
 
-def read(path: str | Path) -> MeasuredProfile:
+def read_profile(path: str | Path) -> MeasuredProfile:
     """The profile in a JSON or YAML file.
 
     Raises InvalidProfileError, one line that begins with the path.
     """
     path = Path(path)
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise InvalidProfileError(f"is larger than {_LARGEST_BYTES >> 20} MiB")
-        return _profile(_parse(path))
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise InvalidProfileError(f"is larger than {_MAX_FILE_BYTES >> 20} MiB")
+        return _decode_profile(_parse_document(path))
     except OSError as error:
         raise InvalidProfileError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -230,18 +230,18 @@ def read(path: str | Path) -> MeasuredProfile:
         raise InvalidProfileError(f"{path}: {error}") from error
 
 
-def write(profile: MeasuredProfile, path: str | Path) -> None:
+def write_profile(profile: MeasuredProfile, path: str | Path) -> None:
     """Write `profile` atomically, as JSON if the name ends in .json, else as YAML."""
     path = Path(path)
     body = encode(profile)
     assert isinstance(body, dict)
     document = {"kind": KIND, "version": VERSION, **body}
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(_text(document, path.suffix == ".json"), encoding="utf-8")
+    partial.write_text(_format_document(document, path.suffix == ".json"), encoding="utf-8")
     partial.replace(path)
 
 
-def _parse(path: Path) -> object:
+def _parse_document(path: Path) -> object:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         try:
@@ -256,7 +256,7 @@ def _parse(path: Path) -> object:
         raise InvalidProfileError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
-def _text(document: Mapping[str, Any], as_json: bool) -> str:
+def _format_document(document: Mapping[str, Any], as_json: bool) -> str:
     if as_json:
         return json.dumps(document, indent=1) + "\n"
     import yaml
@@ -266,7 +266,7 @@ def _text(document: Mapping[str, Any], as_json: bool) -> str:
     return text
 
 
-def _profile(document: object) -> MeasuredProfile:
+def _decode_profile(document: object) -> MeasuredProfile:
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise InvalidProfileError(f"is no profile: kind must be {KIND}")
     if document.get("version") != VERSION:
@@ -279,7 +279,7 @@ def _profile(document: object) -> MeasuredProfile:
     return profile
 
 
-def _check_points(name: str, points: Sequence[Point], least: int) -> None:
+def _check_points(name: str, points: Sequence[ProfilePoint], least: int) -> None:
     if len(points) < least:
         raise InvalidProfileError(f"{name}: has {len(points)} points; measure {least} or more")
     for index, point in enumerate(points):
@@ -289,22 +289,24 @@ def _check_points(name: str, points: Sequence[Point], least: int) -> None:
             raise InvalidProfileError(f"{where}.ms: 0 is not a measurement; must be above 0")
         _check_number(f"{where}.repeats", point.repeats, 1)
         _check_number(f"{where}.spreadMs", point.spread_ms, 0)
-        for part, value in zip(point.measured(), point.place, strict=True):
+        for part, value in zip(point.list_key_fields(), point.key, strict=True):
             if isinstance(value, str):
-                _check_text(f"{where}.{camel(part)}", value)
+                _check_text(f"{where}.{to_camel_case(part)}", value)
             else:
-                _check_number(f"{where}.{camel(part)}", value, 0 if part in _MAY_BE_ZERO else 1)
-        if index and points[index - 1].place >= point.place:
+                _check_number(
+                    f"{where}.{to_camel_case(part)}", value, 0 if part in _MAY_BE_ZERO else 1
+                )
+        if index and points[index - 1].key >= point.key:
             raise InvalidProfileError(
-                f"{where}: {point.place} comes after {points[index - 1].place}; "
+                f"{where}: {point.key} comes after {points[index - 1].key}; "
                 "sort the points and measure each once"
             )
 
 
 def _check_number(name: str, value: float, least: float) -> None:
-    if not math.isfinite(value) or not least <= value <= _LARGEST:
+    if not math.isfinite(value) or not least <= value <= _MAX_NUMBER:
         raise InvalidProfileError(
-            f"{name}: {value} is out of range; must be from {least} to {_LARGEST:g}"
+            f"{name}: {value} is out of range; must be from {least} to {_MAX_NUMBER:g}"
         )
 
 

@@ -10,13 +10,13 @@ determine the coefficients, and a fit to them must be refused.
 import math
 from dataclasses import dataclass
 
-from cleave.perf.confidence import Basis, Trust
+from cleave.perf.confidence import Confidence, LatencySource
 from cleave.perf.profile import curve
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
-_FORGETTING = 0.998
+_DECAY = 0.998
 """Factor on the sums at each sample: about the last 500 samples count."""
-_FEWEST = 8
+_MIN_SAMPLES = 8
 """Smallest number of samples for a fit."""
 _ERROR_SAMPLES = 100
 """About this many of the latest samples count in the error."""
@@ -33,10 +33,10 @@ class OnlineFit:
     sample before the fit includes it, so it is the error of a prediction.
     """
 
-    def __init__(self, size: int, forgetting: float = _FORGETTING) -> None:
-        self._forgetting = forgetting
+    def __init__(self, size: int, decay: float = _DECAY) -> None:
+        self._decay = decay
         self._moments = [[0.0] * size for _ in range(size)]
-        self._right = [0.0] * size
+        self._right_side = [0.0] * size
         self._error_sum = 0.0
         self._error_weight = 0.0
         self.num_samples = 0
@@ -45,24 +45,24 @@ class OnlineFit:
         """Include one sample. Raises ValueError for a value not above 0 or numbers not finite."""
         if not all(math.isfinite(part) for part in (*row, value)) or value <= 0:
             raise ValueError(f"sample {row} -> {value} is invalid; values must be above 0")
-        if self.num_samples >= _FEWEST:
-            self._judge(row, value)
+        if self.num_samples >= _MIN_SAMPLES:
+            self._update_error(row, value)
         weight = 1 / value**2
         for i, part in enumerate(row):
-            self._right[i] = self._right[i] * self._forgetting + weight * part * value
+            self._right_side[i] = self._right_side[i] * self._decay + weight * part * value
             for j, other in enumerate(row):
-                old = self._moments[i][j] * self._forgetting
+                old = self._moments[i][j] * self._decay
                 self._moments[i][j] = old + weight * part * other
         self.num_samples += 1
 
-    def coefficients(self) -> tuple[float, ...]:
+    def solve(self) -> tuple[float, ...]:
         """The coefficients in the rows' order, none below 0. Raises TooFewSamplesError."""
-        if self.num_samples < _FEWEST:
+        if self.num_samples < _MIN_SAMPLES:
             raise TooFewSamplesError(
-                f"{self.num_samples} samples are too few for a fit; {_FEWEST} are needed"
+                f"{self.num_samples} samples are too few for a fit; {_MIN_SAMPLES} are needed"
             )
         try:
-            return curve.solve_moments(self._moments, self._right)
+            return curve.solve_moments(self._moments, self._right_side)
         except ValueError as error:
             raise TooFewSamplesError(f"{error}; more diverse samples are needed") from error
 
@@ -71,9 +71,9 @@ class OnlineFit:
         """Mean absolute percentage error of the latest predictions; None before the first one."""
         return self._error_sum / self._error_weight if self._error_weight else None
 
-    def _judge(self, row: tuple[float, ...], value: float) -> None:
+    def _update_error(self, row: tuple[float, ...], value: float) -> None:
         try:
-            coefficients = self.coefficients()
+            coefficients = self.solve()
         except TooFewSamplesError:
             return
         predicted = sum(part * each for part, each in zip(row, coefficients, strict=True))
@@ -82,7 +82,7 @@ class OnlineFit:
         self._error_weight = self._error_weight * fading + 1
 
 
-class KvUse:
+class KvUsageModel:
     """Eq. 1: kv = h (l_in + l_out) + j, in the unit of the samples."""
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class KvUse:
         """Include a request whose prompt and output so far are `tokens` and that holds `kv`."""
         self.fit.add((float(tokens), 1.0), kv)
 
-    def kv(self, tokens: float) -> float:
+    def predict_kv(self, tokens: float) -> float:
         """KV of a request with that many tokens. Raises TooFewSamplesError."""
-        h, j = self.fit.coefficients()
+        h, j = self.fit.solve()
         return h * tokens + j
 
 
@@ -113,15 +113,15 @@ class Coefficients:
     c3: float
     """Decode, per iteration."""
 
-    def prefill_ms(self, prompt_tokens: float) -> float:
+    def predict_prefill_ms(self, prompt_tokens: float) -> float:
         """Eq. 2: an iteration over prompts with that many tokens in total."""
         return self.k1 * prompt_tokens + self.c1
 
-    def decode_ms(self, batch: int, context_tokens: float) -> float:
+    def predict_decode_ms(self, batch: int, context_tokens: float) -> float:
         """Eq. 3: a decode iteration of `batch` requests; l_ave * b is the sum of their contexts."""
         return self.k2 * context_tokens + self.c2 * batch + self.c3
 
-    def most_context_tokens(self, batch: int, itl_ms: float) -> float:
+    def compute_max_context_tokens(self, batch: int, itl_ms: float) -> float:
         """Eq. 4: sum of contexts that a batch may have when an iteration takes `itl_ms`.
 
         Below 0: even empty contexts exceed `itl_ms`. Infinite: contexts cost nothing.
@@ -129,9 +129,9 @@ class Coefficients:
         spare_ms = itl_ms - self.c3 - self.c2 * batch
         return spare_ms / self.k2 if self.k2 > 0 else math.copysign(math.inf, spare_ms)
 
-    def timing(self, largest_batch: int = 1024) -> Timing:
+    def to_timing(self, largest_batch: int = 1024) -> EngineTiming:
         """The same model in the form that simulator and emulator use."""
-        return Timing(
+        return EngineTiming(
             prompt_step=1.0,
             prompt_ms=(self.c1, self.c1 + self.k1),
             prompt_square_ms=0.0,
@@ -141,7 +141,7 @@ class Coefficients:
 
 
 def fit_timing(
-    timing: Timing, largest_batch: int = 256, longest_tokens: int = 4096
+    timing: EngineTiming, largest_batch: int = 256, longest_tokens: int = 4096
 ) -> Coefficients:
     """The coefficients that approximate `timing` best, by relative error.
 
@@ -149,22 +149,22 @@ def fit_timing(
     contexts up to `longest_tokens` per request.
     """
     lengths = [longest_tokens * step // 16 for step in range(1, 17)]
-    prompts = [((float(tokens), 1.0), timing.prefill_ms([tokens])) for tokens in lengths]
+    prompts = [((float(tokens), 1.0), timing.predict_prefill_ms([tokens])) for tokens in lengths]
     batches = [max(2, largest_batch >> shift) for shift in range(8)]
     contexts = (longest_tokens // 16, longest_tokens // 4, longest_tokens)
     decodes = [
-        ((float(batch * each), float(batch), 1.0), timing.decode_pass_ms(batch, batch * each))
+        ((float(batch * each), float(batch), 1.0), timing.predict_decode_ms(batch, batch * each))
         for batch in batches
         for each in contexts
     ]
     coefficients: list[float] = []
     for samples in (prompts, decodes):
         rows, values = zip(*samples, strict=True)
-        coefficients += curve.least_squares(rows, values, [value**-2 for value in values])
+        coefficients += curve.solve_least_squares(rows, values, [value**-2 for value in values])
     return Coefficients(*coefficients)
 
 
-class IterationTimes:
+class IterationTimeModel:
     """Eq. 2 and 3 fitted online to observed iterations."""
 
     def __init__(self) -> None:
@@ -184,18 +184,18 @@ class IterationTimes:
         if batch > 1:
             self.decode.add((float(context_tokens), float(batch), 1.0), ms)
 
-    def coefficients(self) -> Coefficients:
+    def solve(self) -> Coefficients:
         """The current coefficients, none below 0. Raises TooFewSamplesError with the phase."""
         coefficients: list[float] = []
         for phase, fit in (("prefill", self.prefill), ("decode", self.decode)):
             try:
-                coefficients += fit.coefficients()
+                coefficients += fit.solve()
             except TooFewSamplesError as error:
                 raise TooFewSamplesError(f"{phase}: {error}") from error
         return Coefficients(*coefficients)
 
-    def trust(self) -> Trust:
+    def assess_confidence(self) -> Confidence:
         """Source and error; the error is the one of the worse phase."""
         errors = [each for each in (self.prefill.error, self.decode.error) if each is not None]
         source = "Aladdin's models, fitted to observed passes"
-        return Trust(Basis.FITTED, source, max(errors, default=None))
+        return Confidence(LatencySource.FITTED, source, max(errors, default=None))

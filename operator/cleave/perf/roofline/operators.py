@@ -24,7 +24,7 @@ class MatrixProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionCost:
     """Cost of the attention of all layers on one GPU."""
 
     prompt_flops_per_square: float
@@ -34,48 +34,50 @@ class Attention:
     layers: int
 
 
-def matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterator[MatrixProduct]:
+def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterator[MatrixProduct]:
     """The linear layers of the model for `rows` rows, without the LM head.
 
     Of experts, only the weights of those that some row uses are read, with even routing.
     """
     hidden, width = shape.hidden_size, shape.dtype_bytes
-    heads_width = shape.num_attention_heads * _value_size(shape) / tensor
-    attention = shape.attention_parameters(tensor)
+    heads_width = shape.num_attention_heads * _get_value_size(shape) / tensor
+    attention = shape.count_attention_parameters(tensor)
     out = hidden * heads_width
-    yield _product(shape, "qkv", shape.num_layers, rows, attention - out, hidden)
-    yield _product(shape, "out", shape.num_layers, rows, out, hidden)
+    yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden)
+    yield _build_product(shape, "out", shape.num_layers, rows, out, hidden)
     sparse_layers = shape.num_layers - shape.experts.dense_layers if shape.experts else 0
     if dense_layers := shape.num_layers - sparse_layers:
-        yield from _mlp(shape, "mlp", dense_layers, rows, shape.intermediate_size / tensor)
+        yield from _iter_mlp_products(
+            shape, "mlp", dense_layers, rows, shape.intermediate_size / tensor
+        )
     if shape.experts is None:
         return
     experts = shape.experts
     inner = experts.intermediate_size / tensor
-    weights = shape.mlp_parameters(1) * inner
+    weights = shape.count_mlp_parameters(1) * inner
     yield MatrixProduct(
         "experts",
         sparse_layers,
         2.0 * rows * experts.per_token * weights,
-        experts.touched(max(rows, 1.0)) * weights * shape.bytes_per_weight
+        experts.count_activated(max(rows, 1.0)) * weights * shape.bytes_per_weight
         + 2 * rows * experts.per_token * (hidden + inner) * width,
         kernels=3,
     )
     router = hidden * experts.count
-    yield _product(shape, "router", sparse_layers, rows, router, hidden)
+    yield _build_product(shape, "router", sparse_layers, rows, router, hidden)
     if experts.shared_intermediate_size:
         shared = experts.shared_intermediate_size / tensor
-        yield from _mlp(shape, "shared_experts", sparse_layers, rows, shared)
+        yield from _iter_mlp_products(shape, "shared_experts", sparse_layers, rows, shared)
 
 
-def lm_head(shape: ModelShape, tensor: int, rows: float) -> MatrixProduct:
+def build_lm_head(shape: ModelShape, tensor: int, rows: float) -> MatrixProduct:
     """The LM head for `rows` requests: prompts that end plus decoding requests."""
     weights = shape.lm_head_parameters / tensor
     moved = (weights + rows * (shape.hidden_size + shape.vocab_size / tensor)) * shape.dtype_bytes
     return MatrixProduct("lm_head", 1, 2.0 * rows * weights, moved)
 
 
-def element_wise_bytes(shape: ModelShape, tensor: int) -> float:
+def compute_element_wise_bytes(shape: ModelShape, tensor: int) -> float:
     """Bytes that norms, residuals, rotation and activation of all layers move for one row.
 
     Twice per layer, a norm reads and writes the hidden state and a residual reads it twice and
@@ -96,31 +98,31 @@ ELEMENT_WISE_KERNELS = 6
 """Kernels of one layer: two norms, two residuals, rotation, activation."""
 
 
-def attention(shape: ModelShape, tensor: int) -> Attention:
+def build_attention(shape: ModelShape, tensor: int) -> AttentionCost:
     """Attention over all layers; the KV cache is read once for each decoding request."""
-    return Attention(
+    return AttentionCost(
         prompt_flops_per_square=shape.prefill_attention_flops / 2 / tensor,
-        decode_bytes_per_context_token=shape.kv_bytes_on_gpu(tensor, 1),
+        decode_bytes_per_context_token=shape.compute_kv_bytes_on_gpu(tensor, 1),
         decode_flops_per_context_token=shape.decode_attention_flops / tensor,
         layers=shape.num_layers,
     )
 
 
-def all_reduce_bytes(shape: ModelShape, rows: float) -> float:
+def compute_all_reduce_bytes(shape: ModelShape, rows: float) -> float:
     """Bytes of one all-reduce: the hidden state of all rows. Each layer has two all-reduces."""
     return rows * shape.hidden_size * shape.dtype_bytes
 
 
-def _mlp(
+def _iter_mlp_products(
     shape: ModelShape, name: str, count: int, rows: float, inner: float
 ) -> Iterator[MatrixProduct]:
     down = shape.hidden_size * inner
-    up = shape.mlp_parameters(1) * inner - down
-    yield _product(shape, f"{name}_up", count, rows, up, shape.hidden_size)
-    yield _product(shape, f"{name}_down", count, rows, down, shape.hidden_size)
+    up = shape.count_mlp_parameters(1) * inner - down
+    yield _build_product(shape, f"{name}_up", count, rows, up, shape.hidden_size)
+    yield _build_product(shape, f"{name}_down", count, rows, down, shape.hidden_size)
 
 
-def _product(
+def _build_product(
     shape: ModelShape, name: str, count: int, rows: float, weights: float, side: float
 ) -> MatrixProduct:
     """The product with a matrix of `weights` elements, of which one side has the length `side`."""
@@ -130,5 +132,5 @@ def _product(
     )
 
 
-def _value_size(shape: ModelShape) -> int:
+def _get_value_size(shape: ModelShape) -> int:
     return shape.latent.value_head_size if shape.latent else shape.head_size

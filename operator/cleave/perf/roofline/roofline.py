@@ -3,8 +3,8 @@
 Called by cleave.perf.estimator. Each operator takes about the maximum of its compute time and its
 memory time, plus the start of its kernels (Vidur's operators, DistServe's simulator in section
 4.1). What is hard: the shares of the data sheets' rates that real kernels reach. They were
-calibrated once, on Vidur's operator profiles and DistServe's published fits: see `KERNELS` and
-`Engine`; benchmarks/calibration prints their errors on each source.
+calibrated once, on Vidur's operator profiles and DistServe's published fits: see
+`KERNEL_EFFICIENCY` and `EngineOverhead`; benchmarks/calibration prints their errors on each source.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.roofline import operators
 from cleave.perf.roofline.operators import MatrixProduct
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 
 _STEP = 32
 _LARGEST_PROMPT = 8192
@@ -25,7 +25,7 @@ _ATTENTION_KERNELS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelEfficiency:
     """Shares of the data sheets' rates that kernels reach."""
 
     compute: float = 0.75
@@ -47,24 +47,24 @@ class Kernels:
     """Share of bandwidth when KV is read (DistServe's fits: 0.61 to 0.64; Vidur 0.54 to 0.69)."""
 
 
-KERNELS = Kernels()
+KERNEL_EFFICIENCY = KernelEfficiency()
 _HBM3_GB_PER_S = 3000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineOverhead:
     """The overhead of an engine besides its kernels."""
 
     name: str
-    pass_ms: float
+    iteration_ms: float
     """Scheduling, sampling and sending per iteration, during which the GPU is idle."""
     host_layer_ms: float = 0.0
     """Time of the host to start one layer's kernels, a lower bound of the layer; 0: CUDA graphs."""
 
 
-GRAPHS = Engine("kernels started by graphs", 2.0)
+CUDA_GRAPHS = EngineOverhead("kernels started by graphs", 2.0)
 """DistServe's own engine; also assumed for all engines with CUDA graphs."""
-VLLM_2023 = Engine("vLLM of 2023", 5.0, 0.50)
+VLLM_2023 = EngineOverhead("vLLM of 2023", 5.0, 0.50)
 """Before CUDA graphs: with small shards the host was slower than the GPU."""
 
 
@@ -77,48 +77,48 @@ class Roofline:
     tensor: int
     link: Link
     """Between the GPUs of the instance."""
-    engine: Engine = GRAPHS
-    kernels: Kernels = KERNELS
+    engine: EngineOverhead = CUDA_GRAPHS
+    kernels: KernelEfficiency = KERNEL_EFFICIENCY
 
-    def timing(self) -> Timing:
+    def to_timing(self) -> EngineTiming:
         """Iteration times with one stage; cleave.perf.pipeline derives more stages from it."""
-        attention = operators.attention(self.shape, self.tensor)
+        attention = operators.build_attention(self.shape, self.tensor)
         read_bytes_per_ms = self._nominal_bytes_per_ms * self.kernels.decode_attention
         context_ms = max(
             attention.decode_bytes_per_context_token / read_bytes_per_ms,
-            attention.decode_flops_per_context_token / self._flops_per_ms(is_8_bit=False),
+            attention.decode_flops_per_context_token / self._compute_flops_per_ms(is_8_bit=False),
         )
         count = _LARGEST_PROMPT // _STEP + 1
-        return Timing(
+        return EngineTiming(
             prompt_step=float(_STEP),
-            prompt_ms=tuple(self.rows_ms(i * _STEP, 1) for i in range(count)),
+            prompt_ms=tuple(self.predict_rows_ms(i * _STEP, 1) for i in range(count)),
             prompt_square_ms=attention.prompt_flops_per_square
-            / (self._peak_flops_per_ms(is_8_bit=False) * self.kernels.prompt_attention),
-            decode_ms=tuple(self.rows_ms(n, n) for n in range(_LARGEST_BATCH + 1)),
+            / (self._compute_peak_flops_per_ms(is_8_bit=False) * self.kernels.prompt_attention),
+            decode_ms=tuple(self.predict_rows_ms(n, n) for n in range(_LARGEST_BATCH + 1)),
             decode_context_ms=(context_ms,),
         )
 
-    def rows_ms(self, rows: float, heads: float) -> float:
+    def predict_rows_ms(self, rows: float, heads: float) -> float:
         """ms of an iteration with `rows` rows, `heads` of them through the LM head, no contexts."""
         shape, kernels = self.shape, self.kernels
         products = [
-            *operators.matrix_products(shape, self.tensor, rows),
-            operators.lm_head(shape, self.tensor, heads),
+            *operators.iter_matrix_products(shape, self.tensor, rows),
+            operators.build_lm_head(shape, self.tensor, heads),
         ]
-        gpu_ms = sum(product.count * self._product_ms(product) for product in products)
-        moved = rows * operators.element_wise_bytes(shape, self.tensor)
+        gpu_ms = sum(product.count * self._predict_product_ms(product) for product in products)
+        moved = rows * operators.compute_element_wise_bytes(shape, self.tensor)
         gpu_ms += moved / (self._nominal_bytes_per_ms * kernels.element_wise)
         small = operators.ELEMENT_WISE_KERNELS + _ATTENTION_KERNELS
         gpu_ms += shape.num_layers * small * kernels.kernel_ms
-        size_bytes = operators.all_reduce_bytes(shape, rows)
-        reduce_ms = self.link.all_reduce_ms(size_bytes, self.tensor)
+        size_bytes = operators.compute_all_reduce_bytes(shape, rows)
+        reduce_ms = self.link.compute_all_reduce_ms(size_bytes, self.tensor)
         gpu_ms += _ALL_REDUCES_PER_LAYER * shape.num_layers * reduce_ms
         host_ms = shape.num_layers * self.engine.host_layer_ms
-        return self.engine.pass_ms + max(gpu_ms, host_ms)
+        return self.engine.iteration_ms + max(gpu_ms, host_ms)
 
-    def _product_ms(self, product: MatrixProduct) -> float:
+    def _predict_product_ms(self, product: MatrixProduct) -> float:
         is_8_bit = product.name != "lm_head" and self._is_8_bit
-        compute_ms = product.flops / self._flops_per_ms(is_8_bit)
+        compute_ms = product.flops / self._compute_flops_per_ms(is_8_bit)
         memory_ms = product.size_bytes / self._bytes_per_ms
         power = self.kernels.sharpness
         joined: float = (compute_ms**power + memory_ms**power) ** (1 / power)
@@ -129,11 +129,11 @@ class Roofline:
         quantization = self.shape.quantization
         return quantization is not None and quantization.is_8_bit_compute
 
-    def _flops_per_ms(self, is_8_bit: bool) -> float:
-        return self._peak_flops_per_ms(is_8_bit) * self.kernels.compute
+    def _compute_flops_per_ms(self, is_8_bit: bool) -> float:
+        return self._compute_peak_flops_per_ms(is_8_bit) * self.kernels.compute
 
-    def _peak_flops_per_ms(self, is_8_bit: bool) -> float:
-        return self.gpu.tflops(is_8_bit) * 1e9
+    def _compute_peak_flops_per_ms(self, is_8_bit: bool) -> float:
+        return self.gpu.get_tflops(is_8_bit) * 1e9
 
     @property
     def _nominal_bytes_per_ms(self) -> float:

@@ -13,13 +13,13 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.planning import GpuChoice
 from cleave.perf.estimate import Estimate
-from cleave.perf.estimator import for_cluster
-from cleave.perf.hardware.kv_transfer import kv_transfer
-from cleave.perf.hardware.link import Link, slower
+from cleave.perf.estimator import build_estimator
+from cleave.perf.hardware.kv_transfer import build_kv_transfer
+from cleave.perf.hardware.link import Link, select_slower
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.problem import Problem, Supply
-from cleave.planner.provision.search import Machine, Pair, ProvisioningError
-from cleave.simulator.fleet import Transfer
+from cleave.planner.provision.search import MachinePair, MachineType, ProvisioningError
+from cleave.simulator.fleet import SimulatedTransfer
 from cleave.traffic.workload import Demand
 
 _NO_OVERLAP = 1 << 40
@@ -28,16 +28,16 @@ _PROMPT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class MachineNode:
     """A machine with the properties that its KV transfers depend on."""
 
-    machine: Machine
+    machine: MachineType
     sizes: tuple[int, int]
     """Tensor and pipeline parallel size."""
     network_link: Link
 
 
-def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
+def list_nodes(problem: Problem, suffix: str = "") -> tuple[MachineNode, ...]:
     """One machine type per GPU type; `suffix` is added to their names.
 
     Of the parallel sizes that use all GPUs of a node, the one with the most tensor parallelism is
@@ -45,9 +45,9 @@ def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
     """
     nodes_found, missing = [], []
     for supply in {each.gpu: each for each in problem.supplies}.values():
-        node = _node(problem, supply, suffix)
+        node = _build_node(problem, supply, suffix)
         if node is None:
-            reason = problem.estimator.why_not(supply.gpu, supply.gpus_per_node, 1)
+            reason = problem.estimator.explain_unsupported(supply.gpu, supply.gpus_per_node, 1)
             missing.append(f"{supply.gpus_per_node} x {supply.gpu}: {reason}")
         else:
             nodes_found.append(node)
@@ -56,9 +56,9 @@ def nodes(problem: Problem, suffix: str = "") -> tuple[Node, ...]:
     return tuple(nodes_found)
 
 
-def capped(
-    problem: Problem, uncapped: Sequence[Node], cluster: Cluster, folder: Path, share: float
-) -> tuple[Node, ...]:
+def apply_power_cap(
+    problem: Problem, uncapped: Sequence[MachineNode], cluster: Cluster, folder: Path, share: float
+) -> tuple[MachineNode, ...]:
     """The same machines with each GPU limited to `share` of its power (HHcap's token machines).
 
     `folder` contains the cluster's profiles. Raises ManifestError for a share so low that its
@@ -72,57 +72,65 @@ def capped(
         )
         for node in uncapped
     ]
-    estimator = for_cluster(problem.shape, cluster, choices, folder)
-    return nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
+    estimator = build_estimator(problem.shape, cluster, choices, folder)
+    return list_nodes(replace(problem, estimator=estimator), f" at {share:.0%}")
 
 
-def pairs(shape: ModelShape, prompt: Sequence[Node], token: Sequence[Node]) -> tuple[Pair, ...]:
+def build_pairs(
+    shape: ModelShape, prompt: Sequence[MachineNode], token: Sequence[MachineNode]
+) -> tuple[MachinePair, ...]:
     """Every prompt type with every token type, and each prompt type with mixed machines."""
     disaggregated = (
-        Pair(
+        MachinePair(
             f"{prompt_node.machine.name} + {other.machine.name}",
             prompt_node.machine,
             other.machine,
-            _transfer(shape, prompt_node, other),
+            _build_transfer(shape, prompt_node, other),
         )
         for prompt_node in prompt
         for other in token
     )
     mixed = (
-        Pair(f"{prompt_node.machine.name} mixed", prompt_node.machine, None)
+        MachinePair(f"{prompt_node.machine.name} mixed", prompt_node.machine, None)
         for prompt_node in prompt
     )
     return (*disaggregated, *mixed)
 
 
-def slowest(candidates: Sequence[Node], demand: Demand) -> Machine:
+def find_slowest(candidates: Sequence[MachineNode], demand: Demand) -> MachineType:
     """The machine with the highest unloaded latency of a mean request: the reference of
     slowdowns."""
     prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
 
-    def alone_ms(node: Node) -> float:
+    def alone_ms(node: MachineNode) -> float:
         timing = node.machine.estimate.timing
-        return timing.prefill_ms([prompt]) + output * timing.decode_pass_ms(1, prompt)
+        return timing.predict_prefill_ms([prompt]) + output * timing.predict_decode_ms(1, prompt)
 
     return max(candidates, key=alone_ms).machine
 
 
-def _node(problem: Problem, supply: Supply, suffix: str) -> Node | None:
+def _build_node(problem: Problem, supply: Supply, suffix: str) -> MachineNode | None:
     gpus = supply.gpus_per_node
     for tensor in (size for size in range(gpus, 0, -1) if gpus % size == 0):
         sizes = (tensor, gpus // tensor)
         estimate: Estimate | None = problem.estimator.estimate(supply.gpu, *sizes)
         if estimate is not None:
-            return Node(Machine(supply.gpu + suffix, estimate), sizes, supply.network_link)
+            return MachineNode(
+                MachineType(supply.gpu + suffix, estimate), sizes, supply.network_link
+            )
     return None
 
 
-def _transfer(shape: ModelShape, prompt: Node, token: Node) -> Transfer:
+def _build_transfer(
+    shape: ModelShape, prompt: MachineNode, token: MachineNode
+) -> SimulatedTransfer:
     """Serialised for short prompts, layer-wise for long ones (Splitwise, section IV-C)."""
-    compute_ms = prompt.machine.estimate.timing.prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
-    link = slower(prompt.network_link, token.network_link)
-    moved = kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)
-    return Transfer(
+    compute_ms = (
+        prompt.machine.estimate.timing.predict_prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
+    )
+    link = select_slower(prompt.network_link, token.network_link)
+    moved = build_kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)
+    return SimulatedTransfer(
         latency_ms=moved.latency_ms,
         token_ms=moved.token_ms,
         overlapped_token_ms=moved.overlapped_token_ms,

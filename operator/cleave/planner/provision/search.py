@@ -16,12 +16,18 @@ from enum import StrEnum
 from itertools import islice
 
 from cleave.perf.estimate import Estimate
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.planner.provision import slowdown
-from cleave.planner.provision.slowdown import TABLE_VI, Alone, Slowdowns
+from cleave.planner.provision.slowdown import SPLITWISE_TABLE_VI, Slowdowns, UnloadedLatencies
 from cleave.planner.search import capacity_bound
-from cleave.planner.search.trials import Span, Trials
-from cleave.simulator.fleet import Batching, Engine, Fleet, Pool, Transfer
+from cleave.planner.search.trials import Trials, TrialSpan
+from cleave.simulator.fleet import (
+    Batching,
+    SimulatedEngine,
+    SimulatedFleet,
+    SimulatedPool,
+    SimulatedTransfer,
+)
 from cleave.traffic.workload import Demand
 
 PROMPT_BATCH_TOKENS = 2048
@@ -31,7 +37,7 @@ _TOLERANCE = 0.01
 """Relative width of the bracket at which a search for the rate ends."""
 _TRIAL_S = 60.0
 _MIN_REQUESTS = 1000
-_SLACK = 1.05
+_BOUND_MARGIN = 1.05
 """Tolerance on bounds: a sample's requests may be a little lighter than its mean lengths
 suggest."""
 
@@ -40,7 +46,7 @@ class ProvisioningError(ValueError):
     """The request has no budget, no rate or no machines; one line."""
 
 
-class Goal(StrEnum):
+class ProvisioningObjective(StrEnum):
     """What is maximised or minimised."""
 
     THROUGHPUT = "Throughput"
@@ -52,16 +58,16 @@ class Goal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineType:
     """A machine type: one instance of the model on all GPUs of a node."""
 
     name: str
     estimate: Estimate
     """Step times, memory, cost and power, with a power cap included."""
 
-    def engine(self, batching: Batching, max_num_batched_tokens: int) -> Engine:
+    def build_engine(self, batching: Batching, max_num_batched_tokens: int) -> SimulatedEngine:
         """The engine in the simulator's type."""
-        return Engine(
+        return SimulatedEngine(
             self.estimate.timing,
             self.estimate.kv_capacity_tokens,
             batching=batching,
@@ -70,50 +76,50 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class MachinePair:
     """Machine types of both pools."""
 
     name: str
-    prompt: Machine
-    token: Machine | None
+    prompt: MachineType
+    token: MachineType | None
     """None: all machines are mixed, as in Splitwise's baselines."""
-    transfer: Transfer = Transfer()  # noqa: RUF009 - a frozen value
+    transfer: SimulatedTransfer = SimulatedTransfer()  # noqa: RUF009 - a frozen value
 
-    def fleet(self, num_prompt: int, num_token: int) -> Fleet:
+    def build_fleet(self, num_prompt: int, num_token: int) -> SimulatedFleet:
         """A fleet of these counts; the prompt machine produces the first token, as in Splitwise."""
         if self.token is None:
             # Splitwise's mixed continuous batching: unchunked prompts join the decoding requests.
-            mixed = self.prompt.engine(Batching.ORCA_PAGED, PROMPT_BATCH_TOKENS)
-            return Fleet(mixed=(Pool(mixed, num_prompt),))
-        prompt = self.prompt.engine(Batching.PREFILL_FIRST, PROMPT_BATCH_TOKENS)
-        token = self.token.engine(Batching.VLLM, PROMPT_BATCH_TOKENS)
-        return Fleet(
-            prefill=(Pool(prompt, num_prompt),),
-            decode=(Pool(token, num_token),),
+            mixed = self.prompt.build_engine(Batching.ORCA_PAGED, PROMPT_BATCH_TOKENS)
+            return SimulatedFleet(mixed=(SimulatedPool(mixed, num_prompt),))
+        prompt = self.prompt.build_engine(Batching.PREFILL_FIRST, PROMPT_BATCH_TOKENS)
+        token = self.token.build_engine(Batching.VLLM, PROMPT_BATCH_TOKENS)
+        return SimulatedFleet(
+            prefill=(SimulatedPool(prompt, num_prompt),),
+            decode=(SimulatedPool(token, num_token),),
             transfer=self.transfer,
             first_token_by_decode=False,
         )
 
-    def cost_per_hour(self, num_prompt: int, num_token: int) -> float:
+    def compute_cost_per_hour(self, num_prompt: int, num_token: int) -> float:
         """Price of all machines."""
         token = self.token.estimate.cost_per_hour if self.token else 0.0
         return num_prompt * self.prompt.estimate.cost_per_hour + num_token * token
 
-    def power_watts(self, num_prompt: int, num_token: int) -> float:
+    def compute_power_watts(self, num_prompt: int, num_token: int) -> float:
         """Provisioned power of all machines."""
         token = self.token.estimate.power_watts if self.token else 0.0
         return num_prompt * self.prompt.estimate.power_watts + num_token * token
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ProvisioningRequest:
     """The input of a provisioning search."""
 
     demand: Demand
-    pairs: tuple[Pair, ...]
-    reference: Timing
+    pairs: tuple[MachinePair, ...]
+    reference: EngineTiming
     """Latency model of the machine whose unloaded latency is slowdown 1 (Splitwise: DGX-A100)."""
-    goal: Goal
+    objective: ProvisioningObjective
     rate: float | None = None
     """Iso-throughput, in req/s; required for COST and POWER."""
     max_cost_per_hour: float | None = None
@@ -122,12 +128,12 @@ class Question:
     """Iso-power."""
     max_machines: int = 128
     """Largest count of each type."""
-    limits: Slowdowns = TABLE_VI
+    limits: Slowdowns = SPLITWISE_TABLE_VI
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Design:
+class ClusterDesign:
     """One cluster."""
 
     name: str
@@ -149,8 +155,8 @@ class Design:
 
 
 def provision(
-    request: Question, progress: Callable[[int, int, str], None] | None = None
-) -> tuple[Design, ...]:
+    request: ProvisioningRequest, progress: Callable[[int, int, str], None] | None = None
+) -> tuple[ClusterDesign, ...]:
     """The best cluster of each pair that has one, best first.
 
     `progress` is called with (pairs done, number of pairs, name). Raises ProvisioningError.
@@ -160,121 +166,133 @@ def provision(
     for done, pair in enumerate(request.pairs):
         if progress is not None:
             progress(done, len(request.pairs), pair.name)
-        search = Search(request, pair)
+        search = PairSearch(request, pair)
         designs.append(
-            search.most_throughput() if request.goal is Goal.THROUGHPUT else search.least()
+            search.maximize_throughput()
+            if request.objective is ProvisioningObjective.THROUGHPUT
+            else search.find_cheapest()
         )
     return tuple(sorted((each for each in designs if each), key=lambda each: _rank(request, each)))
 
 
 @dataclass(slots=True)
-class Search:
+class PairSearch:
     """The search for one pair, with its simulations."""
 
-    question: Question
-    pair: Pair
+    request: ProvisioningRequest
+    pair: MachinePair
     num_trials: int = 0
     trials: Trials = field(init=False)
-    _alone: dict[int, Alone] = field(default_factory=dict)
+    _unloaded_by_num_requests: dict[int, UnloadedLatencies] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.trials = Trials(self.question.demand, self.question.seed)
+        self.trials = Trials(self.request.demand, self.request.seed)
 
-    def least(self) -> Design | None:
+    def find_cheapest(self) -> ClusterDesign | None:
         """Cheapest cluster that serves the rate; None: none with at most `max_machines` does.
 
         For each number of prompt machines the fewest token machines, as long as that may still be
         cheaper: one trial per number, and a bisection where it is.
         """
-        rate = self.question.rate or 0.0
-        first_prompt, first_token = self._fewest(rate)
-        max_machines = self.question.max_machines
+        rate = self.request.rate or 0.0
+        first_prompt, first_token = self._compute_min_machines(rate)
+        max_machines = self.request.max_machines
         best: tuple[int, int] | None = None
         for prompts in range(first_prompt, max_machines + 1):
-            tokens = self._most_tokens(prompts, first_token, best)
+            tokens = self._find_max_token_machines(prompts, first_token, best)
             if tokens is None:
                 if best is not None:
                     break
                 continue
             if not self.holds(prompts, tokens, rate):
                 continue
-            best = prompts, self._fewest_tokens(prompts, first_token, tokens, rate)
-        return self._design(*best, rate) if best is not None else None
+            best = prompts, self._find_min_token_machines(prompts, first_token, tokens, rate)
+        return self._build_design(*best, rate) if best is not None else None
 
-    def most_throughput(self) -> Design | None:
+    def maximize_throughput(self) -> ClusterDesign | None:
         """Cluster within the budget that serves the highest rate; None: none serves any.
 
         Pairs of counts are tried from the highest bound down; one that fails slightly above the
         best rate so far is rejected after that trial.
         """
         best: tuple[float, int, int] | None = None
-        for bound, prompts, tokens in sorted(self.splits(), reverse=True):
+        for bound, prompts, tokens in sorted(self.list_splits(), reverse=True):
             floor = best[0] * (1 + _TOLERANCE) if best else 0.0
             if bound <= floor:
                 break
             if floor and not self.holds(prompts, tokens, floor):
                 continue
-            rate = self.highest(prompts, tokens, floor, bound * _SLACK)
+            rate = self.find_highest_rate(prompts, tokens, floor, bound * _BOUND_MARGIN)
             if rate:
                 best = rate, prompts, tokens
-        return self._design(best[1], best[2], best[0]) if best is not None else None
+        return self._build_design(best[1], best[2], best[0]) if best is not None else None
 
     def holds(self, prompts: int, tokens: int, rate: float) -> bool:
         """Whether all slowdowns are within their limits."""
-        if self.bound(prompts, tokens) * _SLACK < rate:
+        if self.compute_rate_bound(prompts, tokens) * _BOUND_MARGIN < rate:
             return False
-        return self.slowdowns(prompts, tokens, rate).within(self.question.limits)
+        return self.simulate_slowdowns(prompts, tokens, rate).is_within(self.request.limits)
 
-    def bound(self, prompts: int, tokens: int) -> float:
+    def compute_rate_bound(self, prompts: int, tokens: int) -> float:
         """Rate bound that a simulation exceeds only by the randomness of its sample."""
-        return capacity_bound.fleet_rate(self.pair.fleet(prompts, tokens), self.trials.lengths())
+        return capacity_bound.compute_fleet_rate(
+            self.pair.build_fleet(prompts, tokens), self.trials.get_lengths()
+        )
 
-    def slowdowns(self, prompts: int, tokens: int, rate: float) -> Slowdowns:
+    def simulate_slowdowns(self, prompts: int, tokens: int, rate: float) -> Slowdowns:
         """Slowdowns of one simulated cluster."""
         self.num_trials += 1
         counted = max(_MIN_REQUESTS, math.ceil(rate * _TRIAL_S))
-        span = Span(ramp=math.ceil(rate * self._life_s()), counted=counted)
-        outcome = self.trials.serve(self.pair.fleet(prompts, tokens), rate, span)
-        return slowdown.measure(outcome, self._reference(span.total), span.window)
+        span = TrialSpan(ramp=math.ceil(rate * self._compute_lifetime_s()), counted=counted)
+        outcome = self.trials.simulate(self.pair.build_fleet(prompts, tokens), rate, span)
+        return slowdown.measure_slowdowns(outcome, self._get_reference(span.total), span.window)
 
-    def _life_s(self) -> float:
+    def _compute_lifetime_s(self) -> float:
         """Mean lifetime of a request within the limits: the time in which a cluster fills."""
-        reference = self._reference(_MIN_REQUESTS)
-        return float(reference.e2e_ms.mean()) / 1000 * self.question.limits.e2e.p90
+        reference = self._get_reference(_MIN_REQUESTS)
+        return float(reference.e2e_ms.mean()) / 1000 * self.request.limits.e2e.p90
 
-    def _reference(self, num: int) -> Alone:
-        unloaded = self._alone.get(num)
+    def _get_reference(self, num: int) -> UnloadedLatencies:
+        unloaded = self._unloaded_by_num_requests.get(num)
         if unloaded is None:
-            unloaded = slowdown.alone(self.question.reference, self.trials.trace(num, 1.0))
-            self._alone[num] = unloaded
+            unloaded = slowdown.compute_unloaded_latencies(
+                self.request.reference, self.trials.build_trace(num, 1.0)
+            )
+            self._unloaded_by_num_requests[num] = unloaded
         return unloaded
 
-    def _fewest(self, rate: float) -> tuple[int, int]:
+    def _compute_min_machines(self, rate: float) -> tuple[int, int]:
         """Machines of each type below which the rate bound is too low."""
-        lengths = self.trials.lengths()
-        fleet = self.pair.fleet(1, 1)
+        lengths = self.trials.get_lengths()
+        fleet = self.pair.build_fleet(1, 1)
         if fleet.mixed:
-            return max(1, math.ceil(rate / _SLACK / self.bound(1, 0))), 0
-        prompts = capacity_bound.prefill_rate(fleet.prefill[0].engine, lengths) * _SLACK
-        tokens = capacity_bound.decode_rate(fleet.decode[0].engine, lengths) * _SLACK
+            return max(1, math.ceil(rate / _BOUND_MARGIN / self.compute_rate_bound(1, 0))), 0
+        prompts = (
+            capacity_bound.compute_prefill_rate(fleet.prefill[0].engine, lengths) * _BOUND_MARGIN
+        )
+        tokens = capacity_bound.compute_decode_rate(fleet.decode[0].engine, lengths) * _BOUND_MARGIN
         return max(1, math.ceil(rate / prompts)), max(1, math.ceil(rate / tokens))
 
-    def _weight(self, prompts: int, tokens: int) -> float:
-        if self.question.goal is Goal.POWER:
-            return self.pair.power_watts(prompts, tokens)
-        return self.pair.cost_per_hour(prompts, tokens)
+    def _compute_weight(self, prompts: int, tokens: int) -> float:
+        if self.request.objective is ProvisioningObjective.POWER:
+            return self.pair.compute_power_watts(prompts, tokens)
+        return self.pair.compute_cost_per_hour(prompts, tokens)
 
-    def _most_tokens(self, prompts: int, fewest: int, best: tuple[int, int] | None) -> int | None:
+    def _find_max_token_machines(
+        self, prompts: int, fewest: int, best: tuple[int, int] | None
+    ) -> int | None:
         """Most token machines that are within the budgets and cheaper than `best`; None: none
         are."""
-        max_tokens = 0 if self.pair.token is None else self.question.max_machines
-        below = self._weight(*best) if best is not None else math.inf
+        max_tokens = 0 if self.pair.token is None else self.request.max_machines
+        below = self._compute_weight(*best) if best is not None else math.inf
         for tokens in range(max_tokens, fewest - 1, -1):
-            if self._weight(prompts, tokens) < below and self._affordable(prompts, tokens):
+            if self._compute_weight(prompts, tokens) < below and self._is_affordable(
+                prompts, tokens
+            ):
                 return tokens
         return None
 
-    def _fewest_tokens(self, prompts: int, low: int, high: int, rate: float) -> int:
+    def _find_min_token_machines(self, prompts: int, low: int, high: int, rate: float) -> int:
         """Bisection; `high` meets the limits."""
         while low < high:
             middle = (low + high) // 2
@@ -284,26 +302,26 @@ class Search:
                 low = middle + 1
         return high
 
-    def _affordable(self, prompts: int, tokens: int) -> bool:
-        cost, power = self.question.max_cost_per_hour, self.question.max_power_watts
-        return (cost is None or self.pair.cost_per_hour(prompts, tokens) <= cost) and (
-            power is None or self.pair.power_watts(prompts, tokens) <= power
+    def _is_affordable(self, prompts: int, tokens: int) -> bool:
+        cost, power = self.request.max_cost_per_hour, self.request.max_power_watts
+        return (cost is None or self.pair.compute_cost_per_hour(prompts, tokens) <= cost) and (
+            power is None or self.pair.compute_power_watts(prompts, tokens) <= power
         )
 
-    def splits(self) -> Iterator[tuple[float, int, int]]:
+    def list_splits(self) -> Iterator[tuple[float, int, int]]:
         """(rate bound, prompt machines, token machines) that use up the budget."""
-        max_machines = self.question.max_machines
+        max_machines = self.request.max_machines
         if self.pair.token is None:
-            mixed = (n for n in range(max_machines, 0, -1) if self._affordable(n, 0))
-            yield from ((self.bound(n, 0), n, 0) for n in islice(mixed, 1))
+            mixed = (n for n in range(max_machines, 0, -1) if self._is_affordable(n, 0))
+            yield from ((self.compute_rate_bound(n, 0), n, 0) for n in islice(mixed, 1))
             return
         for prompts in range(1, max_machines + 1):
-            tokens = self._most_tokens(prompts, 1, None)
+            tokens = self._find_max_token_machines(prompts, 1, None)
             if tokens is None:
                 return
-            yield self.bound(prompts, tokens), prompts, tokens
+            yield self.compute_rate_bound(prompts, tokens), prompts, tokens
 
-    def highest(self, prompts: int, tokens: int, low: float, high: float) -> float:
+    def find_highest_rate(self, prompts: int, tokens: int, low: float, high: float) -> float:
         """Bisection on the rate; `low` meets the limits or is 0."""
         while high - low > _TOLERANCE * high:
             middle = (low + high) / 2
@@ -315,34 +333,34 @@ class Search:
                 return 0.0
         return low
 
-    def _design(self, prompts: int, tokens: int, rate: float) -> Design:
-        return Design(
+    def _build_design(self, prompts: int, tokens: int, rate: float) -> ClusterDesign:
+        return ClusterDesign(
             self.pair.name,
             prompts,
             tokens,
             rate,
-            self.pair.cost_per_hour(prompts, tokens),
-            self.pair.power_watts(prompts, tokens),
-            self.slowdowns(prompts, tokens, rate),
+            self.pair.compute_cost_per_hour(prompts, tokens),
+            self.pair.compute_power_watts(prompts, tokens),
+            self.simulate_slowdowns(prompts, tokens, rate),
         )
 
 
-def _rank(request: Question, design: Design) -> tuple[float, float]:
-    if request.goal is Goal.THROUGHPUT:
+def _rank(request: ProvisioningRequest, design: ClusterDesign) -> tuple[float, float]:
+    if request.objective is ProvisioningObjective.THROUGHPUT:
         return -design.rate, design.cost_per_hour
-    if request.goal is Goal.COST:
+    if request.objective is ProvisioningObjective.COST:
         return design.cost_per_hour, design.power_watts
     return design.power_watts, design.cost_per_hour
 
 
-def _check(request: Question) -> None:
+def _check(request: ProvisioningRequest) -> None:
     if not request.pairs:
         raise ProvisioningError("pairs: set at least one pair of machine types")
     budgets = (request.max_cost_per_hour, request.max_power_watts)
-    if request.goal is Goal.THROUGHPUT and budgets == (None, None):
+    if request.objective is ProvisioningObjective.THROUGHPUT and budgets == (None, None):
         raise ProvisioningError("goal Throughput: set max_power_watts or max_cost_per_hour")
-    if request.goal is not Goal.THROUGHPUT and request.rate is None:
-        raise ProvisioningError(f"goal {request.goal}: set the rate to serve")
+    if request.objective is not ProvisioningObjective.THROUGHPUT and request.rate is None:
+        raise ProvisioningError(f"goal {request.objective}: set the rate to serve")
     for name in ("rate", "max_cost_per_hour", "max_power_watts", "max_machines"):
         value = getattr(request, name)
         if value is not None and not (math.isfinite(value) and value > 0):

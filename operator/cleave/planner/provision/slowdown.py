@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.planner.plan import Percentiles
-from cleave.simulator.outcome import Outcome
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
 Values = NDArray[np.float64]
@@ -27,11 +27,11 @@ class Slowdowns:
     """Mean gap between a request's tokens; requests of one token have none."""
     e2e: Percentiles
 
-    def within(self, limits: "Slowdowns") -> bool:
+    def is_within(self, limits: "Slowdowns") -> bool:
         """Whether all nine are at most their limits."""
         return all(
             each <= limit
-            for mine, theirs in zip(self._all, limits._all, strict=True)
+            for mine, theirs in zip(self._metrics, limits._metrics, strict=True)
             for each, limit in (
                 (mine.p50, theirs.p50),
                 (mine.p90, theirs.p90),
@@ -40,11 +40,11 @@ class Slowdowns:
         )
 
     @property
-    def _all(self) -> tuple[Percentiles, Percentiles, Percentiles]:
+    def _metrics(self) -> tuple[Percentiles, Percentiles, Percentiles]:
         return self.ttft, self.tpot, self.e2e
 
 
-TABLE_VI = Slowdowns(
+SPLITWISE_TABLE_VI = Slowdowns(
     ttft=Percentiles(2.0, 3.0, 6.0),
     tpot=Percentiles(1.25, 1.5, 5.0),
     e2e=Percentiles(1.25, 1.5, 5.0),
@@ -53,7 +53,7 @@ TABLE_VI = Slowdowns(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alone:
+class UnloadedLatencies:
     """Latencies of each request on an otherwise idle reference machine, in ms."""
 
     ttft_ms: Values
@@ -61,30 +61,34 @@ class Alone:
     e2e_ms: Values
 
 
-def alone(reference: Timing, trace: Trace) -> Alone:
+def compute_unloaded_latencies(reference: EngineTiming, trace: Trace) -> UnloadedLatencies:
     """One prefill step, then decode steps of one request."""
     prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
-    ttft_ms = np.array([reference.prefill_ms([prompt]) for prompt in prompts.tolist()])[index]
+    ttft_ms = np.array([reference.predict_prefill_ms([prompt]) for prompt in prompts.tolist()])[
+        index
+    ]
     gaps = trace.output_tokens - 1
     # Step time is linear in the context, so the mean step is the one in the middle.
-    first = reference.decode_pass_ms(1, 0)
-    context_ms = reference.decode_pass_ms(1, 1) - first
+    first = reference.predict_decode_ms(1, 0)
+    context_ms = reference.predict_decode_ms(1, 1) - first
     tpot_ms = first + context_ms * (trace.prompt_tokens + (gaps + 1) / 2)
-    return Alone(ttft_ms, tpot_ms, ttft_ms + gaps * tpot_ms)
+    return UnloadedLatencies(ttft_ms, tpot_ms, ttft_ms + gaps * tpot_ms)
 
 
-def measure(outcome: Outcome, reference: Alone, window: slice = slice(None)) -> Slowdowns:
+def measure_slowdowns(
+    outcome: SimulationResult, reference: UnloadedLatencies, window: slice = slice(None)
+) -> Slowdowns:
     """Slowdowns of the requests in `window`; an unfinished one is infinitely slow."""
     e2e_ms = outcome.end_ms - outcome.arrival_ms
     several = outcome.output_tokens[window] > 1
     return Slowdowns(
-        _percentiles((outcome.ttft_ms / reference.ttft_ms)[window]),
-        _percentiles((outcome.tpot_ms / reference.tpot_ms)[window][several]),
-        _percentiles((e2e_ms / reference.e2e_ms)[window]),
+        _compute_percentiles((outcome.ttft_ms / reference.ttft_ms)[window]),
+        _compute_percentiles((outcome.tpot_ms / reference.tpot_ms)[window][several]),
+        _compute_percentiles((e2e_ms / reference.e2e_ms)[window]),
     )
 
 
-def _percentiles(ratios: Values) -> Percentiles:
+def _compute_percentiles(ratios: Values) -> Percentiles:
     if not len(ratios):
         return Percentiles(0.0, 0.0, 0.0)
     ended = np.where(np.isnan(ratios), np.inf, ratios)

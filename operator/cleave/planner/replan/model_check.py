@@ -18,31 +18,36 @@ import numpy as np
 
 from cleave.api.role import Role
 from cleave.perf import latency_correction
-from cleave.perf.latency_correction import NONE, Correction
+from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import Model, Running, Shown, find_attainment
+from cleave.planner.replan.replay import (
+    ReplayModel,
+    RunningPlan,
+    SimulatedWindow,
+    predict_attainment,
+)
 from cleave.simulator.outcome import Times
 from cleave.traffic.counters import Buckets
-from cleave.traffic.window import Window, join, list_settled
+from cleave.traffic.window import TrafficWindow, join_windows, list_settled
 
-FEWEST = 100
+MIN_RESPONSES = 100
 """With fewer responses, a prediction is not assessed."""
 SETTLE_S = 60.0
 """For this long after a change, latencies still contain requests from before it."""
-THRESHOLD = 0.3
+ERROR_THRESHOLD = 0.3
 """Relative error above which a prediction is rejected."""
-_SLACK = 0.1
+_TIMING_SLACK = 0.1
 """Error of step times that is tolerated."""
-_STEP = 3.0
+_MAX_FACTOR = 3.0
 """Largest factor by which one correction changes step times."""
-_GENTLE = 0.3
+_PARTIAL_WEIGHT = 0.3
 """Share of the fitted correction that is applied where the prediction holds."""
-_CLOSE = 0.02
+_MIN_CHANGE = 0.02
 """Relative changes of a correction below this are ignored."""
-_SURPRISE = 0.2
+_ATTAINMENT_MARGIN = 0.2
 """Observed attainment this far above the predicted one means that the model is too slow."""
-_HALVINGS = 8
-_ROUNDS = 2
+_BISECTION_STEPS = 8
+_ITERATIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,14 @@ class Comparison:
     name: str
     predicted: float
     observed: float
-    is_beyond: bool
+    exceeds_threshold: bool
     """Whether the error is above the threshold, so that the model is wrong."""
-    is_judged: bool = True
+    is_assessed: bool = True
     """False: the error says nothing about the model, for example under overload."""
 
-    def excused(self) -> "Comparison":
+    def exclude(self) -> "Comparison":
         """A copy that is not assessed."""
-        return replace(self, is_beyond=False, is_judged=False)
+        return replace(self, exceeds_threshold=False, is_assessed=False)
 
     @property
     def error(self) -> float:
@@ -71,7 +76,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ModelAssessment:
     """Assessment of the model by the running plan."""
 
     comparisons: tuple[Comparison, ...]
@@ -84,12 +89,12 @@ class Judgement:
     @property
     def holds(self) -> bool:
         """Whether the prediction may be used; True where there are too few responses to tell."""
-        return not any(each.is_beyond for each in self.comparisons)
+        return not any(each.exceeds_threshold for each in self.comparisons)
 
     @property
     def error(self) -> float | None:
         """The largest by amount; None: nothing was assessed."""
-        assessed = (each.error for each in self.comparisons if each.is_judged)
+        assessed = (each.error for each in self.comparisons if each.is_assessed)
         return max(assessed, key=abs, default=None)
 
     @property
@@ -101,18 +106,18 @@ class Judgement:
             return "latencies are changing, so the prediction is not assessed"
         if self.holds:
             return f"the prediction holds within {abs(self.error):.0%}"
-        worst = max(self.comparisons, key=lambda each: (each.is_beyond, abs(each.error)))
+        worst = max(self.comparisons, key=lambda each: (each.exceeds_threshold, abs(each.error)))
         return f"the prediction does not hold: {worst}; step times {self.correction}"
 
 
-def judge(
+def assess(
     problem: Problem,
-    running_plan: Running,
-    windows: Sequence[Window],
-    correction: Correction = NONE,
-    threshold: float = THRESHOLD,
+    running_plan: RunningPlan,
+    windows: Sequence[TrafficWindow],
+    correction: Correction = NO_CORRECTION,
+    threshold: float = ERROR_THRESHOLD,
     settle_s: float = SETTLE_S,
-) -> Judgement:
+) -> ModelAssessment:
     """Compare the latencies of `running_plan` in `windows` with the model, and correct the model.
 
     `problem` has the traffic of the windows and the uncorrected model; `correction` is the current
@@ -122,86 +127,98 @@ def judge(
     pools cannot be simulated.
     """
     settled = list_settled(windows, settle_s)
-    observed = join(settled) if settled else Window(0.0, 0.0, 0.0)
-    model = Model(problem, running_plan, observed.length_s)
-    is_enough = min(observed.ttft.num, observed.tpot.num) >= FEWEST
-    expected = model.show(correction) if is_enough else None
-    if expected is None or len(expected.tpot_ms) < FEWEST:
-        return Judgement((), find_attainment(model.corrected(correction), running_plan), correction)
-    faster = model.show(correction.times(1 - _SLACK))
-    slower = model.show(correction.times(1 + _SLACK))
-    comparisons = tuple(_compare(observed, expected, faster, slower, threshold))
-    long_run = find_attainment(model.corrected(correction), running_plan)
-    is_better = (observed.attainment or 0.0) > expected.attainment + _SURPRISE
-    if expected.is_lending or _fails(long_run, observed, problem.slo.attainment):
-        comparisons = tuple(
-            each if is_better and each.error < 0 else each.excused() for each in comparisons
+    observed = join_windows(settled) if settled else TrafficWindow(0.0, 0.0, 0.0)
+    model = ReplayModel(problem, running_plan, observed.length_s)
+    is_enough = min(observed.ttft.num, observed.tpot.num) >= MIN_RESPONSES
+    expected = model.simulate(correction) if is_enough else None
+    if expected is None or len(expected.tpot_ms) < MIN_RESPONSES:
+        return ModelAssessment(
+            (),
+            predict_attainment(model.build_corrected_problem(correction), running_plan),
+            correction,
         )
-        if not any(each.is_judged for each in comparisons):
-            return Judgement(comparisons, expected.attainment, correction)
+    faster = model.simulate(correction.scale(1 - _TIMING_SLACK))
+    slower = model.simulate(correction.scale(1 + _TIMING_SLACK))
+    comparisons = tuple(_compare(observed, expected, faster, slower, threshold))
+    long_run = predict_attainment(model.build_corrected_problem(correction), running_plan)
+    is_better = (observed.attainment or 0.0) > expected.attainment + _ATTAINMENT_MARGIN
+    if expected.is_flipping or _misses_badly(long_run, observed, problem.slo.attainment):
+        comparisons = tuple(
+            each if is_better and each.error < 0 else each.exclude() for each in comparisons
+        )
+        if not any(each.is_assessed for each in comparisons):
+            return ModelAssessment(comparisons, expected.attainment, correction)
     if expected.is_overloaded and _is_late(model, observed):
         comparisons = tuple(
-            each if each.name.endswith("TPOT") else each.excused() for each in comparisons
+            each if each.name.endswith("TPOT") else each.exclude() for each in comparisons
         )
-    fitted = _seek(model, observed, correction)
-    weight = 1.0 if is_better or any(each.is_beyond for each in comparisons) else _GENTLE
-    return Judgement(comparisons, expected.attainment, _step(correction, fitted, weight, observed))
+    fitted = _fit_correction(model, observed, correction)
+    weight = (
+        1.0 if is_better or any(each.exceeds_threshold for each in comparisons) else _PARTIAL_WEIGHT
+    )
+    return ModelAssessment(
+        comparisons, expected.attainment, _apply_correction(correction, fitted, weight, observed)
+    )
 
 
-def _fails(long_run: float, observed: Window, target: float) -> bool:
+def _misses_badly(long_run: float, observed: TrafficWindow, target: float) -> bool:
     """Whether both prediction and observation miss badly; latencies then depend on the duration."""
     return long_run < target / 2 and (observed.attainment or 0.0) < target
 
 
 def _compare(
-    observed: Window, expected: Shown, faster: Shown, slower: Shown, threshold: float
+    observed: TrafficWindow,
+    expected: SimulatedWindow,
+    faster: SimulatedWindow,
+    slower: SimulatedWindow,
+    threshold: float,
 ) -> Iterable[Comparison]:
     """Quantiles from equal histogram buckets, so that both sides have the same resolution."""
     for name, buckets, times in (
         ("TTFT", observed.ttft, [each.ttft_ms for each in (expected, faster, slower)]),
         ("TPOT", observed.tpot, [each.tpot_ms for each in (expected, faster, slower)]),
     ):
-        predicted = [Buckets.of((each / 1000).tolist(), buckets.bounds) for each in times]
+        predicted = [Buckets.from_values((each / 1000).tolist(), buckets.bounds) for each in times]
         for quantile in (0.5, 0.9):
-            middle, low, high = (each.find_quantile_ms(quantile) or 0.0 for each in predicted)
-            observed_ms = buckets.find_quantile_ms(quantile) or 0.0
+            middle, low, high = (each.compute_quantile_ms(quantile) or 0.0 for each in predicted)
+            observed_ms = buckets.compute_quantile_ms(quantile) or 0.0
             is_beyond = not low / (1 + threshold) <= observed_ms <= high * (1 + threshold)
             yield Comparison(f"P{quantile * 100:.0f} {name}", middle, observed_ms, is_beyond)
 
 
-def _seek(model: Model, observed: Window, start: Correction) -> Correction:
+def _fit_correction(model: ReplayModel, observed: TrafficWindow, start: Correction) -> Correction:
     """The correction with which the simulation matches the observation, at most one step from
     `start`."""
-    tpot_s, middle = observed.tpot.mean or 0.0, _find_middle(observed.ttft)
+    tpot_s, middle = observed.tpot.mean or 0.0, _compute_log_center(observed.ttft)
     # Where both phases share steps, the time per token depends on both, so they scale together.
-    is_disaggregated = any(pool.role is Role.DECODE for pool in model.running.pools)
+    is_disaggregated = any(pool.role is Role.DECODE for pool in model.running_plan.pools)
     ratio = start.prefill / start.decode
     fitted = start
-    for _ in range(_ROUNDS):
+    for _ in range(_ITERATIONS):
         prefill = fitted.prefill
 
         def scale_decode(
             factor: float, prefill: float = prefill, ratio: float = ratio
         ) -> Correction:
-            shared = latency_correction.bound(factor * ratio)
+            shared = latency_correction.clamp_factor(factor * ratio)
             return replace(start, decode=factor, prefill=prefill if is_disaggregated else shared)
 
         def scale_prefill(factor: float, decode: float) -> Correction:
             return replace(start, decode=decode, prefill=factor)
 
-        fitted = _solve(
+        fitted = _bisect(
             scale_decode,
-            lambda candidate: _mean_s(model.show(candidate).tpot_ms),
+            lambda candidate: _compute_mean_s(model.simulate(candidate).tpot_ms),
             start.decode,
             tpot_s,
         )
-        simulated = model.show(fitted)
+        simulated = model.simulate(fitted)
         if simulated.is_overloaded and _is_late(model, observed):
             # Under overload the queue length depends on its duration, not on step times.
             break
-        fitted = _solve(
+        fitted = _bisect(
             partial(scale_prefill, decode=fitted.decode),
-            lambda candidate: _middle_of(model.show(candidate), observed),
+            lambda candidate: _compute_ttft_center(model.simulate(candidate), observed),
             start.prefill,
             middle,
         )
@@ -209,11 +226,11 @@ def _seek(model: Model, observed: Window, start: Correction) -> Correction:
     return fitted
 
 
-def _is_late(model: Model, observed: Window) -> bool:
+def _is_late(model: ReplayModel, observed: TrafficWindow) -> bool:
     return (observed.ttft_p50_ms or 0.0) > model.problem.slo.ttft_ms
 
 
-def _solve(
+def _bisect(
     make: Callable[[float], Correction],
     show: Callable[[Correction], float],
     start: float,
@@ -221,9 +238,10 @@ def _solve(
 ) -> Correction:
     """Bisection on a logarithmic scale; `show` grows with the factor given to `make`."""
     low, high = (
-        math.log(latency_correction.bound(each)) for each in (start / _STEP, start * _STEP)
+        math.log(latency_correction.clamp_factor(each))
+        for each in (start / _MAX_FACTOR, start * _MAX_FACTOR)
     )
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         if show(make(math.exp(middle))) < target:
             low = middle
@@ -232,10 +250,12 @@ def _solve(
     return make(math.exp((low + high) / 2))
 
 
-def _step(start: Correction, fitted: Correction, weight: float, observed: Window) -> Correction:
+def _apply_correction(
+    start: Correction, fitted: Correction, weight: float, observed: TrafficWindow
+) -> Correction:
     def move(old: float, new: float) -> float:
         part = (new / old) ** weight
-        return old if abs(part - 1) < _CLOSE else float(f"{old * part:.4g}")
+        return old if abs(part - 1) < _MIN_CHANGE else float(f"{old * part:.4g}")
 
     prefill, decode = move(start.prefill, fitted.prefill), move(start.decode, fitted.decode)
     if (prefill, decode) == (start.prefill, start.decode):
@@ -243,11 +263,13 @@ def _step(start: Correction, fitted: Correction, weight: float, observed: Window
     return Correction(prefill, decode, start.num_requests + round(observed.ttft.num))
 
 
-def _middle_of(simulated: Shown, observed: Window) -> float:
-    return _find_middle(Buckets.of((simulated.ttft_ms / 1000).tolist(), observed.ttft.bounds))
+def _compute_ttft_center(simulated: SimulatedWindow, observed: TrafficWindow) -> float:
+    return _compute_log_center(
+        Buckets.from_values((simulated.ttft_ms / 1000).tolist(), observed.ttft.bounds)
+    )
 
 
-def _find_middle(buckets: Buckets) -> float:
+def _compute_log_center(buckets: Buckets) -> float:
     """Mean of the logarithms, each value taken at the upper bound of its bucket.
 
     A few very long waits change it little; unlike a quantile it changes with every part of the
@@ -262,6 +284,6 @@ def _find_middle(buckets: Buckets) -> float:
     return total / below
 
 
-def _mean_s(times_ms: Times) -> float:
+def _compute_mean_s(times_ms: Times) -> float:
     # No request ended in time, so steps are too long.
     return float(np.mean(times_ms)) / 1000 if len(times_ms) else math.inf

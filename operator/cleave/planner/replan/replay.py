@@ -16,35 +16,35 @@ from cleave.api.deployment import Slo
 from cleave.perf import latency_correction
 from cleave.perf.latency_correction import Correction
 from cleave.planner.plan import PlannedPool
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import Draft, cell_fleet
-from cleave.planner.search.trials import Span, Targets, Trials
-from cleave.policy.role_flipping import Terms
-from cleave.simulator.fleet import Fleet
-from cleave.simulator.outcome import Outcome, Times
-from cleave.simulator.run import prepare
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.trials import Targets, Trials, TrialSpan
+from cleave.policy.role_flipping import FlipThresholds
+from cleave.simulator.fleet import SimulatedFleet
+from cleave.simulator.outcome import SimulationResult, Times
+from cleave.simulator.run import prepare_fleet
 
-_ENOUGH = 3_000
+_MIN_REQUESTS = 3_000
 """Requests of all simulations together; a short window is simulated several times."""
-_MOST_TIMES = 8
-_MOST = 100_000
+_MAX_SIMULATIONS = 8
+_MAX_REQUESTS = 100_000
 """Most requests of one simulation; with more, a shorter time gives the same accuracy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningPlan:
     """The pools that serve now."""
 
     pools: tuple[PlannedPool, ...]
     algorithm: str = ""
     """The algorithm that found the plan, as in `Plan.algorithm`."""
-    flipping: Terms | None = None
+    flipping: FlipThresholds | None = None
     """Thresholds of role flipping; None: roles are not flipped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shown:
+class SimulatedWindow:
     """The simulated requests that ended within the window."""
 
     ttft_ms: Times
@@ -54,11 +54,11 @@ class Shown:
     is_overloaded: bool
     """Whether the median request waits longer than its TTFT target; latencies then depend on how
     long the overload has lasted."""
-    is_lending: bool
+    is_flipping: bool
     """Whether instances flipped roles; latencies then depend on which were flipped at the time."""
 
     @classmethod
-    def of(cls, rows: NDArray[np.float64], slo: Slo, is_lending: bool) -> Self:
+    def from_rows(cls, rows: NDArray[np.float64], slo: Slo, is_lending: bool) -> Self:
         """From an array of four rows (TTFT, TPOT, waiting time, output tokens), one column per
         request."""
         ttft_ms, tpot_ms, waited_ms, tokens = rows
@@ -72,60 +72,66 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ReplayModel:
     """Simulates the running plan with corrected step times."""
 
     problem: Problem
     """The problem with the observed traffic."""
-    running: Running
+    running_plan: RunningPlan
     length_s: float
     """Length of the window."""
 
-    def show(self, correction: Correction) -> Shown:
+    def simulate(self, correction: Correction) -> SimulatedWindow:
         """Simulate what gateways would have counted in the window. Raises PlanError."""
-        problem = self.corrected(correction)
-        placement = draft_of(problem, self.running)
+        problem = self.build_corrected_problem(correction)
+        placement = build_placement(problem, self.running_plan)
         rate, fleet = (
             problem.rate / placement.copies,
-            prepare(to_fleet(problem, self.running, placement)),
+            prepare_fleet(build_fleet(problem, self.running_plan, placement)),
         )
-        length_s = min(self.length_s, _MOST / rate)
+        length_s = min(self.length_s, _MAX_REQUESTS / rate)
         counted = max(round(rate * length_s), 1)
         rows, num_flips = [], 0
-        for seed in range(min(-(-_ENOUGH // counted), _MOST_TIMES)):
+        for seed in range(min(-(-_MIN_REQUESTS // counted), _MAX_SIMULATIONS)):
             trials = Trials(problem.demand, seed)
-            ramp = trials.span(rate, Targets.of(problem.slo)).ramp
-            outcome = trials.serve(fleet, rate, Span(ramp, counted))
+            ramp = trials.compute_span(rate, Targets.from_slo(problem.slo)).ramp
+            outcome = trials.simulate(fleet, rate, TrialSpan(ramp, counted))
             num_flips += outcome.num_flips
-            rows.append(_count(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
-        return Shown.of(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
+            rows.append(_select_window(outcome, float(outcome.arrival_ms[ramp]), length_s * 1000))
+        return SimulatedWindow.from_rows(np.concatenate(rows, axis=1), problem.slo, num_flips > 0)
 
-    def corrected(self, correction: Correction) -> Problem:
+    def build_corrected_problem(self, correction: Correction) -> Problem:
         """The problem with step times multiplied by the factors of `correction`."""
-        estimator = latency_correction.correct(self.problem.estimator, correction)
+        estimator = latency_correction.apply_correction(self.problem.estimator, correction)
         return replace(self.problem, estimator=estimator)
 
 
-def find_attainment(problem: Problem, running_plan: Running) -> float:
+def predict_attainment(problem: Problem, running_plan: RunningPlan) -> float:
     """Long-run attainment of `running_plan` under the problem's traffic. Raises PlanError."""
-    placement = draft_of(problem, running_plan)
-    rate, targets = problem.rate / placement.copies, Targets.of(problem.slo)
+    placement = build_placement(problem, running_plan)
+    rate, targets = problem.rate / placement.copies, Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    span = trials.span(rate, targets)
-    return trials.shares(to_fleet(problem, running_plan, placement), rate, targets, span).both
+    span = trials.compute_span(rate, targets)
+    return trials.measure_shares(
+        build_fleet(problem, running_plan, placement), rate, targets, span
+    ).both
 
 
-def draft_of(problem: Problem, running_plan: Running) -> Draft:
+def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePlacement:
     """The pools in the search's type. Raises PlanError."""
-    return to_draft(problem, running_plan.pools, running_plan.algorithm)
+    return to_candidate_placement(problem, running_plan.pools, running_plan.algorithm)
 
 
-def to_fleet(problem: Problem, running_plan: Running, placement: Draft) -> Fleet:
+def build_fleet(
+    problem: Problem, running_plan: RunningPlan, placement: CandidatePlacement
+) -> SimulatedFleet:
     """One cell of `placement` as a simulator fleet, with role flipping."""
-    return replace(cell_fleet(problem, placement), flipping=running_plan.flipping)
+    return replace(build_cell_fleet(problem, placement), flipping=running_plan.flipping)
 
 
-def _count(outcome: Outcome, start_ms: float, length_ms: float) -> NDArray[np.float64]:
+def _select_window(
+    outcome: SimulationResult, start_ms: float, length_ms: float
+) -> NDArray[np.float64]:
     end_ms = outcome.end_ms - start_ms
     waited_ms = outcome.prefill_start_ms - outcome.arrival_ms
     waited_ms = waited_ms + outcome.transfer_start_ms - outcome.prefill_end_ms

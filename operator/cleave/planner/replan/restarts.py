@@ -17,35 +17,35 @@ from cleave.planner.plan import EMULATED_GPU, PlannedPool
 Pools = tuple[PlannedPool, ...]
 
 
-def count_begun(current: Sequence[PlannedPool], proposed: Sequence[PlannedPool]) -> int:
+def count_starts(current: Sequence[PlannedPool], proposed: Sequence[PlannedPool]) -> int:
     """Instances of `proposed` that have to be started; some of `current` only change their role."""
     current_kinds, proposed_kinds = count_kinds(current), count_kinds(proposed)
     missing, surplus = proposed_kinds - current_kinds, current_kinds - proposed_kinds
     if any(pool.per_cell for pool in (*current, *proposed)):
         # Cells are bound to nodes, so instances do not move between their pools.
         return sum(missing.values())
-    return sum((_forget_role(missing) - _forget_role(surplus)).values())
+    return sum((_merge_roles(missing) - _merge_roles(surplus)).values())
 
 
 def count_kinds(pools: Sequence[PlannedPool]) -> Counter[tuple[object, ...]]:
     """Number of instances by all properties that need different pods."""
     kinds: Counter[tuple[object, ...]] = Counter()
     for pool in pools:
-        kinds[pool.role, *_hardware(pool), _limits(pool)] += pool.replicas
+        kinds[pool.role, *_get_hardware(pool), _get_limits(pool)] += pool.replicas
     return kinds
 
 
-def spare(current: Pools, proposed: Pools, serves: Callable[[Pools, int], bool]) -> Pools:
+def reduce_restarts(current: Pools, proposed: Pools, serves: Callable[[Pools, int], bool]) -> Pools:
     """`proposed`, with limits of `current` in as many pools as avoids most restarts.
 
     `serves(pools, avoided)`: whether such pools serve well enough, given the restarts avoided.
     """
-    max_starts = count_begun(current, proposed)
+    max_starts = count_starts(current, proposed)
     variants = sorted(
-        _list_variants(current, proposed), key=lambda pools: count_begun(current, pools)
+        _list_variants(current, proposed), key=lambda pools: count_starts(current, pools)
     )
     for pools in variants:
-        spared = max_starts - count_begun(current, pools)
+        spared = max_starts - count_starts(current, pools)
         if spared > 0 and serves(pools, spared):
             return pools
     return proposed
@@ -54,27 +54,34 @@ def spare(current: Pools, proposed: Pools, serves: Callable[[Pools, int], bool])
 def _list_variants(current: Pools, proposed: Pools) -> Iterator[Pools]:
     """Each pool with its own limits, or with those of existing instances on the same hardware."""
     options = [
-        [pool, *(_limited(pool, each) for each in current if _hardware(each) == _hardware(pool))]
+        [
+            pool,
+            *(
+                _copy_limits(pool, each)
+                for each in current
+                if _get_hardware(each) == _get_hardware(pool)
+            ),
+        ]
         for pool in proposed
     ]
     return (tuple(pools) for pools in itertools.product(*options))
 
 
-def _limited(pool: PlannedPool, existing: PlannedPool) -> PlannedPool:
-    seqs, tokens = _limits(existing)
+def _copy_limits(pool: PlannedPool, existing: PlannedPool) -> PlannedPool:
+    seqs, tokens = _get_limits(existing)
     return replace(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
-def _hardware(pool: PlannedPool) -> tuple[object, ...]:
+def _get_hardware(pool: PlannedPool) -> tuple[object, ...]:
     gpu = None if pool.gpu == EMULATED_GPU else pool.gpu
     return gpu, pool.parallelism.tensor, pool.parallelism.pipeline
 
 
-def _limits(pool: PlannedPool) -> tuple[int | None, int | None]:
+def _get_limits(pool: PlannedPool) -> tuple[int | None, int | None]:
     return pool.max_num_seqs, pool.max_num_batched_tokens
 
 
-def _forget_role(instances: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
+def _merge_roles(instances: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
     """Merge prefill and decode instances that differ in nothing else."""
     kinds: Counter[tuple[object, ...]] = Counter()
     for (role, *rest), count in instances.items():

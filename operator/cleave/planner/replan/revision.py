@@ -14,29 +14,35 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cleave.perf import latency_correction
-from cleave.perf.latency_correction import NONE, Correction
+from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner import plan_search
-from cleave.planner.plan import Answer, Plan, PlannedPool
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.plan import Plan, PlannedPool, PlanningResult
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.replan.model_check import FEWEST, SETTLE_S, THRESHOLD, Judgement, judge
-from cleave.planner.replan.replay import Running, draft_of, find_attainment
-from cleave.planner.replan.restarts import count_begun, count_kinds, spare
+from cleave.planner.replan.model_check import (
+    ERROR_THRESHOLD,
+    MIN_RESPONSES,
+    SETTLE_S,
+    ModelAssessment,
+    assess,
+)
+from cleave.planner.replan.replay import RunningPlan, build_placement, predict_attainment
+from cleave.planner.replan.restarts import count_kinds, count_starts, reduce_restarts
 from cleave.planner.result.prediction import predict
-from cleave.planner.result.text import percent, pool_label
-from cleave.planner.search.trials import CONFIRMED, Targets, Trials
-from cleave.traffic.refit import find_margin, to_demand
-from cleave.traffic.window import Window, list_settled
+from cleave.planner.result.text import format_percent, format_pool
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
+from cleave.traffic.refit import compute_margin, to_demand
+from cleave.traffic.window import TrafficWindow, list_settled
 
-_SPARE = 0.05
+_TRAFFIC_MARGIN = 0.05
 """Additional traffic that a plan with fewer resources must serve, beyond the statistical margin:
 the model may be a little fast."""
-_ROOM = 0.25
+_ATTAINMENT_MARGIN = 0.25
 """A plan with fewer resources must exceed the attainment target by this share of the distance to 1;
 else the next burst would bring the former plan back."""
 
 
-class Verdict(StrEnum):
+class ReplanVerdict(StrEnum):
     """What happens to the running plan."""
 
     KEEP = "Keep"
@@ -50,14 +56,14 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ReplanSettings:
     """How readily plans are changed."""
 
     is_advisory: bool = False
     """Whether plans are reported but not applied."""
     min_gain: float = 0.1
     """Smallest relative gain that is worth a change."""
-    threshold: float = THRESHOLD
+    error_threshold: float = ERROR_THRESHOLD
     """Prediction error above which no plan is changed."""
     horizon_s: float = 3600.0
     """Assumed duration of the present traffic, in which a change has to pay for its cost."""
@@ -70,36 +76,36 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class ReplacedPlan:
     """Pools of a plan that was replaced."""
 
     pools: tuple[PlannedPool, ...]
-    at_s: float
+    until_s: float
     """When it was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PlanForecast:
     """Predicted attainment of some pools under the observed traffic, by the corrected model."""
 
     pools: tuple[PlannedPool, ...]
     attainment: float
     resources: float
     """In the unit of the objective: GPUs, price of an hour, or watts."""
-    seen: float = 1.0
+    observed_attainment: float = 1.0
     """Observed attainment; 1 where nothing was observed, such as for a plan that does not run."""
 
     @property
-    def worst(self) -> float:
+    def min_attainment(self) -> float:
         """The lower of predicted and observed attainment."""
-        return min(self.attainment, self.seen)
+        return min(self.attainment, self.observed_attainment)
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ReplanDecision:
     """What to do with the running plan, and why."""
 
-    verdict: Verdict
+    verdict: ReplanVerdict
     reason: str
     """One sentence for status."""
     gain: float = 0.0
@@ -110,21 +116,21 @@ class Decision:
 class Revision:
     """Result of one review of the running plan."""
 
-    decision: Decision
-    judgement: Judgement
-    answer: Answer | None = None
+    decision: ReplanDecision
+    assessment: ModelAssessment
+    result: PlanningResult | None = None
     """The planner's result; None: not planned, because the model is wrong."""
-    proposed: Plan | None = None
+    proposal: Plan | None = None
     """The plan that was compared with the running one."""
 
 
 def revise(
     problem: Problem,
-    running_plan: Running,
-    windows: Sequence[Window],
-    correction: Correction = NONE,
-    settings: Terms = Terms(),
-    replaced_plans: Sequence[Left] = (),
+    running_plan: RunningPlan,
+    windows: Sequence[TrafficWindow],
+    correction: Correction = NO_CORRECTION,
+    settings: ReplanSettings = ReplanSettings(),
+    replaced_plans: Sequence[ReplacedPlan] = (),
 ) -> Revision:
     """Assess the model by the running plan, replan if the model is right, and decide.
 
@@ -136,25 +142,33 @@ def revise(
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
     observed_problem = replace(problem, demand=demand)
-    judgement = judge(
-        observed_problem, running_plan, windows, correction, settings.threshold, settings.settle_s
+    judgement = assess(
+        observed_problem,
+        running_plan,
+        windows,
+        correction,
+        settings.error_threshold,
+        settings.settle_s,
     )
     if not judgement.holds:
-        return Revision(Decision(Verdict.CORRECT, judgement.reason), judgement)
-    estimator = latency_correction.correct(problem.estimator, judgement.correction)
+        return Revision(ReplanDecision(ReplanVerdict.CORRECT, judgement.reason), judgement)
+    estimator = latency_correction.apply_correction(problem.estimator, judgement.correction)
     mean_problem = replace(problem, demand=demand, estimator=estimator)
     # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
     current = replace(
-        _look_at(mean_problem, running_plan), seen=_find_seen(windows, settings.settle_s)
+        _forecast(mean_problem, running_plan),
+        observed_attainment=_compute_observed_attainment(windows, settings.settle_s),
     )
-    margin = find_margin(windows) + (_SPARE if current.worst >= problem.slo.attainment else 0.0)
-    peak_problem = replace(mean_problem, demand=demand.at(demand.rate * (1 + margin)))
+    margin = compute_margin(windows) + (
+        _TRAFFIC_MARGIN if current.min_attainment >= problem.slo.attainment else 0.0
+    )
+    peak_problem = replace(mean_problem, demand=demand.with_rate(demand.rate * (1 + margin)))
     result = plan_search.plan(peak_problem)
     best = result.best
     if best is None:
-        return Revision(Decision(Verdict.KEEP, result.reason), judgement, result)
-    best = _spare_restarts(peak_problem, running_plan.pools, best, settings)
-    proposed = _look_at(
+        return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), judgement, result)
+    best = _reduce_restarts(peak_problem, running_plan.pools, best, settings)
+    proposed = _forecast(
         peak_problem, replace(running_plan, pools=best.pools, algorithm=best.algorithm)
     )
     seen_s = sum(each.length_s for each in windows)
@@ -166,35 +180,35 @@ def revise(
 
 def decide(
     problem: Problem,
-    current: Outlook,
-    proposed: Outlook,
-    settings: Terms,
+    current: PlanForecast,
+    proposed: PlanForecast,
+    settings: ReplanSettings,
     at_s: float,
-    replaced_plans: Sequence[Left] = (),
-    seen_s: float = math.inf,
-) -> Decision:
-    """Whether `proposed` replaces `current`; `seen_s` is for how long traffic was observed."""
+    replaced_plans: Sequence[ReplacedPlan] = (),
+    observed_s: float = math.inf,
+) -> ReplanDecision:
+    """Whether `proposed` replaces `current`; `observed_s` is for how long traffic was observed."""
     if count_kinds(current.pools) == count_kinds(proposed.pools):
-        return Decision(Verdict.KEEP, "the current plan is still the best")
+        return ReplanDecision(ReplanVerdict.KEEP, "the current plan is still the best")
     target = problem.slo.attainment
-    gain = _find_gain(current, proposed, target)
+    gain = _compute_gain(current, proposed, target)
     keep = (
-        _why_wait(current, target, settings, at_s, replaced_plans)
-        or _why_too_little(problem, current, proposed, settings, gain)
+        _explain_cooldown(current, target, settings, at_s, replaced_plans)
+        or _explain_small_gain(problem, current, proposed, settings, gain)
         or (
-            _why_not_less(proposed, settings, at_s, replaced_plans, seen_s)
-            if current.worst >= target
+            _explain_no_shrink(proposed, settings, at_s, replaced_plans, observed_s)
+            if current.min_attainment >= target
             else None
         )
     )
     if keep is not None:
-        return Decision(Verdict.KEEP, keep, gain)
-    verdict = Verdict.PROPOSE if settings.is_advisory else Verdict.APPLY
-    return Decision(verdict, _tell(current, proposed, target), gain)
+        return ReplanDecision(ReplanVerdict.KEEP, keep, gain)
+    verdict = ReplanVerdict.PROPOSE if settings.is_advisory else ReplanVerdict.APPLY
+    return ReplanDecision(verdict, _describe_change(current, proposed, target), gain)
 
 
-def _spare_restarts(
-    problem: Problem, current: tuple[PlannedPool, ...], best: Plan, settings: Terms
+def _reduce_restarts(
+    problem: Problem, current: tuple[PlannedPool, ...], best: Plan, settings: ReplanSettings
 ) -> Plan:
     """`best`, or the same with limits of running instances where that serves as well.
 
@@ -202,80 +216,97 @@ def _spare_restarts(
     """
 
     def predict_pools(pools: tuple[PlannedPool, ...]) -> float:
-        return find_attainment(problem, Running(pools, best.algorithm))
+        return predict_attainment(problem, RunningPlan(pools, best.algorithm))
 
     target, at_best = problem.slo.attainment, predict_pools(best.pools)
-    min_attainment = min(at_best, target + _ROOM * (1 - target))
+    min_attainment = min(at_best, target + _ATTAINMENT_MARGIN * (1 - target))
 
     def serves(pools: tuple[PlannedPool, ...], avoided: int) -> bool:
-        lost = avoided / _count(pools) * settings.start_s / settings.horizon_s
+        lost = avoided / _count_instances(pools) * settings.start_s / settings.horizon_s
         return predict_pools(pools) >= max(min_attainment, at_best - lost)
 
-    pools = spare(current, best.pools, serves)
+    pools = reduce_restarts(current, best.pools, serves)
     if pools == best.pools:
         return best
-    placement = to_draft(problem, pools, best.algorithm)
-    trials, targets = Trials(problem.demand, problem.seed).at(CONFIRMED), Targets.of(problem.slo)
+    placement = to_candidate_placement(problem, pools, best.algorithm)
+    trials, targets = (
+        Trials(problem.demand, problem.seed).with_precision(CONFIRMATION_PRECISION),
+        Targets.from_slo(problem.slo),
+    )
     return predict(problem, trials, placement, targets, best.algorithm).plan
 
 
-def _look_at(problem: Problem, running_plan: Running) -> Outlook:
-    resources = draft_of(problem, running_plan).resources(problem.planning.objective)
-    return Outlook(running_plan.pools, find_attainment(problem, running_plan), resources)
+def _forecast(problem: Problem, running_plan: RunningPlan) -> PlanForecast:
+    resources = build_placement(problem, running_plan).get_resources(problem.planning.objective)
+    return PlanForecast(running_plan.pools, predict_attainment(problem, running_plan), resources)
 
 
-def _find_seen(windows: Sequence[Window], settle_s: float) -> float:
+def _compute_observed_attainment(windows: Sequence[TrafficWindow], settle_s: float) -> float:
     """Attainment outside of draining backlogs; 1 where too few responses were measured."""
     settled = list_settled(windows, settle_s)
-    measured = sum(each.judged for each in settled)
-    return sum(each.attained for each in settled) / measured if measured >= FEWEST else 1.0
+    measured = sum(each.measured for each in settled)
+    return sum(each.attained for each in settled) / measured if measured >= MIN_RESPONSES else 1.0
 
 
-def _find_gain(current: Outlook, proposed: Outlook, target: float) -> float:
-    if current.worst >= target and proposed.attainment >= target:
+def _compute_gain(current: PlanForecast, proposed: PlanForecast, target: float) -> float:
+    if current.min_attainment >= target and proposed.attainment >= target:
         return current.resources / proposed.resources - 1
-    return proposed.attainment / current.worst - 1 if current.worst else math.inf
+    return proposed.attainment / current.min_attainment - 1 if current.min_attainment else math.inf
 
 
-def _why_wait(
-    current: Outlook, target: float, settings: Terms, at_s: float, replaced_plans: Sequence[Left]
+def _explain_cooldown(
+    current: PlanForecast,
+    target: float,
+    settings: ReplanSettings,
+    at_s: float,
+    replaced_plans: Sequence[ReplacedPlan],
 ) -> str | None:
     """Why no change so soon after the last one; None where the running plan misses badly."""
-    since_s = at_s - max((each.at_s for each in replaced_plans), default=-math.inf)
-    if since_s >= settings.cooldown_s or current.worst < target / 2:
+    since_s = at_s - max((each.until_s for each in replaced_plans), default=-math.inf)
+    if since_s >= settings.cooldown_s or current.min_attainment < target / 2:
         return None
     return f"the plan was changed {since_s:.0f} s ago; it stays for {settings.cooldown_s:.0f} s"
 
 
-def _why_not_less(
-    proposed: Outlook, settings: Terms, at_s: float, replaced_plans: Sequence[Left], seen_s: float
+def _explain_no_shrink(
+    proposed: PlanForecast,
+    settings: ReplanSettings,
+    at_s: float,
+    replaced_plans: Sequence[ReplacedPlan],
+    seen_s: float,
 ) -> str | None:
     """Why not to scale down; strict, as missing instances cost more than superfluous ones."""
     if seen_s < settings.cooldown_s:
         required = f"{settings.cooldown_s:.0f} s are required to scale down"
         return f"traffic was observed for {seen_s:.0f} s; {required}"
     for each in replaced_plans:
-        age_s = at_s - each.at_s
+        age_s = at_s - each.until_s
         if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(
             proposed.pools
         ):
-            return (
-                f"{_label(proposed.pools)} was replaced {age_s:.0f} s ago; traffic may swing back"
-            )
+            return f"{_format_pools(proposed.pools)} was replaced {age_s:.0f} s ago; traffic may swing back"
     return None
 
 
-def _why_too_little(
-    problem: Problem, current: Outlook, proposed: Outlook, settings: Terms, gain: float
+def _explain_small_gain(
+    problem: Problem,
+    current: PlanForecast,
+    proposed: PlanForecast,
+    settings: ReplanSettings,
+    gain: float,
 ) -> str | None:
-    target, starts = problem.slo.attainment, count_begun(current.pools, proposed.pools)
-    label, meets = _label(proposed.pools), "the current plan meets the targets"
-    if current.worst >= target and proposed.attainment < target + _ROOM * (1 - target):
+    target, starts = problem.slo.attainment, count_starts(current.pools, proposed.pools)
+    label, meets = _format_pools(proposed.pools), "the current plan meets the targets"
+    if current.min_attainment >= target and proposed.attainment < target + _ATTAINMENT_MARGIN * (
+        1 - target
+    ):
         return f"{meets}; {label} would have too little margin"
-    if current.worst >= target:
+    if current.min_attainment >= target:
         if gain < settings.min_gain:
             return f"{meets}; {label} needs only slightly less"
-        start_cost = starts / _count(proposed.pools) * proposed.resources * settings.start_s
+        start_cost = (
+            starts / _count_instances(proposed.pools) * proposed.resources * settings.start_s
+        )
         if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
             return f"starting {starts} instances costs more than {label} saves"
         return None
@@ -284,29 +315,27 @@ def _why_too_little(
         return f"the current plan misses more than predicted; {label} needs no more resources"
     if gain < settings.min_gain and proposed.attainment < target:
         return f"{label} would serve {max(gain, 0):.0%} more in time; too little"
-    won = (proposed.attainment - current.worst) * problem.rate * settings.horizon_s
+    won = (proposed.attainment - current.min_attainment) * problem.rate * settings.horizon_s
     # Instances that stop before their replacements have started do not serve meanwhile.
-    replaced = min(starts, count_begun(proposed.pools, current.pools))
-    share = replaced / _count(current.pools)
-    cost = share * current.worst * problem.rate * settings.start_s
+    replaced = min(starts, count_starts(proposed.pools, current.pools))
+    share = replaced / _count_instances(current.pools)
+    cost = share * current.min_attainment * problem.rate * settings.start_s
     if won <= cost:
         return f"the change would cost {cost:.0f} requests and win {max(won, 0):.0f}"
     return None
 
 
-def _tell(current: Outlook, proposed: Outlook, target: float) -> str:
-    attained = (
-        f"{_label(proposed.pools)} has {percent(proposed.attainment)} of the requests in time"
-    )
-    if current.worst < target:
-        return f"{attained} where {_label(current.pools)} has {percent(current.worst)}"
+def _describe_change(current: PlanForecast, proposed: PlanForecast, target: float) -> str:
+    attained = f"{_format_pools(proposed.pools)} has {format_percent(proposed.attainment)} of the requests in time"
+    if current.min_attainment < target:
+        return f"{attained} where {_format_pools(current.pools)} has {format_percent(current.min_attainment)}"
     taken = proposed.resources / current.resources
-    return f"{attained} for {percent(taken)} of what {_label(current.pools)} takes"
+    return f"{attained} for {format_percent(taken)} of what {_format_pools(current.pools)} takes"
 
 
-def _label(pools: Iterable[PlannedPool]) -> str:
-    return " + ".join(map(pool_label, pools))
+def _format_pools(pools: Iterable[PlannedPool]) -> str:
+    return " + ".join(map(format_pool, pools))
 
 
-def _count(pools: Iterable[PlannedPool]) -> int:
+def _count_instances(pools: Iterable[PlannedPool]) -> int:
     return sum(pool.replicas for pool in pools)

@@ -10,32 +10,32 @@ from collections.abc import Iterator
 import numpy as np
 
 from cleave.api.role import Role
-from cleave.planner.result.prediction import Finalist
+from cleave.planner.result.prediction import PredictedPlan
 from cleave.planner.search import md1
 from cleave.planner.search.md1 import QueueingError
 from cleave.simulator.fleet import Batching
 
-_AGREES = 0.1
+_TOLERANCE = 0.1
 """Relative difference of the mean TTFT that sampling explains."""
 
 
-def disagreements(finalist: Finalist) -> Iterator[str]:
+def list_disagreements(finalist: PredictedPlan) -> Iterator[str]:
     """One sentence if formula and simulation differ."""
-    expected_ms = expected_prefill_ms(finalist)
+    expected_ms = compute_expected_prefill_ms(finalist)
     if expected_ms is None:
         return
     outcome, window = finalist.outcome, finalist.span.window
     simulated_ms = float(np.mean((outcome.prefill_end_ms - outcome.arrival_ms)[window]))
-    if abs(simulated_ms - expected_ms) > _AGREES * expected_ms:
+    if abs(simulated_ms - expected_ms) > _TOLERANCE * expected_ms:
         yield (
             f"mean time to the end of the prompt is {simulated_ms:.4g} ms simulated and "
             f"{expected_ms:.4g} ms by the M/D/1 formula (DistServe, Eq. 1-3)"
         )
 
 
-def expected_prefill_ms(finalist: Finalist) -> float | None:
+def compute_expected_prefill_ms(finalist: PredictedPlan) -> float | None:
     """Mean time from arrival to the end of the prompt by Eq. 1 and 2; None: they do not apply."""
-    groups = [group for group in finalist.draft.groups if group.role is Role.PREFILL]
+    groups = [group for group in finalist.placement.groups if group.role is Role.PREFILL]
     if len(groups) != 1 or groups[0].replicas != 1:
         return None
     trace, instance = finalist.trace, groups[0].instance
@@ -46,6 +46,8 @@ def expected_prefill_ms(finalist: Finalist) -> float | None:
         return None
     timing = instance.engine.timing
     try:
-        return md1.mean_ttft_inter_op_ms(trace.rate, timing.prefill_ms([prompt]), timing.stages)
+        return md1.compute_mean_ttft_inter_op_ms(
+            trace.rate, timing.predict_prefill_ms([prompt]), timing.stages
+        )
     except QueueingError:
         return None

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 
 from cleave.api.role import Role
 from cleave.planner.plan import Plan
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.result.prediction import predict
 from cleave.planner.search import packing
-from cleave.planner.search.candidate_placement import Draft
+from cleave.planner.search.candidate_placement import CandidatePlacement
 from cleave.planner.search.trials import Targets, Trials
 
-_SHARE = 0.1
+_STEP_SHARE = 0.1
 
 
-def neighbours(
+def list_neighbours(
     problem: Problem, plans: Sequence[Plan], excluded: Sequence[Plan]
 ) -> tuple[Plan, ...]:
     """Each of `plans` with more or fewer instances of one role, where the nodes have room.
@@ -25,13 +25,15 @@ def neighbours(
     A step is a tenth of a role's instances, at least one. Plans of cells (Algorithm 2) get more or
     fewer complete cells. Plans in `excluded` are left out.
     """
-    targets = Targets.of(problem.slo)
+    targets = Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, problem.seed)
     listed_pools = {plan.pools for plan in excluded}
     variants: list[Plan] = []
     for plan in plans:
-        for placement in _beside(to_draft(problem, plan.pools, plan.algorithm)):
-            if not packing.fits(problem, placement):
+        for placement in _list_variants(
+            to_candidate_placement(problem, plan.pools, plan.algorithm)
+        ):
+            if not packing.has_room(problem, placement):
                 continue
             other = predict(problem, trials, placement, targets, plan.algorithm).plan
             if other.pools not in listed_pools:
@@ -40,19 +42,19 @@ def neighbours(
     return tuple(variants)
 
 
-def _beside(placement: Draft) -> Iterator[Draft]:
+def _list_variants(placement: CandidatePlacement) -> Iterator[CandidatePlacement]:
     if placement.is_in_node:
-        step = _step(placement.copies)
+        step = _compute_step(placement.copies)
         if placement.copies > step:
-            yield placement.copied(placement.copies - step)
-        yield placement.copied(placement.copies + step)
+            yield placement.with_copies(placement.copies - step)
+        yield placement.with_copies(placement.copies + step)
         return
     for group in placement.groups:
-        step = _step(group.replicas)
+        step = _compute_step(group.replicas)
         if group.replicas > step or (group.role is Role.MIXED and len(placement.groups) > 1):
-            yield placement.changed({group.role: -step})
-        yield placement.changed({group.role: step})
+            yield placement.change_replicas({group.role: -step})
+        yield placement.change_replicas({group.role: step})
 
 
-def _step(count: int) -> int:
-    return max(1, round(_SHARE * count))
+def _compute_step(count: int) -> int:
+    return max(1, round(_STEP_SHARE * count))

@@ -5,56 +5,68 @@ losses.
 """
 
 from cleave.api.role import Role
-from cleave.perf.hardware.gpu import UnknownGpuError, find
+from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import Link, LinkKind
-from cleave.perf.recovery import Computing, Keeping, Residents, Weighing, weigh
+from cleave.perf.recovery import (
+    CheckpointSetup,
+    RecomputeSetup,
+    RecoveryComparison,
+    ResidentLoad,
+    compare_recovery,
+)
 from cleave.planner.plan import Plan
-from cleave.planner.pool_simulation import to_draft
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import Draft, Group
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 
 
-def weigh_checkpoints(problem: Problem, plan: Plan) -> Weighing | None:
+def compare_checkpoints(problem: Problem, plan: Plan) -> RecoveryComparison | None:
     """Compare recovery at the planned rate; None: the GPUs are in no catalogue, such as emulated
     ones."""
-    placement = to_draft(problem, plan.pools, plan.algorithm)
-    decoding = _group(placement, Role.DECODE)
+    placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
+    decoding = _get_group(placement, Role.DECODE)
     try:
-        gpu = find(decoding.instance.candidate.supply.gpu)
+        gpu = find_gpu(decoding.instance.candidate.supply.gpu)
     except UnknownGpuError:
         return None
     size = decoding.instance.candidate.parallelism
-    keeping = Keeping(
+    keeping = CheckpointSetup(
         link=Link(LinkKind.PCIE, gpu.pcie_gbps),
-        token_bytes=problem.shape.kv_bytes_on_gpu(size.tensor, size.pipeline),
+        token_bytes=problem.shape.compute_kv_bytes_on_gpu(size.tensor, size.pipeline),
         gpus=size.gpus,
         block_tokens=problem.policies.kv_block_size,
         memory_gb_per_s=gpu.memory_gbps,
     )
-    return weigh(_computing(placement), _residents(problem, plan, placement, decoding), keeping)
-
-
-def _residents(problem: Problem, plan: Plan, placement: Draft, decoding: Group) -> Residents:
-    begun_per_s = problem.rate / (decoding.replicas * placement.copies)
-    output = problem.demand.mean_output_tokens
-    stream_s = output * plan.prediction.tpot_ms.p50 / 1e3
-    return Residents(
-        streams=begun_per_s * stream_s,
-        prompt_tokens=problem.demand.mean_prompt_tokens,
-        made_tokens=output / 2,
-        begun_per_s=begun_per_s,
+    return compare_recovery(
+        _build_recompute_source(placement),
+        _build_resident_load(problem, plan, placement, decoding),
+        keeping,
     )
 
 
-def _computing(placement: Draft) -> Computing:
+def _build_resident_load(
+    problem: Problem, plan: Plan, placement: CandidatePlacement, decoding: InstanceGroup
+) -> ResidentLoad:
+    begun_per_s = problem.rate / (decoding.replicas * placement.copies)
+    output = problem.demand.mean_output_tokens
+    stream_s = output * plan.prediction.tpot_ms.p50 / 1e3
+    return ResidentLoad(
+        streams=begun_per_s * stream_s,
+        prompt_tokens=problem.demand.mean_prompt_tokens,
+        generated_tokens=output / 2,
+        started_per_s=begun_per_s,
+    )
+
+
+def _build_recompute_source(placement: CandidatePlacement) -> RecomputeSetup:
     """The prefill instances, or the mixed ones that remain."""
-    group = _group(placement, Role.PREFILL)
+    group = _get_group(placement, Role.PREFILL)
     instances = group.replicas * placement.copies
     remaining = instances if group.role is Role.PREFILL else max(instances - 1, 1)
-    return Computing(group.instance.engine.timing, group.instance.candidate.gpus, remaining)
+    return RecomputeSetup(group.instance.engine.timing, group.instance.candidate.gpus, remaining)
 
 
-def _group(placement: Draft, role: Role) -> Group:
+def _get_group(placement: CandidatePlacement, role: Role) -> InstanceGroup:
     """The group of this role, or the mixed one."""
     groups = {group.role: group for group in placement.groups}
     return groups.get(role) or groups[Role.MIXED]

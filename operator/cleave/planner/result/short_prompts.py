@@ -8,13 +8,15 @@ import numpy as np
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import Draft, transfer
-from cleave.policy.short_prompts import find_whole_below_tokens
-from cleave.simulator.outcome import Outcome
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_transfer
+from cleave.policy.short_prompts import find_short_prompt_tokens
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
 
-def find(problem: Problem, placement: Draft, outcome: Outcome, trace: Trace) -> int:
+def compute_whole_below_tokens(
+    problem: Problem, placement: CandidatePlacement, outcome: SimulationResult, trace: Trace
+) -> int:
     """Tokens, rounded down to a power of two so that small changes do not change it; 0: none.
 
     `outcome` is that of one cell of `placement` serving `trace`.
@@ -22,13 +24,13 @@ def find(problem: Problem, placement: Draft, outcome: Outcome, trace: Trace) -> 
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
         return 0
-    mean = outcome.instances.mean_batch[outcome.instances.decode_passes > 0]
+    mean = outcome.instances.mean_batch[outcome.instances.decode_iterations > 0]
     if not len(mean):
         return 0
     batch = max(round(float(np.mean(mean))), 1)
     context = float(np.mean(trace.prompt_tokens + trace.output_tokens / 2))
-    moved = transfer(problem, placement)
-    tokens = find_whole_below_tokens(
+    moved = build_transfer(problem, placement)
+    tokens = find_short_prompt_tokens(
         engines[Role.PREFILL].timing,
         engines[Role.DECODE].timing,
         moved.latency_ms,

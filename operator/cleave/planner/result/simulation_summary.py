@@ -9,9 +9,9 @@ import numpy as np
 from cleave.api.deployment import Slo
 from cleave.api.role import Role
 from cleave.planner.plan import Percentiles
-from cleave.simulator.fleet import Fleet, Pool
-from cleave.simulator.latency_breakdown import Stage, stage_ms, stage_shares
-from cleave.simulator.outcome import Fate, Outcome, Times
+from cleave.simulator.fleet import SimulatedFleet, SimulatedPool
+from cleave.simulator.latency_breakdown import LatencyStage, compute_stage_ms, compute_stage_shares
+from cleave.simulator.outcome import RequestOutcome, SimulationResult, Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class InstanceLoad:
 class StageTime:
     """One stage of the life of requests."""
 
-    stage: Stage
+    stage: LatencyStage
     mean_ms: float
     share: float
     """Share of the time of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class SimulationSummary:
     """The figures of one simulation."""
 
     rate: float
@@ -69,44 +69,48 @@ class Digest:
     instances: tuple[InstanceLoad, ...]
 
 
-def digest(outcome: Outcome, fleet: Fleet, rate: float, slo: Slo, mfu: Times) -> Digest:
+def summarize(
+    outcome: SimulationResult, fleet: SimulatedFleet, rate: float, slo: Slo, mfu: Times
+) -> SimulationSummary:
     """Summarize one outcome, with `mfu` per instance. Unfinished requests count as the slowest."""
     seconds = outcome.instances.duration_ms / 1000
     tokens = float(np.sum(outcome.instances.decode_tokens))
-    return Digest(
+    return SimulationSummary(
         rate=rate,
         num_requests=len(outcome.arrival_ms),
-        num_too_long=int(np.count_nonzero(outcome.fate == Fate.TOO_LONG)),
-        num_unfinished=int(np.count_nonzero(outcome.fate == Fate.UNFINISHED)),
-        attainment=outcome.attainment(slo.ttft_ms, slo.tpot_ms),
-        ttft_attainment=outcome.attainment(slo.ttft_ms, math.inf),
-        tpot_attainment=outcome.attainment(math.inf, slo.tpot_ms),
+        num_too_long=int(np.count_nonzero(outcome.outcome == RequestOutcome.TOO_LONG)),
+        num_unfinished=int(np.count_nonzero(outcome.outcome == RequestOutcome.UNFINISHED)),
+        attainment=outcome.compute_attainment(slo.ttft_ms, slo.tpot_ms),
+        ttft_attainment=outcome.compute_attainment(slo.ttft_ms, math.inf),
+        tpot_attainment=outcome.compute_attainment(math.inf, slo.tpot_ms),
         throughput=tokens / seconds if seconds else 0.0,
-        ttft_ms=percentiles(outcome.ttft_ms),
-        tpot_ms=percentiles(outcome.tpot_ms),
-        latency_ms=percentiles(outcome.end_ms - outcome.arrival_ms),
-        stages=tuple(_stages(outcome)),
-        instances=tuple(_instances(outcome, fleet, mfu)),
+        ttft_ms=compute_percentiles(outcome.ttft_ms),
+        tpot_ms=compute_percentiles(outcome.tpot_ms),
+        latency_ms=compute_percentiles(outcome.end_ms - outcome.arrival_ms),
+        stages=tuple(_summarize_stages(outcome)),
+        instances=tuple(_summarize_instances(outcome, fleet, mfu)),
     )
 
 
-def percentiles(values: Times) -> Percentiles:
+def compute_percentiles(values: Times) -> Percentiles:
     """P50, P90 and P99; nan counts as infinite."""
     latencies = np.where(np.isnan(values), np.inf, values)
     p50, p90, p99 = np.quantile(latencies, (0.5, 0.9, 0.99), method="higher")
     return Percentiles(float(p50), float(p90), float(p99))
 
 
-def instance_names(fleet: Fleet) -> list[str]:
+def list_instance_names(fleet: SimulatedFleet) -> list[str]:
     """Role and number of every instance, in the order of the outcome's arrays."""
     return [
         f"{role}-{number}"
-        for role, pools in _by_role(fleet)
+        for role, pools in _list_pools_by_role(fleet)
         for number in range(sum(pool.replicas for pool in pools))
     ]
 
 
-def _by_role(fleet: Fleet) -> tuple[tuple[Role, tuple[Pool, ...]], ...]:
+def _list_pools_by_role(
+    fleet: SimulatedFleet,
+) -> tuple[tuple[Role, tuple[SimulatedPool, ...]], ...]:
     return (
         (Role.PREFILL, fleet.prefill),
         (Role.DECODE, fleet.decode),
@@ -114,31 +118,33 @@ def _by_role(fleet: Fleet) -> tuple[tuple[Role, tuple[Pool, ...]], ...]:
     )
 
 
-def _stages(outcome: Outcome) -> Iterator[StageTime]:
-    shares = stage_shares(outcome)
+def _summarize_stages(outcome: SimulationResult) -> Iterator[StageTime]:
+    shares = compute_stage_shares(outcome)
     ended = ~np.isnan(outcome.end_ms)
-    for stage, ms in stage_ms(outcome).items():
+    for stage, ms in compute_stage_ms(outcome).items():
         mean = float(np.nanmean(ms[ended])) if np.any(ended) else math.nan
         yield StageTime(stage, mean, shares[stage])
 
 
-def _instances(outcome: Outcome, fleet: Fleet, mfu: Times) -> Iterator[InstanceLoad]:
+def _summarize_instances(
+    outcome: SimulationResult, fleet: SimulatedFleet, mfu: Times
+) -> Iterator[InstanceLoad]:
     counters = outcome.instances
     capacity = np.array(
         [
             pool.engine.kv_capacity_tokens
-            for _, pools in _by_role(fleet)
+            for _, pools in _list_pools_by_role(fleet)
             for pool in pools
             for _ in range(pool.replicas)
         ]
     )
     duration_ms = counters.duration_ms or math.inf
     usage = counters.kv_token_ms / (capacity * duration_ms)
-    for index, name in enumerate(instance_names(fleet)):
+    for index, name in enumerate(list_instance_names(fleet)):
         yield InstanceLoad(
             name=name,
             busy=float(counters.busy_ms[index]) / duration_ms,
-            passes=int(counters.passes[index]),
+            passes=int(counters.iterations[index]),
             mean_batch=float(counters.mean_batch[index]),
             kv_usage=float(usage[index]),
             kv_peak=float(counters.kv_peak_tokens[index] / capacity[index]),

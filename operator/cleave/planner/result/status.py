@@ -5,32 +5,32 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cleave.api.plan import LatencyPercentiles, ManualPool, PlanOption, Predicted
+from cleave.api.plan import LatencyPercentiles, ManualPool, PlanOption, PredictedPerformance
 from cleave.planner.plan import (
     EMULATED_GPU,
-    Answer,
     NearestSlo,
     Percentiles,
     Plan,
     PlannedPool,
+    PlanningResult,
     Prediction,
 )
-from cleave.planner.result.text import trust_sentence
+from cleave.planner.result.text import describe_trust
 
 Document = dict[str, Any]
 
 
-def option(plan: Plan) -> PlanOption:
+def build_plan_option(plan: Plan) -> PlanOption:
     """A plan with its prediction."""
     return PlanOption(
-        pools=instances(plan.pools),
+        pools=to_manual_pools(plan.pools),
         gpus=plan.gpus,
         algorithm=plan.algorithm,
-        predicted=predicted(plan),
+        predicted=build_predicted(plan),
     )
 
 
-def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
+def to_manual_pools(pools: Iterable[PlannedPool]) -> list[ManualPool]:
     """Pools in the form of spec.placement.manual."""
     return [
         ManualPool(
@@ -46,32 +46,34 @@ def instances(pools: Iterable[PlannedPool]) -> list[ManualPool]:
     ]
 
 
-def predicted(plan: Plan) -> Predicted:
+def build_predicted(plan: Plan) -> PredictedPerformance:
     """The prediction of a plan."""
     prediction: Prediction = plan.prediction
-    return Predicted(
-        goodput=_rounded(prediction.goodput),
-        goodput_low=_rounded(prediction.goodput_interval[0]),
-        goodput_high=_rounded(prediction.goodput_interval[1]),
-        goodput_per_gpu=_rounded(plan.goodput_per_gpu),
+    return PredictedPerformance(
+        goodput=_round(prediction.goodput),
+        goodput_low=_round(prediction.goodput_interval[0]),
+        goodput_high=_round(prediction.goodput_interval[1]),
+        goodput_per_gpu=_round(plan.goodput_per_gpu),
         attainment=prediction.attainment,
-        ttft_ms=_percentiles(prediction.ttft_ms),
-        tpot_ms=_percentiles(prediction.tpot_ms),
+        ttft_ms=_build_percentiles(prediction.ttft_ms),
+        tpot_ms=_build_percentiles(prediction.tpot_ms),
         cost_per_hour=prediction.cost_per_hour,
         power_watts=prediction.power_watts,
-        trust=trust_sentence(prediction.trust),
+        trust=describe_trust(prediction.trust),
     )
 
 
-def document(result: Answer, max_alternatives: int) -> Document:
+def build_document(result: PlanningResult, max_alternatives: int) -> Document:
     """The complete result, ready for JSON."""
     return {
         "verdict": str(result.verdict),
         "reason": result.reason,
         "whatWouldChange": result.what_would_change,
-        "nearestSlo": result.nearest_slo and _nearest(result.nearest_slo),
-        "selected": result.selected and _written(option(result.selected)),
-        "alternatives": [_written(option(plan)) for plan in result.alternatives[:max_alternatives]],
+        "nearestSlo": result.nearest_slo and _dump_nearest_slo(result.nearest_slo),
+        "selected": result.selected and _dump_option(build_plan_option(result.selected)),
+        "alternatives": [
+            _dump_option(build_plan_option(plan)) for plan in result.alternatives[:max_alternatives]
+        ],
         "warnings": list(result.warnings),
         "search": {
             "candidates": result.num_candidates,
@@ -81,23 +83,25 @@ def document(result: Answer, max_alternatives: int) -> Document:
     }
 
 
-def placement(plan: Plan) -> Document:
+def build_manual_placement(plan: Plan) -> Document:
     """The block under `spec.placement` that sets a plan's pools manually."""
     # Emulated instances run on any node; no node offers their GPU type.
-    pools = (replace(pool, gpu=_real(pool.gpu)) for pool in plan.pools)
-    manual_pools = (each.model_dump(mode="json", exclude_none=True) for each in instances(pools))
+    pools = (replace(pool, gpu=_drop_emulated(pool.gpu)) for pool in plan.pools)
+    manual_pools = (
+        each.model_dump(mode="json", exclude_none=True) for each in to_manual_pools(pools)
+    )
     return {"manual": list(manual_pools)}
 
 
-def _real(gpu: str | None) -> str | None:
+def _drop_emulated(gpu: str | None) -> str | None:
     return None if gpu == EMULATED_GPU else gpu
 
 
-def _written(each: PlanOption) -> Document:
+def _dump_option(each: PlanOption) -> Document:
     return each.model_dump(mode="json", exclude_none=True)
 
 
-def _nearest(slo: NearestSlo) -> Document:
+def _dump_nearest_slo(slo: NearestSlo) -> Document:
     return {
         "scale": slo.scale,
         "ttftMs": slo.ttft_ms,
@@ -106,16 +110,16 @@ def _nearest(slo: NearestSlo) -> Document:
     }
 
 
-def _percentiles(latency: Percentiles) -> LatencyPercentiles:
+def _build_percentiles(latency: Percentiles) -> LatencyPercentiles:
     return LatencyPercentiles(
-        p50=_finite(latency.p50), p90=_finite(latency.p90), p99=_finite(latency.p99)
+        p50=_to_finite(latency.p50), p90=_to_finite(latency.p90), p99=_to_finite(latency.p99)
     )
 
 
-def _finite(value: float) -> float | None:
-    return _rounded(value) if math.isfinite(value) else None
+def _to_finite(value: float) -> float | None:
+    return _round(value) if math.isfinite(value) else None
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     """Four significant digits: more would suggest a precision that predictions do not have."""
     return float(f"{value:.4g}")

@@ -3,18 +3,18 @@
 import math
 
 from cleave.api.role import Role
-from cleave.perf.confidence import Basis, Trust
-from cleave.planner.plan import Answer, Plan, PlannedPool, Verdict
+from cleave.perf.confidence import Confidence, LatencySource
+from cleave.planner.plan import Plan, PlannedPool, PlanningResult, PlanVerdict
 
-VERDICTS = {
-    Verdict.DISAGGREGATE: "disaggregate",
-    Verdict.COLOCATE: "do not disaggregate",
-    Verdict.INFEASIBLE: "infeasible",
+VERDICT_TEXTS = {
+    PlanVerdict.DISAGGREGATE: "disaggregate",
+    PlanVerdict.COLOCATE: "do not disaggregate",
+    PlanVerdict.INFEASIBLE: "infeasible",
 }
 _LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.MIXED: "M"}
 
 
-def pool_label(pool: PlannedPool) -> str:
+def format_pool(pool: PlannedPool) -> str:
     """`2P tp4 pp2`: two prefill instances of tensor size 4 and pipeline size 2."""
     parts = [f"{pool.replicas}{_LETTERS[pool.role]}", f"tp{pool.parallelism.tensor}"]
     if pool.parallelism.pipeline > 1:
@@ -22,19 +22,19 @@ def pool_label(pool: PlannedPool) -> str:
     return " ".join(parts)
 
 
-def plan_label(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """`2P tp4 + 1D tp2`; GPU types are named where there were several to choose from."""
     kinds = {pool.gpu for pool in plan.pools}
     if len(kinds) == 1:
         (kind,) = kinds
-        labels = " + ".join(pool_label(pool) for pool in plan.pools)
+        labels = " + ".join(format_pool(pool) for pool in plan.pools)
         return f"{labels} on {kind}" if plan.is_gpu_chosen and kind else labels
     return " + ".join(
-        pool_label(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in plan.pools
+        format_pool(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in plan.pools
     )
 
 
-def pool_sentence(pool: PlannedPool) -> str:
+def describe_pool(pool: PlannedPool) -> str:
     """`2 prefill instances, each on 8 A100-SXM-80GB (tensor 4, pipeline 2)`."""
     size = pool.parallelism
     instances = "instance" if pool.replicas == 1 else "instances, each"
@@ -48,12 +48,12 @@ def pool_sentence(pool: PlannedPool) -> str:
     return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
 
 
-def reason_alone(result: Answer) -> str:
+def strip_verdict(result: PlanningResult) -> str:
     """The reason without the verdict, for places that show the verdict separately."""
-    return result.reason.removeprefix(f"{VERDICTS[result.verdict]}: ")
+    return result.reason.removeprefix(f"{VERDICT_TEXTS[result.verdict]}: ")
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Three significant digits without an exponent: `0.0123`, `1.23`, `123`, `12,300`."""
     if not math.isfinite(value):
         return "-"
@@ -63,31 +63,31 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def milliseconds(value: float) -> str:
+def format_milliseconds(value: float) -> str:
     """`400 ms`, `1.25 s`; `never` for an infinite time."""
     if not math.isfinite(value):
         return "never"
-    return f"{value / 1000:.2f} s" if value >= 1000 else f"{number(value)} ms"
+    return f"{value / 1000:.2f} s" if value >= 1000 else f"{format_number(value)} ms"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """`97.3 %`; never rounded up to 100."""
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
-def power(watts: float) -> str:
+def format_power(watts: float) -> str:
     """`2.4 kW`, `400 W`."""
     return f"{watts / 1000:.1f} kW" if watts >= 1000 else f"{watts:.0f} W"
 
 
-def trust_sentence(trust: Trust) -> str:
+def describe_trust(trust: Confidence) -> str:
     """`fitted (DistServe, A100), 4 % off on average`."""
-    return f"{trust.basis} ({trust.source}), {_error(trust)}"
+    return f"{trust.kind} ({trust.source}), {_format_error(trust)}"
 
 
-def _error(trust: Trust) -> str:
+def _format_error(trust: Confidence) -> str:
     if trust.error is not None:
-        return f"{percent(trust.error)} off on average"
-    if trust.basis is Basis.FITTED:
+        return f"{format_percent(trust.error)} off on average"
+    if trust.kind is LatencySource.FITTED:
         return "published, residuals not stated"
     return "never compared with measured steps"

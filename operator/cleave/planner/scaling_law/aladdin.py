@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cleave.perf.estimate import Estimate
-from cleave.perf.timing import Timing
+from cleave.perf.timing import EngineTiming
 from cleave.traffic.workload import Demand
 
-_MOST_WORKERS = 4096
-_LARGEST_BATCH = 4096
+_MAX_WORKERS = 4096
+_MAX_BATCH = 4096
 
 
 class ScalingError(ValueError):
@@ -56,12 +56,12 @@ class ComputeLaw:
         k4, c4 = np.linalg.lstsq(inverse, np.array(list(compute_ms.values())), rcond=None)[0]
         return cls(float(k4), float(c4))
 
-    def iteration_ms(self, gpus: int, all_reduce_ms: float = 0.0) -> float:
+    def predict_iteration_ms(self, gpus: int, all_reduce_ms: float = 0.0) -> float:
         """Predicted time with communication, which grows as (N_g - 1) / N_g of `all_reduce_ms`."""
         return self.k4 / gpus + self.c4 + all_reduce_ms * (gpus - 1) / gpus
 
 
-def best_worker_size(
+def rank_worker_sizes(
     workers: Mapping[int, Estimate], demand: Demand, tpot_ms: float
 ) -> tuple[WorkerSize, ...]:
     """Sizes of a worker, the one with most throughput per GPU first (Eq. 6).
@@ -71,7 +71,7 @@ def best_worker_size(
     the middle of its output. Raises ScalingError when no size can decode within `tpot_ms`.
     """
     context = demand.mean_prompt_tokens + demand.mean_output_tokens / 2
-    sizes = [_size(gpus, each, context, tpot_ms) for gpus, each in workers.items()]
+    sizes = [_compute_size(gpus, each, context, tpot_ms) for gpus, each in workers.items()]
     feasible = [size for size in sizes if size.batch]
     if not feasible:
         tried = ", ".join(str(gpus) for gpus in workers) or "none"
@@ -82,11 +82,12 @@ def best_worker_size(
     return tuple(sorted(feasible, key=lambda size: -size.tokens_per_s_per_gpu))
 
 
-def _size(gpus: int, estimate: Estimate, context: float, tpot_ms: float) -> WorkerSize:
-    in_memory = min(int(estimate.kv_capacity_tokens / context), _LARGEST_BATCH)
-    in_time = _largest_batch(estimate.timing, context, tpot_ms)
+def _compute_size(gpus: int, estimate: Estimate, context: float, tpot_ms: float) -> WorkerSize:
+    in_memory = min(int(estimate.kv_capacity_tokens / context), _MAX_BATCH)
+    in_time = _find_largest_batch(estimate.timing, context, tpot_ms)
     full, slow = (
-        _tokens_per_s(estimate.timing, context, batch) / gpus for batch in (in_memory, in_time)
+        _compute_tokens_per_s(estimate.timing, context, batch) / gpus
+        for batch in (in_memory, in_time)
     )
     # Eq. 6: the smaller of both terms, each at the batch size that its own limit allows.
     if in_memory <= in_time:
@@ -94,20 +95,20 @@ def _size(gpus: int, estimate: Estimate, context: float, tpot_ms: float) -> Work
     return WorkerSize(gpus, slow, False, in_time)
 
 
-def _largest_batch(timing: Timing, context: float, tpot_ms: float) -> int:
+def _find_largest_batch(timing: EngineTiming, context: float, tpot_ms: float) -> int:
     """Bisection: a larger batch never has a shorter step."""
-    low, high = 0, _LARGEST_BATCH
+    low, high = 0, _MAX_BATCH
     while low < high:
         middle = (low + high + 1) // 2
-        if timing.decode_pass_ms(middle, round(middle * context)) <= tpot_ms:
+        if timing.predict_decode_ms(middle, round(middle * context)) <= tpot_ms:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _tokens_per_s(timing: Timing, context: float, batch: int) -> float:
-    return batch * 1000 / timing.decode_pass_ms(batch, round(batch * context)) if batch else 0.0
+def _compute_tokens_per_s(timing: EngineTiming, context: float, batch: int) -> float:
+    return batch * 1000 / timing.predict_decode_ms(batch, round(batch * context)) if batch else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class WorkerLaw:
     lowest_rate: float
     """R in req/s: below it the law is an extrapolation."""
 
-    def workers(self, rate: float) -> int:
+    def compute_workers(self, rate: float) -> int:
         """Workers that `rate` needs, at least one. Raises ScalingError for a rate below 0."""
         if not (math.isfinite(rate) and rate >= 0):
             raise ScalingError(f"rate {rate:g}: must be 0 or more")
@@ -153,7 +154,7 @@ def fit_workers(counts: Mapping[float, int], lowest_rate: float = 0.0) -> Worker
 
 
 def count_workers(
-    holds: Callable[[int, float], bool], rates: Sequence[float], max_workers: int = _MOST_WORKERS
+    holds: Callable[[int, float], bool], rates: Sequence[float], max_workers: int = _MAX_WORKERS
 ) -> dict[float, int]:
     """Fewest workers at each rate, by simulation: `holds(workers, rate)` is whether they serve it.
 
@@ -163,12 +164,14 @@ def count_workers(
     counts: dict[float, int] = {}
     enough = 1
     for rate in sorted(rates):
-        enough = _fewest(holds, rate, enough, max_workers)
+        enough = _find_min_workers(holds, rate, enough, max_workers)
         counts[rate] = enough
     return counts
 
 
-def _fewest(holds: Callable[[int, float], bool], rate: float, low: int, max_workers: int) -> int:
+def _find_min_workers(
+    holds: Callable[[int, float], bool], rate: float, low: int, max_workers: int
+) -> int:
     """Growing steps up from `low`, then bisection."""
     step, high = 1, low
     while not holds(high, rate):
@@ -186,7 +189,7 @@ def _fewest(holds: Callable[[int, float], bool], rate: float, low: int, max_work
     return high
 
 
-def lowest_rate(demand: Demand, heartbeat_s: float, error: float = 0.1) -> float:
+def compute_lowest_rate(demand: Demand, heartbeat_s: float, error: float = 0.1) -> float:
     """R of Eq. 7: the rate from which the lengths in a heartbeat are representative.
 
     At R the standard error of the mean length, sigma / sqrt(n), is `error` of the mean, for prompts

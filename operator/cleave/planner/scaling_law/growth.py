@@ -12,26 +12,30 @@ from typing import Any
 from cleave.api.plan import PlanGrowth
 from cleave.perf.estimate import Estimate
 from cleave.planner.plan import Plan, PlannedPool
-from cleave.planner.pool_simulation import IN_NODE, to_draft
+from cleave.planner.pool_simulation import LOW_AFFINITY, to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.result.text import pool_label
+from cleave.planner.result.text import format_pool
 from cleave.planner.scaling_law import aladdin
 from cleave.planner.scaling_law.aladdin import ScalingError, WorkerLaw, WorkerSize
-from cleave.planner.search.candidate_placement import Draft, cell_fleet, planned_pools
-from cleave.planner.search.capacity_bound import fleet_rate
-from cleave.planner.search.trials import Span, Targets, Trials
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    build_cell_fleet,
+    to_planned_pools,
+)
+from cleave.planner.search.capacity_bound import compute_fleet_rate
+from cleave.planner.search.trials import Targets, Trials, TrialSpan
 
 HEARTBEAT_S = 60.0
 """Interval at which an autoscaler reads the rate; Eq. 7's lower bound depends on it."""
-_AROUND = (0.5, 1.0, 2.0, 3.0, 4.0)
+_RATE_FACTORS = (0.5, 1.0, 2.0, 3.0, 4.0)
 """Rates at which workers are counted, as factors on the plan's rate."""
-_RAMP, _COUNTED = 4000, 2000
+_MAX_RAMP, _MAX_COUNTED = 4000, 2000
 """Most requests of a trial: fitting a law needs fewer than a prediction."""
-_MOST_WORKERS = 1024
+_MAX_WORKERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class BestSize:
+class BestWorkerSize:
     """The result of Eq. 6 for the GPU type with the highest decode throughput per GPU."""
 
     gpu: str
@@ -50,20 +54,20 @@ class Growth:
     law: WorkerLaw
 
 
-def best_size(problem: Problem) -> BestSize:
+def find_best_size(problem: Problem) -> BestWorkerSize:
     """Tensor parallel sizes within a node, ranked by Eq. 6; among equals the first GPU type wins.
 
     Raises ScalingError when no size decodes within the TPOT target.
     """
-    best_sizes: list[BestSize] = []
+    best_sizes: list[BestWorkerSize] = []
     faults: list[ScalingError] = []
-    for gpu, workers in _workers(problem).items():
+    for gpu, workers in _list_workers(problem).items():
         try:
-            sizes = aladdin.best_worker_size(workers, problem.demand, problem.slo.tpot_ms)
+            sizes = aladdin.rank_worker_sizes(workers, problem.demand, problem.slo.tpot_ms)
         except ScalingError as error:
             faults.append(error)
         else:
-            best_sizes.append(BestSize(gpu, sizes))
+            best_sizes.append(BestWorkerSize(gpu, sizes))
     if not best_sizes:
         raise (
             faults[0]
@@ -73,40 +77,40 @@ def best_size(problem: Problem) -> BestSize:
     return max(best_sizes, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
 
 
-def growth(problem: Problem, plan: Plan) -> Growth:
+def fit_growth(problem: Problem, plan: Plan) -> Growth:
     """Count workers of `plan` in short simulations at five rates, and fit a line through the
     counts.
 
     The rates lie around the requested one, or around the plan's goodput if that is higher: below it
     one worker serves all of them. Raises ScalingError when even 1,024 do not serve a rate.
     """
-    targets = Targets.of(problem.slo)
+    targets = Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    # `IN_NODE` divides the pools into cells, whatever algorithm found them.
-    cell = replace(to_draft(problem, plan.pools, IN_NODE), copies=1)
-    is_in_node = plan.algorithm.startswith(IN_NODE)
-    unit_rate = fleet_rate(cell_fleet(problem, cell), trials.lengths())
+    # `LOW_AFFINITY` divides the pools into cells, whatever algorithm found them.
+    cell = replace(to_candidate_placement(problem, plan.pools, LOW_AFFINITY), copies=1)
+    is_in_node = plan.algorithm.startswith(LOW_AFFINITY)
+    unit_rate = compute_fleet_rate(build_cell_fleet(problem, cell), trials.get_lengths())
 
     def holds(workers: int, rate: float) -> bool:
         if rate > workers * unit_rate:
             return False
-        served, share = (cell, rate / workers) if is_in_node else (_times(cell, workers), rate)
-        span = _short(trials.span(share, targets))
-        fleet = cell_fleet(problem, served)
-        return trials.shares(fleet, share, targets, span).both >= targets.attainment
+        served, share = (cell, rate / workers) if is_in_node else (_multiply(cell, workers), rate)
+        span = _shorten(trials.compute_span(share, targets))
+        fleet = build_cell_fleet(problem, served)
+        return trials.measure_shares(fleet, share, targets, span).both >= targets.attainment
 
     middle = max(problem.rate, plan.prediction.goodput)
-    rates = [middle * factor for factor in _AROUND]
-    counts = aladdin.count_workers(holds, rates, _MOST_WORKERS)
-    lowest = aladdin.lowest_rate(problem.demand, HEARTBEAT_S)
+    rates = [middle * factor for factor in _RATE_FACTORS]
+    counts = aladdin.count_workers(holds, rates, _MAX_WORKERS)
+    lowest = aladdin.compute_lowest_rate(problem.demand, HEARTBEAT_S)
     law = replace(aladdin.fit_workers(counts), lowest_rate=lowest)
-    return Growth(planned_pools(cell), counts, law)
+    return Growth(to_planned_pools(cell), counts, law)
 
 
-def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
+def to_plan_growth(problem: Problem, plan: Plan) -> PlanGrowth | None:
     """Eq. 7 for a plan's status; None where the law cannot be fitted."""
     try:
-        fitted = growth(problem, plan)
+        fitted = fit_growth(problem, plan)
     except ScalingError:
         return None
     worker, law = fitted.worker[0], fitted.law
@@ -119,14 +123,17 @@ def told(problem: Problem, plan: Plan) -> PlanGrowth | None:
     )
 
 
-def document(problem: Problem, plan: Plan) -> dict[str, Any]:
+def build_document(problem: Problem, plan: Plan) -> dict[str, Any]:
     """Both laws for JSON; null for one that cannot be fitted."""
-    return {"workerSizes": _sizes_document(problem), "workers": _growth_document(problem, plan)}
+    return {
+        "workerSizes": _build_sizes_document(problem),
+        "workers": _build_growth_document(problem, plan),
+    }
 
 
-def _sizes_document(problem: Problem) -> dict[str, Any] | None:
+def _build_sizes_document(problem: Problem) -> dict[str, Any] | None:
     try:
-        best = best_size(problem)
+        best = find_best_size(problem)
     except ScalingError:
         return None
     sizes = [
@@ -141,13 +148,13 @@ def _sizes_document(problem: Problem) -> dict[str, Any] | None:
     return {"gpu": best.gpu, "sizes": sizes}
 
 
-def _growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
+def _build_growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
     try:
-        fitted = growth(problem, plan)
+        fitted = fit_growth(problem, plan)
     except ScalingError:
         return None
     return {
-        "worker": " + ".join(pool_label(pool) for pool in fitted.worker),
+        "worker": " + ".join(format_pool(pool) for pool in fitted.worker),
         "k5": fitted.law.k5,
         "c5": fitted.law.c5,
         "lowestRate": fitted.law.lowest_rate,
@@ -155,7 +162,7 @@ def _growth_document(problem: Problem, plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
+def _list_workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
     """Estimates by GPU type and number of GPUs, for the types on which the model fits."""
     workers: dict[str, dict[int, Estimate]] = {}
     for supply in problem.supplies:
@@ -167,10 +174,10 @@ def _workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
     return workers
 
 
-def _times(cell: Draft, workers: int) -> Draft:
+def _multiply(cell: CandidatePlacement, workers: int) -> CandidatePlacement:
     groups = (replace(group, replicas=group.replicas * workers) for group in cell.groups)
     return replace(cell, groups=tuple(groups), is_in_node=False)
 
 
-def _short(span: Span) -> Span:
-    return Span(min(span.ramp, _RAMP), min(span.counted, _COUNTED))
+def _shorten(span: TrialSpan) -> TrialSpan:
+    return TrialSpan(min(span.ramp, _MAX_RAMP), min(span.counted, _MAX_COUNTED))

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.api.planning import Affinity
-from cleave.perf.hardware.kv_transfer import kv_transfer
+from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.planner.problem import Problem
 from cleave.planner.search import capacity_bound
-from cleave.planner.search.candidates import Candidate, prefill_instance
+from cleave.planner.search.candidates import Candidate, build_prefill_instance
 from cleave.planner.search.trials import Trials
 
 _SHARE_OF_TTFT = 0.1
@@ -22,30 +22,34 @@ _SHARE_OF_LINK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AffinityChoice:
     """High or low affinity, and the reason."""
 
     affinity: Affinity
     reason: str
 
 
-def choose(problem: Problem, trials: Trials, candidates: Sequence[Candidate]) -> Choice:
+def choose_affinity(
+    problem: Problem, trials: Trials, candidates: Sequence[Candidate]
+) -> AffinityChoice:
     """The requested affinity; with Auto, the one that the network between nodes allows."""
     requested = problem.planning.affinity
     if requested is not Affinity.AUTO:
-        return Choice(requested, f"{requested.value} affinity as requested")
+        return AffinityChoice(requested, f"{requested.value} affinity as requested")
     if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
-        return Choice(Affinity.HIGH, "one node: no KV leaves it")
+        return AffinityChoice(Affinity.HIGH, "one node: no KV leaves it")
     candidate = min(candidates, key=lambda each: each.gpus)
-    lengths = trials.lengths()
+    lengths = trials.get_lengths()
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
-    moved = kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
-    handoff_ms = moved.serialised_ms(lengths.prompt_tokens)
-    prompts = capacity_bound.prefill_rate(prefill_instance(problem, candidate).engine, lengths)
+    moved = build_kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
+    handoff_ms = moved.compute_serialized_ms(lengths.prompt_tokens)
+    prompts = capacity_bound.compute_prefill_rate(
+        build_prefill_instance(problem, candidate).engine, lengths
+    )
     of_ttft = handoff_ms / problem.slo.ttft_ms
     of_link = prompts * handoff_ms / 1000
     is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
-    return Choice(
+    return AffinityChoice(
         Affinity.HIGH if is_fast else Affinity.LOW,
         f"the KV of a mean prompt takes {handoff_ms:.3g} ms over the network: {of_ttft:.1%} of "
         f"the TTFT target (up to {_SHARE_OF_TTFT:.0%} is fast enough) and {min(of_link, 9.99):.0%} "

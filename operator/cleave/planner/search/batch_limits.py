@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cleave.api.role import Role
-from cleave.planner.search.candidate_placement import Draft, Group
-from cleave.planner.search.candidates import Instance
-from cleave.planner.search.ranking import Rated
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
+from cleave.planner.search.candidates import PlannedInstance
+from cleave.planner.search.ranking import RankedPlacement
 from cleave.simulator.fleet import Batching
 
 NUM_SEQS = (64, 128, 256, 512, 1024)
@@ -18,29 +18,29 @@ NUM_SEQS = (64, 128, 256, 512, 1024)
 NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per step: Sarathi's chunk size, vLLM's token budget."""
 
-Choose = Callable[[list[Draft]], Rated | None]
+Choose = Callable[[list[CandidatePlacement]], RankedPlacement | None]
 
 
-def refined(coarse: Rated | None, choose: Choose) -> Rated | None:
+def refine(coarse: RankedPlacement | None, choose: Choose) -> RankedPlacement | None:
     """Run `choose` again, on the first choice and its variants."""
     if coarse is None:
         return None
-    return choose([coarse.draft, *variants(coarse.draft)]) or coarse
+    return choose([coarse.placement, *list_variants(coarse.placement)]) or coarse
 
 
-def variants(placement: Draft) -> list[Draft]:
+def list_variants(placement: CandidatePlacement) -> list[CandidatePlacement]:
     """The placement with the limits of one group changed, one variant per change."""
     return [
         replace(
             placement, groups=tuple(changed if each is group else each for each in placement.groups)
         )
         for group in placement.groups
-        for changed in (replace(group, instance=instance) for instance in _limits(group))
+        for changed in (replace(group, instance=instance) for instance in _list_limits(group))
         if changed != group
     ]
 
 
-def _limits(group: Group) -> list[Instance]:
+def _list_limits(group: InstanceGroup) -> list[PlannedInstance]:
     instance = group.instance
     stages = instance.candidate.parallelism.pipeline
     seqs = [each * stages for each in NUM_SEQS]
@@ -48,12 +48,14 @@ def _limits(group: Group) -> list[Instance]:
         case Role.PREFILL if instance.batching is not Batching.VLLM:
             return []
         case Role.PREFILL:
-            return [instance.limited(instance.max_num_seqs, each) for each in NUM_BATCHED_TOKENS]
+            return [
+                instance.with_limits(instance.max_num_seqs, each) for each in NUM_BATCHED_TOKENS
+            ]
         case Role.DECODE:
-            return [instance.limited(each, instance.max_num_batched_tokens) for each in seqs]
+            return [instance.with_limits(each, instance.max_num_batched_tokens) for each in seqs]
         case Role.MIXED:
             return [
-                instance.limited(num_seqs, num_tokens)
+                instance.with_limits(num_seqs, num_tokens)
                 for num_seqs in seqs
                 for num_tokens in NUM_BATCHED_TOKENS
             ]

@@ -11,25 +11,25 @@ from functools import reduce
 
 from cleave.api.planning import Objective
 from cleave.api.role import Role
-from cleave.perf.hardware.kv_transfer import kv_transfer
-from cleave.perf.hardware.link import Link, slower
+from cleave.perf.hardware.kv_transfer import build_kv_transfer
+from cleave.perf.hardware.link import Link, select_slower
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidates import Instance
-from cleave.simulator.fleet import Fleet, Pool, Transfer
+from cleave.planner.search.candidates import PlannedInstance
+from cleave.simulator.fleet import SimulatedFleet, SimulatedPool, SimulatedTransfer
 
 _ROLES = tuple(Role)
-_HANDING = (Role.PREFILL, Role.DECODE)
+_TRANSFER_ROLES = (Role.PREFILL, Role.DECODE)
 _PROMPT_TOKENS = 2048
 """Prompt length at which the compute time per prompt token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class InstanceGroup:
     """Equal instances of one role."""
 
     role: Role
-    instance: Instance
+    instance: PlannedInstance
     replicas: int
 
     @property
@@ -39,10 +39,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class CandidatePlacement:
     """Groups, at most one per role, in the order prefill, decode, mixed."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[InstanceGroup, ...]
     copies: int = 1
     """Number of equal cells; `groups` describes one of them."""
     is_in_node: bool = False
@@ -56,27 +56,27 @@ class Draft:
     @property
     def cost_per_hour(self) -> float:
         """Price of all cells."""
-        return self._sum(Objective.COST)
+        return self._sum_resources(Objective.COST)
 
     @property
     def power_watts(self) -> float:
         """Provisioned power of all cells."""
-        return self._sum(Objective.POWER)
+        return self._sum_resources(Objective.POWER)
 
     @property
     def is_disaggregated(self) -> bool:
         """Whether there are prefill instances."""
-        return self.replicas(Role.PREFILL) > 0
+        return self.count_replicas(Role.PREFILL) > 0
 
-    def resources(self, objective: Objective) -> float:
+    def get_resources(self, objective: Objective) -> float:
         """Resources of all cells in the unit of the objective: GPUs, price of an hour, watts."""
-        return self._sum(objective)
+        return self._sum_resources(objective)
 
-    def replicas(self, role: Role) -> int:
+    def count_replicas(self, role: Role) -> int:
         """Number of instances of `role` in one cell."""
         return sum(group.replicas for group in self.groups if group.role is role)
 
-    def changed(self, changes: dict[Role, int]) -> "Draft":
+    def change_replicas(self, changes: dict[Role, int]) -> "CandidatePlacement":
         """A copy with `changes` added to the replicas per role; a role without replicas is
         dropped."""
         counted = (
@@ -85,57 +85,62 @@ class Draft:
         )
         return replace(self, groups=tuple(group for group in counted if group.replicas > 0))
 
-    def joined(self, group: Group) -> "Draft":
+    def add_group(self, group: InstanceGroup) -> "CandidatePlacement":
         """A copy with `group` added, merged with the group of the same role."""
-        if self.replicas(group.role):
-            return self.changed({group.role: group.replicas})
+        if self.count_replicas(group.role):
+            return self.change_replicas({group.role: group.replicas})
         groups = sorted((*self.groups, group), key=lambda each: _ROLES.index(each.role))
         return replace(self, groups=tuple(groups))
 
-    def copied(self, copies: int) -> "Draft":
+    def with_copies(self, copies: int) -> "CandidatePlacement":
         """A copy that consists of `copies` cells."""
         return replace(self, copies=copies)
 
-    def _sum(self, objective: Objective) -> float:
+    def _sum_resources(self, objective: Objective) -> float:
         return self.copies * sum(
-            group.replicas * group.instance.candidate.resources(objective) for group in self.groups
+            group.replicas * group.instance.candidate.get_resources(objective)
+            for group in self.groups
         )
 
 
-def weight_in(problem: Problem) -> Callable[[Draft], float]:
+def make_resource_function(problem: Problem) -> Callable[[CandidatePlacement], float]:
     """A function that returns a placement's resources in the unit of the objective."""
     objective = problem.planning.objective
-    return lambda placement: placement.resources(objective)
+    return lambda placement: placement.get_resources(objective)
 
 
-def cell_fleet(problem: Problem, placement: Draft) -> Fleet:
+def build_cell_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
     """One cell as a simulator fleet; it serves the rate divided by `placement.copies`."""
     policies = problem.policies
-    return Fleet(
-        prefill=_pools(placement, Role.PREFILL),
-        decode=_pools(placement, Role.DECODE),
-        mixed=_pools(placement, Role.MIXED),
-        transfer=transfer(problem, placement),
+    return SimulatedFleet(
+        prefill=_build_pools(placement, Role.PREFILL),
+        decode=_build_pools(placement, Role.DECODE),
+        mixed=_build_pools(placement, Role.MIXED),
+        transfer=build_transfer(problem, placement),
         dispatch_ms=policies.dispatch_ms,
         first_token_by_decode=policies.first_token_by_decode,
     )
 
 
-def transfer(problem: Problem, placement: Draft) -> Transfer:
+def build_transfer(problem: Problem, placement: CandidatePlacement) -> SimulatedTransfer:
     """The KV transfer from prefill to decode instances after the prompt, as vLLM's engines pull it.
 
     Without cost when either role is missing.
     """
     sizes = [
-        _size(placement, role) for role in (Role.PREFILL, Role.DECODE) if placement.replicas(role)
+        _get_size(placement, role)
+        for role in (Role.PREFILL, Role.DECODE)
+        if placement.count_replicas(role)
     ]
     if len(sizes) < 2:
-        return Transfer()
-    moved = kv_transfer(problem.shape, link(placement), sizes[0], sizes[1], compute_token_ms=0.0)
-    return Transfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
+        return SimulatedTransfer()
+    moved = build_kv_transfer(
+        problem.shape, select_link(placement), sizes[0], sizes[1], compute_token_ms=0.0
+    )
+    return SimulatedTransfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
 
 
-def ahead_from_tokens(problem: Problem, placement: Draft) -> int:
+def compute_ahead_from_tokens(problem: Problem, placement: CandidatePlacement) -> int:
     """Prompt tokens from which a layer-wise transfer beats one after the prompt; 0: never.
 
     Splitwise, section IV-C. Rounded up to a power of two, so that small changes of the input do not
@@ -144,19 +149,19 @@ def ahead_from_tokens(problem: Problem, placement: Draft) -> int:
     engines = {group.role: group.instance.engine for group in placement.groups}
     if Role.PREFILL not in engines or Role.DECODE not in engines:
         return 0
-    compute_ms = engines[Role.PREFILL].timing.prefill_ms([_PROMPT_TOKENS])
-    moved = kv_transfer(
+    compute_ms = engines[Role.PREFILL].timing.predict_prefill_ms([_PROMPT_TOKENS])
+    moved = build_kv_transfer(
         problem.shape,
-        link(placement),
-        _size(placement, Role.PREFILL),
-        _size(placement, Role.DECODE),
+        select_link(placement),
+        _get_size(placement, Role.PREFILL),
+        _get_size(placement, Role.DECODE),
         compute_ms / _PROMPT_TOKENS,
     )
     min_tokens = moved.overlap_from_tokens
     return 1 << (min_tokens - 1).bit_length() if min_tokens else 0
 
 
-def link(placement: Draft) -> Link:
+def select_link(placement: CandidatePlacement) -> Link:
     """The link for KV: that inside a node when all of a cell shares a node, else the slowest
     network."""
     supplies = list({group.instance.candidate.supply for group in placement.groups})
@@ -164,10 +169,10 @@ def link(placement: Draft) -> Link:
     is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
     if len(supplies) == 1 and (placement.is_in_node or is_small):
         return first.node_link
-    return reduce(slower, [supply.network_link for supply in supplies])
+    return reduce(select_slower, [supply.network_link for supply in supplies])
 
 
-def planned_pools(placement: Draft) -> tuple[PlannedPool, ...]:
+def to_planned_pools(placement: CandidatePlacement) -> tuple[PlannedPool, ...]:
     """The pools of all cells, as listed in a `Plan`."""
     return tuple(
         PlannedPool(
@@ -178,33 +183,35 @@ def planned_pools(placement: Draft) -> tuple[PlannedPool, ...]:
             batching=group.instance.batching.name,
             max_num_seqs=group.instance.max_num_seqs,
             max_num_batched_tokens=group.instance.max_num_batched_tokens,
-            per_cell=group.replicas if placement.is_in_node and group.role in _HANDING else None,
+            per_cell=group.replicas
+            if placement.is_in_node and group.role in _TRANSFER_ROLES
+            else None,
         )
         for group in placement.groups
     )
 
 
-def describe(placement: Draft) -> str:
+def describe(placement: CandidatePlacement) -> str:
     """A text such as `2 prefill (TP 2) + 1 decode (TP 1, PP 2)`."""
     return " + ".join(
-        f"{group.replicas * placement.copies} {group.role} ({_spread(group.instance)})"
+        f"{group.replicas * placement.copies} {group.role} ({_format_parallelism(group.instance)})"
         for group in placement.groups
     )
 
 
-def _spread(instance: Instance) -> str:
+def _format_parallelism(instance: PlannedInstance) -> str:
     size = instance.candidate.parallelism
     return f"TP {size.tensor}" + (f", PP {size.pipeline}" if size.pipeline > 1 else "")
 
 
-def _pools(placement: Draft, role: Role) -> tuple[Pool, ...]:
+def _build_pools(placement: CandidatePlacement, role: Role) -> tuple[SimulatedPool, ...]:
     return tuple(
-        Pool(group.instance.engine, group.replicas)
+        SimulatedPool(group.instance.engine, group.replicas)
         for group in placement.groups
         if group.role is role
     )
 
 
-def _size(placement: Draft, role: Role) -> tuple[int, int]:
+def _get_size(placement: CandidatePlacement, role: Role) -> tuple[int, int]:
     size = next(g for g in placement.groups if g.role is role).instance.candidate.parallelism
     return size.tensor, size.pipeline

@@ -11,11 +11,11 @@ from cleave.api.planning import Objective
 from cleave.api.role import Parallelism
 from cleave.perf.estimate import Estimate
 from cleave.planner.problem import Policies, Problem, Supply
-from cleave.simulator.fleet import Batching, Engine
+from cleave.simulator.fleet import Batching, SimulatedEngine
 
 MAX_NUM_SEQS = 256
 """vLLM's default limit of requests per step, where the search has set no other."""
-DECODE_NUM_SEQS = 1024
+DECODE_MAX_NUM_SEQS = 1024
 """The limit on decode instances, where memory and the TPOT target bound the batch."""
 MAX_NUM_BATCHED_TOKENS = 2048
 """vLLM's default token budget for online serving."""
@@ -34,7 +34,7 @@ class Candidate:
         """GPUs of one instance."""
         return self.parallelism.gpus
 
-    def resources(self, objective: Objective) -> float:
+    def get_resources(self, objective: Objective) -> float:
         """Resources of one instance in the unit of the objective: GPUs, price of an hour, watts."""
         match objective:
             case Objective.COST:
@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class PlannedInstance:
     """A candidate together with the batching of its engine."""
 
     candidate: Candidate
@@ -56,9 +56,9 @@ class Instance:
     policies: Policies = Policies()  # noqa: RUF009 - a frozen value
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> SimulatedEngine:
         """The engine in the simulator's type."""
-        return Engine(
+        return SimulatedEngine(
             timing=self.candidate.estimate.timing,
             kv_capacity_tokens=self.candidate.estimate.kv_capacity_tokens,
             kv_block_size=self.policies.kv_block_size,
@@ -70,24 +70,24 @@ class Instance:
             admission=self.policies.admission,
         )
 
-    def limited(self, max_num_seqs: int, max_num_batched_tokens: int) -> "Instance":
+    def with_limits(self, max_num_seqs: int, max_num_batched_tokens: int) -> "PlannedInstance":
         """A copy with other limits per step."""
         return replace(
             self, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
 
 
-def candidates(problem: Problem) -> tuple[Candidate, ...]:
+def list_candidates(problem: Problem) -> tuple[Candidate, ...]:
     """All candidates that fit, by GPU type, tensor and pipeline parallel size."""
     return tuple(
         Candidate(supply, Parallelism(tensor=tensor, pipeline=pipeline), estimate)
         for supply in problem.supplies
-        for tensor, pipeline in sizes(problem, supply)
+        for tensor, pipeline in list_sizes(problem, supply)
         if (estimate := problem.estimator.estimate(supply.gpu, tensor, pipeline)) is not None
     )
 
 
-def sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
+def list_sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
     """Tensor and pipeline parallel sizes for which the nodes have room."""
     nodes = min(problem.max_nodes_per_instance, supply.num_nodes)
     max_gpus = min(problem.max_gpus, supply.max_gpus)
@@ -100,7 +100,7 @@ def sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
     ]
 
 
-def by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+def group_by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     """GPU type -> its candidates.
 
     Parallel sizes that occur in several groups of nodes are listed once.
@@ -113,7 +113,7 @@ def by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     return kinds
 
 
-def prefill_instance(problem: Problem, candidate: Candidate) -> Instance:
+def build_prefill_instance(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that computes prompts up to L_m per step (DistServe, section 4.3), or as vLLM
     chunks them.
 
@@ -125,23 +125,27 @@ def prefill_instance(problem: Problem, candidate: Candidate) -> Instance:
         if problem.policies.prefill is Batching.PREFILL_FIRST
         else max(saturation, MAX_NUM_BATCHED_TOKENS)
     )
-    return _instance(problem, candidate, problem.policies.prefill, budget)
+    return _build_instance(problem, candidate, problem.policies.prefill, budget)
 
 
-def decode_instance(problem: Problem, candidate: Candidate) -> Instance:
+def build_decode_instance(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that decodes all requests that fit, by continuous batching."""
-    instance = _instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
+    instance = _build_instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
     stages = candidate.parallelism.pipeline
-    return instance.limited(DECODE_NUM_SEQS * stages, instance.max_num_batched_tokens)
+    return instance.with_limits(DECODE_MAX_NUM_SEQS * stages, instance.max_num_batched_tokens)
 
 
-def mixed_instance(problem: Problem, candidate: Candidate, batching: Batching) -> Instance:
+def build_mixed_instance(
+    problem: Problem, candidate: Candidate, batching: Batching
+) -> PlannedInstance:
     """An instance that serves both phases."""
-    return _instance(problem, candidate, batching, MAX_NUM_BATCHED_TOKENS)
+    return _build_instance(problem, candidate, batching, MAX_NUM_BATCHED_TOKENS)
 
 
-def _instance(problem: Problem, candidate: Candidate, batching: Batching, budget: int) -> Instance:
-    return Instance(
+def _build_instance(
+    problem: Problem, candidate: Candidate, batching: Batching, budget: int
+) -> PlannedInstance:
+    return PlannedInstance(
         candidate=candidate,
         batching=batching,
         max_num_seqs=MAX_NUM_SEQS * candidate.parallelism.pipeline,

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.perf.timing import Timing, line
-from cleave.simulator.fleet import Batching, Engine, Fleet
+from cleave.perf.timing import EngineTiming, interpolate_table
+from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet
 from cleave.simulator.trace import Trace
 
-_QUEUEING = 0.8
-_TINY = 1e-3
+_PREFILL_UTILIZATION = 0.8
+_MIN_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthStatistics:
     """Statistics of request lengths that the bounds need."""
 
     prompt_tokens: float
@@ -29,13 +29,13 @@ class Lengths:
     prompt_squares: float
     """Mean of the square."""
     longest_prompt: int
-    decode_passes: float
+    decode_steps: float
     """Mean number of engine steps after the first token."""
     decode_context: float
     """Mean context of a decode step, over all steps of all requests."""
 
     @classmethod
-    def of(cls, trace: Trace) -> "Lengths":
+    def from_trace(cls, trace: Trace) -> "LengthStatistics":
         """The statistics of these requests."""
         prompts = trace.prompt_tokens.astype(np.float64)
         steps = trace.output_tokens.astype(np.float64) - 1
@@ -45,41 +45,43 @@ class Lengths:
             prompt_tokens=float(prompts.mean()),
             prompt_squares=float((prompts**2).mean()),
             longest_prompt=int(prompts.max()),
-            decode_passes=float(steps.mean()),
+            decode_steps=float(steps.mean()),
             decode_context=float(contexts.sum()) / total if total else 0.0,
         )
 
 
-def fleet_rate(fleet: Fleet, lengths: Lengths) -> float:
+def compute_fleet_rate(fleet: SimulatedFleet, lengths: LengthStatistics) -> float:
     """Upper bound of a fleet's rate, in req/s: the lower of both phases over the pools that run
     them."""
     prompts, outputs = (*fleet.prefill, *fleet.mixed), (*fleet.decode, *fleet.mixed)
-    prefill = sum(pool.replicas * prefill_rate(pool.engine, lengths) for pool in prompts)
-    decode = sum(pool.replicas * decode_rate(pool.engine, lengths) for pool in outputs)
+    prefill = sum(pool.replicas * compute_prefill_rate(pool.engine, lengths) for pool in prompts)
+    decode = sum(pool.replicas * compute_decode_rate(pool.engine, lengths) for pool in outputs)
     return min([prefill] * bool(prompts) + [decode] * bool(outputs), default=0.0)
 
 
-def likely_rate(fleet: Fleet, lengths: Lengths, tpot_ms: float) -> float:
+def estimate_rate(fleet: SimulatedFleet, lengths: LengthStatistics, tpot_ms: float) -> float:
     """Estimated goodput in req/s, not a bound: where a search should begin.
 
     Prompts use four fifths of the prefill bound, because they queue; decode steps may take as long
     as the target. Mixed instances do the work of both phases one after the other.
     """
-    prefill = _QUEUEING * sum(p.replicas * prefill_rate(p.engine, lengths) for p in fleet.prefill)
-    decode = sum(p.replicas * decode_rate(p.engine, lengths, tpot_ms) for p in fleet.decode)
+    prefill = _PREFILL_UTILIZATION * sum(
+        p.replicas * compute_prefill_rate(p.engine, lengths) for p in fleet.prefill
+    )
+    decode = sum(p.replicas * compute_decode_rate(p.engine, lengths, tpot_ms) for p in fleet.decode)
     mixed = sum(
         pool.replicas
         / (
-            1 / (_QUEUEING * prefill_rate(pool.engine, lengths))
-            + 1 / max(decode_rate(pool.engine, lengths, tpot_ms), _TINY)
+            1 / (_PREFILL_UTILIZATION * compute_prefill_rate(pool.engine, lengths))
+            + 1 / max(compute_decode_rate(pool.engine, lengths, tpot_ms), _MIN_RATE)
         )
         for pool in fleet.mixed
     )
     phases = [prefill] * bool(fleet.prefill) + [decode] * bool(fleet.decode)
-    return max(min(phases, default=0.0) + mixed, _TINY)
+    return max(min(phases, default=0.0) + mixed, _MIN_RATE)
 
 
-def prefill_rate(engine: Engine, lengths: Lengths) -> float:
+def compute_prefill_rate(engine: SimulatedEngine, lengths: LengthStatistics) -> float:
     """Prompts per second when every step is filled up to its token limit.
 
     Attention grows with each prompt's square whatever the chunks; the rest of the step time is
@@ -89,68 +91,79 @@ def prefill_rate(engine: Engine, lengths: Lengths) -> float:
     max_tokens = engine.max_num_batched_tokens
     if engine.batching is not Batching.VLLM:
         max_tokens = max(max_tokens, lengths.longest_prompt)
-    token_ms = min(line(timing.prompt_step, timing.prompt_ms, n) / n for n in _sizes(max_tokens))
+    token_ms = min(
+        interpolate_table(timing.prompt_step, timing.prompt_ms, n) / n
+        for n in _list_sizes(max_tokens)
+    )
     prompt_ms = token_ms * lengths.prompt_tokens + timing.prompt_square_ms * lengths.prompt_squares
     return timing.stages * 1000.0 / prompt_ms
 
 
-def decode_rate(engine: Engine, lengths: Lengths, tpot_ms: float = math.inf) -> float:
+def compute_decode_rate(
+    engine: SimulatedEngine, lengths: LengthStatistics, tpot_ms: float = math.inf
+) -> float:
     """Requests per second that decode at the best batch size, in steps of at most `tpot_ms`.
 
     Without `tpot_ms` it is an upper bound. With it, it is the rate at which the mean step takes
     that long; attainment falls near it.
     """
-    if lengths.decode_passes == 0:
+    if lengths.decode_steps == 0:
         return math.inf
     timing = engine.timing
     in_memory = engine.kv_capacity_tokens / max(lengths.decode_context, 1.0)
     max_batch = max(int(min(engine.max_num_seqs, in_memory) / timing.stages), 1)
-    rows = np.array(_sizes(max_batch))
-    step_ms = _decode_ms(timing, rows, lengths.decode_context)
+    rows = np.array(_list_sizes(max_batch))
+    step_ms = _compute_decode_ms(timing, rows, lengths.decode_context)
     rates = np.where(step_ms <= tpot_ms, rows / step_ms, 0.0)
-    return timing.stages * 1000.0 * float(rates.max()) / lengths.decode_passes
+    return timing.stages * 1000.0 * float(rates.max()) / lengths.decode_steps
 
 
-def unloaded_attainment(engine: Engine, trace: Trace, ttft_ms: float, tpot_ms: float) -> float:
+def compute_unloaded_attainment(
+    engine: SimulatedEngine, trace: Trace, ttft_ms: float, tpot_ms: float
+) -> float:
     """Share of requests that would meet both targets if each had the instance to itself.
 
     An upper bound: other requests never make a request faster. An infinite target is ignored.
     """
     is_met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
-        is_met &= trace.prompt_tokens <= _longest_in_time(engine, trace.prompt_tokens, ttft_ms)
+        is_met &= trace.prompt_tokens <= _find_longest_prompt_within(
+            engine, trace.prompt_tokens, ttft_ms
+        )
     if math.isfinite(tpot_ms):
         mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
-        alone = _decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
+        alone = _compute_decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
         is_met &= (alone <= tpot_ms) | (trace.output_tokens == 1)
     return float(is_met.mean())
 
 
-def _longest_in_time(engine: Engine, prompt_tokens: NDArray[np.int64], ttft_ms: float) -> int:
+def _find_longest_prompt_within(
+    engine: SimulatedEngine, prompt_tokens: NDArray[np.int64], ttft_ms: float
+) -> int:
     """The longest of these prompts whose prefill alone takes at most `ttft_ms`; 0: none."""
     lengths = np.unique(prompt_tokens)
     position = bisect.bisect_right(
         range(len(lengths)),
         ttft_ms,
-        key=lambda number: engine.timing.prefill_ms([int(lengths[number])]),
+        key=lambda number: engine.timing.predict_prefill_ms([int(lengths[number])]),
     )
     return int(lengths[position - 1]) if position else 0
 
 
-def _decode_ms(
-    timing: Timing, rows: NDArray[np.int64], context: float | NDArray[np.float64]
+def _compute_decode_ms(
+    timing: EngineTiming, rows: NDArray[np.int64], context: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Time of decode steps with `rows` requests of `context` tokens each, with stage hops."""
     context_ms = np.array(timing.decode_context_ms)[
         np.minimum(rows, len(timing.decode_context_ms) - 1)
     ]
-    fixed = np.array([line(1.0, timing.decode_ms, int(row)) for row in rows])
+    fixed = np.array([interpolate_table(1.0, timing.decode_ms, int(row)) for row in rows])
     hops = (timing.stages - 1) * (timing.hop_ms + timing.hop_token_ms * rows)
     step_ms: NDArray[np.float64] = fixed + context_ms * rows * context + hops
     return step_ms
 
 
-def _sizes(largest: int) -> list[int]:
+def _list_sizes(largest: int) -> list[int]:
     """Batch sizes from 1 to `largest`, in growing steps, both ends included."""
     sizes = [1]
     while sizes[-1] < largest:

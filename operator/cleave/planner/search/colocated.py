@@ -10,49 +10,60 @@ from collections.abc import Callable, Sequence
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.batch_limits import refined
-from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet, weight_in
-from cleave.planner.search.candidates import Candidate, mixed_instance
-from cleave.planner.search.ranking import Rated
+from cleave.planner.search.batch_limits import refine
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+    make_resource_function,
+)
+from cleave.planner.search.candidates import Candidate, build_mixed_instance
+from cleave.planner.search.ranking import RankedPlacement
 from cleave.planner.search.trials import Targets, Trials
 
-_COARSE = (512, 2048)
+_COARSE_NUM_BATCHED_TOKENS = (512, 2048)
 
 
-def optimise(
+def optimize(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
-) -> Rated | None:
+) -> RankedPlacement | None:
     """The mixed instance with most goodput per resource; None: none meets the targets."""
 
-    def best(placements: list[Draft]) -> Rated | None:
-        entries = ranking.entries(problem, trials, placements)
-        return ranking.best(trials, entries, targets, weight_in(problem), tick)
+    def best(placements: list[CandidatePlacement]) -> RankedPlacement | None:
+        entries = ranking.bound_placements(problem, trials, placements)
+        return ranking.find_best(trials, entries, targets, make_resource_function(problem), tick)
 
-    return refined(best(_coarse(problem, candidates)), best)
+    return refine(best(_list_coarse(problem, candidates)), best)
 
 
-def fewest(
+def find_smallest(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
-) -> Rated | None:
+) -> RankedPlacement | None:
     """The mixed instance whose replicas for the requested rate need least resources."""
 
-    def least(placements: list[Draft]) -> Rated | None:
-        entries = ranking.entries(problem, trials, placements)
-        return ranking.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
+    def least(placements: list[CandidatePlacement]) -> RankedPlacement | None:
+        entries = ranking.bound_placements(problem, trials, placements)
+        return ranking.find_smallest(
+            trials, entries, targets, make_resource_function(problem), problem.rate, tick
+        )
 
-    return refined(least(_coarse(problem, candidates)), least)
+    return refine(least(_list_coarse(problem, candidates)), least)
 
 
-def misconfiguration_cost(
-    problem: Problem, trials: Trials, targets: Targets, own: Draft, foreign: Draft
+def compute_misconfiguration_cost(
+    problem: Problem,
+    trials: Trials,
+    targets: Targets,
+    own: CandidatePlacement,
+    foreign: CandidatePlacement,
 ) -> float:
     """Resources per request of `foreign`, the best plan of another workload, relative to `own`.
 
@@ -60,20 +71,23 @@ def misconfiguration_cost(
     """
     weigh = problem.planning.objective
     rates = [
-        goodput.find(trials, cell_fleet(problem, each), targets).rate / each.resources(weigh)
-        for each in (own.copied(1), foreign.copied(1))
+        goodput.find_goodput(trials, build_cell_fleet(problem, each), targets).rate
+        / each.get_resources(weigh)
+        for each in (own.with_copies(1), foreign.with_copies(1))
     ]
     return rates[0] / rates[1] if rates[1] else float("inf")
 
 
-def _coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[Draft]:
+def _list_coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[CandidatePlacement]:
     instances = (
-        mixed_instance(problem, candidate, batching)
+        build_mixed_instance(problem, candidate, batching)
         for candidate in candidates
         for batching in problem.policies.mixed
     )
     return [
-        Draft((Group(Role.MIXED, instance.limited(instance.max_num_seqs, tokens), 1),))
+        CandidatePlacement(
+            (InstanceGroup(Role.MIXED, instance.with_limits(instance.max_num_seqs, tokens), 1),)
+        )
         for instance in instances
-        for tokens in _COARSE
+        for tokens in _COARSE_NUM_BATCHED_TOKENS
     ]

@@ -11,114 +11,130 @@ from dataclasses import dataclass, replace
 from cleave.api.role import Parallelism, Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import ranking
-from cleave.planner.search.batch_limits import refined
-from cleave.planner.search.candidate_placement import Draft, Group, cell_fleet, weight_in
-from cleave.planner.search.candidates import Candidate, by_gpu, decode_instance, prefill_instance
-from cleave.planner.search.ranking import Entry, Rated
+from cleave.planner.search.batch_limits import refine
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+    make_resource_function,
+)
+from cleave.planner.search.candidates import (
+    Candidate,
+    build_decode_instance,
+    build_prefill_instance,
+    group_by_gpu,
+)
+from cleave.planner.search.ranking import BoundedPlacement, RankedPlacement
 from cleave.planner.search.trials import Targets, Trials
-from cleave.simulator.fleet import Fleet
+from cleave.simulator.fleet import SimulatedFleet
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
+class BestPhases:
     """The best instance of each phase on one GPU type; None: it never meets the phase's target."""
 
     gpu: str
-    prefill: Rated | None
-    decode: Rated | None
+    prefill: RankedPlacement | None
+    decode: RankedPlacement | None
 
 
-def optimise(
+def optimize(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[Phases, ...]:
+) -> tuple[BestPhases, ...]:
     """Algorithm 1's loops (simu_prefill, simu_decode), for each GPU type."""
 
-    def best(tried: list[Entry], alone: Targets) -> Rated | None:
-        return ranking.best(trials, tried, alone, weight_in(problem), tick)
+    def best(tried: list[BoundedPlacement], alone: Targets) -> RankedPlacement | None:
+        return ranking.find_best(trials, tried, alone, make_resource_function(problem), tick)
 
-    return _phases(problem, trials, candidates, targets, best)
+    return _optimize_phases(problem, trials, candidates, targets, best)
 
 
-def fewest(
+def find_smallest(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[Phases, ...]:
+) -> tuple[BestPhases, ...]:
     """Per phase, the instances whose replicas for the requested rate need least resources."""
 
-    def least(tried: list[Entry], alone: Targets) -> Rated | None:
-        return ranking.fewest(trials, tried, alone, weight_in(problem), problem.rate, tick)
+    def least(tried: list[BoundedPlacement], alone: Targets) -> RankedPlacement | None:
+        return ranking.find_smallest(
+            trials, tried, alone, make_resource_function(problem), problem.rate, tick
+        )
 
-    return _phases(problem, trials, candidates, targets, least)
+    return _optimize_phases(problem, trials, candidates, targets, least)
 
 
-def pairs(problem: Problem, phases: Sequence[Phases]) -> list[tuple[Rated, Rated]]:
+def list_pairs(
+    problem: Problem, phases: Sequence[BestPhases]
+) -> list[tuple[RankedPlacement, RankedPlacement]]:
     """All pairs of a prefill instance and a decode instance that can pull its KV, across GPU
     types."""
     return [
         (prefill, decode)
-        for prefill in _distinct([each.prefill for each in phases])
-        for decode in _distinct([each.decode for each in phases])
-        if problem.can_pair(_parallelism(prefill), _parallelism(decode))
+        for prefill in _drop_duplicates([each.prefill for each in phases])
+        for decode in _drop_duplicates([each.decode for each in phases])
+        if problem.can_pair(_get_parallelism(prefill), _get_parallelism(decode))
     ]
 
 
-def replicated(prefill: Rated, decode: Rated, rate: float) -> Draft:
+def replicate(prefill: RankedPlacement, decode: RankedPlacement, rate: float) -> CandidatePlacement:
     """Replicas of both such that each phase serves `rate`: n = ceil(R / goodput)."""
     groups = [
-        Group(group.role, group.instance, math.ceil(rate / rated.goodput.rate))
+        InstanceGroup(group.role, group.instance, math.ceil(rate / rated.goodput.rate))
         for rated in (prefill, decode)
-        for group in rated.draft.groups
+        for group in rated.placement.groups
     ]
-    return Draft(tuple(groups))
+    return CandidatePlacement(tuple(groups))
 
 
-def single(problem: Problem, candidate: Candidate, role: Role) -> Draft:
+def build_single(problem: Problem, candidate: Candidate, role: Role) -> CandidatePlacement:
     """A placement of one instance of one role."""
-    instantiate = prefill_instance if role is Role.PREFILL else decode_instance
-    return Draft((Group(role, instantiate(problem, candidate), 1),))
+    instantiate = build_prefill_instance if role is Role.PREFILL else build_decode_instance
+    return CandidatePlacement((InstanceGroup(role, instantiate(problem, candidate), 1),))
 
 
-def _phases(
+def _optimize_phases(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
-    choose: Callable[[list[Entry], Targets], Rated | None],
-) -> tuple[Phases, ...]:
+    choose: Callable[[list[BoundedPlacement], Targets], RankedPlacement | None],
+) -> tuple[BestPhases, ...]:
     """The choice of `choose` for either phase, on each GPU type."""
 
-    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> Rated | None:
-        def chosen(placements: list[Draft]) -> Rated | None:
-            return choose(ranking.entries(problem, trials, placements, _phase_fleet), alone)
+    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> RankedPlacement | None:
+        def chosen(placements: list[CandidatePlacement]) -> RankedPlacement | None:
+            return choose(
+                ranking.bound_placements(problem, trials, placements, _build_phase_fleet), alone
+            )
 
-        return refined(chosen([single(problem, each, role) for each in of_kind]), chosen)
+        return refine(chosen([build_single(problem, each, role) for each in of_kind]), chosen)
 
     return tuple(
-        Phases(
+        BestPhases(
             gpu,
             phase(of_kind, Role.PREFILL, targets.prefill_only),
             phase(of_kind, Role.DECODE, targets.decode_only),
         )
-        for gpu, of_kind in by_gpu(candidates).items()
+        for gpu, of_kind in group_by_gpu(candidates).items()
     )
 
 
-def _phase_fleet(problem: Problem, placement: Draft) -> Fleet:
+def _build_phase_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
     """The fleet of one phase. In simu_decode requests arrive with their first token, so waits count
     in TPOT."""
-    return replace(cell_fleet(problem, placement), first_token_by_decode=False)
+    return replace(build_cell_fleet(problem, placement), first_token_by_decode=False)
 
 
-def _parallelism(rated: Rated) -> Parallelism:
-    return rated.draft.groups[0].instance.candidate.parallelism
+def _get_parallelism(rated: RankedPlacement) -> Parallelism:
+    return rated.placement.groups[0].instance.candidate.parallelism
 
 
-def _distinct(rated: Sequence[Rated | None]) -> list[Rated]:
-    return list({each.draft: each for each in rated if each is not None}.values())
+def _drop_duplicates(rated: Sequence[RankedPlacement | None]) -> list[RankedPlacement]:
+    return list({each.placement: each for each in rated if each is not None}.values())

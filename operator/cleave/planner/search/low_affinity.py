@@ -12,64 +12,74 @@ from dataclasses import dataclass
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import packing, ranking
-from cleave.planner.search.batch_limits import refined
-from cleave.planner.search.candidate_placement import Draft, Group, weight_in
-from cleave.planner.search.candidates import Candidate, decode_instance, prefill_instance
-from cleave.planner.search.ranking import Rated
+from cleave.planner.search.batch_limits import refine
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    make_resource_function,
+)
+from cleave.planner.search.candidates import (
+    Candidate,
+    build_decode_instance,
+    build_prefill_instance,
+)
+from cleave.planner.search.ranking import RankedPlacement
 from cleave.planner.search.trials import Targets, Trials
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
+class MaxReplicas:
     """Most instances of each phase whose stages share a node; one each in the paper's search."""
 
     prefill: int = 1
     decode: int = 1
 
 
-ANY = Replicas(prefill=1 << 10, decode=1 << 10)
+UNLIMITED = MaxReplicas(prefill=1 << 10, decode=1 << 10)
 """As many as a node has room for."""
 
 
-def optimise(
+def optimize(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
-    max_replicas: Replicas = ANY,
+    max_replicas: MaxReplicas = UNLIMITED,
     tick: Callable[[], None] = lambda: None,
-) -> Rated | None:
+) -> RankedPlacement | None:
     """The intra-node configuration with most goodput per resource; both phases simulated jointly.
 
     The bound of a pair is that of its slower phase, since every request passes through both.
     """
 
-    def best(placements: list[Draft]) -> Rated | None:
-        entries = ranking.entries(problem, trials, placements)
-        return ranking.best(trials, entries, targets, weight_in(problem), tick)
+    def best(placements: list[CandidatePlacement]) -> RankedPlacement | None:
+        entries = ranking.bound_placements(problem, trials, placements)
+        return ranking.find_best(trials, entries, targets, make_resource_function(problem), tick)
 
-    return refined(best(configurations(problem, candidates, max_replicas)), best)
+    return refine(best(list_configurations(problem, candidates, max_replicas)), best)
 
 
-def fewest(
+def find_smallest(
     problem: Problem,
     trials: Trials,
     candidates: Sequence[Candidate],
     targets: Targets,
     tick: Callable[[], None] = lambda: None,
-) -> Rated | None:
+) -> RankedPlacement | None:
     """The configuration whose cells for the requested rate need least resources."""
 
-    def least(placements: list[Draft]) -> Rated | None:
-        entries = ranking.entries(problem, trials, placements)
-        return ranking.fewest(trials, entries, targets, weight_in(problem), problem.rate, tick)
+    def least(placements: list[CandidatePlacement]) -> RankedPlacement | None:
+        entries = ranking.bound_placements(problem, trials, placements)
+        return ranking.find_smallest(
+            trials, entries, targets, make_resource_function(problem), problem.rate, tick
+        )
 
-    return refined(least(configurations(problem, candidates, ANY)), least)
+    return refine(least(list_configurations(problem, candidates, UNLIMITED)), least)
 
 
-def configurations(
-    problem: Problem, candidates: Sequence[Candidate], max_replicas: Replicas
-) -> list[Draft]:
+def list_configurations(
+    problem: Problem, candidates: Sequence[Candidate], max_replicas: MaxReplicas
+) -> list[CandidatePlacement]:
     """The paper's get_intra_node_configs, for every number of stages."""
     placements = [
         placement
@@ -78,23 +88,23 @@ def configurations(
         if prefill.supply == decode.supply
         and prefill.parallelism.pipeline == decode.parallelism.pipeline
         and problem.can_pair(prefill.parallelism, decode.parallelism)
-        for placement in _counts(problem, prefill, decode, max_replicas)
+        for placement in _list_replica_counts(problem, prefill, decode, max_replicas)
     ]
-    return [placement for placement in placements if packing.fits(problem, placement)]
+    return [placement for placement in placements if packing.has_room(problem, placement)]
 
 
-def _counts(
-    problem: Problem, prefill: Candidate, decode: Candidate, max_replicas: Replicas
-) -> list[Draft]:
+def _list_replica_counts(
+    problem: Problem, prefill: Candidate, decode: Candidate, max_replicas: MaxReplicas
+) -> list[CandidatePlacement]:
     # GPUs for one pipeline stage, limited by the node and by the GPUs that may be used.
     usable = min(problem.max_gpus, prefill.supply.max_gpus) // prefill.parallelism.pipeline
     room = min(prefill.supply.gpus_per_node, usable)
     first, second = prefill.parallelism.tensor, decode.parallelism.tensor
     return [
-        Draft(
+        CandidatePlacement(
             (
-                Group(Role.PREFILL, prefill_instance(problem, prefill), n),
-                Group(Role.DECODE, decode_instance(problem, decode), m),
+                InstanceGroup(Role.PREFILL, build_prefill_instance(problem, prefill), n),
+                InstanceGroup(Role.DECODE, build_decode_instance(problem, decode), m),
             ),
             is_in_node=True,
         )

@@ -9,9 +9,9 @@ import math
 
 from cleave.simulator.trace import Trace
 
-_ALIKE = 0.02
+_EQUAL_LENGTH_VARIATION = 0.02
 """Largest coefficient of variation of prompt lengths that count as equal."""
-_POISSON = (0.9, 1.1)
+_POISSON_VARIATION = (0.9, 1.1)
 """Range of the coefficient of variation of gaps that count as Poisson arrivals."""
 
 
@@ -19,27 +19,27 @@ class QueueingError(ValueError):
     """The queue grows without bound, or the formula does not apply."""
 
 
-def mean_ttft_ms(rate: float, prefill_ms: float) -> float:
+def compute_mean_ttft_ms(rate: float, prefill_ms: float) -> float:
     """Eq. 1: D + R D^2 / (2 (1 - R D)). Raises QueueingError if R D >= 1."""
-    return prefill_ms + _wait_ms(rate, prefill_ms)
+    return prefill_ms + _compute_wait_ms(rate, prefill_ms)
 
 
-def mean_ttft_inter_op_ms(rate: float, prefill_ms: float, stages: int = 2) -> float:
+def compute_mean_ttft_inter_op_ms(rate: float, prefill_ms: float, stages: int = 2) -> float:
     """Eq. 2, D + R D^2 / (4 (2 - R D)); with s stages D + R D^2 / (2 s (s - R D)).
 
     A request takes D through all stages; the queue advances at the pace of one stage, D / s.
     """
-    return prefill_ms + _wait_ms(rate, prefill_ms / stages)
+    return prefill_ms + _compute_wait_ms(rate, prefill_ms / stages)
 
 
-def mean_ttft_intra_op_ms(rate: float, prefill_ms: float, speedup: float) -> float:
+def compute_mean_ttft_intra_op_ms(rate: float, prefill_ms: float, speedup: float) -> float:
     """Eq. 3: D / K + R D^2 / (2 K (K - R D)), with the speed-up 1 < K < tensor parallel size."""
     if not speedup > 0:
         raise QueueingError(f"speedup {speedup:g}: must be above 0")
-    return mean_ttft_ms(rate, prefill_ms / speedup)
+    return compute_mean_ttft_ms(rate, prefill_ms / speedup)
 
 
-def crossing_rate(prefill_ms: float, speedup: float) -> float:
+def find_crossing_rate(prefill_ms: float, speedup: float) -> float:
     """Rate in req/s from which two-way inter-op beats two-way intra-op in mean TTFT.
 
     Found by bisection on Eq. 2 and 3; infinite: intra-op is faster at every stable rate. Below a
@@ -48,11 +48,11 @@ def crossing_rate(prefill_ms: float, speedup: float) -> float:
     if speedup <= 1:
         return 0.0
     low, high = 0.0, min(speedup, 2.0) * 1000.0 / prefill_ms * (1 - 1e-9)
-    if not _is_inter_op_ahead(high, prefill_ms, speedup):
+    if not _is_inter_op_faster(high, prefill_ms, speedup):
         return math.inf
     for _ in range(60):
         middle = (low + high) / 2
-        if _is_inter_op_ahead(middle, prefill_ms, speedup):
+        if _is_inter_op_faster(middle, prefill_ms, speedup):
             high = middle
         else:
             low = middle
@@ -64,18 +64,18 @@ def applies(trace: Trace) -> bool:
     if len(trace) < 100:
         return False
     prompts, gaps = trace.prompt_tokens, trace.arrival_ms[1:] - trace.arrival_ms[:-1]
-    low, high = _POISSON
-    is_alike = float(prompts.std()) <= _ALIKE * float(prompts.mean())
+    low, high = _POISSON_VARIATION
+    is_alike = float(prompts.std()) <= _EQUAL_LENGTH_VARIATION * float(prompts.mean())
     return is_alike and low <= float(gaps.std()) / float(gaps.mean()) <= high
 
 
-def _is_inter_op_ahead(rate: float, prefill_ms: float, speedup: float) -> bool:
-    return mean_ttft_inter_op_ms(rate, prefill_ms) < mean_ttft_intra_op_ms(
+def _is_inter_op_faster(rate: float, prefill_ms: float, speedup: float) -> bool:
+    return compute_mean_ttft_inter_op_ms(rate, prefill_ms) < compute_mean_ttft_intra_op_ms(
         rate, prefill_ms, speedup
     )
 
 
-def _wait_ms(rate: float, service_ms: float) -> float:
+def _compute_wait_ms(rate: float, service_ms: float) -> float:
     """Mean wait in M/D/1: R D^2 / (2 (1 - R D))."""
     per_ms = rate / 1000.0
     load = per_ms * service_ms

@@ -7,30 +7,32 @@ equal nodes.
 from collections import Counter
 
 from cleave.planner.problem import Problem, Supply
-from cleave.planner.search.candidate_placement import Draft
+from cleave.planner.search.candidate_placement import CandidatePlacement
 
 
-def fits(problem: Problem, placement: Draft) -> bool:
+def has_room(problem: Problem, placement: CandidatePlacement) -> bool:
     """Whether the nodes have room for all cells."""
     if placement.gpus > problem.max_gpus:
         return False
     return all(
         sum(size * count for size, count in pieces.items()) <= supply.max_gpus
         and _is_packable(pieces, supply)
-        for supply, pieces in _pieces(placement).items()
+        for supply, pieces in _list_pieces(placement).items()
     )
 
 
-def most_copies(problem: Problem, placement: Draft, limit: int = 1 << 20) -> int:
+def count_copies(problem: Problem, placement: CandidatePlacement, limit: int = 1 << 20) -> int:
     """How many cells like this one the nodes have room for, at most `limit`."""
-    low, high = 0, min(limit, problem.max_gpus // max(placement.copied(1).gpus, 1)) + 1
+    low, high = 0, min(limit, problem.max_gpus // max(placement.with_copies(1).gpus, 1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(problem, placement.copied(middle)) else (low, middle)
+        low, high = (
+            (middle, high) if has_room(problem, placement.with_copies(middle)) else (low, middle)
+        )
     return low
 
 
-def _pieces(placement: Draft) -> dict[Supply, Counter[int]]:
+def _list_pieces(placement: CandidatePlacement) -> dict[Supply, Counter[int]]:
     """Per supply: GPUs that must share a node -> number of such groups."""
     pieces: dict[Supply, Counter[int]] = {}
     if placement.is_in_node:
@@ -49,10 +51,10 @@ def _pieces(placement: Draft) -> dict[Supply, Counter[int]]:
 
 def _is_packable(pieces: Counter[int], supply: Supply) -> bool:
     free = Counter({supply.gpus_per_node: supply.num_nodes})
-    return all(_place(size, pieces[size], free) for size in sorted(pieces, reverse=True))
+    return all(_take_room(size, pieces[size], free) for size in sorted(pieces, reverse=True))
 
 
-def _place(size: int, count: int, free: Counter[int]) -> bool:
+def _take_room(size: int, count: int, free: Counter[int]) -> bool:
     """Take room for `count` groups of `size` GPUs out of `free` (free GPUs of a node -> nodes)."""
     for room in sorted(room for room, nodes in free.items() if room >= size and nodes):
         per_node = room // size

@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import capacity_bound, goodput
-from cleave.planner.search.candidate_placement import Draft, cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
 from cleave.planner.search.goodput import Goodput
 from cleave.planner.search.trials import Targets, Trials
-from cleave.simulator.fleet import Fleet
-from cleave.simulator.run import prepare
+from cleave.simulator.fleet import SimulatedFleet
+from cleave.simulator.run import prepare_fleet
 
-_EQUAL = 1e-9
+_RELATIVE_TOLERANCE = 1e-9
 
-Weigh = Callable[[Draft], float]
+ResourceFunction = Callable[[CandidatePlacement], float]
 """Returns the resources of a placement in the unit of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rated:
+class RankedPlacement:
     """A placement with its goodput."""
 
-    draft: Draft
+    placement: CandidatePlacement
     goodput: Goodput
     """Goodput of one cell."""
     per_resource: float
@@ -37,29 +37,29 @@ class Rated:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BoundedPlacement:
     """A placement that may be tried, with the fleet that simulates it."""
 
-    draft: Draft
-    fleet: Fleet
+    placement: CandidatePlacement
+    fleet: SimulatedFleet
     bound: float
     """Upper bound of its goodput."""
 
 
-def best(
+def find_best(
     trials: Trials,
-    tried: Iterable[Entry],
+    tried: Iterable[BoundedPlacement],
     targets: Targets,
-    weigh: Weigh,
+    weigh: ResourceFunction,
     tick: Callable[[], None] = lambda: None,
-) -> Rated | None:
+) -> RankedPlacement | None:
     """The placement with most goodput per resource; None: none meets the targets at any rate.
 
     `tick` is called once per entry. Among equals, the smaller placement wins.
     """
-    winner: Rated | None = None
+    winner: RankedPlacement | None = None
     ordered = sorted(
-        ((each.bound / weigh(each.draft), -weigh(each.draft), each) for each in tried),
+        ((each.bound / weigh(each.placement), -weigh(each.placement), each) for each in tried),
         key=lambda item: item[:2],
         reverse=True,
     )
@@ -68,68 +68,70 @@ def best(
         best_ratio = winner.per_resource if winner else 0.0
         if bound <= best_ratio:
             continue
-        weight = weigh(entry.draft)
-        rated = goodput.find(trials, entry.fleet, targets, at_least=best_ratio * weight)
+        weight = weigh(entry.placement)
+        rated = goodput.find_goodput(trials, entry.fleet, targets, at_least=best_ratio * weight)
         if rated.rate / weight > best_ratio:
-            winner = Rated(entry.draft, rated, rated.rate / weight)
+            winner = RankedPlacement(entry.placement, rated, rated.rate / weight)
     return winner
 
 
-def fewest(
+def find_smallest(
     trials: Trials,
-    tried: Iterable[Entry],
+    tried: Iterable[BoundedPlacement],
     targets: Targets,
-    weigh: Weigh,
+    weigh: ResourceFunction,
     rate: float,
     tick: Callable[[], None] = lambda: None,
-) -> Rated | None:
+) -> RankedPlacement | None:
     """The placement of which n = ceil(rate / goodput) copies need least resources; its goodput is
     set to rate / n.
 
     At low rates that is not the one with most goodput per resource, which may be far too large.
-    None: none meets the targets. Cheaper than `best`: a placement only has to serve its share of
-    the rate with so few copies that they need less than the best so far.
+    None: none meets the targets. Cheaper than `find_best`: a placement only has to serve its share
+    of the rate with so few copies that they need less than the best so far.
     """
-    winner: Rated | None = None
+    winner: RankedPlacement | None = None
     ordered = sorted(
-        ((math.ceil(rate / each.bound) * weigh(each.draft), each) for each in tried),
-        key=lambda item: (item[0], weigh(item[1].draft)),
+        ((math.ceil(rate / each.bound) * weigh(each.placement), each) for each in tried),
+        key=lambda item: (item[0], weigh(item[1].placement)),
     )
     for optimistic, entry in ordered:
         tick()
-        weight = weigh(entry.draft)
-        limit = _taken(winner, weigh, rate)
-        if optimistic >= limit * (1 - _EQUAL):
+        weight = weigh(entry.placement)
+        limit = _compute_resources(winner, weigh, rate)
+        if optimistic >= limit * (1 - _RELATIVE_TOLERANCE):
             continue
         max_copies = math.ceil(limit / weight) - 1 if math.isfinite(limit) else None
-        copies = _copies(trials, entry, targets, rate, max_copies)
+        copies = _count_copies(trials, entry, targets, rate, max_copies)
         if copies is not None:
             shared = Goodput(rate / copies, targets.attainment)
-            winner = Rated(entry.draft, shared, shared.rate / weight)
+            winner = RankedPlacement(entry.placement, shared, shared.rate / weight)
     return winner
 
 
-def _taken(winner: Rated | None, weigh: Weigh, rate: float) -> float:
+def _compute_resources(
+    winner: RankedPlacement | None, weigh: ResourceFunction, rate: float
+) -> float:
     if winner is None:
         return math.inf
-    return round(rate / winner.goodput.rate) * weigh(winner.draft)
+    return round(rate / winner.goodput.rate) * weigh(winner.placement)
 
 
-def _copies(
-    trials: Trials, entry: Entry, targets: Targets, rate: float, max_copies: int | None
+def _count_copies(
+    trials: Trials, entry: BoundedPlacement, targets: Targets, rate: float, max_copies: int | None
 ) -> int | None:
     """Fewest copies, at most `max_copies`, that together serve the rate; None: that many do not."""
-    if not goodput.could_hold(trials, entry.fleet, targets):
+    if not goodput.can_meet_targets(trials, entry.fleet, targets):
         return None
     if max_copies is None:
-        served = goodput.find(trials, entry.fleet, targets).rate
+        served = goodput.find_goodput(trials, entry.fleet, targets).rate
         return math.ceil(rate / served) if served else None
-    prepared = prepare(entry.fleet)
+    prepared = prepare_fleet(entry.fleet)
 
     def holds(copies: int) -> bool:
         share = rate / copies
-        span = trials.span(share, targets)
-        return trials.shares(prepared, share, targets, span).both >= targets.attainment
+        span = trials.compute_span(share, targets)
+        return trials.measure_shares(prepared, share, targets, span).both >= targets.attainment
 
     low, high = math.ceil(rate / entry.bound) - 1, max_copies
     if not holds(high):
@@ -140,16 +142,16 @@ def _copies(
     return high
 
 
-def entries(
+def bound_placements(
     problem: Problem,
     trials: Trials,
-    placements: Iterable[Draft],
-    lay_out: Callable[[Problem, Draft], Fleet] = cell_fleet,
-) -> list[Entry]:
+    placements: Iterable[CandidatePlacement],
+    lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell_fleet,
+) -> list[BoundedPlacement]:
     """Placements with the rate bounds of their fleets."""
-    lengths = trials.lengths()
+    lengths = trials.get_lengths()
     fleets = [(placement, lay_out(problem, placement)) for placement in placements]
     return [
-        Entry(placement, fleet, capacity_bound.fleet_rate(fleet, lengths))
+        BoundedPlacement(placement, fleet, capacity_bound.compute_fleet_rate(fleet, lengths))
         for placement, fleet in fleets
     ]

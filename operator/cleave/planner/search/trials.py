@@ -16,21 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api.deployment import Slo
-from cleave.planner.search.capacity_bound import Lengths
-from cleave.simulator.fleet import Fleet
-from cleave.simulator.outcome import Outcome
-from cleave.simulator.run import Prepared, measure, simulate
+from cleave.planner.search.capacity_bound import LengthStatistics
+from cleave.simulator.fleet import SimulatedFleet
+from cleave.simulator.outcome import SimulationResult
+from cleave.simulator.run import PreparedFleet, measure_latencies, simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic.workload import Demand
 
-OVERLOAD = 100.0
+MIN_TTFT_TARGETS = 100.0
 """Shortest duration of a trial, in TTFT targets."""
-_LARGE = 4
-"""A trial need not cover `Precision.lives` when it has this many times the minimum number of
+_MAX_SAMPLE_FACTOR = 4
+"""A trial need not cover `Precision.lifetimes` when it has this many times the minimum number of
 requests: with many concurrent requests the variance is small anyway."""
-_MOST_REQUESTS = 200_000
+_MAX_REQUESTS = 200_000
 """Most counted requests of a trial."""
-_LONGEST_DURATION_S = 600.0
+_MAX_DURATION_S = 600.0
 """Longest duration that OVERLOAD may ask for."""
 
 
@@ -40,19 +40,19 @@ class Precision:
 
     min_requests: int
     """Fewest counted requests."""
-    lives: float
+    lifetimes: float
     """Shortest duration, in lifetimes of a request under the targets."""
 
 
-RANKING = Precision(min_requests=1000, lives=4.0)
+RANKING_PRECISION = Precision(min_requests=1000, lifetimes=4.0)
 """Enough to compare: all candidates serve the same requests and have similar errors. Instances that
 are short of memory look up to a fifth too good, because queues for memory grow slowly."""
-CONFIRMED = Precision(min_requests=10_000, lives=10.0)
+CONFIRMATION_PRECISION = Precision(min_requests=10_000, lifetimes=10.0)
 """Enough to report: the remaining error is a few per cent, within the confidence interval."""
 
 
 @dataclass(slots=True)
-class Tally:
+class SimulationTally:
     """Number of simulations and simulated requests."""
 
     trials: int = 0
@@ -69,11 +69,11 @@ class Targets:
     attainment: float
 
     @classmethod
-    def of(cls, slo: Slo) -> Self:
+    def from_slo(cls, slo: Slo) -> Self:
         """The targets of a deployment's SLO."""
         return cls(slo.ttft_ms, slo.tpot_ms, slo.attainment)
 
-    def scaled(self, scale: float) -> "Targets":
+    def scale(self, scale: float) -> "Targets":
         """The same with both latencies multiplied by `scale`."""
         return replace(self, ttft_ms=self.ttft_ms * scale, tpot_ms=self.tpot_ms * scale)
 
@@ -104,84 +104,96 @@ class Trials:
 
     demand: Demand
     seed: int = 0
-    precision: Precision = RANKING
-    tally: Tally = field(default_factory=Tally)
-    _units: dict[tuple[int, int], Trace] = field(default_factory=dict)
-    _lengths: dict[int, Lengths] = field(default_factory=dict)
+    precision: Precision = RANKING_PRECISION
+    tally: SimulationTally = field(default_factory=SimulationTally)
+    _unit_traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
+    _lengths: dict[int, LengthStatistics] = field(default_factory=dict)
 
-    def reseeded(self, seed: int) -> "Trials":
+    def with_seed(self, seed: int) -> "Trials":
         """The same demand with other random requests."""
         return replace(self, seed=seed, _lengths={})
 
-    def at(self, precision: Precision) -> "Trials":
+    def with_precision(self, precision: Precision) -> "Trials":
         """The same with longer or shorter trials."""
         return replace(self, precision=precision)
 
-    def span(self, rate: float, targets: Targets) -> "Span":
+    def compute_span(self, rate: float, targets: Targets) -> "TrialSpan":
         """Number of requests of a trial at `rate`."""
-        life_s = self._life_ms(targets) / 1000
-        overload_s = targets.ttft_ms / 1000 * OVERLOAD if math.isfinite(targets.ttft_ms) else 0.0
+        life_s = self._compute_lifetime_ms(targets) / 1000
+        overload_s = (
+            targets.ttft_ms / 1000 * MIN_TTFT_TARGETS if math.isfinite(targets.ttft_ms) else 0.0
+        )
         min_requests = self.precision.min_requests
-        lives = min(rate * life_s * self.precision.lives, _LARGE * min_requests)
-        overload = rate * min(overload_s, _LONGEST_DURATION_S)
-        counted = int(min(max(lives, overload, min_requests), _MOST_REQUESTS))
-        return Span(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
+        lives = min(rate * life_s * self.precision.lifetimes, _MAX_SAMPLE_FACTOR * min_requests)
+        overload = rate * min(overload_s, _MAX_DURATION_S)
+        counted = int(min(max(lives, overload, min_requests), _MAX_REQUESTS))
+        return TrialSpan(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
 
-    def shares(
-        self, fleet: Fleet | Prepared, rate: float, targets: Targets, span: "Span"
+    def measure_shares(
+        self,
+        fleet: SimulatedFleet | PreparedFleet,
+        rate: float,
+        targets: Targets,
+        span: "TrialSpan",
     ) -> Shares:
         """Simulate `fleet` at `rate` and measure the shares of requests that met the targets."""
-        self._count(span)
-        ttft_ms, tpot_ms = measure(fleet, self.trace(span.total, rate), self.seed)
+        self._record(span)
+        ttft_ms, tpot_ms = measure_latencies(fleet, self.build_trace(span.total, rate), self.seed)
         # nan (an unfinished request) compares as missing its target.
         in_time = ttft_ms[span.window] <= targets.ttft_ms
         fluent = tpot_ms[span.window] <= targets.tpot_ms
-        return Shares(_share(in_time & fluent), _share(in_time), _share(fluent))
+        return Shares(
+            _compute_share(in_time & fluent), _compute_share(in_time), _compute_share(fluent)
+        )
 
-    def serve(self, fleet: Fleet | Prepared, rate: float, span: "Span") -> Outcome:
+    def simulate(
+        self, fleet: SimulatedFleet | PreparedFleet, rate: float, span: "TrialSpan"
+    ) -> SimulationResult:
         """Simulate `fleet` at `rate` and return the outcome of all requests."""
-        self._count(span)
-        return simulate(fleet, self.trace(span.total, rate), self.seed)
+        self._record(span)
+        return simulate(fleet, self.build_trace(span.total, rate), self.seed)
 
-    def trace(self, num: int, rate: float) -> Trace:
+    def build_trace(self, num: int, rate: float) -> Trace:
         """`num` requests at exactly `rate`; another rate scales the gaps of the same requests."""
-        unit = self._unit(num)
+        unit = self._get_unit_trace(num)
         return replace(unit, arrival_ms=unit.arrival_ms / rate)
 
-    def lengths(self, num: int | None = None) -> Lengths:
+    def get_lengths(self, num: int | None = None) -> LengthStatistics:
         """Length statistics of the requests of a trial of `num` requests, for rate bounds."""
         num_requests = num or self.precision.min_requests
         if num_requests not in self._lengths:
-            self._lengths[num_requests] = Lengths.of(self._unit(num_requests))
+            self._lengths[num_requests] = LengthStatistics.from_trace(
+                self._get_unit_trace(num_requests)
+            )
         return self._lengths[num_requests]
 
-    def sample(self) -> Trace:
+    def get_sample(self) -> Trace:
         """The requests of a short trial, at one per second."""
-        return self._unit(self.precision.min_requests)
+        return self._get_unit_trace(self.precision.min_requests)
 
-    def _count(self, span: "Span") -> None:
+    def _record(self, span: "TrialSpan") -> None:
         self.tally.trials += 1
         self.tally.requests += span.total
 
-    def _unit(self, num: int) -> Trace:
-        unit = self._units.get((self.seed, num))
+    def _get_unit_trace(self, num: int) -> Trace:
+        unit = self._unit_traces.get((self.seed, num))
         if unit is None:
             drawn = self.demand.draw(num, 1.0, self.seed)
             span_ms = float(drawn.arrival_ms[-1])
             stretch = num * 1000.0 / span_ms if span_ms else 1.0
             unit = replace(drawn, arrival_ms=drawn.arrival_ms * stretch)
-            self._units[self.seed, num] = unit
+            self._unit_traces[self.seed, num] = unit
         return unit
 
-    def _life_ms(self, targets: Targets) -> float:
-        lengths = self.lengths()
+    def _compute_lifetime_ms(self, targets: Targets) -> float:
+        lengths = self.get_lengths()
         ttft_ms = targets.ttft_ms if math.isfinite(targets.ttft_ms) else 0.0
         tpot_ms = targets.tpot_ms if math.isfinite(targets.tpot_ms) else 0.0
-        return ttft_ms + tpot_ms * lengths.decode_passes
+        return ttft_ms + tpot_ms * lengths.decode_steps
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TrialSpan:
     """Number of requests of a trial, in order of arrival."""
 
     ramp: int
@@ -199,5 +211,5 @@ class Span:
         return slice(self.ramp, self.ramp + self.counted)
 
 
-def _share(is_met: NDArray[np.bool_]) -> float:
+def _compute_share(is_met: NDArray[np.bool_]) -> float:
     return float(np.count_nonzero(is_met)) / len(is_met)

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 pytest.importorskip("nixl", reason="NIXL comes with the worker extras")
 
 from cleave_worker.transfer import client  # noqa: E402
-from cleave_worker.transfer.handoff import Reason, RefusedError  # noqa: E402
-from cleave_worker.transfer.memory import Memory, Move, Span  # noqa: E402
-from cleave_worker.transfer.transport import LinkError, Way  # noqa: E402
+from cleave_worker.transfer.handoff import RefusalReason, RefusedError  # noqa: E402
+from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy  # noqa: E402
+from cleave_worker.transfer.transport import LinkError, Transport  # noqa: E402
 from cleave_worker.transfer.transports import nixl  # noqa: E402
-from cleave_worker.transfer.transports.nixl_buffers import PIECE_BYTES, Arrivals  # noqa: E402
+from cleave_worker.transfer.transports.nixl_buffers import CHUNK_BYTES, StagingBuffers  # noqa: E402
 
 from tests.support.kv_server_process import OwnerProcess, caches, kept_as  # noqa: E402
 
@@ -38,34 +38,34 @@ def ours() -> Memory:
 
 
 @pytest.fixture
-def link(theirs: Memory, ours: Memory) -> Iterator[nixl.Nixl]:
-    served = nixl.Served(PEER, theirs)
+def link(theirs: Memory, ours: Memory) -> Iterator[nixl.NixlLink]:
+    served = nixl.RegisteredRegions(PEER, theirs)
     made = linked(ours, arrivals(), served)
     yield made
     made.close()
 
 
-def linked(ours: Memory, own: Arrivals, served: nixl.Served) -> nixl.Nixl:
-    reach = served.reach()
+def linked(ours: Memory, own: StagingBuffers, served: nixl.RegisteredRegions) -> nixl.NixlLink:
+    reach = served.get_metadata()
     assert reach
-    return nixl.Nixl(ours, own, reach, PEER, BOUND_S)
+    return nixl.NixlLink(ours, own, reach, PEER, BOUND_S)
 
 
-def arrivals() -> Arrivals:
-    return Arrivals("boot-d/0/reader", torch.device("cpu"))
+def arrivals() -> StagingBuffers:
+    return StagingBuffers("boot-d/0/reader", torch.device("cpu"))
 
 
 MOVES = [
-    Move(Span(0, 5, 9 << 20), Span(1, 7, 9 << 20)),
-    Move(Span(1, 15 << 20, 3), Span(0, 0, 3)),
-    Move(Span(1, 0, PIECE_BYTES), Span(0, 100, PIECE_BYTES)),
-    Move(Span(0, 1, 2), Span(0, 10, 2)),
+    RangeCopy(ByteRange(0, 5, 9 << 20), ByteRange(1, 7, 9 << 20)),
+    RangeCopy(ByteRange(1, 15 << 20, 3), ByteRange(0, 0, 3)),
+    RangeCopy(ByteRange(1, 0, CHUNK_BYTES), ByteRange(0, 100, CHUNK_BYTES)),
+    RangeCopy(ByteRange(0, 1, 2), ByteRange(0, 10, 2)),
 ]
 """Scattered, and more than is under way at a time."""
 
 
 def test_scattered_spans_are_read_and_nothing_else_is_touched(
-    link: nixl.Nixl, theirs: Memory, ours: Memory
+    link: nixl.NixlLink, theirs: Memory, ours: Memory
 ) -> None:
     expected = [region.clone() for region in ours.regions]
     for there, here in MOVES:
@@ -76,7 +76,7 @@ def test_scattered_spans_are_read_and_nothing_else_is_touched(
 
 
 def test_scattered_spans_are_written_and_nothing_else_is_touched(
-    link: nixl.Nixl, theirs: Memory, ours: Memory
+    link: nixl.NixlLink, theirs: Memory, ours: Memory
 ) -> None:
     for region in ours.regions:
         region.random_(1, 255)
@@ -90,14 +90,14 @@ def test_scattered_spans_are_written_and_nothing_else_is_touched(
 @pytest.mark.parametrize(
     "move",
     [
-        Move(Span(0, SIZE, 1), Span(0, 0, 1)),
-        Move(Span(9, 0, 1), Span(0, 0, 1)),
-        Move(Span(0, 0, 1), Span(0, SIZE, 1)),
+        RangeCopy(ByteRange(0, SIZE, 1), ByteRange(0, 0, 1)),
+        RangeCopy(ByteRange(9, 0, 1), ByteRange(0, 0, 1)),
+        RangeCopy(ByteRange(0, 0, 1), ByteRange(0, SIZE, 1)),
     ],
     ids=["beyond their region", "no such region", "beyond own region"],
 )
 def test_a_span_that_is_not_there_is_an_error_and_the_end_of_the_link(
-    link: nixl.Nixl, ours: Memory, move: Move
+    link: nixl.NixlLink, ours: Memory, move: RangeCopy
 ) -> None:
     with pytest.raises(LinkError):
         link.read([move], BOUND_S)
@@ -107,13 +107,13 @@ def test_a_span_that_is_not_there_is_an_error_and_the_end_of_the_link(
 
 
 def test_an_agent_of_another_boot_is_refused(theirs: Memory, ours: Memory) -> None:
-    served = nixl.Served("boot-before/0", theirs)
+    served = nixl.RegisteredRegions("boot-before/0", theirs)
     with pytest.raises(LinkError, match="boot-before/0"):
         linked(ours, arrivals(), served)
 
 
 def test_links_to_one_owner_do_not_end_each_other(theirs: Memory, ours: Memory) -> None:
-    served, shared = nixl.Served(PEER, theirs), arrivals()
+    served, shared = nixl.RegisteredRegions(PEER, theirs), arrivals()
     first, second = (linked(ours, shared, served) for _ in range(2))
     first.close()
     first.close()
@@ -129,39 +129,43 @@ def test_what_is_not_installed_is_left_out_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    ways = (Way.SHARED_MEMORY, Way.NIXL, Way.GLOO)
-    assert nixl.usable(ways) == ways
-    monkeypatch.setattr(nixl, "installed", lambda: False)
-    assert nixl.usable(ways) == (Way.SHARED_MEMORY, Way.GLOO)
+    ways = (Transport.SHARED_MEMORY, Transport.NIXL, Transport.GLOO)
+    assert nixl.filter_installed(ways) == ways
+    monkeypatch.setattr(nixl, "is_installed", lambda: False)
+    assert nixl.filter_installed(ways) == (Transport.SHARED_MEMORY, Transport.GLOO)
     assert caplog.messages == [
         "NIXL is not installed: KV is transferred over shared memory or gloo"
     ]
     with pytest.raises(ValueError, match="install it"):
-        nixl.usable([Way.NIXL])
+        nixl.filter_installed([Transport.NIXL])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_nixl_is_tried_only_where_a_card_reads_memory_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
-    monkeypatch.setattr(nixl, "_CARDS", tmp_path / "absent")
-    without = nixl.usual(torch.device(device))
-    assert Way.NIXL not in without
-    monkeypatch.setattr(nixl, "_CARDS", tmp_path)
-    assert nixl.usual(torch.device(device)) == without
+    monkeypatch.setattr(nixl, "_INFINIBAND_DEVICES", tmp_path / "absent")
+    without = nixl.choose_transports(torch.device(device))
+    assert Transport.NIXL not in without
+    monkeypatch.setattr(nixl, "_INFINIBAND_DEVICES", tmp_path)
+    assert nixl.choose_transports(torch.device(device)) == without
     (tmp_path / "mlx5_0").mkdir()
-    assert nixl.usual(torch.device(device)) == (*without[:-1], Way.NIXL, without[-1])
+    assert nixl.choose_transports(torch.device(device)) == (
+        *without[:-1],
+        Transport.NIXL,
+        without[-1],
+    )
 
 
 def test_where_nothing_but_tcp_is_left_nixl_is_not_used_unasked(
     start_owner: "Start", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UCX_TLS")
-    owner, engine = start_owner(shared=False), Engine(BOUND_S, Way.NIXL, Way.GLOO)
-    if any(nixl._CARDS.glob("*")):
+    owner, engine = start_owner(shared=False), Engine(BOUND_S, Transport.NIXL, Transport.GLOO)
+    if any(nixl._INFINIBAND_DEVICES.glob("*")):
         pytest.skip("this machine has cards of its own")
     hand_off = owner.hold("r", PROMPT, [3])
-    assert engine.reader.pull(hand_off, hand_off.prompt_digest, 0, [3]) is Way.GLOO
+    assert engine.reader.pull(hand_off, hand_off.prompt_digest, 0, [3]) is Transport.GLOO
     assert engine.values(3) == written(3)
     engine.reader.close()
 
@@ -169,14 +173,14 @@ def test_where_nothing_but_tcp_is_left_nixl_is_not_used_unasked(
 class Engine:
     """A decode engine with blocks of its own, whose reads may take this long."""
 
-    def __init__(self, transfer_s: float, *ways: Way) -> None:
+    def __init__(self, transfer_s: float, *ways: Transport) -> None:
         self.tensors = caches(0)
         kept = kept_as("boot-d", self.tensors)
-        self.reader = client.Reader(kept, ways or [Way.NIXL], transfer_s)
+        self.reader = client.KvClient(kept, ways or [Transport.NIXL], transfer_s)
 
     def pull(self, owner: OwnerProcess, request_id: str, block: int) -> None:
         hand_off = owner.hold(request_id, PROMPT, [block])
-        assert self.reader.pull(hand_off, hand_off.prompt_digest, 0, [block]) is Way.NIXL
+        assert self.reader.pull(hand_off, hand_off.prompt_digest, 0, [block]) is Transport.NIXL
 
     def values(self, block: int) -> list[float]:
         return [layer[block, 0, 0, 0].item() for layer in self.tensors]
@@ -195,14 +199,14 @@ Start = Callable[..., OwnerProcess]
 
 def before_bytes(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> None:
     """Have something happen once between the owner's grant and the bytes."""
-    move, left = client._Pair._move, [do]
+    move, left = client._RankConnection._transfer, [do]
 
-    def disturbed(pair: client._Pair, *told: object) -> None:
+    def disturbed(pair: client._RankConnection, *told: object) -> None:
         if left:
             left.pop()()
         move(pair, *told)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(client._Pair, "_move", disturbed)
+    monkeypatch.setattr(client._RankConnection, "_transfer", disturbed)
 
 
 def test_bytes_that_come_after_their_reader_has_given_up_reach_nobody(
@@ -214,12 +218,12 @@ def test_bytes_that_come_after_their_reader_has_given_up_reach_nobody(
     engine.reader._transfer_s = 0.5
     with pytest.raises(RefusedError) as caught:
         engine.pull(owner, "late", 4)
-    assert caught.value.reason is Reason.LOST
-    assert not is_still(engine.reader.arrivals), "its buffer is nobody's"
+    assert caught.value.reason is RefusalReason.PEER_LOST
+    assert not is_still(engine.reader.staging_buffers), "its buffer is nobody's"
     engine.reader._transfer_s = BOUND_S
     os.kill(owner.process.pid, signal.SIGCONT)
     owner.tell("overwrite", block=4)
-    until(lambda: is_still(engine.reader.arrivals))
+    until(lambda: is_still(engine.reader.staging_buffers))
     assert engine.values(4) == untouched(4)
     for block in (5, 6):
         engine.pull(owner, f"again-{block}", block)
@@ -242,19 +246,19 @@ def test_an_owner_that_dies_with_bytes_under_way_costs_a_buffer_and_no_other_own
     before_bytes(monkeypatch, die)
     with pytest.raises(RefusedError) as caught:
         engine.pull(owner, "lost", 5)
-    assert caught.value.reason is Reason.LOST
+    assert caught.value.reason is RefusalReason.PEER_LOST
     assert engine.values(5) == untouched(5)
     engine.pull(other, "still", 6)
     assert engine.values(6) == written(6)
-    assert set(engine.reader.arrivals._uses) == {"boot-q/0"}
+    assert set(engine.reader.staging_buffers._uses) == {"boot-q/0"}
     engine.reader.close()
 
 
-def is_still(buffers: Arrivals) -> bool:
+def is_still(buffers: StagingBuffers) -> bool:
     """Whether nothing writes to any that is not lent."""
     with buffers._changed:
-        buffers._look()
-        return not buffers._given_up
+        buffers._reclaim()
+        return not buffers._busy
 
 
 def stop(pid: int) -> None:

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 from cleave_worker.transfer.memory import Memory  # noqa: E402
 from cleave_worker.transfer.transport import LinkError  # noqa: E402
 from cleave_worker.transfer.transports import nixl_buffers  # noqa: E402
-from cleave_worker.transfer.transports.nixl_agent import Spot, State  # noqa: E402
-from cleave_worker.transfer.transports.nixl_buffers import Arrivals, Buffer  # noqa: E402
+from cleave_worker.transfer.transports.nixl_agent import XferDescriptor, XferState  # noqa: E402
+from cleave_worker.transfer.transports.nixl_buffers import StagingBuffer, StagingBuffers  # noqa: E402
 
 MOST = 3
 BOUND_S = 60.0
@@ -31,31 +31,31 @@ class FakeAgent:
     def part(self, name: str) -> None:
         self.known.discard(name)
 
-    def register(self, memory: Memory) -> list[Spot]:
-        return [Spot(region.data_ptr(), region.numel(), 0) for region in memory.regions]
+    def register(self, memory: Memory) -> list[XferDescriptor]:
+        return [XferDescriptor(region.data_ptr(), region.numel(), 0) for region in memory.regions]
 
 
 class FakeFlight:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: XferState) -> None:
         self.state = state
 
-    def look(self) -> State:
+    def look(self) -> XferState:
         return self.state
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl_buffers, "Agent", FakeAgent)
-        patch.setattr(nixl_buffers, "PIECE_BYTES", 64)
-        patch.setattr(nixl_buffers, "_MOST", MOST)
+        patch.setattr(nixl_buffers, "NixlAgent", FakeAgent)
+        patch.setattr(nixl_buffers, "CHUNK_BYTES", 64)
+        patch.setattr(nixl_buffers, "_MAX_BUFFERS", MOST)
         yield
 
 
-def met(*names: str) -> tuple[Arrivals, FakeAgent]:
-    made = Arrivals("boot-d/0/reader", torch.device("cpu"))
+def met(*names: str) -> tuple[StagingBuffers, FakeAgent]:
+    made = StagingBuffers("boot-d/0/reader", torch.device("cpu"))
     for name in names:
-        agent = made.meet(name.encode(), name)
+        agent = made.add_remote_agent(name.encode(), name)
     assert isinstance(agent, FakeAgent)
     return made, agent
 
@@ -66,74 +66,74 @@ def now() -> float:
 
 def test_a_buffer_whose_transfers_are_over_is_lent_again() -> None:
     made, _ = met("p")
-    first = made.lend("p", now())
-    made.give_back(first, [FakeFlight(State.OVER)], "p")
-    assert made.lend("p", now()) is first
+    first = made.acquire("p", now())
+    made.release(first, [FakeFlight(XferState.DONE)], "p")
+    assert made.acquire("p", now()) is first
 
 
 def test_what_is_under_way_keeps_its_buffer_and_its_peer_until_it_is_over() -> None:
     made, agent = met("p")
-    lent, flight = made.lend("p", now()), FakeFlight(State.UNDER_WAY)
-    made.give_back(lent, [flight, FakeFlight(State.OVER)], "p")
-    made.part("p")
+    lent, flight = made.acquire("p", now()), FakeFlight(XferState.IN_PROGRESS)
+    made.release(lent, [flight, FakeFlight(XferState.DONE)], "p")
+    made.remove_remote_agent("p")
     assert agent.known == {"p"}, "NIXL must not forget a peer from which bytes come"
-    made.meet(b"q", "q")
-    other = made.lend("q", now())
+    made.add_remote_agent(b"q", "q")
+    other = made.acquire("q", now())
     assert other is not lent
-    flight.state = State.OVER
-    made.give_back(other, [], "q")
+    flight.state = XferState.DONE
+    made.release(other, [], "q")
     assert agent.known == {"q"}
-    assert lent in (made.lend("q", now()), made.lend("q", now()))
+    assert lent in (made.acquire("q", now()), made.acquire("q", now()))
 
 
 def test_a_buffer_of_which_nothing_is_known_is_never_lent_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, agent = met("p")
-    lent = made.lend("p", now())
-    flights = [FakeFlight(State.FAILED), FakeFlight(State.UNDER_WAY)]
-    made.give_back(lent, flights, "p")
-    made.part("p")
+    lent = made.acquire("p", now())
+    flights = [FakeFlight(XferState.FAILED), FakeFlight(XferState.IN_PROGRESS)]
+    made.release(lent, flights, "p")
+    made.remove_remote_agent("p")
     assert agent.known == {"p"}
-    flights[1].state = State.OVER
-    made.meet(b"q", "q")
-    assert lent not in [made.lend("q", now()) for _ in range(MOST - 1)]
+    flights[1].state = XferState.DONE
+    made.add_remote_agent(b"q", "q")
+    assert lent not in [made.acquire("q", now()) for _ in range(MOST - 1)]
     assert agent.known == {"q"}
     assert "1 of 3" in caplog.text
     with pytest.raises(LinkError, match="in time"):
-        made.lend("q", now())
+        made.acquire("q", now())
 
 
 def test_with_too_many_lost_nothing_is_lent_and_nobody_waits_for_it() -> None:
     made, _ = met("p")
     for _ in range(MOST):
-        made.give_back(made.lend("p", now()), [FakeFlight(State.FAILED)], "p")
+        made.release(made.acquire("p", now()), [FakeFlight(XferState.FAILED)], "p")
     with pytest.raises(LinkError, match="have not completed"):
-        made.lend("p", now() + BOUND_S)
+        made.acquire("p", now() + BOUND_S)
 
 
 def test_an_agent_of_another_name_is_refused_and_forgotten() -> None:
     made, agent = met("boot-p/0")
     with pytest.raises(LinkError, match="boot-before/0"):
-        made.meet(b"boot-before/0", "boot-p/0")
+        made.add_remote_agent(b"boot-before/0", "boot-p/0")
     assert agent.known == {"boot-p/0"}
 
 
 def test_one_that_is_known_already_stays_known_when_it_is_not_the_one_meant() -> None:
     made, agent = met("p")
     with pytest.raises(LinkError):
-        made.meet(b"p", "q")
+        made.add_remote_agent(b"p", "q")
     assert agent.known == {"p"}
 
 
 def test_a_reader_with_bytes_under_way_is_kept_when_nobody_holds_it() -> None:
     made, _ = met("p")
-    flight = FakeFlight(State.UNDER_WAY)
-    made.give_back(made.lend("p", now()), [flight], "p")
-    assert made in nixl_buffers._written_to
-    flight.state = State.OVER
-    made.give_back(made.lend("p", now()), [], "p")
-    assert made not in nixl_buffers._written_to
+    flight = FakeFlight(XferState.IN_PROGRESS)
+    made.release(made.acquire("p", now()), [flight], "p")
+    assert made in nixl_buffers._pinned
+    flight.state = XferState.DONE
+    made.release(made.acquire("p", now()), [], "p")
+    assert made not in nixl_buffers._pinned
 
 
 def test_where_no_agent_can_be_made_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +143,11 @@ def test_where_no_agent_can_be_made_it_is_tried_once(monkeypatch: pytest.MonkeyP
         tried.append(told)
         raise LinkError("no card")
 
-    monkeypatch.setattr(nixl_buffers, "Agent", fail)
-    made = Arrivals("boot-d/0/reader", torch.device("cpu"))
+    monkeypatch.setattr(nixl_buffers, "NixlAgent", fail)
+    made = StagingBuffers("boot-d/0/reader", torch.device("cpu"))
     for _ in range(2):
         with pytest.raises(LinkError, match="no card"):
-            made.meet(b"p", "p")
+            made.add_remote_agent(b"p", "p")
     assert len(tried) == 1
 
 
@@ -165,37 +165,37 @@ def test_in_any_order_of_events_nobody_gets_what_is_written_to(
 ) -> None:
     """Lent buffers are nobody else's and written to by nobody; peers are known while in use."""
     made, agent = met("0")
-    links, lent = ["0"], list[tuple[Buffer, str]]()
-    flights: list[tuple[Buffer, str, FakeFlight]] = []
+    links, lent = ["0"], list[tuple[StagingBuffer, str]]()
+    flights: list[tuple[StagingBuffer, str, FakeFlight]] = []
     for what, number in steps:
         match what:
             case "lend" if links:
                 peer = links[number % len(links)]
                 try:
-                    buffer = made.lend(peer, now())
+                    buffer = made.acquire(peer, now())
                 except LinkError:
                     continue
                 assert all(buffer is not other for other, _ in lent)
                 assert all(
-                    buffer is not other or flight.state is State.OVER
+                    buffer is not other or flight.state is XferState.DONE
                     for other, _, flight in flights
                 )
                 lent.append((buffer, peer))
             case "give back" if lent:
                 buffer, peer = lent.pop(number % len(lent))
-                states = (State.OVER, State.UNDER_WAY, State.FAILED)
+                states = (XferState.DONE, XferState.IN_PROGRESS, XferState.FAILED)
                 begun = [FakeFlight(states[(number + at) % 3]) for at in range(number % 3)]
                 flights += [(buffer, peer, flight) for flight in begun]
-                made.give_back(buffer, begun, peer)
+                made.release(buffer, begun, peer)
             case "end" | "fail" if flights:
                 flight = flights[number % len(flights)][2]
-                if flight.state is State.UNDER_WAY:
-                    flight.state = State.OVER if what == "end" else State.FAILED
+                if flight.state is XferState.IN_PROGRESS:
+                    flight.state = XferState.DONE if what == "end" else XferState.FAILED
             case "meet":
-                made.meet(str(number).encode(), str(number))
+                made.add_remote_agent(str(number).encode(), str(number))
                 links.append(str(number))
             case "part" if links:
-                made.part(links.pop(number % len(links)))
+                made.remove_remote_agent(links.pop(number % len(links)))
         used = {*links, *(peer for _, peer in lent)}
-        used |= {peer for _, peer, flight in flights if flight.state is State.UNDER_WAY}
+        used |= {peer for _, peer, flight in flights if flight.state is XferState.IN_PROGRESS}
         assert used <= agent.known

@@ -20,7 +20,7 @@ class Shelf:
     def __init__(self) -> None:
         self.keys: set[str] = set()
 
-    def has(self, key: str) -> bool:
+    def contains(self, key: str) -> bool:
         return key in self.keys
 
 
@@ -31,9 +31,9 @@ def shelf() -> Shelf:
 
 
 def keeper_of(shelf: Shelf, identity: str = "m") -> Any:
-    from cleave_worker.vllm.kv.checkpoint_scheduler import Keeper
+    from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointScheduler
 
-    return Keeper(identity, SIZE, shelf)
+    return CheckpointScheduler(identity, SIZE, shelf)
 
 
 def request_of(name: str, tokens: int, status: str = "RUNNING", **changed: object) -> Any:
@@ -59,12 +59,12 @@ def block_ids(_: str) -> list[int]:
 
 
 def step(keeper: Any) -> Any:
-    return keeper.take_orders(block_ids)
+    return keeper.build_metadata(block_ids)
 
 
 def kept(keeper: Any, shelf: Shelf, request: Any) -> list[int]:
     """Let a request run, save what is ordered, and return the blocks."""
-    keeper.allocated(request, BLOCKS, 0)
+    keeper.update_after_alloc(request, BLOCKS, 0)
     request.num_computed_tokens = request.num_tokens
     orders = step(keeper)
     shelf.keys |= orders.save.keys()
@@ -72,8 +72,8 @@ def kept(keeper: Any, shelf: Shelf, request: Any) -> list[int]:
 
 
 def restored(keeper: Any, request: Any, computed: int = 0) -> Any:
-    count = keeper.tokens_to_restore(request, computed)
-    keeper.allocated(request, BLOCKS, count)
+    count = keeper.count_restorable_tokens(request, computed)
+    keeper.update_after_alloc(request, BLOCKS, count)
     return step(keeper).restore.get(request.request_id)
 
 
@@ -81,7 +81,7 @@ def test_full_blocks_are_saved_once_and_only_when_they_are_computed_and_known(
     shelf: Shelf,
 ) -> None:
     keeper, request = keeper_of(shelf), request_of("r", 10)
-    keeper.allocated(request, BLOCKS, 0)
+    keeper.update_after_alloc(request, BLOCKS, 0)
     assert not step(keeper).save, "this step computes it"
     request.num_computed_tokens = 10
     assert list(step(keeper).save.values()) == [100, 101]
@@ -99,7 +99,7 @@ def test_full_blocks_are_saved_once_and_only_when_they_are_computed_and_known(
 @pytest.mark.parametrize("status", ["WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS"])
 def test_what_does_not_run_is_not_copied(shelf: Shelf, status: str) -> None:
     keeper, request = keeper_of(shelf), request_of("r", 10, num_computed_tokens=10, status=status)
-    keeper.allocated(request, BLOCKS, 0)
+    keeper.update_after_alloc(request, BLOCKS, 0)
     assert not step(keeper).save
 
 
@@ -110,12 +110,14 @@ def test_prompts_for_others_and_prompts_without_tokens_are_not_kept(shelf: Shelf
 
 
 def test_no_step_copies_more_than_a_few_blocks(shelf: Shelf) -> None:
-    from cleave_worker.vllm.kv.checkpoint_scheduler import MOST_PER_STEP
+    from cleave_worker.vllm.kv.checkpoint_scheduler import MAX_BLOCKS_PER_STEP
 
     keeper = keeper_of(shelf)
-    request = request_of("r", (MOST_PER_STEP + 3) * SIZE)
-    assert len(kept(keeper, shelf, request)) == MOST_PER_STEP
-    assert list(step(keeper).save.values()) == [100 + MOST_PER_STEP + more for more in range(3)]
+    request = request_of("r", (MAX_BLOCKS_PER_STEP + 3) * SIZE)
+    assert len(kept(keeper, shelf, request)) == MAX_BLOCKS_PER_STEP
+    assert list(step(keeper).save.values()) == [
+        100 + MAX_BLOCKS_PER_STEP + more for more in range(3)
+    ]
     assert not step(keeper).save
 
 
@@ -136,8 +138,8 @@ def test_what_is_cached_here_is_not_restored(shelf: Shelf) -> None:
 def test_only_the_blocks_that_the_engine_waits_for_are_filled(shelf: Shelf) -> None:
     kept(keeper_of(shelf), shelf, request_of("lost", 12))
     keeper, request = keeper_of(shelf), request_of("r", 20)
-    assert keeper.tokens_to_restore(request, 0) == 12
-    keeper.allocated(request, BLOCKS, 8)
+    assert keeper.count_restorable_tokens(request, 0) == 12
+    keeper.update_after_alloc(request, BLOCKS, 8)
     assert step(keeper).restore["r"].blocks == (100, 101)
 
 
@@ -171,9 +173,9 @@ def test_the_end_of_a_stream_drops_what_no_other_stream_has(shelf: Shelf) -> Non
     first, second = request_of("a", 12), request_of("b", 8)
     kept(keeper, shelf, first)
     kept(keeper, shelf, second)
-    keeper.finished(first)
+    keeper.finish_request(first)
     assert len(step(keeper).drop) == 1
-    keeper.finished(second)
+    keeper.finish_request(second)
     assert len(step(keeper).drop) == 2
-    keeper.finished(second)
+    keeper.finish_request(second)
     assert not step(keeper).drop

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.checkpoints import Checkpoints  # noqa: E402
-from cleave_worker.transfer.memory import register  # noqa: E402
+from cleave_worker.transfer.checkpoints import CheckpointStore  # noqa: E402
+from cleave_worker.transfer.memory import register_tensors  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -33,14 +33,14 @@ def caches(start: int) -> list[Any]:
 @pytest.fixture
 def saver_of(tmp_path: Path) -> Iterator[Callable[[list[Any]], Any]]:
     pytest.importorskip("vllm", reason="needs the group worker-cpu")
-    from cleave_worker.vllm.kv.checkpoint_worker import Saver
+    from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
 
-    made: list[Saver] = []
+    made: list[CheckpointWorker] = []
 
-    def make(tensors: list[Any]) -> Saver:
-        memory, planes = register(tensors, BLOCKS)
-        kept = Checkpoints(tmp_path / "kept", 0, bytes(32), 1 << 20)
-        made.append(Saver(memory, planes, kept))
+    def make(tensors: list[Any]) -> CheckpointWorker:
+        memory, planes = register_tensors(tensors, BLOCKS)
+        kept = CheckpointStore(tmp_path / "kept", 0, bytes(32), 1 << 20)
+        made.append(CheckpointWorker(memory, planes, kept))
         return made[-1]
 
     yield make
@@ -49,9 +49,9 @@ def saver_of(tmp_path: Path) -> Iterator[Callable[[list[Any]], Any]]:
 
 
 def orders(**told: Any) -> Any:
-    from cleave_worker.vllm.kv.checkpoint_scheduler import KeepOrders
+    from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointMetadata
 
-    return KeepOrders(**told)
+    return CheckpointMetadata(**told)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -62,10 +62,10 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def restored(saver: Any, *keys: str, block: int = 4) -> tuple[set[str], set[str]]:
-    from cleave_worker.vllm.kv.checkpoint_scheduler import Restore
+    from cleave_worker.vllm.kv.checkpoint_scheduler import BlockRestore
 
     blocks = tuple(range(block, block + len(keys)))
-    saver.start(orders(restore={"r": Restore(keys, blocks)}))
+    saver.start_step(orders(restore={"r": BlockRestore(keys, blocks)}))
     found: list[tuple[set[str], set[str]]] = []
     until(lambda: found.append(saver.take_restored()) or found[-1][0])
     return found[-1]
@@ -74,7 +74,7 @@ def restored(saver: Any, *keys: str, block: int = 4) -> tuple[set[str], set[str]
 def test_what_one_engine_saved_another_has_in_other_blocks(saver_of, tmp_path: Path) -> None:
     theirs, ours = caches(1000), caches(0)
     writer, reader = saver_of(theirs), saver_of(ours)
-    writer.start(orders(save={KEYS[0]: 1, KEYS[1]: 3}))
+    writer.start_step(orders(save={KEYS[0]: 1, KEYS[1]: 3}))
     theirs[0].zero_()  # The blocks are somebody else's with the step.
     until(lambda: len(list((tmp_path / "kept").glob("*-0"))) == 2)
     assert restored(reader, *KEYS) == ({"r"}, set())
@@ -87,37 +87,37 @@ def test_what_one_engine_saved_another_has_in_other_blocks(saver_of, tmp_path: P
 def test_what_is_gone_or_changed_is_refused_and_counted(saver_of, tmp_path: Path) -> None:
     saver = saver_of(caches(0))
     assert restored(saver, KEYS[0]) == ({"r"}, {"r"})
-    saver.start(orders(save={KEYS[0]: 1}))
+    saver.start_step(orders(save={KEYS[0]: 1}))
     path = tmp_path / "kept" / f"{KEYS[0]}-0"
     until(path.exists)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert restored(saver, KEYS[0]) == ({"r"}, {"r"})
-    assert saver.take_transfers().data["ended"] == {"not_held": 1, "checksum": 1}
+    assert saver.take_stats().data["ended"] == {"not_held": 1, "checksum": 1}
 
 
 def test_what_ends_does_not_take_along_what_begins_alike(saver_of, tmp_path: Path) -> None:
     saver = saver_of(caches(0))
-    saver.start(orders(save={KEYS[0]: 1}))
-    saver.start(orders(drop=[KEYS[0]], save={KEYS[0]: 1}))
-    saver.start(orders(save={KEYS[1]: 1}))
+    saver.start_step(orders(save={KEYS[0]: 1}))
+    saver.start_step(orders(drop=[KEYS[0]], save={KEYS[0]: 1}))
+    saver.start_step(orders(save={KEYS[1]: 1}))
     until((tmp_path / "kept" / f"{KEYS[1]}-0").exists)
     assert (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
 
 
 def test_what_nobody_foresaw_is_no_success(saver_of) -> None:
     saver = saver_of(caches(0))
-    saver.start(orders(save={KEYS[0]: 1}))
+    saver.start_step(orders(save={KEYS[0]: 1}))
     until(lambda: restored(saver, KEYS[0]) == ({"r"}, set()))
     assert restored(saver, KEYS[0], block=99) == ({"r"}, {"r"})
-    assert saver.take_transfers().data["ended"]["peer_lost"] == 1
+    assert saver.take_stats().data["ended"]["peer_lost"] == 1
 
 
 def test_the_end_of_a_stream_removes_its_files_even_those_not_written_yet(
     saver_of, tmp_path: Path
 ) -> None:
     saver = saver_of(caches(0))
-    saver.start(orders(save={KEYS[0]: 1}))
-    saver.start(orders(drop=[KEYS[0]], save={KEYS[1]: 1}))
+    saver.start_step(orders(save={KEYS[0]: 1}))
+    saver.start_step(orders(drop=[KEYS[0]], save={KEYS[1]: 1}))
     until((tmp_path / "kept" / f"{KEYS[1]}-0").exists)
     assert not (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
 

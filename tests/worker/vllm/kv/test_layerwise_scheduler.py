@@ -17,11 +17,11 @@ Step = Callable[..., Any]
 
 @pytest.fixture
 def running(vllm_outputs: ModuleType) -> Any:
-    from cleave_worker.transfer.block_leases import Begun
-    from cleave_worker.vllm.kv.layerwise_scheduler import Running
+    from cleave_worker.transfer.block_leases import PrefillInProgress
+    from cleave_worker.vllm.kv.layerwise_scheduler import InFlightPrefills
 
-    made = Running(BLOCK_SIZE)
-    made.begin("r", Begun(1, "d", 3, "name"), 10)
+    made = InFlightPrefills(BLOCK_SIZE)
+    made.begin("r", PrefillInProgress(1, "d", 3, "name"), 10)
     return made
 
 
@@ -57,17 +57,17 @@ def step(vllm_outputs: ModuleType) -> Step:
 
 
 def summary(chunk: Any) -> tuple[tuple[int, ...], int, int, bool]:
-    return chunk.blocks, chunk.num_before, chunk.num_final, chunk.is_last
+    return chunk.blocks, chunk.num_final_before, chunk.num_final, chunk.is_last
 
 
 def test_whole_blocks_become_final_step_by_step_and_the_last_one_with_the_prompt(
     running: Any, step: Step
 ) -> None:
     told = [
-        running.step(step(6, new=(7, 8), first=True)),
-        running.step(step(1, known=6)),
-        running.step(step(3, new=(9,), known=7)),
-        running.step(step(1, known=10, new=(4,))),
+        running.advance(step(6, new=(7, 8), first=True)),
+        running.advance(step(1, known=6)),
+        running.advance(step(3, new=(9,), known=7)),
+        running.advance(step(1, known=10, new=(4,))),
     ]
     assert [(list(chunks), lost) for chunks, lost in told] == [
         (["r"], set()),
@@ -85,14 +85,14 @@ def test_whole_blocks_become_final_step_by_step_and_the_last_one_with_the_prompt
 def test_what_the_prefix_cache_had_counts_as_computed_in_the_step_that_finds_it(
     running: Any, step: Step
 ) -> None:
-    chunks, _ = running.step(step(2, new=(7, 8, 9), known=8, first=True))
+    chunks, _ = running.advance(step(2, new=(7, 8, 9), known=8, first=True))
     assert summary(chunks["r"]) == ((7, 8, 9), 0, 3, True)
 
 
 def test_a_preempted_prefill_is_lost_and_never_announced_again(running: Any, step: Step) -> None:
-    running.step(step(4, new=(7,), first=True))
-    assert running.step(step(0, preempted={"r", "other"})) == ({}, {"r"})
-    assert running.step(step(10, new=(1, 2, 3))) == ({}, set())
+    running.advance(step(4, new=(7,), first=True))
+    assert running.advance(step(0, preempted={"r", "other"})) == ({}, {"r"})
+    assert running.advance(step(10, new=(1, 2, 3))) == ({}, set())
     assert running.end("r") is None
 
 
@@ -104,7 +104,7 @@ class Told:
 
     def grow(self, request_id: str, blocks: Any, progress: Any, computed: Any) -> None:
         assert computed is None
-        self.steps.append((progress.blocks, progress.coming, progress.planes))
+        self.steps.append((progress.blocks, progress.blocks_started, progress.planes))
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_layers_chunks_or_the_prompt_are_announced(
     running: Any, step: Step, pace: str, announced: list[tuple[int, int, int]]
 ) -> None:
     torch = pytest.importorskip("torch", reason="torch comes with the engine")
-    from cleave_worker.vllm.kv.layerwise_worker import Announcer, Pace
+    from cleave_worker.vllm.kv.layerwise_worker import LayerNotifier, TransferGranularity
 
     told = Told()
-    announcer = Announcer(told, Pace(pace), torch.device("cpu"))  # type: ignore[arg-type]
+    announcer = LayerNotifier(told, TransferGranularity(pace), torch.device("cpu"))  # type: ignore[arg-type]
     for output in (step(6, new=(7, 8), first=True), step(4, new=(9,), known=6)):
-        announcer.begin(running.step(output)[0])
+        announcer.begin_step(running.advance(output)[0])
         for plane in (0, 1, 1):
-            announcer.layer_done(plane)
-        announcer.step_done()
-        announcer.step_done()
+            announcer.finish_layer(plane)
+        announcer.finish_step()
+        announcer.finish_step()
     assert told.steps == announced

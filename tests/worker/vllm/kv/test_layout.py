@@ -7,15 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.handoff import Layout  # noqa: E402
-from cleave_worker.transfer.sharding import Shape, Share  # noqa: E402
+from cleave_worker.transfer.handoff import KvLayout  # noqa: E402
+from cleave_worker.transfer.sharding import ParallelShape, ShardSpec  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
     # vLLM and what it imports warn of their own future.
     pytest.mark.filterwarnings("ignore"),
 ]
-LAYOUT = Layout("tiny@", "torch.float32", 32, 5, 4, 64, "(32, 128)")
+LAYOUT = KvLayout("tiny@", "torch.float32", 32, 5, 4, 64, "(32, 128)")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def cache(heads: int, blocks: int = 7) -> Any:
 
 
 def test_stages_begin_where_vllm_begins_them(module: Any) -> None:
-    assert module.shape_of(config()) == Shape(1, (0,))
+    assert module.shape_of(config()) == ParallelShape(1, (0,))
     # The layer that is left over is not the last stage's, which has the output embedding.
-    assert module.shape_of(config(tensor=2, pipeline=2)) == Shape(2, (0, 3))
+    assert module.shape_of(config(tensor=2, pipeline=2)) == ParallelShape(2, (0, 3))
 
 
 def test_a_layout_is_the_same_for_every_shape(module: Any) -> None:
@@ -64,21 +64,25 @@ def test_a_layout_is_the_same_for_every_shape(module: Any) -> None:
 
 
 def test_what_a_rank_should_hold_passes(module: Any) -> None:
-    module.check(Share(Shape(2, (0, 3)), 3, (3, 4)), LAYOUT, [cache(2)] * 2, 7)
+    module.check(ShardSpec(ParallelShape(2, (0, 3)), 3, (3, 4)), LAYOUT, [cache(2)] * 2, 7)
 
 
 @pytest.mark.parametrize(
     ("share", "caches", "fault"),
     [
-        (Share(Shape(3), 0), [cache(1)], "4 KV heads cannot be sharded over 3 tensor"),
-        (Share(Shape(1, (0, 3)), 0, (3,)), [cache(4)], "cannot have layers"),
-        (Share(Shape(2), 0), [cache(4)], "does not have 2 heads"),
-        (Share(Shape(2), 0), [torch.zeros(7, 32, 128)], "does not have 2 heads"),
-        (Share(Shape(2), 0), [cache(2, blocks=14)], "splits 7 blocks of 32 tokens into 14"),
+        (ShardSpec(ParallelShape(3), 0), [cache(1)], "4 KV heads cannot be sharded over 3 tensor"),
+        (ShardSpec(ParallelShape(1, (0, 3)), 0, (3,)), [cache(4)], "cannot have layers"),
+        (ShardSpec(ParallelShape(2), 0), [cache(4)], "does not have 2 heads"),
+        (ShardSpec(ParallelShape(2), 0), [torch.zeros(7, 32, 128)], "does not have 2 heads"),
+        (
+            ShardSpec(ParallelShape(2), 0),
+            [cache(2, blocks=14)],
+            "splits 7 blocks of 32 tokens into 14",
+        ),
     ],
 )
 def test_what_cannot_be_moved_ends_the_engine_with_one_line(
-    module: Any, share: Share, caches: list[Any], fault: str
+    module: Any, share: ShardSpec, caches: list[Any], fault: str
 ) -> None:
     with pytest.raises(ValueError, match=fault):
         module.check(share, LAYOUT, caches, 7)

@@ -20,11 +20,11 @@ def vllm_request() -> ModuleType:
 
 
 def side(boot_id: str) -> Any:
-    from cleave_worker.transfer.sharding import Shape
+    from cleave_worker.transfer.sharding import ParallelShape
     from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
 
-    made = SchedulerSide(boot_id, BLOCK_SIZE, Shape(2, (0, 3)))
-    made.locate((("10.0.0.1", 5601),))
+    made = SchedulerSide(boot_id, BLOCK_SIZE, ParallelShape(2, (0, 3)))
+    made.set_rank_addresses((("10.0.0.1", 5601),))
     return made
 
 
@@ -53,7 +53,7 @@ def handed(vllm_request: ModuleType) -> dict[str, Any]:
         {"do_remote_decode": True},
         status=vllm_request.RequestStatus.FINISHED_LENGTH_CAPPED,
     )
-    kept, params = side("boot-p").finished(prefilled, [7, 8, 9])
+    kept, params = side("boot-p").finish_request(prefilled, [7, 8, 9])
     assert kept
     assert params
     return params
@@ -61,8 +61,8 @@ def handed(vllm_request: ModuleType) -> dict[str, Any]:
 
 def test_ranks_hear_once_where_all_of_them_serve(vllm_request: ModuleType) -> None:
     prefill = side("boot-p")
-    assert prefill.take_orders().addresses == (("10.0.0.1", 5601),)
-    assert prefill.take_orders().addresses == ()
+    assert prefill.build_metadata().addresses == (("10.0.0.1", 5601),)
+    assert prefill.build_metadata().addresses == ()
 
 
 def test_a_hand_off_says_all_that_the_gateway_and_the_reader_look_at(
@@ -98,25 +98,25 @@ def test_only_prompts_that_were_asked_for_and_are_whole_are_held(
         (request_of(order, status=done, prompt_token_ids=None), [7, 8, 9]),
     ):
         prefill = side("boot-p")
-        assert prefill.finished(request, held) == (False, None)
-        assert not prefill.take_orders().hold
+        assert prefill.finish_request(request, held) == (False, None)
+        assert not prefill.build_metadata().hold
 
 
 def test_what_the_prefix_cache_lacks_is_pulled_once(handed: dict[str, Any]) -> None:
     decode, request = side("boot-d"), request_of(handed)
     decode.on_new_request(request)
-    assert list(decode.take_orders().expect) == ["r"]
-    assert decode.tokens_to_pull(request, 4) == 6
-    decode.allocated(request, blocks(3), 6)
-    wanted = decode.take_orders().pull["r"]
+    assert list(decode.build_metadata().expect) == ["r"]
+    assert decode.count_tokens_to_pull(request, 4) == 6
+    decode.update_after_alloc(request, blocks(3), 6)
+    wanted = decode.build_metadata().pull["r"]
     assert wanted.first_block == 1
     assert wanted.blocks == (101, 102)
     assert wanted.prompt_digest == handed["cleave"]["prompt_digest"]
     assert wanted.hand_off.boot_id == "boot-p"
     # After a failed pull the prompt is computed here.
-    assert decode.tokens_to_pull(request, 0) == 0
-    decode.allocated(request, blocks(3), 0)
-    assert decode.take_orders().pull == {}
+    assert decode.count_tokens_to_pull(request, 0) == 0
+    decode.update_after_alloc(request, blocks(3), 0)
+    assert decode.build_metadata().pull == {}
 
 
 def test_a_request_that_needs_nothing_or_ends_early_frees_the_owners_blocks(
@@ -125,15 +125,15 @@ def test_a_request_that_needs_nothing_or_ends_early_frees_the_owners_blocks(
     cached, aborted = side("boot-d"), side("boot-d")
     request = request_of(dict(handed))
     cached.on_new_request(request)
-    cached.allocated(request, blocks(3), 0)
-    assert list(cached.take_orders().decline) == ["r"]
+    cached.update_after_alloc(request, blocks(3), 0)
+    assert list(cached.build_metadata().decline) == ["r"]
 
     request = request_of(dict(handed), status=vllm_request.RequestStatus.FINISHED_ABORTED)
     aborted.on_new_request(request)
-    assert aborted.finished(request, []) == (False, None)
-    assert list(aborted.take_orders().decline) == ["r"]
-    assert aborted.finished(request, []) == (False, None)
-    assert not aborted.take_orders().decline
+    assert aborted.finish_request(request, []) == (False, None)
+    assert list(aborted.build_metadata().decline) == ["r"]
+    assert aborted.finish_request(request, []) == (False, None)
+    assert not aborted.build_metadata().decline
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_a_hand_off_that_is_not_whole_is_computed_and_counted(
     change(handed)
     decode, request = side("boot-d"), request_of(handed)
     decode.on_new_request(request)
-    assert decode.tokens_to_pull(request, 0) == 0
-    assert decode.take_transfers().data["ended"] == {"malformed": 1}
-    assert decode.take_transfers().is_empty()
+    assert decode.count_tokens_to_pull(request, 0) == 0
+    assert decode.take_stats().data["ended"] == {"malformed": 1}
+    assert decode.take_stats().is_empty()
 
 
 def test_whatever_decides_the_kv_decides_the_digest(handed: dict[str, Any]) -> None:
@@ -169,8 +169,8 @@ def test_whatever_decides_the_kv_decides_the_digest(handed: dict[str, Any]) -> N
     ):
         decode, request = side("boot-d"), request_of(dict(handed), **changed)
         decode.on_new_request(request)
-        decode.allocated(request, blocks(3), 10)
-        digests.add(decode.take_orders().pull["r"].prompt_digest)
+        decode.update_after_alloc(request, blocks(3), 10)
+        digests.add(decode.build_metadata().pull["r"].prompt_digest)
     assert len(digests) == 5
 
 
@@ -195,20 +195,20 @@ def test_a_prompt_that_is_asked_for_ahead_is_pulled_under_its_own_digest(
     prefilling = request_of({"do_remote_decode": True, "cleave": {"name": "name"}})
     prefill, decode = side("boot-p"), side("boot-d")
     prefill.on_new_request(prefilling)
-    begun = prefill.take_orders().begin["r"]
+    begun = prefill.build_metadata().begin["r"]
     assert (begun.name, begun.num_blocks) == ("name", 3)
     request = request_of(dict(AHEAD))
     decode.on_new_request(request)
-    decode.allocated(request, blocks(3), 10)
-    wanted = decode.take_orders().pull["r"]
+    decode.update_after_alloc(request, blocks(3), 10)
+    wanted = decode.build_metadata().pull["r"]
     assert wanted.hand_off.ahead
     assert wanted.prompt_digest == begun.prompt_digest
 
     prefilling.status = vllm_request.RequestStatus.FINISHED_LENGTH_CAPPED
-    kept, params = prefill.finished(prefilling, [7, 8, 9])
+    kept, params = prefill.finish_request(prefilling, [7, 8, 9])
     assert kept
     assert params
-    assert prefill.take_orders().hold["r"].epoch == begun.epoch == params["cleave"]["epoch"]
+    assert prefill.build_metadata().hold["r"].epoch == begun.epoch == params["cleave"]["epoch"]
 
 
 def test_a_followed_prefill_that_was_aborted_or_preempted_is_not_held(
@@ -230,9 +230,9 @@ def test_a_followed_prefill_that_was_aborted_or_preempted_is_not_held(
             ),
             num_scheduled_tokens={},
         )
-        first = prefill.take_orders(output)
+        first = prefill.build_metadata(output)
         request.status = ending
-        assert prefill.finished(request, [7, 8, 9]) == (False, None)
-        second = prefill.take_orders()
+        assert prefill.finish_request(request, [7, 8, 9]) == (False, None)
+        second = prefill.build_metadata()
         assert first.give_up | second.give_up == given_up
         assert not second.hold

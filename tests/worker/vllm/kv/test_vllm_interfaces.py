@@ -116,13 +116,13 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
         kv_transfer_config = None
 
     series = connector.build_prom_metrics(Config(), kinds, ["engine"], {0: ["0"]})
-    from cleave_worker.transfer.handoff import Reason
-    from cleave_worker.transfer.transport import Way
+    from cleave_worker.transfer.handoff import RefusalReason
+    from cleave_worker.transfer.transport import Transport
 
     transfers = connector.build_kv_connector_stats()
-    transfers.pulled(Way.GLOO, 0.5, 1000)
-    transfers.refused(Reason.PROMPT)
-    transfers.expired(2)
+    transfers.pulled(Transport.GLOO, 0.5, 1000)
+    transfers.refused(RefusalReason.PROMPT)
+    transfers.record_expired(2)
     other = connector.build_kv_connector_stats(transfers.data)
     series.observe(transfers.aggregate(other.clone_and_reset()).data)
     page = generate_latest(registry).decode()

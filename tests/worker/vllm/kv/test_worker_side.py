@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer.block_leases import Begun, Held, Holds  # noqa: E402
-from cleave_worker.transfer.client import Reader  # noqa: E402
-from cleave_worker.transfer.handoff import HandOff, Reason  # noqa: E402
-from cleave_worker.transfer.sharding import Shape  # noqa: E402
-from cleave_worker.transfer.transport import Way  # noqa: E402
+from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill, PrefillInProgress  # noqa: E402
+from cleave_worker.transfer.client import KvClient  # noqa: E402
+from cleave_worker.transfer.handoff import Handoff, RefusalReason  # noqa: E402
+from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
+from cleave_worker.transfer.transport import Transport  # noqa: E402
 
 from tests.support.kv_server_process import caches, kept_as  # noqa: E402
 
@@ -28,13 +28,13 @@ BOUND_S = 60.0
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
     pytest.importorskip("vllm", reason="needs the group worker-cpu")
-    from cleave_worker.vllm.kv.worker_side import Settings, WorkerSide
+    from cleave_worker.vllm.kv.worker_side import ConnectorSettings, WorkerSide
 
     started: list[WorkerSide] = []
 
     def one(boot_id: str, tensors: list[Any], lease_s: float = BOUND_S, **place: Any) -> WorkerSide:
-        ways = (Way.SHARED_MEMORY, Way.GLOO)
-        settings = Settings(0, ways, lease_s, BOUND_S, check_bytes=True)
+        ways = (Transport.SHARED_MEMORY, Transport.GLOO)
+        settings = ConnectorSettings(0, ways, lease_s, BOUND_S, check_bytes=True)
         started.append(WorkerSide(kept_as(boot_id, tensors, **place), settings))
         return started[-1]
 
@@ -44,16 +44,16 @@ def start() -> Iterator[Callable[..., Any]]:
 
 
 def orders(**told: Any) -> Any:
-    from cleave_worker.vllm.kv.metadata import Orders
+    from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 
-    return Orders(**told)
+    return CleaveConnectorMetadata(**told)
 
 
 def wanted(port: int, boot_id: str = "boot-p") -> Any:
-    from cleave_worker.vllm.kv.metadata import Wanted
+    from cleave_worker.vllm.kv.metadata import PullTask
 
-    hand_off = HandOff(boot_id, "theirs", 1, "d", 32, (("127.0.0.1", port),))
-    return Wanted(hand_off, "d", 0, (5, 6))
+    hand_off = Handoff(boot_id, "theirs", 1, "d", 32, (("127.0.0.1", port),))
+    return PullTask(hand_off, "d", 0, (5, 6))
 
 
 def received(side: Any) -> tuple[set[str], set[str]]:
@@ -67,8 +67,8 @@ def received(side: Any) -> tuple[set[str], set[str]]:
 def test_a_pull_is_reported_once_and_frees_what_was_held(start: Callable[..., Any]) -> None:
     theirs, ours = caches(1000), caches(0)
     prefill, decode = start("boot-p", theirs), start("boot-d", ours)
-    prefill.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
-    decode.start({"mine": wanted(prefill.port)}, {})
+    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    decode.start_pulls({"mine": wanted(prefill.port)}, {})
     assert received(decode) == ({"mine"}, set())
     assert decode.take_received() == (set(), set())
     assert prefill.take_sent() == {"theirs"}
@@ -76,70 +76,72 @@ def test_a_pull_is_reported_once_and_frees_what_was_held(start: Callable[..., An
     for own, other in zip(ours, theirs, strict=True):
         assert torch.equal(own[5], other[2])
         assert torch.equal(own[6], other[9])
-    (way,) = decode.take_transfers().data["bytes"]
-    assert way == Way.SHARED_MEMORY
+    (way,) = decode.take_stats().data["bytes"]
+    assert way == Transport.SHARED_MEMORY
 
 
 def test_a_refused_pull_is_reported_as_failed_with_its_reason(start: Callable[..., Any]) -> None:
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
-    decode.start({"mine": wanted(prefill.port, boot_id="before")}, {})
+    decode.start_pulls({"mine": wanted(prefill.port, boot_id="before")}, {})
     assert received(decode) == ({"mine"}, {"mine"})
-    assert decode.take_transfers().data["ended"] == {Reason.BOOT: 1}
+    assert decode.take_stats().data["ended"] == {RefusalReason.BOOT: 1}
 
 
 def test_whatever_goes_wrong_the_request_hears_of_its_end(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*told: object) -> Way:
+    def broken(*told: object) -> Transport:
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(Reader, "pull", broken)
+    monkeypatch.setattr(KvClient, "pull", broken)
     decode = start("boot-d", caches(0))
-    decode.start({"mine": wanted(1)}, {})
+    decode.start_pulls({"mine": wanted(1)}, {})
     assert received(decode) == ({"mine"}, {"mine"})
 
 
 def test_what_is_declined_or_expires_is_freed(start: Callable[..., Any]) -> None:
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
-    prefill.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
-    decode.start({}, {"mine": wanted(prefill.port).hand_off})
+    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    decode.start_pulls({}, {"mine": wanted(prefill.port).handoff})
     deadline = time.monotonic() + BOUND_S
     while not (freed := prefill.take_sent()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert freed == {"theirs"}
-    assert prefill.take_transfers().is_empty()
+    assert prefill.take_stats().is_empty()
 
 
 def test_what_waits_for_its_turn_sends_heartbeats_until_it_was_pulled(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
-    monkeypatch.setattr(Holds, "extend", lambda self, ids: beats.put(tuple(ids)))
+    monkeypatch.setattr(BlockLeases, "extend", lambda self, ids: beats.put(tuple(ids)))
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0), lease_s=0.3)
-    prefill.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
-    decode.note(orders(expect={"mine": wanted(prefill.port).hand_off}))
+    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    decode.apply_metadata(orders(expected_pulls={"mine": wanted(prefill.port).handoff}))
     assert beats.get(timeout=BOUND_S) == ("theirs",)
-    decode.start({"mine": wanted(prefill.port)}, {})
+    decode.start_pulls({"mine": wanted(prefill.port)}, {})
     assert received(decode) == ({"mine"}, set())
-    assert not decode._expected
+    assert not decode._expected_handoffs
 
 
 def test_a_prefill_is_followed_from_its_first_step_to_its_hold(start: Callable[..., Any]) -> None:
-    from cleave_worker.vllm.kv.metadata import Chunk, Wanted
+    from cleave_worker.vllm.kv.metadata import ComputedChunk, PullTask
 
     theirs, ours = caches(1000), caches(0)
     prefill, decode = start("boot-p", theirs), start("boot-d", ours)
-    ahead = HandOff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
-    decode.start({"mine": Wanted(ahead, "d", 0, (5, 6))}, {})
-    prefill.note(orders(begin={"theirs": Begun(1, "d", 2, "name")}))
-    for number, chunk in enumerate((Chunk((2,), 0, 1, False), Chunk((2, 9), 1, 2, True))):
-        prefill.note(orders(compute={"theirs": chunk}))
+    ahead = Handoff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
+    decode.start_pulls({"mine": PullTask(ahead, "d", 0, (5, 6))}, {})
+    prefill.apply_metadata(orders(begin={"theirs": PrefillInProgress(1, "d", 2, "name")}))
+    for number, chunk in enumerate(
+        (ComputedChunk((2,), 0, 1, False), ComputedChunk((2, 9), 1, 2, True))
+    ):
+        prefill.apply_metadata(orders(computed_chunks={"theirs": chunk}))
         for plane in range(len(theirs)):
-            prefill.layer_done(plane)
+            prefill.finish_layer(plane)
         assert number == 0 or prefill.take_sent() == set()
-        prefill.step_done()
-    prefill.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
+        prefill.finish_step()
+    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
     assert received(decode) == ({"mine"}, set())
     assert prefill.take_sent() == {"theirs"}
     for own, other in zip(ours, theirs, strict=True):
@@ -148,24 +150,24 @@ def test_a_prefill_is_followed_from_its_first_step_to_its_hold(start: Callable[.
 
 
 def test_a_prefill_that_is_given_up_fails_its_follower(start: Callable[..., Any]) -> None:
-    from cleave_worker.vllm.kv.metadata import Wanted
+    from cleave_worker.vllm.kv.metadata import PullTask
 
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
-    ahead = HandOff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
-    prefill.note(orders(begin={"theirs": Begun(1, "d", 2, "name")}))
-    decode.start({"mine": Wanted(ahead, "d", 0, (5, 6))}, {})
-    prefill.note(orders(give_up={"theirs"}))
+    ahead = Handoff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
+    prefill.apply_metadata(orders(begin={"theirs": PrefillInProgress(1, "d", 2, "name")}))
+    decode.start_pulls({"mine": PullTask(ahead, "d", 0, (5, 6))}, {})
+    prefill.apply_metadata(orders(give_up={"theirs"}))
     assert received(decode) == ({"mine"}, {"mine"})
     assert prefill.take_sent() == set()
 
 
-TP_2 = Shape(2)
+TP_2 = ParallelShape(2)
 
 
 @pytest.fixture
 def pair_of_ranks(start: Callable[..., Any]) -> tuple[list[Any], list[Any], Any]:
     """Two engines of two ranks each, and the decode engine's request that follows a prefill."""
-    from cleave_worker.vllm.kv.metadata import Wanted
+    from cleave_worker.vllm.kv.metadata import PullTask
 
     prefill, decode = (
         [
@@ -175,20 +177,20 @@ def pair_of_ranks(start: Callable[..., Any]) -> tuple[list[Any], list[Any], Any]
         for boot, fill in (("boot-p", 1000), ("boot-d", 0))
     )
     addresses = tuple(("127.0.0.1", rank.port) for rank in prefill)
-    begun = Begun(1, "d", 2, "name")
+    begun = PrefillInProgress(1, "d", 2, "name")
     for rank in prefill:
-        rank.note(orders(begin={"theirs": begun}, addresses=addresses))
-    ahead = HandOff("boot-p", "name", 0, "", 0, addresses[:1])
-    return prefill, decode, Wanted(ahead, "d", 0, (5, 6))
+        rank.apply_metadata(orders(begin={"theirs": begun}, addresses=addresses))
+    ahead = Handoff("boot-p", "name", 0, "", 0, addresses[:1])
+    return prefill, decode, PullTask(ahead, "d", 0, (5, 6))
 
 
 def compute(rank: Any) -> None:
     """The whole prompt, and the engine's word that it is held."""
-    from cleave_worker.vllm.kv.metadata import Chunk
+    from cleave_worker.vllm.kv.metadata import ComputedChunk
 
-    rank.note(orders(compute={"theirs": Chunk((2, 9), 0, 2, True)}))
-    rank.step_done()
-    rank.note(orders(hold={"theirs": Held(1, "d", (2, 9))}))
+    rank.apply_metadata(orders(computed_chunks={"theirs": ComputedChunk((2, 9), 0, 2, True)}))
+    rank.finish_step()
+    rank.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
 
 
 def told_to_the_scheduler(ranks: list[Any]) -> Any:
@@ -215,13 +217,13 @@ def test_a_prompt_that_two_ranks_follow_is_ready_when_both_have_it(
 ) -> None:
     prefill, decode, wanted = pair_of_ranks
     for rank in decode:
-        rank.start({"mine": wanted}, {})
+        rank.start_pulls({"mine": wanted}, {})
     compute(prefill[0])
     deadline = time.monotonic() + BOUND_S
-    while decode[0]._ended.empty():
+    while decode[0]._finished_pulls.empty():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert decode[1]._ended.empty()
+    assert decode[1]._finished_pulls.empty()
     compute(prefill[1])
     output = told_to_the_scheduler(decode)
     assert (output.finished_recving, output.failed_recving) == ({"mine"}, set())
@@ -233,8 +235,8 @@ def test_a_prompt_of_which_one_rank_is_lost_has_failed_when_the_other_has_ended(
 ) -> None:
     prefill, decode, wanted = pair_of_ranks
     for rank in decode:
-        rank.start({"mine": wanted}, {})
-    prefill[1].note(orders(give_up={"theirs"}))
+        rank.start_pulls({"mine": wanted}, {})
+    prefill[1].apply_metadata(orders(give_up={"theirs"}))
     compute(prefill[0])
     output = told_to_the_scheduler(decode)
     assert (output.finished_recving, output.failed_recving) == ({"mine"}, {"mine"})

@@ -2,8 +2,8 @@
 engines.
 
 A producer registers its regions with an agent and sends their addresses to consumers, whose agents
-read them without the producer's engine. What is hard is in `Arrivals`: bytes arrive in a staging
-buffer and are unpacked only after their transfer has completed.
+read them without the producer's engine. What is hard is in `StagingBuffers`: bytes arrive in a
+staging buffer and are unpacked only after their transfer has completed.
 """
 
 import itertools
@@ -17,125 +17,141 @@ from pathlib import Path
 import msgspec
 import torch
 
-from cleave_worker.transfer.memory import Memory, Move, Span, packed, pieces
-from cleave_worker.transfer.transport import LinkError, Way
-from cleave_worker.transfer.transports.nixl_agent import Agent, Flight, Spot, State, installed
-from cleave_worker.transfer.transports.nixl_buffers import PIECE_BYTES, Arrivals, Buffer
+from cleave_worker.transfer.memory import ByteRange, Memory, RangeCopy, chunk_ranges, pack_ranges
+from cleave_worker.transfer.transport import LinkError, Transport
+from cleave_worker.transfer.transports.nixl_agent import (
+    NixlAgent,
+    XferDescriptor,
+    XferHandle,
+    XferState,
+    is_installed,
+)
+from cleave_worker.transfer.transports.nixl_buffers import (
+    CHUNK_BYTES,
+    StagingBuffer,
+    StagingBuffers,
+)
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.0002
 """Poll interval of a transfer; meanwhile other threads of the engine run."""
-_ONE_BYTE = Span(0, 0, 1)
-_CARDS = Path("/sys/class/infiniband")
+_ONE_BYTE = ByteRange(0, 0, 1)
+_INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 """RDMA devices, including those for RoCE."""
 
-Begin = Callable[[str, Sequence[Spot], Sequence[Spot]], Flight]
-"""`Agent.read` or `Agent.write`."""
+PostTransfer = Callable[[str, Sequence[XferDescriptor], Sequence[XferDescriptor]], XferHandle]
+"""`NixlAgent.read` or `NixlAgent.write`."""
 
 
-class Reach(msgspec.Struct, frozen=True):
+class NixlMetadata(msgspec.Struct, frozen=True):
     """How a consumer reads a producer's regions."""
 
     metadata: bytes
     """Metadata of the producer's agent."""
-    starts: tuple[int, ...]
+    region_addresses: tuple[int, ...]
     """Start address of each region."""
     device: int
     """Device id of the regions."""
 
 
-def usual(device: torch.device) -> tuple[Way, ...]:
+def choose_transports(device: torch.device) -> tuple[Transport, ...]:
     """Return the default transports for KV on this device, best first; decision 026 gives
     reasons."""
-    has_cards = _CARDS.is_dir() and any(_CARDS.iterdir())
-    nixl = (Way.NIXL,) if has_cards else ()
-    return (Way.SHARED_MEMORY, *nixl, Way.GLOO) if device.type == "cpu" else (*nixl, Way.NCCL)
+    has_cards = _INFINIBAND_DEVICES.is_dir() and any(_INFINIBAND_DEVICES.iterdir())
+    nixl = (Transport.NIXL,) if has_cards else ()
+    return (
+        (Transport.SHARED_MEMORY, *nixl, Transport.GLOO)
+        if device.type == "cpu"
+        else (*nixl, Transport.NCCL)
+    )
 
 
-def usable(transports: Sequence[Way]) -> tuple[Way, ...]:
+def filter_installed(transports: Sequence[Transport]) -> tuple[Transport, ...]:
     """Return the transports that can be used on this machine. Raises ValueError when none can."""
-    if Way.NIXL not in transports or installed():
+    if Transport.NIXL not in transports or is_installed():
         return tuple(transports)
-    available = tuple(transport for transport in transports if transport is not Way.NIXL)
+    available = tuple(transport for transport in transports if transport is not Transport.NIXL)
     if not available:
         raise ValueError("ways: nixl is not installed: install it, or name other transports")
     _log.info("NIXL is not installed: KV is transferred over %s", " or ".join(available))
     return available
 
 
-def agent_name(boot_id: str, rank: int) -> str:
+def make_agent_name(boot_id: str, rank: int) -> str:
     """Return the agent name of a producer's rank."""
     return f"{boot_id}/{rank}"
 
 
-class Served:
+class RegisteredRegions:
     """A producer's regions, registered with NIXL when the first consumer asks for them."""
 
     def __init__(self, name: str, memory: Memory) -> None:
-        """`name`: from `agent_name`."""
+        """`name`: from `make_agent_name`."""
         self._name = name
         self._memory = memory
-        self._agent: Agent | None = None
-        self._reach: Reach | None = None
-        self._tried = False
+        self._agent: NixlAgent | None = None
+        self._metadata: NixlMetadata | None = None
+        self._attempted = False
         self._lock = threading.Lock()
 
-    def reach(self) -> Reach | None:
+    def get_metadata(self) -> NixlMetadata | None:
         """Return the metadata for consumers; None when NIXL fails here, which is logged once."""
         with self._lock:
-            if not self._tried:
-                self._tried = True
+            if not self._attempted:
+                self._attempted = True
                 try:
-                    self._reach = self._register()
+                    self._metadata = self._register()
                 except LinkError as error:
                     _log.warning("KV is not served over NIXL: %s", error)
-            return self._reach
+            return self._metadata
 
-    def _register(self) -> Reach:
-        self._agent = Agent(self._name, self._memory.regions[0].device, answers=True)
+    def _register(self) -> NixlMetadata:
+        self._agent = NixlAgent(
+            self._name, self._memory.regions[0].device, use_progress_thread=True
+        )
         descriptors = self._agent.register(self._memory)
         starts = tuple(descriptor.address for descriptor in descriptors)
-        return Reach(self._agent.metadata(), starts, descriptors[0].device)
+        return NixlMetadata(self._agent.get_metadata(), starts, descriptors[0].device)
 
 
-class Nixl:
-    """A OneSided link; one thread uses it at a time, any thread may close it."""
+class NixlLink:
+    """A OneSidedLink link; one thread uses it at a time, any thread may close it."""
 
-    way = Way.NIXL
+    transport = Transport.NIXL
 
     def __init__(
         self,
         local: Memory,
-        staging_buffers: Arrivals,
-        remote_metadata: Reach,
+        staging_buffers: StagingBuffers,
+        remote_metadata: NixlMetadata,
         remote_agent: str,
         seconds: float,
     ) -> None:
         """Read one byte as a test, as loaded metadata does not prove reachability. Raises
         LinkError.
 
-        `name`: the name that the remote agent must have.
+        `remote_agent`: the name that the remote agent must have.
         """
         self._local = local
-        self._arrivals = staging_buffers
-        self._reach = remote_metadata
-        self.name = remote_agent
+        self._staging_buffers = staging_buffers
+        self._remote_metadata = remote_metadata
+        self.remote_agent = remote_agent
         self.is_closed = False
         self._lock = threading.Lock()
         byte = Memory([torch.empty(1, dtype=torch.uint8, device=local.regions[0].device)])
-        self._agent = staging_buffers.meet(remote_metadata.metadata, remote_agent)
-        self._read(byte, [Move(_ONE_BYTE, _ONE_BYTE)], seconds)
+        self._agent = staging_buffers.add_remote_agent(remote_metadata.metadata, remote_agent)
+        self._read(byte, [RangeCopy(_ONE_BYTE, _ONE_BYTE)], seconds)
 
-    def read(self, moves: Iterable[Move], seconds: float) -> None:
+    def read(self, moves: Iterable[RangeCopy], seconds: float) -> None:
         """Unpack one chunk while the next one arrives. Raises LinkError."""
         self._read(self._local, moves, seconds)
 
-    def write(self, moves: Iterable[Move], seconds: float) -> None:
+    def write(self, moves: Iterable[RangeCopy], seconds: float) -> None:
         """Pack and send one chunk after the other. Raises LinkError."""
-        with self._loan(time.monotonic() + seconds) as lease:
-            for remote, local in _cut(moves):
+        with self._acquire_buffer(time.monotonic() + seconds) as lease:
+            for remote, local in _chunk_copies(moves):
                 lease.pack(self._local, local)
-                lease.wait(lease.begin(self._agent.write, 0, remote))
+                lease.wait(lease.post(self._agent.write, 0, remote))
 
     def close(self) -> None:
         """Remove the remote agent as soon as none of its transfers are pending."""
@@ -143,99 +159,109 @@ class Nixl:
             if self.is_closed:
                 return
             self.is_closed = True
-        self._arrivals.part(self.name)
+        self._staging_buffers.remove_remote_agent(self.remote_agent)
 
-    def spot(self, span: Span) -> Spot:
+    def describe(self, span: ByteRange) -> XferDescriptor:
         """Describe a remote range to NIXL."""
-        start = self._reach.starts[span.region]
-        return Spot(start + span.offset, span.length, self._reach.device)
+        start = self._remote_metadata.region_addresses[span.region]
+        return XferDescriptor(start + span.offset, span.length, self._remote_metadata.device)
 
-    def _read(self, target: Memory, moves: Iterable[Move], seconds: float) -> None:
-        with self._loan(time.monotonic() + seconds) as lease:
-            pending: tuple[Flight, int, list[Span]] | None = None
-            for number, (remote, local) in enumerate(_cut(moves)):
+    def _read(self, target: Memory, moves: Iterable[RangeCopy], seconds: float) -> None:
+        with self._acquire_buffer(time.monotonic() + seconds) as lease:
+            pending: tuple[XferHandle, int, list[ByteRange]] | None = None
+            for number, (remote, local) in enumerate(_chunk_copies(moves)):
                 half = number % 2
-                handle = lease.begin(self._agent.read, half, remote)
+                handle = lease.post(self._agent.read, half, remote)
                 if pending:
-                    lease.land(target, *pending)
+                    lease.unpack(target, *pending)
                 pending = (handle, half, local)
             if pending:
-                lease.land(target, *pending)
+                lease.unpack(target, *pending)
 
     @contextmanager
-    def _loan(self, deadline: float) -> Iterator["_Loan"]:
+    def _acquire_buffer(self, deadline: float) -> Iterator["_BufferLease"]:
         """Provide a buffer for one transfer; a link whose transfer fails is closed."""
         try:
-            buffer = self._arrivals.lend(self.name, deadline)
-            lease = _Loan(self, buffer, deadline)
+            buffer = self._staging_buffers.acquire(self.remote_agent, deadline)
+            lease = _BufferLease(self, buffer, deadline)
             try:
                 yield lease
             finally:
-                self._arrivals.give_back(buffer, lease.flights, self.name)
+                self._staging_buffers.release(buffer, lease.handles, self.remote_agent)
         except (LinkError, ValueError, IndexError, RuntimeError) as error:
             self.close()
             raise LinkError(f"over NIXL: {error}") from error
 
 
-class _Loan:
+class _BufferLease:
     """A buffer and the pending transfers of its two halves."""
 
-    def __init__(self, link: Nixl, buffer: Buffer, deadline: float) -> None:
+    def __init__(self, link: NixlLink, buffer: StagingBuffer, deadline: float) -> None:
         self._link = link
         self._buffer = buffer
         self._deadline = deadline
-        self.flights: list[Flight] = []
+        self.handles: list[XferHandle] = []
         """Transfers that may not have completed."""
 
-    def begin(self, post: Begin, half: int, remote: Sequence[Span]) -> Flight:
+    def post(self, post: PostTransfer, half: int, remote: Sequence[ByteRange]) -> XferHandle:
         """Start a transfer between remote ranges and one half."""
-        local_descriptors = [self._buffer.spot(range_) for range_ in _places(remote, half)]
+        local_descriptors = [
+            self._buffer.describe(range_) for range_ in _list_buffer_ranges(remote, half)
+        ]
         handle = post(
-            self._link.name, local_descriptors, [self._link.spot(span) for span in remote]
+            self._link.remote_agent,
+            local_descriptors,
+            [self._link.describe(span) for span in remote],
         )
-        self.flights.append(handle)
+        self.handles.append(handle)
         return handle
 
-    def wait(self, handle: Flight) -> None:
+    def wait(self, handle: XferHandle) -> None:
         """Wait until a transfer has completed. Raises LinkError."""
-        while (state := handle.look()) is State.UNDER_WAY:
+        while (state := handle.poll()) is XferState.IN_PROGRESS:
             if self._link.is_closed:
                 raise LinkError("the link was closed")
             if time.monotonic() > self._deadline:
                 raise LinkError("the transfer did not complete in time")
             time.sleep(_POLL_S)
-        if state is State.FAILED:
+        if state is XferState.FAILED:
             raise LinkError("the peer cannot be reached any more")
-        self.flights.remove(handle)
+        self.handles.remove(handle)
 
-    def land(self, target: Memory, handle: Flight, half: int, local: Sequence[Span]) -> None:
+    def unpack(
+        self, target: Memory, handle: XferHandle, half: int, local: Sequence[ByteRange]
+    ) -> None:
         """Wait for a chunk and copy it to its destination."""
         self.wait(handle)
-        target.fill(self._buffer.memory, zip(local, _places(local, half), strict=True))
+        target.copy_from(
+            self._buffer.memory, zip(local, _list_buffer_ranges(local, half), strict=True)
+        )
         # Must end before this half is filled again and before the engine reads the KV.
-        _settle(target)
+        _synchronize(target)
 
-    def pack(self, source: Memory, local: Sequence[Span]) -> None:
+    def pack(self, source: Memory, local: Sequence[ByteRange]) -> None:
         """Fill the first half with local ranges."""
-        self._buffer.memory.fill(source, zip(_places(local, 0), local, strict=True))
-        _settle(source)
+        self._buffer.memory.copy_from(
+            source, zip(_list_buffer_ranges(local, 0), local, strict=True)
+        )
+        _synchronize(source)
 
 
-def _places(ranges: Sequence[Span], half: int) -> list[Span]:
-    return packed(ranges, half * PIECE_BYTES)
+def _list_buffer_ranges(ranges: Sequence[ByteRange], half: int) -> list[ByteRange]:
+    return pack_ranges(ranges, half * CHUNK_BYTES)
 
 
-def _cut(moves: Iterable[Move]) -> Iterator[tuple[list[Span], list[Span]]]:
+def _chunk_copies(moves: Iterable[RangeCopy]) -> Iterator[tuple[list[ByteRange], list[ByteRange]]]:
     """Yield chunks as (remote ranges, local ranges)."""
     remote, local = itertools.tee(moves)
     return zip(
-        pieces((move.remote for move in remote), PIECE_BYTES),
-        pieces((move.local for move in local), PIECE_BYTES),
+        chunk_ranges((move.remote for move in remote), CHUNK_BYTES),
+        chunk_ranges((move.local for move in local), CHUNK_BYTES),
         strict=True,
     )
 
 
-def _settle(memory: Memory) -> None:
+def _synchronize(memory: Memory) -> None:
     """Wait for the copies of this thread, which are asynchronous on a GPU."""
     device = memory.regions[0].device
     if device.type == "cuda":

@@ -15,43 +15,50 @@ from dataclasses import dataclass
 
 import torch
 
-from cleave_worker.transfer.memory import Memory, Span
+from cleave_worker.transfer.memory import ByteRange, Memory
 from cleave_worker.transfer.transport import LinkError
-from cleave_worker.transfer.transports.nixl_agent import Agent, Flight, Spot, State
+from cleave_worker.transfer.transports.nixl_agent import (
+    NixlAgent,
+    XferDescriptor,
+    XferHandle,
+    XferState,
+)
 
 _log = logging.getLogger(__name__)
-PIECE_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 """Bytes per transfer: enough for the full rate."""
-_HALVES = 2
+_NUM_HALVES = 2
 """One half is unpacked while the other fills."""
-_MOST = 16
+_MAX_BUFFERS = 16
 """256 MiB in total; further transfers wait for a free buffer."""
-_LOOK_S = 0.01
+_POLL_S = 0.01
 """Interval at which waiting threads poll the abandoned transfers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class StagingBuffer:
     """A buffer that one transfer of a link uses at a time."""
 
     memory: Memory
-    _spot: Spot
+    _descriptor: XferDescriptor
 
-    def spot(self, span: Span) -> Spot:
+    def describe(self, span: ByteRange) -> XferDescriptor:
         """Describe a range of the buffer to NIXL."""
-        return Spot(self._spot.address + span.offset, span.length, self._spot.device)
+        return XferDescriptor(
+            self._descriptor.address + span.offset, span.length, self._descriptor.device
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _GivenUp:
+class _BusyBuffer:
     """A returned buffer into which transfers may still write."""
 
-    buffer: Buffer
-    flights: tuple[Flight, ...]
-    peer: str
+    buffer: StagingBuffer
+    handles: tuple[XferHandle, ...]
+    remote_agent: str
 
 
-class Arrivals:
+class StagingBuffers:
     """The buffers of a consumer and the NIXL agent that they are registered with; created on first
     use."""
 
@@ -59,105 +66,107 @@ class Arrivals:
         """`name`: unique among the agents of all engines."""
         self._name = name
         self._device = device
-        self._agent: Agent | None = None
+        self._agent: NixlAgent | None = None
         self._fault = ""
-        self._free: list[Buffer] = []
-        self._given_up: list[_GivenUp] = []
-        self._lost: list[Buffer] = []
-        self._num_made = 0
+        self._free: list[StagingBuffer] = []
+        self._busy: list[_BusyBuffer] = []
+        self._quarantined: list[StagingBuffer] = []
+        self._num_allocated = 0
         self._uses: Counter[str] = Counter()
         self._changed = threading.Condition()
 
-    def meet(self, metadata: bytes, name: str) -> Agent:
-        """Return an agent that knows the peer of this name until `part`. Raises LinkError."""
+    def add_remote_agent(self, metadata: bytes, name: str) -> NixlAgent:
+        """Return an agent that knows the peer of this name until `remove_remote_agent`. Raises
+        LinkError.
+        """
         with self._changed:
-            agent = self._agent = self._agent or self._new_agent()
-            loaded = agent.meet(metadata)
+            agent = self._agent = self._agent or self._create_agent()
+            loaded = agent.add_remote_agent(metadata)
             if loaded == name:
                 self._uses[name] += 1
                 return agent
             if not self._uses[loaded]:
-                agent.part(loaded)
+                agent.remove_remote_agent(loaded)
         raise LinkError(f"the producer's agent is {loaded!r}, not {name!r}")
 
-    def part(self, name: str) -> None:
+    def remove_remote_agent(self, name: str) -> None:
         """End one use of a peer's agent, which is removed after the last use."""
         with self._changed:
-            self._part(name)
+            self._drop_remote_agent(name)
 
-    def lend(self, peer: str, deadline: float) -> Buffer:
-        """Return a buffer for one transfer; the caller must `give_back` it. Raises LinkError."""
+    def acquire(self, peer: str, deadline: float) -> StagingBuffer:
+        """Return a buffer for one transfer; the caller must `release` it. Raises LinkError."""
         with self._changed:
             while True:
-                self._look()
-                buffer = self._free.pop() if self._free else self._made()
+                self._reclaim()
+                buffer = self._free.pop() if self._free else self._allocate()
                 if buffer:
                     self._uses[peer] += 1
                     return buffer
-                if len(self._given_up) + len(self._lost) == _MOST:
+                if len(self._busy) + len(self._quarantined) == _MAX_BUFFERS:
                     raise LinkError(
-                        f"all {_MOST} buffers belong to transfers that have not completed"
+                        f"all {_MAX_BUFFERS} buffers belong to transfers that have not completed"
                     )
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise LinkError("no buffer became free in time")
-                self._changed.wait(min(remaining, _LOOK_S) if self._given_up else remaining)
+                self._changed.wait(min(remaining, _POLL_S) if self._busy else remaining)
 
-    def give_back(self, buffer: Buffer, handles: Iterable[Flight], peer: str) -> None:
+    def release(self, buffer: StagingBuffer, handles: Iterable[XferHandle], peer: str) -> None:
         """Return a buffer after use; `handles`: all transfers that were posted and may not have
         completed."""
         with self._changed:
-            self._given_up.append(_GivenUp(buffer, tuple(handles), peer))
-            self._look()
+            self._busy.append(_BusyBuffer(buffer, tuple(handles), peer))
+            self._reclaim()
 
-    def _new_agent(self) -> Agent:
+    def _create_agent(self) -> NixlAgent:
         """Create the agent; a failure is remembered, not retried. Raises LinkError."""
         if self._fault:
             raise LinkError(self._fault)
         try:
-            return Agent(self._name, self._device, answers=False)
+            return NixlAgent(self._name, self._device, use_progress_thread=False)
         except LinkError as error:
             self._fault = str(error)
             raise
 
-    def _look(self) -> None:
+    def _reclaim(self) -> None:
         """Free the buffers whose transfers have completed."""
-        busy: list[_GivenUp] = []
-        for entry in self._given_up:
-            states = [handle.look() for handle in entry.flights]
-            if State.UNDER_WAY in states:
+        busy: list[_BusyBuffer] = []
+        for entry in self._busy:
+            states = [handle.poll() for handle in entry.handles]
+            if XferState.IN_PROGRESS in states:
                 busy.append(entry)
                 continue
-            self._part(entry.peer)
-            if State.FAILED in states:
-                self._lost.append(entry.buffer)
+            self._drop_remote_agent(entry.remote_agent)
+            if XferState.FAILED in states:
+                self._quarantined.append(entry.buffer)
                 _log.warning(
                     "a transfer from %s failed: its buffer is not reused (%d of %d)",
-                    *(entry.peer, len(self._lost), _MOST),
+                    *(entry.remote_agent, len(self._quarantined), _MAX_BUFFERS),
                 )
             else:
                 self._free.append(entry.buffer)
             self._changed.notify()
-        self._given_up = busy
+        self._busy = busy
         # Keeps the buffers alive, even if the consumer itself is garbage, while they may be
         # written.
-        (_written_to.add if busy or self._lost else _written_to.discard)(self)
+        (_pinned.add if busy or self._quarantined else _pinned.discard)(self)
 
-    def _made(self) -> Buffer | None:
-        if self._num_made == _MOST:
+    def _allocate(self) -> StagingBuffer | None:
+        if self._num_allocated == _MAX_BUFFERS:
             return None
         assert self._agent, "no remote agent was added"
-        size = _HALVES * PIECE_BYTES
+        size = _NUM_HALVES * CHUNK_BYTES
         memory = Memory([torch.empty(size, dtype=torch.uint8, device=self._device)])
         (descriptor,) = self._agent.register(memory)
-        self._num_made += 1
-        return Buffer(memory, descriptor)
+        self._num_allocated += 1
+        return StagingBuffer(memory, descriptor)
 
-    def _part(self, name: str) -> None:
+    def _drop_remote_agent(self, name: str) -> None:
         self._uses[name] -= 1
         if not self._uses[name] and self._agent:
             del self._uses[name]
-            self._agent.part(name)
+            self._agent.remove_remote_agent(name)
 
 
-_written_to: set[Arrivals] = set()
+_pinned: set[StagingBuffers] = set()

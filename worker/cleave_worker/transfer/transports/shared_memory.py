@@ -13,21 +13,21 @@ from contextlib import suppress
 import msgspec
 import torch
 
-from cleave_worker.transfer.memory import Memory, Move
-from cleave_worker.transfer.transport import LinkError, Way
+from cleave_worker.transfer.memory import Memory, RangeCopy
+from cleave_worker.transfer.transport import LinkError, Transport
 
 
 class SharedRegion(msgspec.Struct, frozen=True):
-    """Where a peer can open a region: /proc/`pid`/fd/`file`."""
+    """Where a peer can open a region: /proc/`pid`/fd/`fd`."""
 
     pid: int
-    file: int
+    fd: int
     device: int
     inode: int
     size: int
 
 
-def share(memory: Memory) -> tuple[SharedRegion, ...]:
+def share_memory(memory: Memory) -> tuple[SharedRegion, ...]:
     """Move regions into shared memory, in place: tensors on them keep their contents.
 
     Returns () when that is impossible: GPU memory, or more than /dev/shm has free. Must be called
@@ -36,18 +36,18 @@ def share(memory: Memory) -> tuple[SharedRegion, ...]:
     if any(region.device.type != "cpu" for region in memory.regions):
         return ()
     needed = sum(region.untyped_storage().nbytes() for region in memory.regions)
-    if needed > _free_bytes():
+    if needed > _get_free_bytes():
         return ()
-    return tuple(_share(region) for region in memory.regions)
+    return tuple(_share_region(region) for region in memory.regions)
 
 
-def _share(region: torch.Tensor) -> SharedRegion:
+def _share_region(region: torch.Tensor) -> SharedRegion:
     file, size = region.untyped_storage()._share_fd_cpu_()
     status = os.fstat(file)
     return SharedRegion(os.getpid(), file, status.st_dev, status.st_ino, size)
 
 
-def _free_bytes() -> int:
+def _get_free_bytes() -> int:
     try:
         filesystem = os.statvfs("/dev/shm")  # noqa: S108
     except OSError:
@@ -55,10 +55,10 @@ def _free_bytes() -> int:
     return filesystem.f_bavail * filesystem.f_frsize
 
 
-class SharedMemory:
-    """A OneSided link over mapped memory."""
+class SharedMemoryLink:
+    """A OneSidedLink link over mapped memory."""
 
-    way = Way.SHARED_MEMORY
+    transport = Transport.SHARED_MEMORY
 
     def __init__(self, local: Memory, remote_regions: Sequence[SharedRegion]) -> None:
         """Map the peer's regions. Raises LinkError when this process cannot open them."""
@@ -66,7 +66,7 @@ class SharedMemory:
         self._maps: list[mmap.mmap] = []
         try:
             for region in remote_regions:
-                self._maps.append(_map(region))
+                self._maps.append(_map_region(region))
         except OSError as error:
             self.close()
             raise LinkError(f"the peer's memory cannot be mapped: {error}") from error
@@ -74,19 +74,19 @@ class SharedMemory:
             [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self._maps]
         )
 
-    def read(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
+    def read(self, moves: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
         """Copy from remote to local memory; needs no time limit, as memory does not block."""
         remote = self._remote  # Keeps the mapping during the copy, even if the link is closed.
         try:
-            self._local.fill(remote, ((local, remote_range) for remote_range, local in moves))
+            self._local.copy_from(remote, ((local, remote_range) for remote_range, local in moves))
         except ValueError as error:
             raise LinkError(str(error)) from error
 
-    def write(self, moves: Iterable[Move], seconds: float) -> None:  # noqa: ARG002
+    def write(self, moves: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
         """Copy from local to remote memory."""
         remote = self._remote
         try:
-            remote.fill(self._local, moves)
+            remote.copy_from(self._local, moves)
         except ValueError as error:
             raise LinkError(str(error)) from error
 
@@ -100,8 +100,8 @@ class SharedMemory:
         self._maps = []
 
 
-def _map(region: SharedRegion) -> mmap.mmap:
-    file = os.open(f"/proc/{region.pid}/fd/{region.file}", os.O_RDWR | os.O_CLOEXEC)
+def _map_region(region: SharedRegion) -> mmap.mmap:
+    file = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
         if (status.st_dev, status.st_ino, status.st_size) != (

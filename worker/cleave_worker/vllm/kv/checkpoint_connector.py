@@ -2,8 +2,8 @@
 
 Loaded instead of CleaveConnector where `kv_connector_extra_config` has `checkpoints`. An engine
 copies each full block that it decodes into a folder in host memory. An engine of the same host that
-resumes a request, given prompt and output so far, restores the blocks. See `Keeper` for the
-scheduler side and `Saver` for the worker side.
+resumes a request, given prompt and output so far, restores the blocks. See `CheckpointScheduler`
+for the scheduler side and `CheckpointWorker` for the worker side.
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from cleave_worker.transfer.checkpoints import Checkpoints
-from cleave_worker.transfer.memory import register
-from cleave_worker.vllm.kv.checkpoint_scheduler import Keeper, KeepOrders
-from cleave_worker.vllm.kv.checkpoint_worker import Saver
+from cleave_worker.transfer.checkpoints import CheckpointStore
+from cleave_worker.transfer.memory import register_tensors
+from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointMetadata, CheckpointScheduler
+from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
 from cleave_worker.vllm.kv.connector import CleaveConnector
-from cleave_worker.vllm.kv.layout import layout_of
-from cleave_worker.vllm.kv.metadata import Orders
-from cleave_worker.vllm.kv.metrics import Transfers
+from cleave_worker.vllm.kv.layout import build_layout
+from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
+from cleave_worker.vllm.kv.metrics import KvTransferStats
 
-_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - memory is what it is for
-_MOST_GIB = 4.0
+_DEFAULT_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - memory is what it is for
+_DEFAULT_MAX_GIB = 4.0
 
 
 @dataclass
-class CheckpointOrders(Orders):
+class CheckpointedConnectorMetadata(CleaveConnectorMetadata):
     """Metadata of handoffs and checkpoints."""
 
-    keep: KeepOrders = field(default_factory=KeepOrders)
+    checkpoints: CheckpointMetadata = field(default_factory=CheckpointMetadata)
 
 
 class CheckpointedConnector(CleaveConnector):
@@ -55,16 +55,18 @@ class CheckpointedConnector(CleaveConnector):
         """Raises ValueError for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
         check_attention(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
-        self._kept_at, self._most_bytes = read_settings(
+        self._folder, self._max_bytes = read_settings(
             self._kv_transfer_config.get_from_extra_config("checkpoints", {})
         )
-        self._saver: Saver | None = None
-        self._keeper: Keeper | None = None
+        self._checkpoint_worker: CheckpointWorker | None = None
+        self._checkpoint_scheduler: CheckpointScheduler | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
             # The scheduler only checks whether a block exists; rank 0 stands for all ranks.
-            checkpoints = Checkpoints(self._kept_at, 0, bytes(32), 0)
-            self._keeper = Keeper(self._identity(), block_size, checkpoints)
+            checkpoints = CheckpointStore(self._folder, 0, bytes(32), 0)
+            self._checkpoint_scheduler = CheckpointScheduler(
+                self._build_identity(), block_size, checkpoints
+            )
 
     # Scheduler side
 
@@ -77,7 +79,9 @@ class CheckpointedConnector(CleaveConnector):
         to_pull = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if to_pull[0]:
             return to_pull
-        count = self._told_keeper().tokens_to_restore(request, num_computed_tokens)
+        count = self._require_checkpoint_scheduler().count_restorable_tokens(
+            request, num_computed_tokens
+        )
         return count, count > 0
 
     def update_state_after_alloc(
@@ -88,13 +92,18 @@ class CheckpointedConnector(CleaveConnector):
     ) -> None:
         """Pull or restore into the blocks that a request got."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._told_keeper().allocated(request, blocks.blocks[0], num_external_tokens)
+        self._require_checkpoint_scheduler().update_after_alloc(
+            request, blocks.blocks[0], num_external_tokens
+        )
 
-    def build_connector_meta(self, scheduler_output: Any) -> CheckpointOrders:  # noqa: ANN401
+    def build_connector_meta(self, scheduler_output: Any) -> CheckpointedConnectorMetadata:  # noqa: ANN401
         """Return what the workers have to do in this step."""
         metadata = super().build_connector_meta(scheduler_output)
         inherited = {spec.name: getattr(metadata, spec.name) for spec in fields(metadata)}
-        return CheckpointOrders(**inherited, keep=self._told_keeper().take_orders(self._block_ids))
+        return CheckpointedConnectorMetadata(
+            **inherited,
+            checkpoints=self._require_checkpoint_scheduler().build_metadata(self._get_block_ids),
+        )
 
     def request_finished(
         self,
@@ -102,7 +111,7 @@ class CheckpointedConnector(CleaveConnector):
         block_ids: list[int],
     ) -> tuple[bool, dict[str, object] | None]:
         """End a request; return whether its blocks stay leased, and the handoff."""
-        self._told_keeper().finished(request)
+        self._require_checkpoint_scheduler().finish_request(request)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(
@@ -112,7 +121,7 @@ class CheckpointedConnector(CleaveConnector):
     ) -> tuple[bool, dict[str, object] | None]:
         """End a request of a model with several KV cache groups, of which there is only one
         here."""
-        self._told_keeper().finished(request)
+        self._require_checkpoint_scheduler().finish_request(request)
         return super().request_finished_all_groups(request, block_ids)
 
     # Worker side
@@ -121,37 +130,37 @@ class CheckpointedConnector(CleaveConnector):
         """Open the checkpoint folder for the allocated KV cache."""
         super().register_kv_caches(kv_caches)
         # The base class has moved the caches into shared memory.
-        memory, layers = register(kv_caches.values(), self._kv_cache_config.num_blocks)
+        memory, layers = register_tensors(kv_caches.values(), self._kv_cache_config.num_blocks)
         rank = get_pp_group().rank_in_group * get_tp_group().world_size
         rank += get_tp_group().rank_in_group
         first = next(iter(kv_caches.values()))
         sizes = [layer.block_bytes for layer in layers]
-        identity = [layout_of(self._vllm_config, first), list(kv_caches), sizes, rank]
+        identity = [build_layout(self._vllm_config, first), list(kv_caches), sizes, rank]
         layout = msgspec.json.encode(identity)
         digest = hashlib.blake2b(layout, digest_size=32).digest()
-        self._saver = Saver(
-            memory, layers, Checkpoints(self._kept_at, rank, digest, self._most_bytes)
+        self._checkpoint_worker = CheckpointWorker(
+            memory, layers, CheckpointStore(self._folder, rank, digest, self._max_bytes)
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Start to pull and restore, and copy full blocks."""
         super().start_load_kv(forward_context, **kwargs)
         metadata: KVConnectorMetadata = self._get_connector_metadata()
-        assert isinstance(metadata, CheckpointOrders)
-        self._told_saver().start(metadata.keep)
+        assert isinstance(metadata, CheckpointedConnectorMetadata)
+        self._require_checkpoint_worker().start_step(metadata.checkpoints)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose transfers or restores have ended."""
         results = super().get_transfer_results(finished_req_ids)
-        ended, failed = self._told_saver().take_restored()
+        ended, failed = self._require_checkpoint_worker().take_restored()
         results.finished_recving.update(ended)
         results.failed_recving.update(failed)
         return results
 
-    def get_kv_connector_stats(self) -> Transfers | None:
+    def get_kv_connector_stats(self) -> KvTransferStats | None:
         """Return statistics since the last step."""
         transfers = super().get_kv_connector_stats()
-        own = self._saver.take_transfers() if self._saver else None
+        own = self._checkpoint_worker.take_stats() if self._checkpoint_worker else None
         if own is None or own.is_empty():
             return transfers
         return own.aggregate(transfers) if transfers else own
@@ -159,14 +168,14 @@ class CheckpointedConnector(CleaveConnector):
     def shutdown(self) -> None:
         """Stop; checkpoints of running requests stay."""
         super().shutdown()
-        if self._saver:
-            self._saver.close()
+        if self._checkpoint_worker:
+            self._checkpoint_worker.close()
 
-    def _block_ids(self, request_id: str) -> list[int]:
+    def _get_block_ids(self, request_id: str) -> list[int]:
         ids: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
         return ids[0]
 
-    def _identity(self) -> str:
+    def _build_identity(self) -> str:
         config = self._vllm_config
         model, parallel = config.model_config, config.parallel_config
         return (
@@ -174,13 +183,13 @@ class CheckpointedConnector(CleaveConnector):
             f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
         )
 
-    def _told_keeper(self) -> Keeper:
-        assert self._keeper, "called on a worker, not on the scheduler"
-        return self._keeper
+    def _require_checkpoint_scheduler(self) -> CheckpointScheduler:
+        assert self._checkpoint_scheduler, "called on a worker, not on the scheduler"
+        return self._checkpoint_scheduler
 
-    def _told_saver(self) -> Saver:
-        assert self._saver, "the KV cache is not registered yet"
-        return self._saver
+    def _require_checkpoint_worker(self) -> CheckpointWorker:
+        assert self._checkpoint_worker, "the KV cache is not registered yet"
+        return self._checkpoint_worker
 
 
 def check_attention(spec: object) -> None:
@@ -202,7 +211,10 @@ def read_settings(value: object) -> tuple[Path, int]:
         raise ValueError(
             f"checkpoints {value!r}: must be an object with folder and most_gib, or empty"
         )
-    folder, max_gib = settings.get("folder", _FOLDER), settings.get("most_gib", _MOST_GIB)
+    folder, max_gib = (
+        settings.get("folder", _DEFAULT_FOLDER),
+        settings.get("most_gib", _DEFAULT_MAX_GIB),
+    )
     if not isinstance(folder, str) or not Path(folder).is_absolute():
         raise ValueError(f"checkpoints.folder {folder!r}: must be an absolute path")
     if not isinstance(max_gib, int | float) or not max_gib > 0:

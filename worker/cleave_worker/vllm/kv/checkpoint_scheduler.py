@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from vllm.v1.request import Request, RequestStatus
 
-MOST_PER_STEP = 16
+MAX_BLOCKS_PER_STEP = 16
 """Blocks copied per step over all requests, so that no step takes much longer."""
 
 
-class Shelf(Protocol):
+class CheckpointLookup(Protocol):
     """Tells which checkpoints exist."""
 
-    def has(self, key: str) -> bool:
+    def contains(self, key: str) -> bool:
         """Return whether the block with this key exists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class BlockRestore:
     """Local blocks to fill, with the keys of their contents."""
 
     keys: tuple[str, ...]
@@ -35,33 +35,35 @@ class Restore:
 
 
 @dataclass
-class KeepOrders:
+class CheckpointMetadata:
     """What a rank has to do in one step."""
 
     save: dict[str, int] = field(default_factory=dict)
     """Block numbers by key."""
-    restore: dict[str, Restore] = field(default_factory=dict)
+    restore: dict[str, BlockRestore] = field(default_factory=dict)
     """By request id."""
     drop: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Stream:
+class _CheckpointedRequest:
     request: Request
-    chain: "Chain"
-    saved: list[str] = field(default_factory=list)
+    hash_chain: "PrefixHashChain"
+    saved_keys: list[str] = field(default_factory=list)
 
 
-class Chain:
+class PrefixHashChain:
     """Keys of the blocks of one request, each a hash over all tokens up to its end."""
 
     def __init__(self, identity: str, request: Request, block_size: int) -> None:
-        self._digest = hashlib.blake2b(f"{identity}|{_kind(request)}|".encode(), digest_size=32)
+        self._digest = hashlib.blake2b(
+            f"{identity}|{_build_extra_keys(request)}|".encode(), digest_size=32
+        )
         self._tokens: Sequence[int] = request.all_token_ids
         self._block_size = block_size
         self._keys: list[str] = []
 
-    def key(self, block: int) -> str:
+    def get_key(self, block: int) -> str:
         """Return the key of a block whose tokens are all known."""
         while len(self._keys) <= block:
             start = len(self._keys) * self._block_size
@@ -71,85 +73,87 @@ class Chain:
         return self._keys[block]
 
 
-class Keeper:
+class CheckpointScheduler:
     """The checkpoints of one engine."""
 
-    def __init__(self, identity: str, block_size: int, checkpoints: Shelf) -> None:
+    def __init__(self, identity: str, block_size: int, checkpoints: CheckpointLookup) -> None:
         """`identity`: model, data types and parallelism, as far as the scheduler knows them."""
         self._identity = identity
         self._block_size = block_size
-        self._shelf = checkpoints
-        self._streams: dict[str, _Stream] = {}
+        self._checkpoints = checkpoints
+        self._requests: dict[str, _CheckpointedRequest] = {}
         self._uses: Counter[str] = Counter()
         """Number of requests per key, as many requests begin alike."""
-        self._wanted: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self._restorable: dict[str, tuple[int, tuple[str, ...]]] = {}
         """First block and keys, by request id."""
-        self._tried: set[str] = set()
-        self._orders = KeepOrders()
+        self._attempted: set[str] = set()
+        self._metadata = CheckpointMetadata()
 
-    def tokens_to_restore(self, request: Request, num_computed_tokens: int) -> int:
+    def count_restorable_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Return how many tokens beyond the computed ones can be restored.
 
         Never the last one: it must be computed to sample the next token.
         """
-        self._wanted.pop(request.request_id, None)
+        self._restorable.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
         if (
             request.prompt_token_ids is None
-            or request.request_id in self._tried
+            or request.request_id in self._attempted
             or params.get("do_remote_prefill")
         ):
             return 0
         first = num_computed_tokens // self._block_size
         last = (request.num_tokens - 1) // self._block_size
-        hash_chain = Chain(self._identity, request, self._block_size)
+        hash_chain = PrefixHashChain(self._identity, request, self._block_size)
         keys = []
         for block in range(first, last):
-            key = hash_chain.key(block)
-            if not self._shelf.has(key):
+            key = hash_chain.get_key(block)
+            if not self._checkpoints.contains(key):
                 break
             keys.append(key)
         if keys:
-            self._wanted[request.request_id] = first, tuple(keys)
+            self._restorable[request.request_id] = first, tuple(keys)
         return len(keys) * self._block_size
 
-    def allocated(self, request: Request, blocks: Sequence[Any], num_external_tokens: int) -> None:
+    def update_after_alloc(
+        self, request: Request, blocks: Sequence[Any], num_external_tokens: int
+    ) -> None:
         """Restore into the blocks that a request got for its `num_external_tokens`."""
-        first, keys = self._wanted.pop(request.request_id, (0, ()))
+        first, keys = self._restorable.pop(request.request_id, (0, ()))
         if keys and num_external_tokens:
-            self._tried.add(request.request_id)
+            self._attempted.add(request.request_id)
             keys = keys[: num_external_tokens // self._block_size]
             own = tuple(block.block_id for block in blocks[first : first + len(keys)])
-            self._orders.restore[request.request_id] = Restore(keys, own)
+            self._metadata.restore[request.request_id] = BlockRestore(keys, own)
         params = request.kv_transfer_params or {}
         if request.prompt_token_ids is not None and not params.get("do_remote_decode"):
-            hash_chain = Chain(self._identity, request, self._block_size)
-            self._streams.setdefault(request.request_id, _Stream(request, hash_chain))
+            hash_chain = PrefixHashChain(self._identity, request, self._block_size)
+            self._requests.setdefault(request.request_id, _CheckpointedRequest(request, hash_chain))
 
-    def finished(self, request: Request) -> None:
+    def finish_request(self, request: Request) -> None:
         """Drop the checkpoints of a finished request."""
-        self._wanted.pop(request.request_id, None)
-        self._tried.discard(request.request_id)
-        tracked = self._streams.pop(request.request_id, None)
+        self._restorable.pop(request.request_id, None)
+        self._attempted.discard(request.request_id)
+        tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
-            self._uses.subtract(tracked.saved)
-            unused = [key for key in tracked.saved if not self._uses[key]]
-            self._orders.drop += unused
+            self._uses.subtract(tracked.saved_keys)
+            unused = [key for key in tracked.saved_keys if not self._uses[key]]
+            self._metadata.drop += unused
             for key in unused:
                 del self._uses[key]
 
-    def take_orders(self, block_ids: "BlockIds") -> KeepOrders:
+    def build_metadata(self, block_ids: "BlockIdLookup") -> CheckpointMetadata:
         """Return what to do in the step being scheduled, before its tokens count as computed."""
-        metadata, self._orders = self._orders, KeepOrders()
-        for key, block in self._ripe(block_ids):
-            if len(metadata.save) == MOST_PER_STEP:
+        metadata, self._metadata = self._metadata, CheckpointMetadata()
+        for key, block in self._find_full_blocks(block_ids):
+            if len(metadata.save) == MAX_BLOCKS_PER_STEP:
                 break
             metadata.save[key] = block
         return metadata
 
-    def _ripe(self, block_ids: "BlockIds") -> Iterator[tuple[str, int]]:
-        for request_id, tracked in self._streams.items():
-            request, saved = tracked.request, tracked.saved
+    def _find_full_blocks(self, block_ids: "BlockIdLookup") -> Iterator[tuple[str, int]]:
+        for request_id, tracked in self._requests.items():
+            request, saved = tracked.request, tracked.saved_keys
             if request.status is not RequestStatus.RUNNING:
                 continue
             num_known = min(request.num_computed_tokens, request.num_tokens)
@@ -157,20 +161,20 @@ class Keeper:
                 continue
             blocks = block_ids(request_id)
             for block in range(len(saved), num_known // self._block_size):
-                key = tracked.chain.key(block)
+                key = tracked.hash_chain.get_key(block)
                 yield key, blocks[block]
                 saved.append(key)
                 self._uses[key] += 1
 
 
-class BlockIds(Protocol):
+class BlockIdLookup(Protocol):
     """Looks up a request's blocks in the engine's block table."""
 
     def __call__(self, request_id: str) -> Sequence[int]:
         """Return block numbers in the order of the tokens."""
 
 
-def _kind(request: Request) -> str:
+def _build_extra_keys(request: Request) -> str:
     """Return what decides the KV beside the tokens, as in vLLM's prefix cache."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     media = ",".join(

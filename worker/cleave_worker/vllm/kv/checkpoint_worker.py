@@ -14,45 +14,49 @@ from contextlib import suppress
 
 import torch
 
-from cleave_worker.transfer.checkpoints import Checkpoints
-from cleave_worker.transfer.handoff import Reason, RefusedError
-from cleave_worker.transfer.memory import Memory, Plane
-from cleave_worker.vllm.kv.checkpoint_scheduler import KeepOrders, Restore
-from cleave_worker.vllm.kv.metrics import Transfers
+from cleave_worker.transfer.checkpoints import CheckpointStore
+from cleave_worker.transfer.handoff import RefusalReason, RefusedError
+from cleave_worker.transfer.memory import LayerRegion, Memory
+from cleave_worker.vllm.kv.checkpoint_scheduler import BlockRestore, CheckpointMetadata
+from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 _log = logging.getLogger(__name__)
-_RESTORES = 2
+_MAX_CONCURRENT_RESTORES = 2
 """Restores at a time."""
-_WAITING = 64
+_MAX_QUEUED_COPIES = 64
 """Copies that wait to be written; further blocks are not checkpointed."""
-KEEP_S = 300.0
+RETENTION_S = 300.0
 """How long checkpoints of a dead engine stay; a request is resumed within 30 s or not at all."""
 
 
-class Saver:
+class CheckpointWorker:
     """The checkpoints of one rank."""
 
-    def __init__(self, memory: Memory, planes: Sequence[Plane], checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, memory: Memory, planes: Sequence[LayerRegion], checkpoints: CheckpointStore
+    ) -> None:
         self._memory = memory
         self._planes = tuple(planes)
         self._block_bytes = sum(plane.block_bytes for plane in self._planes)
         self._checkpoints = checkpoints
-        self._work: queue.Queue[tuple[str, bytes] | list[str] | None] = queue.Queue()
-        self._ended: queue.SimpleQueue[tuple[str, RefusedError | None]] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(_RESTORES, "kv-restore")
-        self._transfers = Transfers()
+        self._queue: queue.Queue[tuple[str, bytes] | list[str] | None] = queue.Queue()
+        self._finished_restores: queue.SimpleQueue[tuple[str, RefusedError | None]] = (
+            queue.SimpleQueue()
+        )
+        self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_RESTORES, "kv-restore")
+        self._stats = KvTransferStats()
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
         self._thread.start()
 
-    def start(self, metadata: KeepOrders) -> None:
+    def start_step(self, metadata: CheckpointMetadata) -> None:
         """Begin a step, before it computes."""
         # Drops first: they are older than blocks of this step that may have the same keys.
         if metadata.drop:
-            self._work.put(metadata.drop)
+            self._queue.put(metadata.drop)
         for key, block in metadata.save.items():
             # A missing block only ends the restorable prefix of its request.
-            if self._work.qsize() < _WAITING:
-                self._work.put((key, self._copy(block)))
+            if self._queue.qsize() < _MAX_QUEUED_COPIES:
+                self._queue.put((key, self._copy(block)))
         for request_id, restore in metadata.restore.items():
             self._pool.submit(self._restore, request_id, restore)
 
@@ -60,30 +64,30 @@ class Saver:
         """Return (requests whose restores have ended, those of them whose restore failed)."""
         ended: set[str] = set()
         failed: set[str] = set()
-        while not self._ended.empty():
-            request_id, refused = self._ended.get()
+        while not self._finished_restores.empty():
+            request_id, refused = self._finished_restores.get()
             ended.add(request_id)
             if refused is not None:
                 failed.add(request_id)
-                self._transfers.refused(refused.reason)
+                self._stats.record_refusal(refused.reason)
         return ended, failed
 
-    def take_transfers(self) -> Transfers:
+    def take_stats(self) -> KvTransferStats:
         """Return statistics since the last step."""
-        return self._transfers.clone_and_reset()
+        return self._stats.clone_and_reset()
 
     def close(self, wait_s: float = 5.0) -> None:
         """End the threads. Checkpoints stay: an engine may end before its requests are resumed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._work.put(None)
+        self._queue.put(None)
         self._thread.join(wait_s)
 
     def _copy(self, block: int) -> bytes:
-        views = (self._memory.view(layer.span(block)) for layer in self._planes)
+        views = (self._memory.view(layer.get_range(block)) for layer in self._planes)
         return b"".join(memoryview(view.cpu().numpy()) for view in views)
 
-    def _restore(self, request_id: str, restore: Restore) -> None:
-        refused: RefusedError | None = RefusedError(Reason.LOST, "an unexpected error")
+    def _restore(self, request_id: str, restore: BlockRestore) -> None:
+        refused: RefusedError | None = RefusedError(RefusalReason.PEER_LOST, "an unexpected error")
         try:
             for key, block in zip(restore.keys, restore.blocks, strict=True):
                 self._fill(block, self._checkpoints.load(key, self._block_bytes))
@@ -95,7 +99,7 @@ class Saver:
             # Unexpected, but the request must not wait for ever.
             _log.exception("KV of %s was not restored", request_id)
         finally:
-            self._ended.put((request_id, refused))
+            self._finished_restores.put((request_id, refused))
 
     def _fill(self, block: int, body: memoryview) -> None:
         offset = 0
@@ -103,22 +107,22 @@ class Saver:
             content = torch.frombuffer(
                 bytearray(body[offset : offset + layer.block_bytes]), dtype=torch.uint8
             )
-            self._memory.view(layer.span(block)).copy_(content)
+            self._memory.view(layer.get_range(block)).copy_(content)
             offset += layer.block_bytes
 
     def _run(self) -> None:
         collected_at = 0.0
         while True:
             with suppress(queue.Empty):
-                work = self._work.get(timeout=KEEP_S / 10)
+                work = self._queue.get(timeout=RETENTION_S / 10)
                 if work is None:
                     return
-                self._do(work)
-            if time.monotonic() - collected_at > KEEP_S / 10:
+                self._process(work)
+            if time.monotonic() - collected_at > RETENTION_S / 10:
                 collected_at = time.monotonic()
-                self._checkpoints.sweep(KEEP_S)
+                self._checkpoints.collect_garbage(RETENTION_S)
 
-    def _do(self, work: tuple[str, bytes] | list[str]) -> None:
+    def _process(self, work: tuple[str, bytes] | list[str]) -> None:
         if isinstance(work, tuple):
             self._checkpoints.save(*work)
         else:

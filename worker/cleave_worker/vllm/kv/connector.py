@@ -21,17 +21,17 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cleave_worker.transfer.memory import register
-from cleave_worker.transfer.server import Kept
-from cleave_worker.transfer.sharding import Share
-from cleave_worker.transfer.transport import Way
-from cleave_worker.transfer.transports.nixl import usable, usual
-from cleave_worker.vllm.kv.layerwise_worker import Pace
-from cleave_worker.vllm.kv.layout import check, layout_of, shape_of
-from cleave_worker.vllm.kv.metadata import Orders, Place
-from cleave_worker.vllm.kv.metrics import TransferMetrics, Transfers
+from cleave_worker.transfer.memory import register_tensors
+from cleave_worker.transfer.server import RegisteredKv
+from cleave_worker.transfer.sharding import ShardSpec
+from cleave_worker.transfer.transport import Transport
+from cleave_worker.transfer.transports.nixl import choose_transports, filter_installed
+from cleave_worker.vllm.kv.layerwise_worker import TransferGranularity
+from cleave_worker.vllm.kv.layout import build_layout, build_shape, check_layout
+from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
+from cleave_worker.vllm.kv.metrics import KvTransferMetrics, KvTransferStats
 from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
-from cleave_worker.vllm.kv.worker_side import Settings, WorkerSide
+from cleave_worker.vllm.kv.worker_side import ConnectorSettings, WorkerSide
 
 
 class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -54,8 +54,10 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
                 "CleaveConnector supports one: use NixlConnector"
             )
         self._worker: WorkerSide | None = None
-        self._plane_of: dict[str, int] = {}
-        self._scheduler = self._scheduler_side() if role is KVConnectorRole.SCHEDULER else None
+        self._layer_positions: dict[str, int] = {}
+        self._scheduler = (
+            self._build_scheduler_side() if role is KVConnectorRole.SCHEDULER else None
+        )
 
     # What vLLM asks of the class
 
@@ -65,20 +67,20 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Transfers:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvTransferStats:
         """Return statistics that come from another process."""
-        return Transfers(data)
+        return KvTransferStats(data)
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> TransferMetrics:  # noqa: ANN401
+    def build_prom_metrics(cls, *args: Any) -> KvTransferMetrics:  # noqa: ANN401
         """Return the Prometheus metrics."""
-        return TransferMetrics(*args)
+        return KvTransferMetrics(*args)
 
     # Scheduler side
 
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401
         """Read the handoff of a request that has arrived."""
-        self._told_scheduler().on_new_request(request)
+        self._require_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self,
@@ -86,7 +88,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         num_computed_tokens: int,
     ) -> tuple[int, bool]:
         """Return the tokens to pull, and whether that happens between steps."""
-        count = self._told_scheduler().tokens_to_pull(request, num_computed_tokens)
+        count = self._require_scheduler().count_tokens_to_pull(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
@@ -96,11 +98,11 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         num_external_tokens: int,
     ) -> None:
         """Pull into the blocks that a request got."""
-        self._told_scheduler().allocated(request, blocks.blocks[0], num_external_tokens)
+        self._require_scheduler().update_after_alloc(request, blocks.blocks[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:  # noqa: ANN401
+    def build_connector_meta(self, scheduler_output: Any) -> CleaveConnectorMetadata:  # noqa: ANN401
         """Return what the workers have to do in this step."""
-        return self._told_scheduler().take_orders(scheduler_output)
+        return self._require_scheduler().build_metadata(scheduler_output)
 
     def request_finished(
         self,
@@ -108,7 +110,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: list[int],
     ) -> tuple[bool, dict[str, object] | None]:
         """End a request; return whether its blocks stay leased, and the handoff."""
-        return self._told_scheduler().finished(request, block_ids)
+        return self._require_scheduler().finish_request(request, block_ids)
 
     def request_finished_all_groups(
         self,
@@ -116,11 +118,13 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, object] | None]:
         """End a request of a model that could have several KV cache groups."""
-        return self._told_scheduler().finished(request, block_ids[0])
+        return self._require_scheduler().finish_request(request, block_ids[0])
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Place]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], RankAddress]
+    ) -> None:
         """Take the address of each rank, by (pipeline rank, tensor rank)."""
-        self._told_scheduler().locate(
+        self._require_scheduler().set_rank_addresses(
             tuple((address.host, address.port) for _, address in sorted(metadata.items()))
         )
 
@@ -131,32 +135,32 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         # Engines with other pipeline stages identify layers by number.
         layers = sorted((extract_layer_index(name), name) for name in kv_caches)
         caches = [kv_caches[name] for _, name in layers]
-        self._plane_of = {name: position for position, (_, name) in enumerate(layers)}
-        memory, layer_regions = register(caches, self._kv_cache_config.num_blocks)
-        shape = shape_of(self._vllm_config)
+        self._layer_positions = {name: position for position, (_, name) in enumerate(layers)}
+        memory, layer_regions = register_tensors(caches, self._kv_cache_config.num_blocks)
+        shape = build_shape(self._vllm_config)
         rank = get_pp_group().rank_in_group * shape.tensor_parallel_size
         rank += get_tp_group().rank_in_group
-        layout = layout_of(self._vllm_config, caches[0])
-        shard = Share(shape, rank, tuple(number for number, _ in layers))
-        check(shard, layout, caches, self._kv_cache_config.num_blocks)
-        kv = Kept(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
-        self._worker = WorkerSide(kv, self._settings(memory.regions[0].device))
+        layout = build_layout(self._vllm_config, caches[0])
+        shard = ShardSpec(shape, rank, tuple(number for number, _ in layers))
+        check_layout(shard, layout, caches, self._kv_cache_config.num_blocks)
+        kv = RegisteredKv(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
+        self._worker = WorkerSide(kv, self._read_settings(memory.regions[0].device))
 
-    def get_handshake_metadata(self) -> Place | None:
+    def get_handshake_metadata(self) -> RankAddress | None:
         """Return the address at which this rank serves."""
-        return Place(self._host, self._told_worker().port)
+        return RankAddress(self._host, self._require_worker().port)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the metadata of a step that begins."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker and isinstance(connector_metadata, Orders):
-            self._worker.note(connector_metadata)
+        if self._worker and isinstance(connector_metadata, CleaveConnectorMetadata):
+            self._worker.apply_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
         """Start to pull."""
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Orders)
-        self._told_worker().start(metadata.pull, metadata.decline)
+        assert isinstance(metadata, CleaveConnectorMetadata)
+        self._require_worker().start_pulls(metadata.pulls, metadata.declined_pulls)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests wait for their KV between steps."""
@@ -169,22 +173,22 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,  # noqa: ANN401, ARG002
     ) -> None:
         """Announce the layer; consumers read it in place."""
-        self._told_worker().layer_done(self._plane_of.get(layer_name, -1))
+        self._require_worker().finish_layer(self._layer_positions.get(layer_name, -1))
 
     def wait_for_save(self) -> None:
         """Announce the end of the step; nothing is saved elsewhere."""
-        self._told_worker().step_done()
+        self._require_worker().finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests whose leases or pulls have ended."""
-        worker = self._told_worker()
+        worker = self._require_worker()
         received, failed = worker.take_received()
         return KVConnectorTransferResults(worker.take_sent(), received, failed)
 
-    def get_kv_connector_stats(self) -> Transfers | None:
+    def get_kv_connector_stats(self) -> KvTransferStats | None:
         """Return statistics since the last step."""
         side = self._worker or self._scheduler
-        transfers = side.take_transfers() if side else None
+        transfers = side.take_stats() if side else None
         return transfers if transfers and not transfers.is_empty() else None
 
     def shutdown(self) -> None:
@@ -202,37 +206,45 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     def _host(self) -> str:
         return str(self._kv_transfer_config.get_from_extra_config("host", "127.0.0.1"))
 
-    def _scheduler_side(self) -> SchedulerSide:
+    def _build_scheduler_side(self) -> SchedulerSide:
         return SchedulerSide(
             self._boot_id,
             self._vllm_config.cache_config.block_size,
-            shape_of(self._vllm_config),
+            build_shape(self._vllm_config),
         )
 
-    def _settings(self, device: torch.device) -> Settings:
+    def _read_settings(self, device: torch.device) -> ConnectorSettings:
         extra = self._kv_transfer_config.get_from_extra_config
-        return Settings(
+        return ConnectorSettings(
             port=int(extra("port", 0)),
-            ways=usable(tuple(Way(name) for name in extra("ways", usual(device)))),
+            transports=filter_installed(
+                tuple(Transport(name) for name in extra("ways", choose_transports(device)))
+            ),
             lease_s=float(extra("kv_lease_duration", 30)),
             transfer_s=float(extra("transfer_timeout", 30)),
             check_bytes=bool(extra("checksums", False)),
-            pace=self._pace,
-            patience_s=float(extra("follow_timeout", 120)),
+            granularity=self._granularity,
+            layerwise_timeout_s=float(extra("follow_timeout", 120)),
         )
 
     @property
-    def _pace(self) -> Pace:
-        granularity = Pace(self._kv_transfer_config.get_from_extra_config("pace", Pace.LAYER))
+    def _granularity(self) -> TransferGranularity:
+        granularity = TransferGranularity(
+            self._kv_transfer_config.get_from_extra_config("pace", TransferGranularity.LAYER)
+        )
         # With microbatches a layer is reported as done when it is done for a part of the tokens.
         has_microbatches = self._vllm_config.parallel_config.use_ubatching
-        return Pace.CHUNK if has_microbatches and granularity is Pace.LAYER else granularity
+        return (
+            TransferGranularity.CHUNK
+            if has_microbatches and granularity is TransferGranularity.LAYER
+            else granularity
+        )
 
-    def _told_scheduler(self) -> SchedulerSide:
+    def _require_scheduler(self) -> SchedulerSide:
         assert self._scheduler, "called on a worker, not on the scheduler"
         return self._scheduler
 
-    def _told_worker(self) -> WorkerSide:
+    def _require_worker(self) -> WorkerSide:
         assert self._worker, "the KV cache is not registered yet"
         return self._worker
 

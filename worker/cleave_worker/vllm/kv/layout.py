@@ -7,41 +7,43 @@ from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.attention.backends import cpu_attn
 
-from cleave_worker.transfer.handoff import Layout
-from cleave_worker.transfer.sharding import Shape, Share
+from cleave_worker.transfer.handoff import KvLayout
+from cleave_worker.transfer.sharding import ParallelShape, ShardSpec
 
 
-def shape_of(config: VllmConfig) -> Shape:
+def build_shape(config: VllmConfig) -> ParallelShape:
     """Return the parallelism of an engine."""
     parallel, num_layers = config.parallel_config, config.model_config.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
-    return Shape(
+    return ParallelShape(
         parallel.tensor_parallel_size,
         tuple(get_pp_indices(num_layers, stage, stages)[0] for stage in range(stages)),
     )
 
 
-def layout_of(config: VllmConfig, cache: torch.Tensor) -> Layout:
+def build_layout(config: VllmConfig, cache: torch.Tensor) -> KvLayout:
     """Return what must be equal at every peer; `cache`: one layer, [block, head, token, state]."""
     model = config.model_config
-    return Layout(
+    return KvLayout(
         model=f"{model.model}@{model.revision or ''}",
         dtype=str(cache.dtype),
         block_size=config.cache_config.block_size,
         num_layers=model.get_total_num_hidden_layers(),
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
-        arrangement=f"{tuple(cache.shape[2:])} {_packing(config, cache)}".strip(),
+        arrangement=f"{tuple(cache.shape[2:])} {_describe_packing(config, cache)}".strip(),
     )
 
 
-def check(shard: Share, layout: Layout, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
+def check_layout(
+    shard: ShardSpec, layout: KvLayout, caches: Sequence[torch.Tensor], num_blocks: int
+) -> None:
     """Raises ValueError when a rank's caches do not match its rank or have no usable layout."""
-    fault = shard.shape.fault(layout.num_kv_heads)
+    fault = shard.shape.find_fault(layout.num_kv_heads)
     if fault:
         raise ValueError(f"{layout.model}: {fault}")
-    shard.layers_of(len(caches))
-    heads = len(shard.shape.heads(shard.rank, layout.num_kv_heads))
+    shard.get_layer_indices(len(caches))
+    heads = len(shard.shape.get_head_range(shard.rank, layout.num_kv_heads))
     for cache in caches:
         if cache.shape[0] != num_blocks:
             raise ValueError(
@@ -56,7 +58,7 @@ def check(shard: Share, layout: Layout, caches: Sequence[torch.Tensor], num_bloc
             )
 
 
-def _packing(config: VllmConfig, cache: torch.Tensor) -> str:
+def _describe_packing(config: VllmConfig, cache: torch.Tensor) -> str:
     """Return the CPU instruction set of the attention kernel, which decides the order of keys."""
     if cache.device.type != "cpu":
         return ""

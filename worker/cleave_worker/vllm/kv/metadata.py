@@ -7,15 +7,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from cleave_worker.transfer.block_leases import Begun, Held
-from cleave_worker.transfer.handoff import HandOff
+from cleave_worker.transfer.block_leases import FinishedPrefill, PrefillInProgress
+from cleave_worker.transfer.handoff import Handoff
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PullTask:
     """KV to pull for a waiting request."""
 
-    hand_off: HandOff
+    handoff: Handoff
     prompt_digest: str
     """Of the prompt as this engine received it."""
     first_block: int
@@ -25,40 +25,40 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ComputedChunk:
     """What a step computes of a registered prefill."""
 
     blocks: tuple[int, ...]
     """All blocks that the prompt has so far."""
-    num_before: int
+    num_final_before: int
     """Blocks that are final before the step."""
-    num_final: int
+    num_final_after: int
     """Blocks that are final after the step."""
     is_last: bool
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
+class CleaveConnectorMetadata(KVConnectorMetadata):
     """What the workers have to do in a step, by request id of this engine."""
 
-    hold: dict[str, Held] = field(default_factory=dict)
-    begin: dict[str, Begun] = field(default_factory=dict)
+    finished_prefills: dict[str, FinishedPrefill] = field(default_factory=dict)
+    started_prefills: dict[str, PrefillInProgress] = field(default_factory=dict)
     """Prefills that consumers may pull while they run."""
-    compute: dict[str, Chunk] = field(default_factory=dict)
+    computed_chunks: dict[str, ComputedChunk] = field(default_factory=dict)
     """What this step computes of them."""
-    give_up: set[str] = field(default_factory=set)
+    cancelled_prefills: set[str] = field(default_factory=set)
     """Those that were aborted or preempted, so that their blocks are reused."""
-    expect: dict[str, HandOff] = field(default_factory=dict)
+    expected_pulls: dict[str, Handoff] = field(default_factory=dict)
     """Handoffs of queued requests, whose leases are extended until they are pulled."""
-    pull: dict[str, Wanted] = field(default_factory=dict)
-    decline: dict[str, HandOff] = field(default_factory=dict)
+    pulls: dict[str, PullTask] = field(default_factory=dict)
+    declined_pulls: dict[str, Handoff] = field(default_factory=dict)
     """Handoffs that will not be pulled, so that their producers may free the blocks."""
     addresses: tuple[tuple[str, int], ...] = ()
     """(host, port) of each rank, in the order of ranks; sent with the first step."""
 
 
 @dataclass(frozen=True)
-class Place(KVConnectorHandshakeMetadata):
+class RankAddress(KVConnectorHandshakeMetadata):
     """The address at which one rank serves its KV."""
 
     host: str

@@ -7,14 +7,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from cleave_worker.transfer.handoff import Reason
-from cleave_worker.transfer.transport import Way
+from cleave_worker.transfer.handoff import RefusalReason
+from cleave_worker.transfer.transport import Transport
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _EXPIRED = "expired"
 
 
-class Transfers(KVConnectorStats):
+class KvTransferStats(KVConnectorStats):
     """Pulls and refusals since the last report, as plain data that crosses processes."""
 
     data: dict[str, Any]
@@ -28,16 +28,16 @@ class Transfers(KVConnectorStats):
         """Clear all counts."""
         self.data = {"seconds": {}, "bytes": {}, "ended": {}}
 
-    def pulled(self, transport: Way, seconds: float, num_bytes: int) -> None:
+    def record_pull(self, transport: Transport, seconds: float, num_bytes: int) -> None:
         """Count one successful handoff."""
         self.data["seconds"].setdefault(transport.value, []).append(seconds)
         self._count("bytes", transport.value, num_bytes)
 
-    def refused(self, reason: Reason) -> None:
+    def record_refusal(self, reason: RefusalReason) -> None:
         """Count one failed handoff."""
         self._count("ended", reason.value, 1)
 
-    def expired(self, number: int) -> None:
+    def record_expired(self, number: int) -> None:
         """Count leases that expired before a consumer came."""
         if number:
             self._count("ended", _EXPIRED, number)
@@ -46,7 +46,7 @@ class Transfers(KVConnectorStats):
         """Return whether nothing was counted."""
         return not self.data["seconds"] and not self.data["ended"]
 
-    def aggregate(self, other: KVConnectorStats) -> "Transfers":
+    def aggregate(self, other: KVConnectorStats) -> "KvTransferStats":
         """Add the counts of another report."""
         for transport, seconds in other.data["seconds"].items():
             self.data["seconds"].setdefault(transport, []).extend(seconds)
@@ -67,9 +67,9 @@ class Transfers(KVConnectorStats):
             **{f"Failed handoffs: {reason}": n for reason, n in self.data["ended"].items()},
         }
 
-    def clone_and_reset(self) -> "Transfers":
+    def clone_and_reset(self) -> "KvTransferStats":
         """Return the counts and start again from zero."""
-        done = Transfers(self.data)
+        done = KvTransferStats(self.data)
         self.reset()
         return done
 
@@ -78,7 +78,7 @@ class Transfers(KVConnectorStats):
         counts[name] = counts.get(name, 0) + number
 
 
-class TransferMetrics(KVConnectorPromMetrics):
+class KvTransferMetrics(KVConnectorPromMetrics):
     """The statistics as Prometheus metrics."""
 
     def __init__(
@@ -110,14 +110,14 @@ class TransferMetrics(KVConnectorPromMetrics):
             {
                 (engine, transport): series.labels(*values, transport)
                 for engine, values in per_engine_labelvalues.items()
-                for transport in Way
+                for transport in Transport
             }
             for series in (seconds, pulled)
         )
-        self._lost = {
+        self._failures = {
             (engine, reason): failures.labels(*values, reason)
             for engine, values in per_engine_labelvalues.items()
-            for reason in (*Reason, _EXPIRED)
+            for reason in (*RefusalReason, _EXPIRED)
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -128,4 +128,4 @@ class TransferMetrics(KVConnectorPromMetrics):
         for transport, num_bytes in transfer_stats_data["bytes"].items():
             self._bytes[engine_idx, transport].inc(num_bytes)
         for reason, number in transfer_stats_data["ended"].items():
-            self._lost[engine_idx, reason].inc(number)
+            self._failures[engine_idx, reason].inc(number)

@@ -13,16 +13,16 @@ import msgspec
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from cleave_worker.transfer.block_leases import Begun, Held
-from cleave_worker.transfer.handoff import HandOff, Reason, prompt_digest
-from cleave_worker.transfer.sharding import Shape
-from cleave_worker.vllm.kv.layerwise_scheduler import Running
-from cleave_worker.vllm.kv.metadata import Orders, Wanted
-from cleave_worker.vllm.kv.metrics import Transfers
+from cleave_worker.transfer.block_leases import FinishedPrefill, PrefillInProgress
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, compute_prompt_digest
+from cleave_worker.transfer.sharding import ParallelShape
+from cleave_worker.vllm.kv.layerwise_scheduler import InFlightPrefills
+from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, PullTask
+from cleave_worker.vllm.kv.metrics import KvTransferStats
 
-KEY = "cleave"
+PARAMS_KEY = "cleave"
 """Key of a handoff in vLLM's kv_transfer_params."""
-_FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_SUCCESS_STATUSES = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class SchedulerSide:
@@ -32,7 +32,7 @@ class SchedulerSide:
         self,
         boot_id: str,
         block_size: int,
-        shape: Shape,
+        shape: ParallelShape,
     ) -> None:
         """`shape`: parallelism of this engine."""
         self._boot_id = boot_id
@@ -40,17 +40,17 @@ class SchedulerSide:
         self._shape = shape
         self._addresses: tuple[tuple[str, int], ...] = ()
         self._epochs = itertools.count(1)
-        self._running = Running(block_size)
-        self._coming: dict[str, HandOff] = {}
-        self._orders = Orders()
-        self._transfers = Transfers()
+        self._in_flight = InFlightPrefills(block_size)
+        self._incoming: dict[str, Handoff] = {}
+        self._metadata = CleaveConnectorMetadata()
+        self._stats = KvTransferStats()
 
-    def locate(self, addresses: tuple[tuple[str, int], ...]) -> None:
+    def set_rank_addresses(self, addresses: tuple[tuple[str, int], ...]) -> None:
         """Set the address of each rank, in the order of ranks, once all have started.
 
         Ranks receive it, too: a consumer of an overlapped prefill knows only rank 0.
         """
-        self._addresses = self._orders.addresses = addresses
+        self._addresses = self._metadata.addresses = addresses
 
     def on_new_request(self, request: Request) -> None:
         """Read the handoff of a decode request, and have its lease extended until it is pulled.
@@ -59,104 +59,108 @@ class SchedulerSide:
         """
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode"):
-            self._begin(request, params)
+            self._begin_prefill(request, params)
             return
         if not params or not params.get("do_remote_prefill"):
             return
-        handoff = _read(params)
+        handoff = _parse_handoff(params)
         if (
             handoff is None
-            or (not handoff.ahead and handoff.num_tokens < request.num_prompt_tokens)
+            or (not handoff.is_overlapped and handoff.num_tokens < request.num_prompt_tokens)
             or request.prompt_token_ids is None
         ):
             params["do_remote_prefill"] = False
-            self._transfers.refused(Reason.MALFORMED)
+            self._stats.record_refusal(RefusalReason.MALFORMED)
             return
-        self._coming[request.request_id] = handoff
-        self._orders.expect[request.request_id] = handoff
+        self._incoming[request.request_id] = handoff
+        self._metadata.expected_pulls[request.request_id] = handoff
 
-    def tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
+    def count_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
         """Return the tokens of the prompt that are not in the prefix cache."""
-        if request.request_id not in self._coming:
+        if request.request_id not in self._incoming:
             return 0
         prompt_tokens: int = request.num_prompt_tokens
         return max(0, prompt_tokens - num_computed_tokens)
 
-    def allocated(self, request: Request, blocks: list[Any], num_external_tokens: int) -> None:
+    def update_after_alloc(
+        self, request: Request, blocks: list[Any], num_external_tokens: int
+    ) -> None:
         """Pull into the blocks that the request got beyond those of the prefix cache."""
-        handoff = self._coming.pop(request.request_id, None)
+        handoff = self._incoming.pop(request.request_id, None)
         if handoff is None:
             return
         # Only once: if the pull fails, the prompt is computed here.
         request.kv_transfer_params["do_remote_prefill"] = False
         if not num_external_tokens:
-            self._orders.decline[request.request_id] = handoff
+            self._metadata.declined_pulls[request.request_id] = handoff
             return
         first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
         last = -(-request.num_prompt_tokens // self._block_size)
-        self._orders.pull[request.request_id] = Wanted(
+        self._metadata.pulls[request.request_id] = PullTask(
             handoff,
-            _digest(request),
+            _compute_digest(request),
             first,
             tuple(block.block_id for block in blocks[first:last]),
         )
 
-    def finished(
+    def finish_request(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         """Return (whether the blocks stay leased, the handoff for the response)."""
         params = request.kv_transfer_params
         if not params:
             return False, None
-        handoff = self._coming.pop(request.request_id, None)
+        handoff = self._incoming.pop(request.request_id, None)
         if handoff is not None:
             # The request ended while it was queued.
-            self._orders.decline[request.request_id] = handoff
+            self._metadata.declined_pulls[request.request_id] = handoff
         num_blocks = self._count_blocks(request)
-        started = self._running.end(request.request_id)
+        started = self._in_flight.end(request.request_id)
         if (
             not params.get("do_remote_decode")
-            or request.status not in _FINISHED
+            or request.status not in _SUCCESS_STATUSES
             or len(block_ids) < num_blocks
             # A prompt of embeddings has no tokens that identify it.
             or request.prompt_token_ids is None
             # Its layerwise consumer was refused, and no other consumer knows of it.
-            or (started is None and _name(params))
+            or (started is None and _get_prefill_name(params))
         ):
             if started:
-                self._orders.give_up.add(request.request_id)
+                self._metadata.cancelled_prefills.add(request.request_id)
             return False, None
         epoch = started.epoch if started else next(self._epochs)
-        prefill = Held(epoch, _digest(request), tuple(block_ids[:num_blocks]))
-        self._orders.hold[request.request_id] = prefill
-        return True, self._params(request, prefill)
+        prefill = FinishedPrefill(epoch, _compute_digest(request), tuple(block_ids[:num_blocks]))
+        self._metadata.finished_prefills[request.request_id] = prefill
+        return True, self._build_params(request, prefill)
 
-    def take_orders(self, output: SchedulerOutput | None = None) -> Orders:
+    def build_metadata(self, output: SchedulerOutput | None = None) -> CleaveConnectorMetadata:
         """Return what has changed since the last step, and what the next (`output`) computes."""
-        metadata, self._orders = self._orders, Orders()
+        metadata, self._metadata = self._metadata, CleaveConnectorMetadata()
         if output is not None:
-            metadata.compute, preempted = self._running.step(output)
-            metadata.give_up |= preempted
+            metadata.computed_chunks, preempted = self._in_flight.advance(output)
+            metadata.cancelled_prefills |= preempted
         return metadata
 
-    def take_transfers(self) -> Transfers:
+    def take_stats(self) -> KvTransferStats:
         """Return the refusals of the scheduler side since the last step."""
-        return self._transfers.clone_and_reset()
+        return self._stats.clone_and_reset()
 
-    def _begin(self, request: Request, params: dict[str, Any]) -> None:
-        name = _name(params)
+    def _begin_prefill(self, request: Request, params: dict[str, Any]) -> None:
+        name = _get_prefill_name(params)
         if not name or request.prompt_token_ids is None:
             return
-        prefill = Begun(next(self._epochs), _digest(request), self._count_blocks(request), name)
-        self._running.begin(request.request_id, prefill, request.num_prompt_tokens)
-        self._orders.begin[request.request_id] = prefill
+        prefill = PrefillInProgress(
+            next(self._epochs), _compute_digest(request), self._count_blocks(request), name
+        )
+        self._in_flight.begin(request.request_id, prefill, request.num_prompt_tokens)
+        self._metadata.started_prefills[request.request_id] = prefill
 
     def _count_blocks(self, request: Request) -> int:
         count: int = -(-request.num_prompt_tokens // self._block_size)
         return count
 
-    def _params(self, request: Request, prefill: Held) -> dict[str, object]:
-        handoff = HandOff(
+    def _build_params(self, request: Request, prefill: FinishedPrefill) -> dict[str, object]:
+        handoff = Handoff(
             self._boot_id,
             request.request_id,
             prefill.epoch,
@@ -178,20 +182,20 @@ class SchedulerSide:
             "pp_size": len(self._shape.stages),
             "remote_num_tokens": request.num_prompt_tokens,
             "transfer_mode": "pull",
-            KEY: msgspec.to_builtins(handoff),
+            PARAMS_KEY: msgspec.to_builtins(handoff),
         }
 
 
-def _name(params: dict[str, Any]) -> str:
+def _get_prefill_name(params: dict[str, Any]) -> str:
     """Return the name under which a prefill may be pulled; empty when it may not."""
-    handoff = params.get(KEY)
+    handoff = params.get(PARAMS_KEY)
     name = handoff.get("name") if isinstance(handoff, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def _read(params: dict[str, Any]) -> HandOff | None:
+def _parse_handoff(params: dict[str, Any]) -> Handoff | None:
     try:
-        handoff = msgspec.convert(params.get(KEY), HandOff)
+        handoff = msgspec.convert(params.get(PARAMS_KEY), Handoff)
     except msgspec.ValidationError:
         return None
     identity = (params.get("remote_engine_id"), params.get("remote_request_id"))
@@ -199,14 +203,14 @@ def _read(params: dict[str, Any]) -> HandOff | None:
     return handoff if identity == (handoff.boot_id, handoff.request_id) else None
 
 
-def _digest(request: Request) -> str:
+def _compute_digest(request: Request) -> str:
     """Hash what decides the KV of a request's prompt, as in vLLM's prefix cache."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     media = ",".join(
         f"{feature.identifier}@{feature.mm_position.offset}"
         for feature in request.mm_features or ()
     )
-    return prompt_digest(
+    return compute_prompt_digest(
         (request.prompt_token_ids or ())[: request.num_prompt_tokens],
         f"{adapter}|{request.cache_salt or ''}|{media}",
     )

@@ -14,48 +14,48 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cleave_worker.transfer.block_leases import Holds
-from cleave_worker.transfer.client import Reader
-from cleave_worker.transfer.handoff import HandOff, Reason, RefusedError
-from cleave_worker.transfer.layerwise_client import Follower
-from cleave_worker.transfer.server import Kept, Owner
-from cleave_worker.transfer.transport import Way
-from cleave_worker.transfer.transports.shared_memory import share
-from cleave_worker.vllm.kv.layerwise_worker import Announcer, Pace
-from cleave_worker.vllm.kv.metadata import Orders, Wanted
-from cleave_worker.vllm.kv.metrics import Transfers
+from cleave_worker.transfer.block_leases import BlockLeases
+from cleave_worker.transfer.client import KvClient
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
+from cleave_worker.transfer.layerwise_client import LayerwiseClient
+from cleave_worker.transfer.server import KvServer, RegisteredKv
+from cleave_worker.transfer.transport import Transport
+from cleave_worker.transfer.transports.shared_memory import share_memory
+from cleave_worker.vllm.kv.layerwise_worker import LayerNotifier, TransferGranularity
+from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, PullTask
+from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 _log = logging.getLogger(__name__)
-_PULLS = 4
+_MAX_CONCURRENT_PULLS = 4
 """Concurrent pulls; those from one producer rank run one after the other."""
-_FOLLOWS = 64
+_MAX_LAYERWISE_PULLS = 64
 """Concurrent pulls of running prefills; further ones wait."""
-_GRACE_S = 10.0
+_READ_GRACE_S = 10.0
 """Time of a read beyond `transfer_s` before its blocks are freed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     """Settings from kv_connector_extra_config."""
 
     port: int
     """Port of rank 0, 0 for a free one; other ranks use free ports."""
-    ways: tuple[Way, ...]
+    transports: tuple[Transport, ...]
     lease_s: float
     transfer_s: float
     """Longest time for the bytes of one prompt."""
     check_bytes: bool
-    pace: Pace = Pace.LAYER
+    granularity: TransferGranularity = TransferGranularity.LAYER
     """How much KV of a running prefill is announced at a time."""
-    patience_s: float = 120.0
+    layerwise_timeout_s: float = 120.0
     """Longest time of a pull of a running prefill."""
 
 
-class _Ended(NamedTuple):
+class _FinishedPull(NamedTuple):
     """A pull that has ended."""
 
     request_id: str
-    how: Way | Reason
+    outcome: Transport | RefusalReason
     """The transport that was used, or why the KV must not be used."""
     seconds: float
     num_bytes: int
@@ -64,71 +64,73 @@ class _Ended(NamedTuple):
 class WorkerSide:
     """The KV transfers of one rank."""
 
-    def __init__(self, kv: Kept, settings: Settings) -> None:
+    def __init__(self, kv: RegisteredKv, settings: ConnectorSettings) -> None:
         """Start to serve. Raises OSError when the port is taken."""
-        self._block_bytes = sum(layer.block_bytes for layer in kv.planes)
+        self._block_bytes = sum(layer.block_bytes for layer in kv.layers)
         self._lease_s = settings.lease_s
-        shared = share(kv.memory) if Way.SHARED_MEMORY in settings.ways else ()
-        self._holds = Holds(settings.lease_s, settings.transfer_s + _GRACE_S)
-        port = settings.port if kv.share.rank == 0 else 0
-        self._owner = Owner(kv, self._holds, shared, port, settings.transfer_s)
-        self._reader = Reader(
-            kv, settings.ways, settings.transfer_s, check_bytes=settings.check_bytes
+        shared = share_memory(kv.memory) if Transport.SHARED_MEMORY in settings.transports else ()
+        self._leases = BlockLeases(settings.lease_s, settings.transfer_s + _READ_GRACE_S)
+        port = settings.port if kv.shard.rank == 0 else 0
+        self._server = KvServer(kv, self._leases, shared, port, settings.transfer_s)
+        self._client = KvClient(
+            kv, settings.transports, settings.transfer_s, check_bytes=settings.check_bytes
         )
-        self._announcer = Announcer(self._holds, settings.pace, kv.memory.regions[0].device)
-        self._follower = Follower(self._reader, settings.patience_s)
-        self._pool = ThreadPoolExecutor(_PULLS, "kv-pull")
-        self._following = ThreadPoolExecutor(_FOLLOWS, "kv-follow")
-        self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
-        self._expected: dict[str, HandOff] = {}
+        self._layer_notifier = LayerNotifier(
+            self._leases, settings.granularity, kv.memory.regions[0].device
+        )
+        self._layerwise_client = LayerwiseClient(self._client, settings.layerwise_timeout_s)
+        self._pull_pool = ThreadPoolExecutor(_MAX_CONCURRENT_PULLS, "kv-pull")
+        self._layerwise_pool = ThreadPoolExecutor(_MAX_LAYERWISE_PULLS, "kv-follow")
+        self._finished_pulls: queue.SimpleQueue[_FinishedPull] = queue.SimpleQueue()
+        self._expected_handoffs: dict[str, Handoff] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._transfers = Transfers()
+        self._stats = KvTransferStats()
         self._num_expired = 0
-        threading.Thread(target=self._beat, name="kv-beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="kv-beat", daemon=True).start()
 
     @property
     def port(self) -> int:
         """The port at which this rank serves."""
-        return self._owner.port
+        return self._server.port
 
-    def note(self, metadata: Orders) -> None:
+    def apply_metadata(self, metadata: CleaveConnectorMetadata) -> None:
         """Apply the leases of a step before it computes: consumers may come with the response."""
         if metadata.addresses:
-            self._owner.locate(metadata.addresses)
-        for request_id, prefill in metadata.begin.items():
-            self._holds.begin(request_id, prefill)
-        for request_id in metadata.give_up:
-            self._holds.give_up(request_id)
-        self._announcer.begin(metadata.compute)
-        for request_id, finished in metadata.hold.items():
-            self._holds.hold(request_id, finished)
+            self._server.set_rank_addresses(metadata.addresses)
+        for request_id, prefill in metadata.started_prefills.items():
+            self._leases.begin_prefill(request_id, prefill)
+        for request_id in metadata.cancelled_prefills:
+            self._leases.cancel(request_id)
+        self._layer_notifier.begin_step(metadata.computed_chunks)
+        for request_id, finished in metadata.finished_prefills.items():
+            self._leases.grant(request_id, finished)
         with self._lock:
-            self._expected.update(metadata.expect)
-            for request_id in metadata.decline:
-                self._expected.pop(request_id, None)
+            self._expected_handoffs.update(metadata.expected_pulls)
+            for request_id in metadata.declined_pulls:
+                self._expected_handoffs.pop(request_id, None)
 
-    def start(self, tasks: Mapping[str, Wanted], declined: Mapping[str, HandOff]) -> None:
+    def start_pulls(self, tasks: Mapping[str, PullTask], declined: Mapping[str, Handoff]) -> None:
         """Start the pulls of a step and decline handoffs."""
         for request_id, task in tasks.items():
-            pool = self._following if task.hand_off.ahead else self._pool
+            pool = self._layerwise_pool if task.handoff.is_overlapped else self._pull_pool
             pool.submit(self._pull, request_id, task)
         for handoff in declined.values():
-            self._pool.submit(self._reader.decline, handoff)
+            self._pull_pool.submit(self._client.decline, handoff)
 
-    def layer_done(self, position: int) -> None:
+    def finish_layer(self, position: int) -> None:
         """Announce that the step has finished a layer."""
-        self._announcer.layer_done(position)
+        self._layer_notifier.finish_layer(position)
 
-    def step_done(self) -> None:
+    def finish_step(self) -> None:
         """Announce that the step has finished all layers."""
-        self._announcer.step_done()
+        self._layer_notifier.finish_step()
 
     def take_sent(self) -> set[str]:
         """Return the requests whose leases have ended."""
-        freed = self._holds.take_freed()
-        expired = self._holds.num_expired
-        self._transfers.expired(expired - self._num_expired)
+        freed = self._leases.take_freed()
+        expired = self._leases.num_expired
+        self._stats.record_expired(expired - self._num_expired)
         self._num_expired = expired
         return freed
 
@@ -136,35 +138,35 @@ class WorkerSide:
         """Return (requests whose pulls have ended, those of them whose pull failed)."""
         ended_ids: set[str] = set()
         failed: set[str] = set()
-        while not self._ended.empty():
-            ended = self._ended.get()
+        while not self._finished_pulls.empty():
+            ended = self._finished_pulls.get()
             ended_ids.add(ended.request_id)
-            if isinstance(ended.how, Way):
-                self._transfers.pulled(ended.how, ended.seconds, ended.num_bytes)
+            if isinstance(ended.outcome, Transport):
+                self._stats.record_pull(ended.outcome, ended.seconds, ended.num_bytes)
             else:
                 failed.add(ended.request_id)
-                self._transfers.refused(ended.how)
+                self._stats.record_refusal(ended.outcome)
         return ended_ids, failed
 
-    def take_transfers(self) -> Transfers:
+    def take_stats(self) -> KvTransferStats:
         """Return statistics since the last step."""
-        return self._transfers.clone_and_reset()
+        return self._stats.clone_and_reset()
 
     def close(self) -> None:
         """Stop serving and pulling."""
         self._stop.set()
-        self._owner.close()
-        self._reader.close()
-        for pool in (self._pool, self._following):
+        self._server.close()
+        self._client.close()
+        for pool in (self._pull_pool, self._layerwise_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pull(self, request_id: str, task: Wanted) -> None:
+    def _pull(self, request_id: str, task: PullTask) -> None:
         started = time.perf_counter()
-        outcome: Way | Reason = Reason.LOST
+        outcome: Transport | RefusalReason = RefusalReason.PEER_LOST
         try:
-            is_overlapped = task.hand_off.ahead
-            outcome = (self._follower.follow if is_overlapped else self._reader.pull)(
-                task.hand_off, task.prompt_digest, task.first_block, task.blocks
+            is_overlapped = task.handoff.is_overlapped
+            outcome = (self._layerwise_client.pull if is_overlapped else self._client.pull)(
+                task.handoff, task.prompt_digest, task.first_block, task.blocks
             )
         except RefusedError as refused:
             outcome = refused.reason
@@ -174,13 +176,15 @@ class WorkerSide:
             _log.exception("KV of %s was not pulled", request_id)
         finally:
             with self._lock:
-                self._expected.pop(request_id, None)
+                self._expected_handoffs.pop(request_id, None)
             size = self._block_bytes * len(task.blocks)
-            self._ended.put(_Ended(request_id, outcome, time.perf_counter() - started, size))
+            self._finished_pulls.put(
+                _FinishedPull(request_id, outcome, time.perf_counter() - started, size)
+            )
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
             with self._lock:
-                waiting = list(self._expected.values())
+                waiting = list(self._expected_handoffs.values())
             if waiting:
-                self._reader.beat(waiting)
+                self._client.send_heartbeats(waiting)
