@@ -219,6 +219,6 @@ def _list_simulation_warnings(finalist: PredictedPlan) -> Iterator[str]:
         )
     if finalist.placement.copies > 1:
         yield (
-            f"{name}: simulated as one of {finalist.placement.copies} equal cells at its share of the "
-            "rate; behind one dispatcher they serve at least as much"
+            f"{name}: simulated as one of {finalist.placement.copies} equal cells at its share of "
+            "the rate; behind one dispatcher they serve at least as much"
         )

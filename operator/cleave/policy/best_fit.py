@@ -3,7 +3,7 @@
 Called by the router and the simulator for the policy BestFit. Amounts are tokens and milliseconds.
 Functions of an `Amount` are arithmetic that holds for one instance's numbers and, as it stands, for
 arrays over all instances: compiled loops call them with numbers, the router with arrays. `fit`
-holds the coefficients and `packing` the limits; the simulator passes its state for both, which has
+holds the coefficients and `model` the limits; the simulator passes its state for both, which has
 fields of the same names. What is hard: constraint (e) bounds the KV at every moment until the last
 request has ended, which depends on how far each has come; so it is checked last, for few instances.
 
@@ -89,7 +89,7 @@ def measure_fullness(
     need: float,
     prefills: bool,
     fit: Coefficients,
-    packing: BestFitModel,
+    model: BestFitModel,
 ) -> Amount:
     """How full an instance is that may take a request by (b) and (c), below 0 where it may not.
 
@@ -97,11 +97,11 @@ def measure_fullness(
     `prefills`: whether its prompt is computed there, too.
     """
     spare = compute_spare_context(
-        batch, context, fit.k2, fit.c2, fit.c3, packing.tpot_ms, packing.theta
+        batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta
     )
     fits = (scores < STALE_PENALTY) & (spare >= need)
     if prefills:
-        room = compute_spare_prompt(pending, fit.k1, fit.c1, packing.ttft_ms)
+        room = compute_spare_prompt(pending, fit.k1, fit.c1, model.ttft_ms)
         fits = fits & (room >= prompt_tokens)
     fullness: Amount = (compute_capacity_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
     return fullness
@@ -138,13 +138,14 @@ def keeps_running(
     prefills: bool,
     capacity: float,
     fit: Coefficients,
-    packing: BestFitModel,
+    model: BestFitModel,
 ) -> bool:
     """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended.
 
-    `held`, `left`: tokens of each running request and the new one by `lengths.guess_progress`, most
-    `left` first; `saved_ms`: the least that any can spare; `capacity`: tokens of KV that fit.
+    `held`, `left`: tokens of each running request and the new one by
+    `output_length.guess_progress`, most `left` first; `saved_ms`: the least that any can spare;
+    `capacity`: tokens of KV that fit.
     """
     if prefills and compute_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
         return False
-    return find_sorted_peak(held, left) <= packing.theta * capacity
+    return find_sorted_peak(held, left) <= model.theta * capacity

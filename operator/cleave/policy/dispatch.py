@@ -40,8 +40,9 @@ STALE_PENALTY = 1e9
 """Tokens added to all scores of an instance that is in doubt: far above what any can hold."""
 
 BY_WAIT, BY_TOKENS, BY_REQUESTS, BY_TURN = 0, 1, 2, 3
-"""What scores count: ms until a prompt queue is through (`books.Queue`) and tokens held, tokens
-that wait or are held, requests, or the number of the last pick that went to the instance."""
+"""What scores count: ms until a prompt queue is through (`PrefillQueueModel`) and tokens held,
+tokens that wait or are held, requests, or the number of the last pick that went to the instance.
+"""
 
 LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
 """How a slot is picked: least score; drawn at random; the lesser of two drawn; the lighter of two
@@ -139,8 +140,8 @@ def score(
     """(score for a prompt that another instance decodes, score for all else) of an instance.
 
     `prompt`: tokens of the `prompts` that wait there; `resident`: tokens that hold blocks;
-    `requests`: that are there; `turn`: the last pick that went there; `doubt`: STALE when it may be
-    gone; `prefills`: whether it may compute prompts for others.
+    `requests`: that are there; `turn`: the last pick that went there; `doubt`: STALE_PENALTY when
+    it may be gone; `prefills`: whether it may compute prompts for others.
     """
     tie = turn * TIE_WEIGHT
     if counts == BY_TURN:
@@ -151,7 +152,7 @@ def score(
     first = prompt + doubt + tie
     total = first + resident
     if counts == BY_WAIT and prefills:
-        # STALE squared is far above what a clock may show as well.
+        # STALE_PENALTY squared is far above what a clock may show as well.
         first = doubt * doubt + predict_end_ms(
             prompt, prompts, queue.head_started_ms, queue.prompt_ms, queue.upper_token_ms, tie
         )
@@ -318,11 +319,12 @@ def measure_backlog(pending: float, resident: float, turn: float) -> float:
 def prefers_mixed(queue: float, decode: float, queue_whole: float) -> bool:
     """Whether a mixed instance serves a request rather than a split.
 
-    `queue`, `queue_whole`: prompt tokens that wait at the prefill and at the mixed instance, STALE
-    added to what is in doubt; `decode`: score of the decode instance, of which that alone is read.
-    A mixed instance is taken when its prompt queue is the shorter one, which saves the transfer;
-    when equal, the split is taken because that is what the placement was planned for. It is taken
-    as well when a half of the split is in doubt (STALE in its scores) and the mixed one is not.
+    `queue`, `queue_whole`: prompt tokens that wait at the prefill and at the mixed instance,
+    STALE_PENALTY added to what is in doubt; `decode`: score of the decode instance, of which that
+    alone is read. A mixed instance is taken when its prompt queue is the shorter one, which saves
+    the transfer; when equal, the split is taken because that is what the placement was planned for.
+    It is taken as well when a half of the split is in doubt (STALE_PENALTY in its scores) and the
+    mixed one is not.
     """
     return queue_whole < queue - 1.0 or queue_whole < STALE_PENALTY <= decode
 

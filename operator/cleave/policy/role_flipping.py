@@ -49,10 +49,7 @@ MEMBER = np.dtype(
         ("use", np.float64),  # share of its KV used by computed prompts: 0 to 1 and more
         ("since_ms", np.float64),  # when it took its role
         ("min_flip_ms", np.float64),  # minimal time until it flips back
-        (
-            "idle_ms",
-            np.float64,
-        ),  # since when it is idle in its configured_role's phase; inf: it is not
+        ("idle_ms", np.float64),  # since when it is idle in its configured role; inf: it is not
         ("configured_role", np.int64),  # its configured role
         ("role", np.int64),
         ("is_open", np.int64),  # whether it takes requests at all
@@ -93,7 +90,7 @@ def build_thresholds(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) 
 
 
 def build_pressure_history() -> PressureHistory:
-    """The initial WATCH records, one for prefill and one for decode."""
+    """The initial PRESSURE_HISTORY records, one for prefill and one for decode."""
     watch = np.zeros(2, PRESSURE_HISTORY)
     watch["high_since_ms"] = watch["low_since_ms"] = math.inf
     return watch
@@ -113,7 +110,8 @@ def decide(
     `record_role`.
 
     At most one flip at a time: the next decision sees its effect. `members` holds one MEMBER for
-    each instance, `watch` one WATCH for prefill and one for decode; the times in both are updated.
+    each instance, `watch` one PRESSURE_HISTORY for prefill and one for decode; the times in both
+    are updated.
     In this order: 1. flip an instance back; 2. give an idle flipped instance the opposite role;
     3. flip the least loaded instance of the other side to MIXED.
     """

@@ -183,7 +183,8 @@ async def _run(
             await _wait_until_idle(client)
     except TimeoutError:
         raise ProfilingError(
-            f"{shot.label}: not done in {_MEASUREMENT_TIMEOUT_S:.0f} s; is the engine in use, or hung?"
+            f"{shot.label}: not done in {_MEASUREMENT_TIMEOUT_S:.0f} s; "
+            "is the engine in use, or hung?"
         ) from None
 
 

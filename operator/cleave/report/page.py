@@ -114,9 +114,10 @@ def _render_header(study: LoadStudy) -> str:
 <p class="reason">{escape(strip_verdict(result))}</p>
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
-<p class="asked"><b>Requested:</b> {escape(subject.model)}; {format_percent(slo.attainment)} of requests
-with TTFT within {format_milliseconds(slo.ttft_ms)} and TPOT within {format_milliseconds(slo.tpot_ms)};
-{format_number(subject.rate)} req/s; {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
+<p class="asked"><b>Requested:</b> {escape(subject.model)};
+{format_percent(slo.attainment)} of requests with TTFT within {format_milliseconds(slo.ttft_ms)} and TPOT within
+{format_milliseconds(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
+{escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 
 
@@ -137,11 +138,12 @@ def _render_section(title: str, parts: Sequence[str], columns: int = 1) -> str:
 
 def _render_figure(chart: Chart) -> str:
     note, key = escape(chart.caption), chart.key
+    numbers = tables.render_table(chart.title, chart.heading, chart.rows)
     return f"""<figure aria-labelledby="{key}-title">
 <h3 id="{key}-title">{escape(chart.title)}</h3>
 <div class="plot" id="plot-{key}" data-chart="{key}" role="img" aria-label="{note}"></div>
 <figcaption>{note}</figcaption>
-<details><summary>Numbers</summary>{tables.render_table(chart.title, chart.heading, chart.rows)}</details>
+<details><summary>Numbers</summary>{numbers}</details>
 </figure>"""
 
 

@@ -122,7 +122,7 @@ def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
         "disaggregated" if plan.is_disaggregated else "colocated",
         str(plan.gpus),
         format_number(prediction.goodput),
-        f"{format_number(prediction.goodput_interval[0])} to {format_number(prediction.goodput_interval[1])}",
+        " to ".join(format_number(end) for end in prediction.goodput_interval),
         format_number(plan.goodput_per_gpu),
         format_percent(prediction.attainment),
         *_format_percentiles(prediction.ttft_ms),

@@ -73,8 +73,8 @@ def build_tradeoff_chart(study: LoadStudy, metric: str) -> Chart:
     return Chart(
         f"tradeoff-{metric}",
         f"Goodput per {'price' if priced else 'GPU'} against {name}",
-        f"At {format_number(study.report_input.rate)} req/s {within} of {len(plans)} plans have their P90 "
-        f"{name} within {format_milliseconds(target)}, the shaded side.",
+        f"At {format_number(study.report_input.rate)} req/s {within} of {len(plans)} plans have "
+        f"their P90 {name} within {format_milliseconds(target)}, the shaded side.",
         figure,
         ("plan", f"P90 {name}", unit),
         tuple(

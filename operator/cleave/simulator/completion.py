@@ -19,13 +19,13 @@ from cleave.simulator.records import NONE, State
 def complete_iterations(state: State, i: int, s: int, now: float) -> None:
     """The iterations of slot `s` are over: remove ended requests, complete computed prompts."""
     slot, inst = get_slot(state, s), get_instance(state, i)
-    passes = slot.iterations
+    iterations = slot.iterations
     inst.busy += compute_busy_ms(inst, slot)
-    inst.iterations += passes
+    inst.iterations += iterations
     inst.batch_peak = max(inst.batch_peak, slot.rows)
     slot.iterations = 0
     if slot.decodes:
-        _advance_members(state, i, s, passes, now)
+        _advance_members(state, i, s, iterations, now)
     r = slot.first_prompt
     slot.first_prompt = NONE
     while r != NONE:
@@ -56,40 +56,40 @@ def interrupt_leap(state: State, i: int, now: float, is_accounted: bool) -> None
     cut_leap(slot, now)
     if not is_accounted:
         return
-    passes = slot.iterations - 1
-    if passes > 0:
-        _account_iterations(state, i, s, passes, now)
+    iterations = slot.iterations - 1
+    if iterations > 0:
+        _account_iterations(state, i, s, iterations, now)
     reduce_to_last_iteration(state, i, s)
 
 
-def _account_iterations(state: State, i: int, s: int, passes: int, now: float) -> None:
-    """Account for the first `passes` iterations of a leap, whose memory other events now see."""
+def _account_iterations(state: State, i: int, s: int, iterations: int, now: float) -> None:
+    """Account for the first `iterations` of a leap, whose memory other events now see."""
     slot, inst = get_slot(state, s), get_instance(state, i)
-    slot.iterations = passes
+    slot.iterations = iterations
     inst.busy += compute_busy_ms(inst, slot)
-    inst.iterations += passes
-    idle_ms = now - slot.begin - sum_leap_ms(slot, passes)
-    _advance_members(state, i, s, passes, now)
-    inst.kv_area += slot.batch * passes * idle_ms
+    inst.iterations += iterations
+    idle_ms = now - slot.begin - sum_leap_ms(slot, iterations)
+    _advance_members(state, i, s, iterations, now)
+    inst.kv_area += slot.batch * iterations * idle_ms
     inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
-    slot.iterations = passes + 1
+    slot.iterations = iterations + 1
 
 
-def _advance_members(state: State, i: int, s: int, passes: int, now: float) -> None:
-    """Each member has generated `passes` tokens; remove the members that have ended."""
+def _advance_members(state: State, i: int, s: int, iterations: int, now: float) -> None:
+    """Each member has generated `iterations` tokens; remove the members that have ended."""
     slot, inst = get_slot(state, s), get_instance(state, i)
     batch = slot.batch
     blocks = 0
-    if passes > 1:
-        blocks = count_growth(state, inst, s, slot.steps + 1, slot.steps + passes)
-        earlier = passes * (passes - 1) / 2
-        squares = earlier * (2 * passes - 1) / 3
+    if iterations > 1:
+        blocks = count_growth(state, inst, s, slot.steps + 1, slot.steps + iterations)
+        earlier = iterations * (iterations - 1) / 2
+        squares = earlier * (2 * iterations - 1) / 3
         inst.kv_area += batch * (slot.first * earlier + slot.change * squares)
-    change_usage(inst, now, blocks, batch * passes)
-    slot.steps += passes
-    slot.context += batch * passes
-    inst.decode_iterations += passes
-    inst.decode_tokens += batch * passes
+    change_usage(inst, now, blocks, batch * iterations)
+    slot.steps += iterations
+    slot.context += batch * iterations
+    inst.decode_iterations += iterations
+    inst.decode_tokens += batch * iterations
     while slot.batch > 0:
         key = get_heap_key(state, s * state.heap_size).value
         if key >> 32 > slot.steps:

@@ -1,7 +1,7 @@
-"""Which instances take a request, with the router's own books and decisions. Compiled.
+"""Which instances take a request, with the router's own accounting and decisions. Compiled.
 
 What is hard: the router counts a request from the moment it is placed, not from the moment it is
-computed, so the books are kept here as `cleave.router` keeps them: prompt tokens until the prompt
+computed, so load is counted here as `cleave.router` counts it: prompt tokens until the prompt
 is answered, prompt and output tokens of what decodes until it ends.
 """
 
@@ -33,7 +33,7 @@ from cleave.simulator.selection import select_for_short_prompt, select_instances
 
 
 def dispatch_request(state: State, r: int) -> None:
-    """Choose the instances of an arriving request and enter it in their books."""
+    """Choose the instances of an arriving request and add it to their load."""
     request = get_request(state, r)
     if state.is_deferred:
         if not _fits_fleet(state, r):

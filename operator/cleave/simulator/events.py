@@ -50,22 +50,22 @@ def run_events(rows: Records) -> None:
             hand_off = _get_next_handoff_ms(state)
         pull = get_pull(state, 0).time if state.num_pulls > 0 else math.inf
         winner = get_node(state, 1).value
-        passes = get_instance(state, winner).next
+        next_step = get_instance(state, winner).next
         now = min(min(arrival, delivery), min(hand_off, pull))
-        earliest = min(now, passes)
+        earliest = min(now, next_step)
         if state.next_flip_check <= earliest < math.inf:
             if not check_flip(state, state.next_flip_check, earliest):
                 # A check that changes nothing cannot be part of thrashing.
                 state.events -= 1
             continue
-        if passes < now:
+        if next_step < now:
             if get_instance(state, winner).stages > 1 and advance_pipeline(state, winner, now):
                 schedule_next(state, winner)
                 continue
-            state.now = passes
-            _step_instance(state, winner, passes)
+            state.now = next_step
+            _step_instance(state, winner, next_step)
             if state.offered:
-                _notify_instances(state, state.offered, passes)
+                _notify_instances(state, state.offered, next_step)
             continue
         if now == math.inf:
             break

@@ -39,11 +39,11 @@ class SimulatedEngine:
     """One kind of instance.
 
     With pipeline stages there are as many micro-batches as stages. Requests stay in the one that
-    they join; each forms its next pass when its last one is through, as vLLM's do.
+    they join; each forms its next iteration when its last one is through, as vLLM's do.
     """
 
     timing: EngineTiming
-    """Its passes; `timing.stages` is the pipeline parallel size."""
+    """Of its iterations; `timing.stages` is the pipeline parallel size."""
     kv_capacity_tokens: int
     """Tokens of KV that fit, whole blocks."""
     kv_block_size: int = 16
@@ -76,8 +76,9 @@ class SimulatedTransfer:
     `latency_ms + tokens * token_ms`, of which `overlapped_token_ms * tokens` happen while the
     prompt still runs (per layer: Splitwise, section IV-C). Whole blocks of the prefill instance are
     moved. One prefill instance's transfers share its link, first come first served; its KV blocks
-    are held until the pull ends. The decode instance reserves its own before, between two passes,
-    when the request's turn comes; what has been pulled joins between two passes as well.
+    are held until the pull ends. The decode instance reserves its own before, between two
+    iterations, when the request's turn comes; what has been pulled joins between
+    two iterations as well.
     """
 
     latency_ms: float = 0.0
@@ -112,7 +113,7 @@ class SimulatedFleet:
     """As the router dispatches. PREFIX_AWARE finds nothing cached: a trace holds no text."""
     defers_dispatch: bool = False
     """Deferred binding (Vidur, section 4.5) instead: requests wait centrally, and so do hand-offs,
-    first come first served, until an instance between two passes has room for them."""
+    first come first served, until an instance between two iterations has room for them."""
     dispatch_ms: float = 0.0
     """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
     best_fit: BestFitModel | None = None

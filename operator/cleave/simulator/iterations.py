@@ -38,13 +38,13 @@ def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool)
     if is_alone and slot.tokens == 0 and slot.pulls == 0 and inst.in_flight == 0:
         end = get_heap_key(state, s * state.heap_size).value >> 32
         end = find_last_affordable_step(state, inst, s, slot.steps + 1, end)
-        passes = end - slot.steps
-        if passes > 1:
-            contexts = slot.contexts + (passes - 1) * slot.rows
+        iterations = end - slot.steps
+        if iterations > 1:
+            contexts = slot.contexts + (iterations - 1) * slot.rows
             last = predict_iteration_ms(state, inst, slot, contexts)
-            slot.iterations = passes
-            slot.change = (last - first) / (passes - 1)
-            slot.finish = begin + passes * (first + last) / 2
+            slot.iterations = iterations
+            slot.change = (last - first) / (iterations - 1)
+            slot.finish = begin + iterations * (first + last) / 2
     slot.next = NONE
     if inst.in_flight == 0:
         inst.oldest = s
@@ -72,18 +72,18 @@ def predict_iteration_ms(state: State, inst: Record, slot: Record, contexts: int
     return ms + (inst.stages - 1) * _compute_hop_ms(inst, slot)
 
 
-def sum_leap_ms(slot: Record, passes: int) -> float:
-    """Milliseconds of the first `passes` iterations of a leap."""
-    return passes * slot.first + slot.change * (passes * (passes - 1) / 2)
+def sum_leap_ms(slot: Record, iterations: int) -> float:
+    """Milliseconds of the first `iterations` of a leap."""
+    return iterations * slot.first + slot.change * (iterations * (iterations - 1) / 2)
 
 
 def compute_busy_ms(inst: Record, slot: Record) -> float:
     """How long the first stage is busy with the iterations of a slot, in ms."""
-    passes = slot.iterations
-    ms = sum_leap_ms(slot, passes)
+    iterations = slot.iterations
+    ms = sum_leap_ms(slot, iterations)
     if inst.stages > 1:
         hop = _compute_hop_ms(inst, slot)
-        ms = (ms - passes * (inst.stages - 1) * hop) / inst.stages + passes * hop
+        ms = (ms - iterations * (inst.stages - 1) * hop) / inst.stages + iterations * hop
     return ms
 
 
@@ -93,15 +93,15 @@ def cut_leap(slot: Record, now: float) -> None:
     half = slot.first - slot.change / 2
     root = half * half + 2 * slot.change * elapsed
     divisor = half + math.sqrt(max(root, 0.0))
-    passes = slot.iterations
+    iterations = slot.iterations
     if divisor > 0:
-        passes = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.iterations)))
-    while passes > 1 and sum_leap_ms(slot, passes - 1) >= elapsed:
-        passes -= 1
-    while passes < slot.iterations and sum_leap_ms(slot, passes) < elapsed:
-        passes += 1
-    slot.iterations = passes
-    slot.finish = slot.begin + sum_leap_ms(slot, passes)
+        iterations = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.iterations)))
+    while iterations > 1 and sum_leap_ms(slot, iterations - 1) >= elapsed:
+        iterations -= 1
+    while iterations < slot.iterations and sum_leap_ms(slot, iterations) < elapsed:
+        iterations += 1
+    slot.iterations = iterations
+    slot.finish = slot.begin + sum_leap_ms(slot, iterations)
 
 
 def reduce_to_last_iteration(state: State, i: int, s: int) -> None:

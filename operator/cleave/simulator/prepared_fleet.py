@@ -166,11 +166,11 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
         }
         values |= {"min_prefill": thresholds.min_prefill, "min_decode": thresholds.min_decode}
     if fleet.best_fit is not None:
-        packing = fleet.best_fit
+        best_fit = fleet.best_fit
         for name in ("k1", "c1", "k2", "c2", "c3"):
-            values[name] = getattr(packing.coefficients, name)
-        values |= {"ttft_ms": packing.ttft_ms, "tpot_ms": packing.tpot_ms}
-        values |= {"gamma": packing.gamma, "theta": packing.theta}
+            values[name] = getattr(best_fit.coefficients, name)
+        values |= {"ttft_ms": best_fit.ttft_ms, "tpot_ms": best_fit.tpot_ms}
+        values |= {"gamma": best_fit.gamma, "theta": best_fit.theta}
     for name, value in values.items():
         row[name] = value
     return row

@@ -94,7 +94,7 @@ def get_members(state: State, start: int, count: int) -> NDArray[np.void]:
 
 
 def get_pressure_history(state: State, start: int, count: int) -> NDArray[np.void]:
-    """`count` WATCH records: since when each side has been under pressure or relieved."""
+    """`count` PRESSURE_HISTORY records: since when each side is under pressure or relieved."""
     raise NotImplementedError
 
 

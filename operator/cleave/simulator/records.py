@@ -65,7 +65,7 @@ SLOT = _build_dtype(
     # batch, context: members, and the sum of their contexts in the next decode iteration.
     # steps: decode iterations completed; iterations: iterations in flight (0: the slot is idle).
     # decodes: whether members take part; oldest, youngest: ends of the list of members.
-    # first_prompt, last_prompt: list of the first_prompt that end in the iteration.
+    # first_prompt, last_prompt: ends of the list of prompts that end in the iteration.
     # fresh: list of the members that have not decoded yet; next: the slot that started after it.
     # tokens, squares, rows, contexts: what the iteration computes.
     "batch context steps iterations decodes oldest youngest first_prompt fresh next "
@@ -78,9 +78,9 @@ INSTANCE = _build_dtype(
     "prompt_step prompt_square hop hop_token "
     # next, wake: of its next event and of an idle slot; link: when its transfers are through;
     # pending_prompt_tokens, resident_tokens: what the router counts, in tokens;
-    # learnt*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral.
-    "next wake link pending_prompt_tokens resident_tokens weighted_context head_started_ms prompt_ms token_ms "
-    "upper_token_ms sum_iterations sum_prompts sum_tokens sum_inverses sum_ms "
+    # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral.
+    "next wake link pending_prompt_tokens resident_tokens weighted_context head_started_ms "
+    "prompt_ms token_ms upper_token_ms sum_iterations sum_prompts sum_tokens sum_inverses sum_ms "
     "sum_rates sum_squares sum_last_tokens sum_last_ms last_pick kv_at kv_area busy",
     # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
     # decode there with long outputs, of `num_assigned`; first_assigned: the list of these.
@@ -90,7 +90,8 @@ INSTANCE = _build_dtype(
     # first_slot: row of its first slot; oldest, newest: ends of the list of slots in flight.
     # partial: the prompt that is partly computed; window: number of prompts already sorted.
     "first_slot in_flight oldest newest partial free running window "
-    "kv_tokens kv_peak iterations decode_iterations batch_peak prompt_tokens decode_tokens preemptions",
+    "kv_tokens kv_peak iterations decode_iterations batch_peak prompt_tokens decode_tokens "
+    "preemptions",
 )
 """One instance."""
 
@@ -108,8 +109,8 @@ STATE = _build_dtype(
     # counts, *_pick: the rule of policy.dispatch, is_by_score: whether it takes the least score,
     # is_deferred: whether requests wait centrally instead; offered: central queues that have
     # another head; is_predicted: outputs are predicted, not known.
-    "short_prompt_tokens counts prefill_pick decode_pick is_by_score is_deferred overlap_from is_shared "
-    "is_predicted first_by_decode has_prefill "
+    "short_prompt_tokens counts prefill_pick decode_pick is_by_score is_deferred "
+    "overlap_from is_shared is_predicted first_by_decode has_prefill "
     "has_decode random num_picks num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips "
@@ -121,7 +122,7 @@ STATE = _build_dtype(
     # instance): what policy.dispatch compares. tree: tournament over the instances' next events,
     # the winner at 1, instance i at num_leaves + i.
     # scratch: two numbers for each request and one more.
-    # members, pressure_history: what policy.pooling looks at.
+    # members, pressure_history: what policy.role_flipping looks at.
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "pressure_history",
 )

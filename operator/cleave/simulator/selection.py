@@ -1,4 +1,4 @@
-"""Supplies the books of a simulation to `policy`, which picks instances. Compiled, for `dispatch`.
+"""Supplies the load of a simulation to `policy`, which picks instances. Compiled, for `dispatch`.
 
 What is hard: best fit has to know what every request of an instance still needs, and the router can
 only guess how far each has come, from how long it decodes; so that is what is done here, though the

@@ -57,7 +57,7 @@ def _refuse_arrivals(arrival: NDArray[np.float64]) -> None:
 def check_fleet(fleet: SimulatedFleet) -> None:
     """Refuse negative times and counts, and combinations of options that cannot work."""
     if fleet.dispatch is DispatchPolicy.BEST_FIT and fleet.best_fit is None:
-        raise SimulationError("dispatch is BEST_FIT without packing; set the fleet's packing")
+        raise SimulationError("dispatch is BEST_FIT without its model; set the fleet's best_fit")
     if fleet.defers_dispatch and fleet.flipping is not None:
         raise SimulationError("dispatch is deferred with flipping; choose one of them")
     for pool in (*fleet.prefill, *fleet.decode, *fleet.mixed):

@@ -95,7 +95,10 @@ def read_trace_with_columns(
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a CSV file that `read_trace` accepts, with microsecond resolution. Raises HistoryError."""
+    """Write a CSV file that `read_trace` accepts, with microsecond resolution.
+
+    Raises HistoryError.
+    """
     rows = zip(
         np.round(trace.arrival_ms / 1000, 6).tolist(),
         trace.prompt_tokens.tolist(),
@@ -226,7 +229,8 @@ def _read_arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float
         at = int(backwards[0]) + 1
         raise table.build_error(
             at,
-            f"{_format_value(cells[at])} is before the request above; sort by {table.names[column_index]}",
+            f"{_format_value(cells[at])} is before the request above; "
+            f"sort by {table.names[column_index]}",
         )
     arrivals_ms: NDArray[np.float64] = (seconds - seconds[0]) * 1000
     return arrivals_ms

@@ -62,8 +62,8 @@ def read_requests(
     answers = CompletedRequests(prompts[ended], limits[ended], trace.output_tokens[ended])
     if len(answers) < MIN_REQUESTS:
         raise LengthsError(
-            f"{path}: {len(answers):,} requests ended before their limit; {MIN_REQUESTS:,} are needed: "
-            "record more traffic"
+            f"{path}: {len(answers):,} requests ended before their limit; "
+            f"{MIN_REQUESTS:,} are needed: record more traffic"
         )
     return answers, error
 

@@ -205,7 +205,10 @@ def test_progress_is_told_for_each_pair() -> None:
     ("settings", "told"),
     [
         ({"pairs": ()}, "pairs: set at least one pair"),
-        ({"objective": ProvisioningObjective.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
+        (
+            {"objective": ProvisioningObjective.THROUGHPUT},
+            "set max_power_watts or max_cost_per_hour",
+        ),
         ({"objective": ProvisioningObjective.POWER}, "goal Power: set the rate to serve"),
         ({"rate": 0.0}, "rate 0: must be above 0"),
         ({"rate": float("nan")}, "rate nan: must be above 0"),

@@ -46,7 +46,7 @@ def decided(
     problem,
     now: PlanForecast,
     then: PlanForecast,
-    terms: ReplanSettings = ReplanSettings(),
+    terms: ReplanSettings = ReplanSettings(),  # noqa: B008
     *left: ReplacedPlan,
 ):
     return decide(problem, now, then, terms, NOW_S, left)

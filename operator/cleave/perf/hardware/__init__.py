@@ -1,1 +1,1 @@
-"""Hardware."""
+"""GPUs, links and memory of machines, and KV transfer between them."""

@@ -1,1 +1,1 @@
-"""Model."""
+"""Shapes of models, from their config.json."""

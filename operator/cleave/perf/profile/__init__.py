@@ -1,1 +1,1 @@
-"""Profile."""
+"""Measured latency profiles: files, fits and tables."""

@@ -38,7 +38,7 @@ def tabulate(points: Points, step: float) -> tuple[float, ...]:
 
 
 def find_step(xs: Iterable[int]) -> int:
-    """The widest step of a table that contains every x, limited to _MOST_CELLS table entries."""
+    """The widest step of a table that contains every x, limited to _MAX_POINTS table entries."""
     xs = tuple(xs)
     return max(math.gcd(*xs), math.ceil(max(xs) / _MAX_POINTS))
 

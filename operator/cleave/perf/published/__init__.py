@@ -1,1 +1,1 @@
-"""Published."""
+"""Latency models and profiles that papers published."""

@@ -25,9 +25,9 @@ class PublishedFit(NamedTuple):
     prefill: AffineFit
     """Regressor: sum of squared prompt lengths."""
     decode_small: AffineFit
-    """Regressor: requests in the batch; for batches below DECODE_REGIME."""
+    """Regressor: requests in the batch; for batches below LARGE_BATCH_FROM."""
     decode_large: AffineFit
-    """The same for batches from DECODE_REGIME on."""
+    """The same for batches from LARGE_BATCH_FROM on."""
 
 
 LARGE_BATCH_FROM = 95

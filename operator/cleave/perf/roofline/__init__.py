@@ -1,1 +1,1 @@
-"""Roofline."""
+"""Latencies from the model's operators and the GPU's peak rates."""

@@ -1,1 +1,1 @@
-"""Replan."""
+"""Whether another plan replaces the running one, by replaying observed traffic."""

@@ -284,7 +284,8 @@ def _explain_no_shrink(
         if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(
             proposed.pools
         ):
-            return f"{_format_pools(proposed.pools)} was replaced {age_s:.0f} s ago; traffic may swing back"
+            pools = _format_pools(proposed.pools)
+            return f"{pools} was replaced {age_s:.0f} s ago; traffic may swing back"
     return None
 
 
@@ -326,11 +327,12 @@ def _explain_small_gain(
 
 
 def _describe_change(current: PlanForecast, proposed: PlanForecast, target: float) -> str:
-    attained = f"{_format_pools(proposed.pools)} has {format_percent(proposed.attainment)} of the requests in time"
+    before, after = _format_pools(current.pools), _format_pools(proposed.pools)
+    attained = f"{after} has {format_percent(proposed.attainment)} of the requests in time"
     if current.min_attainment < target:
-        return f"{attained} where {_format_pools(current.pools)} has {format_percent(current.min_attainment)}"
+        return f"{attained} where {before} has {format_percent(current.min_attainment)}"
     taken = proposed.resources / current.resources
-    return f"{attained} for {format_percent(taken)} of what {_format_pools(current.pools)} takes"
+    return f"{attained} for {format_percent(taken)} of what {before} takes"
 
 
 def _format_pools(pools: Iterable[PlannedPool]) -> str:

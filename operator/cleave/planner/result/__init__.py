@@ -1,1 +1,1 @@
-"""Result."""
+"""What is told about a plan: verdict, prediction, status and text."""

@@ -70,7 +70,8 @@ def explain_selection(
     selected, other = ranking.ordered[0], find_rival(ranking)
     plan = selected.plan
     summary = (
-        f"{format_plan(plan)} holds {format_number(problem.rate)} req/s with {_format_gpus(plan.gpus)} "
+        f"{format_plan(plan)} holds {format_number(problem.rate)} req/s "
+        f"with {_format_gpus(plan.gpus)} "
         f"({format_percent(plan.prediction.attainment)} of requests in time)"
     )
     requested = problem.planning.disaggregation
@@ -87,15 +88,17 @@ def explain_infeasible(
 ) -> str:
     """One sentence: why there is no plan, and what SLO is feasible."""
     target = (
-        f"TTFT {format_milliseconds(targets.ttft_ms)} and TPOT {format_milliseconds(targets.tpot_ms)} for "
+        f"TTFT {format_milliseconds(targets.ttft_ms)} and "
+        f"TPOT {format_milliseconds(targets.tpot_ms)} for "
         f"{format_percent(targets.attainment)} of {format_number(problem.rate)} req/s"
     )
     would = (
         f"nearest SLO that holds is TTFT {format_milliseconds(nearest.ttft_ms)} and TPOT "
-        f"{format_milliseconds(nearest.tpot_ms)} ({format_number(nearest.scale)} times the requested one), with "
-        f"{nearest.plan}"
+        f"{format_milliseconds(nearest.tpot_ms)} ({format_number(nearest.scale)} times the "
+        f"requested one), with {nearest.plan}"
         if nearest
-        else f"no multiple of this SLO was found that {_format_gpus(problem.max_gpus)} hold at this rate"
+        else f"no multiple of this SLO was found that {_format_gpus(problem.max_gpus)} "
+        "hold at this rate"
     )
     if short := problem.slo.suspicious_targets:
         names = " and ".join(field.removesuffix("Ms").upper() for field in short)
@@ -146,8 +149,8 @@ def describe_runner_up(
     if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
-        f"{runner_up}; from a TPOT target of {format_milliseconds(switch_tpot_ms)} on it needs no more "
-        "resources"
+        f"{runner_up}; from a TPOT target of {format_milliseconds(switch_tpot_ms)} on it needs "
+        "no more resources"
     )
 
 
@@ -256,8 +259,9 @@ def _describe_limit(selected: PredictedPlan, targets: Targets) -> str:
     tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, targets)
     goodput = selected.plan.prediction.goodput
     return (
-        f"below a TPOT target of {format_milliseconds(tpot_ms)} or above {format_number(goodput)} req/s the "
-        "colocated plan needs more GPUs and the choice is open again"
+        f"below a TPOT target of {format_milliseconds(tpot_ms)} or above "
+        f"{format_number(goodput)} req/s the colocated plan needs more GPUs "
+        "and the choice is open again"
     )
 
 

@@ -1,1 +1,1 @@
-"""Scaling law."""
+"""How many workers a plan needs at other rates (Aladdin)."""

@@ -1,1 +1,1 @@
-"""Search."""
+"""The search for the placement with the highest goodput (DistServe)."""

@@ -31,7 +31,7 @@ requests: with many concurrent requests the variance is small anyway."""
 _MAX_REQUESTS = 200_000
 """Most counted requests of a trial."""
 _MAX_DURATION_S = 600.0
-"""Longest duration that OVERLOAD may ask for."""
+"""Longest duration that MIN_TTFT_TARGETS may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
