@@ -367,10 +367,10 @@ def test_only_what_is_not_cached_is_entered_in_the_books(routed) -> None:
     assert router.registry.instances["p2"].in_flight.prompt.own == 40
 
 
-@pytest.mark.parametrize("avoid", [{"p2"}, {"p2", "d1"}])
-def test_nobody_goes_back_to_an_instance_that_is_avoided(routed, avoid) -> None:
+@pytest.mark.parametrize("excluded", [{"p2"}, {"p2", "d1"}])
+def test_nobody_goes_back_to_an_instance_that_is_excluded(routed, excluded) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
-    assert prefills(router, 2, cached=CACHED, avoid=avoid) == {"p1": 2}
+    assert prefills(router, 2, cached=CACHED, excluded=excluded) == {"p1": 2}
 
 
 def test_an_engine_that_was_started_again_has_nothing_cached(routed) -> None:

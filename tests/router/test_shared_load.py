@@ -245,18 +245,18 @@ WRITING = """
 import os
 import signal
 
-from cleave.router.shared_load import SharedBooks, make_table
+from cleave.router.shared_load import SharedLoad, build_table
 
-table = make_table(2)
+table = build_table(2)
 child = os.fork()
 if not child:
-    ledger = SharedBooks(table.seen_by(0)).open("a", "1")
-    ledger.prompt.enter(1000.0)
+    ledger = SharedLoad(table.for_process(0)).open("a", "1")
+    ledger.prompt.add(1000.0)
     while True:
-        ledger.tell()
-        ledger.queue.answer(1000.0, 1.0)
+        ledger.publish()
+        ledger.queue.observe_completion(1000.0, 1.0)
 try:
-    ledger = SharedBooks(table.seen_by(1)).open("a", "1")
+    ledger = SharedLoad(table.for_process(1)).open("a", "1")
     while not ledger.prompt.pending:
         assert not os.waitpid(child, os.WNOHANG)[0]
     for _ in range(50_000):

@@ -279,7 +279,7 @@ class Router:
         limit = self._rules.short_prompt_tokens
         if wish.prompt_tokens > limit and not wish.hashes:
             return None
-        found = self._find_colocated(known, "whole", wish, avoids[:1])
+        found = self._find_colocated(known, "colocated", wish, avoids[:1])
         if found is None or found.connectivity is Connectivity.STALE:
             return None
         todo = wish.prompt_tokens - self._selector.count_cached(found, wish)
@@ -350,7 +350,7 @@ class Router:
         prefill_lost: bool,
     ) -> Selection:
         if single or self.allows_colocated(prefill_lost):
-            found = self._find_colocated(known, "whole", wish, avoids)
+            found = self._find_colocated(known, "colocated", wish, avoids)
             if found is not None:
                 return None, found, "single-instance" if single else "no-prefill"
         if self._fallback is FallbackMode.ALWAYS:

@@ -31,7 +31,7 @@ from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 _STALE_CONTACT = Connectivity.STALE
 """Looked up for every request, which takes an enum a while."""
 
-_USES = ("prefill", "decode", "mixed", "whole", "spare")
+_USES = ("prefill", "decode", "mixed", "colocated", "spare")
 """Boards have a line of scores for each."""
 MAX_LIST_INSTANCES = 24
 """Up to so many instances lists are faster than arrays."""
@@ -87,7 +87,7 @@ class ScoreTable(BaseScoreTable):
         """Its decoding: decode and mixed instances with a verified KV path."""
         self.mixed = lines["mixed"]
         """Whole requests on mixed instances, which are meant for them."""
-        self.colocated = lines["whole"]
+        self.colocated = lines["colocated"]
         """Whole requests on mixed and decode instances."""
         self.spare = lines["spare"]
         """Whole requests on prefill instances, when nothing else is left."""
@@ -113,7 +113,7 @@ class ScoreTable(BaseScoreTable):
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
-        computes = "prefill" if self.prefill.size else "whole"
+        computes = "prefill" if self.prefill.size else "colocated"
         self.prompt_slots = [slot for slot, its in enumerate(uses) if computes in its]
         """Slots of those that compute prompts."""
         for slot in range(size):
@@ -195,9 +195,9 @@ def list_uses(instance: RoutedInstance) -> Collection[str]:
     if role == ROLE_PREFILL:
         return ("prefill", "spare") if split else ("spare",)
     if role == ROLE_DECODE:
-        return ("decode", "whole") if split else ("whole",)
+        return ("decode", "colocated") if split else ("colocated",)
     if role == ROLE_MIXED:
-        return ("decode", "whole", "mixed") if split else ("whole", "mixed")
+        return ("decode", "colocated", "mixed") if split else ("colocated", "mixed")
     return ()
 
 
