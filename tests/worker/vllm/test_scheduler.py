@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, ours: ModuleType) -> Path:
     return path
 
 
-@pytest.fixture(params=["FollowingScheduler", "FollowingAsyncScheduler"])
+@pytest.fixture(params=["RoleScheduler", "RoleAsyncScheduler"])
 def make(request: pytest.FixtureRequest, model: Path, ours: ModuleType) -> Make:
     """A scheduler of so many blocks, requests and tokens a pass; both of vLLM's classes."""
 
