@@ -4,14 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cleave.api.workload import LengthDistribution, Workload
-from cleave.controller.replan.drift import (
-    MAX_DEFERRAL_S,
-    DriftState,
-    find_current_start_s,
-    find_settle_s,
-    list_recent,
-    update,
-)
+from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent, update
+from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 from cleave.traffic.counters import Buckets
 from cleave.traffic.drift_detector import Quantity, TrafficChange
 from cleave.traffic.window import TrafficWindow

@@ -8,10 +8,10 @@ from cleave.api.replan_status import LatencyCorrection
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.objects import ObservedPod, format_timestamp
-from cleave.controller.replan.drift import MAX_DEFERRAL_S, DriftState
 from cleave.controller.replan.inputs import hash_model
 from cleave.controller.replan.outcome import ReplanOutcome
 from cleave.controller.replan.reconcile import is_urgent, reconcile_plan, update_drift
+from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 
 from tests.support.deployment_views import (
     INTERVAL_S,
