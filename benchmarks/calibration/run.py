@@ -208,10 +208,10 @@ def predicted(found: Iterable[Sample], constants: Constants) -> Iterator[tuple[f
 def refit(found: list[Sample]) -> Constants:
     """Least mean error, by steps along each constant that shrink when none helps."""
     best, factor = list(of_gpu("A100")), 1.2
+
     def score(c: list[float]) -> float:
-        return curve.compute_mean_error(
-            predicted(found, tuple(c))
-        )
+        return curve.compute_mean_error(predicted(found, tuple(c)))
+
     least = score(best)
     while factor > 1.005:
         moves = [

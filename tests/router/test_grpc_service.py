@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from cleave.api.enums import FallbackPolicy
 from cleave.router.grpc_service import RouterServer, RouterService
-from cleave.router.router import FallbackMode, Router
+from cleave.router.router import Router
 from cleave.rpc.v1 import router_pb2, router_pb2_grpc
 
 
 @pytest.fixture
 async def stub(registry) -> AsyncIterator[router_pb2_grpc.RouterStub]:
-    server = RouterServer(Router(registry, FallbackMode.ON_PREFILL_LOSS), lambda: 0.0)
+    server = RouterServer(Router(registry, FallbackPolicy.ON_PREFILL_LOSS), lambda: 0.0)
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield router_pb2_grpc.RouterStub(channel)

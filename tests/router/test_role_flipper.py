@@ -5,9 +5,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from cleave.api.enums import FlippingMode
 from cleave.policy.role_flipping import FlipThresholds
 from cleave.router.registry import InstanceRegistry
-from cleave.router.role_flipper import RoleFlip, RoleFlipper, RoleFlippingMode
+from cleave.router.role_flipper import RoleFlip, RoleFlipper
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.doubles import Clock
@@ -43,9 +44,7 @@ class Agents:
 class Managed:
     """A manager whose clock is set by hand."""
 
-    def __init__(
-        self, registry: InstanceRegistry, clock: Clock, flipping: RoleFlippingMode
-    ) -> None:
+    def __init__(self, registry: InstanceRegistry, clock: Clock, flipping: FlippingMode) -> None:
         self.clock, self.agents = clock, Agents(registry, clock)
         self.noted: list[RoleFlip] = []
         self._manager = RoleFlipper(
@@ -70,7 +69,7 @@ Manage = Callable[..., Managed]
 
 @pytest.fixture
 def manage(registry: InstanceRegistry, clock: Clock, stated) -> Manage:
-    def make(flipping: RoleFlippingMode = RoleFlippingMode.AUTO, **roles: str) -> Managed:
+    def make(flipping: FlippingMode = FlippingMode.AUTO, **roles: str) -> Managed:
         for name, role in (roles or {"p": "prefill", "d1": "decode", "d2": "decode"}).items():
             registry.on_event(name, stated(name, role, epoch=1, home=_role(role)), clock.now_s)
         return Managed(registry, clock, flipping)
@@ -107,7 +106,7 @@ async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them
 async def test_advice_is_given_once_and_not_followed(
     manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
-    managed = manage(RoleFlippingMode.ADVISORY)
+    managed = manage(FlippingMode.ADVISORY)
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(30) == []
     assert [flip.instance for flip in managed.noted] == ["d1"]
@@ -116,7 +115,7 @@ async def test_advice_is_given_once_and_not_followed(
 async def test_switched_off_it_lends_nobody_and_calls_home_who_was_lent(
     manage: Manage, registry: InstanceRegistry, loaded, stated
 ) -> None:
-    managed = manage(RoleFlippingMode.OFF)
+    managed = manage(FlippingMode.OFF)
     lent = stated("d1", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
     registry.on_event("d1", lent, managed.clock.now_s)
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
@@ -173,7 +172,7 @@ async def test_an_instance_that_states_no_role_is_left_alone(
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
-@pytest.mark.parametrize("flipping", [RoleFlippingMode.AUTO, RoleFlippingMode.OFF])
+@pytest.mark.parametrize("flipping", [FlippingMode.AUTO, FlippingMode.OFF])
 @pytest.mark.parametrize(
     "odd", [{"epoch": 2**64 - 1}, {"role": 9}, {"home": 9}, {"role": 9, "home": 9}]
 )
@@ -183,7 +182,7 @@ async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
     loaded,
     stated,
     caplog,
-    flipping: RoleFlippingMode,
+    flipping: FlippingMode,
     odd,
 ) -> None:
     managed = manage(flipping)
@@ -193,7 +192,7 @@ async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
     assert await managed.run(400) == [], "not the odd one"
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     orders = await managed.run(2)
-    assert orders == ([("d1", "mixed", 2)] if flipping is RoleFlippingMode.AUTO else [])
+    assert orders == ([("d1", "mixed", 2)] if flipping is FlippingMode.AUTO else [])
     assert caplog.text.count("a is excluded from role changes: role") == 1
 
 

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from cleave.api.enums import FallbackPolicy
 from cleave.policy.queue_model import DEFAULT_TOKEN_MS
 from cleave.router.errors import NoInstance, UnknownModel
-from cleave.router.router import FallbackMode, RequestPhase, Router
+from cleave.router.router import RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -36,7 +37,7 @@ def test_while_no_instance_answers_no_model_is_unknown(fleet_of) -> None:
 
 
 def test_an_unknown_model_is_told_apart_from_a_busy_one(fleet_of) -> None:
-    router = Router(fleet_of(p="prefill"), FallbackMode.NEVER)
+    router = Router(fleet_of(p="prefill"), FallbackPolicy.NEVER)
     with pytest.raises(UnknownModel, match="gpt-9"):
         router.pick("gpt-9", 1)
     with pytest.raises(NoInstance):
@@ -136,14 +137,14 @@ def test_releasing_twice_changes_nothing(fleet_of) -> None:
 
 
 def test_a_request_that_cannot_be_split_gets_one_instance(fleet_of) -> None:
-    pick = Router(fleet_of(p="prefill", d="decode"), FallbackMode.NEVER).pick(
+    pick = Router(fleet_of(p="prefill", d="decode"), FallbackPolicy.NEVER).pick(
         "m", 1, colocated=True
     )
     assert (names(pick), pick.reason) == ((None, "d"), "single-instance")
 
 
 def test_a_mixed_instance_serves_whole_requests_under_any_fallback(fleet_of) -> None:
-    pick = Router(fleet_of(x="mixed"), FallbackMode.NEVER).pick("m", 1)
+    pick = Router(fleet_of(x="mixed"), FallbackPolicy.NEVER).pick("m", 1)
     assert (names(pick), pick.reason) == ((None, "x"), "mixed")
 
 
@@ -160,12 +161,12 @@ def test_mixed_instances_take_prompts_off_a_long_prefill_queue(fleet_of) -> None
 @pytest.mark.parametrize(
     ("fallback", "lost", "served"),
     [
-        (FallbackMode.ALWAYS, False, True),
-        (FallbackMode.ALWAYS, True, True),
-        (FallbackMode.ON_PREFILL_LOSS, False, False),
-        (FallbackMode.ON_PREFILL_LOSS, True, True),
-        (FallbackMode.NEVER, False, False),
-        (FallbackMode.NEVER, True, False),
+        (FallbackPolicy.ALWAYS, False, True),
+        (FallbackPolicy.ALWAYS, True, True),
+        (FallbackPolicy.ON_PREFILL_LOSS, False, False),
+        (FallbackPolicy.ON_PREFILL_LOSS, True, True),
+        (FallbackPolicy.NEVER, False, False),
+        (FallbackPolicy.NEVER, True, False),
     ],
 )
 def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) -> None:
@@ -178,12 +179,12 @@ def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) 
             router.pick("m", 1, prefill_lost=lost)
 
 
-@pytest.mark.parametrize("fallback", [FallbackMode.NEVER, FallbackMode.ON_PREFILL_LOSS])
+@pytest.mark.parametrize("fallback", [FallbackPolicy.NEVER, FallbackPolicy.ON_PREFILL_LOSS])
 def test_a_prefill_instance_serves_whole_only_as_the_last_resort_of_always(
     fleet_of, fallback
 ) -> None:
     registry = fleet_of(p="prefill")
-    pick = Router(registry, FallbackMode.ALWAYS).pick("m", 1)
+    pick = Router(registry, FallbackPolicy.ALWAYS).pick("m", 1)
     assert (names(pick), pick.reason) == ((None, "p"), "no-decode")
     with pytest.raises(NoInstance):
         Router(registry, fallback).pick("m", 1, prefill_lost=True)
@@ -191,7 +192,7 @@ def test_a_prefill_instance_serves_whole_only_as_the_last_resort_of_always(
 
 def test_what_failed_the_request_is_excluded(fleet_of) -> None:
     router = Router(
-        fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), FallbackMode.NEVER
+        fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), FallbackPolicy.NEVER
     )
     assert names(router.pick("m", 1, excluded={"p1", "d1"})) == ("p2", "d2")
     with pytest.raises(NoInstance, match="failed this request"):
@@ -203,7 +204,7 @@ def test_unlike_revisions_and_deployments_never_pair(registry, stated) -> None:
     registry.on_event("d", stated("d", "decode", revision="r2"), 0)
     registry.on_event("d2", stated("d2", "decode", deployment="other"), 0)
     with pytest.raises(NoInstance):
-        Router(registry, FallbackMode.NEVER).pick("m", 1)
+        Router(registry, FallbackPolicy.NEVER).pick("m", 1)
     registry.on_event("d3", stated("d3", "decode", revision="r1"), 0)
     assert names(Router(registry).pick("m", 1)) == ("p", "d3")
 
@@ -214,7 +215,7 @@ def test_an_untested_kv_path_carries_no_hand_off(registry, stated, unverified) -
     registry.on_event("d", stated("d", "decode", verified=unverified != "d"), 0)
     assert names(Router(registry).pick("m", 1)) == (None, "d")
     with pytest.raises(NoInstance, match="KV path not verified"):
-        Router(registry, FallbackMode.NEVER).pick("m", 1)
+        Router(registry, FallbackPolicy.NEVER).pick("m", 1)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +376,7 @@ def test_the_obstacle_tells_a_silent_instance_from_a_lost_one(fleet_of) -> None:
 
 
 def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
-    router = Router(fleet_of(p="prefill"), FallbackMode.NEVER)
+    router = Router(fleet_of(p="prefill"), FallbackPolicy.NEVER)
     assert "p (prefill): ready" in router.explain_unavailable("m")
     assert "does not exist" in router.explain_unavailable("other")
     assert Router(fleet_of(d="decode")).explain_unavailable("m") == ""

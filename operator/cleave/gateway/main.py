@@ -18,18 +18,16 @@ from pathlib import Path
 import uvloop
 
 from cleave import logs
-from cleave.api.enums import DispatchPolicy
+from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.gateway import file_limit, process_supervisor
 from cleave.gateway.admission.tenants import ApiKeysError
-from cleave.gateway.config import GatewayConfig, LateRequestPolicy, Timeouts
+from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.server import GatewayServer
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsError
 from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.gateway.tracing.request_record import TracingError
-from cleave.router.role_flipper import RoleFlippingMode
-from cleave.router.router import FallbackMode
 from cleave.rpc.agent_discovery import ENV, DiscoveryError
 from cleave.rpc.listen_addresses import parse_hosts
 from cleave.traffic.length_file import LengthsError
@@ -274,9 +272,9 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--tls-key", type=Path, metavar="FILE", help="PEM, without a password")
     add(
         "--fallback",
-        type=FallbackMode,
+        type=FallbackPolicy,
         default=default.fallback,
-        metavar="{" + ",".join(rule.value for rule in FallbackMode) + "}",
+        metavar="{" + ",".join(rule.value for rule in FallbackPolicy) + "}",
         help="when a request that should be split may run entirely on a decode instance",
     )
     add("--ttft-ms", type=float, default=0.0, metavar="MS", help="target to measure; 0: none")
@@ -341,9 +339,9 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add(
         "--flipping",
-        type=RoleFlippingMode,
+        type=FlippingMode,
         default=default.flipping,
-        metavar="{" + ",".join(rule.value for rule in RoleFlippingMode) + "}",
+        metavar="{" + ",".join(rule.value for rule in FlippingMode) + "}",
         help="whether instances change roles while prompts queue or decode instances are full",
     )
     add("--min-prefill", type=int, default=1, help="prefill instances that keep their role")

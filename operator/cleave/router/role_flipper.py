@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import TypeAlias
 
 import grpc
 
+from cleave.api.enums import FlippingMode
 from cleave.policy import role_flipping
 from cleave.policy.role_flipping import NONE, FlipThresholds
 from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
@@ -38,16 +38,6 @@ SET_ROLE_TIMEOUT_S = 20.0
 other flips of this gateway wait, but not requests."""
 RETRY_DELAY_S = 10.0
 """Delay after a failed SetRole until the next one in the same deployment and revision."""
-
-
-class RoleFlippingMode(Enum):
-    """Whether instances change roles with the traffic."""
-
-    OFF = "Off"
-    """No flips; flipped instances flip back."""
-    ADVISORY = "Advisory"
-    """Flips are logged and counted, but not executed."""
-    AUTO = "Auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +142,7 @@ class RoleFlipper:
     def __init__(
         self,
         registry: InstanceRegistry,
-        mode: RoleFlippingMode,
+        mode: FlippingMode,
         thresholds: FlipThresholds,
         clock: Callable[[], float],
         on_flip: Callable[[RoleFlip], None],
@@ -212,11 +202,11 @@ class RoleFlipper:
 
     async def _check_group(self, state: FlipState, instances: list[RoutedInstance]) -> None:
         now = self._clock()
-        lends = self._mode is not RoleFlippingMode.OFF
+        lends = self._mode is not FlippingMode.OFF
         flip = state.decide(instances, self._thresholds, now, lends)
         if flip is None:
             state.recommended = None
-        elif self._mode is RoleFlippingMode.ADVISORY:
+        elif self._mode is FlippingMode.ADVISORY:
             if state.recommended is None or state.recommended.instance != flip.instance:
                 log.info("would flip %s", flip.describe())
                 self._on_flip(flip)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from cleave.api.enums import FallbackPolicy
 from cleave.policy.best_fit import GAMMA, compute_context_weight
 from cleave.policy.dispatch import (
     CACHED,
@@ -61,16 +62,6 @@ _PRUNE_EVERY = 4096
 
 _ALWAYS_OBSERVED = 1024
 _OBSERVE_EVERY = 8
-
-
-class FallbackMode(enum.Enum):
-    """When a request that should be split may run whole on a decode instance instead."""
-
-    ALWAYS = "Always"
-    """Whenever no prefill instance can be had or the hand-off failed."""
-    NEVER = "Never"
-    ON_PREFILL_LOSS = "OnPrefillLoss"
-    """Only after a prefill attempt of this very request was lost."""
 
 
 class RequestPhase(enum.Enum):
@@ -135,7 +126,7 @@ class Router:
     def __init__(
         self,
         registry: InstanceRegistry,
-        fallback: FallbackMode = FallbackMode.ALWAYS,
+        fallback: FallbackPolicy = FallbackPolicy.ALWAYS,
         rules: RoutingRules | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
@@ -245,9 +236,9 @@ class Router:
 
     def allows_colocated(self, prefill_lost: bool) -> bool:
         """Whether the fallback lets a splittable request run whole on a decode instance."""
-        if self._fallback is FallbackMode.ON_PREFILL_LOSS:
+        if self._fallback is FallbackPolicy.ON_PREFILL_LOSS:
             return prefill_lost
-        return self._fallback is FallbackMode.ALWAYS
+        return self._fallback is FallbackPolicy.ALWAYS
 
     def explain_unavailable(self, model: str) -> str:
         """Why a plain request for this model could not be placed now; empty when it could."""
@@ -361,7 +352,7 @@ class Router:
             found = self._find_colocated(served, "colocated", request, exclusions)
             if found is not None:
                 return None, found, "single-instance" if colocated else "no-prefill"
-        if self._fallback is FallbackMode.ALWAYS:
+        if self._fallback is FallbackPolicy.ALWAYS:
             found = self._find_colocated(served, "spare", request, exclusions)
             if found is not None:
                 return None, found, "no-decode"

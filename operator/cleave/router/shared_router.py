@@ -35,6 +35,6 @@ class SharedRouter(Router):
             selection = super()._select(model, served, request, colocated, exclusions, prefill_lost)
             first = selection[0] or selection[1]
             chosen = first.score_table
-            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.lost_race(first.slot)):
+            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.has_lost_race(first.slot)):
                 break
         return selection

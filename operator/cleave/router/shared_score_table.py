@@ -78,7 +78,7 @@ class ChangeLogScoreTable(ScoreTable):
         self.refresh()
         return super().find_shortest_queue()
 
-    def lost_race(self, slot: int) -> bool:
+    def has_lost_race(self, slot: int) -> bool:
         """Whether a sibling has sent something there since the scores were gathered."""
         before = self.pending_prompt.get_score(slot)
         self.refresh()

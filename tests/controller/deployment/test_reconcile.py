@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from cleave.api.deployment import FallbackPolicy, LLMDeployment
+from cleave.api.deployment import LLMDeployment
+from cleave.api.enums import FallbackPolicy
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import (

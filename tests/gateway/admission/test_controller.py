@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway import server
 from cleave.gateway.admission import controller
-from cleave.gateway.config import LateRequestPolicy
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from cleave.api.enums import FallbackPolicy
 from cleave.gateway.proxy import attempt
-from cleave.router.router import FallbackMode
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -74,7 +74,7 @@ def two_of_each(make_stage):
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("fallback", FallbackMode)
+@pytest.mark.parametrize("fallback", FallbackPolicy)
 async def test_a_lost_prefill_is_done_again_elsewhere(two_of_each, failure, fallback) -> None:
     stage = await two_of_each(fallback=fallback)
     stage.engines["p1"].script = failure
@@ -134,7 +134,11 @@ async def test_a_whole_answer_cut_in_the_middle_is_done_again(two_of_each) -> No
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize(
     ("fallback", "status"),
-    [(FallbackMode.ALWAYS, 200), (FallbackMode.ON_PREFILL_LOSS, 200), (FallbackMode.NEVER, 503)],
+    [
+        (FallbackPolicy.ALWAYS, 200),
+        (FallbackPolicy.ON_PREFILL_LOSS, 200),
+        (FallbackPolicy.NEVER, 503),
+    ],
 )
 async def test_without_another_prefill_the_fallback_decides(
     make_stage, failure, fallback, status
@@ -154,7 +158,11 @@ async def test_without_another_prefill_the_fallback_decides(
 
 @pytest.mark.parametrize(
     ("fallback", "status"),
-    [(FallbackMode.ALWAYS, 200), (FallbackMode.ON_PREFILL_LOSS, 503), (FallbackMode.NEVER, 503)],
+    [
+        (FallbackPolicy.ALWAYS, 200),
+        (FallbackPolicy.ON_PREFILL_LOSS, 503),
+        (FallbackPolicy.NEVER, 503),
+    ],
 )
 async def test_only_always_starts_without_a_prefill_instance(make_stage, fallback, status) -> None:
     stage = await make_stage({"d": "decode"}, fallback=fallback)

@@ -9,7 +9,7 @@ generation is not rolled out, however well the instances of the previous one ser
 
 from collections.abc import Mapping, Sequence
 
-from cleave.api.deployment import FallbackPolicy
+from cleave.api.enums import FallbackPolicy
 from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role

@@ -35,7 +35,7 @@ from cleave.controller.rollout.planner import (
     RoleState,
     RolloutLimits,
     RolloutStep,
-    next_step,
+    plan_next_step,
 )
 from cleave.controller.views import DeploymentView
 from cleave.manifests.discovery import (
@@ -282,7 +282,7 @@ def _plan_rollout_steps(
         return {}
     rollout = view.deployment.spec.rollout
     limits = RolloutLimits(rollout.max_surge, rollout.max_unavailable, _MAX_SKEW)
-    return next_step(roles, limits)
+    return plan_next_step(roles, limits)
 
 
 def _build_role_state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:

@@ -23,7 +23,7 @@ from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool import status as pool_status
 from cleave.controller.pool.scale_down import choose_victims
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
-from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, next_step
+from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests.discovery import (
     build_role_binding,
@@ -122,7 +122,7 @@ def _compute_target(view: PoolView, fleet: PoolInstances) -> RolloutStep:
         new_ready=sum(pod.ready for pod in fleet.new),
         leaving=sum(pod.deleting for pod in view.instances),
     )
-    return next_step({spec.role: state}, _OWN_ROLLOUT_LIMITS)[spec.role]
+    return plan_next_step({spec.role: state}, _OWN_ROLLOUT_LIMITS)[spec.role]
 
 
 def _resize(

@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
 from cleave.gateway.admission.fair_queue import FairQueue, QueueEntry
 from cleave.gateway.admission.rate_limit import TenantLimits, TenantUsage
 from cleave.gateway.admission.shared_rate_limit import SharedTenantUsage
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
-from cleave.gateway.config import GatewayConfig, LateRequestPolicy
+from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState

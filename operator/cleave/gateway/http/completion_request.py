@@ -190,9 +190,9 @@ class BodyScan:
             if not self._scanner.step():
                 return False
             if self._scans_prompts:
-                self.prompts = self._scanner.elements()
+                self.prompts = self._scanner.list_elements()
                 return True
-            self.fields = self._scanner.members()
+            self.fields = self._scanner.list_members()
         except TooManyMembersError:
             self.error = _TOO_MANY_PROMPTS if self._scans_prompts else _TOO_MANY_FIELDS
             return True
