@@ -17,7 +17,8 @@ from cleave.controller.cluster.actions import (
 )
 from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import ObservedChild, ObservedPod
-from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.controller.deployment.reconcile import reconcile
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 
