@@ -54,7 +54,7 @@ async def ask_and_lose(fleet, body: dict[str, Any], path: str, tokens: int):
         engines[name].engine.faults.drop = tokens
     client = await stage.connect()
     client.send(body, path)
-    await stage.suspect_until(
+    await stage.until(
         lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost"
     )
     for emulated in engines.values():
@@ -178,7 +178,7 @@ async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None
     engines["x"].engine.faults.drop = 7
     client = await stage.connect()
     client.send(ask(CHAT), CHAT)
-    await stage.suspect_until(
+    await stage.until(
         lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost"
     )
     engines["x"].engine.faults.clear()
@@ -192,7 +192,7 @@ async def test_it_does_not_wait_for_ever(make_fleet) -> None:
     engines["x"].engine.faults.drop = 7
     client = await stage.connect()
     client.send(ask(CHAT), CHAT)
-    await stage.suspect_until(
+    await stage.until(
         lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost"
     )
     stage.state(stage.engines["x"], engine_url=engines["x"].url, state=agent_pb2.STATE_DRAINING)

@@ -212,7 +212,7 @@ async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monk
     async def stand_still(engine, request, writer):
         if "kv_transfer_params" in request.body:
             directory.instances["d"].stalled_at = pair.context.clock() + 1
-        await type(engine).on_response(engine, request, writer)
+        await type(engine).answer(engine, request, writer)
 
     pair.engines["d"].script = stand_still
     assert (await pair.ask(body)).status == 200
@@ -232,7 +232,7 @@ async def test_a_hand_off_that_cannot_be_pulled_is_computed_anew(pair) -> None:
     """vLLM answers 500 when the KV is gone; the same instance may do both phases."""
 
     async def refuse_handoff(engine, request, writer):
-        await (fail if "kv_transfer_params" in request.body else type(engine).on_response)(
+        await (fail if "kv_transfer_params" in request.body else type(engine).answer)(
             engine, request, writer
         )
 
@@ -388,7 +388,7 @@ async def test_a_client_that_leaves_stops_whatever_runs_for_it(pair, moment: str
         if moment == "prefill" or (moment == "first token" and not request.is_prefill):
             await asyncio.sleep(600)
         elif request.is_prefill:
-            await engine.on_response(request, writer)
+            await engine.answer(request, writer)
         else:
             await engine.stream(writer, ["t"] * 100_000, pause_s=0.01)
 
