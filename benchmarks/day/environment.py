@@ -98,7 +98,7 @@ class Stage:
         """A process that asks as `trace` says; it has begun when this returns."""
         process = subprocess.Popen(
             [
-                *(sys.executable, str(Path(__file__).with_name("asking.py"))),
+                *(sys.executable, str(Path(__file__).with_name("clients.py"))),
                 *(str(trace), str(seen), str(time_scale), *self.gateways()),
             ],
             stdout=subprocess.PIPE,

@@ -25,7 +25,7 @@ def wait_for(
         (window,) = world.look(now_s - PERIOD_S, now_s)
         detector, change = update_detector(detector, window)
         if pending is not None and now_s >= pending.at_s:
-            world.change(to_fleet(real, pending.running), now_s)
+            world.change(to_fleet(real, pending.running_plan), now_s)
             steps.append(pending)
             pending = None
         phase = int(np.searchsorted(edges, now_s)) - 1

@@ -37,7 +37,7 @@ class Step:
     decided_s: float
     at_s: float
     """When it was in force."""
-    running: RunningPlan
+    running_plan: RunningPlan
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Follower:
     real: Problem
     """With the passes that the world takes."""
     world: World
-    running: RunningPlan
+    running_plan: RunningPlan
     steps: list[Step] = field(default_factory=list)
     windows: list[TrafficWindow] = field(default_factory=list)
     _left: list[ReplacedPlan] = field(default_factory=list)
@@ -75,8 +75,8 @@ class Follower:
         step = self._pending
         if step is None or now_s < step.at_s:
             return False
-        self.world.change(to_fleet(self.real, step.running), now_s)
-        self.running, self._settled_s, self._pending = step.running, now_s, None
+        self.world.change(to_fleet(self.real, step.running_plan), now_s)
+        self.running_plan, self._settled_s, self._pending = step.running_plan, now_s, None
         self.steps.append(step)
         return True
 
@@ -97,7 +97,9 @@ class Follower:
         recent = drift.list_recent(self.windows, since_s, INTERVAL_S, terms.settle_s)
         try:
             workload = refit(recent)
-            found = revise(self.problem, self.running, recent, self._correction, terms, self._left)
+            found = revise(
+                self.problem, self.running_plan, recent, self._correction, terms, self._left
+            )
         except RefitError:
             return planned_for
         self._asked_s, self._correction = now_s, found.assessment.correction
@@ -108,8 +110,8 @@ class Follower:
         )
         if told.verdict is not ReplanVerdict.APPLY or best is None:
             return planned_for or workload
-        self._left.append(ReplacedPlan(self.running.pools, now_s))
-        running = replace(self.running, pools=best.pools, algorithm=best.algorithm)
+        self._left.append(ReplacedPlan(self.running_plan.pools, now_s))
+        running = replace(self.running_plan, pools=best.pools, algorithm=best.algorithm)
         seen_s = change.detected_s if change and change.detected_s > self._settled_s else now_s
         self._pending = Step(seen_s, now_s, now_s + START_S, running)
         return workload

@@ -140,7 +140,7 @@ def lending(mode: str, running: RunningPlan) -> RunningPlan:
 def row(day: Day, lived: Lived, oracle: Score) -> dict[str, object]:
     """For people and for JSON."""
     edges, score = day.edges, lived.score
-    plans = [(0.0, lived.first), *((step.at_s, step.running) for step in lived.steps)]
+    plans = [(0.0, lived.first), *((step.at_s, step.running_plan) for step in lived.steps)]
     ends = [at_s for at_s, _ in plans[1:]] + [edges[-1]]
     spent = sum(gpus(run.pools) * (end - at) for (at, run), end in zip(plans, ends, strict=True))
     attained = score.between(0, edges[-1])

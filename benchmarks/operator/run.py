@@ -62,9 +62,9 @@ async def _run(kubeconfig: Path, operator: Operator, case: Case, rest_s: float) 
 @contextmanager
 def world(kubeconfig: Path, folder: Path):
     """The process in which the nodes live."""
-    with (folder / "world.log").open("ab") as log:
+    with (folder / "fake-nodes.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("world.py"), kubeconfig, str(NODES)],
+            [sys.executable, Path(__file__).with_name("fake_nodes.py"), kubeconfig, str(NODES)],
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -73,7 +73,7 @@ def world(kubeconfig: Path, folder: Path):
     try:
         assert process.stdout is not None
         if not process.stdout.readline():
-            raise RuntimeError((folder / "world.log").read_text()[-2_000:])
+            raise RuntimeError((folder / "fake-nodes.log").read_text()[-2_000:])
         yield
     finally:
         process.kill()

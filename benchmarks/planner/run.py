@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import Spread, spread
 
 import comparison
 import cores
@@ -21,6 +20,7 @@ from commands import CommandError, measure
 from other_planners import AnchorError
 from rich.console import Console
 from rich.table import Table
+from summary_statistics import Spread, spread
 
 from cleave.traffic import published
 

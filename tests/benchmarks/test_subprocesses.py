@@ -17,7 +17,7 @@ FORKS = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.s
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from guarded import guarded
+from subprocesses import guarded
 
 with guarded([sys.executable, "-c", sys.argv[2]], os.environ, Path(sys.argv[1])):
     sys.stdin.read()

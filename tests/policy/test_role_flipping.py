@@ -258,7 +258,7 @@ def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
                 quiet_until_ms = role_flipping.compute_next_check_ms(*known)
     assert seldom.flips == each_second.flips
     assert skipped > 0
-    for name in ("role", "since_ms", "stay_ms", "idle_ms"):
+    for name in ("role", "since_ms", "min_flip_ms", "idle_ms"):
         assert list(seldom.members[name]) == list(each_second.members[name])
     assert seldom.watch.tolist() == each_second.watch.tolist()
 
@@ -266,9 +266,9 @@ def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
 def _find_most_flips(hours: float) -> float:
     """What one instance does in so many hours at most.
 
-    A trip has three flips: out, for good, and home. It lasts FIRST_STAY_MS, the next one twice as
-    long, and so on; those after that LONGEST_STAY_MS each. To begin anew takes FORGIVEN_MS at home,
-    in which more long trips would have been made than short ones are won.
+    A trip has three flips: out, for good, and home. It lasts FIRST_MIN_FLIP_MS, the next one twice
+    as long, and so on; those after that MAX_MIN_FLIP_MS each. To begin anew takes BACKOFF_RESET_MS
+    at home, in which more long trips would have been made than short ones are won.
     """
     short = math.log2(role_flipping.MAX_MIN_FLIP_MS / role_flipping.FIRST_MIN_FLIP_MS)
     return 3.0 * (short + 1.0 + hours * 3_600_000.0 / role_flipping.MAX_MIN_FLIP_MS)

@@ -41,13 +41,13 @@ REQUESTS = {
 INSTANCES = {
     "busy": "busy_ms",
     "area": "kv_token_ms",
-    "passes": "passes",
-    "decode_passes": "decode_passes",
+    "iterations": "iterations",
+    "decode_iterations": "decode_iterations",
     "batch_peak": "batch_peak",
     "prompt_tokens": "prompt_tokens",
     "decode_tokens": "decode_tokens",
     "peak": "kv_peak_tokens",
-    "kv": "kv_left_tokens",
+    "kv": "kv_final_tokens",
     "preemptions": "num_preemptions",
 }
 HARD = {
@@ -125,19 +125,19 @@ def test_looks_that_are_left_out_would_have_found_nothing(factor: float) -> None
 def test_hours_without_events_take_no_time_and_neither_do_times_without_seconds() -> None:
     script = """
 import numpy as np
-from cleave.policy.role_flipping import make_terms
-from cleave.simulator.fleet import Engine, Fleet, Pool
+from cleave.policy.role_flipping import build_thresholds
+from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import Trace
 from tests.support.fleets import fixed_timing
-pool = Pool(Engine(fixed_timing(), 1_000), 2)
-fleet = Fleet((pool,), (pool,), flipping=make_terms(100.0))
+pool = SimulatedPool(SimulatedEngine(fixed_timing(), 1_000), 2)
+fleet = SimulatedFleet((pool,), (pool,), flipping=build_thresholds(100.0))
 for pause_ms in (1e12, 1e15, 1e17, 1e300):
     trace = Trace(np.array([0.0, pause_ms]), np.array([5, 5]), np.array([2, 2]))
     assert not np.isnan(simulate(fleet, trace).end_ms).any()
-slow = Pool(Engine(fixed_timing(1e13, 1e13), 1_000), 2)
+slow = SimulatedPool(SimulatedEngine(fixed_timing(1e13, 1e13), 1_000), 2)
 trace = Trace(np.arange(20.0), np.full(20, 5), np.full(20, 2))
-simulate(Fleet((slow,), (slow,), flipping=make_terms(100.0)), trace)
+simulate(SimulatedFleet((slow,), (slow,), flipping=build_thresholds(100.0)), trace)
 """
     line = [sys.executable, "-c", script]
     subprocess.run(line, check=True, timeout=120, cwd=Path(__file__).parents[2])

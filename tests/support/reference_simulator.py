@@ -197,7 +197,7 @@ class Reference:
             self.alert(source)
         request.decode.loaded.append(request)
 
-    # --- passes ---
+    # --- iterations ---
 
     def step(self, instance: Instance) -> None:
         ended = instance.flight and instance.flight[0].finish <= self.now
@@ -275,7 +275,7 @@ class Reference:
         i.flight.append(slot)
         i.busy += stage + (hop if timing.stages > 1 else 0)
         i.intervals.append((self.begin, at))
-        i.passes += 1
+        i.iterations += 1
         i.batch_peak = max(i.batch_peak, len(contexts))
         for request in slot.decoding:
             if math.isnan(request.decode_start):
@@ -427,7 +427,7 @@ class Reference:
 
     def complete(self, i: Instance, slot: Slot) -> None:
         slot.in_flight = False
-        i.decode_passes += bool(slot.decoding)
+        i.decode_iterations += bool(slot.decoding)
         for request in slot.decoding:
             i.keep(request, request.todo, self.now)
         for request in slot.decoding:

@@ -81,7 +81,7 @@ class Instance:
         self.unanswered = 0
         self.learnt = DEFAULT_SUMS
         self.busy = self.area = self.kv_at = 0.0
-        self.kv = self.peak = self.passes = self.decode_passes = 0
+        self.kv = self.peak = self.iterations = self.decode_iterations = 0
         self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0
         self.intervals: list[tuple[float, float]] = []
 

@@ -62,15 +62,15 @@ def test_bursts_come_with_wider_gaps(day) -> None:
 
 
 def test_what_failed_or_was_never_answered_is_not_attained(module, day) -> None:
-    judging = module("judging")
+    scoring = module("scoring")
     count = len(day.trace)
     first, end = np.full(count, 100.0), np.full(count, 100.0 + 10.0)
     first[0] = end[0] = np.nan
     first[1] = end[1] = np.inf
     first[2] = end[2] = 1e6
-    seen = judging.Seen(first, end, np.zeros(count), ("request 0: lost",), 0.5)
-    told = judging.Told(flips=3, replans=2, instance_s=3_600.0)
-    result = judging.judge("both", day, seen, 0.5, told)
+    seen = scoring.Seen(first, end, np.zeros(count), ("request 0: lost",), 0.5)
+    told = scoring.Told(flips=3, replans=2, instance_s=3_600.0)
+    result = scoring.judge("both", day, seen, 0.5, told)
     assert (result.failed, result.unanswered, result.attained) == (1, 1, count - 3)
     assert result.instance_hours == 2.0, "of the trace's clock, which is twice as fast"
     assert [phase.attainment for phase in result.phases[1:]] == [1.0] * 4
@@ -78,15 +78,15 @@ def test_what_failed_or_was_never_answered_is_not_attained(module, day) -> None:
 
 
 def test_results_are_read_as_they_were_written(module, day, tmp_path: Path) -> None:
-    judging, stage = module("judging"), module("stage")
-    seen = judging.Seen(*(np.ones(len(day.trace)) for _ in range(3)), ("fault",), 0.5)
-    judging.write_seen(tmp_path / "seen.npz", seen)
-    again = judging.read_seen(tmp_path / "seen.npz")
+    scoring, environment = module("scoring"), module("environment")
+    seen = scoring.Seen(*(np.ones(len(day.trace)) for _ in range(3)), ("fault",), 0.5)
+    scoring.write_seen(tmp_path / "seen.npz", seen)
+    again = scoring.read_seen(tmp_path / "seen.npz")
     assert again.faults == seen.faults
     assert np.array_equal(again.end_ms, seen.end_ms)
-    result = judging.judge("both", day, seen, 0.5, judging.Told(0, 0, 0.0))
-    stage.write_json(tmp_path / "both.json", asdict(result))
-    assert judging.read_result(tmp_path / "both.json") == result
+    result = scoring.judge("both", day, seen, 0.5, scoring.Told(0, 0, 0.0))
+    environment.write_json(tmp_path / "both.json", asdict(result))
+    assert scoring.read_result(tmp_path / "both.json") == result
 
 
 def test_every_mode_is_a_deployment_that_the_api_takes(module, day, lengths) -> None:
@@ -103,16 +103,16 @@ def test_every_mode_is_a_deployment_that_the_api_takes(module, day, lengths) -> 
 
 
 def test_the_picture_tells_shares_of_what_arrived(module, day, tmp_path: Path) -> None:
-    judging, picture = module("judging"), module("picture")
+    scoring, chart = module("scoring"), module("chart")
     ones = np.ones(len(day.trace))
     late = np.where(day.phase_of == 0, 1.0, 1e6)
-    seen = judging.Seen(late, late + 1.0, ones, (), 0.5)
-    at_s, share = picture.find_shares(day, seen)
+    seen = scoring.Seen(late, late + 1.0, ones, (), 0.5)
+    at_s, share = chart.find_shares(day, seen)
     assert {at < PHASE_MS / 1e3 for at, part in zip(at_s, share, strict=True) if part == 1.0} == {
         True
     }
     assert set(share) == {0.0, 1.0}
-    picture.draw(tmp_path / "day.html", day, {"both": seen})
+    chart.draw(tmp_path / "day.html", day, {"both": seen})
     assert "requests within both targets" in (tmp_path / "day.html").read_text()
 
 
@@ -147,10 +147,10 @@ class Nodes:
 
 
 def test_the_fullest_node_is_lost_and_back_before_the_deployment_goes(module, monkeypatch) -> None:
-    stage = module("stage")
+    environment = module("environment")
     cluster = Cluster(["node-0", "node-2", "node-1", "node-2"])
-    found = stage.Stage(cluster, Nodes(cluster), None)
-    monkeypatch.setattr(stage.Stage, "until_ready", lambda self: None)
+    found = environment.Stage(cluster, Nodes(cluster), None)
+    monkeypatch.setattr(environment.Stage, "until_ready", lambda self: None)
     with found.serving({}):
         found.lose_node()
     assert cluster.said == ["apply", "lose node-2", "add node-2", "delete"]

@@ -25,7 +25,7 @@ class Said:
     def __init__(self, ttft_ms: list[float], tpot_ms: list[float]) -> None:
         self.ttft_ms = np.array(ttft_ms)
         self.tpot_ms = np.array(tpot_ms)
-        self.normalised_latency_ms = (self.ttft_ms + 4 * self.tpot_ms) / 5
+        self.normalized_latency_ms = (self.ttft_ms + 4 * self.tpot_ms) / 5
 
 
 def seen(load: ModuleType, ttft_ms: list[float], tpot_ms: list[float], *faults: str) -> object:
@@ -42,7 +42,7 @@ def test_equal_sides_differ_in_nothing(module: Import) -> None:
         seen(load, *times),
         [Said(*times)],
         compare.Slo(250.0, 100.0),
-        module("pace").Pace(),
+        module("iteration_times").Pace(),
     )
     assert found.attainment == (0.5, 0.5)
     assert (found.points, found.worst_points, found.failed) == (0.0, 0.0, 0)
@@ -57,7 +57,7 @@ def test_errors_are_the_simulators(module: Import) -> None:
         seen(load, [100.0] * 4, [10.0] * 4),
         [Said([110.0] * 4, [9.0] * 4)],
         compare.Slo(105.0, 100.0),
-        module("pace").Pace(),
+        module("iteration_times").Pace(),
     )
     assert found.attainment == (1.0, 0.0)
     assert found.points == -100
@@ -73,7 +73,7 @@ def test_attainment_is_the_mean_of_draws_and_latencies_those_of_the_first(module
         seen(load, [100.0] * 4, [10.0] * 4),
         [Said([100.0] * 4, [10.0] * 4), Said([100.0, 100.0, 100.0, 200.0], [10.0] * 4)],
         compare.Slo(150.0, 100.0),
-        module("pace").Pace(),
+        module("iteration_times").Pace(),
     )
     assert found.attainment == (1.0, 0.875)
     assert found.chance_points == pytest.approx(12.5)
@@ -99,7 +99,7 @@ def test_a_failed_request_meets_no_target_and_spoils_no_percentile(module: Impor
         seen(load, [100.0, nan, 100.0, 100.0], [10.0] * 4, "request 1: gone"),
         [Said([100.0] * 4, [10.0] * 4)],
         compare.Slo(1000.0, 1000.0),
-        module("pace").Pace(),
+        module("iteration_times").Pace(),
     )
     assert found.attainment == (0.75, 1.0)
     assert found.failed == 1
@@ -152,11 +152,11 @@ def test_dispatch_expects_the_mean_of_such_prompts_or_what_is_asked_for(module: 
 
 
 def test_a_kept_load_comes_back_as_it_was(module: Import, tmp_path: Path) -> None:
-    kept, load = module("kept"), module("load")
+    recordings, load = module("recordings"), module("load")
     file = tmp_path / "load.npz"
     before = seen(load, [1.0, float("nan")], [2.0, 3.0], "request 1: gone")
-    kept.keep(file, trace(2), before, np.ones((3, 7)))
-    came, after, passes = kept.recall(file)
+    recordings.keep(file, trace(2), before, np.ones((3, 7)))
+    came, after, passes = recordings.recall(file)
     assert passes.shape == (3, 7)
     assert came.prompt_tokens.tolist() == [50, 50]
     np.testing.assert_equal(after.end_ms, before.end_ms)

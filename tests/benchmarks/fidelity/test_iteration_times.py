@@ -36,7 +36,7 @@ def served(prompt: float, decode: float, pull_ms: float) -> list[list[float]]:
 
 
 def test_the_pace_of_passes_is_found(module: Import) -> None:
-    found = module("pace").find_pace(np.array(served(1.1, 1.3, 4.0)), TIMING)
+    found = module("iteration_times").find_pace(np.array(served(1.1, 1.3, 4.0)), TIMING)
     assert found.prompt == pytest.approx(1.1)
     assert found.decode == pytest.approx(1.3)
     assert found.pull_ms == pytest.approx(3.0)
@@ -44,15 +44,15 @@ def test_the_pace_of_passes_is_found(module: Import) -> None:
 
 
 def test_passes_that_never_occurred_take_what_was_profiled(module: Import) -> None:
-    pace = module("pace")
-    assert pace.find_pace(np.empty((0, 7)), TIMING) == pace.Pace()
-    prompts = np.array([each for each in served(1.1, 1.0, 0.0) if each[pace.BATCH] == 0])
-    assert pace.find_pace(prompts, TIMING).decode == 1.0
-    assert pace.find_pace(prompts, TIMING).prompt == pytest.approx(1.1)
+    iteration_times = module("iteration_times")
+    assert iteration_times.find_pace(np.empty((0, 7)), TIMING) == iteration_times.Pace()
+    prompts = np.array([each for each in served(1.1, 1.0, 0.0) if each[iteration_times.BATCH] == 0])
+    assert iteration_times.find_pace(prompts, TIMING).decode == 1.0
+    assert iteration_times.find_pace(prompts, TIMING).prompt == pytest.approx(1.1)
 
 
 def test_a_timing_at_a_pace_takes_as_long_as_the_passes_did(module: Import) -> None:
-    slow = module("pace").Pace(prompt=1.1, decode=1.3).apply(TIMING)
+    slow = module("iteration_times").Pace(prompt=1.1, decode=1.3).apply(TIMING)
     assert slow.predict_prefill_ms([40, 9]) == pytest.approx(
         TIMING.predict_prefill_ms([40, 9]) * 1.1
     )
@@ -63,5 +63,5 @@ def test_only_whole_passes_of_the_time_asked_for_are_read(module: Import, tmp_pa
     one, late = (",".join(map(str, row(begin, 5.0, [], 1, 9))) for begin in (10.0, 30.0))
     (tmp_path / "17.csv").write_text(f"{one}\n{late}\n12.0,12.0")
     (tmp_path / "18.csv").write_text(f"{one}\n")
-    found = module("pace").read_passes(tmp_path, 9.0, 20.0)
+    found = module("iteration_times").read_passes(tmp_path, 9.0, 20.0)
     assert found[:, 0].tolist() == [10.0, 10.0]

@@ -15,21 +15,23 @@ CALLS = {
 
 
 @pytest.fixture
-def alone(figures: ModuleType) -> ModuleType:
-    return importlib.import_module("alone")
+def in_process(figures: ModuleType) -> ModuleType:
+    return importlib.import_module("in_process")
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_request_takes_no_more_calls_than_it_is_allowed(alone: ModuleType, case: str) -> None:
-    roles, everything = alone.CASES[case]
-    bench = alone.Bench(roles, everything=everything)
+def test_a_request_takes_no_more_calls_than_it_is_allowed(
+    in_process: ModuleType, case: str
+) -> None:
+    roles, everything = in_process.CASES[case]
+    bench = in_process.Bench(roles, everything=everything)
     for _ in range(3):
         bench.serve(0)
-    assert alone.count_calls(lambda: bench.serve(0)) <= CALLS[case]
+    assert in_process.count_calls(lambda: bench.serve(0)) <= CALLS[case]
 
 
-def test_a_token_takes_six_calls_where_each_is_sent_by_itself(alone: ModuleType) -> None:
-    bench = alone.Bench(("mixed",), everything=True)
+def test_a_token_takes_six_calls_where_each_is_sent_by_itself(in_process: ModuleType) -> None:
+    bench = in_process.Bench(("mixed",), everything=True)
     bench.serve(0)
-    few, many = (alone.count_calls(lambda n=n: bench.serve(n)) for n in (16, 26))
+    few, many = (in_process.count_calls(lambda n=n: bench.serve(n)) for n in (16, 26))
     assert many - few <= 6 * 10 + 2

@@ -19,7 +19,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_only_requests_that_trained_nothing_are_foretold(module, data) -> None:
-    told = module("foretelling").foretell(data, "conversation", 0.0)
+    told = module("predictions").foretell(data, "conversation", 0.0)
     assert len(told.answers) == len(told.mean) == len(told.tree) == len(told.low) == 600
     assert np.abs(told.tree - told.answers.output_tokens).max() < 40
     assert np.abs(told.mean - told.answers.output_tokens).min() > 200
@@ -27,7 +27,7 @@ def test_only_requests_that_trained_nothing_are_foretold(module, data) -> None:
 
 
 def test_admission_by_each_way_serves_the_same_requests(module, data) -> None:
-    told = module("foretelling").foretell(data, "conversation", 0.0)
+    told = module("predictions").foretell(data, "conversation", 0.0)
     rows = list(module("effects").admissions(told, quick=True))
     greedy = [row for row in rows if row["admission"] == "GREEDY"]
     assert [row["gain"] for row in greedy] == [0]

@@ -8,11 +8,11 @@ from cleave.planner.replan.replay import RunningPlan
 
 @pytest.fixture
 def world(module):
-    days, following = module("days"), module("following")
+    days, replanning = module("days"), module("replanning")
     problem = days.ask(days.DAYS["small"][0])
-    fleet = following.to_fleet(problem, RunningPlan(pools(2, 2)))
+    fleet = replanning.to_fleet(problem, RunningPlan(pools(2, 2)))
     trace = days.draw(days.DAYS["small"][:2], 60.0, seed=3)
-    return module("world").World(trace, problem.slo, fleet)
+    return module("virtual_fleet").World(trace, problem.slo, fleet)
 
 
 def pools(prefill: int, decode: int):
@@ -34,10 +34,10 @@ def test_a_look_ahead_shows_what_a_look_at_that_moment_does(world) -> None:
 
 
 def test_who_came_before_a_change_ends_on_the_instances_of_then(world, module) -> None:
-    days, following = module("days"), module("following")
+    days, replanning = module("days"), module("replanning")
     alone = world.close(60.0)
     problem = days.ask(days.DAYS["small"][0])
-    world.change(following.to_fleet(problem, RunningPlan(pools(4, 4))), 60.0)
+    world.change(replanning.to_fleet(problem, RunningPlan(pools(4, 4))), 60.0)
     both = world.close(120.0)
     assert np.array_equal(both.met[: len(alone.met)], alone.met)
     assert np.all(both.arrival_s[: len(alone.met)] < 60.0)

@@ -14,6 +14,6 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def subject(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def operator_process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SOURCES))
-    return importlib.import_module("subject")
+    return importlib.import_module("operator_process")

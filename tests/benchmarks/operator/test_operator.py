@@ -17,11 +17,11 @@ cleave_operator_queue_depth 4.0
 """
 
 
-def test_a_reading_adds_up_what_the_operator_counts(subject: ModuleType) -> None:
-    reading = subject.parse(METRICS, cpu_s=2.5, at_s=10.0)
-    assert reading == subject.Reading(10.0, 2.5, 1_000, 7, 5, 15, 4)
-    before = subject.Reading(4.0, 1.0, 400, 2, 1, 5, 9)
-    assert reading - before == subject.Reading(6.0, 1.5, 600, 5, 4, 10, 4)
+def test_a_reading_adds_up_what_the_operator_counts(operator_process: ModuleType) -> None:
+    reading = operator_process.parse(METRICS, cpu_s=2.5, at_s=10.0)
+    assert reading == operator_process.Reading(10.0, 2.5, 1_000, 7, 5, 15, 4)
+    before = operator_process.Reading(4.0, 1.0, 400, 2, 1, 5, 9)
+    assert reading - before == operator_process.Reading(6.0, 1.5, 600, 5, 4, 10, 4)
 
 
 @pytest.mark.parametrize(

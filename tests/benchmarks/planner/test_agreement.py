@@ -19,6 +19,6 @@ def test_the_largest_difference_is_that_of_a_single_request() -> None:
 
 
 def test_a_spread_is_the_median_with_its_extremes() -> None:
-    spreads = importlib.import_module("spreads")
-    figure = spreads.spread([1200.0, 1000.0, 5000.0])
+    summary_statistics = importlib.import_module("summary_statistics")
+    figure = summary_statistics.spread([1200.0, 1000.0, 5000.0])
     assert figure.format(0) == "1,200 (1,000-5,000)"

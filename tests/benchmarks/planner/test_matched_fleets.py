@@ -36,27 +36,27 @@ PAIR = Recorded(
 )
 
 
-def build_case(matched: ModuleType, recorded: Recorded) -> object:
-    return matched.Case(
+def build_case(matched_fleets: ModuleType, recorded: Recorded) -> object:
+    return matched_fleets.Case(
         recorded.backend, "opt-13b", recorded.prefill, recorded.decode, 1.0, (200.0, 100.0)
     )
 
 
 @pytest.mark.parametrize("recorded", [ALONE, PAIR], ids=["colocated", "pair"])
 def test_each_request_is_as_fast_as_simdistserve_says(recorded: Recorded) -> None:
-    matched = importlib.import_module("matched")
+    matched_fleets = importlib.import_module("matched_fleets")
     arrivals = np.array([0.0, 30.0, 45.0, 200.0])
     trace = Trace(arrivals, np.array([100, 900, 200, 50]), np.array([3, 5, 1, 8]))
-    case = build_case(matched, recorded)
-    outcome = simulate(matched.to_fleet(case), matched.to_trace(trace))
+    case = build_case(matched_fleets, recorded)
+    outcome = simulate(matched_fleets.to_fleet(case), matched_fleets.to_trace(trace))
     assert outcome.ttft_ms == pytest.approx(recorded.ttft_ms, abs=1e-9)
     assert outcome.tpot_ms == pytest.approx(recorded.tpot_ms, abs=1e-9)
-    assert matched.match(case, outcome) is matched.Match.EXACT
+    assert matched_fleets.match(case, outcome) is matched_fleets.Match.EXACT
 
 
 def test_decoding_beyond_50_000_tokens_is_not_called_exact() -> None:
-    matched = importlib.import_module("matched")
-    case = build_case(matched, PAIR)
+    matched_fleets = importlib.import_module("matched_fleets")
+    case = build_case(matched_fleets, PAIR)
     trace = Trace(np.zeros(40), np.full(40, 1500), np.full(40, 100))
-    outcome = simulate(matched.to_fleet(case), matched.to_trace(trace))
-    assert matched.match(case, outcome) is matched.Match.LIMITED
+    outcome = simulate(matched_fleets.to_fleet(case), matched_fleets.to_trace(trace))
+    assert matched_fleets.match(case, outcome) is matched_fleets.Match.LIMITED

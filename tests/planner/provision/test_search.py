@@ -205,8 +205,8 @@ def test_progress_is_told_for_each_pair() -> None:
     ("settings", "told"),
     [
         ({"pairs": ()}, "pairs: set at least one pair"),
-        ({"goal": ProvisioningObjective.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
-        ({"goal": ProvisioningObjective.POWER}, "goal Power: set the rate to serve"),
+        ({"objective": ProvisioningObjective.THROUGHPUT}, "set max_power_watts or max_cost_per_hour"),
+        ({"objective": ProvisioningObjective.POWER}, "goal Power: set the rate to serve"),
         ({"rate": 0.0}, "rate 0: must be above 0"),
         ({"rate": float("nan")}, "rate nan: must be above 0"),
         ({"rate": 1.0, "max_machines": 0}, "max_machines 0: must be above 0"),

@@ -1,6 +1,6 @@
 """Clients of the day, in a process of their own, that nothing else holds up.
 
-`python asking.py TRACE SEEN TIME_SCALE URL...`: asks the gateways in turn as TRACE (arrays in npz)
+`python clients.py TRACE SEEN TIME_SCALE URL...`: asks the gateways in turn as TRACE (arrays in npz)
 says, prints a line when it begins and writes what clients saw to SEEN. A while after the last
 request the day is over, and who still waits goes home: with infinite times, for nothing failed.
 """
