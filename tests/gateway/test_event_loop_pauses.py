@@ -96,7 +96,9 @@ async def test_healthy_streams_and_agents_outlast_a_callback_that_blocks_the_loo
             stall_detector.longest_pause_s = 0.3
         await asyncio.sleep(1.0)
         await stage.until(
-            lambda: all(each._progress == each._checked_progress for each in context.active_requests),
+            lambda: all(
+                each._progress == each._checked_progress for each in context.active_requests
+            ),
             "the sweeper has seen every token so far",
         )
         await block()
@@ -105,7 +107,10 @@ async def test_healthy_streams_and_agents_outlast_a_callback_that_blocks_the_loo
         for client in clients:
             while await client.read_chunk():
                 pass
-    assert max(stall_detector.compute_stall_timeout_s() for stall_detector in stall_detectors) < 2 * PAUSE_S
+    assert (
+        max(stall_detector.compute_stall_timeout_s() for stall_detector in stall_detectors)
+        < 2 * PAUSE_S
+    )
     assert (dict(context.metrics.retries), dict(context.metrics.recoveries)) == ({}, {})
     assert context.circuit_breaker.list_suspects(context.clock()) == frozenset()
     assert contacts == {Connectivity.FRESH}

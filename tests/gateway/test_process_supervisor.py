@@ -134,7 +134,10 @@ def test_a_gateway_whose_processes_keep_dying_ends() -> None:
 @pytest.mark.parametrize("code", [1, 2])
 def test_what_one_cannot_do_at_the_start_no_other_can(code: int) -> None:
     done = run(
-        f"def serve(config, shared_state): return {code} if shared_state.process_index else live(shared_state)"
+        f"""
+        def serve(config, shared_state):
+            return {code} if shared_state.process_index else live(shared_state)
+        """
     )
     assert done.returncode == code
 

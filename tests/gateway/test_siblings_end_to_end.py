@@ -76,7 +76,8 @@ async def test_the_queue_limit_holds_for_both_together(make_two) -> None:
     asked = []
     for _ in range(4):
         await first.until(
-            lambda: first.context.queue_limit > first.context.num_awaiting_first_byte, "there is room"
+            lambda: first.context.queue_limit > first.context.num_awaiting_first_byte,
+            "there is room",
         )
         asked.append(await first.connect())
         asked[-1].send(ASK)

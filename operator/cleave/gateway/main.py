@@ -58,11 +58,11 @@ def run(config: GatewayConfig) -> int:
         return _log_listen_error(config, error)
 
 
-def _serve_process(config: GatewayConfig, siblings: SharedGatewayState | None = None) -> int:
-    """Serve in this process; `siblings`: the state shared with the others, if there are several."""
+def _serve_process(config: GatewayConfig, shared_state: SharedGatewayState | None = None) -> int:
+    """Serve in this process; `shared_state`: that of the other processes, if there are several."""
     try:
         with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
-            return uvloop.run(_serve(config, siblings))
+            return uvloop.run(_serve(config, shared_state))
     except (
         DiscoveryError,
         ApiKeysError,
@@ -82,15 +82,15 @@ def _log_listen_error(config: GatewayConfig, error: OSError) -> int:
     return 1
 
 
-async def _serve(config: GatewayConfig, siblings: SharedGatewayState | None) -> int:
-    gateway = GatewayServer(config, siblings)
+async def _serve(config: GatewayConfig, shared_state: SharedGatewayState | None) -> int:
+    gateway = GatewayServer(config, shared_state)
     stop = gateway.stop_requested
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if siblings is not None:
+    if shared_state is not None:
         # The parent never writes, so the pipe becomes readable only when the parent has died.
-        loop.add_reader(siblings.parent_pipe, stop.set)
+        loop.add_reader(shared_state.parent_pipe, stop.set)
     try:
         await gateway.start()
         # The objects so far live as long as the process; scanning them would take 12 ms per
@@ -100,10 +100,10 @@ async def _serve(config: GatewayConfig, siblings: SharedGatewayState | None) -> 
         # What a request leaves is freed without the collector, or by its two young generations.
         gc.set_threshold(*GC_THRESHOLDS)
         scheme = "http" if config.tls_certificate is None else "https"
-        if siblings is None:
+        if shared_state is None:
             log.info("listening on %s://%s:%d", scheme, config.host, gateway.port)
         await stop.wait()
-        if siblings is None:
+        if shared_state is None:
             log.info("draining")
     finally:
         await gateway.stop()
