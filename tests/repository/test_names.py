@@ -25,9 +25,10 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 _BANNED = """
 afresh ahead anew apart asked basis beat book books chooser course desk doubt draft draw drawn
-door doors entrant flight follower foretell foretold goal goals grave guard heard hello held home judge judgement kept knock lateness learnt ledger leg legs lest loan loans mend miss news
-patience proof rescue ripe rounds said seen shelf shots siblings sight sleepers spot stated stories
-story sweep tell tells there told twin unlike visit visitor wanted warden whatever wish wishes
+door doors entrant flight follower foretell foretold goal goals grave guard heard hello held home
+judge judgement kept knock lateness learnt ledger leg legs lest loan loans mend miss news patience
+proof rescue ripe rounds said seen shelf shots siblings sight sleepers spot stated stories story
+sweep tell tells there told twin unlike visit visitor wanted warden whatever wish wishes
 """
 BANNED = frozenset(_BANNED.split())
 """Words of everyday language that once stood for a standard term, or for several."""
