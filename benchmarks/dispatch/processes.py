@@ -133,8 +133,8 @@ class _Fleet:
         (board,) = self._routers[process].registry.models["m"].score_tables
         return board
 
-    def _start(self, books: SharedLoad) -> SharedRouter:
-        directory = InstanceRegistry(books=books)
+    def _start(self, shared_load: SharedLoad) -> SharedRouter:
+        directory = InstanceRegistry(shared_load=shared_load)
         for name in [*self._names, "d"]:
             role = agent_pb2.ROLE_DECODE if name == "d" else agent_pb2.ROLE_PREFILL
             directory.on_event(name, state(name, role, 1 << 30), 0.0)

@@ -27,12 +27,13 @@ from processes import build_gateway
 from rich.console import Console
 from rich.table import Table
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.api_keys import ApiKeys
 from cleave.gateway.admission.rate_limit import TenantLimits
 from cleave.gateway.admission.tenants import Tenant, hash_key
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.handlers import GatewayRequestHandler
-from cleave.gateway.config import GatewayConfig, LateRequestPolicy
+from cleave.gateway.config import GatewayConfig
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http.write_batcher import WriteBatcher
 from cleave.gateway.proxy import proxied_request

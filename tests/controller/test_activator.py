@@ -20,17 +20,17 @@ async def fetch(url: str) -> bytes:
 
 
 @pytest.fixture
-def sleepers() -> Activator[str]:
+def activator() -> Activator[str]:
     return Activator(fetch)
 
 
-async def test_those_of_all_gateways_count(sleepers: Activator[str]) -> None:
-    assert sleepers.get_waiting("chat") == 0
-    assert await sleepers.poll("chat", ["10.0.0.1", "10.0.0.2"]) == 3
-    assert sleepers.get_waiting("chat") == 3
-    sleepers.forget("chat")
-    assert sleepers.get_waiting("chat") == 0
+async def test_those_of_all_gateways_count(activator: Activator[str]) -> None:
+    assert activator.get_waiting("chat") == 0
+    assert await activator.poll("chat", ["10.0.0.1", "10.0.0.2"]) == 3
+    assert activator.get_waiting("chat") == 3
+    activator.forget("chat")
+    assert activator.get_waiting("chat") == 0
 
 
-async def test_who_says_nothing_of_use_says_that_nobody_waits(sleepers: Activator[str]) -> None:
-    assert await sleepers.poll("chat", ["10.0.0.3", "10.0.0.4"]) == 0
+async def test_who_says_nothing_of_use_says_that_nobody_waits(activator: Activator[str]) -> None:
+    assert await activator.poll("chat", ["10.0.0.3", "10.0.0.4"]) == 0

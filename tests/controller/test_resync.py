@@ -39,8 +39,8 @@ def named(name: str, version: int) -> Manifest:
 def setup(*names: str) -> tuple[Lists, Controller, Resync]:
     lists, controller = Lists(), Controller(OperatorSettings(), OperatorMetrics())
     lists.items = [named(name, 5) for name in names]
-    sweep = Resync(lists, controller, grace_s=0)  # type: ignore[arg-type]
-    return lists, controller, sweep
+    resync = Resync(lists, controller, grace_s=0)  # type: ignore[arg-type]
+    return lists, controller, resync
 
 
 def known(controller: Controller) -> set[str]:
@@ -48,8 +48,8 @@ def known(controller: Controller) -> set[str]:
 
 
 async def test_everything_is_seen_once_before_the_work_begins() -> None:
-    lists, controller, sweep = setup("a", "b", "c")
-    await sweep.fill()
+    lists, controller, resync = setup("a", "b", "c")
+    await resync.fill()
     assert known(controller) == {"a", "b", "c"}
     paths = [path for path, _ in lists.asked]
     assert paths.index("/api/v1/nodes") < paths.index("/api/v1/pods")
@@ -59,18 +59,18 @@ async def test_everything_is_seen_once_before_the_work_begins() -> None:
 
 
 async def test_a_watch_that_keeps_up_misses_nothing() -> None:
-    _, controller, sweep = setup("a", "b")
+    _, controller, resync = setup("a", "b")
     controller.on_change(named("a", 5))
     controller.on_change(named("b", 6))
-    assert await sweep.resync(DEPLOYMENTS) == 0
-    assert sweep.stale_watches == []
+    assert await resync.resync(DEPLOYMENTS) == 0
+    assert resync.stale_watches == []
 
 
 async def test_what_was_missed_is_put_right() -> None:
-    lists, controller, sweep = setup("a", "b")
+    lists, controller, resync = setup("a", "b")
     controller.on_change(named("a", 4))
     controller.on_change(named("gone", 4))
-    assert await sweep.resync(DEPLOYMENTS) == 3
+    assert await resync.resync(DEPLOYMENTS) == 3
     assert known(controller) == {"a", "b"}
     assert controller.cache.get_version("LLMDeployment", "llm", "a") == 5
     assert ResourceKey("LLMDeployment", "llm", "gone") not in controller.cache.list_resources()
@@ -78,22 +78,22 @@ async def test_what_was_missed_is_put_right() -> None:
 
 
 async def test_a_watch_that_misses_things_twice_is_dead_until_it_keeps_up() -> None:
-    lists, _, sweep = setup("a")
-    await sweep.resync(DEPLOYMENTS)
-    assert sweep.stale_watches == []
+    lists, _, resync = setup("a")
+    await resync.resync(DEPLOYMENTS)
+    assert resync.stale_watches == []
     lists.items = [named("a", 7)]
-    await sweep.resync(DEPLOYMENTS)
-    assert sweep.stale_watches == ["LLMDeployment"]
-    await sweep.resync(DEPLOYMENTS)
-    assert sweep.stale_watches == []
+    await resync.resync(DEPLOYMENTS)
+    assert resync.stale_watches == ["LLMDeployment"]
+    await resync.resync(DEPLOYMENTS)
+    assert resync.stale_watches == []
 
 
 async def test_only_the_stated_namespaces_are_listed_and_all_nodes() -> None:
     lists = Lists()
     controller = Controller(OperatorSettings(), OperatorMetrics())
-    sweep = Resync(lists, controller, ["one", "two"], grace_s=0)  # type: ignore[arg-type]
+    resync = Resync(lists, controller, ["one", "two"], grace_s=0)  # type: ignore[arg-type]
     asked: list[Any] = lists.asked
-    await sweep.fill()
+    await resync.fill()
     paths = [path for path, _ in asked]
     assert "/api/v1/nodes" in paths
     assert "/api/v1/namespaces/one/pods" in paths

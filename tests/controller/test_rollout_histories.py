@@ -16,14 +16,14 @@ from cleave.controller.rollout.planner import (
     compute_capacity,
     is_done,
     list_steps,
-    next_step,
+    plan_next_step,
 )
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
 class World:
-    """Instances that start, become ready, are lost and drain, below `next_step`."""
+    """Instances that start, become ready, are lost and drain, below `plan_next_step`."""
 
     def __init__(self, sizes: dict[Role, int], limits: RolloutLimits, seed: int) -> None:
         self.sizes, self.limits = sizes, limits
@@ -61,7 +61,7 @@ class World:
 
     def reconcile(self) -> dict[Role, RolloutStep]:
         """One step, carried out."""
-        step = next_step(self.states(), self.limits)
+        step = plan_next_step(self.states(), self.limits)
         for role, each in step.items():
             for name, keep in {self.target: each.new, **each.older}.items():
                 there = sorted(pod for pod in self.pods[role] if pod[0] == name)
@@ -242,7 +242,7 @@ def test_what_is_done_stays_as_it_is(drawn: tuple[World, list[str]]) -> None:
     world.happen("scale")
     world.settle()
     states = world.states()
-    step = next_step(states, world.limits)
+    step = plan_next_step(states, world.limits)
     assert {role: (each.new, each.old) for role, each in step.items()} == {
         role: (size, 0) for role, size in world.sizes.items()
     }
@@ -255,7 +255,7 @@ def test_revisions_told_apart_and_one_old_revision_agree(drawn: tuple[World, lis
     world.happen("retarget")
     apart = world.states()
     together = {role: replace(state, older={}) for role, state in apart.items()}
-    one, other = next_step(apart, world.limits), next_step(together, world.limits)
+    one, other = plan_next_step(apart, world.limits), plan_next_step(together, world.limits)
     assert {r: (step.new, step.old) for r, step in one.items()} == {
         r: (step.new, step.old) for r, step in other.items()
     }

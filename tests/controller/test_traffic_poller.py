@@ -36,13 +36,13 @@ async def look(
 ) -> tuple[list[ResourceKey], int]:
     """(Who is looked at again, how often gateways were asked.)"""
     asked = asked or deployment()
-    store, again = ObjectCache(), list[ResourceKey]()
-    store.upsert({**written(asked), "status": status(asked)})
-    store.upsert(gateway())
-    watching = TrafficPoller(store, again.append, lambda: NOW_S)
+    cache, again = ObjectCache(), list[ResourceKey]()
+    cache.upsert({**written(asked), "status": status(asked)})
+    cache.upsert(gateway())
+    poller = TrafficPoller(cache, again.append, lambda: NOW_S)
     counted = Counted(windows, is_minute)
-    watching.scraper = counted
-    await watching.poll_traffic(CHAT)
+    poller.scraper = counted
+    await poller.poll_traffic(CHAT)
     return again, counted.looks
 
 

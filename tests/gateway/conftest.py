@@ -1,6 +1,6 @@
 """A real gateway between scripted engines and a client that speaks raw bytes.
 
-Instances are put straight into the gateway's directory; only test_server.py goes through agents.
+Instances are put straight into the gateway's registry; only test_server.py goes through agents.
 The event loop is uvloop, as in production: its transports differ from asyncio's own.
 """
 
@@ -299,8 +299,8 @@ class Stage:
         return engine
 
     def state(self, engine: FakeEngine, **fields: object) -> None:
-        directory = self.context.router.registry
-        directory.on_event(engine.name, engine.registration(**fields), FAR_AWAY)
+        registry = self.context.router.registry
+        registry.on_event(engine.name, engine.registration(**fields), FAR_AWAY)
 
     def hold(self) -> asyncio.Event:
         """Engines answer no more until it is set."""
@@ -367,16 +367,16 @@ def internal_port() -> int:
 async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
     """Starts gateways: options of GatewayConfig and Timeouts, then `name=role` engines.
 
-    `siblings`: of which the gateway is one process.
+    `shared_state`: of the processes of which the gateway is one.
     """
     stages: list[Stage] = []
 
     async def make(engines: dict[str, str], **options: object) -> Stage:
         waits = {k: options.pop(k) for k in tuple(options) if k.endswith("_s")}
         timeouts = Timeouts(**{"drain_s": 5.0, **waits})
-        siblings = options.pop("siblings", None)
+        shared_state = options.pop("shared_state", None)
         config = GatewayConfig(agents="", port=0, timeouts=timeouts, **options)
-        gateway = GatewayServer(config, siblings)
+        gateway = GatewayServer(config, shared_state)
         await gateway.start()
         stage = Stage(gateway)
         stages.append(stage)

@@ -90,13 +90,15 @@ async def test_healthy_streams_and_agents_outlast_a_callback_that_blocks_the_loo
             client.send(STREAM)
             await client.read_head()
         assert all(len(engine.requests) == 2 for engine in stage.engines.values())
-        pulses = [pool.stall_detector for pool in context._pools.values()]
-        for pulse in pulses:
+        stall_detectors = [pool.stall_detector for pool in context._pools.values()]
+        for stall_detector in stall_detectors:
             # As after minutes of streaming.
-            pulse.longest_pause_s = 0.3
+            stall_detector.longest_pause_s = 0.3
         await asyncio.sleep(1.0)
         await stage.until(
-            lambda: all(each._progress == each._swept_progress for each in context.active_requests),
+            lambda: all(
+                each._progress == each._checked_progress for each in context.active_requests
+            ),
             "the sweeper has seen every token so far",
         )
         await block()
@@ -105,7 +107,10 @@ async def test_healthy_streams_and_agents_outlast_a_callback_that_blocks_the_loo
         for client in clients:
             while await client.read_chunk():
                 pass
-    assert max(pulse.compute_stall_timeout_s() for pulse in pulses) < 2 * PAUSE_S
+    assert (
+        max(stall_detector.compute_stall_timeout_s() for stall_detector in stall_detectors)
+        < 2 * PAUSE_S
+    )
     assert (dict(context.metrics.retries), dict(context.metrics.recoveries)) == ({}, {})
     assert context.circuit_breaker.list_suspects(context.clock()) == frozenset()
     assert contacts == {Connectivity.FRESH}

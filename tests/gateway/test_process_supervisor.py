@@ -15,16 +15,17 @@ from cleave.gateway.process_supervisor import reserve_port
 
 PROGRAM = """
 import os, signal, sys, time
-from cleave.gateway import processes
+from cleave.gateway import process_supervisor
 from cleave.gateway.config import GatewayConfig, Timeouts
 
-processes.WATCH_S = processes.FIRST_DELAY_S = processes.LAST_DELAY_S = 0.02
-processes.END_SLACK_S = 0.2
+process_supervisor.POLL_INTERVAL_S = 0.02
+process_supervisor.MIN_RESTART_DELAY_S = process_supervisor.MAX_RESTART_DELAY_S = 0.02
+process_supervisor.SHUTDOWN_MARGIN_S = 0.2
 
-def live(siblings):
-    siblings.begin(os.getpid())
+def live(shared_state):
+    shared_state.register_process(os.getpid())
     while True:
-        siblings.beat(time.monotonic(), 0, 0)
+        shared_state.publish_heartbeat(time.monotonic(), 0, 0)
         time.sleep(0.01)
 
 def end_parent():
@@ -33,7 +34,7 @@ def end_parent():
 {serve}
 
 config = GatewayConfig("", port=0, processes=2, timeouts=Timeouts(drain_s=0.0))
-sys.exit(processes.run(config, serve))
+sys.exit(process_supervisor.run_processes(config, serve))
 """
 
 
@@ -46,15 +47,15 @@ def run(serve: str) -> subprocess.CompletedProcess[str]:
 def test_all_end_with_the_parent_on_sigterm() -> None:
     done = run(
         """
-        def serve(config, siblings):
+        def serve(config, shared_state):
             def tell(*_):
-                os.write(1, b"told %d\\n" % siblings.process)
+                os.write(1, b"told %d\\n" % shared_state.process_index)
                 os._exit(0)
             signal.signal(signal.SIGTERM, tell)
-            siblings.begin(os.getpid())
-            while siblings.process == 0 and len(siblings.list_pids()) < 2:
+            shared_state.register_process(os.getpid())
+            while shared_state.process_index == 0 and len(shared_state.list_pids()) < 2:
                 time.sleep(0.01)
-            if siblings.process == 0:
+            if shared_state.process_index == 0:
                 end_parent()
             signal.pause()
         """
@@ -66,11 +67,11 @@ def test_all_end_with_the_parent_on_sigterm() -> None:
 def test_who_does_not_end_is_killed() -> None:
     done = run(
         """
-        def serve(config, siblings):
+        def serve(config, shared_state):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if siblings.process == 1:
+            if shared_state.process_index == 1:
                 end_parent()
-            live(siblings)
+            live(shared_state)
         """
     )
     assert done.returncode == 0, done.stderr
@@ -79,19 +80,19 @@ def test_who_does_not_end_is_killed() -> None:
 def test_a_process_that_is_killed_is_replaced_and_its_share_of_the_books_cleared() -> None:
     done = run(
         """
-        def serve(config, siblings):
-            table = siblings.accounts
+        def serve(config, shared_state):
+            table = shared_state.tenant_usage
             row = table.claim(b"tenant")
-            if siblings.restarts:
-                print(table.read(row, 0), siblings.restarts)
+            if shared_state.restarts:
+                print(table.read(row, 0), shared_state.restarts)
                 end_parent()
-            table.cells[table.own_at(row, 0)] = 5.0
-            siblings.begin(os.getpid())
-            if siblings.process == 1:
-                while len(siblings.list_pids()) < 2 or table.read(row, 0) != (5.0, 5.0):
+            table.cells[table.locate_own(row, 0)] = 5.0
+            shared_state.register_process(os.getpid())
+            if shared_state.process_index == 1:
+                while len(shared_state.list_pids()) < 2 or table.read(row, 0) != (5.0, 5.0):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-            live(siblings)
+            live(shared_state)
         """
     )
     assert (done.returncode, done.stdout) == (0, "(5.0, 0.0) 1\n"), done.stderr
@@ -101,13 +102,13 @@ def test_a_process_that_is_killed_is_replaced_and_its_share_of_the_books_cleared
 def test_a_process_that_hangs_is_killed_and_replaced() -> None:
     done = run(
         """
-        processes.HUNG_S = 0.3
-        def serve(config, siblings):
-            if siblings.process == 0:
-                live(siblings)
-            if siblings.restarts:
+        process_supervisor.HUNG_TIMEOUT_S = 0.3
+        def serve(config, shared_state):
+            if shared_state.process_index == 0:
+                live(shared_state)
+            if shared_state.restarts:
                 end_parent()
-            siblings.begin(os.getpid())
+            shared_state.register_process(os.getpid())
             signal.pause()
         """
     )
@@ -118,9 +119,9 @@ def test_a_process_that_hangs_is_killed_and_replaced() -> None:
 def test_a_gateway_whose_processes_keep_dying_ends() -> None:
     done = run(
         """
-        def serve(config, siblings):
-            siblings.begin(os.getpid())
-            while not siblings.restarts and len(siblings.list_pids()) < 2:
+        def serve(config, shared_state):
+            shared_state.register_process(os.getpid())
+            while not shared_state.restarts and len(shared_state.list_pids()) < 2:
                 time.sleep(0.01)
             time.sleep(0.1)
             return 3
@@ -133,7 +134,10 @@ def test_a_gateway_whose_processes_keep_dying_ends() -> None:
 @pytest.mark.parametrize("code", [1, 2])
 def test_what_one_cannot_do_at_the_start_no_other_can(code: int) -> None:
     done = run(
-        f"def serve(config, siblings): return {code} if siblings.process else live(siblings)"
+        f"""
+        def serve(config, shared_state):
+            return {code} if shared_state.process_index else live(shared_state)
+        """
     )
     assert done.returncode == code
 
@@ -142,12 +146,12 @@ def test_only_one_process_gives_out_tickets() -> None:
     done = run(
         """
         config = None
-        def serve(config, siblings):
+        def serve(config, shared_state):
             os.write(1, b"%d\\n" % config.router_port)
-            siblings.begin(os.getpid())
-            if len(siblings.list_pids()) == 2:
+            shared_state.register_process(os.getpid())
+            if len(shared_state.list_pids()) == 2:
                 end_parent()
-            live(siblings)
+            live(shared_state)
         GatewayConfig = __import__("functools").partial(GatewayConfig, router_port=9)
         """
     )

@@ -9,9 +9,9 @@ from cleave.gateway.shared_state import HEARTBEAT_TIMEOUT_S, SharedGatewayState
 
 @pytest.fixture
 def four(tmp_path: Path):
-    siblings = SharedGatewayState(4, tmp_path)
-    yield [siblings.for_process(process) for process in range(4)]
-    siblings.close()
+    shared_state = SharedGatewayState(4, tmp_path)
+    yield [shared_state.for_process(process) for process in range(4)]
+    shared_state.close()
 
 
 def test_a_process_that_is_not_heard_for_long_is_missing(four) -> None:

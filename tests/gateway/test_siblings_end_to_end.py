@@ -14,17 +14,17 @@ ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 @pytest.fixture
 def make_two(make_stage, tmp_path: Path) -> Iterator[Callable[..., Awaitable[list]]]:
     """Makes both, each on a port of its own so that the test says who is asked."""
-    siblings = SharedGatewayState(2, tmp_path)
+    shared_state = SharedGatewayState(2, tmp_path)
 
     async def make(roles: dict[str, str], **options: object) -> list:
-        first = await make_stage(roles, shared_state=siblings.for_process(0), **options)
-        second = await make_stage({}, shared_state=siblings.for_process(1), **options)
+        first = await make_stage(roles, shared_state=shared_state.for_process(0), **options)
+        second = await make_stage({}, shared_state=shared_state.for_process(1), **options)
         for engine in first.engines.values():
             second.state(engine)
         return [first, second]
 
     yield make
-    siblings.close()
+    shared_state.close()
 
 
 async def test_each_sends_its_requests_where_the_other_has_sent_none(make_two) -> None:
@@ -76,7 +76,8 @@ async def test_the_queue_limit_holds_for_both_together(make_two) -> None:
     asked = []
     for _ in range(4):
         await first.until(
-            lambda: first.context.queue_limit > first.context.unanswered, "there is room"
+            lambda: first.context.queue_limit > first.context.num_awaiting_first_byte,
+            "there is room",
         )
         asked.append(await first.connect())
         asked[-1].send(ASK)

@@ -11,9 +11,10 @@ from cleave.controller.cluster.actions import Apply
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.client import KINDS
 from cleave.controller.cluster.inventory import build_inventory
-from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.resync import WATCHED_KINDS
 from cleave.controller.settings import OperatorSettings
+from cleave.controller.views import DeploymentView
 from cleave.manifests.container import UID
 from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
 

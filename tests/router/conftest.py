@@ -58,17 +58,17 @@ def loaded() -> State:
 
 
 @pytest.fixture
-def directory() -> InstanceRegistry:
+def registry() -> InstanceRegistry:
     return InstanceRegistry()
 
 
 @pytest.fixture
-def fleet_of(directory: InstanceRegistry, stated: State) -> Callable[..., InstanceRegistry]:
-    """A directory with `name=role` instances, each at an address of its own name."""
+def fleet_of(registry: InstanceRegistry, stated: State) -> Callable[..., InstanceRegistry]:
+    """A registry with `name=role` instances, each at an address of its own name."""
 
     def make(**roles: str) -> InstanceRegistry:
         for name, role in roles.items():
-            directory.on_event(name, stated(name, role), 0.0)
-        return directory
+            registry.on_event(name, stated(name, role), 0.0)
+        return registry
 
     return make

@@ -27,10 +27,10 @@ def routed(stated, clock):
     """A router over `name=role` instances that serve adapters."""
 
     def make(policy: DispatchPolicy, roles: dict[str, str], *adapters: str) -> Router:
-        directory = InstanceRegistry(policy)
+        registry = InstanceRegistry(policy)
         for name, role in roles.items():
-            directory.on_event(name, stated(name, role, adapters=adapters), 0.0)
-        return Router(directory, clock=clock, seed=5)
+            registry.on_event(name, stated(name, role, adapters=adapters), 0.0)
+        return Router(registry, clock=clock, seed=5)
 
     return make
 
@@ -55,34 +55,34 @@ def test_an_adapter_that_nobody_serves_is_an_unknown_model(routed) -> None:
         serve(routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql"), "law")
 
 
-def test_a_revision_serves_what_all_of_it_that_has_answered_serve(directory, stated) -> None:
-    directory.on_event("p", stated("p", "prefill", adapters=["sql", "law"]), 0.0)
-    directory.on_event("d", stated("d", "decode", adapters=["sql"]), 0.0)
+def test_a_revision_serves_what_all_of_it_that_has_answered_serve(registry, stated) -> None:
+    registry.on_event("p", stated("p", "prefill", adapters=["sql", "law"]), 0.0)
+    registry.on_event("d", stated("d", "decode", adapters=["sql"]), 0.0)
     starting = stated("e", "decode", state=agent_pb2.STATE_STARTING)
-    directory.on_event("e", starting, 0.0)
-    assert set(directory.models) == {"m", "sql"}
+    registry.on_event("e", starting, 0.0)
+    assert set(registry.models) == {"m", "sql"}
 
 
-def test_a_new_revision_alone_gets_what_the_old_one_lacks(directory, stated) -> None:
-    directory.on_event("a", stated("a", "mixed"), 0.0)
-    directory.on_event("b", stated("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
-    router = Router(directory)
+def test_a_new_revision_alone_gets_what_the_old_one_lacks(registry, stated) -> None:
+    registry.on_event("a", stated("a", "mixed"), 0.0)
+    registry.on_event("b", stated("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
+    router = Router(registry)
     assert {serve(router, "sql") for _ in range(8)} == {(None, "b")}
     assert {serve(router, "m")[1] for _ in range(8)} == {"a", "b"}
 
 
-def test_an_adapter_outlives_the_restart_of_all_engines(directory, stated) -> None:
+def test_an_adapter_outlives_the_restart_of_all_engines(registry, stated) -> None:
     for name in ("a", "b"):
         fields = {"adapters": ["sql"], "state": agent_pb2.STATE_STARTING, "boot_id": "new"}
-        directory.on_event(name, stated(name, "mixed", **fields), 0.0)
+        registry.on_event(name, stated(name, "mixed", **fields), 0.0)
     with pytest.raises(NoInstance):
-        Router(directory).pick("sql", 100)
+        Router(registry).pick("sql", 100)
 
 
-def test_a_model_goes_before_an_adapter_of_its_name(directory, stated) -> None:
-    directory.on_event("a", stated("a", "mixed", adapters=["sql"]), 0.0)
-    directory.on_event("b", stated("b", "mixed", model="sql", deployment="other"), 0.0)
-    assert serve(Router(directory), "sql") == (None, "b")
+def test_a_model_goes_before_an_adapter_of_its_name(registry, stated) -> None:
+    registry.on_event("a", stated("a", "mixed", adapters=["sql"]), 0.0)
+    registry.on_event("b", stated("b", "mixed", model="sql", deployment="other"), 0.0)
+    assert serve(Router(registry), "sql") == (None, "b")
 
 
 @pytest.mark.parametrize("policy", KEEPING)
@@ -106,12 +106,12 @@ def test_an_adapter_goes_elsewhere_when_staying_costs_more(routed, policy: Dispa
 
 @pytest.mark.parametrize(("slots", "homes"), [(1, 1), (2, 2), (3, 2)])
 def test_adapters_that_all_fit_are_treated_like_their_model(
-    directory, stated, slots: int, homes: int
+    registry, stated, slots: int, homes: int
 ) -> None:
     for name in ("a", "b"):
         event = stated(name, "mixed", adapters=["sql", "law"], max_adapters=slots)
-        directory.on_event(name, event, 0.0)
-    router = Router(directory)
+        registry.on_event(name, event, 0.0)
+    router = Router(registry)
     assert len({serve(router, "sql") for _ in range(8)}) == homes
 
 
@@ -152,7 +152,7 @@ def test_kv_of_one_adapter_is_not_taken_for_that_of_another(routed) -> None:
         router.release(pick)
 
 
-def test_books_are_empty_after_requests_of_many_adapters(routed) -> None:
+def test_nothing_is_in_flight_after_requests_of_many_adapters(routed) -> None:
     adapters = [f"a{n}" for n in range(4)]
     router = routed(DispatchPolicy.SHORTEST_WAIT, FOUR, *adapters)
     rng = random.Random(2)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import pytest
 
-from cleave.router import agent_watcher as fleet_module
+from cleave.router import agent_watcher
 from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.instance import Connectivity
 from cleave.router.registry import InstanceRegistry
@@ -50,13 +50,13 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
 
 
 @contextlib.asynccontextmanager
-async def following(source: str, directory: InstanceRegistry) -> AsyncIterator[AgentWatcher]:
-    fleet = AgentWatcher(source, directory, time.monotonic)
-    await fleet.start()
+async def watching(source: str, registry: InstanceRegistry) -> AsyncIterator[AgentWatcher]:
+    watcher = AgentWatcher(source, registry, time.monotonic)
+    await watcher.start()
     try:
-        yield fleet
+        yield watcher
     finally:
-        await fleet.stop()
+        await watcher.stop()
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -67,75 +67,73 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     pytest.fail(f"not within 15 s: {what}")
 
 
-def is_open(directory: InstanceRegistry, name: str) -> bool:
-    return name in directory.instances and directory.instances[name].selectable
+def is_open(registry: InstanceRegistry, name: str) -> bool:
+    return name in registry.instances and registry.instances[name].selectable
 
 
-async def test_agents_are_followed_as_they_come_and_go(tmp_path, directory, stated) -> None:
+async def test_agents_are_followed_as_they_come_and_go(tmp_path, registry, stated) -> None:
     one, two = FakeAgent(stated("p", "prefill")), FakeAgent(stated("d", "decode"))
     await one.start()
     await two.start()
     agents = tmp_path / "agents"
     agents.write_text(f"127.0.0.1:{one.port}\n")
-    async with following(f"file:{agents}", directory):
-        await until(lambda: is_open(directory, "p"), "the first agent is followed")
+    async with watching(f"file:{agents}", registry):
+        await until(lambda: is_open(registry, "p"), "the first agent is followed")
         agents.write_text(f"127.0.0.1:{one.port}\n127.0.0.1:{two.port}\n")
-        await until(lambda: is_open(directory, "d"), "the second agent is followed")
+        await until(lambda: is_open(registry, "d"), "the second agent is followed")
         agents.write_text(f"127.0.0.1:{two.port}\n")
         await asyncio.sleep(0.7)
-        assert is_open(directory, "p"), "an address that is gone but still talks is kept"
+        assert is_open(registry, "p"), "an address that is gone but still talks is kept"
         await one.stop()
-        await until(lambda: "p" not in directory.instances, "it is forgotten once it is silent")
-        assert is_open(directory, "d")
+        await until(lambda: "p" not in registry.instances, "it is forgotten once it is silent")
+        assert is_open(registry, "d")
     await two.stop()
 
 
-async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(
-    directory, stated
-) -> None:
+async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(registry, stated) -> None:
     agents = [FakeAgent(stated(name, "mixed")) for name in ("one", "two", "gone")]
     for agent in agents:
         await agent.start()
     await agents[2].stop()
     source = ",".join(f"127.0.0.1:{agent.port}" for agent in agents)
-    async with following(source, directory):
-        assert is_open(directory, "one")
-        assert is_open(directory, "two")
+    async with watching(source, registry):
+        assert is_open(registry, "one")
+        assert is_open(registry, "two")
     for agent in agents[:2]:
         await agent.stop()
 
 
 async def test_a_start_does_not_wait_long_for_an_agent_that_says_nothing(
-    directory, monkeypatch
+    registry, monkeypatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "REGISTRATION_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(agent_watcher, "REGISTRATION_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        async with following(f"127.0.0.1:{mute.getsockname()[1]}", directory):
-            assert not directory.instances
+        async with watching(f"127.0.0.1:{mute.getsockname()[1]}", registry):
+            assert not registry.instances
 
 
-async def test_an_agent_that_dies_is_suspended_and_followed_again(directory, stated) -> None:
+async def test_an_agent_that_dies_is_suspended_and_followed_again(registry, stated) -> None:
     agent = FakeAgent(stated("d", "decode"))
     await agent.start()
-    async with following(f"127.0.0.1:{agent.port}", directory):
-        await until(lambda: is_open(directory, "d"), "followed")
+    async with watching(f"127.0.0.1:{agent.port}", registry):
+        await until(lambda: is_open(registry, "d"), "followed")
         await agent.stop()
-        await until(lambda: not is_open(directory, "d"), "suspended")
-        assert "d" in directory.instances
+        await until(lambda: not is_open(registry, "d"), "suspended")
+        assert "d" in registry.instances
         again = FakeAgent(stated("d", "decode", boot_id="second"))
         await again.start(agent.port)
-        await until(lambda: is_open(directory, "d"), "open again")
-        assert directory.instances["d"].target.boot_id == "second"
+        await until(lambda: is_open(registry, "d"), "open again")
+        assert registry.instances["d"].target.boot_id == "second"
     await again.stop()
 
 
-async def test_a_silent_agent_is_doubted_until_it_speaks(directory, stated) -> None:
+async def test_a_silent_agent_is_doubted_until_it_speaks(registry, stated) -> None:
     agent = FakeAgent(stated("d", "decode"))
     await agent.start()
-    async with following(f"127.0.0.1:{agent.port}", directory):
-        await until(lambda: is_open(directory, "d"), "followed")
+    async with watching(f"127.0.0.1:{agent.port}", registry):
+        await until(lambda: is_open(registry, "d"), "followed")
         agent.silent = True
-        instance = directory.instances["d"]
+        instance = registry.instances["d"]
         await until(lambda: instance.connectivity is Connectivity.STALE, "in doubt")
         assert instance.selectable
         agent.silent = False
@@ -143,26 +141,26 @@ async def test_a_silent_agent_is_doubted_until_it_speaks(directory, stated) -> N
     await agent.stop()
 
 
-async def test_a_new_registration_is_taken_over(directory, stated) -> None:
+async def test_a_new_registration_is_taken_over(registry, stated) -> None:
     agent = FakeAgent(stated("d", "decode"))
     await agent.start()
-    async with following(f"127.0.0.1:{agent.port}", directory):
-        await until(lambda: is_open(directory, "d"), "followed")
+    async with watching(f"127.0.0.1:{agent.port}", registry):
+        await until(lambda: is_open(registry, "d"), "followed")
         agent.registration = stated("d", "decode", state=agent_pb2.STATE_DRAINING)
-        await until(lambda: not is_open(directory, "d"), "closed")
+        await until(lambda: not is_open(registry, "d"), "closed")
     await agent.stop()
 
 
-async def test_a_malformed_source_is_refused_at_once(directory) -> None:
+async def test_a_malformed_source_is_refused_at_once(registry) -> None:
     with pytest.raises(DiscoveryError):
-        await AgentWatcher("nowhere", directory, time.monotonic).start()
+        await AgentWatcher("nowhere", registry, time.monotonic).start()
 
 
-async def test_every_fleet_follows_under_a_name_of_its_own(directory, stated) -> None:
+async def test_every_fleet_follows_under_a_name_of_its_own(registry, stated) -> None:
     agent = FakeAgent(stated("d", "decode"))
     await agent.start()
     source = f"127.0.0.1:{agent.port}"
-    async with following(source, directory), following(source, InstanceRegistry()):
+    async with watching(source, registry), watching(source, InstanceRegistry()):
         await until(lambda: len(agent.routers) == 2, "both are counted")
         assert "" not in agent.routers
     await agent.stop()

@@ -5,32 +5,33 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from cleave.api.enums import FallbackPolicy
 from cleave.router.grpc_service import RouterServer, RouterService
-from cleave.router.router import FallbackMode, Router
+from cleave.router.router import Router
 from cleave.rpc.v1 import router_pb2, router_pb2_grpc
 
 
 @pytest.fixture
-async def stub(directory) -> AsyncIterator[router_pb2_grpc.RouterStub]:
-    server = RouterServer(Router(directory, FallbackMode.ON_PREFILL_LOSS), lambda: 0.0)
+async def stub(registry) -> AsyncIterator[router_pb2_grpc.RouterStub]:
+    server = RouterServer(Router(registry, FallbackPolicy.ON_PREFILL_LOSS), lambda: 0.0)
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield router_pb2_grpc.RouterStub(channel)
     await server.stop()
 
 
-async def test_a_ticket_is_in_the_books_until_it_is_released(stub, fleet_of) -> None:
-    directory = fleet_of(p="prefill", d="decode")
+async def test_a_ticket_counts_as_load_until_it_is_released(stub, fleet_of) -> None:
+    registry = fleet_of(p="prefill", d="decode")
     picked = await stub.Pick(router_pb2.PickRequest(model="m", prompt_tokens=100, output_tokens=10))
     assert (picked.prefill.instance, picked.decode.instance) == ("p", "d")
     assert picked.reason == "disaggregated"
-    assert directory.instances["d"].in_flight.resident.own == 110
+    assert registry.instances["d"].in_flight.resident.own == 110
     prefill = router_pb2.PHASE_PREFILL
     await stub.Release(router_pb2.ReleaseRequest(ticket=picked.ticket, phase=prefill))
-    assert directory.instances["p"].in_flight.prompt.own == 0
+    assert registry.instances["p"].in_flight.prompt.own == 0
     for _ in range(2):
         await stub.Release(router_pb2.ReleaseRequest(ticket=picked.ticket))
-    assert directory.instances["d"].in_flight.resident.own == 0
+    assert registry.instances["d"].in_flight.resident.own == 0
 
 
 async def test_a_whole_request_has_no_prefill_target(stub, fleet_of) -> None:
@@ -65,12 +66,12 @@ async def test_the_fleet_is_listed_with_the_routers_own_estimates(stub, fleet_of
 
 
 async def test_a_ticket_that_is_never_released_lapses(fleet_of) -> None:
-    directory = fleet_of(p="prefill", d="decode")
+    registry = fleet_of(p="prefill", d="decode")
     now = 100.0
-    service = RouterService(Router(directory), lambda: now)
+    service = RouterService(Router(registry), lambda: now)
     await service.Pick(router_pb2.PickRequest(model="m", prompt_tokens=5, lease_ms=1_000), None)
     service.expire(100.9)
-    assert directory.instances["p"].in_flight.prompt.own == 5
+    assert registry.instances["p"].in_flight.prompt.own == 5
     service.expire(101.0)
-    assert directory.instances["p"].in_flight.prompt.own == 0
-    assert directory.instances["d"].in_flight.num_requests == 0
+    assert registry.instances["p"].in_flight.prompt.own == 0
+    assert registry.instances["d"].in_flight.num_requests == 0

@@ -1,13 +1,14 @@
-"""The pool manager over a directory: who decides, what agents are told, and what becomes of it."""
+"""The role flipper over a registry: who decides, what agents are told, and what becomes of it."""
 
 from collections.abc import Callable
 
 import grpc
 import pytest
 
+from cleave.api.enums import FlippingMode
 from cleave.policy.role_flipping import FlipThresholds
 from cleave.router.registry import InstanceRegistry
-from cleave.router.role_flipper import RoleFlip, RoleFlipper, RoleFlippingMode
+from cleave.router.role_flipper import RoleFlip, RoleFlipper
 from cleave.rpc.v1 import agent_pb2
 
 from tests.support.doubles import Clock
@@ -19,8 +20,8 @@ WAITING = 100_000
 class Agents:
     """Carry orders out and say so, or refuse them."""
 
-    def __init__(self, directory: InstanceRegistry, clock: Clock) -> None:
-        self.directory, self.clock = directory, clock
+    def __init__(self, registry: InstanceRegistry, clock: Clock) -> None:
+        self.registry, self.clock = registry, clock
         self.orders: list[tuple[str, str, int]] = []
         self.refuse = False
         self.silent = False
@@ -34,22 +35,20 @@ class Agents:
         if self.silent:
             return
         stated = agent_pb2.Registration()
-        stated.CopyFrom(self.directory.instances[flip.instance].registration)
+        stated.CopyFrom(self.registry.instances[flip.instance].registration)
         stated.role, stated.epoch = flip.role, flip.epoch
         event = agent_pb2.WatchEvent(registration=stated)
-        self.directory.on_event(flip.agent, event, self.clock.now_s)
+        self.registry.on_event(flip.agent, event, self.clock.now_s)
 
 
 class Managed:
     """A manager whose clock is set by hand."""
 
-    def __init__(
-        self, directory: InstanceRegistry, clock: Clock, flipping: RoleFlippingMode
-    ) -> None:
-        self.clock, self.agents = clock, Agents(directory, clock)
+    def __init__(self, registry: InstanceRegistry, clock: Clock, flipping: FlippingMode) -> None:
+        self.clock, self.agents = clock, Agents(registry, clock)
         self.noted: list[RoleFlip] = []
         self._manager = RoleFlipper(
-            directory,
+            registry,
             flipping,
             FlipThresholds(wait_ms=100.0),
             clock,
@@ -69,33 +68,33 @@ Manage = Callable[..., Managed]
 
 
 @pytest.fixture
-def manage(directory: InstanceRegistry, clock: Clock, stated) -> Manage:
-    def make(flipping: RoleFlippingMode = RoleFlippingMode.AUTO, **roles: str) -> Managed:
+def manage(registry: InstanceRegistry, clock: Clock, stated) -> Manage:
+    def make(flipping: FlippingMode = FlippingMode.AUTO, **roles: str) -> Managed:
         for name, role in (roles or {"p": "prefill", "d1": "decode", "d2": "decode"}).items():
-            directory.on_event(name, stated(name, role, epoch=1, home=_role(role)), clock.now_s)
-        return Managed(directory, clock, flipping)
+            registry.on_event(name, stated(name, role, epoch=1, home=_role(role)), clock.now_s)
+        return Managed(registry, clock, flipping)
 
     return make
 
 
 async def test_a_decode_instance_helps_with_prompts_and_goes_home_again(
-    manage: Manage, directory: InstanceRegistry, loaded
+    manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(1) == []
     assert await managed.run(1) == [("d1", "mixed", 2)]
-    directory.on_event("p", loaded("p"), managed.clock.now_s)
+    registry.on_event("p", loaded("p"), managed.clock.now_s)
     assert await managed.run(60) == [("d1", "decode", 3)]
     assert [flip.role for flip in managed.noted] == [agent_pb2.ROLE_MIXED, agent_pb2.ROLE_DECODE]
     assert "d1: decode -> mixed; pressure of prompts" in managed.noted[0].describe()
 
 
 async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them(
-    manage: Manage, directory: InstanceRegistry
+    manage: Manage, registry: InstanceRegistry
 ) -> None:
     managed = manage(p1="prefill", p2="prefill", d="decode")
-    queue, claims = (directory.instances[name].in_flight for name in ("p1", "d"))
+    queue, claims = (registry.instances[name].in_flight for name in ("p1", "d"))
     capacity = 16_000.0
     queue.prompt.add(0.5 * capacity)
     claims.resident.add(0.95 * capacity)
@@ -105,47 +104,47 @@ async def test_prompts_that_wait_do_not_fill_the_instances_that_will_decode_them
 
 
 async def test_advice_is_given_once_and_not_followed(
-    manage: Manage, directory: InstanceRegistry, loaded
+    manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
-    managed = manage(RoleFlippingMode.ADVISORY)
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    managed = manage(FlippingMode.ADVISORY)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(30) == []
     assert [flip.instance for flip in managed.noted] == ["d1"]
 
 
 async def test_switched_off_it_lends_nobody_and_calls_home_who_was_lent(
-    manage: Manage, directory: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, stated
 ) -> None:
-    managed = manage(RoleFlippingMode.OFF)
+    managed = manage(FlippingMode.OFF)
     lent = stated("d1", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
-    directory.on_event("d1", lent, managed.clock.now_s)
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("d1", lent, managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(290) == [], "somebody may try it by hand"
     assert await managed.run(60) == [("d1", "decode", 3)]
     assert await managed.run(600) == []
 
 
 async def test_only_the_first_router_of_most_instances_decides(
-    manage: Manage, directory: InstanceRegistry, loaded
+    manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
     now = managed.clock.now_s
     for name in ("p", "d1", "d2"):
         event = loaded(name, prompt=WAITING if name == "p" else 0)
         event.load.num_routers, event.load.router_rank = 2, int(name != "d2")
-        directory.on_event(name, event, now)
+        registry.on_event(name, event, now)
     assert await managed.run(30) == []
     event.load.router_rank = 0
-    directory.on_event("d1", loaded("d1"), now)
+    registry.on_event("d1", loaded("d1"), now)
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
 async def test_an_order_that_is_refused_is_given_again_after_a_rest(
-    manage: Manage, directory: InstanceRegistry, loaded
+    manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
     managed.agents.refuse = True
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert len(await managed.run(10)) == 1
     managed.agents.refuse = False
     assert await managed.run(10) == [("d1", "mixed", 2)]
@@ -153,83 +152,83 @@ async def test_an_order_that_is_refused_is_given_again_after_a_rest(
 
 
 async def test_instances_without_a_verified_path_are_left_alone(
-    manage: Manage, directory: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage(p="prefill", d="decode")
     home = agent_pb2.ROLE_DECODE
-    directory.on_event("d", stated("d", "decode", verified=False, epoch=1, home=home), 100.0)
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("d", stated("d", "decode", verified=False, epoch=1, home=home), 100.0)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(30) == []
 
 
 async def test_an_instance_that_states_no_role_is_left_alone(
-    manage: Manage, directory: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage()
     event = stated("a", "decode", epoch=1)
     event.registration.role = agent_pb2.ROLE_UNSPECIFIED
-    directory.on_event("a", event, managed.clock.now_s)
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("a", event, managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
-@pytest.mark.parametrize("flipping", [RoleFlippingMode.AUTO, RoleFlippingMode.OFF])
+@pytest.mark.parametrize("flipping", [FlippingMode.AUTO, FlippingMode.OFF])
 @pytest.mark.parametrize(
     "odd", [{"epoch": 2**64 - 1}, {"role": 9}, {"home": 9}, {"role": 9, "home": 9}]
 )
 async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
     manage: Manage,
-    directory: InstanceRegistry,
+    registry: InstanceRegistry,
     loaded,
     stated,
     caplog,
-    flipping: RoleFlippingMode,
+    flipping: FlippingMode,
     odd,
 ) -> None:
     managed = manage(flipping)
     event = stated("a", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
     event.registration.MergeFrom(agent_pb2.Registration(**odd))
-    directory.on_event("a", event, managed.clock.now_s)
+    registry.on_event("a", event, managed.clock.now_s)
     assert await managed.run(400) == [], "not the odd one"
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     orders = await managed.run(2)
-    assert orders == ([("d1", "mixed", 2)] if flipping is RoleFlippingMode.AUTO else [])
+    assert orders == ([("d1", "mixed", 2)] if flipping is FlippingMode.AUTO else [])
     assert caplog.text.count("a is excluded from role changes: role") == 1
 
 
 async def test_what_is_known_of_an_instance_survives_the_coming_of_others(
-    manage: Manage, directory: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage()
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
-    directory.on_event("a", stated("a", "decode", epoch=1, home=agent_pb2.ROLE_DECODE), 100.0)
-    directory.on_event("p", loaded("p"), managed.clock.now_s)
+    registry.on_event("a", stated("a", "decode", epoch=1, home=agent_pb2.ROLE_DECODE), 100.0)
+    registry.on_event("p", loaded("p"), managed.clock.now_s)
     orders = await managed.run(60)
     assert ("d1", "decode", 3) in orders
 
 
 async def test_instances_with_adapters_are_told_once(
-    manage: Manage, directory: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, stated
 ) -> None:
     managed = manage()
     for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
         event = stated(name, role, epoch=1, home=_role(role), adapters=["tone", "terse"])
-        directory.on_event(name, event, managed.clock.now_s)
-    assert sorted(directory.models) == ["m", "terse", "tone"]
+        registry.on_event(name, event, managed.clock.now_s)
+    assert sorted(registry.models) == ["m", "terse", "tone"]
     managed.agents.silent = True
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
 
 
 async def test_pools_that_are_gone_are_forgotten(
-    manage: Manage, directory: InstanceRegistry, loaded
+    manage: Manage, registry: InstanceRegistry, loaded
 ) -> None:
     managed = manage()
-    directory.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
+    registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     await managed.run(1)
     for name in ("p", "d1", "d2"):
-        directory.remove_agent(name)
+        registry.remove_agent(name)
     assert await managed.run(5) == []
     assert managed._manager._states == {}
 

@@ -1,13 +1,14 @@
-"""Which instances a request gets, and what that does to the books."""
+"""Which instances a request gets, and what that does to the load accounting."""
 
 import contextlib
 import random
 
 import pytest
 
+from cleave.api.enums import FallbackPolicy
 from cleave.policy.queue_model import DEFAULT_TOKEN_MS
 from cleave.router.errors import NoInstance, UnknownModel
-from cleave.router.router import FallbackMode, RequestPhase, Router
+from cleave.router.router import RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2
 
 
@@ -36,7 +37,7 @@ def test_while_no_instance_answers_no_model_is_unknown(fleet_of) -> None:
 
 
 def test_an_unknown_model_is_told_apart_from_a_busy_one(fleet_of) -> None:
-    router = Router(fleet_of(p="prefill"), FallbackMode.NEVER)
+    router = Router(fleet_of(p="prefill"), FallbackPolicy.NEVER)
     with pytest.raises(UnknownModel, match="gpt-9"):
         router.pick("gpt-9", 1)
     with pytest.raises(NoInstance):
@@ -76,18 +77,18 @@ def test_of_queues_of_equal_tokens_the_one_with_fewer_prompts_is_through_first(f
 
 def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(fleet_of, loaded) -> None:
     now = 0.0
-    directory = fleet_of(p="prefill", d="decode")
-    router = Router(directory, clock=lambda: now)
-    queue = directory.instances["p"].in_flight.queue
+    registry = fleet_of(p="prefill", d="decode")
+    router = Router(registry, clock=lambda: now)
+    queue = registry.instances["p"].in_flight.queue
     for _ in range(20):
         now += 3_600.0
         pick = router.pick("m", 1_000)
-        directory.on_event("p", loaded("p", 1_500), now)
+        registry.on_event("p", loaded("p", 1_500), now)
         now += 1.0
         router.release(pick, RequestPhase.PREFILL)
         router.release(pick)
     assert queue.token_ms == DEFAULT_TOKEN_MS
-    directory.on_event("p", loaded("p"), now)
+    registry.on_event("p", loaded("p"), now)
     pick = router.pick("m", 1_000)
     now += 1.0
     router.release(pick, RequestPhase.PREFILL)
@@ -98,21 +99,21 @@ def test_what_only_others_have_sent_is_taken_as_begun_when_it_was_reported(
     fleet_of, loaded
 ) -> None:
     now = 50.0
-    directory = fleet_of(p1="prefill", p2="prefill", d="decode")
-    router = Router(directory, clock=lambda: now)
+    registry = fleet_of(p1="prefill", p2="prefill", d="decode")
+    router = Router(registry, clock=lambda: now)
     for pick in [router.pick("m", 1_000) for _ in range(2)]:
         router.release(pick)
     now = 5_000.0
     assert names(router.pick("m", 1_000))[0] == "p1"
-    directory.on_event("p2", loaded("p2", 1_500), now)
+    registry.on_event("p2", loaded("p2", 1_500), now)
     assert names(router.pick("m", 1_000))[0] == "p1", "p2 has not begun long ago"
 
 
 def test_work_of_others_counts_as_reported(fleet_of, loaded) -> None:
-    directory = fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode")
-    directory.on_event("p1", loaded("p1", prompt=5_000), 0.1)
-    directory.on_event("d1", loaded("d1", blocks_used=900), 0.1)
-    assert names(Router(directory).pick("m", 10)) == ("p2", "d2")
+    registry = fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode")
+    registry.on_event("p1", loaded("p1", prompt=5_000), 0.1)
+    registry.on_event("d1", loaded("d1", blocks_used=900), 0.1)
+    assert names(Router(registry).pick("m", 10)) == ("p2", "d2")
 
 
 def test_release_of_the_prefill_phase_frees_the_prompt_only(fleet_of) -> None:
@@ -136,14 +137,14 @@ def test_releasing_twice_changes_nothing(fleet_of) -> None:
 
 
 def test_a_request_that_cannot_be_split_gets_one_instance(fleet_of) -> None:
-    pick = Router(fleet_of(p="prefill", d="decode"), FallbackMode.NEVER).pick(
+    pick = Router(fleet_of(p="prefill", d="decode"), FallbackPolicy.NEVER).pick(
         "m", 1, colocated=True
     )
     assert (names(pick), pick.reason) == ((None, "d"), "single-instance")
 
 
 def test_a_mixed_instance_serves_whole_requests_under_any_fallback(fleet_of) -> None:
-    pick = Router(fleet_of(x="mixed"), FallbackMode.NEVER).pick("m", 1)
+    pick = Router(fleet_of(x="mixed"), FallbackPolicy.NEVER).pick("m", 1)
     assert (names(pick), pick.reason) == ((None, "x"), "mixed")
 
 
@@ -160,12 +161,12 @@ def test_mixed_instances_take_prompts_off_a_long_prefill_queue(fleet_of) -> None
 @pytest.mark.parametrize(
     ("fallback", "lost", "served"),
     [
-        (FallbackMode.ALWAYS, False, True),
-        (FallbackMode.ALWAYS, True, True),
-        (FallbackMode.ON_PREFILL_LOSS, False, False),
-        (FallbackMode.ON_PREFILL_LOSS, True, True),
-        (FallbackMode.NEVER, False, False),
-        (FallbackMode.NEVER, True, False),
+        (FallbackPolicy.ALWAYS, False, True),
+        (FallbackPolicy.ALWAYS, True, True),
+        (FallbackPolicy.ON_PREFILL_LOSS, False, False),
+        (FallbackPolicy.ON_PREFILL_LOSS, True, True),
+        (FallbackPolicy.NEVER, False, False),
+        (FallbackPolicy.NEVER, True, False),
     ],
 )
 def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) -> None:
@@ -178,62 +179,62 @@ def test_without_prefill_the_fallback_decides(fleet_of, fallback, lost, served) 
             router.pick("m", 1, prefill_lost=lost)
 
 
-@pytest.mark.parametrize("fallback", [FallbackMode.NEVER, FallbackMode.ON_PREFILL_LOSS])
+@pytest.mark.parametrize("fallback", [FallbackPolicy.NEVER, FallbackPolicy.ON_PREFILL_LOSS])
 def test_a_prefill_instance_serves_whole_only_as_the_last_resort_of_always(
     fleet_of, fallback
 ) -> None:
-    directory = fleet_of(p="prefill")
-    pick = Router(directory, FallbackMode.ALWAYS).pick("m", 1)
+    registry = fleet_of(p="prefill")
+    pick = Router(registry, FallbackPolicy.ALWAYS).pick("m", 1)
     assert (names(pick), pick.reason) == ((None, "p"), "no-decode")
     with pytest.raises(NoInstance):
-        Router(directory, fallback).pick("m", 1, prefill_lost=True)
+        Router(registry, fallback).pick("m", 1, prefill_lost=True)
 
 
-def test_what_failed_the_request_is_avoided(fleet_of) -> None:
+def test_what_failed_the_request_is_excluded(fleet_of) -> None:
     router = Router(
-        fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), FallbackMode.NEVER
+        fleet_of(p1="prefill", p2="prefill", d1="decode", d2="decode"), FallbackPolicy.NEVER
     )
     assert names(router.pick("m", 1, excluded={"p1", "d1"})) == ("p2", "d2")
     with pytest.raises(NoInstance, match="failed this request"):
         router.pick("m", 1, excluded={"p1", "p2"})
 
 
-def test_unlike_revisions_and_deployments_never_pair(directory, stated) -> None:
-    directory.on_event("p", stated("p", "prefill", revision="r1"), 0)
-    directory.on_event("d", stated("d", "decode", revision="r2"), 0)
-    directory.on_event("d2", stated("d2", "decode", deployment="other"), 0)
+def test_unlike_revisions_and_deployments_never_pair(registry, stated) -> None:
+    registry.on_event("p", stated("p", "prefill", revision="r1"), 0)
+    registry.on_event("d", stated("d", "decode", revision="r2"), 0)
+    registry.on_event("d2", stated("d2", "decode", deployment="other"), 0)
     with pytest.raises(NoInstance):
-        Router(directory, FallbackMode.NEVER).pick("m", 1)
-    directory.on_event("d3", stated("d3", "decode", revision="r1"), 0)
-    assert names(Router(directory).pick("m", 1)) == ("p", "d3")
+        Router(registry, FallbackPolicy.NEVER).pick("m", 1)
+    registry.on_event("d3", stated("d3", "decode", revision="r1"), 0)
+    assert names(Router(registry).pick("m", 1)) == ("p", "d3")
 
 
 @pytest.mark.parametrize("unverified", ["p", "d"])
-def test_an_untested_kv_path_carries_no_hand_off(directory, stated, unverified) -> None:
-    directory.on_event("p", stated("p", "prefill", verified=unverified != "p"), 0)
-    directory.on_event("d", stated("d", "decode", verified=unverified != "d"), 0)
-    assert names(Router(directory).pick("m", 1)) == (None, "d")
+def test_an_untested_kv_path_carries_no_hand_off(registry, stated, unverified) -> None:
+    registry.on_event("p", stated("p", "prefill", verified=unverified != "p"), 0)
+    registry.on_event("d", stated("d", "decode", verified=unverified != "d"), 0)
+    assert names(Router(registry).pick("m", 1)) == (None, "d")
     with pytest.raises(NoInstance, match="KV path not verified"):
-        Router(directory, FallbackMode.NEVER).pick("m", 1)
+        Router(registry, FallbackPolicy.NEVER).pick("m", 1)
 
 
 @pytest.mark.parametrize(
     "state", [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_DRAINING]
 )
-def test_only_ready_instances_are_picked(directory, stated, state) -> None:
-    directory.on_event("d1", stated("d1", "decode", state=state), 0)
-    directory.on_event("d2", stated("d2", "decode"), 0)
-    router = Router(directory)
+def test_only_ready_instances_are_picked(registry, stated, state) -> None:
+    registry.on_event("d1", stated("d1", "decode", state=state), 0)
+    registry.on_event("d2", stated("d2", "decode"), 0)
+    router = Router(registry)
     assert {names(router.pick("m", 1)) for _ in range(4)} == {(None, "d2")}
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1", "nonsense"])
-def test_an_instance_without_an_address_is_not_picked(directory, stated, url: str) -> None:
+def test_an_instance_without_an_address_is_not_picked(registry, stated, url: str) -> None:
     event = stated("d", "decode")
     event.registration.engine_url = url
-    directory.on_event("d", event, 0)
+    registry.on_event("d", event, 0)
     with pytest.raises(NoInstance):
-        Router(directory).pick("m", 1)
+        Router(registry).pick("m", 1)
 
 
 def test_a_doubted_instance_comes_before_the_last_resort_and_after_all_others(fleet_of) -> None:
@@ -257,67 +258,65 @@ def test_a_doubted_instance_comes_before_the_last_resort_and_after_all_others(fl
     ids=["a prefill", "a decode", "every prefill", "all"],
 )
 def test_an_instance_in_doubt_is_taken_after_all_that_are_not(
-    directory, stated, silent, expected
+    registry, stated, silent, expected
 ) -> None:
     for name in ("p1", "p2", "d1", "d2"):
         role = "prefill" if name.startswith("p") else "decode"
-        directory.on_event(name, stated(name, role), 0.0 if name in silent else 5.0)
-    directory.update_connectivity(5.0)
-    router = Router(directory)
+        registry.on_event(name, stated(name, role), 0.0 if name in silent else 5.0)
+    registry.update_connectivity(5.0)
+    router = Router(registry)
     assert names(router.pick("m", 10)) == expected
     if len(silent) == 1:
         picks = [names(router.pick("m", 100_000)) for _ in range(20)]
         assert not {name for pick in picks for name in pick} & silent, "however long the queues"
 
 
-def test_instances_in_doubt_share_the_load(directory, stated) -> None:
+def test_instances_in_doubt_share_the_load(registry, stated) -> None:
     for name in ("d1", "d2"):
-        directory.on_event(name, stated(name, "decode"), 0.0)
-    directory.update_connectivity(5.0)
-    router = Router(directory)
+        registry.on_event(name, stated(name, "decode"), 0.0)
+    registry.update_connectivity(5.0)
+    router = Router(registry)
     assert [names(router.pick("m", 10))[1] for _ in range(4)] == ["d1", "d2", "d1", "d2"]
 
 
 @pytest.mark.parametrize("silent", ["p", "d"])
 @pytest.mark.parametrize("verified", [True, False])
-def test_a_mixed_instance_comes_before_a_split_in_doubt(
-    directory, stated, silent, verified
-) -> None:
+def test_a_mixed_instance_comes_before_a_split_in_doubt(registry, stated, silent, verified) -> None:
     for name, role in {"p": "prefill", "d": "decode"}.items():
-        directory.on_event(name, stated(name, role), 0.0 if name == silent else 5.0)
-    directory.on_event("x", stated("x", "mixed", verified=verified), 5.0)
-    directory.update_connectivity(5.0)
-    picked = names(Router(directory).pick("m", 10))
+        registry.on_event(name, stated(name, role), 0.0 if name == silent else 5.0)
+    registry.on_event("x", stated("x", "mixed", verified=verified), 5.0)
+    registry.update_connectivity(5.0)
+    picked = names(Router(registry).pick("m", 10))
     assert silent not in picked
     assert "x" in picked
 
 
-def test_a_mixed_instance_in_doubt_comes_after_a_split(directory, stated) -> None:
+def test_a_mixed_instance_in_doubt_comes_after_a_split(registry, stated) -> None:
     for name, role in {"p": "prefill", "d": "decode"}.items():
-        directory.on_event(name, stated(name, role), 5.0)
-    directory.on_event("x", stated("x", "mixed"), 0.0)
-    directory.update_connectivity(5.0)
-    router = Router(directory)
+        registry.on_event(name, stated(name, role), 5.0)
+    registry.on_event("x", stated("x", "mixed"), 0.0)
+    registry.update_connectivity(5.0)
+    router = Router(registry)
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p", "d")}
 
 
 @pytest.mark.parametrize("silent", ["p1", "d1"])
-def test_a_revision_in_doubt_comes_after_one_that_is_not(directory, stated, silent) -> None:
+def test_a_revision_in_doubt_comes_after_one_that_is_not(registry, stated, silent) -> None:
     for name, role in {"p1": "prefill", "d1": "decode", "p2": "prefill", "d2": "decode"}.items():
         heard_at = 0.0 if name == silent else 5.0
-        directory.on_event(name, stated(name, role, revision=name[1:]), heard_at)
-    directory.update_connectivity(5.0)
-    router = Router(directory)
+        registry.on_event(name, stated(name, role, revision=name[1:]), heard_at)
+    registry.update_connectivity(5.0)
+    router = Router(registry)
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p2", "d2")}
 
 
-def make_revisions(directory, stated, **counts: tuple[int, int]) -> None:
+def make_revisions(registry, stated, **counts: tuple[int, int]) -> None:
     """`revision=(prefill, decode)` instances, named p-REVISION-0 and so on."""
     for revision, (prefill, decode) in counts.items():
         for role, count in (("prefill", prefill), ("decode", decode)):
             for n in range(count):
                 name = f"{role[0]}-{revision}-{n}"
-                directory.on_event(name, stated(name, role, revision=revision), 0)
+                registry.on_event(name, stated(name, role, revision=revision), 0)
 
 
 def share_of(router: Router, revision: str, picks: list) -> float:
@@ -325,9 +324,9 @@ def share_of(router: Router, revision: str, picks: list) -> float:
     return len(chosen) / len(picks)
 
 
-def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(directory, stated) -> None:
-    make_revisions(directory, stated, old=(3, 3), new=(1, 1))
-    router, picks = Router(directory), []
+def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(registry, stated) -> None:
+    make_revisions(registry, stated, old=(3, 3), new=(1, 1))
+    router, picks = Router(registry), []
     for _ in range(400):
         picks.append(router.pick("m", 100, 100))
         router.release(picks[-1])
@@ -339,13 +338,13 @@ def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(directory,
     [((1, 1), 0.2, 0.3), ((2, 1), 0.2, 0.4), ((1, 3), 0.2, 0.35), ((3, 3), 0.45, 0.55)],
 )
 def test_a_revision_gets_what_its_scarcer_phase_can_carry(
-    directory, stated, new: tuple[int, int], least: float, most: float
+    registry, stated, new: tuple[int, int], least: float, most: float
 ) -> None:
     """Beside three pairs of the old one, under load: each turn brings a request, each prefill
     instance computes a third of one, streams last 160 turns.
     """
-    make_revisions(directory, stated, old=(3, 3), new=new)
-    router, picks = Router(directory), []
+    make_revisions(registry, stated, old=(3, 3), new=new)
+    router, picks = Router(registry), []
     queues: dict[str, list] = {}
     for turn in range(2_000):
         picks.append(router.pick("m", 500, 200))
@@ -359,39 +358,39 @@ def test_a_revision_gets_what_its_scarcer_phase_can_carry(
 
 
 def test_an_empty_new_revision_does_not_draw_more_prompts_than_it_can_take(
-    directory, stated, loaded
+    registry, stated, loaded
 ) -> None:
-    make_revisions(directory, stated, old=(1, 1), new=(1, 1))
-    directory.on_event("d-old-0", loaded("d-old-0", blocks_used=900), 0)
-    router = Router(directory)
+    make_revisions(registry, stated, old=(1, 1), new=(1, 1))
+    registry.on_event("d-old-0", loaded("d-old-0", blocks_used=900), 0)
+    router = Router(registry)
     picks = [router.pick("m", 500, 200) for _ in range(12)]
     assert 0.5 < share_of(router, "new", picks) < 1
 
 
 def test_the_obstacle_tells_a_silent_instance_from_a_lost_one(fleet_of) -> None:
-    directory = fleet_of(d1="decode", d2="decode")
-    directory.update_connectivity(11.0)
-    directory.on_disconnect("d2")
-    obstacle = Router(directory).explain_unavailable("m")
+    registry = fleet_of(d1="decode", d2="decode")
+    registry.update_connectivity(11.0)
+    registry.on_disconnect("d2")
+    obstacle = Router(registry).explain_unavailable("m")
     assert "d1 (decode): silent; d2 (decode): connection lost" in obstacle
 
 
 def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
-    router = Router(fleet_of(p="prefill"), FallbackMode.NEVER)
+    router = Router(fleet_of(p="prefill"), FallbackPolicy.NEVER)
     assert "p (prefill): ready" in router.explain_unavailable("m")
     assert "does not exist" in router.explain_unavailable("other")
     assert Router(fleet_of(d="decode")).explain_unavailable("m") == ""
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int) -> None:
+def test_nothing_is_in_flight_after_any_history(registry, stated, loaded, seed: int) -> None:
     """Dispatches, releases, reports, restarts, flips and losses in any order."""
     rng = random.Random(seed)
-    router, open_picks = Router(directory), []
+    router, open_picks = Router(registry), []
     fleet = [f"i{n}" for n in range(6)]
     boots = dict.fromkeys(fleet, 0)
     for name in fleet:
-        directory.on_event(name, stated(name, rng.choice(["prefill", "decode", "mixed"])), 0)
+        registry.on_event(name, stated(name, rng.choice(["prefill", "decode", "mixed"])), 0)
     for step in range(400):
         name = rng.choice(fleet)
         event = rng.random()
@@ -404,20 +403,24 @@ def test_books_are_empty_after_any_history(directory, stated, loaded, seed: int)
             router.release(pick, phase)
         elif event < 0.8:
             report = loaded(name, rng.randrange(9_000), rng.randrange(900), f"boot{boots[name]}")
-            directory.on_event(name, report, step)
+            registry.on_event(name, report, step)
         elif event < 0.9:
             boots[name] += rng.random() < 0.5
             role = rng.choice(["prefill", "decode", "mixed"])
-            directory.on_event(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
+            registry.on_event(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
         elif event < 0.95:
-            directory.on_disconnect(name)
+            registry.on_disconnect(name)
         else:
-            directory.update_connectivity(step)
+            registry.update_connectivity(step)
     for pick in open_picks:
         router.release(pick)
-    for name, instance in directory.instances.items():
-        ledger = instance.in_flight
-        assert (ledger.prompt.own, ledger.resident.own, ledger.num_requests) == (0, 0, 0), (
+    for name, instance in registry.instances.items():
+        in_flight = instance.in_flight
+        assert (in_flight.prompt.own, in_flight.resident.own, in_flight.num_requests) == (
+            0,
+            0,
+            0,
+        ), (
             seed,
             name,
         )

@@ -21,10 +21,10 @@ def routed(stated, clock):
     """A router with a policy over `name=role` instances."""
 
     def make(policy: DispatchPolicy, rules: RoutingRules | None = None, **roles: str) -> Router:
-        directory = InstanceRegistry(policy)
+        registry = InstanceRegistry(policy)
         for name, role in roles.items():
-            directory.on_event(name, stated(name, role), 0.0)
-        return Router(directory, rules=rules, clock=clock, seed=5)
+            registry.on_event(name, stated(name, role), 0.0)
+        return Router(registry, rules=rules, clock=clock, seed=5)
 
     return make
 
@@ -41,7 +41,7 @@ FOUR = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 
 
 @pytest.mark.parametrize("policy", list(DispatchPolicy))
-def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
+def test_every_policy_picks_pairs_over_all_instances_and_leaves_nothing_in_flight(
     routed, policy: DispatchPolicy
 ) -> None:
     rng = random.Random(3)
@@ -56,18 +56,18 @@ def test_every_policy_picks_pairs_over_all_instances_and_leaves_the_books_empty(
         router.release(pick)
     assert seen == set(FOUR)
     for instance in router.registry.instances.values():
-        ledger = instance.in_flight
-        assert (ledger.prompt.own, ledger.resident.own) == (0, pytest.approx(0))
-        assert (ledger.num_requests, ledger.num_heavy, ledger.weighted_context) == (
+        in_flight = instance.in_flight
+        assert (in_flight.prompt.own, in_flight.resident.own) == (0, pytest.approx(0))
+        assert (in_flight.num_requests, in_flight.num_heavy, in_flight.weighted_context) == (
             0,
             0,
             pytest.approx(0),
         )
-        assert not ledger.decoding_requests
+        assert not in_flight.decoding_requests
 
 
 @pytest.mark.parametrize("policy", list(DispatchPolicy))
-def test_no_policy_picks_what_is_avoided(routed, policy: DispatchPolicy) -> None:
+def test_no_policy_picks_what_is_excluded(routed, policy: DispatchPolicy) -> None:
     router = routed(policy, **FOUR)
     picks = [router.pick("m", 100, excluded={"p1", "d2"}) for _ in range(20)]
     assert {names(pick) for pick in picks} == {("p2", "d1")}
@@ -113,16 +113,16 @@ def test_a_cached_beginning_draws_a_prompt_until_the_queue_costs_more(routed) ->
     text = b"x" * BLOCK_BYTES * 8
     home = router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance
     other = "p2" if home == "p1" else "p1"
-    ledgers = router.registry.instances
-    ledgers[home].in_flight.prompt.remove(8 * TOKENS_PER_BLOCK)
-    router.registry.refresh(ledgers[home])
+    instances = router.registry.instances
+    instances[home].in_flight.prompt.remove(8 * TOKENS_PER_BLOCK)
+    router.registry.refresh(instances[home])
     router.pick("m", 50, text=b"")
     router.pick("m", 50, text=b"")
     again = router.pick("m", 8 * TOKENS_PER_BLOCK + 10, text=text + b"more")
     assert again.prefill.instance == home
     assert again._prefill_entry[2] == 10, "only what is not cached waits"
-    ledgers[home].in_flight.prompt.add(9 * TOKENS_PER_BLOCK)
-    router.registry.refresh(ledgers[home])
+    instances[home].in_flight.prompt.add(9 * TOKENS_PER_BLOCK)
+    router.registry.refresh(instances[home])
     assert router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance == other
 
 
@@ -171,8 +171,12 @@ def teach(router: Router, clock: Clock, size: int) -> None:
             router.release(pick, RequestPhase.PREFILL)
             pick.decoding_since = None
         for pick in picks:
-            ledger = router.registry.instances[pick.decode.instance].in_flight
-            step_s = 0.015 + 0.0005 * len(ledger.decoding_requests) + 1e-6 * ledger.weighted_context
+            in_flight = router.registry.instances[pick.decode.instance].in_flight
+            step_s = (
+                0.015
+                + 0.0005 * len(in_flight.decoding_requests)
+                + 1e-6 * in_flight.weighted_context
+            )
             pick.decoding_since = clock.now_s - 99 * step_s
             router.observe_completion(pick, 100)
         for pick in picks:
@@ -336,7 +340,7 @@ def test_cells_share_requests_by_what_their_decode_instances_hold(celled, loaded
 
 def test_cells_of_a_fleet_that_states_none_do_not_matter(routed) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
-    assert all(board.cells is None for board in router.registry.models["m"].score_tables)
+    assert all(table.cells is None for table in router.registry.models["m"].score_tables)
     router.registry.instances["d1"].in_flight.resident.add(9_000)
     router.registry.refresh(router.registry.instances["d1"])
     pick = router.pick("m", 100)
@@ -361,16 +365,16 @@ def test_going_back_is_worth_as_many_tokens_of_queue_as_are_cached_there(routed)
     assert prefills(router, 1, cached=CACHED) == {"p2": 1}
 
 
-def test_only_what_is_not_cached_is_entered_in_the_books(routed) -> None:
+def test_only_what_is_not_cached_counts_as_load(routed) -> None:
     router = routed(DispatchPolicy.PENDING_TOKENS, **FOUR)
     router.pick("m", 340, cached=CACHED)
     assert router.registry.instances["p2"].in_flight.prompt.own == 40
 
 
-@pytest.mark.parametrize("avoid", [{"p2"}, {"p2", "d1"}])
-def test_nobody_goes_back_to_an_instance_that_is_avoided(routed, avoid) -> None:
+@pytest.mark.parametrize("excluded", [{"p2"}, {"p2", "d1"}])
+def test_nobody_goes_back_to_an_instance_that_is_excluded(routed, excluded) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
-    assert prefills(router, 2, cached=CACHED, avoid=avoid) == {"p1": 2}
+    assert prefills(router, 2, cached=CACHED, excluded=excluded) == {"p1": 2}
 
 
 def test_an_engine_that_was_started_again_has_nothing_cached(routed) -> None:

@@ -1,4 +1,4 @@
-"""Books that several processes keep together: here several routers on one table."""
+"""Load accounting that several processes share: here several routers on one table."""
 
 import random
 import subprocess
@@ -43,11 +43,11 @@ class Together:
         self.under_way: list[list[Pick]] = [[] for _ in self.routers]
 
     def start(self, process: int) -> Router:
-        directory = InstanceRegistry(self._policy, SharedLoad(self.table.for_process(process)))
+        registry = InstanceRegistry(self._policy, SharedLoad(self.table.for_process(process)))
         for name, role in self._roles.items():
             event = self._stated(name, role, boot_id=self._boots[name])
-            directory.on_event(name, event, self.now)
-        return SharedRouter(directory, clock=lambda: self.now, seed=1)
+            registry.on_event(name, event, self.now)
+        return SharedRouter(registry, clock=lambda: self.now, seed=1)
 
     def pick(self, process: int, prompt: int, output: int = 100) -> Pick:
         picked = self.routers[process].pick("m", prompt, output)
@@ -72,15 +72,15 @@ class Together:
             event = self._stated(name, self._roles[name], boot_id=self._boots[name])
             router.registry.on_event(name, event, self.now)
 
-    def ledger(self, name: str, process: int = 0) -> SharedInFlightLoad:
+    def in_flight(self, name: str, process: int = 0) -> SharedInFlightLoad:
         found = self.routers[process].registry.instances[name].in_flight
         assert isinstance(found, SharedInFlightLoad)
         return found
 
-    def board(self, process: int) -> ScoreTable:
-        (board,) = self.routers[process].registry.models["m"].score_tables
-        board.refresh()
-        return board
+    def score_table(self, process: int) -> ScoreTable:
+        (table,) = self.routers[process].registry.models["m"].score_tables
+        table.refresh()
+        return table
 
 
 @pytest.fixture
@@ -124,15 +124,15 @@ def test_what_a_dead_process_had_under_way_is_not_counted_any_more(together, rol
     for process in range(PROCESSES):
         for _ in range(4):
             fleet.pick(process, 500)
-    before = [fleet.ledger(name).prompt.pending for name in roles]
+    before = [fleet.in_flight(name).prompt.pending for name in roles]
     fleet.table.clear_process(1)
-    after = [fleet.ledger(name).prompt.pending for name in roles]
+    after = [fleet.in_flight(name).prompt.pending for name in roles]
     assert sum(after) == pytest.approx(sum(before) * 2 / 3)
-    assert sorted(fleet.board(2).pending_prompt.to_list()) == sorted(after)
+    assert sorted(fleet.score_table(2).pending_prompt.to_list()) == sorted(after)
     for process in (0, 2):
         while fleet.under_way[process]:
             fleet.release(process, 0, RequestPhase.ALL)
-    assert [fleet.ledger(name).resident.pending for name in roles] == [0.0] * len(roles)
+    assert [fleet.in_flight(name).resident.pending for name in roles] == [0.0] * len(roles)
 
 
 def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -> None:
@@ -140,24 +140,24 @@ def test_what_reports_count_of_siblings_is_not_counted_twice(together, loaded) -
     picked = fleet.pick(0, 1000).prefill.instance
     for router in fleet.routers:
         router.registry.on_event(picked, loaded(picked, 1000, boot_id=f"{picked}-1"), fleet.now)
-    assert fleet.ledger(picked).prompt.pending == 1000
+    assert fleet.in_flight(picked).prompt.pending == 1000
     event = loaded(picked, 1700, boot_id=f"{picked}-1")
     fleet.routers[1].registry.on_event(picked, event, fleet.now)
-    assert [fleet.ledger(picked, process).prompt.pending for process in range(3)] == [1700] * 3
+    assert [fleet.in_flight(picked, process).prompt.pending for process in range(3)] == [1700] * 3
 
 
 @pytest.mark.interpreted
 def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monkeypatch) -> None:
     """The second one has read the scores before the first one has entered its choice."""
     fleet = together(fleet=MANY)
-    gather, faster = ChangeLogScoreTable.refresh, []
+    refresh, faster = ChangeLogScoreTable.refresh, []
 
-    def gather_early(board: ChangeLogScoreTable) -> None:
-        gather(board)
-        monkeypatch.setattr(ChangeLogScoreTable, "refresh", gather)
+    def refresh_early(table: ChangeLogScoreTable) -> None:
+        refresh(table)
+        monkeypatch.setattr(ChangeLogScoreTable, "refresh", refresh)
         faster.append(fleet.pick(1, 1000).prefill.instance)
 
-    monkeypatch.setattr(ChangeLogScoreTable, "refresh", gather_early)
+    monkeypatch.setattr(ChangeLogScoreTable, "refresh", refresh_early)
     assert (faster, fleet.pick(0, 1000).prefill.instance) == (["p1"], "p2")
 
 
@@ -165,7 +165,7 @@ def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monke
 def test_what_the_door_saw_serves_no_pick_after_a_change(together, roles) -> None:
     fleet = together(fleet=roles)
     fleet.pick(0, 10)
-    fleet.board(0).find_shortest_queue()
+    fleet.score_table(0).find_shortest_queue()
     busy = fleet.pick(1, 1000).prefill.instance
     fleet.release(0, 0, RequestPhase.ALL)
     assert find_first(fleet.pick(0, 10)) != busy
@@ -176,15 +176,15 @@ def test_late_releases_of_an_earlier_boot_change_nothing(together) -> None:
     picked = fleet.pick(0, 1000)
     name = picked.prefill.instance
     fleet.reboot(name, 2)
-    assert fleet.ledger(name).prompt.pending == 0.0
+    assert fleet.in_flight(name).prompt.pending == 0.0
     fleet.now += 1
-    since = fleet.ledger(name).queue.head_started_ms
+    since = fleet.in_flight(name).queue.head_started_ms
     fleet.routers[0].release(picked, RequestPhase.PREFILL)
-    assert (fleet.ledger(name).prompt.pending, fleet.ledger(name).queue.head_started_ms) == (
+    assert (fleet.in_flight(name).prompt.pending, fleet.in_flight(name).queue.head_started_ms) == (
         0.0,
         since,
     )
-    assert fleet.ledger(name).count_requests() == 0
+    assert fleet.in_flight(name).count_requests() == 0
 
 
 def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
@@ -198,9 +198,9 @@ def test_the_speed_that_one_process_has_learnt_all_know(together) -> None:
         fleet.routers[0].release(picked, RequestPhase.PREFILL)
         fleet.routers[0].release(picked)
     for process in (0, 2):
-        fleet.ledger("p2", process).sync()
-    assert fleet.ledger("p2", 2).queue.token_ms > 0.5
-    assert fleet.ledger("p2", 2).queue.token_ms == fleet.ledger("p2", 0).queue.token_ms
+        fleet.in_flight("p2", process).sync()
+    assert fleet.in_flight("p2", 2).queue.token_ms > 0.5
+    assert fleet.in_flight("p2", 2).queue.token_ms == fleet.in_flight("p2", 0).queue.token_ms
 
 
 def test_an_instance_that_one_process_does_not_hear_is_still_open_to_the_others(together) -> None:
@@ -223,13 +223,13 @@ def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) ->
     table = build_table(1)
     for number in range(MAX_BOOTS - 2):
         assert table.for_process(0).claim(b"%d" % number) is not None
-    directory = InstanceRegistry(books=SharedLoad(table.for_process(0)))
+    registry = InstanceRegistry(shared_load=SharedLoad(table.for_process(0)))
     for name in ("a", "b"):
-        directory.on_event(name, stated(name, "mixed"), 0.0)
-    router = SharedRouter(directory, clock=lambda: 1.0, seed=1)
+        registry.on_event(name, stated(name, "mixed"), 0.0)
+    router = SharedRouter(registry, clock=lambda: 1.0, seed=1)
     picks = [router.pick("m", 100) for _ in range(4)]
     for name in ("a", "b"):
-        directory.remove_agent(name)
+        registry.remove_agent(name)
     for pick in picks:
         router.release(pick)
     assert sum(table.read(0, 0)) == sum(table.read(0, 2)) == 0
@@ -245,23 +245,23 @@ WRITING = """
 import os
 import signal
 
-from cleave.router.shared_load import SharedBooks, make_table
+from cleave.router.shared_load import SharedLoad, build_table
 
-table = make_table(2)
+table = build_table(2)
 child = os.fork()
 if not child:
-    ledger = SharedBooks(table.seen_by(0)).open("a", "1")
-    ledger.prompt.enter(1000.0)
+    in_flight = SharedLoad(table.for_process(0)).open("a", "1")
+    in_flight.prompt.add(1000.0)
     while True:
-        ledger.tell()
-        ledger.queue.answer(1000.0, 1.0)
+        in_flight.publish()
+        in_flight.queue.observe_completion(1000.0, 1.0)
 try:
-    ledger = SharedBooks(table.seen_by(1)).open("a", "1")
-    while not ledger.prompt.pending:
+    in_flight = SharedLoad(table.for_process(1)).open("a", "1")
+    while not in_flight.prompt.pending:
         assert not os.waitpid(child, os.WNOHANG)[0]
     for _ in range(50_000):
-        assert ledger.prompt.pending == 1000.0
-        assert ledger.queue.count_prompts(1000.0) > 0.0
+        assert in_flight.prompt.pending == 1000.0
+        assert in_flight.queue.count_prompts(1000.0) > 0.0
 finally:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -303,11 +303,11 @@ def test_sums_are_never_negative_and_all_processes_agree(stated, policy, roles, 
             while fleet.under_way[process]:
                 fleet.release(process, 0, RequestPhase.ALL)
         for name in roles:
-            ledger = fleet.ledger(name)
-            assert ledger.prompt.pending < 1e-6
-            assert ledger.resident.pending < 1e-6
-            assert ledger.count_requests() == 0
-            assert ledger.count_prompts(0.0) == pytest.approx(0, abs=1e-6)
+            in_flight = fleet.in_flight(name)
+            assert in_flight.prompt.pending < 1e-6
+            assert in_flight.resident.pending < 1e-6
+            assert in_flight.count_requests() == 0
+            assert in_flight.count_prompts(0.0) == pytest.approx(0, abs=1e-6)
     finally:
         fleet.table.close()
 
@@ -321,11 +321,11 @@ def check(fleet: Together, names: Collection[str]) -> None:
                 each.resident.pending,
                 each.count_requests(),
             )
-            for each in (fleet.ledger(name, process) for process in range(PROCESSES))
+            for each in (fleet.in_flight(name, process) for process in range(PROCESSES))
         }
         assert len(views) == 1
         assert min(views.pop()) >= 0
-    first, *others = (fleet.board(process) for process in range(PROCESSES))
+    first, *others = (fleet.score_table(process) for process in range(PROCESSES))
     for other in others:
         assert first.prefill.to_list() == other.prefill.to_list()
         assert first.decode.to_list() == other.decode.to_list()
@@ -333,12 +333,12 @@ def check(fleet: Together, names: Collection[str]) -> None:
 
 @pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
 def test_together_they_choose_as_one_would(stated, roles) -> None:
-    """The same requests through one router and through three that share their books."""
+    """The same requests through one router and through three that share load accounting."""
     fleet = Together(stated, DispatchPolicy.SHORTEST_WAIT, roles)
-    directory = InstanceRegistry()
+    registry = InstanceRegistry()
     for name, role in roles.items():
-        directory.on_event(name, stated(name, role), fleet.now)
-    alone = Router(directory, clock=lambda: fleet.now, seed=1)
+        registry.on_event(name, stated(name, role), fleet.now)
+    alone = Router(registry, clock=lambda: fleet.now, seed=1)
     rng = random.Random(5)
     under_way: list[tuple[int, Pick, Pick]] = []
     for number in range(400):

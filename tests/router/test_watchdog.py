@@ -10,56 +10,56 @@ from cleave.router.watchdog import MIN_STALL_S, WatchdogTimer, is_overdue
 from tests.support.doubles import Clock
 
 
-def tick(rounds: WatchdogTimer, clock: Clock, after_s: float) -> None:
+def tick(timer: WatchdogTimer, clock: Clock, after_s: float) -> None:
     clock.now_s += after_s
-    rounds.tick()
+    timer.tick()
 
 
-def test_a_round_on_time_is_fair(clock: Clock) -> None:
-    rounds = WatchdogTimer(0.2, clock)
-    tick(rounds, clock, 0.2 + 0.9 * MIN_STALL_S)
-    assert (rounds.is_reliable, rounds.stall_s) == (True, 0.0)
+def test_a_tick_on_time_is_reliable(clock: Clock) -> None:
+    timer = WatchdogTimer(0.2, clock)
+    tick(timer, clock, 0.2 + 0.9 * MIN_STALL_S)
+    assert (timer.is_reliable, timer.stall_s) == (True, 0.0)
 
 
-def test_a_late_round_is_not_fair_and_the_one_after_it_is(clock: Clock) -> None:
-    rounds, seen = WatchdogTimer(0.2, clock), []
+def test_a_late_tick_is_not_reliable_and_the_one_after_it_is(clock: Clock) -> None:
+    timer, seen = WatchdogTimer(0.2, clock), []
     for waited_s in (5.2, 0.2, 0.2):
-        tick(rounds, clock, waited_s)
-        seen.append((rounds.is_reliable, pytest.approx(rounds.stall_s)))
+        tick(timer, clock, waited_s)
+        seen.append((timer.is_reliable, pytest.approx(timer.stall_s)))
     assert seen == [(False, 5.0), (True, 0.0), (True, 0.0)]
 
 
-def test_a_process_that_is_always_late_judges_in_every_other_round(clock: Clock) -> None:
-    rounds, seen = WatchdogTimer(0.2, clock), []
+def test_a_process_that_is_always_late_judges_at_every_other_tick(clock: Clock) -> None:
+    timer, seen = WatchdogTimer(0.2, clock), []
     for _ in range(4):
-        tick(rounds, clock, 2.0)
-        seen.append(rounds.is_reliable)
+        tick(timer, clock, 2.0)
+        seen.append(timer.is_reliable)
     assert seen == [False, True, False, True]
 
 
 async def test_a_callback_that_blocks_the_loop_is_a_pause() -> None:
-    rounds = WatchdogTimer(0.01)
+    timer = WatchdogTimer(0.01)
     asyncio.get_running_loop().call_soon(time.sleep, 2 * MIN_STALL_S)
-    await rounds.wait()
-    assert rounds.stall_s > MIN_STALL_S
-    await rounds.wait()
-    assert rounds.is_reliable
+    await timer.wait()
+    assert timer.stall_s > MIN_STALL_S
+    await timer.wait()
+    assert timer.is_reliable
 
 
 async def test_a_check_that_blocks_the_loop_itself_is_a_pause(clock: Clock) -> None:
-    rounds = WatchdogTimer(0.01, clock)
-    await rounds.wait()
+    timer = WatchdogTimer(0.01, clock)
+    await timer.wait()
     clock.now_s += 3.0
-    await rounds.wait()
-    assert (rounds.is_reliable, rounds.stall_s) == (False, pytest.approx(3.0, abs=0.02))
+    await timer.wait()
+    assert (timer.is_reliable, timer.stall_s) == (False, pytest.approx(3.0, abs=0.02))
 
 
 def test_what_a_check_awaits_is_no_pause(clock: Clock) -> None:
-    rounds = WatchdogTimer(0.2, clock)
+    timer = WatchdogTimer(0.2, clock)
     clock.now_s += 3.0
-    rounds.restart()
-    tick(rounds, clock, 0.2)
-    assert (rounds.is_reliable, rounds.stall_s) == (True, 0.0)
+    timer.restart()
+    tick(timer, clock, 0.2)
+    assert (timer.is_reliable, timer.stall_s) == (True, 0.0)
 
 
 @pytest.mark.parametrize(("held_s", "overdue"), [(0.0, False), (2 * MIN_STALL_S, True)])

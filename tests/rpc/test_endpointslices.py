@@ -15,16 +15,16 @@ WORKERS = Service("prod", "chat-workers", 9000)
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpointslices, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(endpointslices, "MIN_DELAY_S", 0.01)
     monkeypatch.setattr(endpointslices, "MAX_DELAY_S", 0.05)
 
 
 @contextlib.asynccontextmanager
-async def following() -> AsyncIterator[EndpointSliceWatcher]:
-    follower = EndpointSliceWatcher(WORKERS)
-    task = asyncio.create_task(follower.run())
+async def watching() -> AsyncIterator[EndpointSliceWatcher]:
+    watcher = EndpointSliceWatcher(WORKERS)
+    task = asyncio.create_task(watcher.run())
     try:
-        yield follower
+        yield watcher
         assert not task.done()
     finally:
         task.cancel()
@@ -63,16 +63,16 @@ def test_a_slice_may_name_nobody(item: dict) -> None:
 
 async def test_changes_are_followed_without_another_list(server, make_slice, until) -> None:
     server.slices = {"one": make_slice("one", "10.0.0.1")}
-    async with following() as follower:
+    async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
-        assert follower.addresses == {"10.0.0.1:9000"}
+        assert watcher.addresses == {"10.0.0.1:9000"}
         server.put(make_slice("two", "10.0.0.2"), "ADDED")
-        await until(lambda: len(follower.addresses) == 2, "a new slice")
+        await until(lambda: len(watcher.addresses) == 2, "a new slice")
         server.put(make_slice("one", "10.0.0.1", "10.0.0.3"))
-        await until(lambda: len(follower.addresses) == 3, "a changed slice")
+        await until(lambda: len(watcher.addresses) == 3, "a changed slice")
         server.tell({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
         server.delete("one")
-        await until(lambda: follower.addresses == {"10.0.0.2:9000"}, "a slice that is gone")
+        await until(lambda: watcher.addresses == {"10.0.0.2:9000"}, "a slice that is gone")
         assert (server.lists, server.watches) == (1, 1)
     assert server.queries[1]["resourceVersion"] == "7"
     assert server.queries[1]["allowWatchBookmarks"] == "true"
@@ -80,11 +80,11 @@ async def test_changes_are_followed_without_another_list(server, make_slice, unt
 
 
 async def test_the_end_of_a_watch_brings_a_new_list(server, make_slice, until) -> None:
-    async with following() as follower:
+    async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
         server.slices["one"] = make_slice("one", "10.0.0.1")
         server.end_watches()
-        await until(lambda: follower.addresses == {"10.0.0.1:9000"}, "what the watch missed")
+        await until(lambda: watcher.addresses == {"10.0.0.1:9000"}, "what the watch missed")
         await until(lambda: server.is_watched, "it watches again")
 
 
@@ -100,28 +100,28 @@ async def test_the_end_of_a_watch_brings_a_new_list(server, make_slice, until) -
     ids=["gone", "fault", "nameless", "text", "number"],
 )
 async def test_a_watch_that_fails_is_begun_again(server, make_slice, until, event) -> None:
-    async with following() as follower:
+    async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
         server.slices["one"] = make_slice("one", "10.0.0.1")
         server.tell(event)
-        await until(lambda: follower.addresses == {"10.0.0.1:9000"}, "a new list")
+        await until(lambda: watcher.addresses == {"10.0.0.1:9000"}, "a new list")
 
 
 async def test_what_was_known_stays_while_the_server_is_away(server, make_slice, until) -> None:
     server.slices = {"one": make_slice("one", "10.0.0.1")}
-    async with following() as follower:
+    async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
         await server.stop()
         await asyncio.sleep(0.2)
-        assert follower.addresses == {"10.0.0.1:9000"}
+        assert watcher.addresses == {"10.0.0.1:9000"}
         server.slices = {"one": make_slice("one", "10.0.0.2")}
         await server.start()
-        await until(lambda: follower.addresses == {"10.0.0.2:9000"}, "it has come back")
+        await until(lambda: watcher.addresses == {"10.0.0.2:9000"}, "it has come back")
 
 
 async def test_a_refused_follower_asks_less_and_less_often(server, until) -> None:
     server.status = 403
-    async with following():
+    async with watching():
         await asyncio.sleep(0.5)
         # 0.05 s between any two once the delay has grown, halved at most by chance.
         assert 3 <= len(server.queries) <= 25

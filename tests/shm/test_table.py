@@ -63,8 +63,8 @@ def test_another_process_sees_what_is_written_at_once() -> None:
         row = table.claim(b"a")
         child = os.fork()
         if not child:
-            one = table.seen_by(2)
-            one.cells[one.own_at(one.claim(b"a"), 0)] = 42.0
+            one = table.for_process(2)
+            one.cells[one.locate_own(one.claim(b"a"), 0)] = 42.0
             os.write(writing, b"x")
             os._exit(0)
         assert os.read(reading, 1) == b"x"
@@ -77,15 +77,15 @@ def test_another_process_sees_what_is_written_at_once() -> None:
 def test_another_process_reads_which_rows_have_changed() -> None:
     run_forking(
         """
-        follower, changed = table.seen_by(0).log.follow(), set()
+        reader, changed = table.for_process(0).change_log.open_reader(), set()
         child = os.fork()
         if not child:
-            table.seen_by(2).log.note(3)
+            table.for_process(2).change_log.record(3)
             os._exit(0)
         os.waitpid(child, 0)
-        assert follower.take(changed, 1) and changed == {3}
-        table.forget(2)
-        assert not follower.take(changed, 1)
+        assert reader.drain(changed, 1) and changed == {3}
+        table.clear_process(2)
+        assert not reader.drain(changed, 1)
         """
     )
 
@@ -95,15 +95,15 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_long() -> None:
         """
         child = os.fork()
         if not child:
-            with table._locked():
+            with table._lock():
                 os.write(writing, b"x")
                 signal.alarm(30)
                 signal.pause()
         assert os.read(reading, 1) == b"x"
-        assert table.seen_by(0).claim(b"a") is None
+        assert table.for_process(0).claim(b"a") is None
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert table.seen_by(0).claim(b"a") is not None
+        assert table.for_process(0).claim(b"a") is not None
         """
     )
 

@@ -12,11 +12,9 @@ from cleave.api.workload import LengthDistribution, Workload
 from cleave.controller.cluster.actions import PlanJob, ReviewResult
 from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import format_timestamp
-from cleave.controller.deployment.placement import hash_inputs, read_placement
-from cleave.controller.deployment.reconcile import DeploymentView
-from cleave.controller.replan.drift import DriftState
-from cleave.controller.replan.inputs import hash_model
+from cleave.controller.replan.inputs import hash_inputs, hash_model, read_placement
 from cleave.controller.replan.reconcile import update_drift
+from cleave.controller.views import DeploymentView, DriftState
 from cleave.gateway.metrics.gateway_metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools as make_pools

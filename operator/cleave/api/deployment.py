@@ -4,18 +4,16 @@ The CRD and `kubectl explain` are generated from these classes. A field exists o
 system acts on it: users would rely on a field that is accepted and ignored.
 """
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
 from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
-from cleave.api.enums import DispatchPolicy
+from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.model import ModelField
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.planning import Planning, PlanningMode
-from cleave.api.pools import PoolsSpec
 from cleave.api.replan_status import (
     CurrentPrediction,
     FittedPlanInputs,
@@ -95,19 +93,19 @@ def _are_cells_complete(pools: list[ManualPool]) -> bool:
     return roles == set(Role) and len(cells) == 1
 
 
-class FallbackPolicy(StrEnum):
-    """When one instance may serve both phases of a request that is to be disaggregated."""
+class PoolsSpec(ApiModel):
+    """How the prefill and decode pools exchange instances; mixed pools stay as they are."""
 
-    ALWAYS = "Always"
-    NEVER = "Never"
-    ON_PREFILL_LOSS = "OnPrefillLoss"
-
-
-class LateRequestPolicy(StrEnum):
-    """What happens to requests that cannot meet their TTFT target any more."""
-
-    SERVE = "Serve"
-    REFUSE = "Refuse"
+    flipping: Annotated[FlippingMode, Field(strict=False)] = FlippingMode.AUTO
+    """Auto: when queued prompts are about to miss slo.ttftMs, or decode instances are full, an
+    instance of the other pool serves both roles; it returns to its own role when the load has
+    fallen. No instance restarts and no request is moved. Advisory: the gateway logs and counts the
+    changes that Auto would make. Off: no instance changes its role, and those that have return
+    within minutes."""
+    min_prefill: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Minimum number of prefill instances that always keep their role."""
+    min_decode: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Minimum number of decode instances that always keep their role."""
 
 
 class Routing(ApiModel):

@@ -208,7 +208,7 @@ class EngineSpec(ApiModel):
             "['--scheduler-cls', '--scheduling-policy'])",
             is_valid=lambda e: (
                 e.scheduling is None
-                or not (e.states("--scheduler-cls") or e.states("--scheduling-policy"))
+                or not (e.has_flag("--scheduler-cls") or e.has_flag("--scheduling-policy"))
             ),
             message="excludes --scheduler-cls and --scheduling-policy in args; remove one of them",
             field="scheduling",

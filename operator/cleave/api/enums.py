@@ -18,3 +18,31 @@ class DispatchPolicy(StrEnum):
     LEAST_HEAVY = "LeastHeavy"
     BEST_FIT = "BestFit"
     PREFIX_AWARE = "PrefixAware"
+
+
+class FallbackPolicy(StrEnum):
+    """When a request that should be split may run whole on a decode instance instead."""
+
+    ALWAYS = "Always"
+    """Whenever no prefill instance is available or the handoff failed."""
+    NEVER = "Never"
+    ON_PREFILL_LOSS = "OnPrefillLoss"
+    """Only after a prefill attempt of this very request was lost."""
+
+
+class LateRequestPolicy(StrEnum):
+    """What happens to a request that can no longer meet its TTFT target."""
+
+    SERVE = "Serve"
+    REFUSE = "Refuse"
+    """429 at once, so that its client can go elsewhere and other requests are not delayed."""
+
+
+class FlippingMode(StrEnum):
+    """Whether instances change roles when traffic changes."""
+
+    OFF = "Off"
+    """No flips; flipped instances flip back."""
+    ADVISORY = "Advisory"
+    """Flips are logged and counted, but not executed."""
+    AUTO = "Auto"

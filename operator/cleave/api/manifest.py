@@ -86,7 +86,10 @@ def load_cluster(source: str | Path) -> Cluster:
     if len(documents) != 1:
         raise ManifestError(
             [
-                f"{_format_source(source)} holds {len(documents)} YAML documents; one cluster is expected"
+                (
+                    f"{_format_source(source)} holds {len(documents)} YAML documents; "
+                    "one cluster is expected"
+                )
             ]
         )
     (document,) = documents

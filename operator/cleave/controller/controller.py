@@ -30,14 +30,13 @@ from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.workqueue import WorkQueue
 from cleave.controller.deployment import invalid
-from cleave.controller.deployment.reconcile import DeploymentView
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
 from cleave.controller.metrics import OperatorMetrics
-from cleave.controller.pool.reconcile import PoolView
 from cleave.controller.pool.reconcile import reconcile as reconcile_pool
 from cleave.controller.replan.planner_process import PlannerClient
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
+from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
 
 log = logging.getLogger(__name__)

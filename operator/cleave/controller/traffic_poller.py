@@ -14,9 +14,8 @@ from cleave.controller.activator import PERIOD_S, Activator
 from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
 from cleave.controller.cluster.traffic_scraper import TrafficScraper
 from cleave.controller.deployment import scaling
-from cleave.controller.deployment.scaling import TrafficDemand
 from cleave.controller.replan import reconcile
-from cleave.controller.replan.drift import DriftState
+from cleave.controller.views import DriftState, TrafficDemand
 from cleave.manifests.labels import Manifest
 
 

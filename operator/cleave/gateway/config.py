@@ -1,20 +1,9 @@
 """Configuration of a gateway. Built from the command line, read by the whole package."""
 
-import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.api.enums import DispatchPolicy
-from cleave.router.role_flipper import RoleFlippingMode
-from cleave.router.router import FallbackMode
-
-
-class LateRequestPolicy(enum.Enum):
-    """What happens to a request that can no longer meet its TTFT target."""
-
-    SERVE = "Serve"
-    REFUSE = "Refuse"
-    """429 at once, so that its client can go elsewhere and other requests are not delayed."""
+from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +61,7 @@ class GatewayConfig:
     tls_certificate: Path | None = None
     """PEM, with its chain; read again with its key when they change. None: plain HTTP."""
     tls_key: Path | None = None
-    fallback: FallbackMode = FallbackMode.ALWAYS
+    fallback: FallbackPolicy = FallbackPolicy.ALWAYS
     policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     """How instances are picked for a request."""
     session_header: str = ""
@@ -86,7 +75,7 @@ class GatewayConfig:
     ahead_from_tokens: int = 0
     """KV of prompts from this length on is transferred while it is computed, by workers with
     `--transfer auto`; 0: none is."""
-    flipping: RoleFlippingMode = RoleFlippingMode.OFF
+    flipping: FlippingMode = FlippingMode.OFF
     """Whether this gateway changes roles of instances as traffic changes."""
     min_prefill: int = 1
     """Prefill instances that keep their role."""

@@ -1,4 +1,4 @@
-"""What the parts of one gateway share. Made by the server, read by connections and exchanges."""
+"""What the parts of one gateway share. Made by the server, read by connections and requests."""
 
 import os
 import time
@@ -89,7 +89,7 @@ class GatewayContext:
         self.num_awaiting_first_byte = 0
         """Requests that wait for the first byte of their answer."""
         self.queue_limit = config.queue_limit
-        """How many may; less what siblings have."""
+        """How many may; less those of the other processes."""
         self.draining = False
         self._pools: dict[str, EnginePool] = {}
         # Unique among gateways and their restarts: engines refuse or mix up equal ids.
@@ -111,11 +111,11 @@ class GatewayContext:
 
     def publish_process_state(self, now: float) -> None:
         """That this process lives, and what they need to know of it; called by the sweeper."""
-        siblings = self.shared_state
-        if siblings is None:
+        shared_state = self.shared_state
+        if shared_state is None:
             return
-        siblings.publish_heartbeat(now, self.num_awaiting_first_byte, self.metrics.in_flight)
-        self.queue_limit = siblings.compute_queue_limit(
+        shared_state.publish_heartbeat(now, self.num_awaiting_first_byte, self.metrics.in_flight)
+        self.queue_limit = shared_state.compute_queue_limit(
             self.num_awaiting_first_byte, self.config.queue_limit
         )
         if now >= self._next_save_at:
@@ -128,9 +128,9 @@ class GatewayContext:
             save_counters(self.metrics, self.shared_state)
 
     def count_in_flight(self) -> int:
-        """Requests being served, by siblings as well."""
-        siblings = self.shared_state
-        return self.metrics.in_flight if siblings is None else siblings.count_in_flight()
+        """Requests being served, by the other processes as well."""
+        shared_state = self.shared_state
+        return self.metrics.in_flight if shared_state is None else shared_state.count_in_flight()
 
     def make_request_id(self) -> bytes:
         """A request id that no client can bring about."""

@@ -18,18 +18,16 @@ from pathlib import Path
 import uvloop
 
 from cleave import logs
-from cleave.api.enums import DispatchPolicy
+from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.gateway import file_limit, process_supervisor
 from cleave.gateway.admission.tenants import ApiKeysError
-from cleave.gateway.config import GatewayConfig, LateRequestPolicy, Timeouts
+from cleave.gateway.config import GatewayConfig, Timeouts
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.server import GatewayServer
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsError
 from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.gateway.tracing.request_record import TracingError
-from cleave.router.role_flipper import RoleFlippingMode
-from cleave.router.router import FallbackMode
 from cleave.rpc.agent_discovery import ENV, DiscoveryError
 from cleave.rpc.listen_addresses import parse_hosts
 from cleave.traffic.length_file import LengthsError
@@ -60,11 +58,11 @@ def run(config: GatewayConfig) -> int:
         return _log_listen_error(config, error)
 
 
-def _serve_process(config: GatewayConfig, siblings: SharedGatewayState | None = None) -> int:
-    """Serve in this process; `siblings`: the state shared with the others, if there are several."""
+def _serve_process(config: GatewayConfig, shared_state: SharedGatewayState | None = None) -> int:
+    """Serve in this process; `shared_state`: that of the other processes, if there are several."""
     try:
         with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
-            return uvloop.run(_serve(config, siblings))
+            return uvloop.run(_serve(config, shared_state))
     except (
         DiscoveryError,
         ApiKeysError,
@@ -84,15 +82,15 @@ def _log_listen_error(config: GatewayConfig, error: OSError) -> int:
     return 1
 
 
-async def _serve(config: GatewayConfig, siblings: SharedGatewayState | None) -> int:
-    gateway = GatewayServer(config, siblings)
+async def _serve(config: GatewayConfig, shared_state: SharedGatewayState | None) -> int:
+    gateway = GatewayServer(config, shared_state)
     stop = gateway.stop_requested
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if siblings is not None:
+    if shared_state is not None:
         # The parent never writes, so the pipe becomes readable only when the parent has died.
-        loop.add_reader(siblings.parent_pipe, stop.set)
+        loop.add_reader(shared_state.parent_pipe, stop.set)
     try:
         await gateway.start()
         # The objects so far live as long as the process; scanning them would take 12 ms per
@@ -102,10 +100,10 @@ async def _serve(config: GatewayConfig, siblings: SharedGatewayState | None) -> 
         # What a request leaves is freed without the collector, or by its two young generations.
         gc.set_threshold(*GC_THRESHOLDS)
         scheme = "http" if config.tls_certificate is None else "https"
-        if siblings is None:
+        if shared_state is None:
             log.info("listening on %s://%s:%d", scheme, config.host, gateway.port)
         await stop.wait()
-        if siblings is None:
+        if shared_state is None:
             log.info("draining")
     finally:
         await gateway.stop()
@@ -274,9 +272,9 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--tls-key", type=Path, metavar="FILE", help="PEM, without a password")
     add(
         "--fallback",
-        type=FallbackMode,
+        type=FallbackPolicy,
         default=default.fallback,
-        metavar="{" + ",".join(rule.value for rule in FallbackMode) + "}",
+        metavar="{" + ",".join(rule.value for rule in FallbackPolicy) + "}",
         help="when a request that should be split may run entirely on a decode instance",
     )
     add("--ttft-ms", type=float, default=0.0, metavar="MS", help="target to measure; 0: none")
@@ -341,9 +339,9 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add(
         "--flipping",
-        type=RoleFlippingMode,
+        type=FlippingMode,
         default=default.flipping,
-        metavar="{" + ",".join(rule.value for rule in RoleFlippingMode) + "}",
+        metavar="{" + ",".join(rule.value for rule in FlippingMode) + "}",
         help="whether instances change roles while prompts queue or decode instances are full",
     )
     add("--min-prefill", type=int, default=1, help="prefill instances that keep their role")

@@ -1,7 +1,7 @@
 """Supervisor of a gateway of several processes on one port: starts, monitors and stops them.
 
 Called by main. The kernel spreads connections over the processes (SO_REUSEPORT); their shared state
-is in `siblings`. They are forked, so that one that died is replaced within milliseconds and all
+is in `shared_state`. They are forked, so that one that died is replaced within milliseconds and all
 share the memory of imported modules; hence the parent has no event loop and no thread. What is
 hard: with SO_REUSEPORT another gateway could bind the same port, so the port is first bound
 exclusively; and a killed parent must not leave serving children behind, so each child holds the
@@ -68,12 +68,12 @@ def run_processes(config: GatewayConfig, serve: Serve) -> int:
                 stack.enter_context(reserve_port(host, config.internal_port))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cleave-gateway-"))
         reading, writing = os.pipe()
-        siblings = SharedGatewayState(config.processes, Path(folder), reading)
-        stack.callback(siblings.close)
+        shared_state = SharedGatewayState(config.processes, Path(folder), reading)
+        stack.callback(shared_state.close)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         gc.freeze()
-        return _ProcessSupervisor(config, siblings, serve, writing).run()
+        return _ProcessSupervisor(config, shared_state, serve, writing).run()
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
@@ -102,13 +102,13 @@ class _ProcessSupervisor:
     """The supervising process; single-threaded, woken by signals."""
 
     def __init__(
-        self, config: GatewayConfig, siblings: SharedGatewayState, serve: Serve, pipe: int
+        self, config: GatewayConfig, shared_state: SharedGatewayState, serve: Serve, pipe: int
     ) -> None:
         self._config = config
-        self._shared_state = siblings
+        self._shared_state = shared_state
         self._serve = serve
         self._pipe = pipe
-        self._children = [_ChildProcess() for _ in range(siblings.num_processes)]
+        self._children = [_ChildProcess() for _ in range(shared_state.num_processes)]
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._ready = False
         self._poll_timer = WatchdogTimer(POLL_INTERVAL_S)
@@ -227,21 +227,21 @@ class _ProcessSupervisor:
 
 
 def _run_child(
-    serve: Serve, config: GatewayConfig, siblings: SharedGatewayState, parent: int
+    serve: Serve, config: GatewayConfig, shared_state: SharedGatewayState, parent: int
 ) -> int:
     """The life of a child process; its exit code."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        if siblings.process_index:
+        if shared_state.process_index:
             # A ticket of these services is valid only in the process that issued it.
             config = replace(config, router_port=0, endpoint_picker_port=0)
-        return serve(config, siblings)
+        return serve(config, shared_state)
     except BaseException:
-        log.exception("process %d ends", siblings.process_index + 1)
+        log.exception("process %d ends", shared_state.process_index + 1)
         return 70
     finally:
         if os.getppid() != parent:
-            siblings.remove_files()
+            shared_state.remove_files()
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 ADMIT_INTERVAL_S = 0.01
-"""Between two looks whether there is room for those who wait at the door."""
+"""Between two looks whether there is room for those who wait for admission."""
 TICKS_PER_CLIENT_CYCLE = 20
 MIN_CLIENTS_PER_TICK = 64
 FILE_CHECK_INTERVAL_S = 5.0
@@ -56,7 +56,7 @@ class GatewayServer:
         """`shared_state`: of which it is one process.
 
         Raises ApiKeysError, LengthsError and TlsError when one of its files cannot be read."""
-        directory = InstanceRegistry(
+        registry = InstanceRegistry(
             config.policy, shared_state.open_load_accounting() if shared_state else None
         )
         rules = RoutingRules(
@@ -71,7 +71,7 @@ class GatewayServer:
         if config.tls_certificate is not None and config.tls_key is not None:
             self._certificate = TlsCertificate(config.tls_certificate, config.tls_key)
         made = SharedRouter if shared_state else Router
-        router = made(directory, config.fallback, rules)
+        router = made(registry, config.fallback, rules)
         if config.output_length_model is not None:
             _load_output_length_model(config.output_length_model, router)
         self.context = GatewayContext(
@@ -79,13 +79,13 @@ class GatewayServer:
         )
         self.context.restore_counters()
         together = (shared_state.gateway_id, shared_state.num_processes) if shared_state else ()
-        self._agent_watcher = AgentWatcher(config.agents, directory, time.monotonic, *together)
-        self._pool_manager: RoleFlipper | None = None
+        self._agent_watcher = AgentWatcher(config.agents, registry, time.monotonic, *together)
+        self._role_flipper: RoleFlipper | None = None
         # One process is enough, and the first one is always there or about to be.
         if shared_state is None or shared_state.process_index == 0:
-            terms = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
-            self._pool_manager = RoleFlipper(
-                directory, config.flipping, terms, time.monotonic, self._record_flip
+            thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
+            self._role_flipper = RoleFlipper(
+                registry, config.flipping, thresholds, time.monotonic, self._record_flip
             )
         self._router_server = RouterServer(self.context.router, time.monotonic)
         self._endpoint_picker = EndpointPickerServer(self.context)
@@ -110,9 +110,9 @@ class GatewayServer:
         config = self._config
         self._recorder = make_recorder(config, self.context.metrics)
         await self._agent_watcher.start()
-        pages = GatewayRequestHandler(self.context, self._recorder)
+        handler = GatewayRequestHandler(self.context, self._recorder)
         self.port = await self._listen(
-            config.port, pages, self.context.client_limiter, self._certificate
+            config.port, handler, self.context.client_limiter, self._certificate
         )
         if config.internal_port:
             internal = GatewayRequestHandler(self.context, internal=True)
@@ -122,8 +122,8 @@ class GatewayServer:
         if config.endpoint_picker_port:
             await self._endpoint_picker.start(config.endpoint_picker_port, self.port)
         parts = [self._check_deadlines(), self._admit_waiting(), self._reload_files()]
-        if self._pool_manager is not None:
-            parts.append(self._pool_manager.run())
+        if self._role_flipper is not None:
+            parts.append(self._role_flipper.run())
         self._tasks = [self._start_task(part) for part in parts]
         if self._shared_state is not None:
             self._shared_state.register_process(os.getpid())
@@ -238,8 +238,8 @@ class GatewayServer:
             if rounds.stall_s:
                 context.discount_pause(rounds.stall_s, now)
             if rounds.is_reliable:
-                for exchange in tuple(context.active_requests):
-                    exchange.check_deadline(now)
+                for request in tuple(context.active_requests):
+                    request.check_deadline(now)
                 for client in self._take_clients():
                     client.check_deadline(now)
                 context.admission.expire_waiting(now)
@@ -249,11 +249,11 @@ class GatewayServer:
 
     async def _admit_waiting(self) -> None:
         """Who waits hears of own answers that make room at once, and of others' in this way."""
-        door = self.context.admission
+        admission = self.context.admission
         while True:
-            await door.has_waiters.wait()
+            await admission.has_waiters.wait()
             await asyncio.sleep(ADMIT_INTERVAL_S)
-            door.admit_all_waiting(self.context.clock())
+            admission.admit_all_waiting(self.context.clock())
 
 
 def _load_output_length_model(path: Path, router: Router) -> None:

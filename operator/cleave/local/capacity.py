@@ -20,8 +20,9 @@ def find_shortages(
     memory = sum(spec.memory_bytes for spec in specs)
     if memory > node.memory_bytes:
         shortages.append(
-            f"{format_gib(memory)} of memory needed for {len(specs)} pods, {format_gib(node.memory_bytes)} "
-            "available; use fewer replicas or lower spec.template.resources"
+            f"{format_gib(memory)} of memory needed for {len(specs)} pods, "
+            f"{format_gib(node.memory_bytes)} available; "
+            "use fewer replicas or lower spec.template.resources"
         )
     cores = sum(spec.exclusive_cores for spec in specs)
     if cores > len(node.free_cores) and not allow_shared_cores:

@@ -70,7 +70,7 @@ def build_launch_plan(
 
 
 def require_engine(engine: EngineType) -> None:
-    """Raise MissingExtraError or DeploymentStartError with the packages that `engine` still needs."""
+    """Raise MissingExtraError or DeploymentStartError with the packages that `engine` lacks."""
     distribution.require("gateway", "worker")
     if engine is not EngineType.VLLM:
         return

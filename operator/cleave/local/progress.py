@@ -218,7 +218,7 @@ async def _collect_progress(
     *,
     refresh_ready: bool,
 ) -> list[PodProgress]:
-    """Steps of all pods; without `refresh_ready`, a pod that stays ready keeps its previous step."""
+    """Steps of all pods; without `refresh_ready`, a pod that stays ready keeps its last step."""
     known = {each.pod: each for each in before}
     kept = {
         pod.name: known[pod.name]

@@ -1,6 +1,6 @@
 """The state folder of a deployment on this machine.
 
-The supervisor writes `state.json` there; `up`, `status`, `down` and `kubelet.logs` read it. What is
+The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. What is
 hard: a supervisor that was killed leaves its file behind. Whether one runs is therefore determined
 by a file lock, which the kernel releases with the process, and not by `state.json`.
 """
@@ -168,7 +168,7 @@ def get_folder(name: str) -> StateFolder:
 
 
 def create_folder(path: Path) -> None:
-    """Create a folder below `get_root`. Raises StateError when that is not possible."""
+    """Create a folder below `get_root()`. Raises StateError when that is not possible."""
     try:
         files.create_private_folder(path)
         if not os.access(path, os.W_OK):

@@ -3,10 +3,9 @@
 Called by `cleave.local` and the controller.
 """
 
-from cleave.api.deployment import GatewaySpec, LLMDeployment
+from cleave.api.deployment import GatewaySpec, LLMDeployment, PoolsSpec
 from cleave.api.engine import TransferMode
 from cleave.api.plan import SelectedPlan
-from cleave.api.pools import PoolsSpec
 from cleave.manifests import topology
 from cleave.manifests.container import (
     LISTEN_ON,

@@ -77,5 +77,5 @@ def build_component_labels(deployment: str, component: str) -> dict[str, str]:
 
 
 def get_agents_source(deployment: str, namespace: str) -> str:
-    """Where to discover a deployment's agents, in the form that `cleave.rpc.agent_discovery` reads."""
+    """Where to discover a deployment's agents, as `cleave.rpc.agent_discovery` reads it."""
     return f"endpoints:{namespace}/{get_workers_name(deployment)}:{AGENT_PORT}"

@@ -27,7 +27,7 @@ loaded."""
 
 
 def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
-    """The container's `build_resources`: defaults for engine and device, with the pool's overrides."""
+    """The container's `resources`: defaults for engine and device, with the pool's overrides."""
     return _merge(_build_defaults(spec, device), spec.template.resources)
 
 

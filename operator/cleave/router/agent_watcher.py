@@ -1,4 +1,4 @@
-"""Watches every agent and updates the directory. Started by the gateway and the router service.
+"""Watches every agent and updates the registry. Started by the gateway and the router service.
 
 One gRPC stream per agent; the list of agents is refreshed twice a second. What is hard: to
 distinguish a lost agent from a silent one. A broken stream closes its instance at once and is
@@ -50,14 +50,14 @@ class AgentWatcher:
     def __init__(
         self,
         source: str,
-        directory: InstanceRegistry,
+        registry: InstanceRegistry,
         clock: Callable[[], float],
         name: str = "",
         processes: int = 1,
     ) -> None:
         """`name`: common name of all `processes` that share load accounting; empty: a new one."""
         self._agents = AgentDiscovery(source)
-        self._registry = directory
+        self._registry = registry
         self._clock = clock
         # Agents count routers by name and report their number to each of them.
         self._name = name or uuid.uuid4().hex
@@ -70,7 +70,8 @@ class AgentWatcher:
         self._all_registered = asyncio.Event()
 
     async def start(self) -> None:
-        """Start watching; returns when every agent has registered or failed, or after MEETING_S.
+        """Start watching; returns when every agent has registered or failed, or after
+        REGISTRATION_TIMEOUT_S.
 
         A router that knows only a part of the fleet would reject models of the other part.
         Raises DiscoveryError when the source is malformed.

@@ -14,7 +14,7 @@ import grpc
 
 from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownModel
 from cleave.router.instance import RoutedInstance, Target
-from cleave.router.router import Pick as Placed
+from cleave.router.router import Pick as RoutedPick
 from cleave.router.router import RequestPhase, Router
 from cleave.rpc.v1 import agent_pb2, router_pb2, router_pb2_grpc
 
@@ -37,7 +37,7 @@ _STATUS_CODES = {
 
 @dataclass(slots=True)
 class _TicketLease:
-    pick: Placed
+    pick: RoutedPick
     ends_at: float
 
 
@@ -103,7 +103,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 self._router.release(lease.pick)
                 del self._leases[ticket]
 
-    def _pick(self, request: router_pb2.PickRequest) -> Placed:
+    def _pick(self, request: router_pb2.PickRequest) -> RoutedPick:
         if len(self._leases) >= MAX_TICKETS:
             raise QueueFull(f"{MAX_TICKETS} tickets are open already")
         return self._router.pick(
@@ -170,12 +170,12 @@ def _serves_model(instance: RoutedInstance, model: str) -> bool:
 
 
 def _describe_instance(instance: RoutedInstance, now: float) -> router_pb2.Instance:
-    ledger = instance.in_flight
+    in_flight = instance.in_flight
     return router_pb2.Instance(
         registration=instance.registration,
         load=instance.load,
-        pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
-        requests_in_flight=ledger.count_requests(),
+        pending_tokens=int(in_flight.prompt.pending + in_flight.resident.pending),
+        requests_in_flight=in_flight.count_requests(),
         report_age_ms=int(max(now - instance.last_event_at, 0.0) * 1_000),
         selectable=instance.selectable,
         agent=instance.agent,

@@ -1,6 +1,6 @@
 """One instance as the router sees it: its registration, its load, whether it takes requests.
 
-Used by the directory (which changes it) and the board (which scores it). What is hard: load
+Used by the registry (which changes it) and the score table (which scores it). What is hard: load
 accounting belongs to one boot of an engine. After a restart the old requests are gone, but their
 picks are released later; so the `InFlightLoad` is replaced, never reset, and late releases go to
 the old one.
@@ -170,9 +170,9 @@ class RoutedInstance:
         agent: str,
         registration: agent_pb2.Registration,
         now: float,
-        open_ledger: Callable[[str, str], InFlightLoad] = lambda name, boot_id: InFlightLoad(),  # noqa: ARG005
+        open_load: Callable[[str, str], InFlightLoad] = lambda name, boot_id: InFlightLoad(),  # noqa: ARG005
     ) -> None:
-        """`open_ledger`: (instance name, boot ID) -> the accounting of that boot.
+        """`open_load`: (instance name, boot ID) -> the accounting of that boot.
 
         Raises ValueError when the engine's URL is invalid.
         """
@@ -182,16 +182,16 @@ class RoutedInstance:
         self.agent = agent
         self.registration = registration
         self.load = agent_pb2.LoadReport()
-        self._open_load = open_ledger
-        self.in_flight = open_ledger(self.name, registration.boot_id)
+        self._open_load = open_load
+        self.in_flight = open_load(self.name, registration.boot_id)
         self.score_table: BaseScoreTable | None = None
         """The table with its scores; None after its removal."""
         self.slot = 0
         self.connectivity = Connectivity.FRESH
         self.last_event_at = now
-        """Time of the latest event, in seconds of the directory's clock."""
+        """Time of the latest event, in seconds of the registry's clock."""
         self.stalled_at = -math.inf
-        """Time of the latest report after a stall (see STILL_NS), in seconds of the same clock."""
+        """Time of the latest report after a stall (see STALL_NS), in seconds of the same clock."""
         self.num_routers = 1
         """Number of routers that send requests to this instance."""
         self.router_rank = 0

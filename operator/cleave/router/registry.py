@@ -44,12 +44,12 @@ class InstanceRegistry:
     def __init__(
         self,
         policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT,
-        books: SharedLoad | None = None,
+        shared_load: SharedLoad | None = None,
     ) -> None:
-        """`books`: load accounting shared with the other processes; None: a single process."""
+        """`shared_load`: accounting shared with the other processes; None: a single process."""
         self.policy = policy
         """The policy that determines the scores."""
-        self.shared_load = books
+        self.shared_load = shared_load
         self.instances: dict[str, RoutedInstance] = {}
         self.models: dict[str, ServedModel] = {}
         self.known_models: set[str] = set()
@@ -86,8 +86,8 @@ class InstanceRegistry:
         for instance in self.instances.values():
             age = now - instance.last_event_at
             if age > STALE_S and instance.connectivity is not Connectivity.DISCONNECTED:
-                contact = Connectivity.UNRESPONSIVE if age > SILENCE_S else Connectivity.STALE
-                closed |= self._set_connectivity(instance, contact)
+                connectivity = Connectivity.UNRESPONSIVE if age > SILENCE_S else Connectivity.STALE
+                closed |= self._set_connectivity(instance, connectivity)
         if closed:
             self._rebuild()
 
@@ -99,13 +99,13 @@ class InstanceRegistry:
             instance.in_flight.sync()
 
     @property
-    def has_instances(self) -> bool:
+    def knows_adapters(self) -> bool:
         """Whether any engine has reported its adapters; before that the list is incomplete."""
         return any(map(_knows_adapters, self.instances.values()))
 
     def build_error(self, model: str) -> RouterError:
         """The error for an unknown model; NoInstance while the list of models is incomplete."""
-        if self.has_instances:
+        if self.knows_adapters:
             return UnknownModel(model)
         return NoInstance("no instance has answered so far")
 
@@ -153,11 +153,11 @@ class InstanceRegistry:
         instance = self.instances.get(self._names.get(agent, ""))
         return instance if instance is not None and instance.agent == agent else None
 
-    def _set_connectivity(self, instance: RoutedInstance, contact: Connectivity) -> bool:
+    def _set_connectivity(self, instance: RoutedInstance, connectivity: Connectivity) -> bool:
         """Set the connectivity; whether that opens or closes the instance for requests."""
-        if instance.connectivity is contact:
+        if instance.connectivity is connectivity:
             return False
-        selectable, instance.connectivity = instance.selectable, contact
+        selectable, instance.connectivity = instance.selectable, connectivity
         self.refresh(instance)
         return instance.selectable is not selectable
 
@@ -171,25 +171,25 @@ class InstanceRegistry:
         adapters: dict[str, list[tuple[str, ScoreTable]]] = defaultdict(list)
         self.models = {}
         for (model, _, _), instances in sorted(groups.items()):
-            board = (
+            table = (
                 ScoreTable(instances, self.policy)
                 if self.shared_load is None
                 else build_shared_table(instances, self.policy, self.shared_load)
             )
             served = self.models.setdefault(model, ServedModel([], []))
-            served.score_tables.append(board)
+            served.score_tables.append(table)
             served.instances.extend(instances)
             for slot, instance in enumerate(instances):
-                instance.score_table, instance.slot = board, slot
+                instance.score_table, instance.slot = table, slot
             for name in _list_adapters(instances):
-                adapters[name].append((model, board))
+                adapters[name].append((model, table))
         for name, tables in adapters.items():
             if name not in self.models:
-                boards = [board for _, board in tables]
-                all_of_them = [instance for board in boards for instance in board.instances]
+                score_tables = [table for _, table in tables]
+                all_of_them = [instance for table in score_tables for instance in table.instances]
                 crowded = any(map(_is_crowded, all_of_them))
                 self.models[name] = ServedModel(
-                    boards, all_of_them, tables[0][0], to_key(name), crowded
+                    score_tables, all_of_them, tables[0][0], to_key(name), crowded
                 )
         self.known_models.update(self.models)
 

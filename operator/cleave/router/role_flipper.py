@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import TypeAlias
 
 import grpc
 
+from cleave.api.enums import FlippingMode
 from cleave.policy import role_flipping
 from cleave.policy.role_flipping import NONE, FlipThresholds
 from cleave.router.instance import ROLES, InFlightLoad, RoutedInstance
@@ -38,16 +38,6 @@ SET_ROLE_TIMEOUT_S = 20.0
 other flips of this gateway wait, but not requests."""
 RETRY_DELAY_S = 10.0
 """Delay after a failed SetRole until the next one in the same deployment and revision."""
-
-
-class RoleFlippingMode(Enum):
-    """Whether instances change roles with the traffic."""
-
-    OFF = "Off"
-    """No flips; flipped instances flip back."""
-    ADVISORY = "Advisory"
-    """Flips are logged and counted, but not executed."""
-    AUTO = "Auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +70,8 @@ class RoleFlip:
         """A description for the log."""
         return (
             f"{self.instance}: {' -> '.join(self.labels[1:])}; "
-            f"pressure of prompts {self.prefill_pressure:.2f}, of decoding {self.decode_pressure:.2f}"
+            f"pressure of prompts {self.prefill_pressure:.2f}, "
+            f"of decoding {self.decode_pressure:.2f}"
         )
 
 
@@ -97,7 +88,7 @@ class FlipState:
     def decide(
         self,
         instances: list[RoutedInstance],
-        terms: FlipThresholds,
+        thresholds: FlipThresholds,
         now_s: float,
         lends: bool = True,
     ) -> RoleFlip | None:
@@ -108,7 +99,7 @@ class FlipState:
         for member, instance in zip(self._members, instances, strict=True):
             _fill_member(member, instance, present, now_ms)
         if lends:
-            slot, role = role_flipping.decide(self._members, self._history, terms, now_ms)
+            slot, role = role_flipping.decide(self._members, self._history, thresholds, now_ms)
         else:
             slot, role = role_flipping.return_flipped(self._members, now_ms)
         if slot == NONE:
@@ -122,8 +113,8 @@ class FlipState:
             registration.epoch + 1,
             registration.role,
             ROLES[role],
-            self._compute_pressure(0, terms),
-            self._compute_pressure(1, terms),
+            self._compute_pressure(0, thresholds),
+            self._compute_pressure(1, thresholds),
         )
 
     def record(self, flip: RoleFlip, now_s: float) -> None:
@@ -131,8 +122,8 @@ class FlipState:
         slot = self._names.index(flip.instance)
         role_flipping.record_role(self._members, slot, _ROLE_NUMBERS[flip.role], now_s * 1000)
 
-    def _compute_pressure(self, side: int, terms: FlipThresholds) -> float:
-        return role_flipping.compute_pressure(self._members, side, terms, True)
+    def _compute_pressure(self, side: int, thresholds: FlipThresholds) -> float:
+        return role_flipping.compute_pressure(self._members, side, thresholds, True)
 
     def _update_members(self, names: list[str]) -> None:
         """Adapt the members to the present instances, keeping the state of those that remain."""
@@ -146,24 +137,24 @@ class FlipState:
 
 
 class RoleFlipper:
-    """Flips roles of the instances of all models in a directory."""
+    """Flips roles of the instances of all models in a registry."""
 
     def __init__(
         self,
-        directory: InstanceRegistry,
-        flipping: RoleFlippingMode,
-        terms: FlipThresholds,
+        registry: InstanceRegistry,
+        mode: FlippingMode,
+        thresholds: FlipThresholds,
         clock: Callable[[], float],
-        note: Callable[[RoleFlip], None],
-        order: Callable[[RoleFlip], Awaitable[None]] | None = None,
+        on_flip: Callable[[RoleFlip], None],
+        set_role: Callable[[RoleFlip], Awaitable[None]] | None = None,
     ) -> None:
-        """`note`: called for each flip; `order`: executes a flip or raises AioRpcError."""
-        self._registry = directory
-        self._flipping = flipping
-        self._thresholds = terms
+        """`on_flip`: called for each flip; `set_role`: executes a flip or raises AioRpcError."""
+        self._registry = registry
+        self._mode = mode
+        self._thresholds = thresholds
         self._clock = clock
-        self._on_flip = note
-        self._set_role = order or send_flip
+        self._on_flip = on_flip
+        self._set_role = set_role or send_flip
         self._states: dict[tuple[str, str], FlipState] = {}
         self._excluded: set[str] = set()
         """Names of instances that cannot change roles and for which this has been logged."""
@@ -180,12 +171,12 @@ class RoleFlipper:
         # Adapters have the score tables of their base models.
         bases = [model for model in self._registry.models.values() if not model.base]
         for model in bases:
-            for board in model.score_tables:
-                registration = board.instances[0].registration
+            for table in model.score_tables:
+                registration = table.instances[0].registration
                 key = registration.deployment, registration.revision
                 present.add(key)
-                if _is_leader(board.instances):
-                    flippable = [each for each in board.instances if self._may_flip(each)]
+                if _is_leader(table.instances):
+                    flippable = [each for each in table.instances if self._may_flip(each)]
                     await self._check_group(self._states.setdefault(key, FlipState()), flippable)
         for key in self._states.keys() - present:
             del self._states[key]
@@ -209,29 +200,29 @@ class RoleFlipper:
             )
         return False
 
-    async def _check_group(self, pools: FlipState, instances: list[RoutedInstance]) -> None:
+    async def _check_group(self, state: FlipState, instances: list[RoutedInstance]) -> None:
         now = self._clock()
-        lends = self._flipping is not RoleFlippingMode.OFF
-        flip = pools.decide(instances, self._thresholds, now, lends)
+        lends = self._mode is not FlippingMode.OFF
+        flip = state.decide(instances, self._thresholds, now, lends)
         if flip is None:
-            pools.recommended = None
-        elif self._flipping is RoleFlippingMode.ADVISORY:
-            if pools.recommended is None or pools.recommended.instance != flip.instance:
+            state.recommended = None
+        elif self._mode is FlippingMode.ADVISORY:
+            if state.recommended is None or state.recommended.instance != flip.instance:
                 log.info("would flip %s", flip.describe())
                 self._on_flip(flip)
-            pools.recommended = flip
-        elif now >= pools.retry_at_s:
-            await self._execute(pools, flip)
+            state.recommended = flip
+        elif now >= state.retry_at_s:
+            await self._execute(state, flip)
 
-    async def _execute(self, pools: FlipState, flip: RoleFlip) -> None:
+    async def _execute(self, state: FlipState, flip: RoleFlip) -> None:
         try:
             await self._set_role(flip)
         except grpc.aio.AioRpcError as error:
-            pools.retry_at_s = self._clock() + RETRY_DELAY_S
+            state.retry_at_s = self._clock() + RETRY_DELAY_S
             log.warning("not flipped: %s; %s", flip.describe(), error.details())
             return
         log.info("flipped %s", flip.describe())
-        pools.record(flip, self._clock())
+        state.record(flip, self._clock())
         self._on_flip(flip)
 
 
@@ -242,10 +233,10 @@ async def send_flip(flip: RoleFlip) -> None:
         await agent_pb2_grpc.AgentStub(channel).SetRole(request, timeout=SET_ROLE_TIMEOUT_S)
 
 
-def _compute_computed_share(ledgers: list[InFlightLoad]) -> float:
-    claimed = sum(each.resident.pending for each in ledgers)
+def _compute_computed_share(loads: list[InFlightLoad]) -> float:
+    claimed = sum(each.resident.pending for each in loads)
     # Other routers' requests count as resident only from their prefill on, so `others` is excluded.
-    pending = sum(each.prompt.pending - each.prompt.remote for each in ledgers)
+    pending = sum(each.prompt.pending - each.prompt.remote for each in loads)
     return role_flipping.compute_computed_share(claimed, pending)
 
 
@@ -253,19 +244,19 @@ def _fill_member(
     member: role_flipping.Members, instance: RoutedInstance, present: float, now_ms: float
 ) -> None:
     """Fill in the inputs of the policy; `present`: the result of `_compute_computed_share`."""
-    registration, ledger = instance.registration, instance.in_flight
-    queue = ledger.queue
-    pending = ledger.prompt.pending
-    pending_ms = queue.predict_ms(pending, ledger.count_prompts(pending))
+    registration, in_flight = instance.registration, instance.in_flight
+    queue = in_flight.queue
+    pending = in_flight.prompt.pending
+    pending_ms = queue.predict_ms(pending, in_flight.count_prompts(pending))
     # The start of a prompt of another router is not known.
-    worked_ms = max(now_ms - queue.head_started_ms, 0.0) if ledger.prompt.own >= 1.0 else 0.0
+    worked_ms = max(now_ms - queue.head_started_ms, 0.0) if in_flight.prompt.own >= 1.0 else 0.0
     capacity = registration.kv_blocks_total * registration.kv_block_size
     role = _ROLE_NUMBERS[registration.role]
     if member["role"] != role:
         # The operator, a user or another gateway has changed the role.
         member["since_ms"] = now_ms
     member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
-    member["use"] = present * ledger.resident.pending / capacity if capacity else 0.0
+    member["use"] = present * in_flight.resident.pending / capacity if capacity else 0.0
     member["configured_role"] = _ROLE_NUMBERS[registration.home or registration.role]
     member["role"] = role
     member["is_open"] = instance.selectable and registration.kv_path.verified

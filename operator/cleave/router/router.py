@@ -1,5 +1,5 @@
-"""Picks the instances for each request and keeps the books. A library: the gateway calls it for
-every request, the gRPC service offers it to other gateways.
+"""Picks the instances for each request and accounts for its load. A library: the gateway calls it
+for every request, the gRPC service offers it to other gateways.
 
 What is hard: prefill and decode are picked together, from one deployment and revision, and only
 between instances whose KV path was tested; within a cell, if they have any, as long as it decodes;
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from cleave.api.enums import FallbackPolicy
 from cleave.policy.best_fit import GAMMA, compute_context_weight
 from cleave.policy.dispatch import (
     CACHED,
@@ -63,16 +64,6 @@ _ALWAYS_OBSERVED = 1024
 _OBSERVE_EVERY = 8
 
 
-class FallbackMode(enum.Enum):
-    """When a request that should be split may run whole on a decode instance instead."""
-
-    ALWAYS = "Always"
-    """Whenever no prefill instance can be had or the hand-off failed."""
-    NEVER = "Never"
-    ON_PREFILL_LOSS = "OnPrefillLoss"
-    """Only after a prefill attempt of this very request was lost."""
-
-
 class RequestPhase(enum.Enum):
     """What of a request is over."""
 
@@ -86,7 +77,7 @@ _PREFILL_PHASE, _DECODE_PHASE = RequestPhase.PREFILL, RequestPhase.DECODE
 
 
 class Pick:
-    """A placed request; entered in the books until released."""
+    """A placed request; counts as load in flight until released."""
 
     __slots__ = (
         "_decode_entry",
@@ -121,7 +112,7 @@ class Pick:
 
     @property
     def is_open(self) -> bool:
-        """Whether any of it is still in the books."""
+        """Whether any of it still counts as load in flight."""
         return self._prefill_entry is not None or self._decode_entry is not None
 
 
@@ -130,18 +121,18 @@ Selection = tuple[RoutedInstance | None, RoutedInstance, str]
 
 
 class Router:
-    """Decides over a directory that somebody else keeps up to date."""
+    """Decides over a registry that somebody else keeps up to date."""
 
     def __init__(
         self,
-        directory: InstanceRegistry,
-        fallback: FallbackMode = FallbackMode.ALWAYS,
+        registry: InstanceRegistry,
+        fallback: FallbackPolicy = FallbackPolicy.ALWAYS,
         rules: RoutingRules | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
         """`seed`: above 0, of policies that draw."""
-        self.registry = directory
+        self.registry = registry
         self.length_predictor: LengthPredictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
         """What foretells outputs; whoever sees answers end lets it learn."""
         self._fallback = fallback
@@ -149,17 +140,19 @@ class Router:
         self._iteration_times = IterationTimeEstimator(self._rules.ttft_ms, self._rules.tpot_ms)
         self._clock = clock
         self._selector = EndpointSelector(
-            directory.policy, self._iteration_times, clock, seed or random.randrange(1, 2147483647)
+            registry.policy, self._iteration_times, clock, seed or random.randrange(1, 2147483647)
         )
-        rule = RULES[directory.policy]
+        rule = RULES[registry.policy]
         self.uses_prompt_text = rule.prefill == CACHED
         """Whether picks look at the prompt's text."""
         # What these two compare would cost all others a few percent of a request.
         self._tracks_decoding = rule.decode in (LIGHTEST, FULLEST)
         self._fits_iteration_times = rule.decode == FULLEST
         self._num_picks = self._num_completed = 0
-        books = directory.shared_load
-        self._count_pick = books.count_pick if books is not None else itertools.count(1).__next__
+        shared_load = registry.shared_load
+        self._count_pick = (
+            shared_load.count_pick if shared_load is not None else itertools.count(1).__next__
+        )
 
     def pick(
         self,
@@ -175,7 +168,7 @@ class Router:
         text: bytes | memoryview = b"",
         cached: CachedPrompt | None = None,
     ) -> Pick:
-        """Place one request and enter it in the books.
+        """Place one request and add its load.
 
         `prompt_tokens` is an estimate, `output_tokens` its limit, 0: none. `colocated`: it cannot
         be split. `excluded`: instances that it was lost on; `suspect`: those that refused it, taken
@@ -184,74 +177,78 @@ class Router:
         prompt, for policies that know what is cached. `cached`: computed there before. Raises
         RouterError.
         """
-        known = self.registry.models.get(model)
-        if known is None:
+        served = self.registry.models.get(model)
+        if served is None:
             raise self.registry.build_error(model)
-        avoids = [{*excluded, *suspect}, excluded] if suspect else [excluded]
+        exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
         predicted = self.length_predictor.predict(prompt_tokens, output_tokens)
-        wish = self._selector.build_request(prompt_tokens, predicted, session, text, known, cached)
-        prefill, decode, reason = self._select(model, known, wish, colocated, avoids, prefill_lost)
+        request = self._selector.build_request(
+            prompt_tokens, predicted, session, text, served, cached
+        )
+        prefill, decode, reason = self._select(
+            model, served, request, colocated, exclusions, prefill_lost
+        )
         picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
-        self._add_load(picked, prefill, decode, wish)
+        self._add_load(picked, prefill, decode, request)
         return picked
 
     def release(self, pick: Pick, phase: RequestPhase = RequestPhase.ALL) -> None:
-        """Close the books of a request or of one phase; doing so again changes nothing."""
+        """Remove the load of a request or of one phase; doing so again changes nothing."""
         entry = pick._prefill_entry
         if entry is not None and phase is not _DECODE_PHASE:
             pick._prefill_entry = None
             now = pick.decoding_since = self._clock()
-            instance, ledger, tokens = entry
-            ledger.prompt.remove(tokens)
-            ledger.num_prompts -= 1
+            instance, in_flight, tokens = entry
+            in_flight.prompt.remove(tokens)
+            in_flight.num_prompts -= 1
             if phase is _PREFILL_PHASE:
-                ms = ledger.queue.observe_completion(tokens, now * 1000, ledger.prompt.remote)
+                ms = in_flight.queue.observe_completion(tokens, now * 1000, in_flight.prompt.remote)
                 if self._fits_iteration_times:
                     self._iteration_times.add_prompt(tokens, ms)
             if pick.prefill is not None:
-                ledger.num_requests -= 1
+                in_flight.num_requests -= 1
             # Where both phases end on one instance it is scored once, below.
             if pick.prefill is not None or phase is _PREFILL_PHASE or pick._decode_entry is None:
-                self._refresh_scores(instance, ledger)
+                self._refresh_scores(instance, in_flight)
         entry = pick._decode_entry
         if entry is not None and phase is not _PREFILL_PHASE:
             pick._decode_entry = None
-            instance, ledger, tokens = entry
-            ledger.resident.remove(tokens)
-            ledger.num_requests -= 1
+            instance, in_flight, tokens = entry
+            in_flight.resident.remove(tokens)
+            in_flight.num_requests -= 1
             if self._tracks_decoding:
-                self._remove_decoding(pick, ledger)
-            self._refresh_scores(instance, ledger)
+                self._remove_decoding(pick, in_flight)
+            self._refresh_scores(instance, in_flight)
 
     def observe_completion(self, pick: Pick, output_tokens: int) -> None:
-        """A request that is still in the books has ended by itself with that many tokens."""
+        """A request that is not released yet has ended by itself with that many tokens."""
         self._num_completed += 1
         # Lengths change slowly: once they are known, some of the answers tell enough.
         if self._num_completed < _ALWAYS_OBSERVED or self._num_completed % _OBSERVE_EVERY == 0:
             self.length_predictor.observe(pick.prompt_tokens, output_tokens)
         entry = pick._decode_entry
         if self._fits_iteration_times and entry is not None and pick.decoding_since is not None:
-            _, ledger, _ = entry
+            _, in_flight, _ = entry
             ms = (self._clock() - pick.decoding_since) * 1000
             self._iteration_times.add_completion(
-                output_tokens, ms, len(ledger.decoding_requests), ledger.weighted_context
+                output_tokens, ms, len(in_flight.decoding_requests), in_flight.weighted_context
             )
 
     def allows_colocated(self, prefill_lost: bool) -> bool:
         """Whether the fallback lets a splittable request run whole on a decode instance."""
-        if self._fallback is FallbackMode.ON_PREFILL_LOSS:
+        if self._fallback is FallbackPolicy.ON_PREFILL_LOSS:
             return prefill_lost
-        return self._fallback is FallbackMode.ALWAYS
+        return self._fallback is FallbackPolicy.ALWAYS
 
     def explain_unavailable(self, model: str) -> str:
         """Why a plain request for this model could not be placed now; empty when it could."""
-        known = self.registry.models.get(model)
-        if known is None:
+        served = self.registry.models.get(model)
+        if served is None:
             return str(self.registry.build_error(model))
         try:
-            wish = RoutingRequest(1, 1.0)
-            if self._select_pair(known, wish, [()]) is None:
-                self._select_colocated(model, known, wish, False, [()], False)
+            request = RoutingRequest(1, 1.0)
+            if self._select_pair(served, request, [()]) is None:
+                self._select_colocated(model, served, request, False, [()], False)
         except NoInstance as error:
             return str(error)
         return ""
@@ -259,34 +256,36 @@ class Router:
     def _select(
         self,
         model: str,
-        known: ServedModel,
-        wish: RoutingRequest,
-        single: bool,
-        avoids: list[Collection[str]],
+        served: ServedModel,
+        request: RoutingRequest,
+        colocated: bool,
+        exclusions: list[Collection[str]],
         prefill_lost: bool,
     ) -> Selection:
-        placed = None
-        if not single:
+        selection = None
+        if not colocated:
             if self._rules.short_prompt_tokens:
-                placed = self._select_short(known, wish, avoids)
-            placed = placed or self._select_pair(known, wish, avoids)
-        return placed or self._select_colocated(model, known, wish, single, avoids, prefill_lost)
+                selection = self._select_short(served, request, exclusions)
+            selection = selection or self._select_pair(served, request, exclusions)
+        return selection or self._select_colocated(
+            model, served, request, colocated, exclusions, prefill_lost
+        )
 
     def _select_short(
-        self, known: ServedModel, wish: RoutingRequest, avoids: list[Collection[str]]
+        self, served: ServedModel, request: RoutingRequest, exclusions: list[Collection[str]]
     ) -> Selection | None:
         """A prompt so short, or cached so far, that it need not wait for a prefill instance."""
         limit = self._rules.short_prompt_tokens
-        if wish.prompt_tokens > limit and not wish.hashes:
+        if request.prompt_tokens > limit and not request.hashes:
             return None
-        found = self._find_colocated(known, "whole", wish, avoids[:1])
+        found = self._find_colocated(served, "colocated", request, exclusions[:1])
         if found is None or found.connectivity is Connectivity.STALE:
             return None
-        todo = wish.prompt_tokens - self._selector.count_cached(found, wish)
+        todo = request.prompt_tokens - self._selector.count_cached(found, request)
         queues = [
-            board.pending_prompt.get_score(slot)
-            for board in known.score_tables
-            if (slot := board.prefill.find_least()) != NONE
+            table.pending_prompt.get_score(slot)
+            for table in served.score_tables
+            if (slot := table.prefill.find_least()) != NONE
         ]
         queue = min(queues, default=math.inf)
         if not computes_short(todo, found.in_flight.prompt.pending, queue, limit):
@@ -294,85 +293,89 @@ class Router:
         return None, found, "short-prompt"
 
     def _select_pair(
-        self, known: ServedModel, wish: RoutingRequest, avoids: list[Collection[str]]
+        self, served: ServedModel, request: RoutingRequest, exclusions: list[Collection[str]]
     ) -> Selection | None:
-        """A split, or a mixed instance, with the first of `avoids` that leaves any."""
-        for avoid in avoids:
-            placed = self._select_pair_excluding(known, wish, avoid)
-            if placed is not None:
-                return placed
+        """A split, or a mixed instance, with the first of `exclusions` that leaves any."""
+        for excluded in exclusions:
+            selection = self._select_pair_excluding(served, request, excluded)
+            if selection is not None:
+                return selection
         return None
 
     def _select_pair_excluding(
-        self, known: ServedModel, wish: RoutingRequest, avoid: Collection[str]
+        self, served: ServedModel, request: RoutingRequest, excluded: Collection[str]
     ) -> Selection | None:
-        """On the board that has the least to do in both phases, where none is in doubt if any.
+        """On the table that has the least to do in both phases, where none is in doubt if any.
 
-        Boards of one model are revisions side by side during a roll-out. Counting both phases gives
+        Tables of one model are revisions side by side during a roll-out. Counting both phases gives
         each about what its scarcer phase can carry, and equal ones take turns.
         """
         best: tuple[float, ScoreTable, int, int] | None = None
-        for board in known.score_tables:
-            closed = find_slots(board, avoid) if avoid else []
-            first, second = self._selector.select_pair(board, closed, wish)
+        for table in served.score_tables:
+            closed = find_slots(table, excluded) if excluded else []
+            first, second = self._selector.select_pair(table, closed, request)
             if second == NONE:
                 continue
-            if len(known.score_tables) == 1:
-                best = 0.0, board, first, second
+            if len(served.score_tables) == 1:
+                best = 0.0, table, first, second
                 break
             ahead = second if first == NONE else first
             todo = measure_backlog(
-                board.pending_prompt.get_score(ahead),
-                board.instances[second].in_flight.resident.pending,
-                board.instances[ahead].in_flight.last_pick,
+                table.pending_prompt.get_score(ahead),
+                table.instances[second].in_flight.resident.pending,
+                table.instances[ahead].in_flight.last_pick,
             )
-            if first != NONE and board.decode.get_score(second) >= STALE_PENALTY:
+            if first != NONE and table.decode.get_score(second) >= STALE_PENALTY:
                 todo += STALE_PENALTY
             if best is None or todo < best[0]:
-                best = todo, board, first, second
+                best = todo, table, first, second
         if best is None:
             return None
-        _, board, first, second = best
+        _, table, first, second = best
         if first == NONE:
-            return None, board.instances[second], "mixed"
-        cells = board.cells
+            return None, table.instances[second], "mixed"
+        cells = table.cells
         crosses = cells is not None and cells[first] != cells[second]
         reason = "cross-cell" if crosses else "disaggregated"
-        return board.instances[first], board.instances[second], reason
+        return table.instances[first], table.instances[second], reason
 
     def _select_colocated(
         self,
         model: str,
-        known: ServedModel,
-        wish: RoutingRequest,
-        single: bool,
-        avoids: list[Collection[str]],
+        served: ServedModel,
+        request: RoutingRequest,
+        colocated: bool,
+        exclusions: list[Collection[str]],
         prefill_lost: bool,
     ) -> Selection:
-        if single or self.allows_colocated(prefill_lost):
-            found = self._find_colocated(known, "whole", wish, avoids)
+        if colocated or self.allows_colocated(prefill_lost):
+            found = self._find_colocated(served, "colocated", request, exclusions)
             if found is not None:
-                return None, found, "single-instance" if single else "no-prefill"
-        if self._fallback is FallbackMode.ALWAYS:
-            found = self._find_colocated(known, "spare", wish, avoids)
+                return None, found, "single-instance" if colocated else "no-prefill"
+        if self._fallback is FallbackPolicy.ALWAYS:
+            found = self._find_colocated(served, "spare", request, exclusions)
             if found is not None:
                 return None, found, "no-decode"
-        raise NoInstance(explain_unavailable(model, known, single, avoids[-1]))
+        raise NoInstance(explain_unavailable(model, served, colocated, exclusions[-1]))
 
     def _find_colocated(
-        self, known: ServedModel, use: str, wish: RoutingRequest, avoids: list[Collection[str]]
+        self,
+        served: ServedModel,
+        use: str,
+        request: RoutingRequest,
+        exclusions: list[Collection[str]],
     ) -> RoutedInstance | None:
-        """The best one for this use, with the first of `avoids` that leaves any."""
-        for avoid in avoids:
+        """The best one for this use, with the first of `exclusions` that leaves any."""
+        for excluded in exclusions:
             best: tuple[float, RoutedInstance] | None = None
-            for board in known.score_tables:
-                line: WritableScoreColumn = getattr(board, use)
-                closed, scores = find_slots(board, avoid), line.to_array()
+            for table in served.score_tables:
+                column: WritableScoreColumn = getattr(table, use)
+                closed, scores = find_slots(table, excluded), column.to_array()
                 if closed:
                     scores = close_slots(scores, closed)
-                slot = self._selector.find_slot(board, scores, TO_WHOLE, wish)
+                slot = self._selector.find_slot(table, scores, TO_WHOLE, request)
                 if slot != NONE and (best is None or scores[slot] < best[0]):
-                    best = float(scores[slot]), board.instances[slot]
+                    best = float(scores[slot]), table.instances[slot]
             if best is not None:
                 return best[1]
         return None
@@ -382,15 +385,15 @@ class Router:
         pick: Pick,
         prefill: RoutedInstance | None,
         decode: RoutedInstance,
-        wish: RoutingRequest,
+        request: RoutingRequest,
     ) -> None:
         self._num_picks = self._count_pick()
         first = decode if prefill is None else prefill
         first.in_flight.last_pick = decode.in_flight.last_pick = self._num_picks
-        todo = wish.prompt_tokens
-        if wish.hashes or wish.cached is not None:
-            todo = max(todo - self._selector.count_cached(first, wish), 0)
-            self._selector.record_prompt(first, decode, wish)
+        todo = request.prompt_tokens
+        if request.hashes or request.cached is not None:
+            todo = max(todo - self._selector.count_cached(first, request), 0)
+            self._selector.record_prompt(first, decode, request)
             if self._num_picks % _PRUNE_EVERY == 0:
                 instances = self.registry.instances.values()
                 self._selector.retain_boots({each.target.boot_id for each in instances})
@@ -401,30 +404,30 @@ class Router:
         ahead.num_prompts += 1
         pick._prefill_entry = (first, ahead, todo)
         resident = pick.prompt_tokens + pick.output_tokens
-        ledger = decode.in_flight
-        ledger.resident.add(resident)
-        ledger.num_requests += 1
+        in_flight = decode.in_flight
+        in_flight.resident.add(resident)
+        in_flight.num_requests += 1
         if self._tracks_decoding:
-            ledger.decoding_requests[pick] = None
-            ledger.weighted_context += compute_context_weight(
+            in_flight.decoding_requests[pick] = None
+            in_flight.weighted_context += compute_context_weight(
                 pick.prompt_tokens, pick.output_tokens, GAMMA
             )
             if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-                ledger.num_heavy += 1
-        pick._decode_entry = (decode, ledger, resident)
+                in_flight.num_heavy += 1
+        pick._decode_entry = (decode, in_flight, resident)
         self.registry.refresh(decode)
         if prefill is not None:
             prefill.in_flight.num_requests += 1
             self.registry.refresh(prefill)
 
-    def _remove_decoding(self, pick: Pick, ledger: InFlightLoad) -> None:
-        del ledger.decoding_requests[pick]
-        ledger.weighted_context -= compute_context_weight(
+    def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
+        del in_flight.decoding_requests[pick]
+        in_flight.weighted_context -= compute_context_weight(
             pick.prompt_tokens, pick.output_tokens, GAMMA
         )
         if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-            ledger.num_heavy -= 1
+            in_flight.num_heavy -= 1
 
-    def _refresh_scores(self, instance: RoutedInstance, ledger: InFlightLoad) -> None:
-        if instance.in_flight is ledger:
+    def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:
+        if instance.in_flight is in_flight:
             self.registry.refresh(instance)

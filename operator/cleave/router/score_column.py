@@ -1,5 +1,5 @@
-"""Columns of scores, one for each use of a board's instances. `ScoreTable` sets the scores,
-`policy` compares them.
+"""Columns of scores, one for each use of a score table's instances. `ScoreTable` sets
+the scores, `policy` compares them.
 
 What is hard: each request changes the scores of a few instances and reads those of all, and one
 number that goes into a numpy array, or comes out of it, costs as much as a search through a short

@@ -1,8 +1,8 @@
 """The scores of the instances that may be paired: one deployment, one revision.
 
-Built by the directory whenever openness changes (rare), updated per dispatch, release and report
-(often), read by the router's pick. Unlike revisions sit on unlike boards, so that a prefill of one
-can never meet a decode of the other.
+Built by the registry whenever openness changes (rare), updated per dispatch, release and report
+(often), read by the router's pick. Unlike revisions have tables of their own, so that a prefill of
+one can never meet a decode of the other.
 """
 
 import math
@@ -31,8 +31,8 @@ from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 _STALE_CONTACT = Connectivity.STALE
 """Looked up for every request, which takes an enum a while."""
 
-_USES = ("prefill", "decode", "mixed", "whole", "spare")
-"""Boards have a line of scores for each."""
+_USES = ("prefill", "decode", "mixed", "colocated", "spare")
+"""A score table has a column for each."""
 MAX_LIST_INSTANCES = 24
 """Up to so many instances lists are faster than arrays."""
 
@@ -80,18 +80,18 @@ class ScoreTable(BaseScoreTable):
         size = len(instances)
         is_short = size <= MAX_LIST_INSTANCES and is_by_score(rule)
         uses = [list_uses(instance) for instance in instances]
-        lines = _build_columns(uses, is_short)
-        self.prefill = lines["prefill"]
+        columns = _build_columns(uses, is_short)
+        self.prefill = columns["prefill"]
         """Prompt of a split request: prefill instances with a verified KV path."""
-        self.decode = lines["decode"]
+        self.decode = columns["decode"]
         """Its decoding: decode and mixed instances with a verified KV path."""
-        self.mixed = lines["mixed"]
+        self.mixed = columns["mixed"]
         """Whole requests on mixed instances, which are meant for them."""
-        self.colocated = lines["whole"]
+        self.colocated = columns["colocated"]
         """Whole requests on mixed and decode instances."""
-        self.spare = lines["spare"]
+        self.spare = columns["spare"]
         """Whole requests on prefill instances, when nothing else is left."""
-        self._instance_columns = [_select_columns(lines, its) for its in uses]
+        self._instance_columns = [_select_columns(columns, its) for its in uses]
         self.pending_prompt = _build_column(size, is_short, 0.0)
         """Prompt tokens that wait; nothing is closed."""
         self.room = np.zeros(size)
@@ -113,14 +113,14 @@ class ScoreTable(BaseScoreTable):
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot of each boot of an engine."""
-        computes = "prefill" if self.prefill.size else "whole"
+        computes = "prefill" if self.prefill.size else "colocated"
         self.prompt_slots = [slot for slot, its in enumerate(uses) if computes in its]
         """Slots of those that compute prompts."""
         for slot in range(size):
             self.update(slot)
 
     def refresh(self) -> None:
-        """Take in what others did that score on the same board; there are none here."""
+        """Take in what others did that score the same instances; there are none here."""
 
     def find_shortest_queue(self) -> float:
         """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
@@ -135,34 +135,36 @@ class ScoreTable(BaseScoreTable):
         return self.instances[slot].target.boot_id
 
     def update(self, slot: int) -> None:
-        """Score one instance anew from its books."""
+        """Score one instance anew from its load."""
         instance = self.instances[slot]
         if self._has_extra_columns or self.is_shared or instance.num_routers > 1:
             self._update_extra_columns(slot, instance)
-        ledger = instance.in_flight
+        in_flight = instance.in_flight
         by_prompt, by_all = self._instance_columns[slot]
         prefills = by_prompt is not None
         doubt = STALE_PENALTY if instance.connectivity is _STALE_CONTACT else 0.0
         counts = self._counts
         by_requests = counts == BY_REQUESTS
-        prompt, prompts, resident = ledger.count_pending(prefills or by_requests)
-        requests = ledger.count_requests() + ledger.num_remote_requests if by_requests else 0.0
+        prompt, prompts, resident = in_flight.count_pending(prefills or by_requests)
+        requests = (
+            in_flight.count_requests() + in_flight.num_remote_requests if by_requests else 0.0
+        )
         first, total = score(
             counts,
             prompt,
             prompts,
             resident,
             requests,
-            ledger.last_pick,
-            ledger.queue,
+            in_flight.last_pick,
+            in_flight.queue,
             doubt,
             prefills,
         )
         self.pending_prompt.set_score(slot, prompt + doubt)
         if by_prompt is not None:
             by_prompt.set_score(slot, first)
-        for line in by_all:
-            line.set_score(slot, total)
+        for column in by_all:
+            column.set_score(slot, total)
 
     def _update_extra_columns(self, slot: int, instance: RoutedInstance) -> None:
         """What is compared besides scores."""
@@ -176,14 +178,14 @@ class ScoreTable(BaseScoreTable):
 
     def _update_load_columns(self, slot: int, instance: RoutedInstance) -> None:
         """What only few policies look at."""
-        ledger, stated = instance.in_flight, instance.registration
-        held = ledger.resident.pending
-        self.room[slot] = stated.kv_blocks_total * stated.kv_block_size - held
+        in_flight, registration = instance.in_flight, instance.registration
+        held = in_flight.resident.pending
+        self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - held
         self.heaviness[slot] = compute_heavy_ratio(
-            ledger.num_heavy, len(ledger.decoding_requests) - ledger.num_heavy
+            in_flight.num_heavy, len(in_flight.decoding_requests) - in_flight.num_heavy
         )
-        self.batch[slot] = len(ledger.decoding_requests)
-        self.context[slot] = ledger.weighted_context + held - ledger.resident.own
+        self.batch[slot] = len(in_flight.decoding_requests)
+        self.context[slot] = in_flight.weighted_context + held - in_flight.resident.own
 
 
 def list_uses(instance: RoutedInstance) -> Collection[str]:
@@ -195,17 +197,17 @@ def list_uses(instance: RoutedInstance) -> Collection[str]:
     if role == ROLE_PREFILL:
         return ("prefill", "spare") if split else ("spare",)
     if role == ROLE_DECODE:
-        return ("decode", "whole") if split else ("whole",)
+        return ("decode", "colocated") if split else ("colocated",)
     if role == ROLE_MIXED:
-        return ("decode", "whole", "mixed") if split else ("whole", "mixed")
+        return ("decode", "colocated", "mixed") if split else ("colocated", "mixed")
     return ()
 
 
 def _build_columns(
     uses: Sequence[Collection[str]], is_short: bool
 ) -> dict[str, WritableScoreColumn]:
-    """By use, given those of each slot. What the same slots are open for is one line."""
-    lines: dict[str, WritableScoreColumn] = {}
+    """By use, given those of each slot. What the same slots are open for is one column."""
+    columns: dict[str, WritableScoreColumn] = {}
     known: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
     for use in _USES:
         slots = tuple(slot for slot, its in enumerate(uses) if use in its)
@@ -213,16 +215,16 @@ def _build_columns(
         # Only this one counts the prompts alone.
         alike = use == "prefill", slots
         known.setdefault(alike, _build_column(size, is_short or not size))
-        lines[use] = known[alike]
-    return lines
+        columns[use] = known[alike]
+    return columns
 
 
 def _select_columns(
-    lines: dict[str, WritableScoreColumn], uses: Collection[str]
+    columns: dict[str, WritableScoreColumn], uses: Collection[str]
 ) -> tuple[WritableScoreColumn | None, list[WritableScoreColumn]]:
-    """(the line that is scored by pending prompt tokens, lines scored by all pending tokens)"""
-    by_all = {id(lines[use]): lines[use] for use in uses if use != "prefill"}
-    return lines["prefill"] if "prefill" in uses else None, [*by_all.values()]
+    """(the column scored by pending prompt tokens, columns scored by all pending tokens)"""
+    by_all = {id(columns[use]): columns[use] for use in uses if use != "prefill"}
+    return columns["prefill"] if "prefill" in uses else None, [*by_all.values()]
 
 
 def _rank_by_role(instances: list[RoutedInstance]) -> list[int]:

@@ -1,6 +1,6 @@
 """Load accounting shared by all processes of one gateway, so that they dispatch like a single one.
 
-Used by the directory if a gateway has several processes. Each process adds its dispatches to its
+Used by the registry if a gateway has several processes. Each process adds its dispatches to its
 own cells in shared memory; the load is the sum over all processes. What is hard: it must be about
 as cheap as unshared accounting, hence no locks and no messages; and accounting belongs to one boot
 of an engine, which each process discovers at another time, hence rows are claimed by boot and are
@@ -25,7 +25,7 @@ _NUM_PROMPTS, _NUM_REQUESTS, _PROMPT_TOKENS, _RESIDENT_TOKENS = 0, 1, 2, 3
 _NUM_OWN_CELLS = 4
 """Number of own cells; they hold the load of the requests of each process."""
 _REMOTE_PROMPT, _REMOTE_RESIDENT, _LAST_PICK = 0, 1, 2
-"""Common cells that every score needs, directly after the own cells that it needs. `_OTHERS_*`: the
+"""Common cells that every score needs, directly after the own cells that it needs. `_REMOTE_*`: the
 load of other gateways, as of the latest report to any process."""
 _REMOTE_REQUESTS, _HEAD_STARTED, _PROMPT_MS, _TOKEN_MS, _UPPER_TOKEN_MS = 3, 4, 5, 6, 7
 """Common cells that some scores need. `_HEAD_STARTED` and all cells after it belong to the queue
@@ -61,7 +61,7 @@ class SharedLoad:
         self._overflow: SharedInFlightLoad | None = None
 
     def open(self, instance: str, boot_id: str) -> "SharedInFlightLoad":
-        """The ledger of one boot of an engine."""
+        """The load of one boot of an engine."""
         row = self.table.claim(f"{instance} {boot_id}".encode())
         if row is not None:
             return SharedInFlightLoad(self.table, row)
@@ -70,9 +70,9 @@ class SharedLoad:
             self._overflow = SharedInFlightLoad(self.table, _OVERFLOW_ROW)
         return self._overflow
 
-    def find_row(self, ledger: InFlightLoad) -> int:
-        """Row of a ledger; the overflow row if it is not shared."""
-        return ledger.row if isinstance(ledger, SharedInFlightLoad) else _OVERFLOW_ROW
+    def find_row(self, in_flight: InFlightLoad) -> int:
+        """Row of a load; the overflow row if it is not shared."""
+        return in_flight.row if isinstance(in_flight, SharedInFlightLoad) else _OVERFLOW_ROW
 
     def count_pick(self) -> int:
         """Count a pick; its number. Two picks at exactly the same time may get the same number."""
@@ -131,7 +131,7 @@ def _sum_cells(values: tuple[float, ...], start: int, end: int) -> float:
 
 
 class SharedInFlightLoad(InFlightLoad):
-    """A ledger in one row of the table. Other processes see changes after the next `sync` or
+    """A load in one row of the table. Other processes see changes after the next `sync` or
     `publish`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
@@ -239,7 +239,7 @@ class SharedInFlightLoad(InFlightLoad):
         return values
 
     def close(self) -> None:
-        """Release the row; later changes to this ledger are not shared."""
+        """Release the row; later changes to this load are not shared."""
         if self.row > _PICK_COUNTER_ROW:
             self._table.release(self.row)
             self.row = _CLOSED

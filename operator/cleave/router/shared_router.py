@@ -1,4 +1,4 @@
-"""A router whose books other processes keep as well. Made by the server of such a process.
+"""A router whose load accounting other processes share. Made by the server of such a process.
 
 What is hard: processes that pick at the same time read the same scores and choose the same
 instance, where one request then waits behind the other although another instance is idle. That is
@@ -18,23 +18,23 @@ _MAX_ATTEMPTS = 3
 
 
 class SharedRouter(Router):
-    """One process's; its directory has shared books."""
+    """One process's; its registry has shared load accounting."""
 
     def _select(
         self,
         model: str,
-        known: ServedModel,
-        wish: RoutingRequest,
-        single: bool,
-        avoids: list[Collection[str]],
+        served: ServedModel,
+        request: RoutingRequest,
+        colocated: bool,
+        exclusions: list[Collection[str]],
         prefill_lost: bool,
     ) -> Selection:
         for _ in range(_MAX_ATTEMPTS):
-            for board in known.score_tables:
-                board.refresh()
-            placed = super()._select(model, known, wish, single, avoids, prefill_lost)
-            first = placed[0] or placed[1]
+            for table in served.score_tables:
+                table.refresh()
+            selection = super()._select(model, served, request, colocated, exclusions, prefill_lost)
+            first = selection[0] or selection[1]
             chosen = first.score_table
-            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.lost_race(first.slot)):
+            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.has_lost_race(first.slot)):
                 break
-        return placed
+        return selection

@@ -1,7 +1,7 @@
-"""The board of one of several processes of a gateway, which share their books.
+"""The score table of one of several processes of a gateway, which share load accounting.
 
-Used by the directory. A pick begins by gathering what all of them have done: few instances are all
-scored anew from the shared books. What is hard: many would take too long, and most of them are as
+Used by the registry. A pick begins by gathering what all of them have done: few instances are all
+scored anew from the shared load. What is hard: many would take too long, and most of them are as
 they were; so whoever changes one says so, and only those are scored.
 Whether an instance is open and how well it is heard is each process's own view.
 """
@@ -51,11 +51,11 @@ class ChangeLogScoreTable(ScoreTable):
     __slots__ = ("_change_log", "_changed", "_reader", "_rows", "_slots")
 
     def __init__(
-        self, instances: list[RoutedInstance], policy: DispatchPolicy, books: SharedLoad
+        self, instances: list[RoutedInstance], policy: DispatchPolicy, shared_load: SharedLoad
     ) -> None:
-        self._change_log = books.table.change_log
+        self._change_log = shared_load.table.change_log
         self._reader = self._change_log.open_reader()
-        self._rows = [books.find_row(each.in_flight) for each in instances]
+        self._rows = [shared_load.find_row(each.in_flight) for each in instances]
         self._slots: dict[int, list[int]] = {}
         for slot, row in enumerate(self._rows):
             self._slots.setdefault(row, []).append(slot)
@@ -78,7 +78,7 @@ class ChangeLogScoreTable(ScoreTable):
         self.refresh()
         return super().find_shortest_queue()
 
-    def lost_race(self, slot: int) -> bool:
+    def has_lost_race(self, slot: int) -> bool:
         """Whether a sibling has sent something there since the scores were gathered."""
         before = self.pending_prompt.get_score(slot)
         self.refresh()
@@ -93,18 +93,18 @@ class ChangeLogScoreTable(ScoreTable):
 
 
 def build_shared_table(
-    instances: list[RoutedInstance], policy: DispatchPolicy, books: SharedLoad
+    instances: list[RoutedInstance], policy: DispatchPolicy, shared_load: SharedLoad
 ) -> ScoreTable:
-    """One for so many; `books`: those of the instances.
+    """One for so many; `shared_load`: those of the instances.
 
     A process that has just heard of one instance more than its siblings may not be told by them
     what they change, until they hear of it too or a report comes.
     """
     is_few = len(instances) <= MAX_RESCORED_INSTANCES
-    board = (
+    table = (
         SharedScoreTable(instances, policy)
         if is_few
-        else ChangeLogScoreTable(instances, policy, books)
+        else ChangeLogScoreTable(instances, policy, shared_load)
     )
-    board.refresh()
-    return board
+    table.refresh()
+    return table

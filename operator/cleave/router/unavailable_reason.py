@@ -9,7 +9,7 @@ from cleave.rpc.v1 import agent_pb2
 
 
 def explain_unavailable(
-    model: str, served: ServedModel, single: bool, avoid: Collection[str]
+    model: str, served: ServedModel, colocated: bool, excluded: Collection[str]
 ) -> str:
     """One sentence that lists the instances of a model and why each of them is unavailable."""
     parts: list[str] = []
@@ -18,12 +18,12 @@ def explain_unavailable(
         state = get_enum_name(agent_pb2.State, registration.state)
         if instance.connectivity in (Connectivity.UNRESPONSIVE, Connectivity.DISCONNECTED):
             state = instance.connectivity.value
-        elif instance.name in avoid:
+        elif instance.name in excluded:
             state = "failed this request"
         elif instance.selectable and not registration.kv_path.verified:
             state = "KV path not verified"
         role = get_enum_name(agent_pb2.Role, registration.role)
         parts.append(f"{instance.name} ({role}): {state}")
-    what = "a whole request" if single else "a request"
+    what = "a whole request" if colocated else "a request"
     listed = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
     return f"no instance of {model!r} can take {what} now: {listed}"

@@ -6,7 +6,7 @@ A source is one string, so that it fits an environment variable in a pod:
 `dns:NAME:PORT` (all addresses of a headless Service) or `HOST:PORT[,HOST:PORT...]`.
 
 Gateways poll continuously; for them `AgentDiscovery` uses a watch where the source supports one.
-Agents poll until they have results one peer: a few lists are far less work for the API server than
+Agents poll until they know one peer: a few lists are far less work for the API server than
 a watch in every worker, each of which would receive the changes of all other workers.
 """
 
@@ -65,7 +65,7 @@ async def list_agents(source: str) -> frozenset[str]:
     """Present addresses (host:port) of the agents of `source`.
 
     A missing file and an unknown DNS name mean "none yet". Raises DiscoveryError on a malformed
-    source, Unreachable when the API server cannot be reached.
+    source, AgentSourceUnreachable when the API server cannot be reached.
     """
     kind, _, rest = source.partition(":")
     if kind == "file":

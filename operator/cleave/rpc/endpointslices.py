@@ -1,4 +1,4 @@
-"""The endpoints of a Service, listed once or watched. Used by discovery.py.
+"""The endpoints of a Service, listed once or watched. Used by agent_discovery.py.
 
 All endpoints count, ready or not: agents report their own state, and draining ones are watched to
 their end. What is hard: the API server may be unavailable for minutes while requests go on, so the
@@ -27,7 +27,7 @@ WATCH_TIMEOUT_S = 240
 """Timeout of a watch on the server; the list that follows it is the resync."""
 WATCH_SLACK_S = 20.0
 """Additional time after which a watch counts as dead."""
-FIRST_DELAY_S = 0.2
+MIN_DELAY_S = 0.2
 MAX_DELAY_S = 5.0
 
 _GONE = 410
@@ -46,7 +46,7 @@ class Service:
 
 
 async def list_endpoints(service: Service, access: ApiServerAccess | None = None) -> Addresses:
-    """host:port of all endpoints now. Raises AccessError, ApiError, HttpError."""
+    """host:port of all endpoints now. Raises AccessError, ApiServerError, HttpError."""
     slices, _ = await _list_slices(access or find_access(), service)
     return _merge_slices(slices)
 
@@ -63,13 +63,13 @@ class EndpointSliceWatcher:
 
     async def run(self) -> None:
         """List and watch until cancelled; errors are logged and retried with back-off."""
-        delay = FIRST_DELAY_S
+        delay = MIN_DELAY_S
         while True:
             try:
                 access = self._get_access()
                 version = await self._relist(access)
                 await self._watch(access, version)
-                delay = FIRST_DELAY_S
+                delay = MIN_DELAY_S
             except (AccessError, ApiServerError, HttpError) as error:
                 log.warning("endpoints of %s: %s", self._service.name, error)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))

@@ -1,8 +1,8 @@
 """Access to the Kubernetes API server, and its two requests: get and watch.
 
-Used by endpoints.py. Access comes from the kubeconfig in KUBECONFIG, else from the pod's service
-account. Credentials are read again for each request: tokens are replaced every hour, and requests
-are made only every few minutes.
+Used by endpointslices.py. Access comes from the kubeconfig in KUBECONFIG, else from the pod's
+service account. Credentials are read again for each request: tokens are replaced every hour, and
+requests are made only every few minutes.
 """
 
 import base64
@@ -91,7 +91,7 @@ def read_kubeconfig(path: Path) -> ApiServerAccess:
 
 
 async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:  # noqa: ANN401 - parsed JSON
-    """Get one object or list. Raises ApiError, HttpError."""
+    """Get one object or list. Raises ApiServerError, HttpError."""
     async with _open(access, path, seconds) as answer:
         await _raise_for_status(answer)
         return _decode(await answer.read())
@@ -100,7 +100,7 @@ async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:
 async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a watch until the server ends it; the caller sets a timeout.
 
-    Raises ApiError, HttpError.
+    Raises ApiServerError, HttpError.
     """
     async with _open(access, path, _HEAD_TIMEOUT_S) as answer:
         await _raise_for_status(answer)

@@ -57,7 +57,7 @@ class LoadPage:
         )
 
     def read(self) -> LoadSnapshot:
-        """The latest consistent snapshot; Load() when there is none."""
+        """The latest consistent snapshot; LoadSnapshot() when there is none."""
         values = self._page.read()
         return LoadSnapshot(*values) if values else LoadSnapshot()
 

@@ -1,7 +1,7 @@
 """A table of numbers in memory that the processes of one gateway share, without locks in use.
 
 Created by the parent process and inherited by the processes it forks; used by the router's shared
-books and the gateway's shared limits. A row has own cells for each process, which only that process
+load and the gateway's shared limits. A row has own cells for each process, which only that process
 writes and all add up, so that no update is lost; and common cells that all processes write: the
 last write wins, which is right for values on which all processes agree.
 What is hard: a process may die at any moment, also while it has claimed a row. So the process that

@@ -78,7 +78,7 @@ def get_scores(state: State, start: int, count: int) -> Any:
     raise NotImplementedError
 
 
-def amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
+def read_amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
     """`count` fractions in the scratch memory."""
     raise NotImplementedError
 
@@ -117,7 +117,7 @@ def build_intrinsics() -> dict[Any, Any]:
         get_score: _build_row_intrinsic("scores", records.TIME),
         get_points: _build_slice_intrinsic("tables", types.float64),
         get_scores: _build_slice_intrinsic("scores", types.float64),
-        amounts: _build_slice_intrinsic("scratch", types.float64),
+        read_amounts: _build_slice_intrinsic("scratch", types.float64),
         get_scratch: _build_slice_intrinsic("scratch", types.int64),
         get_members: _build_slice_intrinsic(
             "members", numba.from_dtype(records.MEMBER), records.MEMBER.itemsize

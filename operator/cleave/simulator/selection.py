@@ -29,7 +29,7 @@ from cleave.policy.dispatch import (
     select_pair,
 )
 from cleave.policy.output_length import guess_progress
-from cleave.simulator.record_access import amounts, get_instance, get_request, get_scores
+from cleave.simulator.record_access import get_instance, get_request, get_scores, read_amounts
 from cleave.simulator.records import FULLNESS, HEAVINESS, PENDING_PROMPT, ROOM, State
 
 
@@ -110,7 +110,7 @@ def check(state: State, i: int, r: int, prefills: bool) -> bool:
     """Whether instance `i` keeps (d) and (e); stands for `policy.best_fit.check`."""
     inst, new = get_instance(state, i), get_request(state, r)
     size = inst.num_assigned + 1
-    held, left = amounts(state, 0, size), amounts(state, size, size)
+    held, left = read_amounts(state, 0, size), read_amounts(state, size, size)
     held[0], left[0] = new.prompt, new.predicted
     step_ms = state.k2 * inst.weighted_context + state.c2 * inst.num_assigned + state.c3
     saved_ms = math.inf

@@ -93,8 +93,8 @@ def test_the_table_has_a_line_per_step(cli: CliRunner, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     summary, _, heading, _, *rows = result.stdout.strip().splitlines()
     assert summary == (
-        f"chat: revision {hash_revision(load(old))} -> {hash_revision(load(new))}; 2 steps with maxSurge 1, "
-        "maxUnavailable 0; at most 2 mixed instances at a time"
+        f"chat: revision {hash_revision(load(old))} -> {hash_revision(load(new))}; "
+        "2 steps with maxSurge 1, maxUnavailable 0; at most 2 mixed instances at a time"
     )
     assert heading.split() == ["STEP", "MIXED", "CAPACITY", "WHAT"]
     assert [row.split() for row in rows] == [

@@ -37,96 +37,96 @@ def pod(version: int = 1, uid: str = "i1", name: str = "chat-decode-x", **status
 
 
 def filled() -> ObjectCache:
-    store = ObjectCache()
-    store.upsert(made(chat()))
-    store.upsert(pool())
-    return store
+    cache = ObjectCache()
+    cache.upsert(made(chat()))
+    cache.upsert(pool())
+    return cache
 
 
 def test_a_pod_concerns_its_pool_and_its_deployment() -> None:
-    store = filled()
-    assert store.upsert(pod()) == {CHAT, POOL}
-    assert [each.name for each in store.list_pods(POOL)] == ["chat-decode-x"]
-    assert store.list_pods(CHAT) == store.list_pods(POOL)
+    cache = filled()
+    assert cache.upsert(pod()) == {CHAT, POOL}
+    assert [each.name for each in cache.list_pods(POOL)] == ["chat-decode-x"]
+    assert cache.list_pods(CHAT) == cache.list_pods(POOL)
 
 
 def test_a_pod_that_changes_pools_concerns_both_and_belongs_to_the_new_one() -> None:
-    store = filled()
-    store.upsert(pod())
+    cache = filled()
+    cache.upsert(pod())
     labels = pod()["metadata"]["labels"] | {"cleave.dev/pool": "chat-prefill"}
     moved = {**pod(version=2), "metadata": {**pod(version=2)["metadata"], "labels": labels}}
-    assert store.upsert(moved) == {CHAT, POOL}
-    assert store.list_pods(POOL) == ()
-    assert [each.pool for each in store.list_pods(CHAT)] == ["chat-prefill"]
+    assert cache.upsert(moved) == {CHAT, POOL}
+    assert cache.list_pods(POOL) == ()
+    assert [each.pool for each in cache.list_pods(CHAT)] == ["chat-prefill"]
 
 
 def test_a_change_that_means_nothing_concerns_nobody() -> None:
-    store = filled()
-    store.upsert(pod())
-    assert store.upsert(pod(version=2, hostIP="10.1.1.1")) == set()
+    cache = filled()
+    cache.upsert(pod())
+    assert cache.upsert(pod(version=2, hostIP="10.1.1.1")) == set()
 
 
 def test_an_older_version_never_replaces_a_newer_one() -> None:
-    store = filled()
-    store.upsert(pod(version=5, phase="Running"))
-    assert store.upsert(pod(version=4, phase="Pending")) == set()
-    assert store.list_pods(POOL)[0].phase == "Running"
+    cache = filled()
+    cache.upsert(pod(version=5, phase="Running"))
+    assert cache.upsert(pod(version=4, phase="Pending")) == set()
+    assert cache.list_pods(POOL)[0].phase == "Running"
 
 
 def test_what_has_gone_does_not_come_back() -> None:
-    store = filled()
-    store.upsert(pod())
-    assert store.delete(pod(version=3)) == {CHAT, POOL}
-    assert store.upsert(pod(version=2)) == set()
-    assert store.list_pods(POOL) == ()
-    assert store.upsert(pod(version=4, uid="i2")) == {CHAT, POOL}
+    cache = filled()
+    cache.upsert(pod())
+    assert cache.delete(pod(version=3)) == {CHAT, POOL}
+    assert cache.upsert(pod(version=2)) == set()
+    assert cache.list_pods(POOL) == ()
+    assert cache.upsert(pod(version=4, uid="i2")) == {CHAT, POOL}
 
 
 def test_the_end_of_another_object_of_the_name_is_not_the_end_of_this_one() -> None:
-    store = filled()
-    store.upsert(pod(version=4, uid="i2"))
-    assert store.delete(pod(version=3, uid="i1")) == set()
-    assert len(store.list_pods(POOL)) == 1
+    cache = filled()
+    cache.upsert(pod(version=4, uid="i2"))
+    assert cache.delete(pod(version=3, uid="i1")) == set()
+    assert len(cache.list_pods(POOL)) == 1
 
 
 def test_a_list_shows_what_has_gone_unseen() -> None:
-    store = filled()
-    store.upsert(pod(version=4))
-    store.upsert(pod(version=9, uid="i2", name="chat-decode-y"))
+    cache = filled()
+    cache.upsert(pod(version=4))
+    cache.upsert(pod(version=9, uid="i2", name="chat-decode-y"))
     # The second one is newer than the list: it may have come after it.
-    assert store.delete_missing("Pod", {}, before=8) == {CHAT, POOL}
-    assert [each.name for each in store.list_pods(POOL)] == ["chat-decode-y"]
+    assert cache.delete_missing("Pod", {}, before=8) == {CHAT, POOL}
+    assert [each.name for each in cache.list_pods(POOL)] == ["chat-decode-y"]
 
 
 def test_pools_belong_to_their_deployment_until_they_go() -> None:
-    store = filled()
-    assert [seen.meta["name"] for seen in store.list_pools(CHAT)] == ["chat-decode"]
-    assert store.delete(pool(version=2)) == {CHAT, POOL}
-    assert store.list_pools(CHAT) == []
+    cache = filled()
+    assert [seen.meta["name"] for seen in cache.list_pools(CHAT)] == ["chat-decode"]
+    assert cache.delete(pool(version=2)) == {CHAT, POOL}
+    assert cache.list_pools(CHAT) == []
 
 
 def test_a_nodes_heartbeat_concerns_nobody_and_its_gpus_concern_all() -> None:
-    store = filled()
-    assert store.upsert(made(node(), 1, "n1")) == {CHAT, POOL}
-    assert store.upsert(made(node(), 2, "n1")) == set()
-    assert store.upsert(made(node(gpus=4), 3, "n1")) == {CHAT, POOL}
-    assert store.delete(made(node(), 4, "n1")) == {CHAT, POOL}
+    cache = filled()
+    assert cache.upsert(made(node(), 1, "n1")) == {CHAT, POOL}
+    assert cache.upsert(made(node(), 2, "n1")) == set()
+    assert cache.upsert(made(node(gpus=4), 3, "n1")) == {CHAT, POOL}
+    assert cache.delete(made(node(), 4, "n1")) == {CHAT, POOL}
 
 
 def test_a_node_that_fails_concerns_the_pools_that_have_pods_there() -> None:
-    store = filled()
-    store.upsert(made(node(), 1, "n1"))
+    cache = filled()
+    cache.upsert(made(node(), 1, "n1"))
     down = made(node(), 2, "n1")
     down["status"] = {**down["status"], "conditions": [{"type": "Ready", "status": "False"}]}
-    assert store.upsert(down) == set()
+    assert cache.upsert(down) == set()
     there = pod()
     there["spec"] = {"nodeName": "n1"}
-    store.upsert(there)
-    assert store.upsert(made(node(), 3, "n1")) == {POOL}
+    cache.upsert(there)
+    assert cache.upsert(made(node(), 3, "n1")) == {POOL}
 
 
 def test_children_are_found_by_their_owner() -> None:
-    store = filled()
+    cache = filled()
     owner = {"kind": "LLMDeployment", "name": "chat", "uid": "u1"}
     service = {
         "apiVersion": "v1",
@@ -134,27 +134,27 @@ def test_children_are_found_by_their_owner() -> None:
         "metadata": {"name": "chat", "namespace": "default"},
     }
     there = made(service, 1, "s1", ownerReferences=[owner], annotations={"cleave.dev/applied": "x"})
-    assert store.upsert(there) == {CHAT}
-    assert store.get_children("u1")["Service", "chat"].applied == "x"
-    assert store.delete(there) == {CHAT}
-    assert not store.get_children("u1")
+    assert cache.upsert(there) == {CHAT}
+    assert cache.get_children("u1")["Service", "chat"].applied == "x"
+    assert cache.delete(there) == {CHAT}
+    assert not cache.get_children("u1")
 
 
 def test_gateways_are_known_by_address() -> None:
-    store = filled()
+    cache = filled()
     gateway = pod(uid="g1", name="chat-gateway-1", podIP="10.0.0.9")
     gateway["metadata"]["labels"]["cleave.dev/component"] = "gateway"
-    store.upsert(gateway)
-    assert store.list_gateways(CHAT) == ("10.0.0.9",)
-    assert store.list_pods(CHAT) == ()
-    store.delete(gateway)
-    assert store.list_gateways(CHAT) == ()
+    cache.upsert(gateway)
+    assert cache.list_gateways(CHAT) == ("10.0.0.9",)
+    assert cache.list_pods(CHAT) == ()
+    cache.delete(gateway)
+    assert cache.list_gateways(CHAT) == ()
 
 
 def test_a_faulty_resource_is_kept_with_its_faults() -> None:
-    store = ObjectCache()
-    assert store.upsert(made(chat(slo={"ttftMs": "soon", "tpotMs": 1}))) == {CHAT}
-    seen = store.get(CHAT)
+    cache = ObjectCache()
+    assert cache.upsert(made(chat(slo={"ttftMs": "soon", "tpotMs": 1}))) == {CHAT}
+    seen = cache.get(CHAT)
     assert seen is not None
     assert seen.resource is None
     assert seen.faults == ("spec.slo.ttftMs: must be a number (got 'soon')",)

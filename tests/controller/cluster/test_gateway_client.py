@@ -26,70 +26,70 @@ def gateways() -> Gateways:
 
 
 @pytest.fixture
-def fleets(gateways: Gateways) -> GatewayClient[str]:
+def client(gateways: Gateways) -> GatewayClient[str]:
     return GatewayClient(lambda: gateways.now_s, gateways.ask)
 
 
 async def test_an_answer_counts_until_other_instances_are_ready(
-    fleets: GatewayClient[str], gateways: Gateways
+    client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    assert "a" in await fleets.get_or_refresh("chat", GATEWAYS, READY)
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
+    assert "a" in await client.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY)
     assert len(gateways.asked) == 1
-    await fleets.get_or_refresh("chat", GATEWAYS, READY | {"b"})
+    await client.get_or_refresh("chat", GATEWAYS, READY | {"b"})
     assert len(gateways.asked) == 2
 
 
 async def test_an_answer_counts_for_a_while_and_a_partial_one_shorter(
-    fleets: GatewayClient[str], gateways: Gateways
+    client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
-    assert fleets.get_retry_delay_s("chat") is None
+    await client.get_or_refresh("chat", GATEWAYS, READY)
+    assert client.get_retry_delay_s("chat") is None
     gateways.now_s = 44
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY)
     assert len(gateways.asked) == 1
     gateways.now_s, gateways.answer = 46, {"a": FleetInstance("a", selectable=True)}
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
-    assert fleets.get_retry_delay_s("chat") == 1
+    await client.get_or_refresh("chat", GATEWAYS, READY)
+    assert client.get_retry_delay_s("chat") == 1
     gateways.now_s = 48
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY)
     assert len(gateways.asked) == 3
 
 
 async def test_gateways_are_asked_again_soon_until_they_send_requests_to_all(
-    fleets: GatewayClient[str], gateways: Gateways
+    client: GatewayClient[str], gateways: Gateways
 ) -> None:
     gateways.answer = {"a": FleetInstance("a", kv_path=KvPath(verified=True))}
     for pause_s in (1, 2, 4):
-        await fleets.get_or_refresh("chat", GATEWAYS, READY)
-        assert fleets.get_retry_delay_s("chat") == pause_s
+        await client.get_or_refresh("chat", GATEWAYS, READY)
+        assert client.get_retry_delay_s("chat") == pause_s
         gateways.now_s += pause_s
     gateways.answer = {"a": FleetInstance("a", selectable=True, kv_path=KvPath(verified=True))}
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
-    assert fleets.get_retry_delay_s("chat") is None
+    await client.get_or_refresh("chat", GATEWAYS, READY)
+    assert client.get_retry_delay_s("chat") is None
 
 
 async def test_nobody_is_asked_where_there_is_nobody(
-    fleets: GatewayClient[str], gateways: Gateways
+    client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    assert await fleets.get_or_refresh("chat", (), READY) is None
-    assert await fleets.get_or_refresh("chat", GATEWAYS, frozenset()) is None
+    assert await client.get_or_refresh("chat", (), READY) is None
+    assert await client.get_or_refresh("chat", GATEWAYS, frozenset()) is None
     assert not gateways.asked
 
 
 async def test_gateways_that_do_not_answer_have_said_nothing_new(
-    fleets: GatewayClient[str], gateways: Gateways
+    client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    before = await fleets.get_or_refresh("chat", GATEWAYS, READY)
+    before = await client.get_or_refresh("chat", GATEWAYS, READY)
     gateways.now_s, gateways.answer = 99, None
-    assert await fleets.get_or_refresh("chat", GATEWAYS, READY) == before
+    assert await client.get_or_refresh("chat", GATEWAYS, READY) == before
 
 
 async def test_a_decision_may_want_to_know_what_is_true_now(
-    fleets: GatewayClient[str], gateways: Gateways
+    client: GatewayClient[str], gateways: Gateways
 ) -> None:
-    await fleets.get_or_refresh("chat", GATEWAYS, READY)
+    await client.get_or_refresh("chat", GATEWAYS, READY)
     gateways.now_s = 10
-    await fleets.get_fresh("chat", ("fd00::1",))
-    await fleets.get_fresh("chat", GATEWAYS)
+    await client.get_fresh("chat", ("fd00::1",))
+    await client.get_fresh("chat", GATEWAYS)
     assert gateways.asked[1:] == [["http://[fd00::1]:8081"]]

@@ -39,41 +39,41 @@ def gateways() -> Gateways:
 
 
 @pytest.fixture
-def counting(gateways: Gateways) -> TrafficScraper[str]:
+def scraper(gateways: Gateways) -> TrafficScraper[str]:
     return TrafficScraper(lambda: gateways.now_s, gateways.fetch)
 
 
-async def turn(counting: TrafficScraper[str], gateways: Gateways, more: int = 0) -> bool:
+async def turn(scraper: TrafficScraper[str], gateways: Gateways, more: int = 0) -> bool:
     gateways.now_s += PERIOD_S
     for url in gateways.requests:
         gateways.requests[url] += more
-    return await counting.scrape("chat", GATEWAYS)
+    return await scraper.scrape("chat", GATEWAYS)
 
 
 async def test_two_looks_make_a_window_of_all_gateways(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
-    assert not await turn(counting, gateways, 100)
-    assert counting.get_recent("chat") is None
-    assert await turn(counting, gateways, 30)
-    (window,) = counting.get_windows("chat")
+    assert not await turn(scraper, gateways, 100)
+    assert scraper.get_recent("chat") is None
+    assert await turn(scraper, gateways, 30)
+    (window,) = scraper.get_windows("chat")
     assert (window.num_requests, window.length_s, window.rate) == (60, PERIOD_S, 4)
 
 
 async def test_a_gateway_that_does_not_answer_holds_the_window_open(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
-    await turn(counting, gateways)
+    await turn(scraper, gateways)
     silent = gateways.requests.pop("http://[fd00::1]:8081/metrics")
-    assert not await turn(counting, gateways, 30)
+    assert not await turn(scraper, gateways, 30)
     gateways.requests["http://[fd00::1]:8081/metrics"] = silent + 30
-    assert await turn(counting, gateways, 0)
-    (window,) = counting.get_windows("chat")
+    assert await turn(scraper, gateways, 0)
+    (window,) = scraper.get_windows("chat")
     assert (window.num_requests, window.length_s) == (60, 2 * PERIOD_S)
 
 
 async def test_a_page_of_something_else_is_no_answer(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
     async def fetch(_: str) -> str:
         return "<html>"
@@ -85,50 +85,50 @@ async def test_a_page_of_something_else_is_no_answer(
 
 
 async def test_the_last_minute_is_told_and_a_bounded_number_of_windows_kept(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
     for _ in range(MAX_WINDOWS + 9):
-        await turn(counting, gateways, 15)
-    assert len(counting.get_windows("chat")) == MAX_WINDOWS
-    lately = counting.get_recent("chat")
+        await turn(scraper, gateways, 15)
+    assert len(scraper.get_windows("chat")) == MAX_WINDOWS
+    lately = scraper.get_recent("chat")
     assert lately is not None
     assert (lately.length_s, lately.rate) == (RECENT_WINDOWS * PERIOD_S, 2)
     gateways.now_s += 100
-    assert counting.get_recent("chat") is None
-    counting.forget("chat")
-    assert counting.get_windows("chat") == ()
+    assert scraper.get_recent("chat") is None
+    scraper.forget("chat")
+    assert scraper.get_windows("chat") == ()
 
 
 async def test_what_was_counted_long_ago_is_forgotten(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
     for _ in range(3):
-        await turn(counting, gateways, 15)
+        await turn(scraper, gateways, 15)
     gateways.now_s += 3600
-    assert not await turn(counting, gateways, 15)
-    assert counting.get_windows("chat") == ()
-    assert await turn(counting, gateways, 15)
+    assert not await turn(scraper, gateways, 15)
+    assert scraper.get_windows("chat") == ()
+    assert await turn(scraper, gateways, 15)
 
 
 async def test_few_pages_are_under_way_at_a_time(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
     keys = [f"chat-{number}" for number in range(50)]
-    await asyncio.gather(*(counting.scrape(key, GATEWAYS) for key in keys))
+    await asyncio.gather(*(scraper.scrape(key, GATEWAYS) for key in keys))
     assert gateways.most <= 16
 
 
 async def test_it_has_been_quiet_since_the_last_request(
-    counting: TrafficScraper[str], gateways: Gateways
+    scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
-    assert counting.get_idle_s("chat") == 0
-    await turn(counting, gateways)
+    assert scraper.get_idle_s("chat") == 0
+    await turn(scraper, gateways)
     for _ in range(3):
-        await turn(counting, gateways)
-    assert counting.get_idle_s("chat") == 3 * PERIOD_S
-    await turn(counting, gateways, 1)
-    assert counting.get_idle_s("chat") == 0
-    await turn(counting, gateways)
-    assert counting.get_idle_s("chat") == PERIOD_S
-    counting.record_request("chat")
-    assert counting.get_idle_s("chat") == 0
+        await turn(scraper, gateways)
+    assert scraper.get_idle_s("chat") == 3 * PERIOD_S
+    await turn(scraper, gateways, 1)
+    assert scraper.get_idle_s("chat") == 0
+    await turn(scraper, gateways)
+    assert scraper.get_idle_s("chat") == PERIOD_S
+    scraper.record_request("chat")
+    assert scraper.get_idle_s("chat") == 0

@@ -9,7 +9,8 @@ from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.inventory import Inventory, build_inventory
 from cleave.controller.cluster.objects import ObservedNode
-from cleave.controller.deployment.placement import PlacementDecision, decide, hash_inputs
+from cleave.controller.deployment.placement import PlacementDecision, decide
+from cleave.controller.replan.inputs import hash_inputs
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import by_hand, chat

@@ -13,7 +13,8 @@ from cleave.api.role import Role
 from cleave.controller.cluster.actions import Apply
 from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.cluster.objects import ObservedChild
-from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.controller.deployment.reconcile import reconcile
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import hash_revision
 from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance, KvPath

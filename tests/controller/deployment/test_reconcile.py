@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from cleave.api.deployment import FallbackPolicy, LLMDeployment
+from cleave.api.deployment import LLMDeployment
+from cleave.api.enums import FallbackPolicy
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import (
@@ -17,7 +18,8 @@ from cleave.controller.cluster.actions import (
 )
 from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import ObservedChild, ObservedPod
-from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.controller.deployment.reconcile import reconcile
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 

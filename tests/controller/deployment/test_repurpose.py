@@ -59,7 +59,7 @@ def everybody(there: dict[Role, InstancePool], **fields: Any) -> list[ObservedPo
 
 def chosen(there: Any, goals: Any, **fields: Any) -> list[tuple[str, Role]]:
     found = repurpose.choose_changes(everybody(there, **fields), goals, there)
-    return [(move.pod.name, move.role) for move in found]
+    return [(change.pod.name, change.role) for change in found]
 
 
 count = pools()
@@ -76,8 +76,8 @@ def test_the_emptiest_one_moves() -> None:
     there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
     busy, idle = pods(there[Role.DECODE])
     everyone = [*pods(there[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
-    (move,) = repurpose.choose_changes(everyone, goals, there)
-    assert move.pod.name == idle.name
+    (change,) = repurpose.choose_changes(everyone, goals, there)
+    assert change.pod.name == idle.name
 
 
 def test_a_role_that_only_shrinks_gives_nobody_away() -> None:
@@ -145,9 +145,9 @@ def test_moves_bring_every_pool_closer_and_none_past_its_goal(
 ) -> None:
     there, goals = count(**now), count(**goal)
     everyone = everybody(there)
-    moves = repurpose.choose_changes(everyone, goals, there)
-    after = Counter(pod.role for pod in repurpose.apply_changes(everyone, moves))
-    assert len({move.pod.name for move in moves}) == len(moves)
+    changes = repurpose.choose_changes(everyone, goals, there)
+    after = Counter(pod.role for pod in repurpose.apply_changes(everyone, changes))
+    assert len({change.pod.name for change in changes}) == len(changes)
     for role in Role:
         low, high = sorted((now[role], goal[role]))
         assert low <= after[role] <= high
@@ -159,8 +159,8 @@ def test_moves_bring_every_pool_closer_and_none_past_its_goal(
 
 def test_an_order_names_the_pod_its_agent_and_its_new_owner() -> None:
     there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
-    moves = repurpose.choose_changes(everybody(there), goals, there)
-    (order,) = repurpose.build_actions(moves, there)
+    changes = repurpose.choose_changes(everybody(there), goals, there)
+    (order,) = repurpose.build_actions(changes, there)
     assert order.agent == "10.0.0.1:9000"
     assert order.role is Role.PREFILL
     meta = order.metadata

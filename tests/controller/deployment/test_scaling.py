@@ -13,12 +13,12 @@ from cleave.api.plan import SelectedPlan
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling, ScheduledPeak
 from cleave.controller.deployment.scaling import (
-    TrafficDemand,
     compute_replicas,
     compute_scheduled_rate,
     measure_demand,
     scale,
 )
+from cleave.controller.views import TrafficDemand
 from cleave.traffic.window import TrafficWindow
 
 P, D = Role.PREFILL, Role.DECODE

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cleave.controller.deployment.reconcile import DeploymentView
 from cleave.controller.deployment.traffic_status import report_traffic
+from cleave.controller.views import DeploymentView
 from cleave.traffic.window import TrafficWindow, join_windows
 
 from tests.support.deployment_views import NOW_S, ask, deployment, status, view

@@ -11,8 +11,9 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Action, Create, Delete, PatchStatus, SetFinalizers
 from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.pool import pods as pool_pods
-from cleave.controller.pool.reconcile import PoolView, reconcile
+from cleave.controller.pool.reconcile import reconcile
 from cleave.controller.settings import OperatorSettings
+from cleave.controller.views import PoolView
 
 NOW_S = 1_000_000.0
 

@@ -29,7 +29,9 @@ def waiting(name: str, age_s: float = 500.0, why: str = WHY) -> ObservedPod:
     )
 
 
-def trial(again_s: float, fits: int = 2, attempts: int = 1, nodes: str = "n1") -> CapacityProbe:
+def last_probe(
+    again_s: float, fits: int = 2, attempts: int = 1, nodes: str = "n1"
+) -> CapacityProbe:
     return CapacityProbe(fits, attempts, again_s, nodes, WHY.rstrip("."))
 
 
@@ -81,11 +83,11 @@ def test_until_the_next_trial_all_stays_as_it_is() -> None:
 
 
 def test_a_lost_instance_is_replaced_meanwhile() -> None:
-    assert decide(4, placed("a"), last=trial(NOW_S + 30)).max_instances == 2
+    assert decide(4, placed("a"), last=last_probe(NOW_S + 30)).max_instances == 2
 
 
 def test_the_next_trial_may_have_them_all_and_is_still_told() -> None:
-    found = decide(4, placed("a"), placed("b"), last=trial(NOW_S))
+    found = decide(4, placed("a"), placed("b"), last=last_probe(NOW_S))
     assert found.max_instances is None
     assert found.reason.endswith("; being tried again")
 
@@ -101,25 +103,30 @@ def test_pauses_grow_up_to_ten_minutes() -> None:
 
 
 def test_other_nodes_begin_the_next_trial_at_once() -> None:
-    found = decide(4, placed("a"), placed("b"), last=trial(NOW_S + 600, attempts=5), nodes="n2")
+    found = decide(
+        4, placed("a"), placed("b"), last=last_probe(NOW_S + 600, attempts=5), nodes="n2"
+    )
     assert found.max_instances is None
-    assert found.probe == replace(trial(NOW_S, attempts=0), nodes="n2")
+    assert found.probe == replace(last_probe(NOW_S, attempts=0), nodes="n2")
     # With nodes that have not been tried the pauses begin anew.
     again = decide(3, placed("a"), placed("b"), waiting("c"), last=found.probe, nodes="n2")
     assert again.probe is not None
     assert again.probe.retry_at_s == NOW_S + 60
-    at_once = decide(3, placed("a"), waiting("c"), last=trial(NOW_S, attempts=5), nodes="n3")
+    at_once = decide(3, placed("a"), waiting("c"), last=last_probe(NOW_S, attempts=5), nodes="n3")
     assert at_once.probe is not None
     assert at_once.probe.retry_at_s == NOW_S + 60
 
 
 def test_a_trial_that_found_room_ends_the_limit() -> None:
-    assert decide(3, placed("a"), placed("b"), placed("c"), last=trial(NOW_S)) == SchedulingLimit()
+    assert (
+        decide(3, placed("a"), placed("b"), placed("c"), last=last_probe(NOW_S))
+        == SchedulingLimit()
+    )
 
 
 def test_wanting_no_more_than_fits_ends_the_limit() -> None:
-    assert decide(2, placed("a"), placed("b"), last=trial(NOW_S + 600)) == SchedulingLimit()
-    assert decide(2, placed("a"), last=trial(NOW_S + 600)) == SchedulingLimit()
+    assert decide(2, placed("a"), placed("b"), last=last_probe(NOW_S + 600)) == SchedulingLimit()
+    assert decide(2, placed("a"), last=last_probe(NOW_S + 600)) == SchedulingLimit()
 
 
 def test_a_pool_without_any_instance_leaves_the_eldest_waiting() -> None:
@@ -157,7 +164,11 @@ pods = st.lists(
     max_size=6,
 )
 trials = st.none() | st.builds(
-    trial, st.floats(500, 1500), st.integers(0, 6), st.integers(0, 6), st.sampled_from(["n1", "n2"])
+    last_probe,
+    st.floats(500, 1500),
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.sampled_from(["n1", "n2"]),
 )
 
 

@@ -4,14 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cleave.api.workload import LengthDistribution, Workload
-from cleave.controller.replan.drift import (
-    MAX_DEFERRAL_S,
-    DriftState,
-    find_current_start_s,
-    find_settle_s,
-    list_recent,
-    update,
-)
+from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent, update
+from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 from cleave.traffic.counters import Buckets
 from cleave.traffic.drift_detector import Quantity, TrafficChange
 from cleave.traffic.window import TrafficWindow
@@ -84,28 +78,28 @@ def test_recent_is_as_long_as_it_has_to_be() -> None:
 
 
 def test_a_course_goes_on_where_it_was() -> None:
-    course = DriftState()
+    state = DriftState()
     for count in range(1, len(DOUBLED) + 1):
-        course = update(course, PLANNED_FOR, DOUBLED[:count], NOW_S - 900)
-    assert course == update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
-    assert course.change is not None
-    assert update(course, PLANNED_FOR, DOUBLED, NOW_S - 900) == course
+        state = update(state, PLANNED_FOR, DOUBLED[:count], NOW_S - 900)
+    assert state == update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    assert state.change is not None
+    assert update(state, PLANNED_FOR, DOUBLED, NOW_S - 900) == state
 
 
 def test_another_plan_or_another_fleet_begins_a_course_anew() -> None:
-    course = update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    state = update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
     other = PLANNED_FOR.model_copy(update={"rate": 8.0})
-    assert update(course, other, traffic(8, 300), NOW_S - 900).change is None
-    assert update(course, PLANNED_FOR, (), NOW_S).change is None
+    assert update(state, other, traffic(8, 300), NOW_S - 900).change is None
+    assert update(state, PLANNED_FOR, (), NOW_S).change is None
 
 
 def test_traffic_that_has_just_changed_is_known_better_each_minute() -> None:
-    course = update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
-    assert course.change is not None
-    seen_s = course.change.detected_s
-    assert course.has_recent_change(seen_s, 300)
-    assert course.has_recent_change(seen_s + 299, 300)
-    assert not course.has_recent_change(seen_s + 300, 300)
+    state = update(DriftState(), PLANNED_FOR, DOUBLED, NOW_S - 900)
+    assert state.change is not None
+    seen_s = state.change.detected_s
+    assert state.has_recent_change(seen_s, 300)
+    assert state.has_recent_change(seen_s + 299, 300)
+    assert not state.has_recent_change(seen_s + 300, 300)
     assert not DriftState().has_recent_change(seen_s, 300)
 
 

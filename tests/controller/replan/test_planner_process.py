@@ -78,55 +78,55 @@ async def settle() -> None:
 
 async def test_the_same_question_is_asked_once_and_another_one_replaces_it() -> None:
     answered: list[str] = []
-    desk: PlannerClient[str] = PlannerClient(answered.append)
+    client: PlannerClient[str] = PlannerClient(answered.append)
     answers = Answers()
-    desk._run_in_process = answers  # type: ignore[method-assign]
+    client._run_in_process = answers  # type: ignore[method-assign]
     asked = validate(chat(workload=WORKLOAD))
     for inputs in ("one", "one", "two"):
-        desk.submit("chat", asked, None, PlanJob(inputs))
+        client.submit("chat", asked, None, PlanJob(inputs))
         await settle()
     assert answers.asked == ["one", "two"]
     answers.release.set()
     await settle()
     assert answered == ["chat"]
-    last = desk.get_result("chat")
+    last = client.get_result("chat")
     assert last is not None
     assert last.inputs_hash == "two"
-    desk.forget("chat")
-    assert desk.get_result("chat") is None
-    await desk.close()
+    client.forget("chat")
+    assert client.get_result("chat") is None
+    await client.close()
 
 
 async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None:
-    desk: PlannerClient[str] = PlannerClient(lambda _: None)
+    client: PlannerClient[str] = PlannerClient(lambda _: None)
     answers = Answers()
-    desk._run_in_process = answers  # type: ignore[method-assign]
+    client._run_in_process = answers  # type: ignore[method-assign]
     asked = validate(chat(workload=WORKLOAD))
     review = PlanReview(0.0, (), "", (), ReplanSettings())
     for number in range(3):
         look = replace(QUESTION, inputs_hash=f"look {number}", review=review)
-        desk.submit(f"chat-{number}", asked, None, look)
+        client.submit(f"chat-{number}", asked, None, look)
     await settle()
-    desk.submit("new", asked, None, QUESTION)
+    client.submit("new", asked, None, QUESTION)
     await settle()
     answers.release.set()
     await settle()
     assert answers.asked[:2] == ["look 0", "digest"]
-    await desk.close()
+    await client.close()
 
 
 async def test_a_planner_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = asyncio.Event()
-    desk: PlannerClient[str] = PlannerClient(lambda _: answered.set(), timeout_s=0.2)
+    client: PlannerClient[str] = PlannerClient(lambda _: answered.set(), timeout_s=0.2)
     monkeypatch.setattr(planner_process, "run_planner", sleeps)
     # The planner's process imports `sleeps` from here.
     monkeypatch.syspath_prepend(Path(__file__).parents[3])
-    desk.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
+    client.submit("chat", validate(chat(workload=WORKLOAD)), None, QUESTION)
     await asyncio.wait_for(answered.wait(), 30)
-    last = desk.get_result("chat")
+    last = client.get_result("chat")
     assert last is not None
     assert last.faults == ("the planner has not finished within 0 s",)
-    await desk.close()
+    await client.close()
 
 
 def sleeps(_text: str, _cluster: object, question: PlanJob) -> PlanJob:

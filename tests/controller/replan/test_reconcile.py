@@ -8,10 +8,10 @@ from cleave.api.replan_status import LatencyCorrection
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.objects import ObservedPod, format_timestamp
-from cleave.controller.replan.drift import MAX_DEFERRAL_S, DriftState
 from cleave.controller.replan.inputs import hash_model
 from cleave.controller.replan.outcome import ReplanOutcome
 from cleave.controller.replan.reconcile import is_urgent, reconcile_plan, update_drift
+from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 
 from tests.support.deployment_views import (
     INTERVAL_S,
@@ -97,13 +97,13 @@ def test_a_change_is_urgent_until_it_has_been_looked_at() -> None:
     asked = deployment()
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
     told = status(asked)
-    course = update_drift(DriftState(), asked, told, windows)
-    assert is_urgent(course, asked, told)
+    state = update_drift(DriftState(), asked, told, windows)
+    assert is_urgent(state, asked, told)
     assert not is_urgent(DriftState(), asked, told)
     looked = {**told, "prediction": {"at": format_timestamp(NOW_S), "attainment": 1}}
-    assert not is_urgent(course, asked, looked)
+    assert not is_urgent(state, asked, looked)
     by_hands = deployment(placement=by_hand(prefill=1, decode=1))
-    assert not is_urgent(course, by_hands, told)
+    assert not is_urgent(state, by_hands, told)
 
 
 def test_a_change_that_was_told_is_not_told_again() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 from cleave.api.deployment import LLMDeployment
 from cleave.controller.cluster.actions import Apply, Emit, PatchStatus, PlanJob, RequestPlan
-from cleave.controller.deployment.reconcile import DeploymentView, reconcile
+from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.replan.reconcile import reconcile_plan
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.planner.replan.revision import ReplanVerdict
 

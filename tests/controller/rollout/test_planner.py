@@ -17,7 +17,7 @@ from cleave.controller.rollout.planner import (
     is_done,
     list_steps,
     make_ready,
-    next_step,
+    plan_next_step,
 )
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -117,7 +117,7 @@ def test_without_a_free_gpu_the_only_decode_instance_takes_the_others_with_it() 
 
 def test_what_may_be_missing_is_counted_in_the_larger_role() -> None:
     limits = RolloutLimits(max_surge=1, max_unavailable=1)
-    step = next_step(running(prefill=2, decode=6), limits)
+    step = plan_next_step(running(prefill=2, decode=6), limits)
     assert kept(step) == {"prefill": (1, 2), "decode": (1, 5)}
 
 
@@ -126,31 +126,31 @@ def test_nothing_goes_before_the_new_pair_is_whole() -> None:
         P: RoleState(2, old=2, old_ready=2, new=1, new_ready=1),
         D: RoleState(2, old=2, old_ready=2, new=1, new_ready=0),
     }
-    assert kept(next_step(roles, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
+    assert kept(plan_next_step(roles, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
 
 
 def test_no_role_begins_before_the_others_have_a_place() -> None:
     # Two decode instances drain still: a new prefill instance would wait for a partner.
     roles = {P: RoleState(2, old=2, old_ready=2), D: RoleState(2, old=1, old_ready=1, leaving=2)}
-    assert kept(next_step(roles, LIMITS)) == {"prefill": (0, 2), "decode": (0, 1)}
+    assert kept(plan_next_step(roles, LIMITS)) == {"prefill": (0, 2), "decode": (0, 1)}
 
 
 def test_instances_that_drain_hold_their_places() -> None:
     roles = {M: RoleState(3, old=2, old_ready=2, new=1, new_ready=1, leaving=1)}
-    assert kept(next_step(roles, LIMITS)) == {"mixed": (1, 2)}
-    assert kept(next_step({M: replace(roles[M], leaving=0)}, LIMITS)) == {"mixed": (2, 2)}
+    assert kept(plan_next_step(roles, LIMITS)) == {"mixed": (1, 2)}
+    assert kept(plan_next_step({M: replace(roles[M], leaving=0)}, LIMITS)) == {"mixed": (2, 2)}
 
 
 def test_a_role_that_lost_its_old_instances_does_not_run_ahead() -> None:
     roles = {P: RoleState(8), D: RoleState(8, old=8, old_ready=8)}
-    assert kept(next_step(roles, LIMITS)) == {"prefill": (3, 0), "decode": (1, 8)}
+    assert kept(plan_next_step(roles, LIMITS)) == {"prefill": (3, 0), "decode": (1, 8)}
     strict = replace(LIMITS, max_skew=0.0)
-    assert kept(next_step(roles, strict)) == {"prefill": (1, 0), "decode": (1, 8)}
+    assert kept(plan_next_step(roles, strict)) == {"prefill": (1, 0), "decode": (1, 8)}
 
 
 def test_a_new_revision_that_fails_is_taken_back_in_one_step() -> None:
     broken = {role: RoleState(3, new=3, new_ready=3, old=1, old_ready=0) for role in (P, D)}
-    assert kept(next_step(broken, LIMITS)) == {"prefill": (3, 0), "decode": (3, 0)}
+    assert kept(plan_next_step(broken, LIMITS)) == {"prefill": (3, 0), "decode": (3, 0)}
 
 
 def test_an_old_revision_that_fails_is_replaced_too() -> None:
@@ -160,7 +160,7 @@ def test_an_old_revision_that_fails_is_replaced_too() -> None:
 
 def test_old_prefill_instances_without_decode_instances_go_at_once() -> None:
     roles = {P: RoleState(3, old=3, old_ready=3), D: RoleState(3, old=0)}
-    assert kept(next_step(roles, LIMITS))["prefill"] == (1, 0)
+    assert kept(plan_next_step(roles, LIMITS))["prefill"] == (1, 0)
 
 
 def test_old_decode_instances_without_prefill_instances_go_one_by_one() -> None:
@@ -205,7 +205,7 @@ def test_of_two_old_revisions_the_one_without_partners_goes_first() -> None:
             3, old=4, old_ready=3, older={"a": InstanceCount(3, 3), "b": InstanceCount(1, 0)}
         ),
     }
-    step = next_step(roles, LIMITS)
+    step = plan_next_step(roles, LIMITS)
     assert [step[role].older for role in (P, D)] == [{"a": 3, "b": 0}] * 2
     assert kept(step) == {"prefill": (0, 3), "decode": (0, 3)}
 
@@ -217,7 +217,7 @@ def test_of_two_old_revisions_the_one_that_is_worth_more_stays() -> None:
         )
         for role in (P, D)
     }
-    assert next_step(roles, LIMITS)[P].older == {"a": 0, "b": 3}
+    assert plan_next_step(roles, LIMITS)[P].older == {"a": 0, "b": 3}
 
 
 def test_instances_that_are_not_ready_for_a_moment_stay_with_their_partners() -> None:
@@ -225,7 +225,7 @@ def test_instances_that_are_not_ready_for_a_moment_stay_with_their_partners() ->
         P: RoleState(2, old=2, old_ready=2, new=1, new_ready=1),
         D: RoleState(6, old=5, old_ready=3, new=1, new_ready=1),
     }
-    step = kept(next_step(roles, LIMITS))
+    step = kept(plan_next_step(roles, LIMITS))
     assert (step["prefill"][1], step["decode"][1]) == (2, 5)
 
 
@@ -243,13 +243,13 @@ def test_a_third_revision_waits_for_what_is_on_its_way() -> None:
             older={"a": InstanceCount(4, 4), "b": InstanceCount(2, 2)},
         ),
     }
-    assert kept(next_step(draining, LIMITS)) == {"prefill": (0, 3), "decode": (0, 6)}
+    assert kept(plan_next_step(draining, LIMITS)) == {"prefill": (0, 3), "decode": (0, 6)}
     pairs = {"a": InstanceCount(1, 1), "b": InstanceCount(1, 1)}
     starting = {
         P: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
         D: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
     }
-    assert kept(next_step(starting, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
+    assert kept(plan_next_step(starting, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
 
 
 def test_a_third_revision_finds_its_place_at_the_least_cost() -> None:
@@ -262,7 +262,7 @@ def test_a_third_revision_finds_its_place_at_the_least_cost() -> None:
             6, old=6, old_ready=6, older={"a": InstanceCount(4, 4), "b": InstanceCount(2, 2)}
         ),
     }
-    step = next_step(roles, LIMITS)
+    step = plan_next_step(roles, LIMITS)
     assert step[P].older == {"a": 1, "b": 1}
     assert step[D].older == {"a": 4, "b": 2}
     assert compute_capacity(apply_step(roles, step)) == pytest.approx(5 / 6)
@@ -292,5 +292,5 @@ def test_limits_that_allow_nothing_are_refused(limits: dict[str, float], told: s
 
 
 def test_the_preview_starts_from_what_is_there() -> None:
-    roles = make_ready(apply_step(running(mixed=2), next_step(running(mixed=2), LIMITS)))
+    roles = make_ready(apply_step(running(mixed=2), plan_next_step(running(mixed=2), LIMITS)))
     assert way(roles) == way(running(mixed=2))[1:]

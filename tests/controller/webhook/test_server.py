@@ -52,13 +52,13 @@ class Shelf:
         self.bundles = [bundle] * count
 
 
-def keeper(shelf, *, issues=True, now=NOW, names=NAMES) -> CertificateRotator:
+def rotator(shelf, *, issues=True, now=NOW, names=NAMES) -> CertificateRotator:
     return CertificateRotator(shelf, names, issues_certificate=issues, now=lambda: now)
 
 
 async def test_an_empty_secret_is_filled_and_the_api_server_told_whom_to_trust() -> None:
     shelf = Shelf()
-    made = await keeper(shelf).rotate()
+    made = await rotator(shelf).rotate()
     certificates.check(made, NAMES, NOW)
     assert certificates.from_secret(shelf.secret) == made
     assert base64.b64decode(shelf.bundles[0]).decode() == made.ca_bundle
@@ -66,41 +66,41 @@ async def test_an_empty_secret_is_filled_and_the_api_server_told_whom_to_trust()
 
 async def test_nothing_is_written_while_the_certificate_is_good() -> None:
     shelf = Shelf()
-    first = await keeper(shelf).rotate()
-    assert await keeper(shelf, now=NOW + timedelta(days=30)).rotate() == first
+    first = await rotator(shelf).rotate()
+    assert await rotator(shelf, now=NOW + timedelta(days=30)).rotate() == first
     assert shelf.writes == 1
 
 
 async def test_it_is_renewed_before_its_end() -> None:
     shelf = Shelf()
-    first = await keeper(shelf).rotate()
-    second = await keeper(shelf, now=NOW + timedelta(days=70)).rotate()
+    first = await rotator(shelf).rotate()
+    second = await rotator(shelf, now=NOW + timedelta(days=70)).rotate()
     assert second.cert_chain != first.cert_chain
     assert first.ca_bundle in second.ca_bundle
 
 
 async def test_operators_that_start_together_show_one_certificate() -> None:
     shelf = Shelf()
-    made = await asyncio.gather(*(keeper(shelf).rotate() for _ in range(4)))
+    made = await asyncio.gather(*(rotator(shelf).rotate() for _ in range(4)))
     assert len(set(made)) == 1
     assert shelf.writes == 1
 
 
 async def test_a_bundle_that_somebody_emptied_is_written_again() -> None:
     shelf = Shelf()
-    await keeper(shelf).rotate()
+    await rotator(shelf).rotate()
     shelf.bundles = ["", ""]
-    made = await keeper(shelf).rotate()
+    made = await rotator(shelf).rotate()
     assert [base64.b64decode(each).decode() for each in shelf.bundles] == [made.ca_bundle] * 2
 
 
 async def test_cert_managers_secret_is_read_and_never_written() -> None:
     shelf = Shelf()
     with pytest.raises(CertificateError, match="cert-manager has not written"):
-        await keeper(shelf, issues=False).rotate()
+        await rotator(shelf, issues=False).rotate()
     theirs = certificates.issue(NAMES, NOW - timedelta(days=80))
     shelf.secret["data"] = certificates.to_secret(theirs)
-    assert await keeper(shelf, issues=False).rotate() == theirs
+    assert await rotator(shelf, issues=False).rotate() == theirs
     assert shelf.writes == 0
     assert shelf.bundles == [""]
 
@@ -113,7 +113,7 @@ async def test_a_secret_that_is_always_changed_by_others_is_given_up() -> None:
 
     shelf.replace_secret = lose
     with pytest.raises(CertificateError, match="changed 5 times"):
-        await keeper(shelf).rotate()
+        await rotator(shelf).rotate()
 
 
 def free_port() -> int:

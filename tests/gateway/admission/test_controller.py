@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway import server
 from cleave.gateway.admission import controller
-from cleave.gateway.config import LateRequestPolicy
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -196,7 +196,7 @@ async def teach(stage, seconds_per_token: float) -> None:
 
 @pytest.mark.parametrize("late", [LateRequestPolicy.REFUSE, LateRequestPolicy.SERVE])
 async def test_what_would_be_late_is_refused_early_where_that_is_wanted(make_stage, late) -> None:
-    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, late=late)
+    stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, late_policy=late)
     gate = Gate()
     if late is LateRequestPolicy.REFUSE:
         await teach(stage, 0.001)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.api_keys import ApiKeys, read_api_keys
 from cleave.gateway.admission.rate_limit import TenantLimits
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, ApiKeysError, Tenant
-from cleave.gateway.config import LateRequestPolicy
 
 HASHED = "sha256:" + hashlib.sha256(b"secret").hexdigest()
 FILE = f"""

@@ -76,9 +76,9 @@ async def test_a_whole_request_goes_to_an_instance_and_is_in_its_books(asked, mo
     placed = await proxy.ask()
     assert placed.endpoints == [stage.endpoint_of("x"), stage.address]
     assert json.loads(placed.body) == ASK
-    ledger = stage.context.router.registry.instances["x"].ledger
-    assert ledger.requests == 1
-    assert ledger.prompt.own > 0
+    in_flight = stage.context.router.registry.instances["x"].in_flight
+    assert in_flight.num_requests == 1
+    assert in_flight.prompt.own > 0
     seen = await proxy.answer(200, b'{"usage":{"completion', b'_tokens": 3}}')
     assert seen == b'{"usage":{"completion_tokens": 3}}'
     assert await proxy.is_left_alone()
@@ -90,13 +90,13 @@ async def test_the_prompt_leaves_the_books_with_the_first_bytes_of_the_answer(as
     stage = await asked({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.ask({**ASK, "stream": True})
-    ledger = stage.context.router.registry.instances["x"].ledger
+    in_flight = stage.context.router.registry.instances["x"].in_flight
     await proxy.send(response_headers=headers_of({":status": "200"}, False))
     await proxy.hear()
-    assert ledger.prompt.own > 0
+    assert in_flight.prompt.own > 0
     await proxy.pass_on(b"data: {}\n\n")
-    assert ledger.prompt.own == 0
-    assert ledger.requests == 1
+    assert in_flight.prompt.own == 0
+    assert in_flight.num_requests == 1
     proxy.stream.cancel()
     await stage.until_idle()
 
@@ -378,7 +378,7 @@ async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked
         proxy = stage.proxy()
         await proxy.ask()
         await proxy.answer(503, b'{"a":1}\n\n')
-    assert stage.context.circuit_breaker.doubted(stage.context.clock()) == {"x"}
+    assert stage.context.circuit_breaker.list_suspects(stage.context.clock()) == {"x"}
     assert stage.context.metrics.requests["m", "failed"] == 3
 
 
@@ -391,7 +391,7 @@ async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_fi
         metadata_context=served_by(stage.address),
     )
     await proxy.hear()
-    assert stage.context.router.registry.instances["x"].ledger.requests == 0
+    assert stage.context.router.registry.instances["x"].in_flight.num_requests == 0
     assert await proxy.pass_on(b'{"usage":{"completion_tokens":3}}', True)
     await stage.until_idle()
     # It is told by who served it.

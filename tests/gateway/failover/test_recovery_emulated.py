@@ -54,9 +54,7 @@ async def ask_and_lose(fleet, body: dict[str, Any], path: str, tokens: int):
         engines[name].engine.faults.drop = tokens
     client = await stage.connect()
     client.send(body, path)
-    await stage.suspect_until(
-        lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost"
-    )
+    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
     for emulated in engines.values():
         emulated.engine.faults.clear()
     return read(await client.read())
@@ -178,9 +176,7 @@ async def test_a_stream_waits_for_an_instance_that_can_go_on(make_fleet) -> None
     engines["x"].engine.faults.drop = 7
     client = await stage.connect()
     client.send(ask(CHAT), CHAT)
-    await stage.suspect_until(
-        lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost"
-    )
+    await stage.until(lambda: stage.context.metrics.retries[("decode", "lost")] > 0, "it is lost")
     engines["x"].engine.faults.clear()
     texts, _ = read(await client.read())
     assert texts == expected
@@ -192,9 +188,7 @@ async def test_it_does_not_wait_for_ever(make_fleet) -> None:
     engines["x"].engine.faults.drop = 7
     client = await stage.connect()
     client.send(ask(CHAT), CHAT)
-    await stage.suspect_until(
-        lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost"
-    )
+    await stage.until(lambda: stage.context.metrics.retries["decode", "lost"] > 0, "it is lost")
     stage.state(stage.engines["x"], engine_url=engines["x"].url, state=agent_pb2.STATE_DRAINING)
     response = await client.read()
     error = json.loads(response.events[-1].removeprefix(b"data: "))["error"]

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from cleave.api.enums import FallbackPolicy
 from cleave.gateway.proxy import attempt
-from cleave.router.router import FallbackMode
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -74,7 +74,7 @@ def two_of_each(make_stage):
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("fallback", FallbackMode)
+@pytest.mark.parametrize("fallback", FallbackPolicy)
 async def test_a_lost_prefill_is_done_again_elsewhere(two_of_each, failure, fallback) -> None:
     stage = await two_of_each(fallback=fallback)
     stage.engines["p1"].script = failure
@@ -134,7 +134,11 @@ async def test_a_whole_answer_cut_in_the_middle_is_done_again(two_of_each) -> No
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize(
     ("fallback", "status"),
-    [(FallbackMode.ALWAYS, 200), (FallbackMode.ON_PREFILL_LOSS, 200), (FallbackMode.NEVER, 503)],
+    [
+        (FallbackPolicy.ALWAYS, 200),
+        (FallbackPolicy.ON_PREFILL_LOSS, 200),
+        (FallbackPolicy.NEVER, 503),
+    ],
 )
 async def test_without_another_prefill_the_fallback_decides(
     make_stage, failure, fallback, status
@@ -154,7 +158,11 @@ async def test_without_another_prefill_the_fallback_decides(
 
 @pytest.mark.parametrize(
     ("fallback", "status"),
-    [(FallbackMode.ALWAYS, 200), (FallbackMode.ON_PREFILL_LOSS, 503), (FallbackMode.NEVER, 503)],
+    [
+        (FallbackPolicy.ALWAYS, 200),
+        (FallbackPolicy.ON_PREFILL_LOSS, 503),
+        (FallbackPolicy.NEVER, 503),
+    ],
 )
 async def test_only_always_starts_without_a_prefill_instance(make_stage, fallback, status) -> None:
     stage = await make_stage({"d": "decode"}, fallback=fallback)
@@ -204,7 +212,7 @@ async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monk
     async def stand_still(engine, request, writer):
         if "kv_transfer_params" in request.body:
             directory.instances["d"].stalled_at = pair.context.clock() + 1
-        await type(engine).on_response(engine, request, writer)
+        await type(engine).answer(engine, request, writer)
 
     pair.engines["d"].script = stand_still
     assert (await pair.ask(body)).status == 200
@@ -224,7 +232,7 @@ async def test_a_hand_off_that_cannot_be_pulled_is_computed_anew(pair) -> None:
     """vLLM answers 500 when the KV is gone; the same instance may do both phases."""
 
     async def refuse_handoff(engine, request, writer):
-        await (fail if "kv_transfer_params" in request.body else type(engine).on_response)(
+        await (fail if "kv_transfer_params" in request.body else type(engine).answer)(
             engine, request, writer
         )
 
@@ -380,7 +388,7 @@ async def test_a_client_that_leaves_stops_whatever_runs_for_it(pair, moment: str
         if moment == "prefill" or (moment == "first token" and not request.is_prefill):
             await asyncio.sleep(600)
         elif request.is_prefill:
-            await engine.on_response(request, writer)
+            await engine.answer(request, writer)
         else:
             await engine.stream(writer, ["t"] * 100_000, pause_s=0.01)
 

@@ -285,7 +285,15 @@ def test_arguments_of_the_engine_have_a_bounded_length() -> None:
         read(vllm_xargs={"k": "a" * MAX_NESTED_BYTES})
 
 
-FACTS = ("asks_ids", "model", "numbered", "output_tokens", "prompt_tokens", "splittable", "stream")
+FACTS = (
+    "can_disaggregate",
+    "has_token_ids",
+    "model",
+    "output_tokens",
+    "prompt_tokens",
+    "return_token_ids",
+    "stream",
+)
 
 
 def scan(body: bytes) -> tuple[BodyScan, int]:

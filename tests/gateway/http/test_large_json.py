@@ -53,7 +53,7 @@ def plain(raw: msgspec.Raw) -> bytes:
 def test_an_object_has_the_members_that_msgspec_finds(value, space, ascii_only, size) -> None:
     text = write(value, space, ascii_only)
     expected = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    members = scan(text, size).members()
+    members = scan(text, size).list_members()
     assert list(members) == list(expected)
     assert [plain(raw) for raw in members.values()] == [plain(raw) for raw in expected.values()]
 
@@ -63,7 +63,9 @@ def test_an_object_has_the_members_that_msgspec_finds(value, space, ascii_only, 
 def test_a_list_has_the_elements_that_msgspec_finds(value, space, ascii_only, size) -> None:
     text = write(value, space, ascii_only)
     expected = msgspec.json.decode(text, type=list[msgspec.Raw])
-    assert [plain(raw) for raw in scan(text, size).elements()] == [plain(raw) for raw in expected]
+    assert [plain(raw) for raw in scan(text, size).list_elements()] == [
+        plain(raw) for raw in expected
+    ]
 
 
 @settings(max_examples=600)
@@ -83,7 +85,7 @@ def test_whatever_is_valid_json_is_split_alike_and_the_rest_ends_in_an_error_of_
     except (msgspec.MsgspecError, UnicodeDecodeError):
         expected = None
     try:
-        members = scan(bytes(text), size).members()
+        members = scan(bytes(text), size).list_members()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         assert expected is None
     else:
@@ -94,7 +96,7 @@ def test_whatever_is_valid_json_is_split_alike_and_the_rest_ends_in_an_error_of_
 
 
 def test_of_equal_keys_the_last_one_counts() -> None:
-    members = scan(b'{"a":1,"\\u0061":2}').members()
+    members = scan(b'{"a":1,"\\u0061":2}').list_members()
     assert {key: bytes(raw) for key, raw in members.items()} == {"a": b"2"}
 
 
@@ -128,29 +130,29 @@ def test_of_equal_keys_the_last_one_counts() -> None:
 @pytest.mark.parametrize("size", [1, 3, 10_000])
 def test_what_is_no_object_is_refused(text: bytes, size: int) -> None:
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
-        scan(text, size).members()
+        scan(text, size).list_members()
 
 
 @pytest.mark.parametrize("text", [b"[1,]", b"[,]", b'["a":1]', b'{"a":1}', b"[1}"])
 def test_what_is_no_list_is_refused(text: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        scan(text).elements()
+        scan(text).list_elements()
 
 
 @pytest.mark.parametrize("size", [3, 10_000])
 def test_members_beyond_the_limit_end_the_scan(size: int) -> None:
     text = b"[" + b"1," * 99 + b"1]"
-    assert len(scan(text, size, 100).elements()) == 100
+    assert len(scan(text, size, 100).list_elements()) == 100
     with pytest.raises(TooManyMembersError):
-        scan(text, size, 99).elements()
+        scan(text, size, 99).list_elements()
     text = b'{"a":1' + b',"a":1' * 99 + b"}"
-    assert len(scan(text, size, 100).members()) == 1
+    assert len(scan(text, size, 100).list_members()) == 1
     with pytest.raises(TooManyMembersError):
-        scan(text, size, 99).members()
+        scan(text, size, 99).list_members()
 
 
 def test_brackets_nest_up_to_a_bound() -> None:
     fits = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
-    assert [bytes(raw) for raw in scan(fits, 64).elements()] == [fits[1:-1]]
+    assert [bytes(raw) for raw in scan(fits, 64).list_elements()] == [fits[1:-1]]
     with pytest.raises(msgspec.DecodeError, match="nested more than 1000 deep"):
         scan(b"[" + fits + b"]", 64)

@@ -17,7 +17,7 @@ from cleave.gateway.shared_state import SharedGatewayState
 
 
 @pytest.fixture
-def siblings(tmp_path: Path):
+def shared_state(tmp_path: Path):
     made = SharedGatewayState(2, tmp_path)
     yield made
     made.close()
@@ -34,10 +34,10 @@ def count(metrics: GatewayMetrics, times: int) -> None:
 
 
 def scrape(
-    metrics: GatewayMetrics, siblings: SharedGatewayState
+    metrics: GatewayMetrics, shared_state: SharedGatewayState
 ) -> dict[tuple[str, tuple[str, ...]], float]:
     registry = CollectorRegistry()
-    registry.register(MultiprocessCollector(metrics, siblings))
+    registry.register(MultiprocessCollector(metrics, shared_state))
     return {
         (sample.name, tuple(sorted(sample.labels.values()))): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
@@ -45,8 +45,8 @@ def scrape(
     }
 
 
-def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> None:
-    first, second = siblings.for_process(0), siblings.for_process(1)
+def test_counts_of_all_processes_are_added_up_and_targets_are_not(shared_state) -> None:
+    first, second = shared_state.for_process(0), shared_state.for_process(1)
     ours, theirs = GatewayMetrics(SloTargets(0.4, 0.04)), GatewayMetrics(SloTargets(0.4, 0.04))
     count(ours, 2)
     count(theirs, 3)
@@ -67,13 +67,13 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(siblings) -> N
     assert page["cleave_gateway_requests_in_flight", ()] == 7
 
 
-def test_nothing_that_was_told_goes_down_when_a_process_is_killed(siblings) -> None:
-    first, second = siblings.for_process(0), siblings.for_process(1)
+def test_nothing_that_was_told_goes_down_when_a_process_is_killed(shared_state) -> None:
+    first, second = shared_state.for_process(0), shared_state.for_process(1)
     dying, other = GatewayMetrics(), GatewayMetrics()
     count(dying, 5)
     told = scrape(dying, first)
     count(dying, 2)
-    siblings.clear_process(0)
+    shared_state.clear_process(0)
     after = scrape(other, second)
     successor = GatewayMetrics()
     restore_counters(successor, first.read_counters(0))
@@ -85,10 +85,10 @@ def test_nothing_that_was_told_goes_down_when_a_process_is_killed(siblings) -> N
     assert successor.streams == 6
 
 
-def test_processes_that_serve_and_were_replaced_are_counted(siblings) -> None:
-    first = siblings.for_process(0)
+def test_processes_that_serve_and_were_replaced_are_counted(shared_state) -> None:
+    first = shared_state.for_process(0)
     first.register_process(os.getpid())
-    siblings.record_restart()
+    shared_state.record_restart()
     page = scrape(GatewayMetrics(), first)
     assert page["cleave_gateway_processes", ()] == 1
     assert page["cleave_gateway_process_restarts_total", ()] == 1

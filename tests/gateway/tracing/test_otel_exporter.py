@@ -41,7 +41,7 @@ def make_traced(make_stage, collector):
 
     async def make(roles: dict[str, str], **options: object):
         stage = await make_stage(
-            roles, **{"otlp_endpoint": collector[1], "trace_share": 1.0, **options}
+            roles, **{"otlp_endpoint": collector[1], "trace_sample_ratio": 1.0, **options}
         )
         return stage, collector[0]
 
@@ -57,7 +57,7 @@ async def until_told(stage, collector, num_requests: int = 1) -> None:
 
 
 async def test_a_split_stream_is_one_tree_from_the_client_to_both_engines(make_traced) -> None:
-    stage, collector = await make_traced(PAIR, trace_share=0.0)
+    stage, collector = await make_traced(PAIR, trace_sample_ratio=0.0)
     answer = await stage.ask(STREAM, traceparent=TRACEPARENT, x_request_id="mine")
     assert answer.status == 200
     await until_told(stage, collector)
@@ -118,7 +118,7 @@ def make_ahead(make_traced):
             stage.state(engine, kv_port=5601, kv_block_size=16)
             load = agent_pb2.LoadReport(boot_id=engine.boot_id, kv_blocks_free=100, sampled_ns=1)
             told = agent_pb2.WatchEvent(load=load)
-            stage.context.router.directory.hear(engine.name, told, 1e12)
+            stage.context.router.registry.on_event(engine.name, told, 1e12)
         return stage, collector
 
     return make
@@ -206,7 +206,7 @@ async def test_a_stream_that_is_continued_is_one_trace_over_both_pairs(
     make_fleet, collector
 ) -> None:
     roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
-    stage, engines = await make_fleet(roles, otlp_endpoint=collector[1], trace_share=1.0)
+    stage, engines = await make_fleet(roles, otlp_endpoint=collector[1], trace_sample_ratio=1.0)
     engines["d1"].engine.faults.drop = 5
     assert (await stage.ask(STREAM | {"max_tokens": 12, "ignore_eos": True})).status == 200
     await until_told(stage, collector[0])
@@ -257,7 +257,7 @@ async def test_a_client_that_leaves_is_no_error(make_traced) -> None:
 async def test_what_is_not_sampled_is_not_sent_and_engines_are_told_so(
     make_traced, share, headers
 ) -> None:
-    stage, collector = await make_traced(PAIR, trace_share=share)
+    stage, collector = await make_traced(PAIR, trace_sample_ratio=share)
     for _ in range(3):
         assert (await stage.ask(STREAM, **headers)).status == 200
     told = [
@@ -289,7 +289,7 @@ async def test_the_end_sends_what_waits(make_traced, monkeypatch) -> None:
 async def test_traces_go_over_http_where_the_environment_says_so(make_stage, monkeypatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     with serve_http() as (collector, url):
-        stage = await make_stage(PAIR, otlp_endpoint=url, trace_share=1.0)
+        stage = await make_stage(PAIR, otlp_endpoint=url, trace_sample_ratio=1.0)
         await stage.ask(ASK)
         await stage.gateway.stop()
     assert len(collector.spans) == 4
@@ -300,7 +300,7 @@ async def test_the_environment_alone_says_where_traces_go(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[1])
     monkeypatch.setenv("OTEL_SERVICE_NAME", "front")
-    stage = await make_stage(PAIR, otlp_endpoint="", trace_share=1.0)
+    stage = await make_stage(PAIR, otlp_endpoint="", trace_sample_ratio=1.0)
     await stage.ask(ASK)
     await stage.gateway.stop()
     assert len(collector[0].spans) == 4
@@ -316,7 +316,7 @@ async def test_a_dead_collector_costs_spans_and_one_line_and_nothing_else(
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.1")
-        stage = await make_stage(PAIR, otlp_endpoint=url, trace_share=1.0)
+        stage = await make_stage(PAIR, otlp_endpoint=url, trace_sample_ratio=1.0)
         counts = stage.context.metrics.spans
         for number in range(1, 4):
             assert (await stage.ask(STREAM)).status == 200
@@ -335,7 +335,7 @@ async def test_a_collector_that_hangs_ends_neither_requests_nor_the_gateway(
     monkeypatch.setattr(otel_exporter, "QUEUE_SPANS", 12)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        stage = await make_stage(PAIR, otlp_endpoint=url, trace_share=1.0)
+        stage = await make_stage(PAIR, otlp_endpoint=url, trace_sample_ratio=1.0)
         for _ in range(5):
             assert (await stage.ask(STREAM)).status == 200
         # Two stories of five spans wait; a third would be too much.

@@ -258,15 +258,15 @@ KUBELET_PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 from cleave.local.kubelet.kubelet import Kubelet
-from cleave.local.kubelet.node import inspect
+from cleave.local.kubelet.node import inspect_node
 
 async def main():
-    async with Kubelet(inspect(), Path(sys.argv[1])) as kubelet:
-        kubelet.run(json.loads(sys.argv[2]))
-        ((_, facts),) = kubelet.observed()
-        while not facts.pid:
+    async with Kubelet(inspect_node(), Path(sys.argv[1])) as kubelet:
+        kubelet.run_pod(json.loads(sys.argv[2]))
+        ((_, state),) = kubelet.list_pod_states()
+        while not state.pid:
             await asyncio.sleep(0.01)
-        print(facts.pid, flush=True)
+        print(state.pid, flush=True)
         await asyncio.sleep(600)
 
 asyncio.run(main())

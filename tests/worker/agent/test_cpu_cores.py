@@ -22,9 +22,9 @@ FOUR = frozenset(range(4))
 HOLDER = """
 import sys, time
 from pathlib import Path
-from cleave_worker.agent.cpu_cores import CoreLocks, Wish
+from cleave_worker.agent.cpu_cores import CoreLocks, CoreRequest
 locks = CoreLocks(Path(sys.argv[1]), "other-pod")
-print(locks.take(Wish((0,)), False), flush=True)
+print(locks.acquire(CoreRequest((0,)), False), flush=True)
 time.sleep(60)
 """
 

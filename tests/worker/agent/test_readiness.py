@@ -18,7 +18,7 @@ from cleave_worker.agent.instance import (
 )
 from cleave_worker.agent.kv_self_test import KvTestError, MissingCountersError
 from cleave_worker.agent.peers import PeerScan, is_counterpart
-from cleave_worker.agent.readiness import prove_role, verify_kv_path, verify_with_peers
+from cleave_worker.agent.readiness import verify_kv_path, verify_role, verify_with_peers
 from cleave_worker.agent.supervisor import keep_verified
 
 from tests.support.doubles import Answering
@@ -120,15 +120,15 @@ async def test_what_a_role_needs_is_tested_before_it_is_taken_unless_it_is_prove
     monkeypatch.setattr("cleave_worker.agent.readiness._build_test", lambda *_: scene.test)
     known = replace(config, peers="static:")
     # Not ready yet: the test that leads there will go the new way.
-    await prove_role(known, instance, agent_pb2.ROLE_DECODE)
+    await verify_role(known, instance, agent_pb2.ROLE_DECODE)
     instance.mark_verified(PROVEN, KvDirection.OUT)
     scene.other_way = "wrong tokens"
     with pytest.raises(KvTestError):
-        await prove_role(known, instance, agent_pb2.ROLE_MIXED)
+        await verify_role(known, instance, agent_pb2.ROLE_MIXED)
     assert scene.tested == [KvDirection.IN]
     scene.other_way = ""
     for role in (agent_pb2.ROLE_MIXED, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_PREFILL):
-        await prove_role(known, instance, role)
+        await verify_role(known, instance, role)
     assert scene.tested == [KvDirection.IN, KvDirection.IN]
     assert instance.is_verified(KvDirection.IN)
 
@@ -144,7 +144,7 @@ async def test_a_role_is_taken_where_engines_count_no_bytes(
     monkeypatch.setattr("cleave_worker.agent.readiness._build_scan", lambda *_: scene.look)
     monkeypatch.setattr("cleave_worker.agent.readiness._build_test", lambda *_: test)
     instance.mark_unverified("w-1 counts no bytes of KV")
-    await prove_role(replace(config, peers="static:"), instance, agent_pb2.ROLE_DECODE)
+    await verify_role(replace(config, peers="static:"), instance, agent_pb2.ROLE_DECODE)
     assert not instance.is_verified(KvDirection.IN)
 
 
@@ -201,7 +201,7 @@ async def test_without_a_source_of_peers_a_role_needs_no_test(
     config: AgentConfig, instance: WorkerInstance
 ) -> None:
     await verify_kv_path(config, instance)
-    await prove_role(config, instance, agent_pb2.ROLE_DECODE)
+    await verify_role(config, instance, agent_pb2.ROLE_DECODE)
     assert not instance.is_verified(KvDirection.IN)
 
 

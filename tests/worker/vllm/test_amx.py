@@ -15,7 +15,7 @@ pytest.importorskip("vllm.platforms.cpu")
 
 _ASK = """
 import ctypes
-from cleave_worker.vllm.amx import ask_for_tiles
+from cleave_worker.vllm.amx import enable_amx
 
 ARCH_PRCTL, GET_PERMISSION, TILE_DATA = 158, 0x1022, 1 << 18
 
@@ -25,7 +25,7 @@ def may_use_tiles():
     return bool(allowed.value & TILE_DATA)
 
 before = may_use_tiles()
-ask_for_tiles()
+enable_amx()
 print(before, may_use_tiles())
 """
 """Numbers of linux/arch/x86/include/uapi/asm/prctl.h and asm/fpu/types.h."""

@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, ours: ModuleType) -> Path:
     return path
 
 
-@pytest.fixture(params=["FollowingScheduler", "FollowingAsyncScheduler"])
+@pytest.fixture(params=["RoleScheduler", "RoleAsyncScheduler"])
 def make(request: pytest.FixtureRequest, model: Path, ours: ModuleType) -> Make:
     """A scheduler of so many blocks, requests and tokens a pass; both of vLLM's classes."""
 
@@ -113,7 +113,7 @@ def test_prompts_start_in_the_order_of_the_terms_a_batch_at_a_time(
     make: Make, order: PrefillOrder, names: str
 ) -> None:
     scheduler = make(seqs=1)
-    scheduler.follow(RoleSchedulingConfig(order, prefill_sched_batch=3))
+    scheduler.apply_scheduling(RoleSchedulingConfig(order, prefill_sched_batch=3))
     for name, length in zip("abcde", (50, 10, 30, 20, 15), strict=True):
         add(scheduler, name, length)
     assert "".join(run(scheduler)) == names
@@ -121,7 +121,7 @@ def test_prompts_start_in_the_order_of_the_terms_a_batch_at_a_time(
 
 def test_prompts_that_come_while_no_seat_is_free_are_sorted_together(make: Make) -> None:
     scheduler = make(seqs=1)
-    scheduler.follow(RoleSchedulingConfig(PrefillOrder.SJF))
+    scheduler.apply_scheduling(RoleSchedulingConfig(PrefillOrder.SJF))
     add(scheduler, "first", 20, max_tokens=20)
     for name, length in zip("abc", (50, 10, 30), strict=True):
         step(scheduler)
@@ -135,21 +135,23 @@ def test_a_pass_keeps_to_the_terms_but_never_above_what_the_engine_was_started_w
     scheduler = make()
     for name in "abcdefghijkl":
         add(scheduler, name, 20)
-    scheduler.follow(RoleSchedulingConfig(max_num_batched_tokens=40, max_num_seqs=2))
+    scheduler.apply_scheduling(RoleSchedulingConfig(max_num_batched_tokens=40, max_num_seqs=2))
     assert step(scheduler) == {"a": 20, "b": 20}
-    scheduler.follow(RoleSchedulingConfig(max_num_batched_tokens=10_000, max_num_seqs=10_000))
+    scheduler.apply_scheduling(
+        RoleSchedulingConfig(max_num_batched_tokens=10_000, max_num_seqs=10_000)
+    )
     assert sum(step(scheduler).values()) == 64
     run(scheduler)
 
 
 def test_a_long_prompt_leaves_room_for_those_who_wait(make: Make) -> None:
     scheduler = make()
-    scheduler.follow(RoleSchedulingConfig(long_prefill_token_threshold=16))
+    scheduler.apply_scheduling(RoleSchedulingConfig(long_prefill_token_threshold=16))
     add(scheduler, "a", 200)
     assert step(scheduler) == {"a": 64}
     add(scheduler, "b", 30)
     assert step(scheduler) == {"a": 16, "b": 16}
-    scheduler.follow(RoleSchedulingConfig())
+    scheduler.apply_scheduling(RoleSchedulingConfig())
     assert step(scheduler) == {"a": 64}
     run(scheduler)
 
@@ -159,7 +161,7 @@ def test_reserving_admission_prevents_preemption(make: Make) -> None:
     for admission in Admission:
         # 12 blocks of 16; each request holds 48 at its end.
         scheduler = make(num_blocks=13)
-        scheduler.follow(RoleSchedulingConfig(admission=admission))
+        scheduler.apply_scheduling(RoleSchedulingConfig(admission=admission))
         everybody = []
         for name in "abcdefgh":
             everybody.append(add(scheduler, name, 8, max_tokens=40))
@@ -174,7 +176,7 @@ def test_answers_that_end_early_are_learnt_from(make: Make) -> None:
 
     # Told to end at 400, they end after two tokens.
     scheduler = make(num_blocks=41)
-    scheduler.follow(RoleSchedulingConfig(admission=Admission.RESERVE_STATIC))
+    scheduler.apply_scheduling(RoleSchedulingConfig(admission=Admission.RESERVE_STATIC))
     for turn in range(40):
         add(scheduler, str(turn), 100, max_tokens=400)
         step(scheduler)
@@ -192,7 +194,7 @@ def test_answers_that_end_early_are_learnt_from(make: Make) -> None:
 def test_who_was_preempted_often_is_spared(make: Make) -> None:
     def preempted(limit: int) -> list[int]:
         scheduler = make(num_blocks=40)
-        scheduler.follow(RoleSchedulingConfig(preemption_limit=limit))
+        scheduler.apply_scheduling(RoleSchedulingConfig(preemption_limit=limit))
         named = enumerate("abcd")
         everybody = [add(scheduler, name, 8, max_tokens=200 + 30 * n) for n, name in named]
         run(scheduler)
@@ -206,7 +208,7 @@ def test_requests_that_leave_the_queue_leave_it_in_order(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler = make(seqs=1)
-    scheduler.follow(RoleSchedulingConfig(PrefillOrder.SJF, prefill_sched_batch=3))
+    scheduler.apply_scheduling(RoleSchedulingConfig(PrefillOrder.SJF, prefill_sched_batch=3))
     for name, length in zip("abcde", (50, 10, 30, 20, 15), strict=True):
         add(scheduler, name, length)
     step(scheduler)

@@ -13,7 +13,7 @@ from cleave_worker.agent import drain as draining
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.drain import DrainResult
 from cleave_worker.agent.instance import WorkerInstance
-from cleave_worker.agent.readiness import prove_role
+from cleave_worker.agent.readiness import verify_role
 from cleave_worker.agent.service import AgentServer
 from cleave_worker.agent.supervisor import EngineSupervisor
 
@@ -28,10 +28,8 @@ class WorkerAgent:
         self._config = config
         self._instance = WorkerInstance(config)
         self._supervisor = EngineSupervisor(config, self._instance, cores, gpu)
-        verify_role = partial(prove_role, config, self._instance)
-        self._server = AgentServer(
-            self._instance, self._handle_drain_call, verify_role, config.address
-        )
+        verify = partial(verify_role, config, self._instance)
+        self._server = AgentServer(self._instance, self._handle_drain_call, verify, config.address)
         self._stopping = asyncio.Event()
         self._drain: asyncio.Task[DrainResult] | None = None
 

@@ -226,8 +226,8 @@ class WorkerInstance:
             raise StaleEpoch(f"epoch {epoch} is not newer than {registration.epoch}")
         if epoch - registration.epoch > role_epochs.MAX_EPOCH_STEP:
             raise EpochLeap(
-                f"epoch {epoch} is more than {role_epochs.MAX_EPOCH_STEP} beyond {registration.epoch}:"
-                f" state {registration.epoch + 1}"
+                f"epoch {epoch} is more than {role_epochs.MAX_EPOCH_STEP} beyond"
+                f" {registration.epoch}: state {registration.epoch + 1}"
             )
         if self.draining:
             raise StaleEpoch("the instance drains")
@@ -240,8 +240,9 @@ class WorkerInstance:
         *,
         lasting: bool = False,
     ) -> None:
-        """Change the role; `lasting`: also the configured one. Raises a subclass of
-        RoleChangeRefused.
+        """Change the role; `lasting`: also the configured one.
+
+        Raises a subclass of RoleChangeRefused.
         """
         self.check_role_change(epoch, boot_id)
         registration = self._registration

@@ -135,7 +135,7 @@ class TransferSample:
 async def verify_transfer(
     prefill: Endpoint, decode: Endpoint, model: str, *, seconds: float, random_words: random.Random
 ) -> TransferSample:
-    """Test one direction; each request gets `seconds`. Raises TransferError, InconclusiveError.
+    """Test one direction; each request gets `seconds`. Raises KvTestError, InconclusiveError.
 
     Returns the handoff of the long prompt. If other handoffs blur the ratio in each attempt, it is
     enough that bytes arrived and no KV was lost.
@@ -216,7 +216,7 @@ class _TokenMismatchError(Exception):
 async def _transfer_both(
     prefill: Endpoint, decode: Endpoint, model: str, seconds: float, rng: random.Random
 ) -> tuple[TransferSample, TransferSample]:
-    """Hand off a short and a long prompt. Raises TransferError, _OtherTokensError."""
+    """Hand off a short and a long prompt. Raises KvTestError, _TokenMismatchError."""
     # A token covers at least one character, so a prompt of n characters has at most n tokens.
     length = (
         min(endpoint.max_model_len or 1 << 20 for endpoint in (prefill, decode)) - _PROMPT_MARGIN
@@ -248,7 +248,7 @@ async def _transfer_both(
 async def _transfer_once(
     prefill: Endpoint, decode: Endpoint, model: str, prompt: str, seconds: float
 ) -> TransferSample:
-    """Hand off one prompt. Raises TransferError, _OtherTokensError."""
+    """Hand off one prompt. Raises KvTestError, _TokenMismatchError."""
     request_id = f"cleave-verify-{uuid.uuid4().hex}"
     prefilled = await _prefill(prefill, model, prompt, seconds, request_id)
     # After the prefill, so that earlier pulls of other handoffs do not count.

@@ -75,10 +75,10 @@ async def verify_with_peers(
         await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
 
 
-async def prove_role(
+async def verify_role(
     config: AgentConfig, instance: WorkerInstance, role: "agent_pb2.Role.ValueType"
 ) -> None:
-    """Test the KV direction of a role before a ready instance takes it. Raises TransferError.
+    """Test the KV direction of a role before a ready instance takes it. Raises KvTestError.
 
     Any compatible engine serves as peer; without one nothing is tested. Where engines do not count
     bytes the role is taken unverified, as no later test would show more.

@@ -32,7 +32,7 @@ _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[DrainResult]]
 """Drains within some seconds (None: the agent's own time-out)."""
 VerifyRoleCall = Callable[["agent_pb2.Role.ValueType"], Awaitable[None]]
-"""Verifies the KV path of a role, unless it is verified. Raises TransferError."""
+"""Verifies the KV path of a role, unless it is verified. Raises KvTestError."""
 
 
 class AgentService(agent_pb2_grpc.AgentServicer):
@@ -55,7 +55,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         if len(request.router) > _MAX_ROUTER_NAME_CHARACTERS:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"router is a name of {len(request.router)} characters, above {_MAX_ROUTER_NAME_CHARACTERS}",
+                f"router is a name of {len(request.router)} characters,"
+                f" above {_MAX_ROUTER_NAME_CHARACTERS}",
             )
         if self._routers.total() >= _MAX_WATCHERS:
             await context.abort(

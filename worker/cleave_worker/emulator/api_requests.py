@@ -84,7 +84,10 @@ class ApiCall:
 def parse_call(
     body: object, chat: bool, models: Sequence[str], max_model_len: int, headers: Mapping[str, str]
 ) -> ApiCall:
-    """Check a decoded JSON body; `models`: the base model, then adapters. Raises ApiError."""
+    """Check a decoded JSON body; `models`: the base model, then adapters.
+
+    Raises EmulatorApiError.
+    """
     if not isinstance(body, dict):
         raise build_bad_request("The request body must be a JSON object.")
     model = body.get("model", models[0])
@@ -135,7 +138,7 @@ def parse_call(
 
 
 def parse_prompt(body: object) -> "array[int]":
-    """Return the token ids for /tokenize, of a prompt or a chat. Raises ApiError."""
+    """Return the token ids for /tokenize, of a prompt or a chat. Raises EmulatorApiError."""
     if not isinstance(body, dict):
         raise build_bad_request("The request body must be a JSON object.")
     return _parse_chat_prompt(body) if "messages" in body else _parse_completion_prompt(body)

@@ -68,7 +68,7 @@ class EmulatedEngineConfig:
 def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
     """Return the names in vLLM's --lora-modules: NAME=PATH, or JSON with `name`.
 
-    Raises ConfigError.
+    Raises EmulatorConfigError.
     """
     if modules and not enabled:
         raise EmulatorConfigError("--lora-modules needs --enable-lora")
@@ -89,7 +89,7 @@ def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
 def parse_kv_transfer(
     text: str, host: str, port: int, bandwidth_gbps: float, latency_ms: float
 ) -> KvTransferConfig:
-    """Parse vLLM's --kv-transfer-config. Raises ConfigError for what is not emulated."""
+    """Parse vLLM's --kv-transfer-config. Raises EmulatorConfigError for what is not emulated."""
     try:
         config = json.loads(text)
         connector, role = config["kv_connector"], config["kv_role"]

@@ -57,7 +57,7 @@ class EmulatorOptions:
 
 
 def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
-    """Parse the command line. Raises ConfigError; exits for errors that argparse finds."""
+    """Parse the command line. Raises EmulatorConfigError; exits for errors that argparse finds."""
     args = _build_parser().parse_args(argv)
     shape = _load_shape(args.model)
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)

@@ -128,8 +128,8 @@ class KvSideChannel:
     ) -> list[int]:
         """Return the last `num_blocks` contents of a prompt, after `duration_s` of transfer.
 
-        Raises TransferError when the producer refuses, does not answer or dies meanwhile, and when
-        the contents are not what it wrote.
+        Raises KvTransferError when the producer refuses, does not answer or dies meanwhile, and
+        when the contents are not what it wrote.
         """
         if handoff.engine_id == self.config.engine_id:
             raise KvTransferError("an engine cannot pull KV from itself")

@@ -73,7 +73,7 @@ def send(writer: asyncio.StreamWriter, message: Message) -> None:
 
 
 async def receive(reader: asyncio.StreamReader) -> Message:
-    """Read one frame. Raises WireError at the end of the stream or for an invalid frame."""
+    """Read one frame. Raises SideChannelError at the end of the stream or for an invalid frame."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
         if length > _MAX_FRAME:

@@ -76,7 +76,8 @@ def build_iteration_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator
         "embedding", _build_embedding(device_spec, shape.vocab_size, shape.hidden_size)
     )
     yield LinearOperator(
-        "lm_head", _build_product(device_spec, shape.hidden_size, shard.mlp_width(shape.vocab_size))
+        "lm_head",
+        _build_product(device_spec, shape.hidden_size, shard.get_mlp_width(shape.vocab_size)),
     )
 
 
@@ -88,7 +89,7 @@ def _build_mlp_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[Line
     if experts is None or dense == 1.0:
         return
     sparse = 1 - dense
-    hidden, width = shape.hidden_size, shard.mlp_width(experts.intermediate_size)
+    hidden, width = shape.hidden_size, shard.get_mlp_width(experts.intermediate_size)
     inner = width * (2 if shape.has_gated_mlp else 1)
     routing = _EvenRouting(experts.count, experts.per_token)
     yield LinearOperator("router", _build_product(device_spec, hidden, experts.count), sparse)
@@ -111,7 +112,7 @@ def _build_mlp_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[Line
 def _build_dense(
     shard: Shard, device_spec: DeviceSpec, name: str, full_width: int, weight: float
 ) -> Iterator[LinearOperator]:
-    hidden, width = shard.shape.hidden_size, shard.mlp_width(full_width)
+    hidden, width = shard.shape.hidden_size, shard.get_mlp_width(full_width)
     gated = shard.shape.has_gated_mlp
     yield LinearOperator(
         f"{name}_up", _build_product(device_spec, hidden, width * (2 if gated else 1)), weight

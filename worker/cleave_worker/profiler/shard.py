@@ -49,6 +49,6 @@ class Shard:
         """Bytes of key and value of this layer."""
         return 2 * self.kv_heads * self.shape.head_size * self.shape.kv_dtype_bytes
 
-    def mlp_width(self, width: int) -> int:
+    def get_mlp_width(self, width: int) -> int:
         """Return the width per GPU of an MLP that is `width` wide on all GPUs together."""
         return -(-width // self.size)

@@ -62,9 +62,7 @@ def clamp_limit(configured: int, initial: int) -> int:
 
 
 def parse(text: str) -> dict[Role, RoleSchedulingConfig]:
-    """Parse {"prefill": {"order": "sjf", ...}, ...} to configurations. Raises
-    SchedulingConfigError.
-    """
+    """Parse {"prefill": {"order": "sjf", ...}, ...}. Raises SchedulingConfigError."""
     try:
         document = json.loads(text)
     except ValueError:

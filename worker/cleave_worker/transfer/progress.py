@@ -11,16 +11,12 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Final: all of the first `blocks_done` blocks, `layers_done` layers of those up to
-    `blocks_started`.
-    """
+    """Final: all of the first `blocks_done` blocks, `layers_done` layers up to `blocks_started`."""
 
     blocks_done: int
     blocks_started: int
     layers_done: int
-    """Layers that the running step has finished, of the blocks from `blocks_done` to
-    `blocks_started`.
-    """
+    """Layers that the running step has finished, of blocks `blocks_done` to `blocks_started`."""
 
     def clip_blocks(self, first: int, end: int) -> "Progress":
         """Return the progress limited to the blocks from `first` up to but not including `end`."""

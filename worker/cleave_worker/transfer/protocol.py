@@ -183,7 +183,7 @@ class FramedConnection:
         self._socket = connected
 
     def send(self, message: Message, seconds: float) -> None:
-        """Write one frame. Raises WireError."""
+        """Write one frame. Raises ProtocolError."""
         body = _encoder.encode(message)
         try:
             self._socket.settimeout(seconds)
@@ -192,7 +192,7 @@ class FramedConnection:
             raise ProtocolError(f"cannot write: {error}") from error
 
     def receive(self, seconds: float) -> Message:
-        """Read one frame. Raises WireError, or TimeoutError after `seconds`."""
+        """Read one frame. Raises ProtocolError, or TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         length = int.from_bytes(self._read_exactly(_LENGTH_BYTES, deadline), "big")
         if length > _MAX_FRAME:

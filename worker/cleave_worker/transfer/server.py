@@ -197,7 +197,7 @@ class _ServerSession:
         self._connection.send(response, _MESSAGE_TIMEOUT_S)
 
     def handle(self, message: protocol.Message) -> None:
-        """Handle one message. Raises WireError when it is invalid at this point."""
+        """Handle one message. Raises ProtocolError when it is invalid at this point."""
         match message:
             case protocol.PullRequest() if message.num_layers:
                 self._pull_chunk(message)
@@ -240,9 +240,7 @@ class _ServerSession:
         self._send_pull_response(pull, blocks, self._layers)
 
     def _pull_chunk(self, pull: protocol.PullRequest) -> None:
-        """The consumer announces and releases this prefill on another connection, see
-        `_send_progress`.
-        """
+        """The consumer releases this prefill on another connection, see `_send_progress`."""
         first_layer = self._first_layer + pull.first_layer
         chunk = KvChunk(pull.first_block, pull.num_blocks, first_layer, pull.num_layers)
         try:

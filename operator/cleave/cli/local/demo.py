@@ -152,7 +152,7 @@ async def _run(
 
     up.check_can_start(job)
     async with up.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
-        talk = asyncio.create_task(_chat(job, console, prompt))
+        talk = asyncio.create_task(_run_chat(job, console, prompt))
         end = asyncio.create_task(supervisor.wait_for_stop())
         await asyncio.wait((talk, end), return_when=asyncio.FIRST_COMPLETED)
         if not talk.done():
@@ -172,7 +172,7 @@ async def _run(
     return True
 
 
-async def _chat(job: "LaunchPlan", console: "Console", prompt: str) -> None:
+async def _run_chat(job: "LaunchPlan", console: "Console", prompt: str) -> None:
     from cleave.local import chat
 
     body = {

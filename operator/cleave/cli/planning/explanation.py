@@ -67,7 +67,10 @@ def _describe_problem(problem: Problem) -> Iterator[Fact]:
     if summary.arrivals:
         yield (
             "arrivals",
-            f"variation of interarrival times {format_number(summary.arrivals.burstiness)} (Poisson: 1)",
+            (
+                f"variation of interarrival times {format_number(summary.arrivals.burstiness)} "
+                "(Poisson: 1)"
+            ),
         )
     machines = (
         f"{supply.num_nodes} x {supply.gpus_per_node} {supply.gpu}" for supply in problem.supplies
@@ -123,7 +126,10 @@ def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
         except QueueingError as error:
             yield "by formula", str(error)
         else:
-            mean = f"{format_milliseconds(mean_ms)} to the end of prefill if all prompts had the mean length"
+            mean = (
+                f"{format_milliseconds(mean_ms)} to the end of prefill "
+                "if all prompts had the mean length"
+            )
             caveat = "varying lengths wait longer, batched prompts shorter"
             yield "by formula", f"{mean} (DistServe, Eq. 1-2); {caveat}"
 
@@ -151,7 +157,10 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
     if not law.holds_at(problem.rate):
         yield (
             "",
-            f"does not apply below {format_number(law.lowest_rate)} req/s, where minutes differ too much",
+            (
+                f"does not apply below {format_number(law.lowest_rate)} req/s, "
+                "where minutes differ too much"
+            ),
         )
     else:
         yield "", f"applies above {format_number(law.lowest_rate)} req/s, where minutes are alike"
@@ -168,13 +177,15 @@ def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
         f"one stream takes {format_milliseconds(one.recompute_ms)}, {returned}; all of an instance"
     )
     yield "recovery", f"recomputed, {single} {pause_ms}"
-    restored = f"{format_milliseconds(one.restored_ms)} and {format_milliseconds(1e3 * costs.restored_pause_s)}"
+    restored_pause_ms = format_milliseconds(1e3 * costs.restored_pause_s)
+    restored = f"{format_milliseconds(one.restored_ms)} and {restored_pause_ms}"
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
     yield (
         "",
         f"from checkpoints {restored}; they use {rate} of each GPU's link, {room} of host memory",
     )
-    pays = f"save GPU time only if an instance is lost at least every {format_number(costs.break_even_hours)} h"
+    break_even_h = format_number(costs.break_even_hours)
+    pays = f"save GPU time only if an instance is lost at least every {break_even_h} h"
     yield "", pays if costs.link_share < 1 else "never save GPU time: the link is too slow"
 
 

@@ -36,7 +36,7 @@ class ProvisionFormat(StrEnum):
     YAML = "yaml"
 
 
-class ProvisionGoal(StrEnum):
+class ProvisionObjective(StrEnum):
     """The quantity to optimize."""
 
     THROUGHPUT = "throughput"
@@ -53,9 +53,9 @@ def provision(
         ),
     ],
     goal: Annotated[
-        ProvisionGoal,
+        ProvisionObjective,
         typer.Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
-    ] = ProvisionGoal.COST,
+    ] = ProvisionObjective.COST,
     max_cost: Annotated[
         float | None, typer.Option(help="Budget per hour, in the currency of the prices.")
     ] = None,
@@ -110,7 +110,7 @@ def provision(
         question = replace(
             _build_request(problem, cluster, token_cap, reference),
             objective=ProvisioningObjective[goal.name],
-            rate=None if goal is ProvisionGoal.THROUGHPUT else problem.rate,
+            rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
             max_cost_per_hour=max_cost,
             max_power_watts=max_power,
             max_machines=max_machines,

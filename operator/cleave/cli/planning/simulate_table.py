@@ -33,9 +33,10 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
     """Print latencies, SLO attainment, stages and instances at one rate."""
     console.print(
         f"{result.num_requests:,} requests at {format_number(result.rate)} req/s: "
-        f"{format_percent(result.attainment)} within TTFT {format_milliseconds(slo.ttft_ms)} and TPOT "
-        f"{format_milliseconds(slo.tpot_ms)} (target {format_percent(slo.attainment)}); TTFT alone "
-        f"{format_percent(result.ttft_attainment)}, TPOT alone {format_percent(result.tpot_attainment)}",
+        f"{format_percent(result.attainment)} within TTFT {format_milliseconds(slo.ttft_ms)} "
+        f"and TPOT {format_milliseconds(slo.tpot_ms)} (target {format_percent(slo.attainment)}); "
+        f"TTFT alone {format_percent(result.ttft_attainment)}, "
+        f"TPOT alone {format_percent(result.tpot_attainment)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -16,7 +16,7 @@ _MAX_CHANGES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class RoleChange:
+class ObservedRoleChange:
     """A change of an instance's role between two polls."""
 
     at: float
@@ -40,7 +40,7 @@ class TopView:
     """Traffic of the last `MINUTE_S` seconds, or since the first poll."""
     total: TrafficRates | None
     """Traffic since the gateway started; None where its clock is ahead of this machine's."""
-    changes: tuple[RoleChange, ...]
+    changes: tuple[ObservedRoleChange, ...]
     """The last changes of roles, newest first."""
     fault: str = ""
     """Why later polls failed; empty: the last poll succeeded."""
@@ -62,7 +62,7 @@ class ViewBuilder:
     def __init__(self) -> None:
         self._history = CounterHistory(MINUTE_S)
         self._roles: dict[str, str] = {}
-        self._changes: deque[RoleChange] = deque(maxlen=_MAX_CHANGES)
+        self._changes: deque[ObservedRoleChange] = deque(maxlen=_MAX_CHANGES)
 
     def update(self, fleet: FleetStatus, counts: GatewayCounters, at: float) -> TopView:
         """What the pages say together with the earlier ones; `at`: Unix time of the look."""
@@ -81,11 +81,11 @@ class ViewBuilder:
             changes=tuple(self._changes),
         )
 
-    def _find_changes(self, fleet: FleetStatus, at: float) -> Iterator[RoleChange]:
+    def _find_changes(self, fleet: FleetStatus, at: float) -> Iterator[ObservedRoleChange]:
         for each in fleet.instances:
             before = self._roles.get(each.name, each.role)
             if before != each.role:
-                yield RoleChange(at, each.name, before, each.role)
+                yield ObservedRoleChange(at, each.name, before, each.role)
 
 
 def is_flipped(instance: FleetInstance) -> bool:

@@ -10,19 +10,18 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
-from cleave.api.engine import EngineType
 from cleave.api.plan import SelectedPlan
 from cleave.api.planning import PlanningMode
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob
-from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.conditions import PLANNING, ConditionState
 from cleave.controller.cluster.inventory import Inventory
+from cleave.controller.replan.inputs import hash_inputs, read_placement
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_selected_plan
 from cleave.planner import deployment_checks
-from cleave.planner.placement import Placement, PlanError, choose_placement, to_planned_pool
+from cleave.planner.placement import Placement, PlanError, choose_placement
 
 PLAN_READY = "PlanReady"
 PLAN_FEASIBLE = "PlanFeasible"
@@ -94,32 +93,6 @@ def retain(status: Manifest) -> PlacementDecision:
         previous or _build_not_ready("Paused", "spec.paused: nothing is planned"),
         status.get("advice"),
     )
-
-
-def hash_inputs(
-    deployment: LLMDeployment, inventory: Inventory, fitted_inputs: FittedPlanInputs | None = None
-) -> str:
-    """Hash everything that a plan depends on; the engine's env and image change no plan."""
-    spec = deployment.spec
-    parts = spec.model_dump(
-        mode="json",
-        exclude_defaults=True,
-        include={"model", "slo", "workload", "planning", "engine"},
-        exclude={"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}},
-    )
-    # Emulated engines run on any node.
-    kinds = inventory.node_kinds_hash if spec.engine.type is EngineType.VLLM else ""
-    base = [{name: part for name, part in parts.items() if part}, kinds]
-    if spec.scaling.roles:
-        # Then the plan needs a scaling law as well.
-        base.append("growth")
-    return hash_content([*base, fitted_inputs.model_dump(mode="json")] if fitted_inputs else base)
-
-
-def read_placement(written: Manifest) -> Placement:
-    """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
-    selected = SelectedPlan.model_validate(written, by_alias=True)
-    return Placement(tuple(map(to_planned_pool, selected.pools)), selected.reason)
 
 
 def _decide_without_planner(deployment: LLMDeployment, status: Manifest) -> PlacementDecision:

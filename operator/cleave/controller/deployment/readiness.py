@@ -8,9 +8,8 @@ generation is not rolled out, however well the instances of the previous one ser
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from cleave.api.deployment import FallbackPolicy
+from cleave.api.enums import FallbackPolicy
 from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
@@ -18,11 +17,9 @@ from cleave.controller.cluster import conditions
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.deployment.placement import PlacementDecision
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import get_gateway_name
 from cleave.rpc.fleet_status import MAX_INSTANCES
-
-if TYPE_CHECKING:
-    from cleave.controller.deployment.reconcile import DeploymentView
 
 DesiredPools = Mapping[Role, InstancePool]
 
@@ -31,7 +28,7 @@ SCALED_TO_ZERO = "ScaledToZero"
 
 
 def build_available(
-    view: "DeploymentView",
+    view: DeploymentView,
     desired: DesiredPools,
     parts: Sequence[ConditionState],
     plan: ConditionState,
@@ -57,7 +54,7 @@ def build_available(
 
 
 def find_rolled_out_generation(
-    view: "DeploymentView", desired: DesiredPools, *, is_applied: bool
+    view: DeploymentView, desired: DesiredPools, *, is_applied: bool
 ) -> int | None:
     """Return the latest generation whose rollout is complete; None: none is.
 
@@ -80,7 +77,7 @@ def find_rolled_out_generation(
 
 
 def build_not_rolled_out(
-    view: "DeploymentView",
+    view: DeploymentView,
     decision: PlacementDecision,
     progressing: ConditionState,
     *,
@@ -106,13 +103,13 @@ def build_not_rolled_out(
     )
 
 
-def is_gateway_updated(view: "DeploymentView") -> bool:
+def is_gateway_updated(view: DeploymentView) -> bool:
     """Whether all gateway pods are of the applied spec; True before any gateway exists."""
     child = view.children.get(("Deployment", get_gateway_name(view.deployment.name)))
     return child is None or child.is_updated
 
 
-def _can_serve(view: "DeploymentView", desired: DesiredPools) -> bool:
+def _can_serve(view: DeploymentView, desired: DesiredPools) -> bool:
     """Whether instances of one revision can serve: a mixed one, or prefill and decode together.
 
     With routing.fallback Always an instance of one role serves both phases while the other role is
@@ -128,7 +125,7 @@ def _can_serve(view: "DeploymentView", desired: DesiredPools) -> bool:
     return any(Role.MIXED in serving or (pair and pair <= serving) for serving in roles.values())
 
 
-def _read_rolled_out_generation(view: "DeploymentView") -> int | None:
+def _read_rolled_out_generation(view: DeploymentView) -> int | None:
     generation: int | None = view.status.get("rolledOutGeneration")
     if generation is None and (ready := conditions.find(view.status, "Ready")):
         # The status was written by a version of the operator without rolledOutGeneration.
@@ -136,7 +133,7 @@ def _read_rolled_out_generation(view: "DeploymentView") -> int | None:
     return generation
 
 
-def _is_complete(view: "DeploymentView", pool: InstancePool) -> bool:
+def _is_complete(view: DeploymentView, pool: InstancePool) -> bool:
     """Whether a pool has all its instances, ready, of its present spec and of no other.
 
     One instance suffices where an autoscaler, a person or traffic sets the number: it may be more
@@ -155,14 +152,14 @@ def _is_complete(view: "DeploymentView", pool: InstancePool) -> bool:
     return not (is_plans or has_old) and status["ready"] > 0
 
 
-def _is_gateway_complete(view: "DeploymentView") -> bool:
+def _is_gateway_complete(view: DeploymentView) -> bool:
     child = view.children.get(("Deployment", get_gateway_name(view.deployment.name)))
     if child is None:
         return False
     return child.is_updated and child.ready >= view.deployment.spec.gateway.replicas
 
 
-def _is_sent_requests(view: "DeploymentView", desired: DesiredPools) -> bool:
+def _is_sent_requests(view: DeploymentView, desired: DesiredPools) -> bool:
     """Whether gateways send requests to an instance of each role; True if none answers."""
     if view.instances is None:
         return True

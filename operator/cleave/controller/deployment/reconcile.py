@@ -7,7 +7,7 @@ every pool keeps at the moment; the pools' reconciles carry it out.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.planning import PlanningMode
@@ -19,30 +19,25 @@ from cleave.controller.cluster.actions import (
     Apply,
     Delete,
     Emit,
-    PlanJob,
     RequestPlan,
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.cluster.apply import FINALIZER, ChildrenByName
-from cleave.controller.cluster.instance_status import FleetInstance
-from cleave.controller.cluster.inventory import Inventory
-from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.deployment import placement, repurpose, scaling
 from cleave.controller.deployment import status as deployment_status
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.repurpose import RoleChange
-from cleave.controller.deployment.scaling import TrafficDemand
 from cleave.controller.replan import reconcile as replan
-from cleave.controller.replan.drift import DriftState
+from cleave.controller.replan.inputs import read_placement
 from cleave.controller.rollout.planner import (
     InstanceCount,
     RoleState,
     RolloutLimits,
     RolloutStep,
-    next_step,
+    plan_next_step,
 )
-from cleave.controller.settings import OperatorSettings
+from cleave.controller.views import DeploymentView
 from cleave.manifests.discovery import (
     build_role_binding,
     build_service_account,
@@ -53,48 +48,9 @@ from cleave.manifests.gateway import build_gateway_deployment, build_gateway_ser
 from cleave.manifests.labels import Manifest
 from cleave.manifests.network_policy import build_workers_policy
 from cleave.manifests.pool import build_pools
-from cleave.traffic.window import TrafficWindow
 
 _REQUEUE_S = 30.0
 _MAX_SKEW = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentView:
-    """An LLMDeployment with everything that its reconcile reads."""
-
-    deployment: LLMDeployment
-    """With the API server's metadata; without its status."""
-    inventory: Inventory
-    now_s: float
-    status: Manifest = field(default_factory=dict)
-    """As it was last written."""
-    pools: tuple[InstancePool, ...] = ()
-    pool_status: Mapping[Role, Manifest] = field(default_factory=dict)
-    pods: tuple[ObservedPod, ...] = ()
-    """One per instance."""
-    children: ChildrenByName = field(default_factory=dict)
-    plan_result: PlanJob | None = None
-    """The planner's last result."""
-    instances: Mapping[str, FleetInstance] | None = None
-    """What the gateways report of instances, by pod; None: no gateway has answered."""
-    pending_plan: PlanJob | None = None
-    """The request that the planner works on."""
-    traffic: TrafficWindow | None = None
-    """Traffic of about the last minute; None: not known."""
-    windows: tuple[TrafficWindow, ...] = ()
-    """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
-    drift: DriftState = DriftState()  # noqa: RUF009 - a frozen value
-    """How traffic differs from the planned one, from the windows compared so far."""
-    demand: TrafficDemand | None = None
-    """The rate that instances are scaled by; None: not known, or scaling is off."""
-    fault: str = ""
-    """Why the writes of the last reconcile failed; empty: they did not."""
-    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
-
-    def list_alive(self, role: Role) -> list[ObservedPod]:
-        """The instances of a role that are neither being deleted nor finished."""
-        return [pod for pod in self.pods if pod.role is role and not (pod.deleting or pod.is_over)]
 
 
 def reconcile(view: DeploymentView) -> list[Action]:
@@ -170,7 +126,7 @@ def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
     if deployment.spec.planning.mode is not PlanningMode.ADVISORY or decision.plan is None:
         return False
     try:
-        planned = placement.read_placement(decision.plan)
+        planned = read_placement(decision.plan)
     except ValueError:
         return False
     expected = {
@@ -326,7 +282,7 @@ def _plan_rollout_steps(
         return {}
     rollout = view.deployment.spec.rollout
     limits = RolloutLimits(rollout.max_surge, rollout.max_unavailable, _MAX_SKEW)
-    return next_step(roles, limits)
+    return plan_next_step(roles, limits)
 
 
 def _build_role_state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:

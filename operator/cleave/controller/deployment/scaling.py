@@ -8,9 +8,8 @@ scales up at once, and down only when it has observed long enough itself.
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from cronsim import CronSim
 
@@ -19,31 +18,15 @@ from cleave.api.plan import SelectedPlan
 from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling, ScheduledPeak
+from cleave.controller.views import DeploymentView, TrafficDemand
 from cleave.manifests.labels import Manifest
 from cleave.planner.scaling_law.growth import HEARTBEAT_S
 from cleave.traffic.window import TrafficWindow
-
-if TYPE_CHECKING:
-    from cleave.controller.deployment.reconcile import DeploymentView
 
 ReplicaCounts = Mapping[Role, int]
 
 _MIN_RATE = 0.001
 """In req/s; lower rates are treated as this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficDemand:
-    """The traffic of a deployment, as far as scaling needs it."""
-
-    rate: float
-    """Requests per second in the last minute."""
-    peak: float | None
-    """Highest rate of any minute of `Scaling.calm_s`; None: not observed for so long."""
-    in_flight: float
-    """Requests that wait or run now."""
-    idle_s: float
-    """Seconds since the last request, as far as this operator has observed."""
 
 
 def measure_demand(
@@ -85,7 +68,7 @@ def is_scaled_to_zero(deployment: LLMDeployment, pools: Iterable[InstancePool]) 
     return deployment.spec.scaling.idle_s is not None and bool(counts) and not any(counts)
 
 
-def compute_counts(view: "DeploymentView", written: Manifest) -> ReplicaCounts:
+def compute_counts(view: DeploymentView, written: Manifest) -> ReplicaCounts:
     """Compute the instances of each role from the plan in `status.plan`.
 
     Raises ValueError when it is not readable.
@@ -105,7 +88,7 @@ def compute_counts(view: "DeploymentView", written: Manifest) -> ReplicaCounts:
     return scale(scaling, plan, now, demand, min_rate=at_least, max_gpus=max_gpus)
 
 
-def _compute_served_s(view: "DeploymentView", roles: Collection[Role]) -> float:
+def _compute_served_s(view: DeploymentView, roles: Collection[Role]) -> float:
     """Seconds for which every role has had a ready instance.
 
     A client may have given up while instances started: they stay long enough for a retry.

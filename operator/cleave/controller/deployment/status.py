@@ -5,7 +5,6 @@ Called by the deployment's reconcile.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.pool import InstancePool
@@ -18,11 +17,9 @@ from cleave.controller.deployment import readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import report_traffic
 from cleave.controller.replan.outcome import ReplanOutcome
+from cleave.controller.views import DeploymentView
 from cleave.manifests.gateway import build_url
 from cleave.manifests.labels import Manifest, get_gateway_name
-
-if TYPE_CHECKING:
-    from cleave.controller.deployment.reconcile import DeploymentView
 
 _CONDITION_BY_ROLE = {
     Role.PREFILL: "PrefillReady",
@@ -32,7 +29,7 @@ _CONDITION_BY_ROLE = {
 
 
 def report(
-    view: "DeploymentView",
+    view: DeploymentView,
     decision: PlacementDecision,
     desired: Mapping[Role, InstancePool],
     replan: ReplanOutcome,
@@ -81,7 +78,7 @@ def report(
             yield Emit(target, event.reason, event.message, event.is_warning)
 
 
-def _build_replan_status(view: "DeploymentView", replan: ReplanOutcome) -> Manifest:
+def _build_replan_status(view: DeploymentView, replan: ReplanOutcome) -> Manifest:
     """Observed traffic and what replanning derived from it."""
     parts: Manifest = {"observed": report_traffic(view), "prediction": replan.prediction}
     for name, value in (("basis", replan.fitted_inputs), ("correction", replan.correction)):
@@ -91,7 +88,7 @@ def _build_replan_status(view: "DeploymentView", replan: ReplanOutcome) -> Manif
 
 
 def _build_conditions(
-    view: "DeploymentView",
+    view: DeploymentView,
     decision: PlacementDecision,
     desired: Mapping[Role, InstancePool],
     *,
@@ -120,14 +117,12 @@ def _build_conditions(
     ]
 
 
-def _list_roles(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> list[Role]:
+def _list_roles(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> list[Role]:
     present = {pod.role for pod in view.pods}
     return [role for role in Role if role in desired or role in present]
 
 
-def _build_role_status(
-    view: "DeploymentView", role: Role, desired: InstancePool | None
-) -> Manifest:
+def _build_role_status(view: DeploymentView, role: Role, desired: InstancePool | None) -> Manifest:
     pods = view.list_alive(role)
     revision = desired.spec.revision if desired else None
     return {
@@ -139,7 +134,7 @@ def _build_role_status(
 
 
 def _build_role_condition(
-    view: "DeploymentView", role: Role, desired: InstancePool | None
+    view: DeploymentView, role: Role, desired: InstancePool | None
 ) -> ConditionState:
     ready = sum(pod.ready for pod in view.list_alive(role))
     count = desired.spec.replicas if desired else 0
@@ -154,7 +149,7 @@ def _build_role_condition(
     )
 
 
-def _build_gateway_condition(view: "DeploymentView") -> ConditionState:
+def _build_gateway_condition(view: DeploymentView) -> ConditionState:
     name = get_gateway_name(view.deployment.name)
     child = view.children.get(("Deployment", name))
     ready, count = child.ready if child else 0, view.deployment.spec.gateway.replicas
@@ -164,7 +159,7 @@ def _build_gateway_condition(view: "DeploymentView") -> ConditionState:
     return ConditionState("GatewayReady", False, "NoneReady", message)
 
 
-def _build_kv_path(view: "DeploymentView", desired: Mapping[Role, InstancePool]) -> ConditionState:
+def _build_kv_path(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> ConditionState:
     """Whether KV was transferred from prefill to decode instances in a test, and over what."""
     if not desired:
         return ConditionState("KVPathVerified", None, "NoInstances")
@@ -182,7 +177,7 @@ def _build_kv_path(view: "DeploymentView", desired: Mapping[Role, InstancePool])
     return ConditionState("KVPathVerified", True, "Verified", paths.message)
 
 
-def _build_scaling_limited(view: "DeploymentView") -> ConditionState:
+def _build_scaling_limited(view: DeploymentView) -> ConditionState:
     for role, status in view.pool_status.items():
         for each in status.get("conditions", ()):
             if each["type"] == "ScalingLimited" and each["status"] == "True":
@@ -193,7 +188,7 @@ def _build_scaling_limited(view: "DeploymentView") -> ConditionState:
 
 
 def _build_progressing(
-    view: "DeploymentView",
+    view: DeploymentView,
     decision: PlacementDecision,
     desired: Mapping[Role, InstancePool],
     limited: ConditionState,
@@ -223,7 +218,7 @@ def _build_progressing(
 
 
 def _build_degraded(
-    view: "DeploymentView", desired: Mapping[Role, InstancePool], available: ConditionState
+    view: DeploymentView, desired: Mapping[Role, InstancePool], available: ConditionState
 ) -> ConditionState:
     """Whether fewer instances serve than planned, or writes or instances keep failing."""
     if view.fault:

@@ -4,25 +4,21 @@ What is hard: traffic always varies, and every write of the status wakes all who
 written at most once a minute, and only when a figure has changed by more than 5 %.
 """
 
-from typing import TYPE_CHECKING
-
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import ObservedLengths, ObservedTraffic
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
 from cleave.controller.cluster.traffic_scraper import RECENT_WINDOWS
 from cleave.controller.replan.reconcile import is_enabled
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow
-
-if TYPE_CHECKING:
-    from cleave.controller.deployment.reconcile import DeploymentView
 
 _MIN_CHANGE = 0.05
 """Relative change below which figures count as equal."""
 
 
-def report_traffic(view: "DeploymentView") -> Manifest | None:
+def report_traffic(view: DeploymentView) -> Manifest | None:
     """Return `status.observed`; None: traffic is not known."""
     if not is_enabled(view.deployment):
         return None

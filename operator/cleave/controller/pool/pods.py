@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests.labels import Manifest
 from cleave.manifests.multi_node import (
     build_leader_worker_set,
@@ -16,9 +16,6 @@ from cleave.manifests.multi_node import (
 )
 from cleave.manifests.topology import assign_cells
 from cleave.manifests.worker import build_worker_pod
-
-if TYPE_CHECKING:
-    from cleave.controller.pool.reconcile import PoolInstances, PoolView
 
 _SUFFIX_DIGITS = 6
 
@@ -36,7 +33,7 @@ def generate_names(pool: InstancePool, taken: Collection[str], count: int) -> li
     return new_names
 
 
-def create_instances(view: "PoolView", fleet: "PoolInstances", count: int) -> Iterator[Create]:
+def create_instances(view: PoolView, fleet: PoolInstances, count: int) -> Iterator[Create]:
     """Yield the creation of `count` instances: their pods, or leader pods, or sets."""
     pool, settings = view.pool, view.settings
     taken = view.used_names.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
@@ -54,7 +51,7 @@ def create_instances(view: "PoolView", fleet: "PoolInstances", count: int) -> It
         yield Create(apply.with_owner(make(view, name, cell), pool))
 
 
-def complete_instances(view: "PoolView", instances: Iterable[ObservedPod]) -> Iterator[Create]:
+def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iterator[Create]:
     """Yield the further pods of instances whose leader pods have a uid now."""
     pool = view.pool
     if pool.spec.nodes == 1:
@@ -73,7 +70,7 @@ def complete_instances(view: "PoolView", instances: Iterable[ObservedPod]) -> It
                 yield Create(apply.with_template(further_pod, view.template_hash))
 
 
-def _build_set(view: "PoolView", name: str, cell: int | None) -> Manifest:
+def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
     """Build a LeaderWorkerSet for one instance; its pods carry the hash of the template."""
     settings = view.settings
     manifest = build_leader_worker_set(
@@ -85,7 +82,7 @@ def _build_set(view: "PoolView", name: str, cell: int | None) -> Manifest:
     return manifest
 
 
-def _build_leader(view: "PoolView", name: str, cell: int | None) -> Manifest:
+def _build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
     settings = view.settings
     manifest = build_worker_pod(
         view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix

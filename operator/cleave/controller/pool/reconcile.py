@@ -5,9 +5,7 @@ be a moment old. Names of new pods follow from the pool and the names in use, so
 decision made twice creates the same pods once; deletions name the pod's uid.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
 
 from cleave.api.engine import DeletionPolicy
 from cleave.api.pool import InstancePool
@@ -19,14 +17,14 @@ from cleave.controller.cluster.actions import (
     Requeue,
     SetFinalizers,
 )
-from cleave.controller.cluster.apply import FINALIZER, ChildrenByName
-from cleave.controller.cluster.objects import ObservedNode, ObservedPod
+from cleave.controller.cluster.apply import FINALIZER
+from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool import status as pool_status
 from cleave.controller.pool.scale_down import choose_victims
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
-from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, next_step
-from cleave.controller.settings import OperatorSettings
+from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
+from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests.discovery import (
     build_role_binding,
     build_service_account,
@@ -42,67 +40,6 @@ _SLACK_S = 60
 _IMMEDIATE_GRACE_S = 1
 _MAX_CREATES = 500
 """Instances created per reconcile: the pool may have changed by the next one."""
-
-
-@dataclass(frozen=True)
-class PoolView:
-    """An InstancePool with everything that its reconcile reads; derived values are cached."""
-
-    pool: InstancePool
-    """With the API server's metadata; without its status."""
-    now_s: float
-    status: Manifest = field(default_factory=dict)
-    """As it was last written."""
-    pods: tuple[ObservedPod, ...] = ()
-    """All pods, including further pods of instances that span several nodes."""
-    used_names: frozenset[str] = frozenset()
-    """Names of all instances of the deployment, in any of its pools."""
-    children: ChildrenByName = field(default_factory=dict)
-    nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
-    node_counts_hash: str = ""
-    """Hash of how many nodes there are of each kind."""
-    serving: int | None = None
-    """Instances that gateways send requests to; None: no gateway has answered."""
-    fault: str = ""
-    """Why the writes of the last reconcile failed; empty: they did not."""
-    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
-
-    @cached_property
-    def instances(self) -> list[ObservedPod]:
-        """One per instance, including those that are being deleted."""
-        return objects.group_instances(self.pods, self.pool.spec.nodes)
-
-    @cached_property
-    def template_hash(self) -> str:
-        """Hash of what the pool's pods are created from now."""
-        return apply.hash_template(self.pool)
-
-    @cached_property
-    def pods_by_instance(self) -> Mapping[str, Sequence[ObservedPod]]:
-        """The pods of each instance, by instance name."""
-        by_instance: dict[str, list[ObservedPod]] = {}
-        for pod in self.pods:
-            by_instance.setdefault(pod.instance or pod.name, []).append(pod)
-        return by_instance
-
-
-@dataclass(frozen=True, slots=True)
-class PoolInstances:
-    """The pool's instances, without those that are being deleted or have ended."""
-
-    new: tuple[ObservedPod, ...]
-    """Up to date with the pool's spec."""
-    old: tuple[ObservedPod, ...]
-
-    @property
-    def all(self) -> tuple[ObservedPod, ...]:
-        """All of them."""
-        return self.new + self.old
-
-    @property
-    def num_ready(self) -> int:
-        """How many of them are ready."""
-        return sum(pod.ready for pod in self.all)
 
 
 def reconcile(view: PoolView) -> list[Action]:
@@ -185,7 +122,7 @@ def _compute_target(view: PoolView, fleet: PoolInstances) -> RolloutStep:
         new_ready=sum(pod.ready for pod in fleet.new),
         leaving=sum(pod.deleting for pod in view.instances),
     )
-    return next_step({spec.role: state}, _OWN_ROLLOUT_LIMITS)[spec.role]
+    return plan_next_step({spec.role: state}, _OWN_ROLLOUT_LIMITS)[spec.role]
 
 
 def _resize(

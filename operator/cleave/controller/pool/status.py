@@ -1,7 +1,6 @@
 """Builds the status of an InstancePool. Pure; called by the pool's reconcile."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from cleave.api.pool import InstancePoolStatus
 from cleave.controller.cluster import apply, conditions, objects
@@ -9,16 +8,14 @@ from cleave.controller.cluster.actions import Action, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.pool.unschedulable import CapacityProbe, SchedulingLimit
 from cleave.controller.rollout.planner import RolloutStep
+from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests.labels import COMPONENT, POOL, WORKER, Manifest
-
-if TYPE_CHECKING:
-    from cleave.controller.pool.reconcile import PoolInstances, PoolView
 
 _RESTARTS_TO_REPORT = 3
 
 
 def report(
-    view: "PoolView", fleet: "PoolInstances", target: RolloutStep, limited: SchedulingLimit
+    view: PoolView, fleet: PoolInstances, target: RolloutStep, limited: SchedulingLimit
 ) -> Iterator[Action]:
     """Yield a write of the new status and its Events; nothing when the status is up to date."""
     pool, before = view.pool, view.status.get("conditions", [])
@@ -65,7 +62,7 @@ def _to_status(last: CapacityProbe) -> Manifest:
 
 
 def _build_conditions(
-    view: "PoolView", fleet: "PoolInstances", target: RolloutStep, limited: SchedulingLimit
+    view: PoolView, fleet: PoolInstances, target: RolloutStep, limited: SchedulingLimit
 ) -> list[ConditionState]:
     count = view.pool.spec.replicas
     updated = sum(pod.ready for pod in fleet.new)
@@ -90,7 +87,7 @@ def _build_conditions(
     ]
 
 
-def _build_degraded(view: "PoolView", fleet: "PoolInstances", message: str) -> ConditionState:
+def _build_degraded(view: PoolView, fleet: PoolInstances, message: str) -> ConditionState:
     if view.fault:
         return ConditionState("Degraded", True, "Failed", view.fault)
     failing = next((pod for pod in fleet.all if pod.restarts >= _RESTARTS_TO_REPORT), None)

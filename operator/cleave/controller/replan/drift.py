@@ -1,10 +1,11 @@
 """Detects whether traffic still is as planned, and selects the windows to judge it by. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from cleave.api.workload import Workload
+from cleave.controller.views import DriftState
 from cleave.traffic.drift_detector import (
     DriftDetector,
     Quantity,
@@ -14,34 +15,6 @@ from cleave.traffic.drift_detector import (
 )
 from cleave.traffic.refit import MIN_REQUESTS
 from cleave.traffic.window import TrafficWindow, join_windows
-
-MAX_DEFERRAL_S = 60.0
-_MAX_DEFERRAL_SHARE = 0.2
-"""A due review is deferred for at most `MAX_DEFERRAL_S` seconds and this share of the interval."""
-
-
-@dataclass(frozen=True, slots=True)
-class DriftState:
-    """How traffic compares with the planned one, up to the last compared window."""
-
-    planned_workload: Workload | None = None
-    since_s: float | None = None
-    """When the fleet became stable; None: it is not."""
-    until_s: float = 0.0
-    """End of the last compared window."""
-    detector: DriftDetector = DriftDetector()  # noqa: RUF009 - a frozen value
-    change: TrafficChange | None = None
-    """The last detected change; None: none was detected."""
-
-    def should_defer_review(self, overdue_s: float, interval_s: float) -> bool:
-        """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
-        return self.detector.is_suspicious and overdue_s < min(
-            MAX_DEFERRAL_S, _MAX_DEFERRAL_SHARE * interval_s
-        )
-
-    def has_recent_change(self, now_s: float, interval_s: float) -> bool:
-        """Whether a change was detected less than an interval ago; each minute adds evidence."""
-        return self.change is not None and now_s - self.change.detected_s < interval_s
 
 
 def update(

@@ -1,19 +1,22 @@
-"""Plan inputs besides the spec: observed traffic, and the latency model's correction. Pure.
+"""What a plan depends on: the spec, observed traffic and the latency model's correction. Pure.
 
-Kept in the status, so that a restarted operator neither loses them nor measures them again. Each
-part records the hash of what it was measured for, and is valid as long as the spec yields the same.
+The last two are kept in the status, so that a restarted operator neither loses them nor measures
+them again. Each records the hash of what it was measured for, and is valid as long as the spec
+yields the same.
 """
 
 from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
+from cleave.api.plan import SelectedPlan
 from cleave.api.replan_status import FittedPlanInputs, LatencyCorrection
 from cleave.api.workload import Workload
 from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.inventory import Inventory
 from cleave.manifests.labels import Manifest
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
+from cleave.planner.placement import Placement, to_planned_pool
 
 
 def read_fitted_inputs(
@@ -70,6 +73,32 @@ def hash_model(deployment: LLMDeployment, inventory: Inventory) -> str:
     )
     kinds = inventory.node_kinds_hash if spec.engine.type is EngineType.VLLM else ""
     return hash_content([parts, kinds])
+
+
+def hash_inputs(
+    deployment: LLMDeployment, inventory: Inventory, fitted_inputs: FittedPlanInputs | None = None
+) -> str:
+    """Hash everything that a plan depends on; the engine's env and image change no plan."""
+    spec = deployment.spec
+    parts = spec.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        include={"model", "slo", "workload", "planning", "engine"},
+        exclude={"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}},
+    )
+    # Emulated engines run on any node.
+    kinds = inventory.node_kinds_hash if spec.engine.type is EngineType.VLLM else ""
+    base = [{name: part for name, part in parts.items() if part}, kinds]
+    if spec.scaling.roles:
+        # Then the plan needs a scaling law as well.
+        base.append("growth")
+    return hash_content([*base, fitted_inputs.model_dump(mode="json")] if fitted_inputs else base)
+
+
+def read_placement(written: Manifest) -> Placement:
+    """Read the placement from `status.plan`. Raises ValueError when it is not readable."""
+    selected = SelectedPlan.model_validate(written, by_alias=True)
+    return Placement(tuple(map(to_planned_pool, selected.pools)), selected.reason)
 
 
 def to_correction(written: LatencyCorrection | None) -> Correction:

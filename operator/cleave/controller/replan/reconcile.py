@@ -8,7 +8,6 @@ is in the status, so that a restart neither loses a plan nor makes one.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.planning import PlanningMode, ReplanMode
@@ -18,15 +17,10 @@ from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
-from cleave.controller.deployment.placement import hash_inputs, read_placement
 from cleave.controller.replan import drift
 from cleave.controller.replan import inputs as bases
-from cleave.controller.replan.drift import (
-    DriftState,
-    find_current_start_s,
-    find_settle_s,
-    list_recent,
-)
+from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent
+from cleave.controller.replan.inputs import hash_inputs, read_placement
 from cleave.controller.replan.outcome import (
     APPLIED,
     CORRECTED,
@@ -37,6 +31,7 @@ from cleave.controller.replan.outcome import (
     ReplanOutcome,
 )
 from cleave.controller.replan.verdict import apply_verdict
+from cleave.controller.views import DeploymentView, DriftState
 from cleave.manifests.labels import Manifest
 from cleave.planner import deployment_checks
 from cleave.planner.placement import to_planned_pool
@@ -46,9 +41,6 @@ from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings
 from cleave.traffic.drift_detector import TrafficChange
 from cleave.traffic.refit import RefitError, refit
 from cleave.traffic.window import TrafficWindow, list_settled
-
-if TYPE_CHECKING:
-    from cleave.controller.deployment.reconcile import DeploymentView
 
 _SOONER_DIVISOR = 5
 """After a model correction or a change of traffic the next review comes after this fraction of the
@@ -63,7 +55,7 @@ def is_enabled(deployment: LLMDeployment) -> bool:
     return deployment.spec.planning.replan.mode is not ReplanMode.OFF
 
 
-def reconcile_plan(view: "DeploymentView") -> ReplanOutcome:
+def reconcile_plan(view: DeploymentView) -> ReplanOutcome:
     """Return the outcome of replanning from observed traffic and the planner's last result.
 
     1. Read what the status records. 2. Apply a new result. 3. Else report a change of traffic, and
@@ -145,7 +137,7 @@ def _report_change(
     return replace(recorded, conditions=(condition, *rest), events=(event,))
 
 
-def _report_failed_review(view: "DeploymentView", recorded: ReplanOutcome) -> ReplanOutcome:
+def _report_failed_review(view: DeploymentView, recorded: ReplanOutcome) -> ReplanOutcome:
     """Report a review that failed; it is requested again when due."""
     outcome = view.plan_result
     if outcome is None or outcome.review is None or not outcome.faults:
@@ -173,7 +165,7 @@ def _get_last_review_s(status: Manifest) -> float:
     return parse_timestamp(status.get("prediction", {}).get("at")) or 0.0
 
 
-def _get_new_result(view: "DeploymentView") -> PlanJob | None:
+def _get_new_result(view: DeploymentView) -> PlanJob | None:
     """Return a finished review that is still valid and was not applied yet; else None."""
     outcome = view.plan_result
     if outcome is None or outcome.review is None or outcome.review_result is None:
@@ -185,7 +177,7 @@ def _get_new_result(view: "DeploymentView") -> PlanJob | None:
 
 
 def _build_due_request(
-    view: "DeploymentView", recorded: ReplanOutcome, change: TrafficChange | None
+    view: DeploymentView, recorded: ReplanOutcome, change: TrafficChange | None
 ) -> PlanJob | None:
     """Return the request for a review if one is due and enough traffic was observed."""
     settled_s, current_pools = _find_settled_s(view.status), _read_current_pools(view)
@@ -221,7 +213,7 @@ def _build_due_request(
 
 
 def _is_due(
-    view: "DeploymentView", recorded: ReplanOutcome, change: TrafficChange | None, settled_s: float
+    view: DeploymentView, recorded: ReplanOutcome, change: TrafficChange | None, settled_s: float
 ) -> bool:
     requested_s = (
         view.plan_result.review.at_s if view.plan_result and view.plan_result.review else 0.0
@@ -241,7 +233,7 @@ def _has_enough_requests(windows: Sequence[TrafficWindow], settings: ReplanSetti
     return sum(min(each.ttft.num, each.tpot.num) for each in settled) >= MIN_RESPONSES
 
 
-def _read_current_pools(view: "DeploymentView") -> tuple[PlannedPool, ...]:
+def _read_current_pools(view: DeploymentView) -> tuple[PlannedPool, ...]:
     """The plan in force, with the present replicas of its pools."""
     counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     try:
@@ -252,7 +244,7 @@ def _read_current_pools(view: "DeploymentView") -> tuple[PlannedPool, ...]:
     return tuple(pool for pool in current if pool.replicas)
 
 
-def _build_settings(view: "DeploymentView") -> ReplanSettings:
+def _build_settings(view: DeploymentView) -> ReplanSettings:
     planning = view.deployment.spec.planning
     replan = planning.replan
     is_scaled_by_others = any(pool.spec.owner is not ReplicasOwner.PLAN for pool in view.pools)
@@ -269,7 +261,7 @@ def _build_settings(view: "DeploymentView") -> ReplanSettings:
     )
 
 
-def _estimate_start_s(view: "DeploymentView") -> float:
+def _estimate_start_s(view: DeploymentView) -> float:
     """Shortest start of the running instances; `ready_s` may be that of a later recovery."""
     starts = (pod.ready_s - pod.created_s for pod in view.pods if pod.ready and pod.ready_s)
     return min(starts, default=ReplanSettings().start_s)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
+from cleave.api.enums import FlippingMode
 from cleave.api.plan import LatencyPercentiles
-from cleave.api.pools import FlippingMode
 from cleave.api.replan_status import CurrentPrediction
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult

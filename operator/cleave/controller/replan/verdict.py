@@ -4,13 +4,12 @@ Called by `reconcile`, once per verdict.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cleave.api.planning import PlanningMode
 from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp
-from cleave.controller.deployment.placement import hash_inputs
+from cleave.controller.replan.inputs import hash_inputs
 from cleave.controller.replan.outcome import (
     APPLIED,
     CORRECTED,
@@ -20,19 +19,17 @@ from cleave.controller.replan.outcome import (
     ReplanEvent,
     ReplanOutcome,
 )
+from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.planner.replan.revision import ReplanVerdict
 from cleave.planner.result.status import to_manual_pools
 from cleave.traffic.drift_detector import TrafficChange
 
-if TYPE_CHECKING:
-    from cleave.controller.deployment.reconcile import DeploymentView
-
 _MAX_PAST_PLANS = 10
 
 
 def apply_verdict(
-    view: "DeploymentView", outcome: ReplanOutcome, change: TrafficChange | None, finished: PlanJob
+    view: DeploymentView, outcome: ReplanOutcome, change: TrafficChange | None, finished: PlanJob
 ) -> ReplanOutcome:
     """Return the outcome of a finished review.
 
@@ -97,7 +94,7 @@ def _build_accuracy_condition(result: ReviewResult) -> ConditionState:
 
 
 def _adopt_plan(
-    view: "DeploymentView", outcome: ReplanOutcome, finished: PlanJob, result: ReviewResult
+    view: DeploymentView, outcome: ReplanOutcome, finished: PlanJob, result: ReviewResult
 ) -> ReplanOutcome:
     """Make the result's plan the one in force, together with its inputs."""
     if finished.fitted_inputs is None:
@@ -110,7 +107,7 @@ def _adopt_plan(
 
 
 def _propose(
-    view: "DeploymentView",
+    view: DeploymentView,
     outcome: ReplanOutcome,
     finished: PlanJob,
     review: PlanReview,

@@ -90,7 +90,7 @@ _Revision = Mapping[Role, InstanceCount]
 _NONE = InstanceCount(0, 0)
 
 
-def next_step(roles: RoleStates, limits: RolloutLimits) -> dict[Role, RolloutStep]:
+def plan_next_step(roles: RoleStates, limits: RolloutLimits) -> dict[Role, RolloutStep]:
     """Return how many old and new instances of each role there should be now.
 
     Equal to the present counts: the rollout waits for instances to become ready or to end, or is
@@ -120,7 +120,7 @@ def list_steps(roles: RoleStates, limits: RolloutLimits) -> Iterable[dict[Role, 
     """Yield every step to the end, if each becomes ready; the number of steps is bounded."""
     most = 4 + 2 * sum(state.replicas + state.old + state.new for state in roles.values())
     for _ in range(most):
-        step = next_step(roles, limits)
+        step = plan_next_step(roles, limits)
         state_after = make_ready(apply_step(roles, step))
         if state_after == roles:
             return

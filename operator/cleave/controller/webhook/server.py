@@ -143,10 +143,10 @@ class WebhookServer:
     def __init__(
         self,
         config: WebhookConfig,
-        keeper: CertificateRotator,
+        rotator: CertificateRotator,
         cluster: Callable[[], Cluster | None],
     ) -> None:
-        self._config, self._rotator, self._cluster = config, keeper, cluster
+        self._config, self._rotator, self._cluster = config, rotator, cluster
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._served: ServingCertificate | None = None

@@ -1,7 +1,7 @@
 """Admission control: tenants' limits, fair queueing among tenants, refusal of requests that would
 be late.
 
-Called by exchanges at their start and end; the sweeper expires what waits too long. The decisions
+Called by requests at their start and end; the sweeper expires what waits too long. The decisions
 are in `rate_limit`, `fair_queue` and `deadline`; this module combines them. What is hard: queueing
 here is only worth its delay while engines have enough to do, so requests are held back only when
 every instance that could compute the prompt has a good batch waiting. Without tenants and without
@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
 from cleave.gateway.admission.fair_queue import FairQueue, QueueEntry
 from cleave.gateway.admission.rate_limit import TenantLimits, TenantUsage
 from cleave.gateway.admission.shared_rate_limit import SharedTenantUsage
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
-from cleave.gateway.config import GatewayConfig, LateRequestPolicy
+from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.errors import GatewayError
 from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.gateway.shared_state import SharedGatewayState
@@ -106,9 +107,9 @@ class AdmissionController:
     def set_tenants(self, tenants: Iterable[Tenant], now: float) -> None:
         """Set the tenants, at the start and whenever their file has changed."""
         by_name = {tenant.name: tenant for tenant in tenants}
-        for name, account in self._usage_by_tenant.items():
+        for name, usage in self._usage_by_tenant.items():
             # Requests of a removed tenant still run; new ones are no longer authenticated.
-            account.set_limits(by_name[name].limits if name in by_name else TenantLimits(), now)
+            usage.set_limits(by_name[name].limits if name in by_name else TenantLimits(), now)
         refuses = self._late_policy is LateRequestPolicy.REFUSE and self._ttft_target_s > 0
         self.is_disabled = not refuses and not (by_name.keys() - {DEFAULT_TENANT.name})
 
@@ -117,7 +118,7 @@ class AdmissionController:
     ) -> AdmissionTicket:
         """Admit a request, or queue it: then `admit` or `reject` is called later.
 
-        Raises ApiError (429) when it is refused.
+        Raises GatewayError (429) when it is refused.
         """
         entry = self._registry.models.get(model)
         if entry is not None and entry.base:
@@ -134,10 +135,10 @@ class AdmissionController:
             raise self._build_rejection(
                 tenant, "tenant_queue_full", "too many of its requests wait", 1.0
             )
-        account = self._usage_by_tenant.get(tenant.name)
-        if account is None:
-            account = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
-        refusal = account.acquire(prompt_tokens, now)
+        usage = self._usage_by_tenant.get(tenant.name)
+        if usage is None:
+            usage = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
+        refusal = usage.acquire(prompt_tokens, now)
         if refusal is not None:
             raise self._build_rejection(
                 tenant, refusal.reason, refusal.message, refusal.retry_after_s
@@ -262,9 +263,9 @@ class AdmissionController:
         """(prompt tokens in the shortest queue of any instance, instances that compute prompts)."""
         shortest, instances = math.inf, 0
         entry = self._registry.models.get(model)
-        for board in entry.score_tables if entry is not None else ():
-            shortest = min(shortest, board.find_shortest_queue())
-            instances += len(board.prompt_slots)
+        for score_table in entry.score_tables if entry is not None else ():
+            shortest = min(shortest, score_table.find_shortest_queue())
+            instances += len(score_table.prompt_slots)
         # Stale instances or none at all are no reason to queue; the router reports them at once.
         return shortest if shortest < STALE_PENALTY else 0.0, max(instances, 1)
 

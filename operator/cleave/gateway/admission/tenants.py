@@ -10,8 +10,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.rate_limit import TenantLimits
-from cleave.gateway.config import LateRequestPolicy
 
 MAX_QUEUED = 256
 _DIGEST_PREFIX = "sha256:"

@@ -191,7 +191,7 @@ class GatewayRequestHandler:
     def _proxy_to_engine(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, tenant: Tenant
     ) -> None:
-        """Proxy a request to an engine. Raises ApiError."""
+        """Proxy a request to an engine. Raises GatewayError."""
         context = self._context
         if request.path in _OTHER_PATHS:
             models = context.router.registry.models
@@ -202,17 +202,17 @@ class GatewayRequestHandler:
         else:
             completion = parse_completion(request.body, request.scan)
         session = request.headers.get(context.session_header)
-        exchange: ProxiedRequest
+        proxied: ProxiedRequest
         if self._recorder is None:
-            exchange = ProxiedRequest(
+            proxied = ProxiedRequest(
                 context, client, request.path, request_id, completion, tenant, session
             )
         else:
-            exchange = self._recorder.create_request(
+            proxied = self._recorder.create_request(
                 context, client, request, request_id, completion, tenant, session
             )
-        client.set_active_request(exchange)
-        exchange.start()
+        client.set_active_request(proxied)
+        proxied.start()
 
     def _may_list_models(self, request: HttpRequest) -> bool:
         """Whether the response on a public path may contain names of models."""
@@ -236,8 +236,8 @@ class GatewayRequestHandler:
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
         if path == OPENAPI_PATH:
-            directory = self._context.router.registry
-            names = sorted(directory.models) if self._may_list_models(request) else []
+            registry = self._context.router.registry
+            names = sorted(registry.models) if self._may_list_models(request) else []
             return HTTPStatus.OK, headers.JSON_CONTENT, self._describe_api(names)
         if path == HEALTH_PATH:
             status, health = self._describe_health()
@@ -268,14 +268,14 @@ class GatewayRequestHandler:
         return cached[1]
 
     def _describe_model(self, name: str) -> dict[str, object]:
-        directory = self._context.router.registry
+        registry = self._context.router.registry
         return {
             "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "cleave",
-            "parent": directory.models[name].base or None,
-            "max_model_len": directory.find_max_model_len(name),
+            "parent": registry.models[name].base or None,
+            "max_model_len": registry.find_max_model_len(name),
         }
 
     def _describe_health(self) -> tuple[int, dict[str, object]]:
@@ -291,8 +291,8 @@ class GatewayRequestHandler:
         # If requests may wait for an instance, they must be sent here even without one.
         may_wait = self._context.config.timeouts.wake_s > 0
         ready = may_wait or any(not obstacle for obstacle in reasons_by_model.values())
-        siblings = self._context.shared_state
-        if siblings and (hung := _describe_hung_processes(siblings, self._context.clock())):
+        shared_state = self._context.shared_state
+        if shared_state and (hung := _describe_hung_processes(shared_state, self._context.clock())):
             reasons += hung
             ready = False
         status = "ok" if ready else "unavailable"
@@ -314,8 +314,9 @@ class GatewayRequestHandler:
 
 def _describe_hung_processes(shared_state: SharedGatewayState, now: float) -> list[str]:
     """Hung processes; the kernel still gives them a share of the connections."""
+    total = shared_state.num_processes
     return [
-        f"process {process + 1} of {shared_state.num_processes} has had no heartbeat for {age:.0f} s"
+        f"process {process + 1} of {total} has had no heartbeat for {age:.0f} s"
         for process, age in shared_state.list_hung(now)
     ]
 

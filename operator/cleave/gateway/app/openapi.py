@@ -1,7 +1,7 @@
 """The OpenAPI description of the gateway's paths. Pure; built from the table of routes.
 
-Used by pages.py and by the generator of docs/reference. Bodies are described at their first level
-only, because the gateway reads no further and relays all other fields that engines accept.
+Used by handlers.py and by the generator of docs/reference. Bodies are described at their first
+level only, because the gateway reads no further and relays all other fields that engines accept.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """The paths for clients: one table that both routes requests and describes them.
 
-Read by pages.py, which handles the requests, and by openapi.py, which documents them.
+Read by handlers.py, which handles the requests, and by openapi.py, which documents them.
 """
 
 from dataclasses import dataclass

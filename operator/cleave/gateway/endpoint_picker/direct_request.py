@@ -51,7 +51,7 @@ class DirectRequest:
         context.metrics.in_flight += 1
 
     async def wait_for_admission(self) -> None:
-        """Wait for admission. Raises ApiError (429)."""
+        """Wait for admission. Raises GatewayError (429)."""
         context = self._context
         self._deadline += context.config.timeouts.response_s
         if context.num_awaiting_first_byte > context.queue_limit:
@@ -199,7 +199,7 @@ class DirectRequest:
 def has_prefill_instance(router: Router, model: str) -> bool:
     """Whether requests for this model are currently split if possible."""
     entry = router.registry.models.get(model)
-    return entry is not None and any(board.prefill.size for board in entry.score_tables)
+    return entry is not None and any(table.prefill.size for table in entry.score_tables)
 
 
 def format_endpoint(target: Target) -> str:

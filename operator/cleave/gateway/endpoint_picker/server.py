@@ -29,7 +29,7 @@ from cleave.gateway.endpoint_picker.ext_proc import ExtProcRequest
 from cleave.gateway.endpoint_picker.health import EndpointPickerHealth
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS
 from cleave.gateway.http.completion_request import (
-    TOKEN_IDS_KEY,
+    RETURN_IDS_KEY,
     CompletionRequest,
     build_colocated_body,
     parse_completion,
@@ -83,7 +83,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     ) -> None:
         """Name this gateway as the endpoint; `read`: messages of the body received so far.
 
-        Raises ApiError (503) when the proxy does not allow this endpoint.
+        Raises GatewayError (503) when the proxy does not allow this endpoint.
         """
         if not self._may_name_itself(head):
             raise convert_router_error(
@@ -125,7 +125,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         )
 
     async def _route_completion(self, stream: _Stream, head: ExtProcRequest) -> None:
-        """Read a completion, name its endpoint and process its response. Raises ApiError."""
+        """Read a completion, name its endpoint and process its response. Raises GatewayError."""
         if head.request_mode != _DUPLEX:
             await stream.write(ext_proc.CONTINUE_REQUEST_HEADERS)
         read = await self._read_body(stream)
@@ -144,7 +144,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             return
         if completion.has_token_ids and not completion.return_token_ids:
             # The ids could not be removed from a response that bypasses the gateway.
-            del completion.fields[TOKEN_IDS_KEY]
+            del completion.fields[RETURN_IDS_KEY]
         await self._send_direct(stream, head, completion, read[-1].HasField("request_trailers"))
 
     def _needs_gateway(self, head: ExtProcRequest, completion: CompletionRequest) -> bool:
@@ -164,7 +164,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def _send_direct(
         self, stream: _Stream, head: ExtProcRequest, completion: CompletionRequest, trailers: bool
     ) -> None:
-        """Pick an instance, name it, and process the response. Raises ApiError."""
+        """Pick an instance, name it, and process the response. Raises GatewayError."""
         context = self._context
         tenant = context.api_keys.find_tenant(head.headers.get("authorization")) or DEFAULT_TENANT
         direct = DirectRequest(context, completion, tenant)
@@ -257,7 +257,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """All messages of a request's body, perhaps with trailers; None when the proxy has
         cancelled it.
 
-        Raises ApiError (413) and TimeoutError.
+        Raises GatewayError (413) and TimeoutError.
         """
         limit = self._context.config.max_body_bytes
         read: list[pb.ProcessingRequest] = []

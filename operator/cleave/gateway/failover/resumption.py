@@ -1,6 +1,6 @@
 """Plans how another engine continues a stream whose engine was lost. Pure.
 
-Used by the exchange. Preferred is continuation: the token ids of the prompt and of the output so
+Used by `RetryState`. Preferred is continuation: the token ids of the prompt and of the output so
 far are sent to another engine as one prompt, so nothing is generated twice and the text is not
 tokenized differently. A request whose output depends on state of the first engine (a seed, a
 grammar, a stop string, several choices, tool calls) is replayed instead, if the same output is

@@ -1,5 +1,5 @@
 """Retry policy: which instances a request may use after an attempt has failed. Used by the
-exchange; no I/O.
+proxied request; no I/O.
 
 What is hard: telling a dead instance from one that merely returned an error. When the decode engine
 of a split request returns an error, the KV often could not be pulled, so the instance may still

@@ -52,8 +52,8 @@ KV_REQUEST_PARAMS = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
-TOKEN_IDS_KEY = "return_token_ids"
-_NON_PREFILL_FIELDS = ("stream_options", "min_tokens", TOKEN_IDS_KEY)
+RETURN_IDS_KEY = "return_token_ids"
+_NON_PREFILL_FIELDS = ("stream_options", "min_tokens", RETURN_IDS_KEY)
 _COLOCATING_FIELDS = frozenset(
     (
         "n",
@@ -96,7 +96,7 @@ _STATEFUL_FIELDS = frozenset(
         "top_logprobs",
         "vllm_xargs",
         "watermarking",
-        TOKEN_IDS_KEY,
+        RETURN_IDS_KEY,
     )
 )
 """Fields of which some values tie an answer to the engine that began it."""
@@ -190,9 +190,9 @@ class BodyScan:
             if not self._scanner.step():
                 return False
             if self._scans_prompts:
-                self.prompts = self._scanner.elements()
+                self.prompts = self._scanner.list_elements()
                 return True
-            self.fields = self._scanner.members()
+            self.fields = self._scanner.list_members()
         except TooManyMembersError:
             self.error = _TOO_MANY_PROMPTS if self._scans_prompts else _TOO_MANY_FIELDS
             return True
@@ -214,7 +214,7 @@ def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
 
 
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
-    """Read a request of /v1/completions or /v1/chat/completions. Raises ApiError (400).
+    """Read a request of /v1/completions or /v1/chat/completions. Raises GatewayError (400).
 
     `scan`: of the same body, when it is large.
     """
@@ -223,11 +223,11 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
     limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_prompt(fields, scan)
     usual = _SPECIAL_FIELDS.isdisjoint(fields)
-    numbered = stream and prompts == 1 and (usual or not _depends_on_engine_state(fields))
-    asks_ids = False
-    if numbered:
-        asks_ids = not usual and bool(decode_value(fields.get(TOKEN_IDS_KEY, _FALSE)))
-        fields[TOKEN_IDS_KEY] = _TRUE
+    has_token_ids = stream and prompts == 1 and (usual or not _depends_on_engine_state(fields))
+    return_token_ids = False
+    if has_token_ids:
+        return_token_ids = not usual and bool(decode_value(fields.get(RETURN_IDS_KEY, _FALSE)))
+        fields[RETURN_IDS_KEY] = _TRUE
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
@@ -237,15 +237,15 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
         and (usual or _can_disaggregate(fields, stream, limit)),
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
-        has_token_ids=numbered,
-        return_token_ids=asks_ids,
+        has_token_ids=has_token_ids,
+        return_token_ids=return_token_ids,
     )
 
 
 def parse_engine_request(
     body: bytes, default_model: str, scan: BodyScan | None = None
 ) -> CompletionRequest:
-    """Read a request of any other path of an engine; it runs whole. Raises ApiError (400).
+    """Read a request of any other path of an engine; it runs whole. Raises GatewayError (400).
 
     `default_model`: where none is named, as /tokenize allows; empty: there is no only one.
     `scan`: of the same body, when it is large.
@@ -424,7 +424,7 @@ def _depends_on_engine_state(fields: Fields) -> bool:
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
-    if values.pop(TOKEN_IDS_KEY, None) not in (None, True):
+    if values.pop(RETURN_IDS_KEY, None) not in (None, True):
         # Who wants no ids must not get those that the gateway would ask for.
         return True
     # 0 is a seed, and a wish for the log-probability of each token itself.

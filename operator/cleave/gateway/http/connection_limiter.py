@@ -47,7 +47,7 @@ class ConnectionLimiter:
         self._addresses: dict[LimitedConnection, str] = {}
         """The address of each open connection."""
         self._queues: dict[str, OrderedDict[LimitedConnection, float]] = {}
-        """By address: its connections with their `idle_since` when they were last examined."""
+        """By address: its connections with their `get_idle_since` when they were last examined."""
         self._by_count: dict[int, OrderedDict[str, None]] = {}
         """The addresses that have so many connections."""
         self._next_warning_at = -math.inf

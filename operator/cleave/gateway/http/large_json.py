@@ -93,12 +93,12 @@ class MemberScanner:
             raise msgspec.DecodeError("JSON is malformed: invalid character")
         return True
 
-    def members(self) -> dict[str, msgspec.Raw]:
+    def list_members(self) -> dict[str, msgspec.Raw]:
         """The members of an object, of equal keys the last one. Raises msgspec.DecodeError."""
         first, last = self._delimit(b"{")
         fields: dict[str, msgspec.Raw] = {}
         colons = iter(self._colons)
-        for start, end in self._spans(first, last):
+        for start, end in self._list_spans(first, last):
             colon = next(colons, end)
             value_start = self._skip(colon + 1, end) if colon < end else end
             if value_start == end:
@@ -111,10 +111,10 @@ class MemberScanner:
             raise msgspec.DecodeError("JSON is malformed: more colons than fields")
         return fields
 
-    def elements(self) -> list[msgspec.Raw]:
+    def list_elements(self) -> list[msgspec.Raw]:
         """The elements of a list. Raises msgspec.DecodeError."""
         first, last = self._delimit(b"[")
-        spans = [(self._skip(start, end), end) for start, end in self._spans(first, last)]
+        spans = [(self._skip(start, end), end) for start, end in self._list_spans(first, last)]
         if self._colons or any(start == end for start, end in spans):
             raise msgspec.DecodeError("JSON is malformed: expected an element")
         return [msgspec.Raw(self._text[start:end]) for start, end in spans]
@@ -172,7 +172,7 @@ class MemberScanner:
             raise msgspec.DecodeError(f"Expected `{'object' if bracket == b'{' else 'array'}`")
         return first, last
 
-    def _spans(self, first: int, last: int) -> list[tuple[int, int]]:
+    def _list_spans(self, first: int, last: int) -> list[tuple[int, int]]:
         """(start, end) of each member between the outermost brackets."""
         if not self._commas and self._skip(first + 1, last) == last:
             return []

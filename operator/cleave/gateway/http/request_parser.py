@@ -2,7 +2,7 @@
 
 What is hard: bytes come cut anywhere, several requests may come at once, and a bad one may follow
 good ones, whose answers it must not cost. So whole requests queue in `ready`, and what is wrong
-with the next one waits in `refusal` until they are answered. And a client may send for ever: every
+with the next one waits in `error` until they are answered. And a client may send for ever: every
 part of a request that is kept, here or in the parser, has a limit in bytes.
 """
 
@@ -30,8 +30,8 @@ _TOO_LONG_HEAD = GatewayError(
     "invalid_request_error",
 )
 _TOO_MUCH_FRAMING = build_bad_request(
-    f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all of a "
-    "body's framing is longer than a body may be"
+    f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all "
+    "of a body's framing is longer than a body may be"
 )
 _UNKNOWN_VERSION = build_bad_request("the request is of another version than HTTP/1.0 and HTTP/1.1")
 _UNKNOWN_CODING = build_bad_request(

@@ -1,8 +1,8 @@
 """Metrics of a gateway of several processes: any process returns the sum over all.
 
-Used by the server and the pages. Each process writes its counts to a file once a second and before
-it responds to a scrape; its replacement continues from there. A process that is killed loses the
-counts of its last second, but no count that was ever scraped: a counter that decreases looks to
+Used by the server and the handlers. Each process writes its counts to a file once a second and
+before it responds to a scrape; its replacement continues from there. A process that is killed loses
+the counts of its last second, but no count that was ever scraped: a counter that decreases looks to
 Prometheus like a restart of the gateway.
 """
 

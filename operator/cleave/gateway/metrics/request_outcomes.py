@@ -1,4 +1,4 @@
-"""Counts a finished request in the metrics. Called by exchanges.
+"""Counts a finished request in the metrics. Called by proxied requests.
 
 What is hard: attainment that omits refused and lost requests would look too good, so a request
 without a response counts as one that missed its targets, unless the client cancelled it or sent it

@@ -1,7 +1,7 @@
 """One attempt at a request: the picked instances, the calls to them, the handoff between them.
 
-Made by the exchange, which may make another when this one fails. What is hard: an engine can fail
-in four ways (no connection, an error status, a handoff of another boot, an error as the first
+Made by the proxied request, which may make another when this one fails. What is hard: an engine can
+fail in four ways (no connection, an error status, a handoff of another boot, an error as the first
 event of a stream), and all four must be detected before anything goes to the client.
 """
 
@@ -44,10 +44,11 @@ _PREFILL = RequestPhase.PREFILL
 
 
 class ResponseHandler(Protocol):
-    """Receives the outcome of an attempt: exactly one of answer, refuse, fail, or begin.
+    """Receives the outcome of an attempt: exactly one of `on_response`,
+    `on_rejection`, `on_attempt_failed`, or `on_stream_started`.
 
-    After `on_stream_started` it becomes the owner of the call: `on_data`, first with the bytes that
-    began the stream, and `on_call_failed`.
+    After `on_stream_started` it becomes the listener of the call: `on_data`, first with the bytes
+    that began the stream, and `on_call_failed`.
     """
 
     def on_response(self, call: UpstreamCall, body: bytes) -> None:
@@ -71,7 +72,7 @@ class ResponseHandler(Protocol):
 
 class Attempt:
     """Calls to one or two engines: one after the other, or both at once where the decode engine
-    pulls KV while it is computed (ahead.py). Start it once; end it once it is over."""
+    pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
         "_body_bytes",
@@ -125,7 +126,7 @@ class Attempt:
         self.stall_detector: StallDetector
         """Stall detection of the engine that works on the request."""
         self.streaming = False
-        """Whether `begin` has been called."""
+        """Whether `on_stream_started` has been called."""
         self.pick = pick
         self.prefill = pick.prefill
         """Computes the prompt now; None: the prompt is computed, or the decode instance does it."""
@@ -142,7 +143,7 @@ class Attempt:
         """The instance that works on the request now."""
         return self.prefill or self.pick.decode
 
-    # --- what the exchange calls ---
+    # --- what the proxied request calls ---
 
     def start(self) -> None:
         """Send the first call."""
@@ -223,8 +224,8 @@ class Attempt:
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
         timeouts = self._context.config.timeouts
-        whole_answer = self.prefill is None and not self._completion.stream
-        wait_s = timeouts.response_s if whole_answer else timeouts.first_byte_s
+        whole_response = self.prefill is None and not self._completion.stream
+        wait_s = timeouts.response_s if whole_response else timeouts.first_byte_s
         self.sent_at = self._context.clock()
         self.deadline = self.sent_at + wait_s
         self.stall_detector = pool.stall_detector

@@ -1,20 +1,23 @@
 """One proxied completion request: admission, attempts at engines, one response to the client.
 
-Made by `Pages` for each request. Events come from the client's connection, the admission
-controller, the attempt and the sweeper (`sweep`, five times a second):
+Made by `GatewayRequestHandler` for each request. Events come from the client's connection, the
+admission controller, the attempt (`on_...`) and the sweeper (`check_deadline`, five times a
+second):
 
-    new        start: too many waiting -> ended (429); door.open -> picking; else -> queued
+    new        start: too many waiting -> ended (429); no limits -> picking; else -> queued
     queued     admit -> picking; reject -> ended (429)
     picking    instances picked -> calling; none can take it -> waiting, or ended (503)
-    waiting    sweep, every PARKED_S -> picking
-    calling    begin -> streaming; answer, refuse -> ended; fail -> picking, or ended (502, 504)
-    streaming  receive -> streaming, after the last piece ended; lose, fail -> resuming
+    waiting    check_deadline, every RETRY_INTERVAL_S -> picking
+    calling    on_stream_started -> streaming; on_response, on_rejection -> ended;
+               on_attempt_failed -> picking, or ended (502, 504)
+    streaming  on_data -> streaming, after the last piece ended;
+               on_call_failed, on_attempt_failed -> resuming
     resuming   the rest can be generated -> picking, keeping the relay; else -> ended
-    any        cancel -> ended; sweep after the deadline or a stall -> as fail
+    any        cancel -> ended; check_deadline after the deadline or a stall -> as on_attempt_failed
 
 What is hard: until the first byte has gone to the client, all of it can be tried again elsewhere;
 after it, another engine has to continue the stream. Load accounting, the admission ticket and
-connections are released exactly once, in `_end`.
+connections are released exactly once, in `_release`.
 """
 
 from http import HTTPStatus
@@ -132,8 +135,8 @@ class ProxiedRequest:
             else:
                 self.on_attempt_failed(Failure.TIMEOUT, "took too long")
         elif attempt.streaming and not self._client.blocked:
-            pulse = attempt.stall_detector
-            if now - pulse.last_progress_at > pulse.compute_stall_timeout_s():
+            detector = attempt.stall_detector
+            if now - detector.last_progress_at > detector.compute_stall_timeout_s():
                 self.on_attempt_failed(Failure.STALL, "stopped in the middle of its streams")
 
     # --- what the attempt calls ---

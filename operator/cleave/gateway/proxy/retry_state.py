@@ -1,9 +1,9 @@
 """Retry state of one request: what failed so far, and what to send next. Made after the first
 failure.
 
-Used by the exchange; no I/O. It chooses between another attempt, the rest of a stream from another
-engine, waiting for an instance, and the end. `recovery` holds the retry budgets, `resume` plans the
-continuation of a stream.
+Used by the proxied request; no I/O. It chooses between another attempt, the rest of a stream from
+another engine, waiting for an instance, and the end. `retry_policy` holds the retry budgets,
+`resumption` plans the continuation of a stream.
 """
 
 from cleave.gateway.context import GatewayContext
@@ -51,23 +51,23 @@ class RetryState:
 
     def record_failure(self, attempt: Attempt, failure: Failure, relay: SseRelay | None) -> bool:
         """Record a failed attempt; returns whether another one is within the budget."""
-        recovery = self._get_history()
+        history = self._get_history()
         if relay is not None and relay.num_events > self._events_at_loss:
             self._events_at_loss = relay.num_events
-            if not recovery.reset_budget():
+            if not history.reset_budget():
                 return False
         instance = attempt.target.instance
         if attempt.prefill is None:
             prefill = attempt.pick.prefill
             if prefill is not None:
-                recovery.record_cached_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
-            return recovery.record_decode_failure(instance, failure, prefill is not None)
-        return recovery.record_prefill_failure(instance) or self._context.router.allows_colocated(
+                history.record_cached_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
+            return history.record_decode_failure(instance, failure, prefill is not None)
+        return history.record_prefill_failure(instance) or self._context.router.allows_colocated(
             True
         )
 
     def prepare_resume(self, relay: SseRelay, error: GatewayError) -> StreamEnding | None:
-        """Prepare the continuation of a stream; returns an Ending if only its last events are
+        """Prepare the continuation of a stream; returns a StreamEnding if only its last events are
         missing.
 
         Raises NotResumableError.

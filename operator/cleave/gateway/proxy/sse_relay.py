@@ -1,10 +1,10 @@
 """Relays a server-sent event stream from an engine to a client: bytes in, bytes out. No I/O.
 
-Used by exchanges. The engine's events are not changed; only the chunked framing is this hop's own.
-What is hard: an engine may be lost at any byte and another one continue, so only complete events
-are sent, and what was sent is kept in the cheapest form: as bytes, which are parsed only if an
-engine is lost. A stream that ends in failure must end so that every client notices: with an error
-event, a proper last chunk, and no `[DONE_EVENT]`.
+Used by proxied requests. The engine's events are not changed; only the chunked framing is this
+hop's own. What is hard: an engine may be lost at any byte and another one continue, so only
+complete events are sent, and what was sent is kept in the cheapest form: as bytes, which are parsed
+only if an engine is lost. A stream that ends in failure must end so that every client notices: with
+an error event, a proper last chunk, and no `[DONE]`.
 """
 
 from typing import Protocol
@@ -87,7 +87,7 @@ class SseRelay:
         self.started_at = now
         """Seconds, when the first byte came."""
         self.num_events = 0
-        """Events sent, `[DONE_EVENT]` not counted: about one per token."""
+        """Events sent, `[DONE]` not counted: about one per token."""
         self.has_token_ids = has_token_ids
         self.prompt_ids = b""
         """The prompt's token ids as the engine wrote them; empty if it did not."""

@@ -1,4 +1,4 @@
-"""An exchange and its attempts that fill a record of their request. Made by `recorder`.
+"""A proxied request and its attempts that fill a record of the request. Made by `recorder`.
 
 They override steps of the plain classes, so that unrecorded requests do not pay for any check.
 """
@@ -34,16 +34,16 @@ class InstrumentedAttempt(Attempt):
     def __init__(
         self,
         context: GatewayContext,
-        asker: ResponseHandler,
+        handler: ResponseHandler,
         path: bytes,
         completion: CompletionRequest,
         pick: Pick,
         fields: bytes,
     ) -> None:
-        super().__init__(context, asker, path, completion, pick, fields)
-        assert isinstance(asker, InstrumentedRequest)
-        self._request_record: RequestRecord = asker.record
-        self._attempt_record = AttemptRecord(pick, asker.recovery_mode, context.clock())
+        super().__init__(context, handler, path, completion, pick, fields)
+        assert isinstance(handler, InstrumentedRequest)
+        self._request_record: RequestRecord = handler.record
+        self._attempt_record = AttemptRecord(pick, handler.recovery_mode, context.clock())
         self._request_record.attempts.append(self._attempt_record)
 
     def _send(self, pool: EnginePool, body: bytes) -> None:

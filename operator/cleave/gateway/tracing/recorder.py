@@ -1,6 +1,7 @@
 """Records requests for the access log and for traces. Used by the handlers, if either is enabled.
 
-It decides for each request whether a record is needed; a request without one is a plain Exchange.
+It decides for each request whether a record is needed; a request without one is a plain
+ProxiedRequest.
 """
 
 import logging
@@ -66,12 +67,12 @@ class RequestRecorder:
         self,
         log: RequestListener | None = None,
         tracing: TraceExporter | None = None,
-        trace_share: float = 0.0,
+        trace_sample_ratio: float = 0.0,
     ) -> None:
         """`log` receives every request, `tracing` those that are sampled."""
         self._access_log = log
         self._trace_exporter = tracing
-        self._trace_sample_ratio = trace_share
+        self._trace_sample_ratio = trace_sample_ratio
 
     def create_request(
         self,
@@ -83,7 +84,7 @@ class RequestRecorder:
         tenant: Tenant,
         session: bytes | None,
     ) -> ProxiedRequest:
-        """The exchange for a request, with a record if one is needed."""
+        """The proxied request, with a record if one is needed."""
         trace = None
         if self._trace_exporter is not None:
             trace = read_trace_context(request.headers.get(TRACEPARENT), self._trace_sample_ratio)

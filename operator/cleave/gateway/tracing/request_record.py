@@ -110,5 +110,5 @@ class TracingError(ValueError):
 class RequestListener(Protocol):
     """Receives the records of finished requests."""
 
-    def on_finished(self, story: RequestRecord) -> None:
+    def on_finished(self, record: RequestRecord) -> None:
         """A request has finished."""

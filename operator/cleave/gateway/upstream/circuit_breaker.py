@@ -53,13 +53,13 @@ class CircuitBreaker:
         self.failure_states.pop(instance, None)
 
     def list_suspects(self, now: float) -> frozenset[str]:
-        """Instances to pick last. After `until` a suspect is picked like any other."""
+        """Instances to pick last. After `suspect_until` a suspect is picked like any other."""
         return frozenset(
             name for name, state in self.failure_states.items() if state.suspect_until > now
         )
 
     def expire(self, now: float) -> None:
-        """Remove instances without failures for LAST_DOUBT_S."""
+        """Remove instances without failures for MAX_SUSPECT_S."""
         for name, state in tuple(self.failure_states.items()):
             if now > state.suspect_until + MAX_SUSPECT_S:
                 del self.failure_states[name]

@@ -1,9 +1,9 @@
 """Connections to engines: one pool per engine, one call per request to it.
 
-Used by exchanges. Everything is a callback, because a task and its wake-ups per request would cost
+Used by attempts. Everything is a callback, because a task and its wake-ups per request would cost
 more than the rest of this hop. What is hard: an engine may close an idle connection at the very
 moment a request is sent over it. Only then, when no byte of a response has come, is the call
-repeated once on a new connection; for any other failure the exchange decides.
+repeated once on a new connection; for any other failure the proxied request decides.
 """
 
 import asyncio
@@ -218,9 +218,9 @@ class EnginePool:
         limit: int,
         connect_s: float,
         clock: Callable[[], float],
-        outbox: WriteBatcher,
+        write_batcher: WriteBatcher,
     ) -> None:
-        self.write_batcher = outbox
+        self.write_batcher = write_batcher
         self.host = f"{target.host}:{target.port}".encode()
         name = sanitize_header_value(target.instance)
         self.prefill_header = b"x-cleave-prefill: %b\r\n" % name

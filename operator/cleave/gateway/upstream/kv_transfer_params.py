@@ -38,11 +38,11 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     when the handoff is of another boot or request, or cannot be read.
     """
     try:
-        answer = decode_prefill_response(body)
-        origin = decode_kv_origin(answer.kv_transfer_params)
+        response = decode_prefill_response(body)
+        origin = decode_kv_origin(response.kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HandoffError(f"cannot be read: {error}") from None
-    tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
+    tokens = response.usage.prompt_tokens if response.usage is not None else 0
     if origin is None:
         return None, tokens
     if not boot_id or origin.remote_engine_id != boot_id:
@@ -50,7 +50,7 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     # With separators, because the id of a gateway's first request is a prefix of its tenth's.
     if f"-{request_id.decode()}-" not in f"{origin.remote_request_id}-":
         raise HandoffError("is of another request")
-    return answer.kv_transfer_params, tokens
+    return response.kv_transfer_params, tokens
 
 
 def build_overlapped_prefill_params(name: bytes) -> msgspec.Raw:

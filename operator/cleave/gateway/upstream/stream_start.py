@@ -30,41 +30,41 @@ _BORDER = b"\n\n"
 class StreamStart(enum.Enum):
     """What to do with the bytes so far."""
 
-    PENDING = "hold"
+    PENDING = "pending"
     """Wait for more bytes."""
-    STARTED = "begin"
+    STARTED = "started"
     """Forward: the engine responds, perhaps with an error that is the client's fault."""
-    FAILED = "fail"
+    FAILED = "failed"
 
 
 _STARTED = StreamStart.STARTED
 """Used for every stream, and an enum attribute look-up is slow."""
 
 
-def skip_role_deltas(opening: bytes, at: int = 0) -> int:
+def skip_role_deltas(data: bytes, at: int = 0) -> int:
     """Offset of the first event, from the one at `at` on, that carries more than a role."""
     # Offsets instead of slices: the first event may list every token id of a prompt.
-    while at < len(opening):
-        before, role, after = opening[at : at + _ROLE_SEARCH_BYTES].partition(_ROLE)
+    while at < len(data):
+        before, role, after = data[at : at + _ROLE_SEARCH_BYTES].partition(_ROLE)
         if not role:
             break
         between, empty, _ = after.partition(_EMPTY_CONTENT)
         content_at = at + len(before) + len(role) + len(between)
         # JSON contains no line end, and one byte is found ten times faster than two.
-        end = opening.find(b"\n", at)
-        if not empty or end < content_at or opening[end : end + 2] != _BORDER:
+        end = data.find(b"\n", at)
+        if not empty or end < content_at or data[end : end + 2] != _BORDER:
             break
         at = end + 2
     return at
 
 
-def classify_start(opening: bytes, at: int) -> StreamStart:
+def classify_start(data: bytes, at: int) -> StreamStart:
     """Classify a stream whose first event with content begins at `at`."""
-    if len(opening) > MAX_START_BYTES:
+    if len(data) > MAX_START_BYTES:
         return _STARTED
-    start = opening[at : at + _ERROR_BYTES]
+    start = data[at : at + _ERROR_BYTES]
     if start == _ERROR:
-        return _classify_error(opening[at:])
+        return _classify_error(data[at:])
     return (
         StreamStart.PENDING if len(start) < _ERROR_BYTES and _ERROR.startswith(start) else _STARTED
     )
@@ -79,8 +79,8 @@ def is_engine_fault(event: bytes) -> bool:
     return not (isinstance(code, int) and 400 <= code < 500)
 
 
-def _classify_error(opening: bytes) -> StreamStart:
-    event, end, _ = opening.partition(_BORDER)
+def _classify_error(data: bytes) -> StreamStart:
+    event, end, _ = data.partition(_BORDER)
     if not end:
         return StreamStart.PENDING
     return StreamStart.FAILED if is_engine_fault(event) else StreamStart.STARTED

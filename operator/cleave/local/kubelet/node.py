@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.local import held_cores
+from cleave.local import locked_cores
 from cleave.shm import core_locks
 
 _NVIDIA_SMI_TIMEOUT_S = 20
@@ -49,7 +49,7 @@ def inspect_node() -> LocalNode:
     return LocalNode(
         name=os.uname().nodename,
         cores=cores,
-        held_cores=cores & held_cores.find_locked_cores(core_locks.get_lock_folder()),
+        held_cores=cores & locked_cores.find_locked_cores(core_locks.get_lock_folder()),
         memory_bytes=_read_available_bytes(),
         gpus=_list_gpus(),
     )

@@ -20,7 +20,7 @@ class ContainerTermination:
     started_at: float
     finished_at: float
     reason: str
-    """`Completed`, `EngineErrorBody`, or why the kubelet stopped it."""
+    """`Completed`, `Error`, or why the kubelet stopped it."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class PodState:
 
 
 def build_status(spec: PodSpec, facts: PodState) -> Manifest:
-    """The `build_status` of the pod."""
+    """The `status` of the pod."""
     return {
         "phase": get_phase(facts),
         "conditions": [

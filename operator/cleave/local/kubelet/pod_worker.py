@@ -145,41 +145,41 @@ class PodWorker:
             await _cancel(readiness)
 
     async def _wait_for_startup(self, probe: Probe) -> bool:
-        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as tallies:
-            async for tally in tallies:
-                if tally.passed or tally.failures >= probe.failure_threshold:
-                    return tally.passed
+        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as states:
+            async for state in states:
+                if state.passed or state.failures >= probe.failure_threshold:
+                    return state.passed
         return False
 
     async def _watch_readiness(self, probe: Probe | None) -> None:
         if probe is None:
             return
-        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as tallies:
-            async for tally in tallies:
-                if tally.passed != self.state.ready:
-                    self._update_state(ready=tally.passed)
+        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as states:
+            async for state in states:
+                if state.passed != self.state.ready:
+                    self._update_state(ready=state.passed)
 
     async def _wait_for_liveness_failure(self, probe: Probe | None) -> None:
         if probe is None:
             await asyncio.Event().wait()
             return
-        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=True))) as tallies:
-            async for tally in tallies:
-                if not tally.passed:
+        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=True))) as states:
+            async for state in states:
+                if not state.passed:
                     return
 
     async def _probe_repeatedly(
-        self, probe: Probe, tally: ProbeState
+        self, probe: Probe, state: ProbeState
     ) -> AsyncGenerator[ProbeState, None]:
-        asker = build_prober(probe, self.state.pod_ip)
+        prober = build_prober(probe, self.state.pod_ip)
         try:
             await asyncio.sleep(probe.initial_delay_s)
             while True:
-                tally = tally.record(probe, await asker.check())
-                yield tally
+                state = state.record(probe, await prober.check())
+                yield state
                 await asyncio.sleep(probe.period_s)
         finally:
-            await asker.close()
+            await prober.close()
 
     async def _wait_for_stop(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -57,7 +57,7 @@ def step(vllm_outputs: ModuleType) -> Step:
 
 
 def summary(chunk: Any) -> tuple[tuple[int, ...], int, int, bool]:
-    return chunk.blocks, chunk.num_final_before, chunk.num_final, chunk.is_last
+    return chunk.blocks, chunk.num_final_before, chunk.num_final_after, chunk.is_last
 
 
 def test_whole_blocks_become_final_step_by_step_and_the_last_one_with_the_prompt(
@@ -102,9 +102,9 @@ class Told:
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, int]] = []
 
-    def grow(self, request_id: str, blocks: Any, progress: Any, computed: Any) -> None:
+    def update_progress(self, request_id: str, blocks: Any, progress: Any, computed: Any) -> None:
         assert computed is None
-        self.steps.append((progress.blocks, progress.blocks_started, progress.planes))
+        self.steps.append((progress.blocks_done, progress.blocks_started, progress.layers_done))
 
 
 @pytest.mark.parametrize(

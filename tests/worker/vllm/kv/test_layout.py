@@ -50,21 +50,21 @@ def cache(heads: int, blocks: int = 7) -> Any:
 
 
 def test_stages_begin_where_vllm_begins_them(module: Any) -> None:
-    assert module.shape_of(config()) == ParallelShape(1, (0,))
+    assert module.build_shape(config()) == ParallelShape(1, (0,))
     # The layer that is left over is not the last stage's, which has the output embedding.
-    assert module.shape_of(config(tensor=2, pipeline=2)) == ParallelShape(2, (0, 3))
+    assert module.build_shape(config(tensor=2, pipeline=2)) == ParallelShape(2, (0, 3))
 
 
 def test_a_layout_is_the_same_for_every_shape(module: Any) -> None:
-    one = module.layout_of(config(), cache(4))
-    assert one == module.layout_of(config(tensor=2), cache(2))
+    one = module.build_layout(config(), cache(4))
+    assert one == module.build_layout(config(tensor=2), cache(2))
     assert (one.model, one.num_kv_heads, one.num_layers, one.block_size) == ("tiny@", 4, 5, 32)
     assert one.arrangement.startswith("(32, 128) "), "and the instruction set"
-    assert module.layout_of(config(mla=True), cache(1)).num_kv_heads == 1
+    assert module.build_layout(config(mla=True), cache(1)).num_kv_heads == 1
 
 
 def test_what_a_rank_should_hold_passes(module: Any) -> None:
-    module.check(ShardSpec(ParallelShape(2, (0, 3)), 3, (3, 4)), LAYOUT, [cache(2)] * 2, 7)
+    module.check_layout(ShardSpec(ParallelShape(2, (0, 3)), 3, (3, 4)), LAYOUT, [cache(2)] * 2, 7)
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_what_cannot_be_moved_ends_the_engine_with_one_line(
     module: Any, share: ShardSpec, caches: list[Any], fault: str
 ) -> None:
     with pytest.raises(ValueError, match=fault):
-        module.check(share, LAYOUT, caches, 7)
+        module.check_layout(share, LAYOUT, caches, 7)

@@ -99,24 +99,24 @@ def test_only_prompts_that_were_asked_for_and_are_whole_are_held(
     ):
         prefill = side("boot-p")
         assert prefill.finish_request(request, held) == (False, None)
-        assert not prefill.build_metadata().hold
+        assert not prefill.build_metadata().finished_prefills
 
 
 def test_what_the_prefix_cache_lacks_is_pulled_once(handed: dict[str, Any]) -> None:
     decode, request = side("boot-d"), request_of(handed)
     decode.on_new_request(request)
-    assert list(decode.build_metadata().expect) == ["r"]
+    assert list(decode.build_metadata().expected_pulls) == ["r"]
     assert decode.count_tokens_to_pull(request, 4) == 6
     decode.update_after_alloc(request, blocks(3), 6)
-    wanted = decode.build_metadata().pull["r"]
+    wanted = decode.build_metadata().pulls["r"]
     assert wanted.first_block == 1
     assert wanted.blocks == (101, 102)
     assert wanted.prompt_digest == handed["cleave"]["prompt_digest"]
-    assert wanted.hand_off.boot_id == "boot-p"
+    assert wanted.handoff.boot_id == "boot-p"
     # After a failed pull the prompt is computed here.
     assert decode.count_tokens_to_pull(request, 0) == 0
     decode.update_after_alloc(request, blocks(3), 0)
-    assert decode.build_metadata().pull == {}
+    assert decode.build_metadata().pulls == {}
 
 
 def test_a_request_that_needs_nothing_or_ends_early_frees_the_owners_blocks(
@@ -126,14 +126,14 @@ def test_a_request_that_needs_nothing_or_ends_early_frees_the_owners_blocks(
     request = request_of(dict(handed))
     cached.on_new_request(request)
     cached.update_after_alloc(request, blocks(3), 0)
-    assert list(cached.build_metadata().decline) == ["r"]
+    assert list(cached.build_metadata().declined_pulls) == ["r"]
 
     request = request_of(dict(handed), status=vllm_request.RequestStatus.FINISHED_ABORTED)
     aborted.on_new_request(request)
     assert aborted.finish_request(request, []) == (False, None)
-    assert list(aborted.build_metadata().decline) == ["r"]
+    assert list(aborted.build_metadata().declined_pulls) == ["r"]
     assert aborted.finish_request(request, []) == (False, None)
-    assert not aborted.build_metadata().decline
+    assert not aborted.build_metadata().declined_pulls
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_whatever_decides_the_kv_decides_the_digest(handed: dict[str, Any]) -> N
         decode, request = side("boot-d"), request_of(dict(handed), **changed)
         decode.on_new_request(request)
         decode.update_after_alloc(request, blocks(3), 10)
-        digests.add(decode.build_metadata().pull["r"].prompt_digest)
+        digests.add(decode.build_metadata().pulls["r"].prompt_digest)
     assert len(digests) == 5
 
 
@@ -195,20 +195,24 @@ def test_a_prompt_that_is_asked_for_ahead_is_pulled_under_its_own_digest(
     prefilling = request_of({"do_remote_decode": True, "cleave": {"name": "name"}})
     prefill, decode = side("boot-p"), side("boot-d")
     prefill.on_new_request(prefilling)
-    begun = prefill.build_metadata().begin["r"]
+    begun = prefill.build_metadata().started_prefills["r"]
     assert (begun.name, begun.num_blocks) == ("name", 3)
     request = request_of(dict(AHEAD))
     decode.on_new_request(request)
     decode.update_after_alloc(request, blocks(3), 10)
-    wanted = decode.build_metadata().pull["r"]
-    assert wanted.hand_off.ahead
+    wanted = decode.build_metadata().pulls["r"]
+    assert wanted.handoff.is_overlapped
     assert wanted.prompt_digest == begun.prompt_digest
 
     prefilling.status = vllm_request.RequestStatus.FINISHED_LENGTH_CAPPED
     kept, params = prefill.finish_request(prefilling, [7, 8, 9])
     assert kept
     assert params
-    assert prefill.build_metadata().hold["r"].epoch == begun.epoch == params["cleave"]["epoch"]
+    assert (
+        prefill.build_metadata().finished_prefills["r"].epoch
+        == begun.epoch
+        == params["cleave"]["epoch"]
+    )
 
 
 def test_a_followed_prefill_that_was_aborted_or_preempted_is_not_held(
@@ -234,5 +238,5 @@ def test_a_followed_prefill_that_was_aborted_or_preempted_is_not_held(
         request.status = ending
         assert prefill.finish_request(request, [7, 8, 9]) == (False, None)
         second = prefill.build_metadata()
-        assert first.give_up | second.give_up == given_up
-        assert not second.hold
+        assert first.cancelled_prefills | second.cancelled_prefills == given_up
+        assert not second.finished_prefills

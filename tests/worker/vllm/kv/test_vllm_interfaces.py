@@ -120,8 +120,8 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     from cleave_worker.transfer.transport import Transport
 
     transfers = connector.build_kv_connector_stats()
-    transfers.pulled(Transport.GLOO, 0.5, 1000)
-    transfers.refused(RefusalReason.PROMPT)
+    transfers.record_pull(Transport.GLOO, 0.5, 1000)
+    transfers.record_refusal(RefusalReason.PROMPT)
     transfers.record_expired(2)
     other = connector.build_kv_connector_stats(transfers.data)
     series.observe(transfers.aggregate(other.clone_and_reset()).data)

@@ -67,7 +67,7 @@ def received(side: Any) -> tuple[set[str], set[str]]:
 def test_a_pull_is_reported_once_and_frees_what_was_held(start: Callable[..., Any]) -> None:
     theirs, ours = caches(1000), caches(0)
     prefill, decode = start("boot-p", theirs), start("boot-d", ours)
-    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
     decode.start_pulls({"mine": wanted(prefill.port)}, {})
     assert received(decode) == ({"mine"}, set())
     assert decode.take_received() == (set(), set())
@@ -101,7 +101,7 @@ def test_whatever_goes_wrong_the_request_hears_of_its_end(
 
 def test_what_is_declined_or_expires_is_freed(start: Callable[..., Any]) -> None:
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
-    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
     decode.start_pulls({}, {"mine": wanted(prefill.port).handoff})
     deadline = time.monotonic() + BOUND_S
     while not (freed := prefill.take_sent()):
@@ -117,7 +117,7 @@ def test_what_waits_for_its_turn_sends_heartbeats_until_it_was_pulled(
     beats: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
     monkeypatch.setattr(BlockLeases, "extend", lambda self, ids: beats.put(tuple(ids)))
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0), lease_s=0.3)
-    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
     decode.apply_metadata(orders(expected_pulls={"mine": wanted(prefill.port).handoff}))
     assert beats.get(timeout=BOUND_S) == ("theirs",)
     decode.start_pulls({"mine": wanted(prefill.port)}, {})
@@ -132,7 +132,9 @@ def test_a_prefill_is_followed_from_its_first_step_to_its_hold(start: Callable[.
     prefill, decode = start("boot-p", theirs), start("boot-d", ours)
     ahead = Handoff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
     decode.start_pulls({"mine": PullTask(ahead, "d", 0, (5, 6))}, {})
-    prefill.apply_metadata(orders(begin={"theirs": PrefillInProgress(1, "d", 2, "name")}))
+    prefill.apply_metadata(
+        orders(started_prefills={"theirs": PrefillInProgress(1, "d", 2, "name")})
+    )
     for number, chunk in enumerate(
         (ComputedChunk((2,), 0, 1, False), ComputedChunk((2, 9), 1, 2, True))
     ):
@@ -141,7 +143,7 @@ def test_a_prefill_is_followed_from_its_first_step_to_its_hold(start: Callable[.
             prefill.finish_layer(plane)
         assert number == 0 or prefill.take_sent() == set()
         prefill.finish_step()
-    prefill.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
     assert received(decode) == ({"mine"}, set())
     assert prefill.take_sent() == {"theirs"}
     for own, other in zip(ours, theirs, strict=True):
@@ -154,9 +156,11 @@ def test_a_prefill_that_is_given_up_fails_its_follower(start: Callable[..., Any]
 
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
     ahead = Handoff("boot-p", "name", 0, "", 0, (("127.0.0.1", prefill.port),))
-    prefill.apply_metadata(orders(begin={"theirs": PrefillInProgress(1, "d", 2, "name")}))
+    prefill.apply_metadata(
+        orders(started_prefills={"theirs": PrefillInProgress(1, "d", 2, "name")})
+    )
     decode.start_pulls({"mine": PullTask(ahead, "d", 0, (5, 6))}, {})
-    prefill.apply_metadata(orders(give_up={"theirs"}))
+    prefill.apply_metadata(orders(cancelled_prefills={"theirs"}))
     assert received(decode) == ({"mine"}, {"mine"})
     assert prefill.take_sent() == set()
 
@@ -179,7 +183,7 @@ def pair_of_ranks(start: Callable[..., Any]) -> tuple[list[Any], list[Any], Any]
     addresses = tuple(("127.0.0.1", rank.port) for rank in prefill)
     begun = PrefillInProgress(1, "d", 2, "name")
     for rank in prefill:
-        rank.apply_metadata(orders(begin={"theirs": begun}, addresses=addresses))
+        rank.apply_metadata(orders(started_prefills={"theirs": begun}, addresses=addresses))
     ahead = Handoff("boot-p", "name", 0, "", 0, addresses[:1])
     return prefill, decode, PullTask(ahead, "d", 0, (5, 6))
 
@@ -190,7 +194,7 @@ def compute(rank: Any) -> None:
 
     rank.apply_metadata(orders(computed_chunks={"theirs": ComputedChunk((2, 9), 0, 2, True)}))
     rank.finish_step()
-    rank.apply_metadata(orders(hold={"theirs": FinishedPrefill(1, "d", (2, 9))}))
+    rank.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
 
 
 def told_to_the_scheduler(ranks: list[Any]) -> Any:
@@ -236,7 +240,7 @@ def test_a_prompt_of_which_one_rank_is_lost_has_failed_when_the_other_has_ended(
     prefill, decode, wanted = pair_of_ranks
     for rank in decode:
         rank.start_pulls({"mine": wanted}, {})
-    prefill[1].apply_metadata(orders(give_up={"theirs"}))
+    prefill[1].apply_metadata(orders(cancelled_prefills={"theirs"}))
     compute(prefill[0])
     output = told_to_the_scheduler(decode)
     assert (output.finished_recving, output.failed_recving) == ({"mine"}, {"mine"})

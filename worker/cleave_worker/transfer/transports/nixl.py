@@ -115,7 +115,7 @@ class RegisteredRegions:
 
 
 class NixlLink:
-    """A OneSidedLink link; one thread uses it at a time, any thread may close it."""
+    """A OneSidedLink; one thread uses it at a time, any thread may close it."""
 
     transport = Transport.NIXL
 

@@ -54,8 +54,7 @@ class NixlAgent:
     """A NIXL agent of this process; several threads may use it."""
 
     def __init__(self, name: str, device: torch.device, *, use_progress_thread: bool) -> None:
-        """`use_progress_thread`: run a progress thread, for peers that read this memory without an
-        RDMA device.
+        """`use_progress_thread`: for peers that read this memory without an RDMA device.
 
         Raises LinkError.
         """

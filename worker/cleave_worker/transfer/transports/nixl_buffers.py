@@ -76,9 +76,7 @@ class StagingBuffers:
         self._changed = threading.Condition()
 
     def add_remote_agent(self, metadata: bytes, name: str) -> NixlAgent:
-        """Return an agent that knows the peer of this name until `remove_remote_agent`. Raises
-        LinkError.
-        """
+        """Return an agent that knows this peer until `remove_remote_agent`. Raises LinkError."""
         with self._changed:
             agent = self._agent = self._agent or self._create_agent()
             loaded = agent.add_remote_agent(metadata)

@@ -56,7 +56,7 @@ def _get_free_bytes() -> int:
 
 
 class SharedMemoryLink:
-    """A OneSidedLink link over mapped memory."""
+    """A OneSidedLink over mapped memory."""
 
     transport = Transport.SHARED_MEMORY
 

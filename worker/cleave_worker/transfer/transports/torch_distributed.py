@@ -83,7 +83,7 @@ def _create_nccl_group(store: TCPStore, rank: int, seconds: float) -> object:
 
 
 class ProcessGroupLink:
-    """A TwoSidedLink link; one thread uses it at a time."""
+    """A TwoSidedLink; one thread uses it at a time."""
 
     def __init__(
         self, memory: Memory, transport: Transport, group: object, store: TCPStore, peer: int

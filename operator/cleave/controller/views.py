@@ -1,0 +1,164 @@
+"""What the reconciles of an LLMDeployment and of an InstancePool read.
+
+The controller builds a view from its caches for each reconcile; a view does not change.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.api.role import Role
+from cleave.api.workload import Workload
+from cleave.controller.cluster import apply, objects
+from cleave.controller.cluster.actions import PlanJob
+from cleave.controller.cluster.apply import ChildrenByName
+from cleave.controller.cluster.instance_status import FleetInstance
+from cleave.controller.cluster.inventory import Inventory
+from cleave.controller.cluster.objects import ObservedNode, ObservedPod
+from cleave.controller.settings import OperatorSettings
+from cleave.manifests.labels import Manifest
+from cleave.traffic.drift_detector import DriftDetector, TrafficChange
+from cleave.traffic.window import TrafficWindow
+
+MAX_DEFERRAL_S = 60.0
+_MAX_DEFERRAL_SHARE = 0.2
+"""A due review is deferred for at most `MAX_DEFERRAL_S` seconds and this share of the interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriftState:
+    """How traffic compares with the planned one, up to the last compared window."""
+
+    planned_workload: Workload | None = None
+    since_s: float | None = None
+    """When the fleet became stable; None: it is not."""
+    until_s: float = 0.0
+    """End of the last compared window."""
+    detector: DriftDetector = DriftDetector()  # noqa: RUF009 - a frozen value
+    change: TrafficChange | None = None
+    """The last detected change; None: none was detected."""
+
+    def should_defer_review(self, overdue_s: float, interval_s: float) -> bool:
+        """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
+        return self.detector.is_suspicious and overdue_s < min(
+            MAX_DEFERRAL_S, _MAX_DEFERRAL_SHARE * interval_s
+        )
+
+    def has_recent_change(self, now_s: float, interval_s: float) -> bool:
+        """Whether a change was detected less than an interval ago; each minute adds evidence."""
+        return self.change is not None and now_s - self.change.detected_s < interval_s
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficDemand:
+    """The traffic of a deployment, as far as scaling needs it."""
+
+    rate: float
+    """Requests per second in the last minute."""
+    peak: float | None
+    """Highest rate of any minute of `Scaling.calm_s`; None: not observed for so long."""
+    in_flight: float
+    """Requests that wait or run now."""
+    idle_s: float
+    """Seconds since the last request, as far as this operator has observed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentView:
+    """An LLMDeployment with everything that its reconcile reads."""
+
+    deployment: LLMDeployment
+    """With the API server's metadata; without its status."""
+    inventory: Inventory
+    now_s: float
+    status: Manifest = field(default_factory=dict)
+    """As it was last written."""
+    pools: tuple[InstancePool, ...] = ()
+    pool_status: Mapping[Role, Manifest] = field(default_factory=dict)
+    pods: tuple[ObservedPod, ...] = ()
+    """One per instance."""
+    children: ChildrenByName = field(default_factory=dict)
+    plan_result: PlanJob | None = None
+    """The planner's last result."""
+    instances: Mapping[str, FleetInstance] | None = None
+    """What the gateways report of instances, by pod; None: no gateway has answered."""
+    pending_plan: PlanJob | None = None
+    """The request that the planner works on."""
+    traffic: TrafficWindow | None = None
+    """Traffic of about the last minute; None: not known."""
+    windows: tuple[TrafficWindow, ...] = ()
+    """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
+    drift: DriftState = DriftState()
+    """How traffic differs from the planned one, from the windows compared so far."""
+    demand: TrafficDemand | None = None
+    """The rate that instances are scaled by; None: not known, or scaling is off."""
+    fault: str = ""
+    """Why the writes of the last reconcile failed; empty: they did not."""
+    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
+
+    def list_alive(self, role: Role) -> list[ObservedPod]:
+        """The instances of a role that are neither being deleted nor finished."""
+        return [pod for pod in self.pods if pod.role is role and not (pod.deleting or pod.is_over)]
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """An InstancePool with everything that its reconcile reads; derived values are cached."""
+
+    pool: InstancePool
+    """With the API server's metadata; without its status."""
+    now_s: float
+    status: Manifest = field(default_factory=dict)
+    """As it was last written."""
+    pods: tuple[ObservedPod, ...] = ()
+    """All pods, including further pods of instances that span several nodes."""
+    used_names: frozenset[str] = frozenset()
+    """Names of all instances of the deployment, in any of its pools."""
+    children: ChildrenByName = field(default_factory=dict)
+    nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
+    node_counts_hash: str = ""
+    """Hash of how many nodes there are of each kind."""
+    serving: int | None = None
+    """Instances that gateways send requests to; None: no gateway has answered."""
+    fault: str = ""
+    """Why the writes of the last reconcile failed; empty: they did not."""
+    settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
+
+    @cached_property
+    def instances(self) -> list[ObservedPod]:
+        """One per instance, including those that are being deleted."""
+        return objects.group_instances(self.pods, self.pool.spec.nodes)
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Hash of what the pool's pods are created from now."""
+        return apply.hash_template(self.pool)
+
+    @cached_property
+    def pods_by_instance(self) -> Mapping[str, Sequence[ObservedPod]]:
+        """The pods of each instance, by instance name."""
+        by_instance: dict[str, list[ObservedPod]] = {}
+        for pod in self.pods:
+            by_instance.setdefault(pod.instance or pod.name, []).append(pod)
+        return by_instance
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInstances:
+    """The pool's instances, without those that are being deleted or have ended."""
+
+    new: tuple[ObservedPod, ...]
+    """Up to date with the pool's spec."""
+    old: tuple[ObservedPod, ...]
+
+    @property
+    def all(self) -> tuple[ObservedPod, ...]:
+        """All of them."""
+        return self.new + self.old
+
+    @property
+    def num_ready(self) -> int:
+        """How many of them are ready."""
+        return sum(pod.ready for pod in self.all)
