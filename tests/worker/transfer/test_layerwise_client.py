@@ -234,7 +234,7 @@ def test_nothing_is_announced_before_the_gpu_has_computed_it() -> None:
             DIGEST,
             NO_PROGRESS,
             BOUND_S,
-            again=False,
+            is_repeat=False,
         )
         assert not told.done()
         computed.reached.set()
