@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from cleave.cli.main import app as cleave
-from cleave.gateway.config import GatewayConfig
-from cleave.gateway.main import main, parse_size
+from cleave.gateway.config import GatewayConfig, parse_size
+from cleave.gateway.main import main
 from cleave.gateway.server import GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
 
