@@ -186,7 +186,7 @@ class Mover:
         return text
 
     def map_short(self, text: str, module: str | None) -> str:
-        """`policy.queue_model.PrefillQueueModel` and `sibling` as docstrings name them."""
+        """`policy.books.Queue` and `sibling` as docstrings name them."""
         parts = text.split(".")
         for n in range(len(parts), 1, -1):
             prefix = ".".join(parts[:n])
