@@ -38,12 +38,12 @@ def parse_ratio(text: str) -> float:
 
 def _declare_option(
     flag: str,
-    default: Any,
+    default: object,
     help_text: str = "",
     *,
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
-) -> Any:
+) -> Any:  # noqa: ANN401 - as dataclasses.field
     """Declare a field that `flag` sets. The parser of its value follows from the default's type."""
     return field(
         default=default,
