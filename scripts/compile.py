@@ -31,8 +31,8 @@ MODULES = {
         "completion_request connection_limiter headers request_parser token_estimate write_batcher"
     ),
     "gateway.metrics": "gateway_metrics request_outcomes",
-    "gateway.proxy": "attempt proxied_request sse_relay",
-    "gateway.tracing": "instrumented_request",
+    "gateway.proxy": "attempt proxied_request request_observer sse_relay",
+    "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
     "policy": "dispatch length_ranges output_length queue_model",
     "router": (

@@ -24,6 +24,7 @@ from cleave.gateway.proxy.overlapped_prefill import (
     build_overlapped_bodies,
     can_overlap,
 )
+from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.upstream.circuit_breaker import StallDetector
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
 from cleave.gateway.upstream.kv_transfer_params import HandoffError, read_handoff
@@ -83,6 +84,7 @@ class Attempt:
         "_context",
         "_fields",
         "_handler",
+        "_observer",
         "_overlapped_prefill",
         "_path",
         "_request_id",
@@ -105,8 +107,9 @@ class Attempt:
         completion: CompletionRequest,
         pick: Pick,
         fields: bytes = b"",
+        observer: RequestObserver | None = None,
     ) -> None:
-        """`fields`: header lines to add to the requests to engines."""
+        """`fields`: header lines to add to the requests to engines, which an observer replaces."""
         self._context = context
         self._handler = handler
         self._path = path
@@ -114,6 +117,7 @@ class Attempt:
         # A new id for each attempt: an engine may still have the previous one.
         self._request_id = context.make_request_id()
         self._fields = fields
+        self._observer = observer
         self._call: UpstreamCall | None = None
         self._overlapped_prefill: OverlappedPrefill | None = None
         """The prefill call that runs beside the decode engine's call."""
@@ -198,6 +202,8 @@ class Attempt:
 
     def on_prefill_done(self, prefill: Target, body: bytes) -> None:
         """The overlapped prefill is done; the decode engine has its KV already, or soon."""
+        if self._observer is not None:
+            self._observer.on_prefill_done(body)
         if self.prefill is None:
             self._context.metrics.handoffs["ahead"] += 1
         elif self._read_handoff(prefill, body, "ahead"):
@@ -223,6 +229,11 @@ class Attempt:
     # --- sending ---
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
+        if self._observer is not None:
+            is_decode = self._overlapped_prefill is not None or self.prefill is None
+            phase = "prefill" if not is_decode else "decode" if self.pick.prefill else "whole"
+            target = self.pick.decode if is_decode else self.target
+            self._fields = self._observer.on_call_sent(phase, target)
         timeouts = self._context.config.timeouts
         whole_response = self.prefill is None and not self._completion.stream
         wait_s = timeouts.response_s if whole_response else timeouts.first_byte_s
@@ -232,6 +243,8 @@ class Attempt:
         self._call = pool.send(self, self._build_payload(pool, body))
 
     def _send_overlapped(self, prefill: Target, pool: EnginePool, decode: EnginePool) -> None:
+        if self._observer is not None:
+            self._fields = self._observer.on_call_sent("prefill", prefill)
         first, second = build_overlapped_bodies(self._completion, prefill, self._request_id)
         self._overlapped_prefill = OverlappedPrefill(
             self, prefill, pool, self._build_payload(pool, first)
@@ -248,6 +261,8 @@ class Attempt:
 
     def _start_decode(self, prefill: Target, body: bytes) -> None:
         """The prefill is done: continue on the decode engine."""
+        if self._observer is not None:
+            self._observer.on_prefill_done(body)
         completion = self._completion
         result = self._read_handoff(prefill, body, "used")
         if result is None:

@@ -34,6 +34,7 @@ from cleave.gateway.http.errors import GatewayError, convert_router_error
 from cleave.gateway.metrics.request_outcomes import ITL_SAMPLE_MASK, record_completed
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.client_stream import ClientStream
+from cleave.gateway.proxy.request_observer import RequestObserver
 from cleave.gateway.proxy.retry_state import RetryState
 from cleave.gateway.proxy.sse_relay import SseRelay, StreamLostError
 from cleave.gateway.upstream.connection_pool import UpstreamCall
@@ -47,8 +48,6 @@ _PREFILL = RequestPhase.PREFILL
 class ProxiedRequest:
     """One completion request; see the state table in the module's docstring."""
 
-    _attempt_type: type[Attempt] = Attempt
-
     def __init__(
         self,
         context: GatewayContext,
@@ -59,7 +58,9 @@ class ProxiedRequest:
         tenant: Tenant = DEFAULT_TENANT,
         session: bytes | None = None,
         fields: bytes = b"",
+        observer: RequestObserver | None = None,
     ) -> None:
+        """`observer`: follows this request; None: nobody does."""
         self._context = context
         self._client = client
         self._path = path
@@ -68,6 +69,7 @@ class ProxiedRequest:
         self._tenant = tenant
         self._session = session
         self._fields = fields
+        self._observer = observer
         self._ticket: AdmissionTicket | None = None
         """From the admission controller; None: admission was not needed."""
         self._retry_state: RetryState | None = None
@@ -145,6 +147,8 @@ class ProxiedRequest:
         """A stream has begun: from now on another attempt can only continue it."""
         attempt, client, context = self._attempt, self._client, self._context
         assert attempt is not None
+        if self._observer is not None:
+            self._observer.on_stream_started(call.status)
         now = context.clock()
         # The engine may have been idle before, so that time does not count as a pause.
         attempt.stall_detector.last_progress_at = now
@@ -266,6 +270,8 @@ class ProxiedRequest:
         attempt = self._attempt
         assert attempt is not None
         name = attempt.target.instance
+        if self._observer is not None:
+            self._observer.on_attempt_failed(name, failure, reason)
         timed_out = failure in (Failure.TIMEOUT, Failure.STALL)
         status = HTTPStatus.GATEWAY_TIMEOUT if timed_out else HTTPStatus.BAD_GATEWAY
         error = errors.build_engine_error(status, f"instance {name} {reason}")
@@ -318,8 +324,17 @@ class ProxiedRequest:
             self._handle_no_instance(error)
             return
         context.metrics.dispatches[completion.model, pick.reason] += 1
-        self._attempt = self._attempt_type(context, self, path, completion, pick, self._fields)
+        observer = self._observer
+        if observer is not None:
+            observer.on_attempt(pick, self._recovery_mode)
+        self._attempt = Attempt(context, self, path, completion, pick, self._fields, observer)
         self._attempt.start()
+
+    @property
+    def _recovery_mode(self) -> str:
+        """How an attempt after the first relates to those before: again, continued, replayed."""
+        retry = self._retry_state
+        return retry.recovery_mode if retry is not None and self._relay is not None else "again"
 
     def _handle_no_instance(self, error: RouterError) -> None:
         """No instance can take the request now: wait for one, or respond with an error."""
@@ -375,14 +390,20 @@ class ProxiedRequest:
 
     def _abort_stream(self, relay: SseRelay, error: GatewayError) -> None:
         """End a stream that has begun, with an error event."""
+        if self._observer is not None:
+            self._observer.on_error(error)
         self._client.write(relay.build_error_end(error))
         self._release("broken")
         self._client.end(reusable=False)
 
     def _respond_error(self, error: GatewayError, outcome: str) -> None:
+        if self._observer is not None:
+            self._observer.on_error(error)
         self._respond(error.status, errors.build_error_headers(error), error.to_json(), outcome)
 
     def _respond(self, status: int, fields: bytes, body: bytes, outcome: str) -> None:
+        if self._observer is not None:
+            self._observer.on_response(status)
         reusable = self._client.keep_alive and not self._context.draining
         if not reusable:
             fields += headers.CONNECTION_CLOSE
@@ -421,3 +442,5 @@ class ProxiedRequest:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             context.admission.release(ticket, self._output_tokens, context.clock())
+        if self._observer is not None:
+            self._observer.on_finished(outcome, prompt, output)

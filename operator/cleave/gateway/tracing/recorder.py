@@ -19,7 +19,7 @@ from cleave.gateway.metrics.gateway_metrics import GatewayMetrics
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.proxied_request import ProxiedRequest
 from cleave.gateway.tracing.access_log import AccessLog
-from cleave.gateway.tracing.instrumented_request import InstrumentedRequest
+from cleave.gateway.tracing.recording_observer import RecordingObserver
 from cleave.gateway.tracing.request_record import RequestListener, RequestRecord, TracingError
 from cleave.gateway.tracing.traceparent import make_span_id, read_trace_context
 
@@ -107,8 +107,17 @@ class RequestRecorder:
             trace,
             context.config.tls_certificate is not None,
         )
-        return InstrumentedRequest(
-            self, record, context, client, request.path, request_id, completion, tenant, session
+        record.max_tokens = completion.output_tokens
+        observer = RecordingObserver(self, record, context.clock)
+        return ProxiedRequest(
+            context,
+            client,
+            request.path,
+            request_id,
+            completion,
+            tenant,
+            session,
+            observer=observer,
         )
 
     def record_local_response(

@@ -1,6 +1,6 @@
 """The record of one request, filled while it runs, for its trace and its line in the access log.
 
-Filled by `instrumented_request`, read by `spans` and `access_log` when the request has finished. No
+Filled by `recording_observer`, read by `spans` and `access_log` when the request has finished. No
 I/O, and no content of the request: only names, counts and times, in seconds of the gateway's clock.
 """
 
