@@ -6,7 +6,7 @@ ARGS ?=
 RERUN = --reruns 1 -rR
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine runs without vLLM and the tools of development. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -18,6 +18,9 @@ help: ## this list; ARGS='...' passes arguments on
 	@sed -nE 's/^([a-z][a-z0-9-]*):.*## (.*)/\1\t\2/p' Makefile | expand -t 16
 
 test: check ## the same as check
+
+quick: lint ## lint, and the unit tests of what was changed; ARGS='--since main'
+	@.venv/bin/python scripts/quick.py $(ARGS)
 
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests

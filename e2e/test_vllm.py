@@ -80,7 +80,7 @@ def test_each_engine_stays_on_its_own_core(vllm: Deployment) -> None:
     assert taken[0] != taken[1]
 
 
-def test_a_client_cannot_hand_in_hand_off_data(vllm: Deployment) -> None:
+def test_a_client_cannot_hand_in_handoff_data(vllm: Deployment) -> None:
     case = CASES[0]
     stolen = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}
     response = httpx.post(
@@ -129,7 +129,7 @@ def test_killed_engines_are_replaced_and_the_service_comes_back(vllm: Deployment
 def test_a_killed_agent_leaves_no_process_and_is_replaced(vllm: Deployment) -> None:
     agent = vllm.agent("tiny-decode-0")
     tree = agent.children(recursive=True)
-    assert len(tree) >= 3, "warden, API server, engine core"
+    assert len(tree) >= 3, "subreaper, API server, engine core"
     os.kill(agent.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(tree, timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -43,7 +43,7 @@ def ask(url: str, model: str, prompt: str, **fields: object) -> tuple[list[int],
     return response.json()["choices"][0]["token_ids"], "x-cleave-prefill" in response.headers
 
 
-def test_each_adapter_answers_over_a_hand_off_as_one_instance_does(
+def test_each_adapter_answers_over_a_handoff_as_one_instance_does(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     adapters = []

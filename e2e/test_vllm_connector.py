@@ -111,7 +111,7 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> N
 
 
 @ONE_WAY
-def test_a_hand_off_given_twice_or_late_is_computed_anew(vllm: Deployment) -> None:
+def test_a_handoff_given_twice_or_late_is_computed_anew(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     twice, late = (Case(n, 300, chat=False, stream=False) for n in (20_001, 20_002))
     expected = [ask(source, case).tokens for case in (twice, late)]

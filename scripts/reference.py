@@ -250,6 +250,8 @@ def _flags(action: argparse.Action) -> str:
 
 def _told(action: argparse.Action) -> str:
     default = getattr(action.default, "value", action.default)
+    if isinstance(default, tuple):
+        default = ",".join(default)
     told = action.help or ""
     if action.required:
         return f"{told} **required**".strip()

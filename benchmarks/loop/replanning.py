@@ -9,6 +9,7 @@ from virtual_fleet import PERIOD_S, World
 
 from cleave.api.workload import Workload
 from cleave.controller.replan import drift
+from cleave.controller.views import DriftState
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
@@ -53,7 +54,7 @@ class Follower:
     steps: list[Step] = field(default_factory=list)
     windows: list[TrafficWindow] = field(default_factory=list)
     _left: list[ReplacedPlan] = field(default_factory=list)
-    _course: drift.DriftState = drift.DriftState()  # noqa: RUF009 - a frozen value
+    _course: DriftState = DriftState()  # noqa: RUF009 - a frozen value
     _correction: Correction = NO_CORRECTION
     _pending: Step | None = None
     _is_corrected: bool = False

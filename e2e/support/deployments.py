@@ -79,7 +79,7 @@ class Deployment:
             p
             for p in self.agent(instance).children(recursive=True)
             if ("api_server" in (line := command(p)) or "emulator.main" in line)
-            and "warden" not in line
+            and "subreaper" not in line
         ]
         return found
 

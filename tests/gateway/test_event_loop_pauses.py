@@ -47,13 +47,13 @@ async def block() -> None:
 @contextlib.asynccontextmanager
 async def reporting(stage) -> AsyncIterator[set[Connectivity]]:
     """Agents of their own processes report; the contacts that the gateway ever had with them."""
-    directory, contacts, over = stage.context.router.registry, set(), threading.Event()
+    registry, contacts, over = stage.context.router.registry, set(), threading.Event()
 
     def hear() -> None:
-        contacts.update(each.connectivity for each in directory.instances.values())
+        contacts.update(each.connectivity for each in registry.instances.values())
         for name in stage.engines:
             load = agent_pb2.LoadReport(boot_id=f"boot-{name}")
-            directory.on_event(name, agent_pb2.WatchEvent(load=load), time.monotonic())
+            registry.on_event(name, agent_pb2.WatchEvent(load=load), time.monotonic())
 
     def send() -> None:
         while not over.wait(0.1):

@@ -7,12 +7,12 @@ import pytest
 
 SCRIPT = """
 import logging, os, resource, sys
-from cleave.gateway.file_limit import raise_limit
+from cleave.gateway.file_limit import raise_open_file_limit
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 soft, hard, clients = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-raise_limit(clients)
+raise_open_file_limit(clients)
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

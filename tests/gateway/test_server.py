@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from cleave.cli.main import app as cleave
-from cleave.gateway.config import GatewayConfig
-from cleave.gateway.main import main, parse_size
+from cleave.gateway.config import GatewayConfig, parse_size
+from cleave.gateway.main import main
 from cleave.gateway.server import GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
 
@@ -125,17 +125,17 @@ def test_a_body_must_fit_into_what_may_be_received(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "program"),
+    ("command_main", "program"),
     [(main, "python -m cleave.gateway.main"), (cleave, "cleave gateway")],
     ids=["module", "command"],
 )
 def test_the_help_names_the_command_that_was_called(
-    door, program: str, monkeypatch, capsys
+    command_main, program: str, monkeypatch, capsys
 ) -> None:
-    arguments = ["--help"] if door is main else ["gateway", "--help"]
+    arguments = ["--help"] if command_main is main else ["gateway", "--help"]
     monkeypatch.setattr(sys, "argv", ["x", *arguments])
     with pytest.raises(SystemExit):
-        door()
+        command_main()
     assert capsys.readouterr().out.startswith(f"usage: {program} [-h]")
 
 
@@ -194,8 +194,8 @@ async def test_agents_are_followed_and_picks_are_offered_to_others(make_stage) -
     gateway = GatewayServer(config)
     await gateway.start()
     try:
-        directory = gateway.context.router.registry
-        await stage.until(lambda: "d" in directory.instances, "the agent is followed")
+        registry = gateway.context.router.registry
+        await stage.until(lambda: "d" in registry.instances, "the agent is followed")
         stage.gateway.port = gateway.port
         assert (await stage.ask(ASK)).status == 200
         async with grpc.aio.insecure_channel(f"127.0.0.1:{router_port}") as channel:

@@ -12,7 +12,7 @@ from cleave.api.workload import LengthDistribution, Workload
 from cleave.controller.cluster.actions import PlanJob, ReviewResult
 from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import format_timestamp
-from cleave.controller.replan.inputs import hash_inputs, hash_model, read_placement
+from cleave.controller.replan.inputs import PlanInputs, read_placement
 from cleave.controller.replan.reconcile import update_drift
 from cleave.controller.views import DeploymentView, DriftState
 from cleave.gateway.metrics.gateway_metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
@@ -55,7 +55,7 @@ def status(asked: LLMDeployment, settled_s: float = NOW_S - 1000, **more: Any) -
         "message": "",
         "lastTransitionTime": format_timestamp(settled_s),
     }
-    return {"plan": plan(hash_inputs(asked, THERE)), "conditions": [settled], **more}
+    return {"plan": plan(PlanInputs(asked, THERE).hash_with(None)), "conditions": [settled], **more}
 
 
 def traffic(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[TrafficWindow, ...]:
@@ -102,7 +102,7 @@ def reviewed(
     assert question.review is not None
     at = format_timestamp(question.review.at_s)
     prediction = CurrentPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
-    of = hash_model(asked, THERE)
+    of = PlanInputs(asked, THERE).model_hash
     correction = None if decode == 1 else LatencyCorrection(decode=decode, of=of)
     told = ReviewResult(verdict, "because", holds, "it holds", prediction, correction)
     return replace(question, review_result=told, plan=plan("", pools) if pools else None)

@@ -65,7 +65,7 @@ class PrefillRank:
     def end(self, epoch: int = 1) -> None:
         self.holds.grant("theirs", FinishedPrefill(epoch, DIGEST, THERE))
 
-    def hand_off(self, **changed: object) -> Handoff:
+    def handoff(self, **changed: object) -> Handoff:
         """Ahead of the prefill; it names this rank alone."""
         told = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
         address = (("127.0.0.1", self.owner.port),)
@@ -132,13 +132,13 @@ class Decode:
         self.pool = ThreadPoolExecutor(8)
 
     def follow(
-        self, hand_off: Handoff, blocks: Sequence[int] = HERE, first: int = 0, rank: int = 0
+        self, handoff: Handoff, blocks: Sequence[int] = HERE, first: int = 0, rank: int = 0
     ) -> Future[Transport]:
         follow = self.followers[rank].pull
-        return self.pool.submit(follow, hand_off, DIGEST, first, blocks)
+        return self.pool.submit(follow, handoff, DIGEST, first, blocks)
 
-    def follow_all(self, hand_off: Handoff) -> list[Future[Transport]]:
-        return [self.follow(hand_off, rank=rank) for rank in range(len(self.readers))]
+    def follow_all(self, handoff: Handoff) -> list[Future[Transport]]:
+        return [self.follow(handoff, rank=rank) for rank in range(len(self.readers))]
 
     def has_what_was_computed(self, rank: int = 0) -> bool:
         """Everything of the prompt's blocks, and of no other block anything."""

@@ -17,6 +17,7 @@ from cleave.controller.cluster.apply import ChildrenByName
 from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
+from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
 from cleave.traffic.drift_detector import DriftDetector, TrafficChange
@@ -65,9 +66,9 @@ class TrafficDemand:
     """Seconds since the last request, as far as this operator has observed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeploymentView:
-    """An LLMDeployment with everything that its reconcile reads."""
+    """An LLMDeployment with everything that its reconcile reads; derived values are cached."""
 
     deployment: LLMDeployment
     """With the API server's metadata; without its status."""
@@ -97,6 +98,11 @@ class DeploymentView:
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
+
+    @cached_property
+    def plan_inputs(self) -> PlanInputs:
+        """What its plan depends on."""
+        return PlanInputs(self.deployment, self.inventory)
 
     def list_alive(self, role: Role) -> list[ObservedPod]:
         """The instances of a role that are neither being deleted nor finished."""

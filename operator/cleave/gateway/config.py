@@ -1,34 +1,105 @@
-"""Configuration of a gateway. Built from the command line, read by the whole package."""
+"""Configuration of a gateway: each option is declared here once, with its flag, default and help.
 
-from dataclasses import dataclass
+`cleave.gateway.main` builds the parser and the configuration from these declarations; pods are
+started with the flags, and the reference is generated from the parser.
+"""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
+from cleave.rpc.listen_addresses import parse_hosts
+
+MAX_PROCESSES = 64
+_UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+_OPTION = "option"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `16MiB`, `512Ki`, `1000`. Raises ValueError."""
+    match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)B?", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 16MiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_ratio(text: str) -> float:
+    """A number from 0 to 1. Raises argparse.ArgumentTypeError."""
+    ratio = float(text)
+    if not 0 <= ratio <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return ratio
+
+
+def _declare_option(
+    flag: str,
+    default: object,
+    help_text: str = "",
+    *,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+) -> Any:  # noqa: ANN401 - as dataclasses.field
+    """Declare a field that `flag` sets. The parser of its value follows from the default's type."""
+    return field(
+        default=default,
+        metadata={_OPTION: {"flag": flag, "help": help_text, "parse": parse, "metavar": metavar}},
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Limits of all waits, in seconds."""
 
-    connect_s: float = 2.0
-    """TCP connection to an engine."""
-    first_byte_s: float = 120.0
-    """Prefill, and the first token of a stream; includes queueing in the engine."""
-    response_s: float = 600.0
-    """A response that is not streamed: its first byte comes with its last token."""
-    idle_s: float = 60.0
-    """Between two pieces of a stream, of a request, or of what a client reads."""
+    connect_s: float = _declare_option(
+        "--connect-timeout", 2.0, "TCP connection to an engine", metavar="S"
+    )
+    first_byte_s: float = _declare_option(
+        "--first-byte-timeout",
+        120.0,
+        "prefill, and the first token of a stream; includes queueing in the engine",
+        metavar="S",
+    )
+    response_s: float = _declare_option(
+        "--answer-timeout",
+        600.0,
+        "a response that is not streamed: its first byte comes with its last token",
+        metavar="S",
+    )
+    idle_s: float = _declare_option(
+        "--idle-timeout",
+        60.0,
+        "between two pieces of a stream, of a request, or of what a client reads",
+        metavar="S",
+    )
     keep_alive_s: float = 75.0
     """A client's connection without a request."""
-    shutdown_delay_s: float = 0.0
-    """After SIGTERM, until new connections are refused: as long as all nodes need to stop sending
-    them here. Until then the gateway serves them and reports that it is draining."""
-    wake_s: float = 0.0
-    """A request, until an instance of its model can take it; 0: it is refused at once."""
-    resume_s: float = 30.0
-    """A stream whose engine was lost, until an instance can continue it."""
-    drain_s: float = 30.0
-    """Requests that still run when the gateway stops."""
+    wake_s: float = _declare_option(
+        "--wake-timeout",
+        0.0,
+        "how long a request waits for an instance when none can take it; 0: it is refused at once",
+        metavar="S",
+    )
+    resume_s: float = _declare_option(
+        "--resume-timeout",
+        30.0,
+        "how long a stream that lost its engine waits for another instance",
+        metavar="S",
+    )
+    shutdown_delay_s: float = _declare_option(
+        "--leave-delay",
+        0.0,
+        "from SIGTERM until new connections are refused: as long as all nodes need to stop sending "
+        "them here",
+        metavar="S",
+    )
+    drain_s: float = _declare_option(
+        "--drain-timeout", 30.0, "requests that still run when the gateway stops", metavar="S"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,72 +108,225 @@ class GatewayConfig:
 
     agents: str
     """Where to find the agents, in the form that cleave.rpc.agent_discovery reads."""
-    hosts: tuple[str, ...] = ("127.0.0.1",)
-    """Addresses of the port and the internal port; the first one is this gateway's own."""
-    port: int = 8080
-    """0: any free port, written to the log."""
-    processes: int = 1
-    """Processes that serve the port together."""
-    internal_port: int = 0
-    """/fleet, /health, /metrics and /livez without keys, for the operator and scrapers; 0: off."""
-    router_port: int = 0
-    """gRPC Router service; 0: off."""
-    endpoint_picker_port: int = 0
-    """Endpoint picker for gateways of an InferencePool, over gRPC; 0: off."""
-    endpoint_picker_direct: bool = False
-    """Whether it sends requests that are not split directly to instances."""
-    endpoint_picker_certificate: Path | None = None
-    """PEM, with its chain; read again with its key when they change. None: it is self-signed."""
-    endpoint_picker_key: Path | None = None
-    endpoint_picker_plain: bool = False
-    """Whether it speaks gRPC without TLS."""
-    api_keys: Path | None = None
-    """Read again when it changes."""
-    tls_certificate: Path | None = None
-    """PEM, with its chain; read again with its key when they change. None: plain HTTP."""
-    tls_key: Path | None = None
-    fallback: FallbackPolicy = FallbackPolicy.ALWAYS
-    policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
-    """How instances are picked for a request."""
-    session_header: str = ""
-    """Requests with the same value in it get their prompts computed by one instance; empty: off."""
-    output_length_model: Path | None = None
-    """A trained classifier of output lengths, used if it predicts better than the online
-    statistics; None: there is none."""
-    whole_below_tokens: int = 0
-    """While prefill instances are busy, prompts up to this length are computed by the decode
-    instance; 0: none are."""
-    ahead_from_tokens: int = 0
-    """KV of prompts from this length on is transferred while it is computed, by workers with
-    `--transfer auto`; 0: none is."""
-    flipping: FlippingMode = FlippingMode.OFF
-    """Whether this gateway changes roles of instances as traffic changes."""
-    min_prefill: int = 1
-    """Prefill instances that keep their role."""
-    min_decode: int = 1
-    ttft_slo_ms: float = 0.0
-    """Target of the deployment; 0: none, and then nothing is measured against targets."""
-    tpot_slo_ms: float = 0.0
-    late_policy: LateRequestPolicy = LateRequestPolicy.SERVE
-    """What happens to requests that can no longer meet the TTFT target."""
-    access_log: bool = False
-    """Whether each request is logged."""
-    otlp_endpoint: str | None = None
-    """Collector of traces; empty: from OpenTelemetry's environment variables; None: no tracing."""
-    trace_sample_ratio: float = 0.01
-    """Share of requests to trace among those without a client's sampling decision, 0 to 1."""
-    queue_limit: int = 1_024
-    """Requests that wait for the first byte of their response; more are refused with 429."""
-    max_body_bytes: int = 16 << 20
-    max_partial_bytes: int = 64 << 20
-    """Memory for incompletely received requests of all clients; more are refused with 503."""
-    max_clients: int = 16_384
-    """Open client connections; beyond that, idle ones are closed."""
-    engine_connections: int = 1_024
-    """Open connections to one engine."""
+    hosts: tuple[str, ...] = _declare_option(
+        "--host",
+        ("127.0.0.1",),
+        "addresses to listen on; the first one is the address under which others reach it",
+        parse=parse_hosts,
+        metavar="HOST,...",
+    )
+    port: int = _declare_option("--port", 8080, "0: any free port, written to the log")
+    processes: int = _declare_option(
+        "--processes",
+        1,
+        "processes that serve the port and share their load accounting; one for each core",
+    )
+    internal_port: int = _declare_option(
+        "--internal-port",
+        0,
+        "/fleet, /health, /metrics and /livez without keys, for the operator and scrapers; 0: off",
+    )
+    router_port: int = _declare_option("--router-port", 0, "gRPC Router service; 0: off")
+    endpoint_picker_port: int = _declare_option(
+        "--endpoint-picker-port",
+        0,
+        "endpoint picker (Envoy's ext_proc) for gateways that route to an InferencePool; 0: off",
+    )
+    endpoint_picker_direct: bool = _declare_option(
+        "--endpoint-picker-direct",
+        False,
+        "the endpoint picker sends completions that are not split directly to instances",
+    )
+    endpoint_picker_certificate: Path | None = _declare_option(
+        "--endpoint-picker-cert",
+        None,
+        "PEM, with its chain, as --tls-cert; without it the certificate is self-signed",
+        parse=Path,
+        metavar="FILE",
+    )
+    endpoint_picker_key: Path | None = _declare_option(
+        "--endpoint-picker-key", None, "PEM, without a password", parse=Path, metavar="FILE"
+    )
+    endpoint_picker_plain: bool = _declare_option(
+        "--endpoint-picker-plain",
+        False,
+        "the endpoint picker serves gRPC without TLS, for proxies configured for that",
+    )
+    api_keys: Path | None = _declare_option(
+        "--api-keys",
+        None,
+        "one key a line, or tenants with their keys and limits; read again when it changes; "
+        "default: no authentication",
+        parse=Path,
+        metavar="FILE",
+    )
+    tls_certificate: Path | None = _declare_option(
+        "--tls-cert",
+        None,
+        "PEM, with its chain: the port serves HTTPS; read again when it changes",
+        parse=Path,
+        metavar="FILE",
+    )
+    tls_key: Path | None = _declare_option(
+        "--tls-key", None, "PEM, without a password", parse=Path, metavar="FILE"
+    )
+    fallback: FallbackPolicy = _declare_option(
+        "--fallback",
+        FallbackPolicy.ALWAYS,
+        "when a request that should be split may run entirely on a decode instance",
+    )
+    ttft_slo_ms: float = _declare_option(
+        "--ttft-ms", 0.0, "target to measure; 0: none", metavar="MS"
+    )
+    tpot_slo_ms: float = _declare_option(
+        "--tpot-ms", 0.0, "target to measure; 0: none", metavar="MS"
+    )
+    late_policy: LateRequestPolicy = _declare_option(
+        "--late",
+        LateRequestPolicy.SERVE,
+        "what happens to requests that can no longer meet --ttft-ms",
+    )
+    policy: DispatchPolicy = _declare_option(
+        "--policy", DispatchPolicy.SHORTEST_WAIT, "how instances are picked for a request"
+    )
+    session_header: str = _declare_option(
+        "--session-header",
+        "",
+        "one instance computes the prompts of all requests with the same value in this header",
+        metavar="NAME",
+    )
+    output_length_model: Path | None = _declare_option(
+        "--lengths",
+        None,
+        "from cleave lengths train: predicts output lengths; used if it was measured to be "
+        "better than the mean by prompt length",
+        parse=Path,
+        metavar="FILE",
+    )
+    whole_below_tokens: int = _declare_option(
+        "--whole-below",
+        0,
+        "while prefill instances are busy, the decode instance computes prompts up to this "
+        "length itself; 0: none",
+        metavar="TOKENS",
+    )
+    ahead_from_tokens: int = _declare_option(
+        "--ahead-from",
+        0,
+        "KV of prompts from this length on is transferred while it is computed, by workers "
+        "with --transfer auto; 0: none",
+        metavar="TOKENS",
+    )
+    access_log: bool = _declare_option(
+        "--access-log", False, "log each request, without its content"
+    )
+    otlp_endpoint: str | None = _declare_option(
+        "--otlp-endpoint",
+        None,
+        "collector that traces are sent to, such as http://HOST:4317 "
+        "(default: as OpenTelemetry's environment variables say)",
+        metavar="URL",
+    )
+    """Empty: from OpenTelemetry's environment variables; None: no tracing."""
+    trace_sample_ratio: float = _declare_option(
+        "--trace-share",
+        0.01,
+        "share of requests without a traceparent to trace, 0 to 1",
+        parse=parse_ratio,
+        metavar="SHARE",
+    )
+    flipping: FlippingMode = _declare_option(
+        "--flipping",
+        FlippingMode.OFF,
+        "whether instances change roles while prompts queue or decode instances are full",
+    )
+    min_prefill: int = _declare_option("--min-prefill", 1, "prefill instances that keep their role")
+    min_decode: int = _declare_option("--min-decode", 1, "decode instances that keep their role")
+    queue_limit: int = _declare_option(
+        "--queue-limit",
+        1_024,
+        "requests that wait for the first byte of their response; more are refused with 429",
+    )
+    max_body_bytes: int = _declare_option(
+        "--max-body", 16 << 20, "largest request body", parse=parse_size, metavar="SIZE"
+    )
+    max_partial_bytes: int = _declare_option(
+        "--max-partial",
+        64 << 20,
+        "memory for requests that are being received; beyond that, requests get 503",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    max_clients: int = _declare_option(
+        "--max-clients", 16_384, "open connections; beyond that, idle ones are closed"
+    )
+    engine_connections: int = _declare_option(
+        "--engine-connections", 1_024, "open connections to each engine"
+    )
     timeouts: Timeouts = Timeouts()
 
     @property
     def host(self) -> str:
         """The address under which others reach this gateway; all other ports listen on it alone."""
         return self.hosts[0]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the declared flags to `parser`."""
+    for each in (*fields(GatewayConfig), *fields(Timeouts)):
+        if _OPTION in each.metadata:
+            _add_option(parser, each)
+
+
+def build_config(agents: str, options: argparse.Namespace) -> GatewayConfig:
+    """The configuration that parsed flags state. Raises ValueError when they contradict."""
+    values = vars(options)
+    timeouts = Timeouts(**_select_values(Timeouts, values))
+    config = GatewayConfig(
+        agents=agents, **_select_values(GatewayConfig, values), timeouts=timeouts
+    )
+    _check(config)
+    return config
+
+
+def _add_option(parser: argparse.ArgumentParser, declared: Field[Any]) -> None:
+    option = declared.metadata[_OPTION]
+    default = declared.default
+    if isinstance(default, bool):
+        parser.add_argument(
+            option["flag"], dest=declared.name, action="store_true", help=option["help"]
+        )
+        return
+    metavar, parse = option["metavar"], option["parse"]
+    if isinstance(default, Enum):
+        metavar = "{" + ",".join(each.value for each in type(default)) + "}"
+    if parse is None and default is not None:
+        parse = type(default)
+    parser.add_argument(
+        option["flag"],
+        dest=declared.name,
+        type=parse or str,
+        default=default,
+        metavar=metavar,
+        help=option["help"],
+    )
+
+
+def _select_values(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(kind) if _OPTION in each.metadata}
+
+
+def _check(config: GatewayConfig) -> None:
+    if (config.tls_certificate is None) != (config.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key go together: give both or neither")
+    if (config.endpoint_picker_certificate is None) != (config.endpoint_picker_key is None):
+        raise ValueError("--endpoint-picker-cert and -key go together: give both or neither")
+    if config.endpoint_picker_plain and config.endpoint_picker_certificate is not None:
+        raise ValueError("--endpoint-picker-plain: needs no certificate: leave out one of them")
+    if config.max_partial_bytes < config.max_body_bytes:
+        raise ValueError(
+            f"--max-partial {config.max_partial_bytes} is below --max-body "
+            f"{config.max_body_bytes}: no body of that size could be received"
+        )
+    if not 1 <= config.processes <= MAX_PROCESSES:
+        raise ValueError(f"--processes must be 1 to {MAX_PROCESSES}: give at most one a core")

@@ -115,8 +115,8 @@ def _render_header(study: LoadStudy) -> str:
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
 <p class="asked"><b>Requested:</b> {escape(subject.model)};
-{format_percent(slo.attainment)} of requests with TTFT within {format_milliseconds(slo.ttft_ms)} and TPOT within
-{format_milliseconds(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
+{format_percent(slo.attainment)} of requests with TTFT within {format_milliseconds(slo.ttft_ms)}
+and TPOT within {format_milliseconds(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
 {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 

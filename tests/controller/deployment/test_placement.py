@@ -10,7 +10,7 @@ from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.inventory import Inventory, build_inventory
 from cleave.controller.cluster.objects import ObservedNode
 from cleave.controller.deployment.placement import PlacementDecision, decide
-from cleave.controller.replan.inputs import hash_inputs
+from cleave.controller.replan.inputs import PlanInputs
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import by_hand, chat
@@ -38,7 +38,7 @@ def ask(
     outcome: PlanJob | None = None,
     is_limited: bool = False,
 ) -> PlacementDecision:
-    return decide(asked, status or {}, there, outcome, is_limited=is_limited)
+    return decide(PlanInputs(asked, there), status or {}, outcome, is_limited=is_limited)
 
 
 def told(decision: PlacementDecision) -> tuple[bool | None, str]:
@@ -121,7 +121,9 @@ def test_the_planner_is_asked_once_and_what_runs_stays_meanwhile() -> None:
     decision = ask(asked, running)
     assert decision.placement is None
     assert decision.plan == running["plan"]
-    assert decision.plan_request == PlanJob(hash_inputs(asked, THERE), THERE.node_counts_hash)
+    assert decision.plan_request == PlanJob(
+        PlanInputs(asked, THERE).hash_with(None), THERE.node_counts_hash
+    )
     assert told(decision) == (False, "Planning")
 
 
@@ -147,7 +149,7 @@ def test_an_answer_to_another_question_does_not_count() -> None:
 
 def test_more_nodes_are_no_reason_to_plan_anew_and_other_gpus_are() -> None:
     asked = deployment(workload=WORKLOAD)
-    status = {"plan": plan(hash_inputs(asked, THERE))}
+    status = {"plan": plan(PlanInputs(asked, THERE).hash_with(None))}
     assert ask(asked, status, MORE).plan_request is None
     assert ask(asked, status, OTHER).plan_request is not None
 
@@ -219,11 +221,11 @@ def test_advice_alone_brings_nothing_up() -> None:
 def test_the_engines_environment_and_image_change_no_plan() -> None:
     plain = deployment(workload=WORKLOAD)
     engine = {"type": "vLLM", "image": "mine", "env": [{"name": "A", "value": "1"}]}
-    assert hash_inputs(plain, THERE) == hash_inputs(
-        deployment(workload=WORKLOAD, engine=engine), THERE
-    )
     args = {"type": "vLLM", "args": ["--max-num-seqs", "4"]}
-    assert hash_inputs(plain, THERE) != hash_inputs(
-        deployment(workload=WORKLOAD, engine=args), THERE
-    )
-    assert hash_inputs(plain, THERE) == hash_inputs(plain, replace(THERE, node_counts_hash="other"))
+
+    def hash_of(spec: LLMDeployment, inventory: Inventory = THERE) -> str:
+        return PlanInputs(spec, inventory).hash_with(None)
+
+    assert hash_of(plain) == hash_of(deployment(workload=WORKLOAD, engine=engine))
+    assert hash_of(plain) != hash_of(deployment(workload=WORKLOAD, engine=args))
+    assert hash_of(plain) == hash_of(plain, replace(THERE, node_counts_hash="other"))

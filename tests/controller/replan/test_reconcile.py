@@ -8,7 +8,7 @@ from cleave.api.replan_status import LatencyCorrection
 from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.objects import ObservedPod, format_timestamp
-from cleave.controller.replan.inputs import hash_model
+from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.replan.outcome import ReplanOutcome
 from cleave.controller.replan.reconcile import is_urgent, reconcile_plan, update_drift
 from cleave.controller.views import MAX_DEFERRAL_S, DriftState
@@ -212,7 +212,7 @@ def test_a_start_costs_what_the_quickest_took() -> None:
 
 def test_a_correction_counts_for_the_engine_that_it_was_learnt_of() -> None:
     asked = deployment()
-    right = LatencyCorrection(prefill=2, decode=1.5, of=hash_model(asked, THERE))
+    right = LatencyCorrection(prefill=2, decode=1.5, of=PlanInputs(asked, THERE).model_hash)
     told = status(asked, correction=right.model_dump(mode="json"))
     found = reconcile_plan(view(asked, told, windows=traffic(12)))
     assert found.correction == right

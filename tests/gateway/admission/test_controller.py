@@ -155,15 +155,15 @@ async def test_who_waits_is_let_in_once_others_requests_have_ended(
     monkeypatch.setattr(server, "TICK_S", 60.0)
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
-    directory = stage.context.router.registry
-    instance = directory.instances["x"]
+    registry = stage.context.router.registry
+    instance = registry.instances["x"]
     instance.in_flight.prompt.add(controller.BACKLOG_LIMIT_TOKENS)
-    directory.refresh(instance)
+    registry.refresh(instance)
     client = await stage.connect()
     client.send(ASK, **bearer("a"))
     await stage.until(lambda: stage.context.admission.count_waiting() == {"m": 1}, "it waits")
     instance.in_flight.prompt.remove(controller.BACKLOG_LIMIT_TOKENS)
-    directory.refresh(instance)
+    registry.refresh(instance)
     assert (await client.read()).status == 200
     await stage.until(
         lambda: not stage.context.admission.has_waiters.is_set(), "nobody is looked after"

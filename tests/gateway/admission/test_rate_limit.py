@@ -34,40 +34,40 @@ def test_never_more_than_the_allowance_and_a_minutes_worth(asked) -> None:
 
 
 def test_requests_at_a_time_are_limited() -> None:
-    account = TenantUsage(TenantLimits(max_concurrent=2), 0.0)
-    assert [account.acquire(1, 0.0) for _ in range(2)] == [None, None]
-    refusal = account.acquire(1, 0.0)
+    usage = TenantUsage(TenantLimits(max_concurrent=2), 0.0)
+    assert [usage.acquire(1, 0.0) for _ in range(2)] == [None, None]
+    refusal = usage.acquire(1, 0.0)
     assert refusal is not None
     assert refusal.reason == "concurrency_limit"
-    account.release(0, 0.0)
-    assert account.acquire(1, 0.0) is None
+    usage.release(0, 0.0)
+    assert usage.acquire(1, 0.0) is None
 
 
 def test_a_refusal_uses_nothing_up() -> None:
-    account = TenantUsage(TenantLimits(requests_per_minute=1, tokens_per_minute=100), 0.0)
-    assert account.acquire(10, 0.0) is None
+    usage = TenantUsage(TenantLimits(requests_per_minute=1, tokens_per_minute=100), 0.0)
+    assert usage.acquire(10, 0.0) is None
     for _ in range(5):
-        refusal = account.acquire(10, 0.0)
+        refusal = usage.acquire(10, 0.0)
         assert refusal is not None
         assert (refusal.reason, refusal.retry_after_s) == ("request_rate_limit", 60.0)
-    assert account.num_running == 1
-    assert account.acquire(90, 60.0) is None
+    assert usage.num_running == 1
+    assert usage.acquire(90, 60.0) is None
 
 
 def test_tokens_of_answers_are_charged_when_they_are_known() -> None:
-    account = TenantUsage(TenantLimits(tokens_per_minute=60), 0.0)
-    assert account.acquire(10, 0.0) is None
-    account.release(110, 0.0)
-    refusal = account.acquire(1, 0.0)
+    usage = TenantUsage(TenantLimits(tokens_per_minute=60), 0.0)
+    assert usage.acquire(10, 0.0) is None
+    usage.release(110, 0.0)
+    refusal = usage.acquire(1, 0.0)
     assert refusal is not None
     assert refusal.reason == "token_rate_limit"
     assert refusal.retry_after_s == pytest.approx(61.0)
 
 
 def test_other_limits_count_from_now_on() -> None:
-    account = TenantUsage(TenantLimits(requests_per_minute=1), 0.0)
-    assert account.acquire(1, 0.0) is None
-    account.set_limits(TenantLimits(), 0.0)
-    assert account.acquire(1, 0.0) is None
-    account.set_limits(TenantLimits(max_concurrent=2), 0.0)
-    assert account.acquire(1, 0.0) is not None
+    usage = TenantUsage(TenantLimits(requests_per_minute=1), 0.0)
+    assert usage.acquire(1, 0.0) is None
+    usage.set_limits(TenantLimits(), 0.0)
+    assert usage.acquire(1, 0.0) is None
+    usage.set_limits(TenantLimits(max_concurrent=2), 0.0)
+    assert usage.acquire(1, 0.0) is not None

@@ -32,8 +32,8 @@ async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
     report = agent_pb2.LoadReport(
         boot_id="boot-d", num_running=3, num_waiting=1, kv_cache_usage=0.25
     )
-    directory = stage.context.router.registry
-    directory.on_event("d", agent_pb2.WatchEvent(load=report), stage.context.clock() - 1.5)
+    registry = stage.context.router.registry
+    registry.on_event("d", agent_pb2.WatchEvent(load=report), stage.context.clock() - 1.5)
     pick = stage.context.router.pick("m", 100, 20)
     page = await read_page(stage)
     assert [instance.name for instance in page.instances] == ["d", "p"]

@@ -356,9 +356,9 @@ async def test_a_proxy_that_does_not_tell_of_answers_ends_them_with_its_stream(a
 @pytest.mark.interpreted
 async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
     stage = await asked({"x": "mixed"})
-    lengths = stage.context.router.lengths
+    lengths = stage.context.router.length_predictor
     learnt = []
-    lengths.observe_completion = lambda prompt, output: learnt.append(output)
+    lengths.observe = lambda prompt, output: learnt.append(output)
     for pieces in (
         [b'{"choices":[],"usage":{"completion_tokens":41}}'],
         [b'data: {"a":1}\n', b'\ndata: {"a":2}\n\n', b"data: [DONE]\n\n"],
@@ -373,7 +373,7 @@ async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
 @pytest.mark.interpreted
 async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked) -> None:
     stage = await asked({"x": "mixed"})
-    stage.context.router.lengths.observe_completion = lambda *_: pytest.fail("learnt from an error")
+    stage.context.router.length_predictor.observe = lambda *_: pytest.fail("learnt from an error")
     for _ in range(3):
         proxy = stage.proxy()
         await proxy.ask()

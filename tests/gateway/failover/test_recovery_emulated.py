@@ -205,8 +205,8 @@ async def test_an_engine_that_stops_moving_is_left(make_fleet, monkeypatch) -> N
     await client.read_head()
     running = next(e for e in engines.values() if e.engine.num_requests)
     running.engine.faults.apply(b'{"hang": true}')
-    for exchange in stage.context.active_requests:
-        exchange._attempt.stall_detector.longest_pause_s = 0.01
+    for request in stage.context.active_requests:
+        request._attempt.stall_detector.longest_pause_s = 0.01
     pieces = []
     while piece := await client.read_chunk():
         pieces.append(piece)

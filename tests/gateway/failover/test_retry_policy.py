@@ -207,11 +207,11 @@ async def test_a_hand_off_of_another_request_is_thrown_away(pair) -> None:
 async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monkeypatch) -> None:
     """Its decode engine stood still in between: vLLM would go on from what lies there now."""
     monkeypatch.setattr(attempt, "KV_LEASE_S", 0.0)
-    directory = pair.context.router.registry
+    registry = pair.context.router.registry
 
     async def stand_still(engine, request, writer):
         if "kv_transfer_params" in request.body:
-            directory.instances["d"].stalled_at = pair.context.clock() + 1
+            registry.instances["d"].stalled_at = pair.context.clock() + 1
         await type(engine).answer(engine, request, writer)
 
     pair.engines["d"].script = stand_still

@@ -1,4 +1,4 @@
-"""Which connections a full port closes, and for whom."""
+"""Which connections a full limiter closes, and for whom."""
 
 import logging
 import math
@@ -39,68 +39,70 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def port(clock: Clock) -> ConnectionLimiter:
+def limiter(clock: Clock) -> ConnectionLimiter:
     return ConnectionLimiter("clients", 4, clock)
 
 
-def connect(port: ConnectionLimiter, address: str, *since: float) -> list[Fake]:
+def connect(limiter: ConnectionLimiter, address: str, *since: float) -> list[Fake]:
     made = [Fake(each) for each in since]
     for one in made:
-        assert port.admit(one, (address, 1))
+        assert limiter.admit(one, (address, 1))
     return made
 
 
-def test_with_room_an_address_may_have_all(port: ConnectionLimiter) -> None:
-    assert not any(one.dropped for one in connect(port, "1.1.1.1", 1, 2, 3, 4))
-    assert len(port) == 4
+def test_with_room_an_address_may_have_all(limiter: ConnectionLimiter) -> None:
+    assert not any(one.dropped for one in connect(limiter, "1.1.1.1", 1, 2, 3, 4))
+    assert len(limiter) == 4
 
 
-def test_the_one_that_is_idle_longest_makes_room(port: ConnectionLimiter) -> None:
-    first = connect(port, "1.1.1.1", 1, 2, 3, 4)
-    connect(port, "1.1.1.1", 5, 6)
+def test_the_one_that_is_idle_longest_makes_room(limiter: ConnectionLimiter) -> None:
+    first = connect(limiter, "1.1.1.1", 1, 2, 3, 4)
+    connect(limiter, "1.1.1.1", 5, 6)
     assert [one.dropped for one in first] == [True, True, False, False]
-    assert len(port) == 4
+    assert len(limiter) == 4
 
 
 def test_a_connection_that_has_been_active_goes_after_the_idle_ones(
-    port: ConnectionLimiter,
+    limiter: ConnectionLimiter,
 ) -> None:
-    first = connect(port, "1.1.1.1", 1, 2, 3, 4)
+    first = connect(limiter, "1.1.1.1", 1, 2, 3, 4)
     first[0].since = first[2].since = 5
-    connect(port, "1.1.1.1", 6, 7)
+    connect(limiter, "1.1.1.1", 6, 7)
     assert [one.dropped for one in first] == [False, True, False, True]
 
 
-def test_the_address_with_most_gives_way_before_others(port: ConnectionLimiter) -> None:
-    (other,) = connect(port, "2.2.2.2", 0)
-    many = connect(port, "1.1.1.1", 1, 2, 3)
-    connect(port, "3.3.3.3", 9, 9)
+def test_the_address_with_most_gives_way_before_others(limiter: ConnectionLimiter) -> None:
+    (other,) = connect(limiter, "2.2.2.2", 0)
+    many = connect(limiter, "1.1.1.1", 1, 2, 3)
+    connect(limiter, "3.3.3.3", 9, 9)
     assert not other.dropped
     assert [one.dropped for one in many] == [True, True, False]
 
 
-def test_an_address_whose_connections_are_all_busy_is_passed_over(port: ConnectionLimiter) -> None:
-    busy = connect(port, "1.1.1.1", math.inf, math.inf, math.inf)
-    (idle,) = connect(port, "2.2.2.2", 1)
-    connect(port, "3.3.3.3", 2)
+def test_an_address_whose_connections_are_all_busy_is_passed_over(
+    limiter: ConnectionLimiter,
+) -> None:
+    busy = connect(limiter, "1.1.1.1", math.inf, math.inf, math.inf)
+    (idle,) = connect(limiter, "2.2.2.2", 1)
+    connect(limiter, "3.3.3.3", 2)
     assert idle.dropped
     assert not any(one.dropped for one in busy)
 
 
-def test_a_busy_connection_is_never_closed(port: ConnectionLimiter) -> None:
-    running = connect(port, "1.1.1.1", *[math.inf] * 4)
-    assert not port.admit(Fake(1), ("2.2.2.2", 1))
+def test_a_busy_connection_is_never_closed(limiter: ConnectionLimiter) -> None:
+    running = connect(limiter, "1.1.1.1", *[math.inf] * 4)
+    assert not limiter.admit(Fake(1), ("2.2.2.2", 1))
     assert not any(one.dropped for one in running)
     running[2].since = 50
-    connect(port, "2.2.2.2", 1)
+    connect(limiter, "2.2.2.2", 1)
     assert [one.dropped for one in running] == [False, False, True, False]
 
 
-def test_who_has_left_leaves_room(port: ConnectionLimiter) -> None:
-    first = connect(port, "1.1.1.1", 1, 2, 3, 4)
-    port.remove(first[3])
-    port.remove(first[3])
-    connect(port, "1.1.1.1", 5)
+def test_who_has_left_leaves_room(limiter: ConnectionLimiter) -> None:
+    first = connect(limiter, "1.1.1.1", 1, 2, 3, 4)
+    limiter.remove(first[3])
+    limiter.remove(first[3])
+    connect(limiter, "1.1.1.1", 5)
     assert not any(one.dropped for one in first)
 
 
@@ -117,22 +119,24 @@ def test_a_new_connection_costs_the_same_however_many_are_open(
             examined += 1
             return super().get_idle_since()
 
-    port = ConnectionLimiter("clients", 1_024, clock)
+    limiter = ConnectionLimiter("clients", 1_024, clock)
     most = 0
     for i in range(4_096):
         examined = 0
         since = math.inf if busy and i < 1_024 else i
-        port.admit(Counted(since), (f"address {i % addresses}", 1))
+        limiter.admit(Counted(since), (f"address {i % addresses}", 1))
         most = max(most, examined)
     assert most <= MAX_EXAMINED + 17  # 16 of the last address, one stamp of the new connection
-    assert len(port) == 1_024
+    assert len(limiter) == 1_024
 
 
-def test_a_full_port_is_told_once_a_minute(port: ConnectionLimiter, clock: Clock, caplog) -> None:
+def test_a_full_port_is_told_once_a_minute(
+    limiter: ConnectionLimiter, clock: Clock, caplog
+) -> None:
     with caplog.at_level(logging.WARNING):
-        connect(port, "1.1.1.1", *range(10))
+        connect(limiter, "1.1.1.1", *range(10))
         clock.now += 61
-        connect(port, "1.1.1.1", 10)
+        connect(limiter, "1.1.1.1", 10)
     assert len(caplog.records) == 2
     assert caplog.records[0].getMessage().startswith("4 clients, as many as")
 

@@ -30,22 +30,22 @@ def build() -> tuple[WriteBatcher, Sent, list[Callable[[], None]]]:
 
 
 def test_it_is_sent_in_order_once_the_turn_is_over() -> None:
-    outbox, sent, later = build()
+    batcher, sent, later = build()
     a, b = Wire("a", sent), Wire("b", sent)
     for wire, data in ((a, b"1"), (b, b"2"), (a, b"3")):
-        outbox.write(wire, data)
+        batcher.write(wire, data)
     assert (sent, len(later)) == ([], 1)
     later.pop()()
     assert sent == [("a", b"1"), ("b", b"2"), ("a", b"3")]
-    outbox.write(b, b"4")
+    batcher.write(b, b"4")
     assert len(later) == 1, "the next turn is asked for anew"
 
 
 def test_many_are_not_held_back_until_then() -> None:
-    outbox, sent, later = build()
+    batcher, sent, later = build()
     wire = Wire("a", sent)
     for number in range(MAX_BATCH + 1):
-        outbox.write(wire, b"%d" % number)
+        batcher.write(wire, b"%d" % number)
     assert [data for _, data in sent] == [b"%d" % number for number in range(MAX_BATCH)]
     for work in later:
         work()
@@ -54,12 +54,12 @@ def test_many_are_not_held_back_until_then() -> None:
 
 
 def test_what_is_for_a_connection_that_was_cut_is_dropped_and_nothing_else() -> None:
-    outbox, sent, _ = build()
+    batcher, sent, _ = build()
     gone, there = Wire("gone", sent), Wire("there", sent)
-    outbox.write(gone, b"1")
-    outbox.write(there, b"2")
+    batcher.write(gone, b"1")
+    batcher.write(there, b"2")
     gone.cut = True
-    outbox.flush()
+    batcher.flush()
     assert sent == [("there", b"2")]
 
 

@@ -16,8 +16,8 @@ def offer(stage, *, from_tokens: int = 1, free: int = 100, waiting: int = 0) -> 
         load = agent_pb2.LoadReport(
             boot_id=engine.boot_id, kv_blocks_free=free, num_waiting=waiting, sampled_ns=1
         )
-        directory = stage.context.router.registry
-        directory.on_event(engine.name, agent_pb2.WatchEvent(load=load), 1e12)
+        registry = stage.context.router.registry
+        registry.on_event(engine.name, agent_pb2.WatchEvent(load=load), 1e12)
 
 
 @pytest.fixture

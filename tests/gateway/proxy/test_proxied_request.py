@@ -170,10 +170,10 @@ async def test_no_ready_instance_is_unavailable_with_the_reason(make_stage) -> N
 
 async def test_when_all_are_momentarily_away_the_client_may_come_back(make_stage) -> None:
     stage = await make_stage({"p": "prefill", "d": "decode"})
-    directory = stage.context.router.registry
-    directory.instances["p"].last_event_at = 0.0
-    directory.update_connectivity(11.0)
-    directory.on_disconnect("d")
+    registry = stage.context.router.registry
+    registry.instances["p"].last_event_at = 0.0
+    registry.update_connectivity(11.0)
+    registry.on_disconnect("d")
     response = await stage.ask(ASK)
     assert (response.status, response.headers["retry-after"]) == (503, "1")
     message = response.error["message"]
@@ -216,7 +216,7 @@ async def test_running_streams_do_not_count_as_waiting(make_stage) -> None:
 
 async def test_the_prompt_leaves_the_books_with_the_first_token(single) -> None:
     client = await single.connect()
-    ledger = single.context.router.registry.instances["x"].in_flight
+    in_flight = single.context.router.registry.instances["x"].in_flight
 
     async def go_on(engine, request, writer):
         await engine.stream(writer, ["t"] * 10_000, pause_s=0.01)
@@ -225,8 +225,8 @@ async def test_the_prompt_leaves_the_books_with_the_first_token(single) -> None:
     client.send(ASK | {"stream": True})
     await client.read_head()
     await client.read_chunk()
-    assert ledger.prompt.own == 0
-    assert ledger.resident.own > 0
+    assert in_flight.prompt.own == 0
+    assert in_flight.resident.own > 0
     client.close()
     await single.until_idle()
 

@@ -338,7 +338,7 @@ async def test_a_collector_that_hangs_ends_neither_requests_nor_the_gateway(
         stage = await make_stage(PAIR, otlp_endpoint=url, trace_sample_ratio=1.0)
         for _ in range(5):
             assert (await stage.ask(STREAM)).status == 200
-        # Two stories of five spans wait; a third would be too much.
+        # Two requests of five spans wait; a third would be too much.
         assert stage.context.metrics.spans["dropped"] == 15
         await stage.gateway.stop()
 

@@ -1,4 +1,4 @@
-"""Spans of a story, without a collector."""
+"""Spans of a request record, without a collector."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from cleave.gateway.tracing.traceparent import TraceContext
 @pytest.mark.parametrize(("secure", "scheme"), [(False, "http"), (True, "https")])
 def test_a_request_is_told_with_the_scheme_that_its_client_used(secure: bool, scheme: str) -> None:
     trace = TraceContext(trace_id=1, parent_id=0, sampled=True)
-    story = RequestRecord("r", "POST", "/v1/completions", "m", 1.0, trace=trace, secure=secure)
-    story.end("ok", 2.0)
-    (span,) = build_spans(story)
+    record = RequestRecord("r", "POST", "/v1/completions", "m", 1.0, trace=trace, secure=secure)
+    record.end("ok", 2.0)
+    (span,) = build_spans(record)
     assert span.attributes["url.scheme"] == scheme

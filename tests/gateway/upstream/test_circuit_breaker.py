@@ -55,11 +55,11 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 @given(st.lists(st.floats(0.05, 5.0), min_size=1, max_size=50))
 def test_an_engine_that_moves_as_it_always_did_never_counts_as_hung(gaps: list[float]) -> None:
-    pulse, now = StallDetector(0.0), 0.0
+    detector, now = StallDetector(0.0), 0.0
     for gap in gaps:
         now += gap
-        assert now - pulse.last_progress_at <= pulse.compute_stall_timeout_s()
-        pulse.record_progress(now)
+        assert now - detector.last_progress_at <= detector.compute_stall_timeout_s()
+        detector.record_progress(now)
 
 
 def test_patience_follows_the_pauses_an_engine_makes() -> None:
@@ -72,19 +72,19 @@ def test_patience_follows_the_pauses_an_engine_makes() -> None:
 
 
 def test_idle_time_is_no_pause() -> None:
-    pulse = StallDetector(0.0)
-    pulse.last_progress_at = 1_000.0
-    pulse.record_progress(1_000.2)
-    assert pulse.compute_stall_timeout_s() < 60
+    detector = StallDetector(0.0)
+    detector.last_progress_at = 1_000.0
+    detector.record_progress(1_000.2)
+    assert detector.compute_stall_timeout_s() < 60
 
 
 def test_a_pause_of_the_gateway_itself_is_no_pause_of_an_engine() -> None:
-    pulse = StallDetector(100.0)
-    pulse.record_progress(100.2)
-    before = pulse.compute_stall_timeout_s()
-    pulse.discount_pause(5.0, 105.4)
-    assert 105.4 - pulse.last_progress_at == pytest.approx(0.2)
-    pulse.record_progress(105.5)
-    assert pulse.compute_stall_timeout_s() <= before
-    pulse.discount_pause(5.0, 106.0)
-    assert pulse.last_progress_at == 106.0
+    detector = StallDetector(100.0)
+    detector.record_progress(100.2)
+    before = detector.compute_stall_timeout_s()
+    detector.discount_pause(5.0, 105.4)
+    assert 105.4 - detector.last_progress_at == pytest.approx(0.2)
+    detector.record_progress(105.5)
+    assert detector.compute_stall_timeout_s() <= before
+    detector.discount_pause(5.0, 106.0)
+    assert detector.last_progress_at == 106.0

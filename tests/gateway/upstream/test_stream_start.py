@@ -15,8 +15,8 @@ WORD = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"one"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-def judge(opening: bytes) -> StreamStart:
-    return classify_start(opening, skip_role_deltas(opening))
+def judge(start: bytes) -> StreamStart:
+    return classify_start(start, skip_role_deltas(start))
 
 
 def error(code: object) -> bytes:
@@ -25,14 +25,14 @@ def error(code: object) -> bytes:
     )
 
 
-@pytest.mark.parametrize("opening", [TOKEN, ROLE + WORD, ROLE + ROLE + WORD, DONE, b'data: {"id'])
-def test_a_token_begins_the_stream(opening: bytes) -> None:
-    assert judge(opening) is StreamStart.STARTED
+@pytest.mark.parametrize("start", [TOKEN, ROLE + WORD, ROLE + ROLE + WORD, DONE, b'data: {"id'])
+def test_a_token_begins_the_stream(start: bytes) -> None:
+    assert judge(start) is StreamStart.STARTED
 
 
-@pytest.mark.parametrize("opening", [b"", ROLE, ROLE + ROLE], ids=["nothing", "one", "two"])
-def test_a_role_alone_tells_nothing(opening: bytes) -> None:
-    assert judge(opening) is StreamStart.PENDING
+@pytest.mark.parametrize("start", [b"", ROLE, ROLE + ROLE], ids=["nothing", "one", "two"])
+def test_a_role_alone_tells_nothing(start: bytes) -> None:
+    assert judge(start) is StreamStart.PENDING
 
 
 @pytest.mark.parametrize("code", [500, 503, "null", '"500"'])

@@ -172,7 +172,7 @@ class Agents:
     def end(self) -> None:
         for agent in self.running:
             agent.channel.close()
-            # The warden ends the engine when its agent is killed.
+            # The subreaper ends the engine when its agent is killed.
             agent.process.kill()
             agent.process.wait(30)
 

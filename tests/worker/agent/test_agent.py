@@ -127,11 +127,11 @@ def test_nothing_survives_a_killed_agent(pair, all_gone) -> None:
     all_gone(family)
 
 
-def test_a_killed_warden_takes_the_engine_along_and_both_come_back(pair, all_gone) -> None:
+def test_a_killed_subreaper_takes_the_engine_along_and_both_come_back(pair, all_gone) -> None:
     prefill, _ = pair
-    warden, engine = prefill.descendants()
-    os.kill(warden, signal.SIGKILL)
-    all_gone([warden, engine])
+    subreaper, engine = prefill.descendants()
+    os.kill(subreaper, signal.SIGKILL)
+    all_gone([subreaper, engine])
     prefill.until(lambda told: told.restarts == 1 and proven(told))
 
 
@@ -154,7 +154,7 @@ def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> 
     assert answer["usage"]["completion_tokens"] == 300
 
 
-def test_a_hand_off_is_kept_until_it_is_pulled(pair) -> None:
+def test_a_handoff_is_kept_until_it_is_pulled(pair) -> None:
     prefill, decode = pair
     order = {"do_remote_decode": True, "do_remote_prefill": False}
     body = {"model": "m", "prompt": "one two three " * 50, "max_tokens": 1}

@@ -44,5 +44,5 @@ async def test_a_drain_that_takes_too_long_tells_what_is_left() -> None:
     assert await drain(reader(BUSY), 0.02, quiet=0.01, poll=0.001) == DrainResult(False, 3)
 
 
-async def test_a_hand_off_that_is_never_pulled_does_not_hold_a_drain_for_ever() -> None:
+async def test_a_handoff_that_is_never_pulled_does_not_hold_a_drain_for_ever() -> None:
     assert await drain(reader(HOLDS_KV), 0.02, quiet=0.01, poll=0.001) == DrainResult(False, 0)

@@ -166,7 +166,7 @@ async def test_an_engine_that_counts_no_bytes_cannot_be_verified(engines: Engine
     assert not engines.asked
 
 
-async def test_others_hand_offs_beside_the_test_fail_nothing(engines: Engines) -> None:
+async def test_others_handoffs_beside_the_test_fail_nothing(engines: Engines) -> None:
     engines.others = itertools.cycle([90_000, 0])
     passed = await run()
     assert len(engines.prompts()) == 6
@@ -229,7 +229,7 @@ async def test_a_test_without_a_longer_prompt_says_so(engines: Engines) -> None:
     assert passed.describe().endswith(", no longer prompt was tested")
 
 
-async def test_a_hand_off_of_an_earlier_boot_fails(engines: Engines) -> None:
+async def test_a_handoff_of_an_earlier_boot_fails(engines: Engines) -> None:
     engines.engine_id = "boot-before"
     with pytest.raises(KvTestError, match="boot-before"):
         await run()

@@ -43,10 +43,10 @@ subprocess.Popen([*sys.argv[1:cut], "--agent", str(os.getpid()), *sys.argv[cut:]
                  start_new_session=True)
 time.sleep(300)
 """
-"""Starts a warden as its own and waits to be killed."""
+"""Starts a subreaper as its own and waits to be killed."""
 
 NAMES = ("engine", "child", "grandchild", "orphan")
-WARDEN = (sys.executable, "-I", "-S", subreaper.__file__)
+SUBREAPER = (sys.executable, "-I", "-S", subreaper.__file__)
 
 
 @pytest.fixture
@@ -66,13 +66,13 @@ def pids(tmp_path: Path) -> Callable[[], list[int]]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Start a warden over a tree, with this process as the agent."""
+    """Start a subreaper over a tree, with this process as the agent."""
     started: list[subprocess.Popen] = []
 
     def run(*options: str, deaf: bool = False, command: tuple[str, ...] = ()) -> subprocess.Popen:
         tree = (sys.executable, "-c", TREE, str(tmp_path), *(["deaf"] if deaf else []))
         process = subprocess.Popen(
-            [*WARDEN, "--agent", str(os.getpid()), *options, "--", *(command or tree)],
+            [*SUBREAPER, "--agent", str(os.getpid()), *options, "--", *(command or tree)],
             start_new_session=True,
         )
         started.append(process)
@@ -92,7 +92,7 @@ def test_killing_the_agent_ends_the_whole_tree(
     (scratch / "load").touch()
     tree_command = (sys.executable, "-c", TREE, str(tmp_path))
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, *WARDEN, "--scratch", str(scratch), "--", *tree_command]
+        [sys.executable, "-c", AGENT, *SUBREAPER, "--scratch", str(scratch), "--", *tree_command]
     )
     tree = pids()
     agent.kill()
@@ -145,10 +145,10 @@ def test_the_engines_exit_status_is_passed_on(start: Callable[..., subprocess.Po
     assert start(command=("/nowhere/engine",)).wait(30) == 127
 
 
-def test_a_warden_whose_agent_is_gone_already_starts_nothing(tmp_path: Path) -> None:
+def test_a_subreaper_whose_agent_is_gone_already_starts_nothing(tmp_path: Path) -> None:
     made = tmp_path / "made"
     process = subprocess.run(
-        [*WARDEN, "--agent", "1", "--", "touch", str(made)], timeout=30, check=False
+        [*SUBREAPER, "--agent", "1", "--", "touch", str(made)], timeout=30, check=False
     )
     assert process.returncode == 128 + signal.SIGHUP
     assert not made.exists()

@@ -75,7 +75,7 @@ async def hand_over(one, other, prompt: list[int]) -> tuple[int, str]:
     return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
 
 
-async def test_the_asked_number_of_hand_offs_is_computed_wrong(serve) -> None:
+async def test_the_asked_number_of_handoffs_is_computed_wrong(serve) -> None:
     one, other = await serve("A"), await serve("B")
     await inject(one, wrong_kv=1)
     same = []
@@ -111,7 +111,7 @@ async def test_corrupt_blocks_are_computed_anew_where_the_policy_says_so(serve) 
     assert (await other.samples())["vllm:emulated_corrupt_transfers_total"] == 1
 
 
-async def test_an_empty_hand_off_gives_the_right_tokens_and_counts_no_byte(serve) -> None:
+async def test_an_empty_handoff_gives_the_right_tokens_and_counts_no_byte(serve) -> None:
     one, other = await serve("A"), await serve("B")
     await inject(other, empty_handoff=1)
     text = await one.text({**PROMPT, "prompt": [21] * 50})
@@ -127,7 +127,7 @@ async def test_an_empty_hand_off_gives_the_right_tokens_and_counts_no_byte(serve
     await one.until(lambda: one.num_used_blocks == 0)
 
 
-async def test_swapped_hand_offs_are_those_of_the_prefills_before(serve) -> None:
+async def test_swapped_handoffs_are_those_of_the_prefills_before(serve) -> None:
     one, other = await serve("A"), await serve("B")
     await one.prefill({**PROMPT, "prompt": [20] * 50})
     await inject(one, swap_handoff=1)

@@ -23,7 +23,7 @@ async def test_a_handed_off_request_equals_a_colocated_one(serve, num_tokens: in
     await one.until(lambda: one.num_used_blocks == 0)
 
 
-async def test_the_hand_off_looks_like_nixls(serve) -> None:
+async def test_the_handoff_looks_like_nixls(serve) -> None:
     server = await serve("eng-a")
     ask = {"do_remote_decode": True, "do_remote_prefill": False}
     _, answer = await server.post(with_params(ask, max_tokens=1), **{"X-Request-Id": "R"})
@@ -104,7 +104,7 @@ async def refused(server, params: dict) -> str:
     return answer["error"]["message"]
 
 
-async def test_a_hand_off_from_itself_is_refused(serve) -> None:
+async def test_a_handoff_from_itself_is_refused(serve) -> None:
     one = await serve("A")
     params = await one.prefill(PROMPT)
     status, answer = await one.post(with_params(params))
@@ -112,13 +112,13 @@ async def test_a_hand_off_from_itself_is_refused(serve) -> None:
     assert "itself" in answer["error"]["message"]
 
 
-async def test_a_hand_off_of_another_boot_is_refused(serve) -> None:
+async def test_a_handoff_of_another_boot_is_refused(serve) -> None:
     one, other = await serve("A"), await serve("B")
     params = await one.prefill(PROMPT)
     assert "old" in await refused(other, {**params, "remote_engine_id": "old"})
 
 
-async def test_a_hand_off_is_good_for_one_pull(serve) -> None:
+async def test_a_handoff_is_good_for_one_pull(serve) -> None:
     one, other, third = await serve("A"), await serve("B"), await serve("C")
     params = await one.prefill(PROMPT)
     await other.text(with_params(params))
@@ -133,7 +133,7 @@ async def test_blocks_of_another_request_are_refused(serve) -> None:
     assert "do not belong" in await refused(other, {**params, "remote_block_ids": foreign})
 
 
-async def test_a_truncated_hand_off_is_refused(serve) -> None:
+async def test_a_truncated_handoff_is_refused(serve) -> None:
     one, other = await serve("A"), await serve("B")
     params = await one.prefill(PROMPT)
     short = [params["remote_block_ids"][0][:-1]]

@@ -42,12 +42,12 @@ class Engine:
         kept = replace(kept_as("boot-d", self.tensors), layout=layout)
         self.reader = client.KvClient(kept, ways or WAYS, BOUND_S, check_bytes=check_bytes)
 
-    def pull(self, hand_off: Handoff, blocks: list[int], first: int = 0) -> Transport:
-        return self.reader.pull(hand_off, hand_off.prompt_digest, first, blocks)
+    def pull(self, handoff: Handoff, blocks: list[int], first: int = 0) -> Transport:
+        return self.reader.pull(handoff, handoff.prompt_digest, first, blocks)
 
-    def refused(self, hand_off: Handoff, blocks: list[int]) -> RefusalReason:
+    def refused(self, handoff: Handoff, blocks: list[int]) -> RefusalReason:
         with pytest.raises(RefusedError) as caught:
-            self.pull(hand_off, blocks)
+            self.pull(handoff, blocks)
         return caught.value.reason
 
     def values(self, block: int) -> list[float]:
@@ -80,8 +80,8 @@ def test_blocks_arrive_where_they_belong_and_are_freed(
 ) -> None:
     caplog.set_level(logging.INFO)
     owner, engine = start_owner(), engines(way, check_bytes=True)
-    hand_off = owner.hold("r", PROMPT, [3, 4, 9])
-    assert engine.pull(hand_off, [10, 11, 2]) is way
+    handoff = owner.hold("r", PROMPT, [3, 4, 9])
+    assert engine.pull(handoff, [10, 11, 2]) is way
     for there, here in ((3, 10), (4, 11), (9, 2)):
         assert engine.values(here) == written(there)
     assert engine.values(5) == caches_value(5), "no other block is touched"
@@ -135,42 +135,42 @@ MISMATCHES: list[tuple[dict[str, object], RefusalReason]] = [
 ]
 
 
-def test_a_hand_off_that_does_not_match_is_refused_and_nothing_moves(
+def test_a_handoff_that_does_not_match_is_refused_and_nothing_moves(
     start_owner: Start, engines: Make
 ) -> None:
     owner, engine = start_owner(), engines()
-    hand_off = owner.hold("r", PROMPT, [3])
+    handoff = owner.hold("r", PROMPT, [3])
     for changed, reason in MISMATCHES:
-        assert engine.refused(msgspec.structs.replace(hand_off, **changed), [3]) is reason
+        assert engine.refused(msgspec.structs.replace(handoff, **changed), [3]) is reason
         assert engine.values(3) == caches_value(3)
-    assert engine.pull(hand_off, [3]), "the true one still works"
+    assert engine.pull(handoff, [3]), "the true one still works"
 
 
 def test_kv_of_another_prompt_is_refused_by_the_reader_itself(
     start_owner: Start, engines: Make
 ) -> None:
     owner, engine = start_owner(), engines()
-    hand_off = owner.hold("r", PROMPT, [3])
+    handoff = owner.hold("r", PROMPT, [3])
     with pytest.raises(RefusedError) as caught:
-        engine.reader.pull(hand_off, "digest of other tokens", 0, [3])
+        engine.reader.pull(handoff, "digest of other tokens", 0, [3])
     assert caught.value.reason is RefusalReason.PROMPT
 
 
 def test_another_layout_is_refused_and_named(start_owner: Start, engines: Make) -> None:
-    hand_off = start_owner().hold("r", PROMPT, [3])
+    handoff = start_owner().hold("r", PROMPT, [3])
     for field in LAYOUT.__struct_fields__:
         value = "x" if isinstance(getattr(LAYOUT, field), str) else 99
         engine = engines(layout=msgspec.structs.replace(LAYOUT, **{field: value}))
         with pytest.raises(RefusedError, match=field) as caught:
-            engine.pull(hand_off, [3])
+            engine.pull(handoff, [3])
         assert caught.value.reason is RefusalReason.LAYOUT
 
 
-def test_a_hand_off_serves_once(start_owner: Start, engines: Make, way: Transport) -> None:
+def test_a_handoff_serves_once(start_owner: Start, engines: Make, way: Transport) -> None:
     owner, engine = start_owner(), engines(way)
-    hand_off = owner.hold("r", PROMPT, [3])
-    engine.pull(hand_off, [3])
-    assert engine.refused(hand_off, [4]) is RefusalReason.NOT_HELD
+    handoff = owner.hold("r", PROMPT, [3])
+    engine.pull(handoff, [3])
+    assert engine.refused(handoff, [4]) is RefusalReason.NOT_HELD
     assert engine.values(4) == caches_value(4)
 
 
@@ -178,28 +178,28 @@ def test_more_blocks_than_are_held_is_refused_and_the_connection_lives(
     start_owner: Start, engines: Make
 ) -> None:
     owner, engine = start_owner(), engines()
-    hand_off = owner.hold("r", PROMPT, [3])
-    assert engine.refused(hand_off, [3, 4]) is RefusalReason.MALFORMED
-    engine.pull(hand_off, [3])
+    handoff = owner.hold("r", PROMPT, [3])
+    assert engine.refused(handoff, [3, 4]) is RefusalReason.MALFORMED
+    engine.pull(handoff, [3])
 
 
-def test_a_hand_off_after_its_lease_is_refused(start_owner: Start, engines: Make) -> None:
+def test_a_handoff_after_its_lease_is_refused(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(lease_s=0.01), engines()
-    hand_off = owner.hold("r", PROMPT, [3])
+    handoff = owner.hold("r", PROMPT, [3])
     until(lambda: owner.tell("freed")["freed"])
-    assert engine.refused(hand_off, [3]) is RefusalReason.NOT_HELD
+    assert engine.refused(handoff, [3]) is RefusalReason.NOT_HELD
 
 
-def test_heartbeats_keep_a_hand_off(start_owner: Start, engines: Make) -> None:
+def test_heartbeats_keep_a_handoff(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(lease_s=9.0), engines()
-    hand_off, other = owner.hold("r", PROMPT, [3]), owner.hold("s", PROMPT, [4])
+    handoff, other = owner.hold("r", PROMPT, [3]), owner.hold("s", PROMPT, [4])
 
     def beaten() -> bool:
-        assert engine.reader.send_heartbeats([hand_off]) == 0
+        assert engine.reader.send_heartbeats([handoff]) == 0
         return "s" in owner.tell("freed")["freed"]
 
     until(beaten)
-    engine.pull(hand_off, [3])
+    engine.pull(handoff, [3])
     assert engine.refused(other, [4]) is RefusalReason.NOT_HELD
 
 
@@ -216,7 +216,7 @@ def test_owners_that_are_gone_or_silent_do_not_end_the_heartbeats_of_others(
         assert engine.reader.send_heartbeats([gone, mute, owner.hold("r", PROMPT, [3])]) == 2
 
 
-def test_a_declined_hand_off_is_freed_at_once(start_owner: Start, engines: Make) -> None:
+def test_a_declined_handoff_is_freed_at_once(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(), engines()
     engine.reader.decline(owner.hold("r", PROMPT, [3]))
     assert owner.tell("freed") == {"freed": ["r"], "held": 0}
@@ -267,9 +267,9 @@ def test_an_owner_that_dies_while_it_sends_is_an_error(
         move(pair, *told)  # type: ignore[arg-type]
 
     monkeypatch.setattr(client._RankConnection, "_transfer", bereaved)
-    hand_off = owner.hold("r", PROMPT, [4])
-    assert engine.refused(hand_off, [4]) is RefusalReason.PEER_LOST
-    assert engine.refused(hand_off, [4]) is RefusalReason.PEER_LOST
+    handoff = owner.hold("r", PROMPT, [4])
+    assert engine.refused(handoff, [4]) is RefusalReason.PEER_LOST
+    assert engine.refused(handoff, [4]) is RefusalReason.PEER_LOST
 
 
 def test_an_owner_that_stands_still_costs_a_bounded_time(
@@ -277,11 +277,11 @@ def test_an_owner_that_stands_still_costs_a_bounded_time(
 ) -> None:
     owner, engine = start_owner(), engines(way)
     engine.pull(owner.hold("first", PROMPT, [3]), [3])
-    hand_off = owner.hold("r", PROMPT, [4])
+    handoff = owner.hold("r", PROMPT, [4])
     monkeypatch.setattr(client, "RESPONSE_TIMEOUT_S", 0.3)
     os.kill(owner.process.pid, signal.SIGSTOP)
     until(lambda: states_of(owner.process.pid) == {"T"})
-    assert engine.refused(hand_off, [4]) is RefusalReason.TIME_OUT
+    assert engine.refused(handoff, [4]) is RefusalReason.TIME_OUT
     os.kill(owner.process.pid, signal.SIGCONT)
     # The reader has left, so that what it had asked for is free, whenever that is noticed.
     until(lambda: owner.tell("freed")["held"] == 0)
@@ -319,8 +319,8 @@ def test_an_owner_that_talks_nonsense_is_an_error(engines: Make, answer: bytes) 
 
         threading.Thread(target=serve, daemon=True).start()
         port = listening.getsockname()[1]
-        hand_off = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", port),))
-        assert engines().refused(hand_off, [3]) is RefusalReason.PEER_LOST
+        handoff = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", port),))
+        assert engines().refused(handoff, [3]) is RefusalReason.PEER_LOST
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
     start_owner: Start, engines: Make
 ) -> None:
     owner = start_owner()
-    hand_off = owner.hold("r", PROMPT, [3])
+    handoff = owner.hold("r", PROMPT, [3])
     with socket.create_connection(("127.0.0.1", owner.port)) as connected:
         connection = protocol.FramedConnection(connected)
         source = ShardSource(0, ShardPart(0, LAYERS, 0, 2), 1)
@@ -347,7 +347,7 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
         connection.send(hello, BOUND_S)
         connection.receive(BOUND_S)
         pull = protocol.PullRequest(
-            "r", 1, hand_off.prompt_digest, 0, 1, send=False, checksums=False
+            "r", 1, handoff.prompt_digest, 0, 1, send=False, checksums=False
         )
         connection.send(pull, BOUND_S)
         assert isinstance(connection.receive(BOUND_S), protocol.PullResponse)
@@ -370,8 +370,8 @@ def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
     owner = KvServer(kept_as("boot-p", caches(1000)), holds, (), 0, BOUND_S)
     engine = engines()
     try:
-        hand_off = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))
-        assert engine.pull(hand_off, [3]) is Transport.GLOO
+        handoff = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))
+        assert engine.pull(handoff, [3]) is Transport.GLOO
     finally:
         owner.close()
     assert not failures

@@ -50,11 +50,11 @@ class Owners:
         addresses = tuple(one.addresses[0] for one in handed)
         return msgspec.structs.replace(handed[0], addresses=addresses, shape=self.shape)
 
-    def have_freed(self, hand_off: Handoff) -> bool:
+    def have_freed(self, handoff: Handoff) -> bool:
         """Whether all ranks have, or none; True or False."""
         for freed, rank in zip(self._freed, self.ranks, strict=True):
             freed.update(rank.tell("freed")["freed"])
-        (same,) = {hand_off.request_id in freed for freed in self._freed}
+        (same,) = {handoff.request_id in freed for freed in self._freed}
         return same
 
 
@@ -70,17 +70,17 @@ class Readers:
         ]
 
     def pull(
-        self, hand_off: Handoff, ranks: Sequence[int] | None = None, first: int = 0
+        self, handoff: Handoff, ranks: Sequence[int] | None = None, first: int = 0
     ) -> list[Transport | RefusalReason]:
         """By rank, all side by side: the way, or why not."""
         chosen = range(len(self.ranks)) if ranks is None else ranks
         with concurrent.futures.ThreadPoolExecutor(len(chosen)) as pool:
-            started = [pool.submit(self._pull, rank, hand_off, first) for rank in chosen]
+            started = [pool.submit(self._pull, rank, handoff, first) for rank in chosen]
             return [one.result(BOUND_S) for one in started]
 
-    def _pull(self, rank: int, hand_off: Handoff, first: int) -> Transport | RefusalReason:
+    def _pull(self, rank: int, handoff: Handoff, first: int) -> Transport | RefusalReason:
         try:
-            return self.ranks[rank].pull(hand_off, hand_off.prompt_digest, first, HERE[first:])
+            return self.ranks[rank].pull(handoff, handoff.prompt_digest, first, HERE[first:])
         except RefusedError as refused:
             return refused.reason
 
@@ -137,33 +137,33 @@ def test_every_rank_gets_its_part_and_all_owners_are_free(
 ) -> None:
     theirs, ours = SHAPES[name]
     owners, readers = owning(theirs), reading(ours)
-    hand_off = owners.hold()
-    assert readers.pull(hand_off) == [way] * ours.num_ranks
+    handoff = owners.hold()
+    assert readers.pull(handoff) == [way] * ours.num_ranks
     assert readers.have_what_was_written()
-    assert owners.have_freed(hand_off)
+    assert owners.have_freed(handoff)
 
 
 def test_an_owner_keeps_its_blocks_until_the_last_rank_has_them(
     owning: Own, reading: Make, way: Transport
 ) -> None:
     owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
-    hand_off = owners.hold()
-    assert readers.pull(hand_off, [1]) == [way]
-    assert not owners.have_freed(hand_off)
-    assert readers.pull(hand_off, [1]) == [RefusalReason.BUSY]
-    assert readers.pull(hand_off, [0]) == [way]
+    handoff = owners.hold()
+    assert readers.pull(handoff, [1]) == [way]
+    assert not owners.have_freed(handoff)
+    assert readers.pull(handoff, [1]) == [RefusalReason.BUSY]
+    assert readers.pull(handoff, [0]) == [way]
     assert readers.have_what_was_written()
-    assert owners.have_freed(hand_off)
+    assert owners.have_freed(handoff)
 
 
 def test_ranks_of_two_engines_never_share_a_hold(owning: Own, reading: Make) -> None:
     owners = owning(ParallelShape(1))
     one, other = reading(ParallelShape(2)), reading(ParallelShape(2))
     other.ranks[1]._kv = replace(other.ranks[1]._kv, boot_id="boot-e")
-    hand_off = owners.hold()
-    one.pull(hand_off, [0])
-    assert other.pull(hand_off, [1]) == [RefusalReason.BUSY]
-    assert not owners.have_freed(hand_off)
+    handoff = owners.hold()
+    one.pull(handoff, [0])
+    assert other.pull(handoff, [1]) == [RefusalReason.BUSY]
+    assert not owners.have_freed(handoff)
 
 
 def test_one_rank_of_the_owner_that_is_lost_fails_the_whole_pull(
@@ -173,31 +173,31 @@ def test_one_rank_of_the_owner_that_is_lost_fails_the_whole_pull(
     assert readers.pull(without_the_second(owners.hold())) == [RefusalReason.PEER_LOST]
 
 
-def without_the_second(hand_off: Handoff) -> Handoff:
-    dead = (hand_off.addresses[0], ("127.0.0.1", 1))
-    return msgspec.structs.replace(hand_off, addresses=dead)
+def without_the_second(handoff: Handoff) -> Handoff:
+    dead = (handoff.addresses[0], ("127.0.0.1", 1))
+    return msgspec.structs.replace(handoff, addresses=dead)
 
 
 def test_a_rank_that_is_lost_while_it_reads_makes_void_what_the_others_read(
     owning: Own, reading: Make
 ) -> None:
     owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
-    hand_off = owners.hold()
-    (peer,) = find_remote_ranks(readers.ranks[0]._kv, hand_off)
+    handoff = owners.hold()
+    (peer,) = find_remote_ranks(readers.ranks[0]._kv, handoff)
     pair = readers.ranks[0]._get_connection(peer)
-    pair._request_or_reconnect(hand_off, 0, HERE)
+    pair._request_or_reconnect(handoff, 0, HERE)
     pair.close()
-    until(lambda: owners.have_freed(hand_off))
-    assert readers.pull(hand_off, [1]) == [RefusalReason.NOT_HELD]
+    until(lambda: owners.have_freed(handoff))
+    assert readers.pull(handoff, [1]) == [RefusalReason.NOT_HELD]
 
 
 def test_a_declined_prompt_is_free_when_every_rank_has_declined(owning: Own, reading: Make) -> None:
     owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
-    hand_off = owners.hold()
-    readers.ranks[0].decline(hand_off)
-    assert not owners.have_freed(hand_off)
-    readers.ranks[1].decline(hand_off)
-    assert owners.have_freed(hand_off)
+    handoff = owners.hold()
+    readers.ranks[0].decline(handoff)
+    assert not owners.have_freed(handoff)
+    readers.ranks[1].decline(handoff)
+    assert owners.have_freed(handoff)
 
 
 WRONG: list[tuple[dict[str, object], RefusalReason]] = [
@@ -209,16 +209,16 @@ WRONG: list[tuple[dict[str, object], RefusalReason]] = [
 ]
 
 
-def test_a_hand_off_of_another_shape_than_the_owners_is_refused(
+def test_a_handoff_of_another_shape_than_the_owners_is_refused(
     owning: Own, reading: Make, way: Transport
 ) -> None:
     owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
-    hand_off = owners.hold()
-    swapped = tuple(reversed(hand_off.addresses))
+    handoff = owners.hold()
+    swapped = tuple(reversed(handoff.addresses))
     for changed, reason in [*WRONG, ({"addresses": swapped}, RefusalReason.LAYOUT)]:
-        assert readers.pull(msgspec.structs.replace(hand_off, **changed)) == [reason]
+        assert readers.pull(msgspec.structs.replace(handoff, **changed)) == [reason]
     assert [one.tolist() for one in readers.tensors[0]] == [one.tolist() for one in caches(0)]
-    assert readers.pull(hand_off) == [way]
+    assert readers.pull(handoff) == [way]
     assert readers.have_what_was_written()
 
 
@@ -235,9 +235,9 @@ def test_another_number_of_heads_or_layers_is_refused_at_the_greeting(
 
 def test_heartbeats_reach_every_rank_of_the_owner(owning: Own, reading: Make) -> None:
     owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
-    hand_off = owners.hold()
-    assert readers.ranks[0].send_heartbeats([hand_off]) == 0
-    assert readers.ranks[0].send_heartbeats([without_the_second(hand_off)]) == 1
+    handoff = owners.hold()
+    assert readers.ranks[0].send_heartbeats([handoff]) == 0
+    assert readers.ranks[0].send_heartbeats([without_the_second(handoff)]) == 1
 
 
 def test_what_the_prefix_cache_has_is_not_pulled_from_any_rank(

@@ -58,7 +58,7 @@ def make() -> Iterator[Make]:
 
 def ahead(prefill: Prefill) -> Handoff:
     """As a gateway makes it: it knows the first rank."""
-    return prefill.ranks[0].hand_off()
+    return prefill.ranks[0].handoff()
 
 
 def freed_in_the_end(prefill: Prefill, ranks: list[int]) -> bool:
@@ -259,9 +259,9 @@ def test_an_engine_that_does_not_know_its_ranks_yet_is_waited_for(
 ) -> None:
     monkeypatch.setattr(server, "_PREFILL_WAIT_S", 0.05)
     rank, (_, decode) = PrefillRank(TP_2, 0), make(ALIKE)
-    assert reason(decode.follow(rank.hand_off())) is RefusalReason.NOT_HELD
+    assert reason(decode.follow(rank.handoff())) is RefusalReason.NOT_HELD
     monkeypatch.setattr(server, "_PREFILL_WAIT_S", BOUND_S)
-    found = decode.pool.submit(decode.readers[0].resolve_ranks, rank.hand_off())
+    found = decode.pool.submit(decode.readers[0].resolve_ranks, rank.handoff())
     rank.owner.set_rank_addresses((("127.0.0.1", rank.owner.port), ("127.0.0.1", 1)))
     (peer,) = found.result(BOUND_S)
     assert peer.shape == TP_2

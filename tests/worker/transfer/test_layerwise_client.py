@@ -61,7 +61,7 @@ WAYS_TO_COME = {
 def test_kv_arrives_as_it_is_computed_and_is_freed_with_the_prefills_end(
     prefill: PrefillRank, decode: Decode, steps: list[Progress]
 ) -> None:
-    following = decode.follow(prefill.hand_off())
+    following = decode.follow(prefill.handoff())
     assert prefill.asked.acquire(timeout=BOUND_S), "it waits before the prefill has come"
     prefill.begin()
     for step in steps:
@@ -77,7 +77,7 @@ def test_kv_arrives_as_it_is_computed_and_is_freed_with_the_prefills_end(
 
 def test_what_a_prefix_cache_has_is_not_moved(prefill: PrefillRank, decode: Decode) -> None:
     prefill.begin()
-    following = decode.follow(prefill.hand_off(), (7,), first=3)
+    following = decode.follow(prefill.handoff(), (7,), first=3)
     prefill.compute(*LAYER_BY_LAYER, WHOLE)
     assert following.result(BOUND_S)
     for layer, computed in zip(decode.tensors[0], caches(1000), strict=True):
@@ -90,7 +90,7 @@ def test_a_prefill_that_ended_before_anybody_came_is_read_from_its_hold(
     prefill.begin()
     prefill.compute(WHOLE)
     prefill.end()
-    assert decode.follow(prefill.hand_off()).result(BOUND_S)
+    assert decode.follow(prefill.handoff()).result(BOUND_S)
     assert prefill.holds.take_freed() == {"theirs"}
 
 
@@ -98,11 +98,11 @@ def test_waiting_for_one_prompt_keeps_no_other_of_the_same_owner_waiting(
     prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
-    following = decode.follow(prefill.hand_off())
+    following = decode.follow(prefill.handoff())
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.tensors[0][12] = 77
     prefill.holds.grant("other", FinishedPrefill(2, "o", (12,)))
-    other = prefill.hand_off(request_id="other", epoch=2, prompt_digest="o")
+    other = prefill.handoff(request_id="other", epoch=2, prompt_digest="o")
     assert decode.readers[0].pull(other, "o", 0, (13,))
     assert decode.tensors[0][0][13, 0, 0, 0] == 77
     prefill.compute(WHOLE)
@@ -113,14 +113,14 @@ def test_a_prefill_that_is_given_up_is_refused_whenever_that_comes(
     prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
-    following = decode.follow(prefill.hand_off())
+    following = decode.follow(prefill.handoff())
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.compute(Progress(2, 2, 0))
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.holds.cancel("theirs")
     assert reason(following) is RefusalReason.NOT_HELD
     # The same request computed anew is another hold, which nobody is told to be the first.
-    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.NOT_HELD
+    assert reason(decode.follow(prefill.handoff())) is RefusalReason.NOT_HELD
     assert prefill.holds.take_freed() == set()
 
 
@@ -136,14 +136,14 @@ def test_what_is_given_up_between_the_last_byte_and_the_last_word_is_void(
     monkeypatch.setattr(prefill.holds, "release", late)
     prefill.begin()
     prefill.compute(WHOLE)
-    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.LAPSED
+    assert reason(decode.follow(prefill.handoff())) is RefusalReason.LAPSED
 
 
 def test_kv_of_another_prompt_or_boot_is_refused(prefill: PrefillRank, decode: Decode) -> None:
     prefill.begin()
     prefill.compute(WHOLE)
-    assert reason(decode.follow(prefill.hand_off(boot_id="before"))) is RefusalReason.BOOT
-    following = decode.pool.submit(decode.followers[0].pull, prefill.hand_off(), "other", 0, HERE)
+    assert reason(decode.follow(prefill.handoff(boot_id="before"))) is RefusalReason.BOOT
+    following = decode.pool.submit(decode.followers[0].pull, prefill.handoff(), "other", 0, HERE)
     assert reason(following) is RefusalReason.PROMPT
 
 
@@ -151,10 +151,10 @@ def test_a_prefill_that_never_comes_or_never_ends_is_waited_for_within_bounds(
     prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_PREFILL_WAIT_S", 0.05)
-    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.NOT_HELD
+    assert reason(decode.follow(prefill.handoff())) is RefusalReason.NOT_HELD
     prefill.begin()
     hasty = layerwise_client.LayerwiseClient(decode.readers[0], timeout_s=0.01)
-    following = decode.pool.submit(hasty.pull, prefill.hand_off(), DIGEST, 0, HERE)
+    following = decode.pool.submit(hasty.pull, prefill.handoff(), DIGEST, 0, HERE)
     assert reason(following) is RefusalReason.TIME_OUT
 
 
@@ -162,11 +162,11 @@ def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
     prefill: PrefillRank, decode: Decode
 ) -> None:
     prefill.begin()
-    following = decode.follow(prefill.hand_off())
+    following = decode.follow(prefill.handoff())
     assert prefill.asked.acquire(timeout=BOUND_S)
     prefill.compute(Progress(1, 1, 0))
     assert prefill.asked.acquire(timeout=BOUND_S)
-    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.BUSY
+    assert reason(decode.follow(prefill.handoff())) is RefusalReason.BUSY
     prefill.compute(Progress(0, 0, 0))  # What no prefill says.
     assert reason(following) is RefusalReason.MALFORMED
     prefill.end()
@@ -180,7 +180,7 @@ def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
 def test_a_name_that_is_declined_before_its_prefill_comes_is_freed_at_its_end(
     prefill: PrefillRank, decode: Decode
 ) -> None:
-    decode.readers[0].decline(prefill.hand_off())
+    decode.readers[0].decline(prefill.handoff())
     prefill.begin()
     prefill.compute(WHOLE)
     prefill.end()
@@ -194,20 +194,20 @@ def test_bytes_that_changed_on_their_way_are_refused(
     monkeypatch.setattr(server, "compute_checksums", lambda *told: (1, 2, 3, 4))
     prefill.begin()
     prefill.compute(WHOLE)
-    assert reason(decode.follow(prefill.hand_off())) is RefusalReason.CHECKSUM
+    assert reason(decode.follow(prefill.handoff())) is RefusalReason.CHECKSUM
 
 
 def test_an_owner_that_dies_is_noticed(decode: Decode) -> None:
     process = OwnerProcess()
-    hand_off = hand_off_of(process)
+    handoff = handoff_of(process)
     process.tell("begin", id="theirs", digest=DIGEST, num_blocks=4, name="name")
-    following = decode.follow(hand_off)
+    following = decode.follow(handoff)
     process.tell("die")
     assert reason(following) is RefusalReason.PEER_LOST
     process.end()
 
 
-def hand_off_of(process: OwnerProcess) -> Handoff:
+def handoff_of(process: OwnerProcess) -> Handoff:
     return Handoff(process.boot_id, "name", 0, "", 0, (("127.0.0.1", process.port),))
 
 
@@ -234,7 +234,7 @@ def test_nothing_is_announced_before_the_gpu_has_computed_it() -> None:
             DIGEST,
             NO_PROGRESS,
             BOUND_S,
-            again=False,
+            is_repeat=False,
         )
         assert not told.done()
         computed.reached.set()

@@ -16,11 +16,9 @@ from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster import conditions
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.conditions import PLANNING, ConditionState
-from cleave.controller.cluster.inventory import Inventory
-from cleave.controller.replan.inputs import hash_inputs, read_placement
+from cleave.controller.replan.inputs import PlanInputs, read_placement
 from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_selected_plan
-from cleave.planner import deployment_checks
 from cleave.planner.placement import Placement, PlanError, choose_placement
 
 PLAN_READY = "PlanReady"
@@ -46,9 +44,8 @@ class PlacementDecision:
 
 
 def decide(
-    deployment: LLMDeployment,
+    inputs: PlanInputs,
     status: Manifest,
-    inventory: Inventory,
     outcome: PlanJob | None,
     *,
     is_limited: bool,
@@ -59,14 +56,14 @@ def decide(
     `outcome`: the planner's last result for this deployment. `is_limited`: whether instances find
     no node. `fitted_inputs`: observed traffic that replaces the spec's.
     """
-    spec = deployment.spec
+    deployment, spec = inputs.deployment, inputs.deployment.spec
     is_advisory = spec.planning.mode is PlanningMode.ADVISORY
     is_manual = spec.placement is not None
     has_traffic = spec.workload is not None or fitted_inputs is not None
     request = PlanJob(
-        hash_inputs(deployment, inventory, fitted_inputs), inventory.node_counts_hash, fitted_inputs
+        inputs.hash_with(fitted_inputs), inputs.inventory.node_counts_hash, fitted_inputs
     )
-    unknown_model = deployment_checks.explain_unknown_model(deployment, reads_files=False)
+    unknown_model = inputs.unknown_model
     if is_manual or not has_traffic or (unknown_model is not None and not is_advisory):
         decision = _decide_without_planner(deployment, status)
     elif is_advisory:

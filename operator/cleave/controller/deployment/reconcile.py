@@ -68,9 +68,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
     current = {pool.spec.role: pool for pool in view.pools}
     replan_outcome = replan.reconcile_plan(view)
     decision = placement.decide(
-        deployment,
+        view.plan_inputs,
         view.status,
-        view.inventory,
         replan_outcome.plan_result,
         is_limited=_is_limited(view),
         fitted_inputs=replan_outcome.fitted_inputs,

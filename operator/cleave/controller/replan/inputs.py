@@ -5,6 +5,9 @@ them again. Each records the hash of what it was measured for, and is valid as l
 yields the same.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
 from pydantic import ValidationError
 
 from cleave.api.deployment import LLMDeployment
@@ -16,42 +19,101 @@ from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.inventory import Inventory
 from cleave.manifests.labels import Manifest
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
+from cleave.planner import deployment_checks
 from cleave.planner.placement import Placement, to_planned_pool
 
 
-def read_fitted_inputs(
-    deployment: LLMDeployment, status: Manifest, inventory: Inventory
-) -> FittedPlanInputs | None:
-    """Return what replaces the spec's inputs; None: the plan is made from the spec."""
-    fitted = _read_inputs(deployment, status)
-    if fitted and fitted.correction and fitted.correction.of != hash_model(deployment, inventory):
-        return fitted.model_copy(update={"correction": None})
-    return fitted
+@dataclass(frozen=True)
+class PlanInputs:
+    """What the plan of one deployment depends on; each part is computed once per reconcile."""
+
+    deployment: LLMDeployment
+    inventory: Inventory
+
+    @cached_property
+    def unknown_model(self) -> str | None:
+        """Why the planner does not know the model; None: it does."""
+        return deployment_checks.explain_unknown_model(self.deployment, reads_files=False)
+
+    @cached_property
+    def workload_hash(self) -> str:
+        """Hash of the spec's traffic."""
+        return hash_workload(self.deployment)
+
+    @cached_property
+    def model_hash(self) -> str:
+        """Hash of what latencies depend on: model, engine and kinds of nodes."""
+        parts = self.deployment.spec.model_dump(
+            mode="json",
+            exclude_defaults=True,
+            include={"model", "engine"},
+            exclude={"model": {"cache"}},
+        )
+        return hash_content([parts, self._node_kinds])
+
+    @cached_property
+    def _spec_parts(self) -> list[object]:
+        spec = self.deployment.spec
+        parts = spec.model_dump(
+            mode="json",
+            exclude_defaults=True,
+            include={"model", "slo", "workload", "planning", "engine"},
+            exclude={
+                "engine": {"env", "image"},
+                "planning": {"mode", "replan"},
+                "model": {"cache"},
+            },
+        )
+        base: list[object] = [
+            {name: part for name, part in parts.items() if part},
+            self._node_kinds,
+        ]
+        # With scaled roles the plan needs a scaling law as well.
+        return [*base, "growth"] if spec.scaling.roles else base
+
+    @property
+    def _node_kinds(self) -> str:
+        """Emulated engines run on any node."""
+        is_vllm = self.deployment.spec.engine.type is EngineType.VLLM
+        return self.inventory.node_kinds_hash if is_vllm else ""
+
+    def hash_with(self, fitted: FittedPlanInputs | None) -> str:
+        """Hash everything that a plan depends on; the engine's env and image change no plan.
+
+        `fitted` replaces the spec's traffic and corrects the latency model; None: neither.
+        """
+        if fitted is None:
+            return hash_content(self._spec_parts)
+        return hash_content([*self._spec_parts, fitted.model_dump(mode="json")])
+
+    def read_fitted(self, status: Manifest) -> FittedPlanInputs | None:
+        """Return what replaces the spec's inputs; None: the plan is made from the spec."""
+        fitted = _read_valid(self.workload_hash, status)
+        if fitted and fitted.correction and fitted.correction.of != self.model_hash:
+            return fitted.model_copy(update={"correction": None})
+        return fitted
+
+    def read_correction(self, status: Manifest) -> LatencyCorrection | None:
+        """Return the correction of the latency model; None: there is none for this model."""
+        try:
+            correction = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
+        except ValidationError:
+            return None
+        return correction if correction.of == self.model_hash else None
 
 
 def get_planned_workload(deployment: LLMDeployment, status: Manifest) -> Workload | None:
     """Return the traffic that the plan was made for; None: no traffic was given or observed."""
-    fitted = _read_inputs(deployment, status)
+    fitted = _read_valid(hash_workload(deployment), status)
     return fitted.workload if fitted else deployment.spec.workload
 
 
-def _read_inputs(deployment: LLMDeployment, status: Manifest) -> FittedPlanInputs | None:
+def _read_valid(workload_hash: str, status: Manifest) -> FittedPlanInputs | None:
     try:
         fitted = FittedPlanInputs.model_validate(status.get("basis"), by_alias=True)
     except ValidationError:
         return None
-    return fitted if fitted.of == hash_workload(deployment) else None
-
-
-def read_correction(
-    deployment: LLMDeployment, status: Manifest, inventory: Inventory
-) -> LatencyCorrection | None:
-    """Return the correction of the latency model; None: there is none for this model."""
-    try:
-        correction = LatencyCorrection.model_validate(status.get("correction"), by_alias=True)
-    except ValidationError:
-        return None
-    return correction if correction.of == hash_model(deployment, inventory) else None
+    return fitted if fitted.of == workload_hash else None
 
 
 def hash_workload(deployment: LLMDeployment) -> str:
@@ -60,39 +122,6 @@ def hash_workload(deployment: LLMDeployment) -> str:
     return hash_content(
         workload.model_dump(mode="json", exclude_defaults=True) if workload else None
     )
-
-
-def hash_model(deployment: LLMDeployment, inventory: Inventory) -> str:
-    """Hash what latencies depend on: model, engine and kinds of nodes."""
-    spec = deployment.spec
-    parts = spec.model_dump(
-        mode="json",
-        exclude_defaults=True,
-        include={"model", "engine"},
-        exclude={"model": {"cache"}},
-    )
-    kinds = inventory.node_kinds_hash if spec.engine.type is EngineType.VLLM else ""
-    return hash_content([parts, kinds])
-
-
-def hash_inputs(
-    deployment: LLMDeployment, inventory: Inventory, fitted_inputs: FittedPlanInputs | None = None
-) -> str:
-    """Hash everything that a plan depends on; the engine's env and image change no plan."""
-    spec = deployment.spec
-    parts = spec.model_dump(
-        mode="json",
-        exclude_defaults=True,
-        include={"model", "slo", "workload", "planning", "engine"},
-        exclude={"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}},
-    )
-    # Emulated engines run on any node.
-    kinds = inventory.node_kinds_hash if spec.engine.type is EngineType.VLLM else ""
-    base = [{name: part for name, part in parts.items() if part}, kinds]
-    if spec.scaling.roles:
-        # Then the plan needs a scaling law as well.
-        base.append("growth")
-    return hash_content([*base, fitted_inputs.model_dump(mode="json")] if fitted_inputs else base)
 
 
 def read_placement(written: Manifest) -> Placement:

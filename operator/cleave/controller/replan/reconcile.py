@@ -18,9 +18,8 @@ from cleave.controller.cluster.actions import PlanJob, PlanReview
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
 from cleave.controller.replan import drift
-from cleave.controller.replan import inputs as bases
 from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent
-from cleave.controller.replan.inputs import hash_inputs, read_placement
+from cleave.controller.replan.inputs import get_planned_workload, read_placement
 from cleave.controller.replan.outcome import (
     APPLIED,
     CORRECTED,
@@ -61,14 +60,15 @@ def reconcile_plan(view: DeploymentView) -> ReplanOutcome:
     1. Read what the status records. 2. Apply a new result. 3. Else report a change of traffic, and
     request a review when one is due.
     """
-    deployment, status, inventory = view.deployment, view.status, view.inventory
+    deployment, status = view.deployment, view.status
     recorded = ReplanOutcome(
-        fitted_inputs=bases.read_fitted_inputs(deployment, status, inventory),
+        fitted_inputs=view.plan_inputs.read_fitted(status),
         plan_result=view.plan_result,
-        correction=bases.read_correction(deployment, status, inventory),
+        correction=view.plan_inputs.read_correction(status),
         plans=tuple(status.get("plans", ())),
     )
-    if not _is_reviewed(deployment):
+    if not _is_reviewed(deployment) or view.plan_inputs.unknown_model is not None:
+        # A model that the planner does not know cannot be reviewed.
         return recorded
     recorded = replace(
         recorded, conditions=_read_conditions(status), prediction=status.get("prediction")
@@ -91,27 +91,26 @@ def update_drift(
     state: DriftState, deployment: LLMDeployment, status: Manifest, windows: Iterable[TrafficWindow]
 ) -> DriftState:
     """Compare new windows with the traffic that the plan was made for."""
-    planned_for = bases.get_planned_workload(deployment, status)
+    planned_for = get_planned_workload(deployment, status)
     return drift.update(state, planned_for, windows, _find_settled_s(status))
 
 
 def is_urgent(state: DriftState, deployment: LLMDeployment, status: Manifest) -> bool:
     """Whether a change was detected that no review has covered yet."""
     change = state.change if _is_reviewed(deployment) else None
-    return change is not None and _is_after(change, _get_last_review_s(status))
+    if change is None or not _is_after(change, _get_last_review_s(status)):
+        return False
+    return deployment_checks.explain_unknown_model(deployment, reads_files=False) is None
 
 
 def _is_reviewed(deployment: LLMDeployment) -> bool:
     """Whether the running plan is reviewed.
 
-    A manual placement is reviewed only in Advisory mode. A model that the planner does not know
-    cannot be reviewed.
+    A manual placement is reviewed only in Advisory mode.
     """
     spec = deployment.spec
-    is_by_hand = spec.placement is not None and spec.planning.mode is not PlanningMode.ADVISORY
-    if is_by_hand or not is_enabled(deployment):
-        return False
-    return deployment_checks.explain_unknown_model(deployment, reads_files=False) is None
+    is_manual = spec.placement is not None and spec.planning.mode is not PlanningMode.ADVISORY
+    return is_enabled(deployment) and not is_manual
 
 
 def _read_conditions(status: Manifest) -> tuple[ConditionState, ...]:
@@ -170,7 +169,7 @@ def _get_new_result(view: DeploymentView) -> PlanJob | None:
     outcome = view.plan_result
     if outcome is None or outcome.review is None or outcome.review_result is None:
         return None
-    if outcome.inputs_hash != hash_inputs(view.deployment, view.inventory, outcome.fitted_inputs):
+    if outcome.inputs_hash != view.plan_inputs.hash_with(outcome.fitted_inputs):
         return None
     reviewed_at = view.status.get("prediction", {}).get("at")
     return None if reviewed_at == format_timestamp(outcome.review.at_s) else outcome
@@ -198,17 +197,17 @@ def _build_due_request(
         workload = refit(recent)
     except RefitError:
         return None
-    of = bases.hash_workload(view.deployment)
+    of = view.plan_inputs.workload_hash
     fitted = FittedPlanInputs(workload=workload, correction=recorded.correction, of=of)
     algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
     past_plans = tuple(_read_past_plans(recorded.plans))
     review = PlanReview(view.now_s, current_pools, algorithm, recent, settings, past_plans)
     return PlanJob(
-        hash_inputs(view.deployment, view.inventory, fitted),
+        view.plan_inputs.hash_with(fitted),
         view.inventory.node_counts_hash,
         fitted,
         review,
-        bases.hash_model(view.deployment, view.inventory),
+        view.plan_inputs.model_hash,
     )
 
 

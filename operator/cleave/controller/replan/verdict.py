@@ -9,7 +9,6 @@ from cleave.api.planning import PlanningMode
 from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp
-from cleave.controller.replan.inputs import hash_inputs
 from cleave.controller.replan.outcome import (
     APPLIED,
     CORRECTED,
@@ -100,7 +99,7 @@ def _adopt_plan(
     if finished.fitted_inputs is None:
         raise ValueError("finished: lacks the inputs that the plan was made from")
     fitted = finished.fitted_inputs.model_copy(update={"correction": result.correction})
-    inputs_hash = hash_inputs(view.deployment, view.inventory, fitted)
+    inputs_hash = view.plan_inputs.hash_with(fitted)
     plan = {**(finished.plan or {}), "inputs": inputs_hash}
     adopted = PlanJob(inputs_hash, view.inventory.node_counts_hash, fitted, plan=plan)
     return replace(outcome, fitted_inputs=fitted, plan_result=adopted)

@@ -27,7 +27,7 @@ def describe_fleet(context: GatewayContext) -> FleetStatus:
 
 
 def _describe_instance(instance: RoutedInstance, now: float) -> fleet_status.FleetInstance:
-    registration, load, ledger = instance.registration, instance.load, instance.in_flight
+    registration, load, in_flight = instance.registration, instance.load, instance.in_flight
     return fleet_status.FleetInstance(
         name=instance.name,
         deployment=registration.deployment,
@@ -43,9 +43,9 @@ def _describe_instance(instance: RoutedInstance, now: float) -> fleet_status.Fle
         restarts=registration.restarts,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        pending_tokens=int(ledger.prompt.pending + ledger.resident.pending),
+        pending_tokens=int(in_flight.prompt.pending + in_flight.resident.pending),
         kv_cache_usage=_to_finite(load.kv_cache_usage),
-        requests_in_flight=ledger.count_requests(),
+        requests_in_flight=in_flight.count_requests(),
         report_age_s=round(max(now - instance.last_event_at, 0.0), 3),
         kv_path=KvPath(
             verified=registration.kv_path.verified,

@@ -164,8 +164,8 @@ def test_where_nothing_but_tcp_is_left_nixl_is_not_used_unasked(
     owner, engine = start_owner(shared=False), Engine(BOUND_S, Transport.NIXL, Transport.GLOO)
     if any(nixl._INFINIBAND_DEVICES.glob("*")):
         pytest.skip("this machine has cards of its own")
-    hand_off = owner.hold("r", PROMPT, [3])
-    assert engine.reader.pull(hand_off, hand_off.prompt_digest, 0, [3]) is Transport.GLOO
+    handoff = owner.hold("r", PROMPT, [3])
+    assert engine.reader.pull(handoff, handoff.prompt_digest, 0, [3]) is Transport.GLOO
     assert engine.values(3) == written(3)
     engine.reader.close()
 
@@ -179,8 +179,8 @@ class Engine:
         self.reader = client.KvClient(kept, ways or [Transport.NIXL], transfer_s)
 
     def pull(self, owner: OwnerProcess, request_id: str, block: int) -> None:
-        hand_off = owner.hold(request_id, PROMPT, [block])
-        assert self.reader.pull(hand_off, hand_off.prompt_digest, 0, [block]) is Transport.NIXL
+        handoff = owner.hold(request_id, PROMPT, [block])
+        assert self.reader.pull(handoff, handoff.prompt_digest, 0, [block]) is Transport.NIXL
 
     def values(self, block: int) -> list[float]:
         return [layer[block, 0, 0, 0].item() for layer in self.tensors]

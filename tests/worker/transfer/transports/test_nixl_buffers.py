@@ -24,22 +24,22 @@ class FakeAgent:
     def __init__(self, *_: object, **__: object) -> None:
         self.known: set[str] = set()
 
-    def meet(self, metadata: bytes) -> str:
+    def add_remote_agent(self, metadata: bytes) -> str:
         self.known.add(metadata.decode())
         return metadata.decode()
 
-    def part(self, name: str) -> None:
+    def remove_remote_agent(self, name: str) -> None:
         self.known.discard(name)
 
     def register(self, memory: Memory) -> list[XferDescriptor]:
         return [XferDescriptor(region.data_ptr(), region.numel(), 0) for region in memory.regions]
 
 
-class FakeFlight:
+class FakeHandle:
     def __init__(self, state: XferState) -> None:
         self.state = state
 
-    def look(self) -> XferState:
+    def poll(self) -> XferState:
         return self.state
 
 
@@ -67,14 +67,14 @@ def now() -> float:
 def test_a_buffer_whose_transfers_are_over_is_lent_again() -> None:
     made, _ = met("p")
     first = made.acquire("p", now())
-    made.release(first, [FakeFlight(XferState.DONE)], "p")
+    made.release(first, [FakeHandle(XferState.DONE)], "p")
     assert made.acquire("p", now()) is first
 
 
 def test_what_is_under_way_keeps_its_buffer_and_its_peer_until_it_is_over() -> None:
     made, agent = met("p")
-    lent, flight = made.acquire("p", now()), FakeFlight(XferState.IN_PROGRESS)
-    made.release(lent, [flight, FakeFlight(XferState.DONE)], "p")
+    lent, flight = made.acquire("p", now()), FakeHandle(XferState.IN_PROGRESS)
+    made.release(lent, [flight, FakeHandle(XferState.DONE)], "p")
     made.remove_remote_agent("p")
     assert agent.known == {"p"}, "NIXL must not forget a peer from which bytes come"
     made.add_remote_agent(b"q", "q")
@@ -91,7 +91,7 @@ def test_a_buffer_of_which_nothing_is_known_is_never_lent_again(
 ) -> None:
     made, agent = met("p")
     lent = made.acquire("p", now())
-    flights = [FakeFlight(XferState.FAILED), FakeFlight(XferState.IN_PROGRESS)]
+    flights = [FakeHandle(XferState.FAILED), FakeHandle(XferState.IN_PROGRESS)]
     made.release(lent, flights, "p")
     made.remove_remote_agent("p")
     assert agent.known == {"p"}
@@ -107,7 +107,7 @@ def test_a_buffer_of_which_nothing_is_known_is_never_lent_again(
 def test_with_too_many_lost_nothing_is_lent_and_nobody_waits_for_it() -> None:
     made, _ = met("p")
     for _ in range(MOST):
-        made.release(made.acquire("p", now()), [FakeFlight(XferState.FAILED)], "p")
+        made.release(made.acquire("p", now()), [FakeHandle(XferState.FAILED)], "p")
     with pytest.raises(LinkError, match="have not completed"):
         made.acquire("p", now() + BOUND_S)
 
@@ -128,7 +128,7 @@ def test_one_that_is_known_already_stays_known_when_it_is_not_the_one_meant() ->
 
 def test_a_reader_with_bytes_under_way_is_kept_when_nobody_holds_it() -> None:
     made, _ = met("p")
-    flight = FakeFlight(XferState.IN_PROGRESS)
+    flight = FakeHandle(XferState.IN_PROGRESS)
     made.release(made.acquire("p", now()), [flight], "p")
     assert made in nixl_buffers._pinned
     flight.state = XferState.DONE
@@ -166,7 +166,7 @@ def test_in_any_order_of_events_nobody_gets_what_is_written_to(
     """Lent buffers are nobody else's and written to by nobody; peers are known while in use."""
     made, agent = met("0")
     links, lent = ["0"], list[tuple[StagingBuffer, str]]()
-    flights: list[tuple[StagingBuffer, str, FakeFlight]] = []
+    flights: list[tuple[StagingBuffer, str, FakeHandle]] = []
     for what, number in steps:
         match what:
             case "lend" if links:
@@ -184,7 +184,7 @@ def test_in_any_order_of_events_nobody_gets_what_is_written_to(
             case "give back" if lent:
                 buffer, peer = lent.pop(number % len(lent))
                 states = (XferState.DONE, XferState.IN_PROGRESS, XferState.FAILED)
-                begun = [FakeFlight(states[(number + at) % 3]) for at in range(number % 3)]
+                begun = [FakeHandle(states[(number + at) % 3]) for at in range(number % 3)]
                 flights += [(buffer, peer, flight) for flight in begun]
                 made.release(buffer, begun, peer)
             case "end" | "fail" if flights:

@@ -65,7 +65,7 @@ def test_ranks_hear_once_where_all_of_them_serve(vllm_request: ModuleType) -> No
     assert prefill.build_metadata().addresses == ()
 
 
-def test_a_hand_off_says_all_that_the_gateway_and_the_reader_look_at(
+def test_a_handoff_says_all_that_the_gateway_and_the_reader_look_at(
     handed: dict[str, Any],
 ) -> None:
     own = handed.pop("cleave")
@@ -146,7 +146,7 @@ def test_a_request_that_needs_nothing_or_ends_early_frees_the_owners_blocks(
         lambda own: own["cleave"].update(num_tokens=9),
     ],
 )
-def test_a_hand_off_that_is_not_whole_is_computed_and_counted(
+def test_a_handoff_that_is_not_whole_is_computed_and_counted(
     handed: dict[str, Any], change: Any
 ) -> None:
     change(handed)

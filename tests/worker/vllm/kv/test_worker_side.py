@@ -52,8 +52,8 @@ def orders(**told: Any) -> Any:
 def wanted(port: int, boot_id: str = "boot-p") -> Any:
     from cleave_worker.vllm.kv.metadata import PullTask
 
-    hand_off = Handoff(boot_id, "theirs", 1, "d", 32, (("127.0.0.1", port),))
-    return PullTask(hand_off, "d", 0, (5, 6))
+    handoff = Handoff(boot_id, "theirs", 1, "d", 32, (("127.0.0.1", port),))
+    return PullTask(handoff, "d", 0, (5, 6))
 
 
 def received(side: Any) -> tuple[set[str], set[str]]:
