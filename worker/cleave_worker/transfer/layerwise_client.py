@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.asking import RESPONSE_TIMEOUT_S, send_request
+from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, send_request
 from cleave_worker.transfer.client import KvClient
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.peers import RemoteRank

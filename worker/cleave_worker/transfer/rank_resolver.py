@@ -10,7 +10,7 @@ from collections import OrderedDict
 import msgspec
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.asking import connect, send_request
+from cleave_worker.transfer.requests import connect, send_request
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 
 _MAX_BOOTS = 256

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
-from cleave_worker.transfer import places, server  # noqa: E402
+from cleave_worker.transfer import rank_resolver, server  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason  # noqa: E402
 from cleave_worker.transfer.progress import Progress  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
@@ -245,8 +245,10 @@ def test_an_owner_is_asked_once_where_its_ranks_are(
 ) -> None:
     prefill, decode = make(ALIKE)
     asked = []
-    ask = places._request_ranks
-    monkeypatch.setattr(places, "_request_ranks", lambda *told: asked.append(told) or ask(*told))
+    ask = rank_resolver._request_ranks
+    monkeypatch.setattr(
+        rank_resolver, "_request_ranks", lambda *told: asked.append(told) or ask(*told)
+    )
     reader = decode.readers[1]
     for _ in range(2):
         (peer,) = reader.resolve_ranks(ahead(prefill))
