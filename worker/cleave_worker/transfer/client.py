@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, ResponseT, connect, send_request
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.memory import list_ranges, plan_copies
 from cleave_worker.transfer.peers import RemoteRank, find_remote_ranks, select_local_layers
-from cleave_worker.transfer.rank_resolver import RankResolver
 from cleave_worker.transfer.progress import KvChunk
+from cleave_worker.transfer.rank_resolver import RankResolver
+from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, ResponseT, connect, send_request
 from cleave_worker.transfer.server import RegisteredKv, compute_checksums
 from cleave_worker.transfer.transport import (
     BandwidthMeter,

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, send_request
 from cleave_worker.transfer.client import KvClient
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.peers import RemoteRank
 from cleave_worker.transfer.progress import NO_PROGRESS, KvChunk, Progress, find_missing_chunks
+from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, send_request
 from cleave_worker.transfer.transport import Transport
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ from collections import OrderedDict
 import msgspec
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.requests import connect, send_request
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
+from cleave_worker.transfer.requests import connect, send_request
 
 _MAX_BOOTS = 256
 _BootKey = tuple[str, tuple[tuple[str, int], ...]]
