@@ -69,7 +69,7 @@ SELDOM = {
 """Panels without data in a fleet that is well, and why."""
 SELDOM_ASKED = {
     "Shed, by reason and tenant",
-    "Failed attempts, and streams that outlived an engine",
+    "Failed attempts, and streams that were resumed after an engine was lost",
 }
 """Queries of the guide without data, for the same reasons."""
 CALAMITY = {
