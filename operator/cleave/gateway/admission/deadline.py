@@ -1,4 +1,4 @@
-"""Predicts when a request would get its first token, to refuse it if that is too late. Pure.
+"""Predicts when a request would get its first token, to reject it if that is too late. Pure.
 
 Fitted to finished requests: seconds to the first token as a linear function of the prompt tokens
 computed until then, recent samples weighted more. What is hard: a prediction must not refuse what

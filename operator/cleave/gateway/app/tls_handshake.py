@@ -1,9 +1,9 @@
 """A connection to the HTTPS port during its TLS handshake; a ClientConnection replaces it
 afterwards.
 
-Made by the event loop for each connection to that port. The event loop could do the handshake
-itself, but would report connections only when it is done. Until then no limit would count them, and
-any number could be opened, each of which takes fifty times the memory of a plain one.
+Created by the event loop for each connection to that port. The event loop could do the handshake
+itself, but would report connections only afterwards. Until then no limit would count them, and any
+number could be opened, each of which takes fifty times the memory of a plain one.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class TlsHandshake(asyncio.Protocol):
         first = cast("asyncio.Transport", transport)
         # If no file descriptor is left, only this connection is lost.
         with contextlib.suppress(OSError):
-            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-            self._start(own, transport.get_extra_info("peername"))
+            duplicate = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            self._start(duplicate, transport.get_extra_info("peername"))
         first.abort()
 
     def get_idle_since(self) -> float:
