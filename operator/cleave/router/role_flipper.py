@@ -235,7 +235,7 @@ async def send_flip(flip: RoleFlip) -> None:
 
 def _compute_computed_share(loads: list[InFlightLoad]) -> float:
     claimed = sum(each.resident.pending for each in loads)
-    # Other routers' requests count as resident only from their prefill on, so `others` is excluded.
+    # Other routers' requests count as resident only from their prefill on: `remote` is excluded.
     pending = sum(each.prompt.pending - each.prompt.remote for each in loads)
     return role_flipping.compute_computed_share(claimed, pending)
 
