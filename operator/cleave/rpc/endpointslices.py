@@ -112,7 +112,7 @@ class EndpointSliceWatcher:
             elif kind in ("ADDED", "MODIFIED"):
                 self._slices[item["metadata"]["name"]] = parse_slice(item, self._service.port)
         except (KeyError, TypeError, AttributeError) as error:
-            raise HttpError(f"the API server sent no event: {error!r}") from None
+            raise HttpError(f"the API server sent an invalid event: {error!r}") from None
         self.addresses = _merge_slices(self._slices)
 
 
@@ -137,7 +137,7 @@ async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slic
         }
         return slices, listed["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise HttpError(f"the API server sent no list of EndpointSlices: {error!r}") from None
+        raise HttpError(f"the API server sent an invalid EndpointSliceList: {error!r}") from None
 
 
 def _build_path(service: Service, **parameters: str) -> str:

@@ -140,7 +140,7 @@ def _decode(body: bytes) -> Any:  # noqa: ANN401
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise HttpError(f"the API server sent no JSON: {error}") from None
+        raise HttpError(f"the API server sent invalid JSON: {error}") from None
 
 
 def _find_entry(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:

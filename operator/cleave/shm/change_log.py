@@ -1,8 +1,8 @@
 """A change log of the processes of one gateway, in shared memory.
 
-Created and inherited together with a shared table; read by the router's shared score tables, which
-so process only the rows that have changed. What is hard: writers do not wait for readers, so a
-reader may find its next entries overwritten; then it must assume that all rows have changed.
+Created and inherited together with a shared table; read by the router's shared score tables, so
+that they process only the rows that have changed. What is hard: writers do not wait for readers, so
+a reader may find its next entries overwritten; then it must assume that all rows have changed.
 """
 
 import mmap
