@@ -167,7 +167,7 @@ class GatewayServer:
         """Stop the gateway: without deadlines or key reloads it would look healthy but not be."""
         fault = None if task.cancelled() else task.exception()
         if fault is not None:
-            log.critical("a part of the gateway has failed: it ends", exc_info=fault)
+            log.critical("a task of the gateway has failed: shutting down", exc_info=fault)
             self.failed = True
             self.stop_requested.set()
 

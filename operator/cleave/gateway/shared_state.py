@@ -31,7 +31,7 @@ _RESTARTS = 0
 
 
 class SharedGatewayState:
-    """The shared state, as one process sees it."""
+    """The shared state of all processes; each has an instance with its process index."""
 
     def __init__(self, count: int, folder: Path, parent: int = -1) -> None:
         """`folder`: a private folder for files; `parent`: a pipe that becomes readable when the

@@ -38,13 +38,13 @@ MIN_BODY_RATE = 64 << 10
 
 _REQUEST_TIMEOUT = GatewayError(
     HTTPStatus.REQUEST_TIMEOUT,
-    "the request did not come in time",
+    "the request was not received in time",
     "invalid_request_error",
     code="request_timeout",
 )
 _RECEIVE_LIMIT_REACHED = GatewayError(
     HTTPStatus.SERVICE_UNAVAILABLE,
-    "too many large requests are being received at once: send it again",
+    "too many large requests are being received at once: retry",
     "server_error",
     code="receiving_too_much",
     retry_after_s=1,

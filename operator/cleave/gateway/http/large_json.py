@@ -11,9 +11,9 @@ they may be anything, but the engine rejects the request, because its parser is 
 receives every value. Keys and short values are decoded by msgspec afterwards.
 
 A slice is an array of bytes, and each step is an operation on all of it:
-1. A quote counts unless an odd number of backslashes stands before it.
-2. A byte is inside a string when an odd number of quotes has come before it.
-3. Outside strings brackets change the depth; commas and colons of depth 1 delimit members.
+1. A quote counts unless an odd number of backslashes precedes it.
+2. A byte is inside a string if an odd number of quotes precedes it.
+3. Outside strings, brackets change the depth; commas and colons at depth 1 delimit members.
 """
 
 import re

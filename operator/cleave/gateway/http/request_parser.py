@@ -33,10 +33,8 @@ _TOO_MUCH_FRAMING = build_bad_request(
     f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all "
     "of a body's framing is longer than a body may be"
 )
-_UNKNOWN_VERSION = build_bad_request("the request is of another version than HTTP/1.0 and HTTP/1.1")
-_UNKNOWN_CODING = build_bad_request(
-    "the only transfer coding that is understood is chunked, and once"
-)
+_UNKNOWN_VERSION = build_bad_request("only HTTP/1.0 and HTTP/1.1 are supported")
+_UNKNOWN_CODING = build_bad_request("the only supported transfer coding is chunked, once")
 _UNKNOWN_EXPECTATION = GatewayError(
     HTTPStatus.EXPECTATION_FAILED, "unknown expectation", "invalid_request_error"
 )
@@ -270,7 +268,9 @@ class RequestParser:
         httptools treats the data after such a head as another protocol: the body is read here.
         """
         if b"transfer-encoding" in request.headers:
-            self.error = build_bad_request("an offer to upgrade cannot come with a chunked body")
+            self.error = build_bad_request(
+                "a request with an Upgrade header cannot have a chunked body"
+            )
         self._raw_body_remaining = int(request.headers.get(b"content-length", b"0"))
 
     def _take_raw_body(self, data: bytes) -> bytes:
