@@ -52,10 +52,10 @@ class ListScoreColumn(WritableScoreColumn):
 
     def find_least(self) -> int:
         """Slot with the lowest score; NONE when all are closed."""
-        least, slot = _INF, NONE
-        for at, score in enumerate(self._scores):
-            if score < least:
-                least, slot = score, at
+        lowest, slot = _INF, NONE
+        for index, score in enumerate(self._scores):
+            if score < lowest:
+                lowest, slot = score, index
         return slot
 
     def to_list(self) -> list[float]:

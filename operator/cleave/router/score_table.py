@@ -91,7 +91,7 @@ class ScoreTable(BaseScoreTable):
         """Both phases: mixed and decode instances."""
         self.spare = columns["spare"]
         """Both phases: prefill instances, the last resort."""
-        self._instance_columns = [_select_columns(columns, its) for its in uses]
+        self._instance_columns = [_select_columns(columns, each) for each in uses]
         self.pending_prompt = _build_column(size, is_short, 0.0)
         """Pending prompt tokens, also of closed instances."""
         self.room = np.zeros(size)
@@ -115,7 +115,7 @@ class ScoreTable(BaseScoreTable):
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
         """Slot by boot ID."""
         use = "prefill" if self.prefill.size else "colocated"
-        self.prompt_slots = [slot for slot, its in enumerate(uses) if use in its]
+        self.prompt_slots = [slot for slot, each in enumerate(uses) if use in each]
         """Slots of the instances that compute prompts."""
         for slot in range(size):
             self.update(slot)
@@ -211,7 +211,7 @@ def _build_columns(
     columns: dict[str, WritableScoreColumn] = {}
     built: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
     for use in _USES:
-        slots = tuple(slot for slot, its in enumerate(uses) if use in its)
+        slots = tuple(slot for slot, each in enumerate(uses) if use in each)
         size = len(uses) if slots else 0
         # The scores of `prefill` count prompts only, so it shares no column.
         key = use == "prefill", slots

@@ -127,15 +127,15 @@ def parse_slice(item: dict[str, Any], port: int) -> Addresses:
 async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:
     """Addresses by slice, and the resource version from which to watch."""
     # Version 0: from the API server's cache; the watch corrects a slightly old list.
-    listed = await kube_api.get_object(
+    slice_list = await kube_api.get_object(
         access, _build_path(service, resourceVersion="0"), LIST_TIMEOUT_S
     )
     try:
         slices = {
             item["metadata"]["name"]: parse_slice(item, service.port)
-            for item in listed.get("items") or ()
+            for item in slice_list.get("items") or ()
         }
-        return slices, listed["metadata"]["resourceVersion"]
+        return slices, slice_list["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
         raise HttpError(f"the API server sent an invalid EndpointSliceList: {error!r}") from None
 

@@ -146,10 +146,10 @@ async def open_response(
 async def get(url: str, *, seconds: float, limit: int = MAX_BODY_BYTES) -> bytes:
     """GET a URL within `seconds`; its body. Raises HttpError, also if the status is not 200."""
     with _map_errors(seconds):
-        async with asyncio.timeout(seconds), open_response("GET", url, seconds=seconds) as answer:
-            body = await answer.read(limit)
-    if answer.status != 200:
-        raise HttpError(f"{url} answers {answer.status}")
+        async with asyncio.timeout(seconds), open_response("GET", url, seconds=seconds) as response:
+            body = await response.read(limit)
+    if response.status != 200:
+        raise HttpError(f"{url} answers {response.status}")
     return body
 
 

@@ -253,8 +253,8 @@ class GatewayRequestHandler:
                 headers.JSON_CONTENT,
                 msgspec.json.encode(self._describe_model(name)),
             )
-        listed = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
-        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(listed)
+        model_list = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
+        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(model_list)
 
     def _describe_api(self, names: list[str]) -> bytes:
         """Built once with the model names and once without, until these change."""
