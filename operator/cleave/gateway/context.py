@@ -1,4 +1,5 @@
-"""What the parts of one gateway share. Made by the server, read by connections and requests."""
+"""State shared by the components of one gateway process. Created by the server, used by
+connections and requests."""
 
 import os
 import time
@@ -21,27 +22,27 @@ from cleave.router.router import Router
 
 MAX_INTERNAL_CLIENTS = 256
 MAX_HANDSHAKES = 2_048
-"""At once; each takes some 50 KiB, of which a client that says nothing uses nothing."""
+"""Limit of concurrent TLS handshakes; each takes up to 50 KiB, an idle one almost nothing."""
 SAVE_INTERVAL_S = 1.0
-"""Between two times that a process leaves word of what it has counted."""
+"""Interval at which a process saves its counters."""
 
 
 class Expirable(Protocol):
-    """Something with a deadline that the sweeper keeps."""
+    """Something with a deadline that the sweeper checks."""
 
     def check_deadline(self, now: float) -> None:
         """Act if the deadline has passed; `now` is the context's clock."""
 
 
 class ClientSlot(Expirable, LimitedConnection, Protocol):
-    """An open client connection, or one whose TLS handshake is under way."""
+    """An open client connection, or one whose TLS handshake is in progress."""
 
     def close_if_idle(self) -> None:
         """Close unless a request is being read or answered."""
 
 
 class GatewayContext:
-    """One gateway's state."""
+    """The state of one gateway process."""
 
     def __init__(
         self,
@@ -51,17 +52,18 @@ class GatewayContext:
         clock: Callable[[], float] = time.monotonic,
         shared_state: SharedGatewayState | None = None,
     ) -> None:
-        """`shared_state`: where several processes are one gateway."""
+        """`shared_state`: shared with the other processes of this gateway; None: there are
+        none."""
         self.config = config
         self.router = router
         self.clock = clock
         """Seconds."""
         self.shared_state = shared_state
         self.session_header = config.session_header.lower().encode()
-        """Empty: none."""
+        """Lowercase name of the session header; empty: no session affinity."""
         traced = {TRACEPARENT} if config.otlp_endpoint is not None else set()
         self.extra_headers = frozenset({self.session_header} - {b""} | traced)
-        """Headers of requests, beside those that are always read."""
+        """Lowercase names of request headers to keep besides those that are always kept."""
         slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
         self.admission = AdmissionController(config, router.registry, self.metrics, shared_state)
@@ -69,48 +71,48 @@ class GatewayContext:
         self.circuit_breaker = CircuitBreaker()
         self.write_batcher = WriteBatcher()
         self.clients: set[ClientSlot] = set()
-        """Of both ports, and handshakes."""
+        """Clients of both ports, and TLS handshakes."""
         self.client_limiter = ConnectionLimiter("clients", config.max_clients, clock)
         self.internal_limiter = ConnectionLimiter(
             "clients of the internal port", MAX_INTERNAL_CLIENTS, clock
         )
-        """Counted apart, so that clients cannot keep probes and the operator out."""
+        """Separate, so that clients cannot lock out probes and the operator."""
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock)
-        """Clients follow when they are done."""
+        """A connection counts as a client only after its handshake."""
         self.partial_bytes = 0
-        """Memory of requests that are not whole, of all clients."""
+        """Memory of incomplete requests of all clients."""
         self.discarded_bytes = 0
-        """Of what refused clients still sent, since the sweeper ran last."""
+        """Bytes received from rejected clients since the sweeper ran last."""
         self.large_body_at = 0.0
         """When the next large body may be handled."""
         self.last_tick_at = clock()
         """When the sweeper ran last."""
         self.active_requests: set[Expirable] = set()
         self.num_awaiting_first_byte = 0
-        """Requests that wait for the first byte of their answer."""
+        """Requests that wait for the first byte of their response."""
         self.queue_limit = config.queue_limit
-        """How many may; less those of the other processes."""
+        """This process's limit of `num_awaiting_first_byte`."""
         self.draining = False
         self._pools: dict[str, EnginePool] = {}
-        # Unique among gateways and their restarts: engines refuse or mix up equal ids.
+        # Unique among gateways and their restarts: engines reject or mix up equal IDs.
         self._id_prefix = os.urandom(6).hex().encode()
         self._last_id = 0
         self._next_save_at = 0.0
 
     def set_api_keys(self, api_keys: ApiKeys) -> None:
-        """At the start, and whenever their file has changed."""
+        """Set the keys and tenants, at the start and whenever their file has changed."""
         self.api_keys = api_keys
         self.admission.set_tenants(api_keys.tenants, self.clock())
 
     def restore_counters(self) -> None:
-        """Go on from what this process's predecessor has left."""
+        """Restore the counters that this process's predecessor saved."""
         if self.shared_state is not None:
             restore_counters(
                 self.metrics, self.shared_state.read_counters(self.shared_state.process_index)
             )
 
     def publish_process_state(self, now: float) -> None:
-        """That this process lives, and what they need to know of it; called by the sweeper."""
+        """Publish a heartbeat and counts for the other processes; called by the sweeper."""
         shared_state = self.shared_state
         if shared_state is None:
             return
@@ -123,22 +125,22 @@ class GatewayContext:
             self.save_counters()
 
     def save_counters(self) -> None:
-        """Of what this process has counted."""
+        """Save this process's counters."""
         if self.shared_state is not None:
             save_counters(self.metrics, self.shared_state)
 
     def count_in_flight(self) -> int:
-        """Requests being served, by the other processes as well."""
+        """Requests in flight in all processes."""
         shared_state = self.shared_state
         return self.metrics.in_flight if shared_state is None else shared_state.count_in_flight()
 
     def make_request_id(self) -> bytes:
-        """A request id that no client can bring about."""
+        """A new request ID, unique among gateways and restarts."""
         self._last_id += 1
         return b"%b-%x" % (self._id_prefix, self._last_id)
 
     def get_pool(self, target: Target) -> EnginePool:
-        """The connections to one boot of an engine."""
+        """The connection pool of one boot of an engine."""
         pool = self._pools.get(target.boot_id)
         if pool is None:
             config = self.config
@@ -148,12 +150,12 @@ class GatewayContext:
         return pool
 
     def discount_pause(self, pause_s: float, now: float) -> None:
-        """This process stood still for so long: no engine is to blame for that."""
+        """Exclude a stall of this process from the engines' stall detection."""
         for pool in self._pools.values():
             pool.stall_detector.discount_pause(pause_s, now)
 
     def expire_pools(self, now: float) -> None:
-        """Close idle connections and forget pools of engines that are gone."""
+        """Close idle connections, and remove pools of engines that are gone."""
         self.circuit_breaker.expire(now)
         for boot_id, pool in tuple(self._pools.items()):
             pool.close_idle(now)
@@ -161,6 +163,6 @@ class GatewayContext:
                 del self._pools[boot_id]
 
     def close_pools(self) -> None:
-        """End every connection to every engine."""
+        """Close all connections to engines."""
         for pool in self._pools.values():
             pool.close()

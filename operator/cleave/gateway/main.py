@@ -43,7 +43,7 @@ GC_THRESHOLDS = (1_000, 10, 1_000)
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code."""
+    """Serve until SIGTERM or SIGINT; returns the exit code."""
     if config.processes == 1:
         return _serve_process(config)
     try:
@@ -53,7 +53,8 @@ def run(config: GatewayConfig) -> int:
 
 
 def _serve_process(config: GatewayConfig, shared_state: SharedGatewayState | None = None) -> int:
-    """Serve in this process; `shared_state`: that of the other processes, if there are several."""
+    """Serve in this process; `shared_state`: shared with the other processes; None: there are
+    none. Returns the exit code."""
     try:
         with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, shared_state))
@@ -87,11 +88,11 @@ async def _serve(config: GatewayConfig, shared_state: SharedGatewayState | None)
         loop.add_reader(shared_state.parent_pipe, stop.set)
     try:
         await gateway.start()
-        # The objects so far live as long as the process; scanning them would take 12 ms per
-        # full garbage collection.
+        # The objects so far live as long as the process; scanning them takes 12 ms per full
+        # garbage collection.
         gc.freeze()
         # With thousands of connections a full collection stops all requests for 50 ms and more.
-        # What a request leaves is freed without the collector, or by its two young generations.
+        # Reference counting or the two young generations free the objects of finished requests.
         gc.set_threshold(*GC_THRESHOLDS)
         scheme = "http" if config.tls_certificate is None else "https"
         if shared_state is None:
@@ -105,7 +106,7 @@ async def _serve(config: GatewayConfig, shared_state: SharedGatewayState | None)
 
 
 def _resolve_otlp_endpoint(endpoint: str | None) -> str | None:
-    """The collector's URL; empty: from the environment; None: no tracing."""
+    """The OTLP collector's URL; empty: from the environment; None: no tracing."""
     if endpoint is None and any(map(os.environ.get, _OTLP_VARIABLES)):
         return ""
     return endpoint or None

@@ -36,9 +36,9 @@ MAX_RESTART_DELAY_S = 5.0
 """Delays before a process that died is replaced: doubled each time."""
 STABLE_AFTER_S = 60.0
 MAX_DEATHS = 10
-"""Of all processes within CALM_S; after that, restarting is considered useless."""
+"""Deaths of all processes within STABLE_AFTER_S after which the supervisor gives up."""
 SHUTDOWN_MARGIN_S = 5.0
-"""After the leave and drain time-outs, until the remaining processes are killed."""
+"""After the shutdown delay and drain timeout, until the remaining processes are killed."""
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
@@ -48,17 +48,17 @@ Serve = Callable[[GatewayConfig, SharedGatewayState], int]
 
 @dataclass(slots=True)
 class _ChildProcess:
-    """One of the processes, or its next start."""
+    """A child process, or its scheduled restart."""
 
     pid: int = 0
-    """0: it is to be started at `start_at`."""
+    """0: not running; it will be started at `start_at`."""
     start_at: float = 0.0
     delay_s: float = 0.0
     started_at: float = 0.0
 
 
 def run_processes(config: GatewayConfig, serve: Serve) -> int:
-    """Run until SIGTERM or SIGINT; the exit code. Raises OSError when an address cannot be
+    """Run until SIGTERM or SIGINT; returns the exit code. Raises OSError when an address cannot be
     bound."""
     with ExitStack() as stack:
         for host in config.hosts:
@@ -83,10 +83,10 @@ def reserve_port(host: str, port: int) -> socket.socket:
     """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = addresses[0]
-    with socket.socket(family, kind, protocol) as alone:
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind(address)
-        address = alone.getsockname()
+    with socket.socket(family, kind, protocol) as exclusive:
+        exclusive.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        exclusive.bind(address)
+        address = exclusive.getsockname()
     reserved = socket.socket(family, kind, protocol)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -178,8 +178,10 @@ class _ProcessSupervisor:
                 # A start that fails with an exit code would fail again; it has logged why.
                 self._exit_code = code
                 continue
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            log.error("process %d %s; it will be restarted", process + 1, how)
+            outcome = (
+                f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            )
+            log.error("process %d %s; it will be restarted", process + 1, outcome)
             self._schedule_restart(child, time.monotonic())
 
     def _schedule_restart(self, child: _ChildProcess, now: float) -> None:
@@ -190,13 +192,13 @@ class _ProcessSupervisor:
         child.start_at = now + child.delay_s
         self._shared_state.record_restart()
         self._deaths.append(now)
-        is_calm = any(
+        is_any_stable = any(
             each.pid and now - each.started_at > STABLE_AFTER_S for each in self._children
         )
         if (
             len(self._deaths) == MAX_DEATHS
             and now - self._deaths[0] < STABLE_AFTER_S
-            and not is_calm
+            and not is_any_stable
         ):
             log.error("%d processes died within %g s: giving up", MAX_DEATHS, STABLE_AFTER_S)
             self._exit_code = 1
@@ -211,9 +213,11 @@ class _ProcessSupervisor:
 
     def _stop_children(self) -> None:
         """Let all processes finish their requests, then kill those that remain."""
-        waits = self._config.timeouts
+        timeouts = self._config.timeouts
         self._signal_children(signal.SIGTERM)
-        deadline = time.monotonic() + waits.shutdown_delay_s + waits.drain_s + SHUTDOWN_MARGIN_S
+        deadline = (
+            time.monotonic() + timeouts.shutdown_delay_s + timeouts.drain_s + SHUTDOWN_MARGIN_S
+        )
         while any(child.pid for child in self._children):
             if time.monotonic() > deadline:
                 self._signal_children(signal.SIGKILL)
@@ -229,11 +233,11 @@ class _ProcessSupervisor:
 def _run_child(
     serve: Serve, config: GatewayConfig, shared_state: SharedGatewayState, parent: int
 ) -> int:
-    """The life of a child process; its exit code."""
+    """Run a child process; returns its exit code."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if shared_state.process_index:
-            # A ticket of these services is valid only in the process that issued it.
+            # Tickets of these services are valid only in the process that issued them.
             config = replace(config, router_port=0, endpoint_picker_port=0)
         return serve(config, shared_state)
     except BaseException:
@@ -247,8 +251,7 @@ def _run_child(
 
 
 def _reap_pid(pid: int) -> int | None:
-    """The exit code of a child that has ended, negative for a signal; None: it runs, or there is
-    none."""
+    """The exit code of an ended child, -N if signal N killed it; None: it runs, or `pid` is 0."""
     if not pid:
         return None
     ended, status = os.waitpid(pid, os.WNOHANG)

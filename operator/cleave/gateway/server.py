@@ -1,8 +1,9 @@
-"""One gateway: its sockets, its sweeper, its fleet, and its end. Run by main, and by tests.
+"""One gateway process: listeners, deadline sweeper, agent watcher and shutdown. Run by main and by
+tests.
 
-What is hard: the end. First /health says that it drains while new connections are still served, for
-clients hear late that it goes; then they are refused, answers that run are finished, and only what
-is still there after the drain time is cut.
+What is hard: the shutdown. First /health reports draining while new connections are still
+accepted, because load balancers notice late; then the listeners close, running requests finish,
+and those left after the drain timeout are cut off.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 ADMIT_INTERVAL_S = 0.01
-"""Between two looks whether there is room for those who wait for admission."""
+"""Interval between attempts to admit queued requests."""
 TICKS_PER_CLIENT_CYCLE = 20
 MIN_CLIENTS_PER_TICK = 64
 FILE_CHECK_INTERVAL_S = 5.0
@@ -48,14 +49,14 @@ BACKLOG = 4_096
 
 
 class GatewayServer:
-    """Start it, then stop it; one use."""
+    """Call `start`, then `stop`; it cannot be started again."""
 
     def __init__(
         self, config: GatewayConfig, shared_state: SharedGatewayState | None = None
     ) -> None:
-        """`shared_state`: of which it is one process.
+        """`shared_state`: shared with the other processes of this gateway; None: there are none.
 
-        Raises ApiKeysError, LengthsError and TlsError when one of its files cannot be read."""
+        Raises ApiKeysError, LengthsError and TlsError when a configured file cannot be read."""
         registry = InstanceRegistry(
             config.policy, shared_state.open_load_accounting() if shared_state else None
         )
@@ -70,18 +71,18 @@ class GatewayServer:
         self._certificate: TlsCertificate | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self._certificate = TlsCertificate(config.tls_certificate, config.tls_key)
-        made = SharedRouter if shared_state else Router
-        router = made(registry, config.fallback, rules)
+        router_class = SharedRouter if shared_state else Router
+        router = router_class(registry, config.fallback, rules)
         if config.output_length_model is not None:
             _load_output_length_model(config.output_length_model, router)
         self.context = GatewayContext(
             config, router, self._api_keys_file.keys, shared_state=shared_state
         )
         self.context.restore_counters()
-        together = (shared_state.gateway_id, shared_state.num_processes) if shared_state else ()
-        self._agent_watcher = AgentWatcher(config.agents, registry, time.monotonic, *together)
+        group = (shared_state.gateway_id, shared_state.num_processes) if shared_state else ()
+        self._agent_watcher = AgentWatcher(config.agents, registry, time.monotonic, *group)
         self._role_flipper: RoleFlipper | None = None
-        # One process is enough, and the first one is always there or about to be.
+        # One process is enough, and the supervisor keeps the first one running.
         if shared_state is None or shared_state.process_index == 0:
             thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._role_flipper = RoleFlipper(
@@ -93,19 +94,19 @@ class GatewayServer:
         self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._unchecked_clients: list[ClientSlot] = []
-        """Clients whose deadlines are still to be looked at in this round."""
+        """Clients whose deadlines have not been checked in this cycle."""
         self._clients_per_tick = MIN_CLIENTS_PER_TICK
         self.stop_requested = asyncio.Event()
-        """Set by whoever wants it to be stopped."""
+        """Set by main or by a failed task; main then calls `stop`."""
         self.failed = False
-        """Whether it is to be stopped because a part of it has failed."""
+        """Whether it stops because one of its tasks has failed."""
         self.port = config.port
 
     async def start(self) -> None:
-        """Listen and follow the fleet.
+        """Listen, and watch the agents.
 
-        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and TlsError of the
-        picker's.
+        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and TlsError for the
+        endpoint picker's certificate.
         """
         config = self._config
         self._recorder = make_recorder(config, self.context.metrics)
@@ -129,7 +130,7 @@ class GatewayServer:
             self._shared_state.register_process(os.getpid())
 
     async def stop(self) -> None:
-        """Finish what runs, within the drain time, and let go of everything."""
+        """Finish running requests within the drain timeout, then free all resources."""
         context = self.context
         context.draining = True
         if self._servers:
@@ -163,10 +164,10 @@ class GatewayServer:
         return task
 
     def _handle_task_end(self, task: asyncio.Task[None]) -> None:
-        """Without deadlines or keys that are renewed it would look well and not be."""
+        """Stop the gateway: without deadlines or key reloads it would look healthy but not be."""
         fault = None if task.cancelled() else task.exception()
         if fault is not None:
-            log.critical("a part of the gateway has failed: it ends", exc_info=fault)
+            log.critical("a task of the gateway has failed: shutting down", exc_info=fault)
             self.failed = True
             self.stop_requested.set()
 
@@ -212,9 +213,9 @@ class GatewayServer:
                 self.context.set_api_keys(self._api_keys_file.keys)
 
     def _take_clients(self) -> list[ClientSlot]:
-        """Some of the clients, all of them within a few seconds, which is soon enough for them.
+        """The next batch of clients; all of them are returned within a few seconds.
 
-        Ten thousand at once would take a hundredth of a core, and hold requests up for 3 ms.
+        Checking ten thousand at once would take 1% of a core and delay requests by 3 ms.
         """
         if not self._unchecked_clients:
             self._unchecked_clients = list(self.context.clients)
@@ -229,15 +230,15 @@ class GatewayServer:
         return part
 
     async def _check_deadlines(self) -> None:
-        """Keep all deadlines with one timer: one per request would cost more than it serves."""
-        context, rounds = self.context, WatchdogTimer(TICK_S)
+        """Check all deadlines with one timer, which is cheaper than one per request."""
+        context, timer = self.context, WatchdogTimer(TICK_S)
         while True:
-            await rounds.wait()
+            await timer.wait()
             now = context.last_tick_at = context.clock()
             context.discarded_bytes = 0
-            if rounds.stall_s:
-                context.discount_pause(rounds.stall_s, now)
-            if rounds.is_reliable:
+            if timer.stall_s:
+                context.discount_pause(timer.stall_s, now)
+            if timer.is_reliable:
                 for request in tuple(context.active_requests):
                     request.check_deadline(now)
                 for client in self._take_clients():
@@ -248,7 +249,8 @@ class GatewayServer:
             context.expire_pools(now)
 
     async def _admit_waiting(self) -> None:
-        """Who waits hears of own answers that make room at once, and of others' in this way."""
+        """Admit queued requests when requests of other processes or gateways have ended; the end of
+        an own request admits them at once."""
         admission = self.context.admission
         while True:
             await admission.has_waiters.wait()
@@ -257,10 +259,13 @@ class GatewayServer:
 
 
 def _load_output_length_model(path: Path, router: Router) -> None:
-    """Let a trained file foretell outputs, if it did better than what the router learns online."""
-    found = length_file.read_length_file(path)
-    if found.scores.is_better:
-        router.length_predictor = found.tree
-        log.info("outputs are foretold by %s: %s", path, found.scores.comparison)
+    """Use the trained model of a file if it beats the router's online predictor.
+
+    Raises LengthsError.
+    """
+    trained = length_file.read_length_file(path)
+    if trained.scores.is_better:
+        router.length_predictor = trained.tree
+        log.info("output lengths are predicted by %s: %s", path, trained.scores.comparison)
     else:
-        log.warning("%s is not used: %s", path, found.scores.comparison)
+        log.warning("%s is not used: %s", path, trained.scores.comparison)

@@ -31,7 +31,7 @@ _RESTARTS = 0
 
 
 class SharedGatewayState:
-    """The shared state, as one process sees it."""
+    """The shared state of all processes; each has an instance with its process index."""
 
     def __init__(self, count: int, folder: Path, parent: int = -1) -> None:
         """`folder`: a private folder for files; `parent`: a pipe that becomes readable when the
@@ -67,12 +67,12 @@ class SharedGatewayState:
     # --- published by each process ---
 
     def register_process(self, pid: int) -> None:
-        """This process listens."""
+        """Publish the PID of this process: it listens."""
         self._write_field(self.process_index, _PID, pid)
 
     def publish_heartbeat(self, now: float, unanswered: int, in_flight: int) -> None:
-        """Publish a heartbeat, the requests waiting for their first byte, and all requests in
-        flight."""
+        """Publish a heartbeat, the number of requests waiting for their first byte (`unanswered`),
+        and of all requests in flight."""
         for field, value in (
             (_HEARTBEAT, now),
             (_AWAITING_FIRST_BYTE, unanswered),
@@ -107,10 +107,10 @@ class SharedGatewayState:
             return b""
 
     def compute_queue_limit(self, unanswered: int, limit: int) -> int:
-        """How many requests may wait here for their first byte, until the next call.
+        """How many requests of this process may wait for their first byte, until the next call.
 
-        The remaining room is divided evenly, so that all processes together about keep the limit
-        however clients are spread. The result is at least 1: otherwise no request could be admitted
+        The remaining room is divided evenly, so that all processes together roughly keep to the
+        limit however clients are spread. At least 1: otherwise no request would ever be admitted
         again.
         """
         remaining = max(limit - sum(self._read_field(_AWAITING_FIRST_BYTE)), 0.0)
@@ -125,7 +125,7 @@ class SharedGatewayState:
         return [int(pid) for pid in self._read_field(_PID) if pid]
 
     def list_hung(self, now: float) -> list[tuple[int, float]]:
-        """Processes without a heartbeat for MISSING_S, and the age of their last one in seconds."""
+        """(process, seconds since its heartbeat) of those without one for HEARTBEAT_TIMEOUT_S."""
         ages = [now - beat for beat in self._read_field(_HEARTBEAT)]
         return [(process, age) for process, age in enumerate(ages) if age > HEARTBEAT_TIMEOUT_S]
 

@@ -1,1 +1,1 @@
-"""Follows the fleet and picks instances."""
+"""The router: watches the agents and picks the instances of each request."""

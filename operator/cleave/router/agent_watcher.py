@@ -1,4 +1,4 @@
-"""Watches every agent and updates the registry. Started by the gateway and the router service.
+"""Watches every agent and updates the registry. Started by the gateway.
 
 One gRPC stream per agent; the list of agents is refreshed twice a second. What is hard: to
 distinguish a lost agent from a silent one. A broken stream closes its instance at once and is
@@ -100,7 +100,7 @@ class AgentWatcher:
             try:
                 await self._discover()
             except (DiscoveryError, OSError, TimeoutError) as error:
-                log.warning("agents cannot be looked up: %s", error)
+                log.warning("agent discovery failed: %s", error)
             timer.restart()
 
     async def _discover(self) -> None:
@@ -121,7 +121,7 @@ class AgentWatcher:
                             delay = MIN_DELAY_S
                     except ValueError:
                         # The agent may be of a newer version; other agents are not affected.
-                        log.exception("agent %s sent an event that is not understood", address)
+                        log.exception("agent %s sent an invalid event", address)
                     self._mark_registered(address)
                     self._registry.on_disconnect(address)
                     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
@@ -132,7 +132,7 @@ class AgentWatcher:
             self._streams.pop(address, None)
 
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
-        """Read one stream to its end; whether any event came."""
+        """Read one stream to its end; returns whether any event arrived."""
         has_event = False
         agent = agent_pb2_grpc.AgentStub(channel)
         with contextlib.suppress(grpc.aio.AioRpcError):

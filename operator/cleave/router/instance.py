@@ -1,6 +1,6 @@
-"""One instance as the router sees it: its registration, its load, whether it takes requests.
+"""One instance in the router: its registration, its load, whether it takes requests.
 
-Used by the registry (which changes it) and the score table (which scores it). What is hard: load
+Used by the registry (which updates it) and the score table (which scores it). What is hard: load
 accounting belongs to one boot of an engine. After a restart the old requests are gone, but their
 picks are released later; so the `InFlightLoad` is replaced, never reset, and late releases go to
 the old one.
@@ -68,7 +68,7 @@ class DecodingRequest(Protocol):
 
 
 class InFlightLoad:
-    """The load of one boot of an engine, from own requests and from reports."""
+    """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
         "decoding_requests",
@@ -126,7 +126,7 @@ class InFlightLoad:
         self.num_remote_requests = estimate_pending(0.0, reported, self.count_requests())
 
     def publish(self) -> None:
-        """Publish changes to the processes that share this accounting; here there are none."""
+        """Publish changes to the processes that share this accounting; this class has none."""
 
     def sync(self) -> None:
         """Publish changes and load those of other processes."""

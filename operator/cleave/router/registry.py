@@ -67,7 +67,7 @@ class InstanceRegistry:
             self._report(agent, event.load, now)
 
     def on_disconnect(self, agent: str) -> None:
-        """The connection to an agent ended: no new requests until its next event."""
+        """The stream of an agent ended: its instance gets no new requests until its next event."""
         instance = self._find_instance(agent)
         if instance is not None and self._set_connectivity(instance, Connectivity.DISCONNECTED):
             self._rebuild()
@@ -110,7 +110,7 @@ class InstanceRegistry:
         return NoInstance("no instance has answered so far")
 
     def find_max_model_len(self, model: str) -> int:
-        """Tokens that a request may have on every instance of a model; 0: not known."""
+        """The context length that all instances of a model support, in tokens; 0: not known."""
         served = self.models.get(model)
         lengths = [i.registration.max_model_len for i in served.instances] if served else []
         return min(lengths, default=0)
@@ -118,7 +118,7 @@ class InstanceRegistry:
     def _register(self, agent: str, registration: agent_pb2.Registration, now: float) -> None:
         previous = self._find_instance(agent)
         instance = self.instances.get(registration.instance)
-        # First the part that may raise.
+        # The part that may raise comes first, so that an invalid event changes nothing.
         if instance is None:
             instance = (
                 RoutedInstance(agent, registration, now)
@@ -186,10 +186,10 @@ class InstanceRegistry:
         for name, tables in adapters.items():
             if name not in self.models:
                 score_tables = [table for _, table in tables]
-                all_of_them = [instance for table in score_tables for instance in table.instances]
-                crowded = any(map(_is_crowded, all_of_them))
+                members = [instance for table in score_tables for instance in table.instances]
+                crowded = any(map(_is_crowded, members))
                 self.models[name] = ServedModel(
-                    score_tables, all_of_them, tables[0][0], to_key(name), crowded
+                    score_tables, members, tables[0][0], to_key(name), crowded
                 )
         self.known_models.update(self.models)
 

@@ -90,15 +90,15 @@ class FlipState:
         instances: list[RoutedInstance],
         thresholds: FlipThresholds,
         now_s: float,
-        lends: bool = True,
+        enabled: bool = True,
     ) -> RoleFlip | None:
-        """The flip to execute now, or None; `lends`: False while flipping is off."""
+        """The flip to execute now, or None; `enabled`: False while flipping is off."""
         now_ms = now_s * 1000
         self._update_members([instance.name for instance in instances])
-        present = _compute_computed_share([instance.in_flight for instance in instances])
+        computed_share = _compute_computed_share([instance.in_flight for instance in instances])
         for member, instance in zip(self._members, instances, strict=True):
-            _fill_member(member, instance, present, now_ms)
-        if lends:
+            _fill_member(member, instance, computed_share, now_ms)
+        if enabled:
             slot, role = role_flipping.decide(self._members, self._history, thresholds, now_ms)
         else:
             slot, role = role_flipping.return_flipped(self._members, now_ms)
@@ -202,8 +202,8 @@ class RoleFlipper:
 
     async def _check_group(self, state: FlipState, instances: list[RoutedInstance]) -> None:
         now = self._clock()
-        lends = self._mode is not FlippingMode.OFF
-        flip = state.decide(instances, self._thresholds, now, lends)
+        enabled = self._mode is not FlippingMode.OFF
+        flip = state.decide(instances, self._thresholds, now, enabled)
         if flip is None:
             state.recommended = None
         elif self._mode is FlippingMode.ADVISORY:
@@ -235,28 +235,28 @@ async def send_flip(flip: RoleFlip) -> None:
 
 def _compute_computed_share(loads: list[InFlightLoad]) -> float:
     claimed = sum(each.resident.pending for each in loads)
-    # Other routers' requests count as resident only from their prefill on, so `others` is excluded.
+    # Other routers' requests count as resident only from their prefill on: `remote` is excluded.
     pending = sum(each.prompt.pending - each.prompt.remote for each in loads)
     return role_flipping.compute_computed_share(claimed, pending)
 
 
 def _fill_member(
-    member: role_flipping.Members, instance: RoutedInstance, present: float, now_ms: float
+    member: role_flipping.Members, instance: RoutedInstance, computed_share: float, now_ms: float
 ) -> None:
-    """Fill in the inputs of the policy; `present`: the result of `_compute_computed_share`."""
+    """Fill in the inputs of the policy; `computed_share`: from `_compute_computed_share`."""
     registration, in_flight = instance.registration, instance.in_flight
     queue = in_flight.queue
     pending = in_flight.prompt.pending
     pending_ms = queue.predict_ms(pending, in_flight.count_prompts(pending))
     # The start of a prompt of another router is not known.
-    worked_ms = max(now_ms - queue.head_started_ms, 0.0) if in_flight.prompt.own >= 1.0 else 0.0
+    elapsed_ms = max(now_ms - queue.head_started_ms, 0.0) if in_flight.prompt.own >= 1.0 else 0.0
     capacity = registration.kv_blocks_total * registration.kv_block_size
     role = _ROLE_NUMBERS[registration.role]
     if member["role"] != role:
         # The operator, a user or another gateway has changed the role.
         member["since_ms"] = now_ms
-    member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
-    member["use"] = present * in_flight.resident.pending / capacity if capacity else 0.0
+    member["wait_ms"] = max(pending_ms - elapsed_ms, 0.0)
+    member["use"] = computed_share * in_flight.resident.pending / capacity if capacity else 0.0
     member["configured_role"] = _ROLE_NUMBERS[registration.home or registration.role]
     member["role"] = role
     member["is_open"] = instance.selectable and registration.kv_path.verified

@@ -1,11 +1,11 @@
 """Picks the instances for each request and accounts for its load. A library: the gateway calls it
-for every request, the gRPC service offers it to other gateways.
+for every request, and the gRPC service exposes it to other gateways.
 
-What is hard: prefill and decode are picked together, from one deployment and revision, and only
-between instances whose KV path was tested; within a cell, if they have any, as long as it decodes;
-what is left when that fails depends on the fallback.
+What is hard: prefill and decode instances are picked together: of one deployment and revision, with
+verified KV paths, and in one cell if cells are configured and that cell can decode. If no such pair
+is available, the fallback policy decides.
 A prefill instance serves a whole request only as the last resort of `Always`: every engine can, and
-a slow answer beats none, but it delays the prompts of all others.
+a slow response is better than none, but it delays other prompts.
 """
 
 import enum
@@ -42,30 +42,33 @@ from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingReque
 from cleave.router.unavailable_reason import explain_unavailable
 
 UNKNOWN_OUTPUT_TOKENS = 256
-"""Predicted before any answer has been seen."""
+"""Predicted output length before any response has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """What the planner knows and a router goes by."""
+    """Settings from the plan."""
 
     short_prompt_tokens: int = 0
-    """Prompts up to so many tokens that are not cached go to a decode instance undivided, while
-    every prefill instance has more to do; `policy.short_prompts` finds it; 0: none do."""
+    """Requests with at most this many uncached prompt tokens run on a decode instance alone while
+    every prefill instance has a longer queue; computed by `policy.short_prompts`; 0: never."""
     ttft_ms: float = math.inf
-    """Targets, which BestFit keeps to."""
+    """TTFT target of BestFit."""
     tpot_ms: float = math.inf
+    """TPOT target of BestFit."""
 
 
 _PRUNE_EVERY = 4096
-"""Requests, until what engines that are gone had cached is forgotten."""
+"""Number of picks after which cached prompts of engines that are gone are dropped."""
 
 _ALWAYS_OBSERVED = 1024
+"""Number of first completions that all train the length predictor."""
 _OBSERVE_EVERY = 8
+"""Afterwards, one completion of this many does."""
 
 
 class RequestPhase(enum.Enum):
-    """What of a request is over."""
+    """The phases of a request to release."""
 
     ALL = "whole"
     PREFILL = "prefill"
@@ -73,11 +76,11 @@ class RequestPhase(enum.Enum):
 
 
 _PREFILL_PHASE, _DECODE_PHASE = RequestPhase.PREFILL, RequestPhase.DECODE
-"""Compared for every request, and looking a member up takes an enum as long as a call."""
+"""Compared for every request; an attribute of an enum takes as long to read as a call."""
 
 
 class Pick:
-    """A placed request; counts as load in flight until released."""
+    """The instances picked for a request; counts as load in flight until released."""
 
     __slots__ = (
         "_decode_entry",
@@ -99,7 +102,7 @@ class Pick:
         output_tokens: float,
     ) -> None:
         self.prefill: Target | None = prefill.target if prefill is not None else None
-        """None: the decode target does both phases."""
+        """None: the decode target runs both phases."""
         self.decode: Target = decode.target
         self.reason = reason
         self.prompt_tokens = prompt_tokens
@@ -108,7 +111,9 @@ class Pick:
         self.decoding_since: float | None = None
         """Seconds of the router's clock; None: its prompt is not computed yet."""
         self._prefill_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
+        """(instance, its load accounting, uncached prompt tokens); None: released."""
         self._decode_entry: tuple[RoutedInstance, InFlightLoad, float] | None = None
+        """(instance, its load accounting, prompt and predicted output tokens); None: released."""
 
     @property
     def is_open(self) -> bool:
@@ -117,11 +122,11 @@ class Pick:
 
 
 Selection = tuple[RoutedInstance | None, RoutedInstance, str]
-"""(prefill or None, decode or whole, reason)"""
+"""(prefill instance or None, instance that decodes or runs both phases, reason)"""
 
 
 class Router:
-    """Decides over a registry that somebody else keeps up to date."""
+    """Picks instances of a registry, which the agent watcher keeps up to date."""
 
     def __init__(
         self,
@@ -131,10 +136,10 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
     ) -> None:
-        """`seed`: above 0, of policies that draw."""
+        """`clock`: seconds; `seed`: above 0, for random policies."""
         self.registry = registry
         self.length_predictor: LengthPredictor = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
-        """What foretells outputs; whoever sees answers end lets it learn."""
+        """Predicts output lengths; `observe_completion` trains it."""
         self._fallback = fallback
         self._rules = rules or RoutingRules()
         self._iteration_times = IterationTimeEstimator(self._rules.ttft_ms, self._rules.tpot_ms)
@@ -144,8 +149,8 @@ class Router:
         )
         rule = RULES[registry.policy]
         self.uses_prompt_text = rule.prefill == CACHED
-        """Whether picks look at the prompt's text."""
-        # What these two compare would cost all others a few percent of a request.
+        """Whether the policy uses the prompt's text."""
+        # For other policies the accounting of these two would add a few percent to a request.
         self._tracks_decoding = rule.decode in (LIGHTEST, FULLEST)
         self._fits_iteration_times = rule.decode == FULLEST
         self._num_picks = self._num_completed = 0
@@ -168,14 +173,14 @@ class Router:
         text: bytes | memoryview = b"",
         cached: CachedPrompt | None = None,
     ) -> Pick:
-        """Place one request and add its load.
+        """Pick the instances of a request and add its load.
 
-        `prompt_tokens` is an estimate, `output_tokens` its limit, 0: none. `colocated`: it cannot
-        be split. `excluded`: instances that it was lost on; `suspect`: those that refused it, taken
-        only before giving up on their role. `prefill_lost`: a prefill attempt of it was lost.
-        `session`: requests with the same one stay together where that costs little. `text`: of the
-        prompt, for policies that know what is cached. `cached`: computed there before. Raises
-        RouterError.
+        `prompt_tokens`: estimated; `output_tokens`: its output limit, 0: none. `colocated`: it must
+        not be split. `excluded`: instances that failed it; `suspect`: instances that rejected it,
+        used only if no other one is left. `prefill_lost`: a prefill instance failed during it.
+        `session`: requests with equal values go to one instance where that costs little. `text`:
+        the prompt, for policies that track cached prefixes. `cached`: where the prompt was computed
+        before. Raises RouterError.
         """
         served = self.registry.models.get(model)
         if served is None:
@@ -193,7 +198,7 @@ class Router:
         return picked
 
     def release(self, pick: Pick, phase: RequestPhase = RequestPhase.ALL) -> None:
-        """Remove the load of a request or of one phase; doing so again changes nothing."""
+        """Remove the load of a request or of one phase; repeating it does nothing."""
         entry = pick._prefill_entry
         if entry is not None and phase is not _DECODE_PHASE:
             pick._prefill_entry = None
@@ -207,7 +212,7 @@ class Router:
                     self._iteration_times.add_prompt(tokens, ms)
             if pick.prefill is not None:
                 in_flight.num_requests -= 1
-            # Where both phases end on one instance it is scored once, below.
+            # If both phases end on one instance, its scores are updated once, below.
             if pick.prefill is not None or phase is _PREFILL_PHASE or pick._decode_entry is None:
                 self._refresh_scores(instance, in_flight)
         entry = pick._decode_entry
@@ -221,9 +226,9 @@ class Router:
             self._refresh_scores(instance, in_flight)
 
     def observe_completion(self, pick: Pick, output_tokens: int) -> None:
-        """A request that is not released yet has ended by itself with that many tokens."""
+        """A request completed with so many output tokens; called before its release."""
         self._num_completed += 1
-        # Lengths change slowly: once they are known, some of the answers tell enough.
+        # Lengths change slowly: after the first completions a sample is enough.
         if self._num_completed < _ALWAYS_OBSERVED or self._num_completed % _OBSERVE_EVERY == 0:
             self.length_predictor.observe(pick.prompt_tokens, output_tokens)
         entry = pick._decode_entry
@@ -235,13 +240,13 @@ class Router:
             )
 
     def allows_colocated(self, prefill_lost: bool) -> bool:
-        """Whether the fallback lets a splittable request run whole on a decode instance."""
+        """Whether the fallback policy lets one decode instance run both phases of a request."""
         if self._fallback is FallbackPolicy.ON_PREFILL_LOSS:
             return prefill_lost
         return self._fallback is FallbackPolicy.ALWAYS
 
     def explain_unavailable(self, model: str) -> str:
-        """Why a plain request for this model could not be placed now; empty when it could."""
+        """Why no instance can take a plain request for this model now; empty: one can."""
         served = self.registry.models.get(model)
         if served is None:
             return str(self.registry.build_error(model))
@@ -274,28 +279,29 @@ class Router:
     def _select_short(
         self, served: ServedModel, request: RoutingRequest, exclusions: list[Collection[str]]
     ) -> Selection | None:
-        """A prompt so short, or cached so far, that it need not wait for a prefill instance."""
+        """A decode instance for a short or mostly cached prompt that would wait longer for a
+        prefill instance."""
         limit = self._rules.short_prompt_tokens
         if request.prompt_tokens > limit and not request.hashes:
             return None
-        found = self._find_colocated(served, "colocated", request, exclusions[:1])
-        if found is None or found.connectivity is Connectivity.STALE:
+        instance = self._find_colocated(served, "colocated", request, exclusions[:1])
+        if instance is None or instance.connectivity is Connectivity.STALE:
             return None
-        todo = request.prompt_tokens - self._selector.count_cached(found, request)
+        uncached = request.prompt_tokens - self._selector.count_cached(instance, request)
         queues = [
             table.pending_prompt.get_score(slot)
             for table in served.score_tables
             if (slot := table.prefill.find_least()) != NONE
         ]
         queue = min(queues, default=math.inf)
-        if not computes_short(todo, found.in_flight.prompt.pending, queue, limit):
+        if not computes_short(uncached, instance.in_flight.prompt.pending, queue, limit):
             return None
-        return None, found, "short-prompt"
+        return None, instance, "short-prompt"
 
     def _select_pair(
         self, served: ServedModel, request: RoutingRequest, exclusions: list[Collection[str]]
     ) -> Selection | None:
-        """A split, or a mixed instance, with the first of `exclusions` that leaves any."""
+        """A pair, or a mixed instance, with the first of `exclusions` that leaves any."""
         for excluded in exclusions:
             selection = self._select_pair_excluding(served, request, excluded)
             if selection is not None:
@@ -305,10 +311,11 @@ class Router:
     def _select_pair_excluding(
         self, served: ServedModel, request: RoutingRequest, excluded: Collection[str]
     ) -> Selection | None:
-        """On the table that has the least to do in both phases, where none is in doubt if any.
+        """The pair of the table with the least work in both phases; one without stale instances if
+        possible.
 
-        Tables of one model are revisions side by side during a roll-out. Counting both phases gives
-        each about what its scarcer phase can carry, and equal ones take turns.
+        During a rollout a model has a table per revision. Counting both phases sends each revision
+        about as much as its scarcer phase can serve; equal ones alternate.
         """
         best: tuple[float, ScoreTable, int, int] | None = None
         for table in served.score_tables:
@@ -319,16 +326,16 @@ class Router:
             if len(served.score_tables) == 1:
                 best = 0.0, table, first, second
                 break
-            ahead = second if first == NONE else first
-            todo = measure_backlog(
-                table.pending_prompt.get_score(ahead),
+            prefill = second if first == NONE else first
+            backlog = measure_backlog(
+                table.pending_prompt.get_score(prefill),
                 table.instances[second].in_flight.resident.pending,
-                table.instances[ahead].in_flight.last_pick,
+                table.instances[prefill].in_flight.last_pick,
             )
             if first != NONE and table.decode.get_score(second) >= STALE_PENALTY:
-                todo += STALE_PENALTY
-            if best is None or todo < best[0]:
-                best = todo, table, first, second
+                backlog += STALE_PENALTY
+            if best is None or backlog < best[0]:
+                best = backlog, table, first, second
         if best is None:
             return None
         _, table, first, second = best
@@ -349,13 +356,13 @@ class Router:
         prefill_lost: bool,
     ) -> Selection:
         if colocated or self.allows_colocated(prefill_lost):
-            found = self._find_colocated(served, "colocated", request, exclusions)
-            if found is not None:
-                return None, found, "single-instance" if colocated else "no-prefill"
+            instance = self._find_colocated(served, "colocated", request, exclusions)
+            if instance is not None:
+                return None, instance, "single-instance" if colocated else "no-prefill"
         if self._fallback is FallbackPolicy.ALWAYS:
-            found = self._find_colocated(served, "spare", request, exclusions)
-            if found is not None:
-                return None, found, "no-decode"
+            instance = self._find_colocated(served, "spare", request, exclusions)
+            if instance is not None:
+                return None, instance, "no-decode"
         raise NoInstance(explain_unavailable(model, served, colocated, exclusions[-1]))
 
     def _find_colocated(
@@ -365,7 +372,8 @@ class Router:
         request: RoutingRequest,
         exclusions: list[Collection[str]],
     ) -> RoutedInstance | None:
-        """The best one for this use, with the first of `exclusions` that leaves any."""
+        """The best instance in the columns named `use`, with the first of `exclusions` that leaves
+        any."""
         for excluded in exclusions:
             best: tuple[float, RoutedInstance] | None = None
             for table in served.score_tables:
@@ -390,19 +398,19 @@ class Router:
         self._num_picks = self._count_pick()
         first = decode if prefill is None else prefill
         first.in_flight.last_pick = decode.in_flight.last_pick = self._num_picks
-        todo = request.prompt_tokens
+        uncached = request.prompt_tokens
         if request.hashes or request.cached is not None:
-            todo = max(todo - self._selector.count_cached(first, request), 0)
+            uncached = max(uncached - self._selector.count_cached(first, request), 0)
             self._selector.record_prompt(first, decode, request)
             if self._num_picks % _PRUNE_EVERY == 0:
                 instances = self.registry.instances.values()
                 self._selector.retain_boots({each.target.boot_id for each in instances})
-        ahead = first.in_flight
-        if ahead.prompt.pending < 1.0:
-            ahead.queue.head_started_ms = self._clock() * 1000
-        ahead.prompt.add(todo)
-        ahead.num_prompts += 1
-        pick._prefill_entry = (first, ahead, todo)
+        prefill_load = first.in_flight
+        if prefill_load.prompt.pending < 1.0:
+            prefill_load.queue.head_started_ms = self._clock() * 1000
+        prefill_load.prompt.add(uncached)
+        prefill_load.num_prompts += 1
+        pick._prefill_entry = (first, prefill_load, uncached)
         resident = pick.prompt_tokens + pick.output_tokens
         in_flight = decode.in_flight
         in_flight.resident.add(resident)

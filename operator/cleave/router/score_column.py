@@ -1,9 +1,8 @@
-"""Columns of scores, one for each use of a score table's instances. `ScoreTable` sets
-the scores, `policy` compares them.
+"""Columns of scores by slot. `ScoreTable` sets the scores, `policy` compares them.
 
-What is hard: each request changes the scores of a few instances and reads those of all, and one
-number that goes into a numpy array, or comes out of it, costs as much as a search through a short
-list. So the scores of few instances are kept in a list, those of many in an array.
+What is hard: each request changes the scores of a few instances and reads those of all, and setting
+or reading one element of a numpy array takes as long as searching a short list. So the scores of
+few instances are kept in a list, those of many in an array.
 """
 
 import math
@@ -16,7 +15,7 @@ _INF = math.inf
 
 
 class WritableScoreColumn(ScoreColumn):
-    """A column of the router: scores by slot, +inf where the instance is closed for this use."""
+    """A column that can be changed; +inf where the instance is closed for its use."""
 
     __slots__ = ()
 
@@ -53,10 +52,10 @@ class ListScoreColumn(WritableScoreColumn):
 
     def find_least(self) -> int:
         """Slot with the lowest score; NONE when all are closed."""
-        least, slot = _INF, NONE
-        for at, score in enumerate(self._scores):
-            if score < least:
-                least, slot = score, at
+        lowest, slot = _INF, NONE
+        for index, score in enumerate(self._scores):
+            if score < lowest:
+                lowest, slot = score, index
         return slot
 
     def to_list(self) -> list[float]:

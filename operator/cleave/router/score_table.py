@@ -1,8 +1,8 @@
-"""The scores of the instances that may be paired: one deployment, one revision.
+"""Score tables: the scores of all instances of one deployment and revision.
 
-Built by the registry whenever openness changes (rare), updated per dispatch, release and report
-(often), read by the router's pick. Unlike revisions have tables of their own, so that a prefill of
-one can never meet a decode of the other.
+Built by the registry when an instance opens or closes for requests (rare), updated for each pick,
+release and load report (often), read by the router. Each revision has a separate table, so that
+its prefill instances are never paired with decode instances of another revision.
 """
 
 import math
@@ -29,21 +29,21 @@ from cleave.router.score_column import ArrayScoreColumn, ListScoreColumn, Writab
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE_CONTACT = Connectivity.STALE
-"""Looked up for every request, which takes an enum a while."""
+"""Read for every request; an attribute of an enum is slow."""
 
 _USES = ("prefill", "decode", "mixed", "colocated", "spare")
-"""A score table has a column for each."""
+"""The columns of a score table."""
 MAX_LIST_INSTANCES = 24
-"""Up to so many instances lists are faster than arrays."""
+"""Number of instances up to which lists are faster than arrays."""
 
 
 class ScoreTable(BaseScoreTable):
-    """Scores, +inf where the instance is closed for a use, empty where all are.
+    """Columns of scores by slot: +inf where the instance is closed for the use of the column; empty
+    if all are.
 
-    They count tokens, or what else the policy compares: requests, or turns.
-
-    STALE is added to whatever an instance that is not heard scores: a busy machine starves agents
-    long before engines, so it is still better than none, and worse than any other.
+    Scores count what the policy compares: ms, tokens, requests or picks (`policy.dispatch.score`).
+    STALE_PENALTY is added for instances without recent events: a busy machine starves agents long
+    before engines, so such an instance is worse than any other but better than none.
     """
 
     __slots__ = (
@@ -82,67 +82,68 @@ class ScoreTable(BaseScoreTable):
         uses = [list_uses(instance) for instance in instances]
         columns = _build_columns(uses, is_short)
         self.prefill = columns["prefill"]
-        """Prompt of a split request: prefill instances with a verified KV path."""
+        """Prefill phase: prefill instances with a verified KV path."""
         self.decode = columns["decode"]
-        """Its decoding: decode and mixed instances with a verified KV path."""
+        """Decode phase: decode and mixed instances with a verified KV path."""
         self.mixed = columns["mixed"]
-        """Whole requests on mixed instances, which are meant for them."""
+        """Both phases: mixed instances."""
         self.colocated = columns["colocated"]
-        """Whole requests on mixed and decode instances."""
+        """Both phases: mixed and decode instances."""
         self.spare = columns["spare"]
-        """Whole requests on prefill instances, when nothing else is left."""
-        self._instance_columns = [_select_columns(columns, its) for its in uses]
+        """Both phases: prefill instances, the last resort."""
+        self._instance_columns = [_select_columns(columns, each) for each in uses]
         self.pending_prompt = _build_column(size, is_short, 0.0)
-        """Prompt tokens that wait; nothing is closed."""
+        """Pending prompt tokens, also of closed instances."""
         self.room = np.zeros(size)
-        """KV tokens that nobody has claimed; like all below for the policies that compare it."""
+        """Unclaimed KV tokens; this and the next three are set only for policies that compare
+        them."""
         self.heaviness = np.zeros(size)
-        """Heavy to light decodes."""
+        """Ratio of heavy to light decoding requests."""
         self.batch = np.zeros(size)
-        """Requests that decode, or will."""
+        """Number of requests that decode or will do so."""
         self.context = np.zeros(size)
-        """Their prompts and outputs, as Aladdin weighs them."""
+        """Their prompt and output tokens, weighted as in Aladdin."""
         self.keys = np.array([to_key(each.name) for each in instances], np.uint64)
-        """For sessions."""
+        """Keys of the instances' names, for session affinity."""
         self.is_remote = np.zeros(size, np.bool_)
-        """Instances that are home to another router: all that follow them share them out."""
+        """Instances in the share of another router; routers divide the instances among them."""
         self.is_shared = False
-        """Whether any is away."""
+        """Whether other routers use these instances."""
         self.cells = _number_cells(instances)
-        """Which cell each is in; None: nobody states one."""
+        """Cell number of each slot; None: no instance has a cell."""
         self._role_ranks = _rank_by_role(instances)
         self.slot_by_boot = {each.target.boot_id: slot for slot, each in enumerate(instances)}
-        """Slot of each boot of an engine."""
-        computes = "prefill" if self.prefill.size else "colocated"
-        self.prompt_slots = [slot for slot, its in enumerate(uses) if computes in its]
-        """Slots of those that compute prompts."""
+        """Slot by boot ID."""
+        use = "prefill" if self.prefill.size else "colocated"
+        self.prompt_slots = [slot for slot, each in enumerate(uses) if use in each]
+        """Slots of the instances that compute prompts."""
         for slot in range(size):
             self.update(slot)
 
     def refresh(self) -> None:
-        """Take in what others did that score the same instances; there are none here."""
+        """Load changes of other processes; without shared load there are none."""
 
     def find_shortest_queue(self) -> float:
-        """Prompt tokens that wait where prompts are computed and the fewest do; +inf: nowhere."""
+        """Pending prompt tokens of the shortest prompt queue; +inf: none computes prompts."""
         pending = self.pending_prompt.to_list()
-        least = math.inf
+        shortest = math.inf
         for slot in self.prompt_slots:
-            least = min(least, pending[slot])
-        return least
+            shortest = min(shortest, pending[slot])
+        return shortest
 
     def find_boot(self, slot: int) -> str:
-        """The boot of the engine on a slot."""
+        """Boot ID of the engine on a slot."""
         return self.instances[slot].target.boot_id
 
     def update(self, slot: int) -> None:
-        """Score one instance anew from its load."""
+        """Recompute the scores of an instance from its load."""
         instance = self.instances[slot]
         if self._has_extra_columns or self.is_shared or instance.num_routers > 1:
             self._update_extra_columns(slot, instance)
         in_flight = instance.in_flight
         by_prompt, by_all = self._instance_columns[slot]
         prefills = by_prompt is not None
-        doubt = STALE_PENALTY if instance.connectivity is _STALE_CONTACT else 0.0
+        penalty = STALE_PENALTY if instance.connectivity is _STALE_CONTACT else 0.0
         counts = self._counts
         by_requests = counts == BY_REQUESTS
         prompt, prompts, resident = in_flight.count_pending(prefills or by_requests)
@@ -157,17 +158,17 @@ class ScoreTable(BaseScoreTable):
             requests,
             in_flight.last_pick,
             in_flight.queue,
-            doubt,
+            penalty,
             prefills,
         )
-        self.pending_prompt.set_score(slot, prompt + doubt)
+        self.pending_prompt.set_score(slot, prompt + penalty)
         if by_prompt is not None:
             by_prompt.set_score(slot, first)
         for column in by_all:
             column.set_score(slot, total)
 
     def _update_extra_columns(self, slot: int, instance: RoutedInstance) -> None:
-        """What is compared besides scores."""
+        """Update the columns besides the scores."""
         if self.is_shared or instance.num_routers > 1:
             self.is_remote[slot] = (
                 self._role_ranks[slot] % instance.num_routers != instance.router_rank
@@ -177,69 +178,69 @@ class ScoreTable(BaseScoreTable):
             self._update_load_columns(slot, instance)
 
     def _update_load_columns(self, slot: int, instance: RoutedInstance) -> None:
-        """What only few policies look at."""
+        """Update the columns that only few policies compare."""
         in_flight, registration = instance.in_flight, instance.registration
-        held = in_flight.resident.pending
-        self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - held
+        resident = in_flight.resident.pending
+        self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - resident
         self.heaviness[slot] = compute_heavy_ratio(
             in_flight.num_heavy, len(in_flight.decoding_requests) - in_flight.num_heavy
         )
         self.batch[slot] = len(in_flight.decoding_requests)
-        self.context[slot] = in_flight.weighted_context + held - in_flight.resident.own
+        self.context[slot] = in_flight.weighted_context + resident - in_flight.resident.own
 
 
 def list_uses(instance: RoutedInstance) -> Collection[str]:
-    """What an instance is open for."""
+    """The uses (`_USES`) for which an instance is open."""
     if not instance.selectable:
         return ()
     role = instance.registration.role
-    split = instance.registration.kv_path.verified
+    verified = instance.registration.kv_path.verified
     if role == ROLE_PREFILL:
-        return ("prefill", "spare") if split else ("spare",)
+        return ("prefill", "spare") if verified else ("spare",)
     if role == ROLE_DECODE:
-        return ("decode", "colocated") if split else ("colocated",)
+        return ("decode", "colocated") if verified else ("colocated",)
     if role == ROLE_MIXED:
-        return ("decode", "colocated", "mixed") if split else ("colocated", "mixed")
+        return ("decode", "colocated", "mixed") if verified else ("colocated", "mixed")
     return ()
 
 
 def _build_columns(
     uses: Sequence[Collection[str]], is_short: bool
 ) -> dict[str, WritableScoreColumn]:
-    """By use, given those of each slot. What the same slots are open for is one column."""
+    """Columns by use; `uses`: those of each slot. Uses with the same open slots share a column."""
     columns: dict[str, WritableScoreColumn] = {}
-    known: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
+    built: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
     for use in _USES:
-        slots = tuple(slot for slot, its in enumerate(uses) if use in its)
+        slots = tuple(slot for slot, each in enumerate(uses) if use in each)
         size = len(uses) if slots else 0
-        # Only this one counts the prompts alone.
-        alike = use == "prefill", slots
-        known.setdefault(alike, _build_column(size, is_short or not size))
-        columns[use] = known[alike]
+        # The scores of `prefill` count prompts only, so it shares no column.
+        key = use == "prefill", slots
+        built.setdefault(key, _build_column(size, is_short or not size))
+        columns[use] = built[key]
     return columns
 
 
 def _select_columns(
     columns: dict[str, WritableScoreColumn], uses: Collection[str]
 ) -> tuple[WritableScoreColumn | None, list[WritableScoreColumn]]:
-    """(the column scored by pending prompt tokens, columns scored by all pending tokens)"""
+    """(the column scored by prompts, the columns scored by the load of both phases) of a slot."""
     by_all = {id(columns[use]): columns[use] for use in uses if use != "prefill"}
     return columns["prefill"] if "prefill" in uses else None, [*by_all.values()]
 
 
 def _rank_by_role(instances: list[RoutedInstance]) -> list[int]:
-    """The place of each instance among those of its role."""
+    """The rank of each instance among those of its role."""
     counts: Counter[int] = Counter()
-    places = []
+    ranks = []
     for instance in instances:
         role = instance.registration.role
-        places.append(counts[role])
+        ranks.append(counts[role])
         counts[role] += 1
-    return places
+    return ranks
 
 
 def _number_cells(instances: list[RoutedInstance]) -> CellNumbers | None:
-    """Numbers for the names of cells; those without one are together in one more."""
+    """The cell number of each instance; instances without a cell form one more. None: no cells."""
     names = [instance.registration.cell for instance in instances]
     if not any(names):
         return None

@@ -1,9 +1,8 @@
-"""Supplies the scores of one table to `policy`, which picks the slots. Used by the router for every
-request.
+"""Applies the dispatch policy to the scores of one table. Used by the router for every request.
 
-What is hard: the usual policies take the least of scores that the table keeps, and must stay as
-cheap as that; the others look at the request as well. A closed instance is never picked, and one
-in doubt only when all are.
+What is hard: the common policies take the lowest score of a column and must cost no more than
+that; the others also depend on the request. A closed instance is never picked, a stale one only if
+all open ones are stale.
 """
 
 import math
@@ -62,14 +61,14 @@ _INF = math.inf
 
 
 class CachedPrompt(NamedTuple):
-    """Where a prompt was computed that has to be computed again."""
+    """Where a prompt was computed before that must be computed again."""
 
     boot_id: str
     tokens: int
 
 
 class RoutingRequest:
-    """What is known of a request that is to be placed."""
+    """The properties of a request that policies use."""
 
     __slots__ = ("adapter", "cached", "hashes", "output_tokens", "prompt_tokens", "session")
 
@@ -86,16 +85,16 @@ class RoutingRequest:
         self.output_tokens = output_tokens
         """Predicted."""
         self.hashes = hashes
-        """Of its prompt's blocks, for PrefixAware."""
+        """Hashes of the prompt's blocks, for PrefixAware."""
         self.session = session
-        """Key of the session it belongs to."""
+        """Key of its session, for session affinity; None: none."""
         self.adapter = adapter
-        """Key of the adapter that it keeps to an instance with."""
+        """Key of its adapter, if requests of an adapter stay together; else None."""
         self.cached = cached
 
 
 class EndpointSelector:
-    """One policy and what it remembers: the seed of its draws, and which prompts are cached."""
+    """One policy with its state: the random seed and the index of cached prompts."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class EndpointSelector:
         clock: Callable[[], float],
         seed: int,
     ) -> None:
-        """`clock`: seconds; `seed`: above 0, for policies that draw."""
+        """`clock`: seconds; `seed`: above 0, for random policies."""
         rule = RULES[policy]
         self._is_by_score = is_by_score(rule)
         self._counts = rule.counts
@@ -126,12 +125,12 @@ class EndpointSelector:
         served: ServedModel,
         cached: CachedPrompt | None,
     ) -> RoutingRequest:
-        """What this policy looks at, and nothing that it does not."""
+        """The properties that this policy uses; the others are not computed."""
         adapter = served.adapter
         if self._is_by_score and session is None and adapter is None and cached is None:
             return RoutingRequest(prompt_tokens, output_tokens)
         key = to_key(session) if session is not None else None
-        # KV that one adapter made is no other's.
+        # The KV of one adapter cannot be used by another.
         hashes = hash_blocks(text, adapter or 0) if self._is_by_text else ()
         keeps = served.is_crowded and self._keeps_adapters
         return RoutingRequest(
@@ -151,24 +150,25 @@ class EndpointSelector:
     def record_prompt(
         self, first: RoutedInstance, second: RoutedInstance, request: RoutingRequest
     ) -> None:
-        """Both instances of a request will have its prompt's KV."""
+        """Record that both instances of a request will cache its prompt's KV."""
         for instance in {first.name: first, second.name: second}.values():
             registration = instance.registration
             tokens = registration.kv_blocks_total * registration.kv_block_size
             self._prefix_index.add(registration.boot_id, request.hashes, tokens // TOKENS_PER_BLOCK)
 
     def retain_boots(self, boots: Collection[str]) -> None:
-        """Drop what is known of engines that are gone."""
+        """Drop the cached prompts of all other boots."""
         self._prefix_index.retain(boots)
 
     def select_pair(
         self, table: ScoreTable, closed: list[int], request: RoutingRequest
     ) -> tuple[int, int]:
-        """(prefill slot, decode slot), or (NONE, slot): both phases there; none of `closed`."""
-        plain = request.session is None and request.adapter is None and request.cached is None
+        """(prefill slot, decode slot), or (NONE, slot): both phases there; (NONE, NONE): none.
+        `closed`: slots to exclude."""
+        is_plain = request.session is None and request.adapter is None and request.cached is None
         if (
             self._is_by_score
-            and plain
+            and is_plain
             and not closed
             and not table.is_shared
             and table.cells is None
@@ -192,26 +192,28 @@ class EndpointSelector:
     def find_slot(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """The slot that takes the request's prompt, its decoding or both."""
+        """The slot for one purpose: TO_PREFILL, TO_DECODE or TO_WHOLE (both phases)."""
         if not scores.size:
             return NONE
         slot = self._find_by_rule(table, scores, purpose, request)
         if purpose != TO_PREFILL or request.cached is None or slot == NONE:
             return slot
-        home = table.slot_by_boot.get(request.cached.boot_id, NONE)
-        if home == NONE or scores[home] == _INF:
+        cached_slot = table.slot_by_boot.get(request.cached.boot_id, NONE)
+        if cached_slot == NONE or scores[cached_slot] == _INF:
             return slot
         queues = table.pending_prompt
         return (
-            home
-            if goes_back(queues.get_score(home), queues.get_score(slot), request.cached.tokens)
+            cached_slot
+            if goes_back(
+                queues.get_score(cached_slot), queues.get_score(slot), request.cached.tokens
+            )
             else slot
         )
 
     def _find_by_rule(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """Where a session or an adapter keeps the request, else what the policy's rule picks."""
+        """The slot by session or adapter affinity, else by the policy's rule."""
         session, adapter = request.session, request.adapter
         if (
             adapter is not None
@@ -235,20 +237,21 @@ class EndpointSelector:
                 return slot
         if table.is_shared and self._prefers_own:
             return self._find_own(table, scores, purpose, request)
-        need = request.prompt_tokens + request.output_tokens
-        slot, self._seed = find_slot(pick, scores, table.room, table.heaviness, need, self._seed)
+        tokens = request.prompt_tokens + request.output_tokens
+        slot, self._seed = find_slot(pick, scores, table.room, table.heaviness, tokens, self._seed)
         return slot
 
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """The least of the router's own share, unless another is less by what the request adds."""
-        worth = request.prompt_tokens + (request.output_tokens if purpose != TO_PREFILL else 0.0)
+        """The lowest score in this router's share, unless one outside is lower by more than the
+        request adds."""
+        added = request.prompt_tokens + (request.output_tokens if purpose != TO_PREFILL else 0.0)
         if purpose != TO_PREFILL or self._counts != BY_WAIT:
-            return prefer_own(scores, table.is_remote, worth, 0.0)
+            return prefer_own(scores, table.is_remote, added, 0.0)
         queue = table.instances[find_least(scores)].in_flight.queue
-        worth_ms = queue.predict_ms(request.prompt_tokens, 1.0)
-        return prefer_own(scores, table.is_remote, worth_ms, self._clock() * 1000)
+        added_ms = queue.predict_ms(request.prompt_tokens, 1.0)
+        return prefer_own(scores, table.is_remote, added_ms, self._clock() * 1000)
 
     def _add_cell_costs(
         self,
@@ -258,19 +261,20 @@ class EndpointSelector:
         decode: Scores,
         request: RoutingRequest,
     ) -> Scores:
-        """Leaving a cell counts as much as computing the prompt, or as one turn or request."""
+        """Prefill scores plus the decode load of each cell; a transfer to another cell costs as
+        much as computing the prompt, or as one pick or request."""
         crossing = 1.0 if self._counts in (BY_TURN, BY_REQUESTS) else float(request.prompt_tokens)
         unit = 1.0
         if self._counts == BY_WAIT:
             unit = table.instances[find_least(prefill)].in_flight.queue.token_ms
-            # What is idle scores nothing: counted from now, all have to wait for what is added.
+            # Idle instances have a score in the past: raise it to now before costs are added.
             prefill = np.maximum(prefill, self._clock() * 1000)
         return add_cell_costs(prefill, decode, cells, RESIDENT_WEIGHT * unit, crossing * unit)
 
     def _find_best_fit(
         self, table: ScoreTable, scores: Scores, prefills: bool, request: RoutingRequest
     ) -> int:
-        """`policy.best_fit.find_best_fit`; NONE also until iteration times are known."""
+        """The slot by best fit (Aladdin); NONE: none fits, or too few iteration times are known."""
         best_fit = self._iteration_times.best_fit
         if best_fit is None:
             return NONE
@@ -298,7 +302,7 @@ class EndpointSelector:
         request: RoutingRequest,
         prefills: bool,
     ) -> bool:
-        """(d) and (e) by what this router has sent there."""
+        """Constraints (d) and (e) of `policy.best_fit`, from the requests of this router."""
         in_flight, registration, now = instance.in_flight, instance.registration, self._clock()
         step_ms = best_fit.coefficients.predict_decode_ms(
             len(in_flight.decoding_requests), in_flight.weighted_context
@@ -306,22 +310,22 @@ class EndpointSelector:
         running = [(request.output_tokens, float(request.prompt_tokens))]
         saved_ms = _INF
         for each in in_flight.decoding_requests:
-            since, left = each.decoding_since, each.output_tokens
-            held = float(each.prompt_tokens)
+            since, remaining = each.decoding_since, each.output_tokens
+            context = float(each.prompt_tokens)
             if since is not None:
                 decoding_ms = (now - since) * 1000
-                made, left = guess_progress(left, decoding_ms, step_ms)
-                held += made
+                generated, remaining = guess_progress(remaining, decoding_ms, step_ms)
+                context += generated
                 spare_ms = compute_saved_ms(
-                    made + 1.0, decoding_ms, best_fit.tpot_ms, best_fit.theta
+                    generated + 1.0, decoding_ms, best_fit.tpot_ms, best_fit.theta
                 )
                 saved_ms = min(saved_ms, spare_ms)
-            running.append((left, held))
+            running.append((remaining, context))
         running.sort(reverse=True)
-        lefts, helds = zip(*running, strict=True)
+        remaining_tokens, contexts = zip(*running, strict=True)
         return keeps_running(
-            helds,
-            lefts,
+            contexts,
+            remaining_tokens,
             saved_ms,
             in_flight.prompt.pending,
             request.prompt_tokens,

@@ -46,8 +46,8 @@ _CLOSED = -1
 def build_table(processes: int) -> SharedTable:
     """The table; to be created before the processes are forked."""
     table = SharedTable(MAX_BOOTS, processes, own=_NUM_OWN_CELLS, common=_NUM_COMMON_CELLS)
-    table.claim(b"what has no row of its own")
-    table.claim(b"turns")
+    table.claim(b"overflow")
+    table.claim(b"pick counter")
     return table
 
 
@@ -65,7 +65,7 @@ class SharedLoad:
         row = self.table.claim(f"{instance} {boot_id}".encode())
         if row is not None:
             return SharedInFlightLoad(self.table, row)
-        log.warning("no room in the shared books: the load of %s is overestimated", instance)
+        log.warning("the shared load table is full: the load of %s is overestimated", instance)
         if self._overflow is None:
             self._overflow = SharedInFlightLoad(self.table, _OVERFLOW_ROW)
         return self._overflow
@@ -76,9 +76,9 @@ class SharedLoad:
 
     def count_pick(self) -> int:
         """Count a pick; its number. Two picks at exactly the same time may get the same number."""
-        turn = self._cells[self._pick_counter_index] + 1.0
-        self._cells[self._pick_counter_index] = turn
-        return int(turn)
+        number = self._cells[self._pick_counter_index] + 1.0
+        self._cells[self._pick_counter_index] = number
+        return int(number)
 
 
 @functools.cache
@@ -176,13 +176,15 @@ class SharedInFlightLoad(InFlightLoad):
         """As in the base class, over all processes; also loads what they have published."""
         view = self._view
         if not prompts:
-            prompt, resident, turn = view.read_tokens()
-            self.last_pick = self._published_pick = int(turn)
+            prompt, resident, last_pick = view.read_tokens()
+            self.last_pick = self._published_pick = int(last_pick)
             return prompt, 0.0, resident
-        seen = self.load_shared()
-        prompt = view.sum_own(seen, _PROMPT_TOKENS) + view.get_common(seen, _REMOTE_PROMPT)
-        resident = view.sum_own(seen, _RESIDENT_TOKENS) + view.get_common(seen, _REMOTE_RESIDENT)
-        return prompt, self._count_prompts(seen), resident
+        values = self.load_shared()
+        prompt = view.sum_own(values, _PROMPT_TOKENS) + view.get_common(values, _REMOTE_PROMPT)
+        resident = view.sum_own(values, _RESIDENT_TOKENS) + view.get_common(
+            values, _REMOTE_RESIDENT
+        )
+        return prompt, self._count_prompts(values), resident
 
     def count_prompts(self, pending: float) -> float:
         """Number of prompts of all processes; other gateways' prompts have the mean length."""

@@ -1,9 +1,9 @@
-"""A router whose load accounting other processes share. Made by the server of such a process.
+"""A router that shares load accounting with other processes. Created by the server of each process.
 
-What is hard: processes that pick at the same time read the same scores and choose the same
-instance, where one request then waits behind the other although another instance is idle. That is
-rare and, among many instances, dear (benchmarks/dispatch, processes). So each looks there, once it
-has chosen, whether a sibling was faster, and chooses again.
+What is hard: processes that pick at the same time read the same scores and select the same
+instance, where one request waits behind the other although another instance is idle. That is rare
+but, with many instances, costly (benchmarks/dispatch, processes). So after a selection each process
+checks whether another one was faster, and if so selects again.
 """
 
 from collections.abc import Collection
@@ -14,11 +14,11 @@ from cleave.router.selection import RoutingRequest
 from cleave.router.shared_score_table import ChangeLogScoreTable
 
 _MAX_ATTEMPTS = 3
-"""To choose; nothing keeps siblings from being faster each time."""
+"""Limit of selections per request; other processes may be faster each time."""
 
 
 class SharedRouter(Router):
-    """One process's; its registry has shared load accounting."""
+    """The router of one process; its registry has shared load accounting."""
 
     def _select(
         self,

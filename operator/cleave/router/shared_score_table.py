@@ -1,9 +1,9 @@
-"""The score table of one of several processes of a gateway, which share load accounting.
+"""Score tables of gateway processes that share load accounting.
 
-Used by the registry. A pick begins by gathering what all of them have done: few instances are all
-scored anew from the shared load. What is hard: many would take too long, and most of them are as
-they were; so whoever changes one says so, and only those are scored.
-Whether an instance is open and how well it is heard is each process's own view.
+Used by the registry. Each pick first loads the changes of all processes: with few instances, all
+are rescored from the shared load. What is hard: with many instances that takes too long, and most
+have not changed; so each process records its changes in a change log, and only those are rescored.
+Each process decides separately whether an instance is open or stale.
 """
 
 from cleave.api.enums import DispatchPolicy
@@ -12,11 +12,11 @@ from cleave.router.score_table import ScoreTable
 from cleave.router.shared_load import SharedLoad
 
 MAX_RESCORED_INSTANCES = 12
-"""Up to so many instances scoring all of them takes less than finding those that have changed."""
+"""Number of instances up to which rescoring all is faster than finding those that changed."""
 
 
 class SharedScoreTable(ScoreTable):
-    """Of few instances."""
+    """A table of few instances, which are all rescored."""
 
     __slots__ = ("_is_fresh",)
 
@@ -25,7 +25,7 @@ class SharedScoreTable(ScoreTable):
         super().__init__(instances, policy)
 
     def refresh(self) -> None:
-        """Take in what the siblings did; once for the door and the pick that follows."""
+        """Load changes of other processes; once for admission and the pick that follows."""
         if self._is_fresh:
             self._is_fresh = False
             return
@@ -33,20 +33,20 @@ class SharedScoreTable(ScoreTable):
             super().update(slot)
 
     def find_shortest_queue(self) -> float:
-        """As it is now."""
+        """As in the base class, with the changes of other processes."""
         self._is_fresh = False
         self.refresh()
         self._is_fresh = True
         return super().find_shortest_queue()
 
     def update(self, slot: int) -> None:
-        """Tell siblings what has changed; it is scored once somebody picks."""
+        """Publish changes of an instance's load; the next `refresh` rescores it."""
         self.instances[slot].in_flight.publish()
         self._is_fresh = False
 
 
 class ChangeLogScoreTable(ScoreTable):
-    """Of many."""
+    """A table of many instances, of which only those in the change log are rescored."""
 
     __slots__ = ("_change_log", "_changed", "_reader", "_rows", "_slots")
 
@@ -63,7 +63,7 @@ class ChangeLogScoreTable(ScoreTable):
         super().__init__(instances, policy)
 
     def refresh(self) -> None:
-        """Take in what this process and its siblings did."""
+        """Rescore the instances that this or another process has changed."""
         changed = self._changed
         if not self._reader.drain(changed, len(self._rows)):
             changed.update(self._rows)
@@ -74,18 +74,18 @@ class ChangeLogScoreTable(ScoreTable):
             changed.clear()
 
     def find_shortest_queue(self) -> float:
-        """As it is now."""
+        """As in the base class, with the changes of other processes."""
         self.refresh()
         return super().find_shortest_queue()
 
     def has_lost_race(self, slot: int) -> bool:
-        """Whether a sibling has sent something there since the scores were gathered."""
+        """Whether another process has sent a request there since the last `refresh`."""
         before = self.pending_prompt.get_score(slot)
         self.refresh()
         return self.pending_prompt.get_score(slot) > before
 
     def update(self, slot: int) -> None:
-        """Tell siblings what has changed, and that it has; it is scored once somebody picks."""
+        """Publish and log changes of an instance's load; the next `refresh` rescores it."""
         self.instances[slot].in_flight.publish()
         row = self._rows[slot]
         self._changed.add(row)
@@ -95,10 +95,10 @@ class ChangeLogScoreTable(ScoreTable):
 def build_shared_table(
     instances: list[RoutedInstance], policy: DispatchPolicy, shared_load: SharedLoad
 ) -> ScoreTable:
-    """One for so many; `shared_load`: those of the instances.
+    """The score table for this number of instances; `shared_load`: their load accounting.
 
-    A process that has just heard of one instance more than its siblings may not be told by them
-    what they change, until they hear of it too or a report comes.
+    A process that discovers an instance before the others may miss changes of theirs until they
+    discover it too or a load report arrives.
     """
     is_few = len(instances) <= MAX_RESCORED_INSTANCES
     table = (

@@ -24,6 +24,6 @@ def explain_unavailable(
             state = "KV path not verified"
         role = get_enum_name(agent_pb2.Role, registration.role)
         parts.append(f"{instance.name} ({role}): {state}")
-    what = "a whole request" if colocated else "a request"
-    listed = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
-    return f"no instance of {model!r} can take {what} now: {listed}"
+    subject = "a whole request" if colocated else "a request"
+    details = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
+    return f"no instance of {model!r} can take {subject} now: {details}"

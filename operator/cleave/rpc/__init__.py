@@ -1,1 +1,1 @@
-"""Contracts between the tiers."""
+"""Contracts and clients between components: gRPC stubs, agent discovery, HTTP, Kubernetes API."""

@@ -112,7 +112,7 @@ class EndpointSliceWatcher:
             elif kind in ("ADDED", "MODIFIED"):
                 self._slices[item["metadata"]["name"]] = parse_slice(item, self._service.port)
         except (KeyError, TypeError, AttributeError) as error:
-            raise HttpError(f"the API server sent no event: {error!r}") from None
+            raise HttpError(f"the API server sent an invalid event: {error!r}") from None
         self.addresses = _merge_slices(self._slices)
 
 
@@ -127,17 +127,17 @@ def parse_slice(item: dict[str, Any], port: int) -> Addresses:
 async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:
     """Addresses by slice, and the resource version from which to watch."""
     # Version 0: from the API server's cache; the watch corrects a slightly old list.
-    listed = await kube_api.get_object(
+    slice_list = await kube_api.get_object(
         access, _build_path(service, resourceVersion="0"), LIST_TIMEOUT_S
     )
     try:
         slices = {
             item["metadata"]["name"]: parse_slice(item, service.port)
-            for item in listed.get("items") or ()
+            for item in slice_list.get("items") or ()
         }
-        return slices, listed["metadata"]["resourceVersion"]
+        return slices, slice_list["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise HttpError(f"the API server sent no list of EndpointSlices: {error!r}") from None
+        raise HttpError(f"the API server sent an invalid EndpointSliceList: {error!r}") from None
 
 
 def _build_path(service: Service, **parameters: str) -> str:

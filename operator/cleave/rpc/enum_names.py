@@ -13,7 +13,7 @@ class ProtobufEnum(Protocol[Number]):
     """An enum as protobuf generates it."""
 
     def Name(self, number: Number) -> str:  # noqa: N802
-        """Raises ValueError for numbers that are not in it."""
+        """The name of a number. Raises ValueError for unknown numbers."""
 
 
 def get_enum_name(enum: ProtobufEnum[Number], number: Number) -> str:

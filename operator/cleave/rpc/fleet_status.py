@@ -24,7 +24,7 @@ class KvPath(msgspec.Struct, frozen=True):
 
 
 class FleetInstance(msgspec.Struct, frozen=True):
-    """One instance as this gateway sees it."""
+    """One instance in the registry of this gateway."""
 
     name: str
     """The pod's name."""

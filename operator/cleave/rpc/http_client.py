@@ -52,13 +52,13 @@ class Response:
         """The complete body. Raises HttpError when it is truncated or longer than `limit` bytes."""
         with _map_errors():
             if int(self.headers.get("content-length", 0)) > limit:
-                raise HttpError("answer too large")
+                raise HttpError("response too large")
         body = bytearray()
         async with contextlib.aclosing(self.iter_bytes()) as pieces:
             async for piece in pieces:
                 body += piece
                 if len(body) > limit:
-                    raise HttpError("answer too large")
+                    raise HttpError("response too large")
         return bytes(body)
 
     async def iter_lines(self, limit: int = MAX_BODY_BYTES) -> AsyncGenerator[bytes, None]:
@@ -68,9 +68,9 @@ class Response:
             async for piece in pieces:
                 rest += piece
                 if b"\n" in piece:
-                    *whole, last = bytes(rest).split(b"\n")
+                    *complete, last = bytes(rest).split(b"\n")
                     rest = bytearray(last)
-                    for line in whole:
+                    for line in complete:
                         yield line
                 elif len(rest) > limit:
                     raise HttpError("line too long")
@@ -90,7 +90,7 @@ class Response:
         while length > 0:
             piece = await self._reader.read(min(length, _READ_BYTES))
             if not piece:
-                raise EOFError("answer cut off")
+                raise EOFError("response truncated")
             length -= len(piece)
             yield piece
 
@@ -146,10 +146,10 @@ async def open_response(
 async def get(url: str, *, seconds: float, limit: int = MAX_BODY_BYTES) -> bytes:
     """GET a URL within `seconds`; its body. Raises HttpError, also if the status is not 200."""
     with _map_errors(seconds):
-        async with asyncio.timeout(seconds), open_response("GET", url, seconds=seconds) as answer:
-            body = await answer.read(limit)
-    if answer.status != 200:
-        raise HttpError(f"{url} answers {answer.status}")
+        async with asyncio.timeout(seconds), open_response("GET", url, seconds=seconds) as response:
+            body = await response.read(limit)
+    if response.status != 200:
+        raise HttpError(f"{url} answers {response.status}")
     return body
 
 
@@ -190,7 +190,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Response:
     lines = (await reader.readuntil(_HEADER_END)).decode("latin-1").split("\r\n")
     protocol, _, rest = lines[0].partition(" ")
     if not protocol.startswith("HTTP/"):
-        raise ValueError("answer is not HTTP")
+        raise ValueError("response is not HTTP")
     fields = {
         name.strip().lower(): value.strip()
         for name, _, value in (line.partition(":") for line in lines[1:] if line)

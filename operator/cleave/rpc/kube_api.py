@@ -92,9 +92,9 @@ def read_kubeconfig(path: Path) -> ApiServerAccess:
 
 async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:  # noqa: ANN401 - parsed JSON
     """Get one object or list. Raises ApiServerError, HttpError."""
-    async with _open(access, path, seconds) as answer:
-        await _raise_for_status(answer)
-        return _decode(await answer.read())
+    async with _open(access, path, seconds) as response:
+        await _raise_for_status(response)
+        return _decode(await response.read())
 
 
 async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[dict[str, Any], None]:
@@ -102,9 +102,9 @@ async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[di
 
     Raises ApiServerError, HttpError.
     """
-    async with _open(access, path, _HEAD_TIMEOUT_S) as answer:
-        await _raise_for_status(answer)
-        async with aclosing(answer.iter_lines()) as lines:
+    async with _open(access, path, _HEAD_TIMEOUT_S) as response:
+        await _raise_for_status(response)
+        async with aclosing(response.iter_lines()) as lines:
             async for line in lines:
                 yield _decode(line)
 
@@ -125,22 +125,22 @@ def _open(
     )
 
 
-async def _raise_for_status(answer: Response) -> None:
-    if answer.status == 200:
+async def _raise_for_status(response: Response) -> None:
+    if response.status == 200:
         return
-    body = await answer.read(_MAX_MESSAGE_BYTES)
+    body = await response.read(_MAX_MESSAGE_BYTES)
     try:
         message = str(msgspec.json.decode(body)["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         message = body[:200].decode(errors="replace")
-    raise ApiServerError(answer.status, message)
+    raise ApiServerError(response.status, message)
 
 
 def _decode(body: bytes) -> Any:  # noqa: ANN401
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:
-        raise HttpError(f"the API server sent no JSON: {error}") from None
+        raise HttpError(f"the API server sent invalid JSON: {error}") from None
 
 
 def _find_entry(entries: list[dict[str, Any]], name: str) -> dict[str, Any]:

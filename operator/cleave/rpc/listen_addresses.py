@@ -8,6 +8,6 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     hosts = tuple(host.strip() for host in text.split(","))
     if not all(hosts):
         raise argparse.ArgumentTypeError(
-            f"{text!r} holds an empty address: separate addresses by single commas"
+            f"{text!r} contains an empty address: separate addresses by single commas"
         )
     return hosts

@@ -1,8 +1,8 @@
 """A change log of the processes of one gateway, in shared memory.
 
-Created and inherited together with a shared table; read by the router's shared score tables, which
-so process only the rows that have changed. What is hard: writers do not wait for readers, so a
-reader may find its next entries overwritten; then it must assume that all rows have changed.
+Created and inherited together with a shared table; read by the router's shared score tables, so
+that they process only the rows that have changed. What is hard: writers do not wait for readers, so
+a reader may find its next entries overwritten; then it must assume that all rows have changed.
 """
 
 import mmap
@@ -32,9 +32,9 @@ class ChangeLog:
 
     def record(self, number: int) -> None:
         """Append an entry for row `number`, whose cells must already have been written."""
-        cells, at, count = self._cells, self._start, self._count
-        cells[at + _HEADER_CELLS + count % CAPACITY] = number
-        cells[at] = self._count = count + 1
+        cells, start, count = self._cells, self._start, self._count
+        cells[start + _HEADER_CELLS + count % CAPACITY] = number
+        cells[start] = self._count = count + 1
 
     def invalidate_process(self, process: int) -> None:
         """A process has died: make readers assume that all rows have changed."""
@@ -51,17 +51,17 @@ class ChangeLogReader:
 
     __slots__ = ("_cells", "_read_counts", "_starts")
 
-    def __init__(self, cells: "memoryview[int]", at: list[int]) -> None:
-        self._cells, self._starts = cells, at
-        self._read_counts = [cells[each] for each in at]
+    def __init__(self, cells: "memoryview[int]", starts: list[int]) -> None:
+        self._cells, self._starts = cells, starts
+        self._read_counts = [cells[each] for each in starts]
 
     def drain(self, changed: set[int], limit: int) -> bool:
         """Add the new entries to `changed`; False: a process wrote more than `limit`, so process
         all rows.
         """
         cells, counts, is_complete = self._cells, self._read_counts, True
-        for index, at in enumerate(self._starts):
-            count = cells[at]
+        for index, offset in enumerate(self._starts):
+            count = cells[offset]
             first = counts[index]
             if count == first:
                 continue
@@ -70,7 +70,7 @@ class ChangeLogReader:
                 is_complete = False
                 continue
             for each in range(first, count):
-                changed.add(cells[at + _HEADER_CELLS + each % CAPACITY])
+                changed.add(cells[offset + _HEADER_CELLS + each % CAPACITY])
         return is_complete
 
 

@@ -1,6 +1,6 @@
 """A page: a few numbers in a memory-mapped file that one process writes and others read.
 
-The basis of the load page and the terms page. What is hard: reader and writer share no lock, so a
+The basis of the load page and the config page. What is hard: reader and writer share no lock, so a
 sequence number is odd during a write and the reader then tries again (a seqlock).
 """
 

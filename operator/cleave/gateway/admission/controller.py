@@ -37,7 +37,7 @@ BACKLOG_TTFT_SHARE = 0.5
 
 
 class Waiter(Protocol):
-    """A request that asks for admission."""
+    """A request that needs admission."""
 
     def admit(self) -> None:
         """Called when a queued request may go on."""
@@ -47,7 +47,7 @@ class Waiter(Protocol):
 
 
 class AdmissionTicket:
-    """A request that was admitted or waits for it; to be given back with
+    """A request that was admitted or is queued; the caller ends it with
     `AdmissionController.release`.
     """
 
@@ -161,7 +161,7 @@ class AdmissionController:
         return ticket
 
     def observe_first_token(self, ticket: AdmissionTicket, now: float) -> None:
-        """The first token of an admitted request has come."""
+        """The first token of an admitted request has arrived."""
         ttft_model = self._ttft_models.get(ticket.model)
         if ttft_model is None:
             ttft_model = self._ttft_models[ticket.model] = FirstTokenModel()
@@ -169,7 +169,7 @@ class AdmissionController:
         self.admit_waiting(ticket.model, now)
 
     def release(self, ticket: AdmissionTicket, output_tokens: int, now: float) -> None:
-        """A request has ended, in whatever way."""
+        """A request has ended, was cancelled or failed."""
         if ticket.queue_entry is not None and ticket.is_waiting:
             self._queues[ticket.model].remove(ticket.queue_entry)
         self._usage_by_tenant[ticket.tenant.name].release(output_tokens, now)

@@ -1,4 +1,4 @@
-"""Predicts when a request would get its first token, to refuse it if that is too late. Pure.
+"""Predicts when a request would get its first token, to reject it if that is too late. Pure.
 
 Fitted to finished requests: seconds to the first token as a linear function of the prompt tokens
 computed until then, recent samples weighted more. What is hard: a prediction must not refuse what
@@ -60,10 +60,10 @@ def predict_ttft_excess_s(
 
     0: it meets the target, would miss it even without a queue, or there are too few samples.
     """
-    expected, alone = (
+    expected, without_queue = (
         model.predict_s(backlog_tokens + prompt_tokens),
         model.predict_s(prompt_tokens),
     )
-    if expected is None or alone is None or alone > target_s:
+    if expected is None or without_queue is None or without_queue > target_s:
         return 0.0
     return max(0.0, expected - target_s)

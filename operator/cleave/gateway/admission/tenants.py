@@ -81,7 +81,7 @@ def read_tenants(path: Path) -> dict[bytes, Tenant]:
 
 
 def hash_key(key: bytes) -> bytes:
-    """The hash that is kept of a key."""
+    """The SHA-256 hash of a key, stored in place of the key."""
     return hashlib.sha256(key).digest()
 
 

@@ -1,1 +1,1 @@
-"""The client side of a gateway: connections, TLS handshakes, and handlers of its paths."""
+"""The client side of the gateway: connections, TLS handshakes and request handlers."""

@@ -1,9 +1,9 @@
-"""A client's connection: takes requests, one at a time, and writes responses.
+"""A client connection: receives requests, handles one at a time, and writes responses.
 
-Made by the event loop for each connection. What is hard: HTTP/1.1 lets a client send its next
-request before the answer to the last; what has arrived is kept, and no more is read, until its turn
-comes. It comes when the last answer is complete and the client takes it. Reading goes on while an
-engine works as long as nothing comes, for only reading tells that the client has gone.
+Created by the event loop for each connection. What is hard: HTTP/1.1 lets a client send its next
+request before it has the previous response. Data that arrives early is buffered and reading is
+paused until the previous response is complete and the client has read it. While an engine works
+and nothing arrives, reading stays enabled, because only reading detects a disconnect.
 """
 
 import asyncio
@@ -21,30 +21,30 @@ from cleave.gateway.http.request_parser import HttpRequest, RequestParser
 from cleave.gateway.upstream.connection_pool import set_nodelay
 
 LINGERING_CLOSE_S = 5.0
-"""How long what a refused client still sends is thrown away, so that it reads the refusal."""
+"""How long data of a rejected client is discarded, so that it can read the error response."""
 DISCARD_BYTES = 1 << 20
-"""Of it, of all refused clients, between two rounds of the sweeper."""
+"""Limit of discarded data of all rejected clients between two ticks of the sweeper."""
 DISCARD_PAUSE_S = 0.1
 WRITE_BUFFER_BYTES = 256 << 10
 MAX_JOINED_BYTES = 16 << 10
-"""A longer body is sent as it is, for a page that is kept goes to many clients at once."""
+"""Longer bodies are not copied behind their head: a cached body is shared by many responses."""
 FEED_BYTES = 16 << 10
-"""Read at once: of what one read brings, more pipelined requests than fit in it are not made."""
+"""Bytes parsed at a time, which limits the pipelined requests that one read creates."""
 LARGE_BODY_BYTES = 256 << 10
 LARGE_BODY_SHARE = 1 / 8
-"""Of the event loop's time that larger bodies get: each holds it while its JSON is read."""
+"""Share of the event loop's time for larger bodies: parsing their JSON blocks it."""
 MIN_BODY_RATE = 64 << 10
-"""Bytes a second: a body may take the idle time-out, and what it takes at this rate."""
+"""Bytes per second; a body may take the idle timeout plus its transfer time at this rate."""
 
 _REQUEST_TIMEOUT = GatewayError(
     HTTPStatus.REQUEST_TIMEOUT,
-    "the request did not come in time",
+    "the request was not received in time",
     "invalid_request_error",
     code="request_timeout",
 )
 _RECEIVE_LIMIT_REACHED = GatewayError(
     HTTPStatus.SERVICE_UNAVAILABLE,
-    "too many large requests are being received at once: send it again",
+    "too many large requests are being received at once: retry",
     "server_error",
     code="receiving_too_much",
     retry_after_s=1,
@@ -52,28 +52,28 @@ _RECEIVE_LIMIT_REACHED = GatewayError(
 
 
 class ActiveRequest(Protocol):
-    """What works on a request."""
+    """The handling of the current request of a connection."""
 
     def cancel(self) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
 
     def set_paused(self, blocked: bool) -> None:
-        """The client takes no more, or takes bytes again."""
+        """Pause or resume writing: the client's write buffer is full, or has room again."""
 
 
 class RequestHandler(Protocol):
-    """What requests are given to."""
+    """Handles the requests of a connection."""
 
     def check(self, request: HttpRequest) -> GatewayError | None:
-        """Look at the head of a request whose body is still to come; an error refuses it."""
+        """Validate the head of a request whose body is still to come; an error rejects it."""
 
     def handle(self, client: "ClientConnection", request: HttpRequest) -> None:
-        """Answer a request, now or later, through the client's methods."""
+        """Respond to a request, now or later, through the client's methods."""
 
     def record_response(
         self, request_id: bytes, status: int, request: HttpRequest | None = None
     ) -> None:
-        """A request has been answered without an engine; None: it is not even one."""
+        """Record a response that no engine gave; `request` None: it could not be parsed."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -84,7 +84,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(
         self, context: GatewayContext, handler: RequestHandler, limiter: ConnectionLimiter
     ) -> None:
-        """`limiter`: where it counts."""
+        """`limiter`: the limit of connections that it counts toward."""
         self._context = context
         self._limiter = limiter
         self._write_batcher = context.write_batcher
@@ -100,20 +100,20 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = 0.0
         self._idle_since = 0.0
         self._request_started_at = 0.0
-        """When the request began that is not whole."""
+        """When the incomplete request began."""
         self._buffered_bytes = 0
-        """Its part of the context's partial_bytes."""
+        """Its share of the context's `partial_bytes`."""
         self._delayed_body_bytes = 0
-        """Of a large body that is whole and waits for its turn."""
+        """Bytes of a complete large body whose parsing is delayed."""
         self.keep_alive = True
-        """Whether it may send another request over this connection."""
+        """Whether the client may send another request over this connection."""
         self.chunked = True
-        """Whether it understands chunked bodies (HTTP/1.1)."""
+        """Whether the client supports chunked bodies (HTTP/1.1)."""
         self.blocked = False
-        """Whether it takes bytes more slowly than they come."""
+        """Whether the write buffer is full."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up by the event loop."""
+        """Called by the event loop."""
         self.transport = cast("asyncio.Transport", transport)
         set_nodelay(self.transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
@@ -123,7 +123,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read, or keep for later while a request is answered or the client takes nothing."""
+        """Parse, or buffer while a request is being answered or the write buffer is full."""
         if self._discarding:
             self._discard(len(data))
             return
@@ -138,7 +138,7 @@ class ClientConnection(asyncio.Protocol):
         """A client that has closed its sending side counts as gone."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Closed by either side."""
+        """The connection was closed by either side."""
         del exc
         self._context.clients.discard(self)
         self._limiter.remove(self)
@@ -151,13 +151,13 @@ class ClientConnection(asyncio.Protocol):
             running.cancel()
 
     def pause_writing(self) -> None:
-        """The client does not keep up."""
+        """The write buffer is full."""
         self.blocked = True
         if self._active_request is not None:
             self._active_request.set_paused(True)
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """The write buffer has room again."""
         self.blocked = False
         if self._active_request is not None:
             self._active_request.set_paused(False)
@@ -165,7 +165,7 @@ class ClientConnection(asyncio.Protocol):
             self._become_idle()
 
     def set_active_request(self, active_request: ActiveRequest) -> None:
-        """Say what works on the present request, so that it hears of the client."""
+        """Set the handling of the current request, to notify of disconnects and full buffers."""
         self._active_request = active_request
 
     def write(self, data: bytes) -> None:
@@ -181,7 +181,7 @@ class ClientConnection(asyncio.Protocol):
         *,
         with_body: bool = True,
     ) -> None:
-        """A whole response; without its body: what HEAD asks for."""
+        """Send a complete response; `with_body` False: for HEAD."""
         reusable = self.keep_alive and not self._context.draining
         if not reusable:
             fields += headers.CONNECTION_CLOSE
@@ -196,7 +196,7 @@ class ClientConnection(asyncio.Protocol):
         self.end(reusable)
 
     def end(self, reusable: bool) -> None:
-        """The response is complete; not reusable: close the connection after it."""
+        """The response is complete; `reusable` False: close the connection after it."""
         self._active_request = None
         if not reusable or not self.keep_alive or self._context.draining:
             self._set_deadline(self._context.config.timeouts.idle_s)
@@ -210,13 +210,13 @@ class ClientConnection(asyncio.Protocol):
         self.transport.abort()
 
     def get_idle_since(self) -> float:
-        """When it last had no request, or began to send one's body; infinite: it is answered."""
+        """When it became idle or began to send a body; infinite while a request is answered."""
         if self._busy:
             return math.inf
         return self._request_started_at if self._reader.reading_body else self._idle_since
 
     def check_deadline(self, now: float) -> None:
-        """Keep the deadline of an idle, sending or closing client."""
+        """Close an idle, sending or closing client whose deadline has passed."""
         if now <= self._deadline or (self._busy and not self.transport.is_closing()):
             return
         if self._receiving and not (
@@ -228,7 +228,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def close_if_idle(self) -> None:
-        """The gateway ends: nothing is lost by closing this one."""
+        """Close unless a request is being handled; called when the gateway stops."""
         if not self._busy:
             self._close()
 
@@ -251,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
             self._handle_parse_outcome()
 
     def _update_receive_deadline(self) -> None:
-        """A head has one deadline, however slowly it drips in; a body a least rate beside."""
+        """Set the deadline: fixed for a head; extended for a body of at least MIN_BODY_RATE."""
         now, idle_s = self._context.clock(), self._context.config.timeouts.idle_s
         if not self._receiving:
             self._receiving, self._request_started_at = True, now
@@ -261,7 +261,7 @@ class ClientConnection(asyncio.Protocol):
             self._deadline = min(now + idle_s, self._request_started_at + slowest_s)
 
     def _yield_reading(self) -> None:
-        """Read on in the next turn: the event loop reads up to 32 times in a row from a client."""
+        """Pause reading until the next iteration: the event loop reads up to 32 times in a row."""
         self.transport.pause_reading()
         asyncio.get_running_loop().call_soon(self._resume_reading)
 
@@ -270,32 +270,32 @@ class ClientConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _buffer_input(self, data: bytes) -> None:
-        """Keep for later what has been read already, and read no more."""
+        """Buffer data for later, and pause reading."""
         self._backlog.append(data)
         self.transport.pause_reading()
         self._update_buffered_bytes()
 
     def _update_buffered_bytes(self) -> bool:
-        """Count what is kept of requests that are not handled yet.
+        """Update the memory counted for requests that are not handled yet.
 
-        False: it is too much, and has been let go of.
+        False: the limit is exceeded, and the buffers have been discarded.
         """
         context = self._context
-        kept = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._delayed_body_bytes
+        size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._delayed_body_bytes
         has_room = True
-        grown = kept - self._buffered_bytes
-        if grown > 0 and context.partial_bytes + grown > context.config.max_partial_bytes:
+        growth = size - self._buffered_bytes
+        if growth > 0 and context.partial_bytes + growth > context.config.max_partial_bytes:
             self._reader.reject(_RECEIVE_LIMIT_REACHED)
             self._backlog.clear()
-            kept, grown, has_room = 0, -self._buffered_bytes, False
-        self._buffered_bytes = kept
-        context.partial_bytes += grown
+            size, growth, has_room = 0, -self._buffered_bytes, False
+        self._buffered_bytes = size
+        context.partial_bytes += growth
         return has_room
 
     def _resume_parsing(self) -> None:
-        """Turn to what arrived while the last request was being answered."""
+        """Parse the data that arrived while the previous request was being answered."""
         if self._busy or self._discarding or self.blocked or self.transport.is_closing():
-            # Bytes that came first have brought it further already.
+            # The state has changed since this call was scheduled.
             return
         if self._reader.ready:
             self._dispatch()
@@ -320,15 +320,15 @@ class ClientConnection(asyncio.Protocol):
             self._handler.handle(self, request)
 
     def _handle_large(self, request: HttpRequest) -> None:
-        """Scan a large body in steps, between which others are served, and handle the request.
+        """Scan a large body in steps, between other clients' requests, then handle the request.
 
-        Until then the body counts as kept.
+        Until then the body counts as buffered.
         """
         context = self._context
-        began = context.clock()
+        started_at = context.clock()
         if self.transport.is_closing():
             return
-        wait_s = context.large_body_at - began
+        wait_s = context.large_body_at - started_at
         self._delayed_body_bytes = len(request.body) if wait_s > 0 else 0
         if not self._update_buffered_bytes():
             self._busy, self._delayed_body_bytes = False, 0
@@ -342,12 +342,12 @@ class ClientConnection(asyncio.Protocol):
         is_scanned = request.scan is None or request.scan.step()
         if is_scanned:
             self._handler.handle(self, request)
-        context.large_body_at = began + (context.clock() - began) / LARGE_BODY_SHARE
+        context.large_body_at = started_at + (context.clock() - started_at) / LARGE_BODY_SHARE
         if not is_scanned:
             self._handle_large(request)
 
     def _handle_parse_outcome(self) -> None:
-        """No whole request is left: refuse the next one, or ask for its body."""
+        """No complete request is left: reject the next one, or send `100 Continue`."""
         if self._reader.error is not None:
             self._reject(self._reader.error)
         elif self._reader.expects_continue:
@@ -355,7 +355,7 @@ class ClientConnection(asyncio.Protocol):
             self.write(headers.CONTINUE_RESPONSE)
 
     def _reject(self, error: GatewayError) -> None:
-        """Answer without reading on, then listen no more and close."""
+        """Send an error response, discard further data, and close."""
         self._discarding = True
         self._backlog.clear()
         self._update_buffered_bytes()
@@ -372,7 +372,7 @@ class ClientConnection(asyncio.Protocol):
         self._set_deadline(LINGERING_CLOSE_S)
 
     def _discard(self, count: int) -> None:
-        """Throw away what a refused client sends, no faster than others can bear."""
+        """Count discarded data of a rejected client; pause reading above the limit."""
         context = self._context
         context.discarded_bytes += count
         if context.discarded_bytes > DISCARD_BYTES:
@@ -386,12 +386,14 @@ class ClientConnection(asyncio.Protocol):
         self._discard(0)
 
     def _become_idle(self) -> None:
-        """No request is answered: wait for one, or turn soon to what has arrived."""
+        """No request is being answered: wait for one, or parse the buffered data soon."""
         now, reader = self._context.clock(), self._reader
         self._idle_since = self._request_started_at = now
         self._deadline = now + self._context.config.timeouts.keep_alive_s
-        waits = self._backlog or reader.ready or reader.error is not None or reader.expects_continue
-        if waits and not self.blocked:
+        has_input = (
+            self._backlog or reader.ready or reader.error is not None or reader.expects_continue
+        )
+        if has_input and not self.blocked:
             asyncio.get_running_loop().call_soon(self._resume_parsing)
 
     def _set_deadline(self, seconds: float) -> None:

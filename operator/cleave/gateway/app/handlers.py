@@ -1,9 +1,9 @@
 """Handlers of all paths of the gateway: its own GET paths, and the POST paths that go to engines.
 
-Used by the client connections. What is hard: where there are API keys, a client without one must
-not learn names of models, instances or tenants, but probes send no key. So /health and
-/openapi.json need none and then say less; scrapers send a key or use the internal port, which no
-Service exposes. /fleet describes every instance and its load, which only the operator needs: it
+Used by the client connections. What is hard: if the gateway has API keys, a client without one
+must not learn names of models, instances or tenants, but probes send no key. So /health and
+/openapi.json need none and then contain less; scrapers send a key or use the internal port, which
+no Service exposes. /fleet describes every instance and its load, which only the operator needs: it
 exists on the internal port only, and so does /metrics when there are several tenants, because it
 shows the traffic of each.
 """
@@ -91,8 +91,7 @@ class GatewayRequestHandler:
         self._internal = internal
         self._public_paths = frozenset(_INTERNAL_METHODS) if internal else _PUBLIC_PATHS
         self._openapi_cache: dict[bool, tuple[list[str], bytes]] = {}
-        """The OpenAPI description, encoded, with the model names in it; by whether there are
-        any."""
+        """(model names, encoded OpenAPI description), by whether it contains model names."""
         self._registry = CollectorRegistry()
         if context.shared_state is None:
             self._registry.register(GatewayCollector(context.metrics))
@@ -254,8 +253,8 @@ class GatewayRequestHandler:
                 headers.JSON_CONTENT,
                 msgspec.json.encode(self._describe_model(name)),
             )
-        listed = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
-        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(listed)
+        model_list = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
+        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(model_list)
 
     def _describe_api(self, names: list[str]) -> bytes:
         """Built once with the model names and once without, until these change."""

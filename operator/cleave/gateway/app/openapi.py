@@ -105,14 +105,14 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
         route.path.decode(): {"post": _describe_engine_operation(route, _ENGINE_STATUSES)}
         for route in COMPLETION_ROUTES
     }
-    lacking = (*_ENGINE_STATUSES, HTTPStatus.NOT_IMPLEMENTED)
+    statuses = (*_ENGINE_STATUSES, HTTPStatus.NOT_IMPLEMENTED)
     paths |= {
-        route.path.decode(): {"post": _describe_engine_operation(route, lacking)}
+        route.path.decode(): {"post": _describe_engine_operation(route, statuses)}
         for route in OTHER_ROUTES
     }
     paths |= {route.path.decode(): {"get": _describe_own_operation(route)} for route in OWN_ROUTES}
     paths[f"{MODEL_PREFIX.decode()}{{model}}"] = {"get": _describe_get_model()}
-    named = _TEXT | ({"examples": list(models)} if models else {})
+    model_name = _TEXT | ({"examples": list(models)} if models else {})
     return {
         "openapi": "3.1.0",
         "info": {
@@ -134,7 +134,7 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
             "schemas": {
                 "Error": _build_error_schema(),
                 "Model": _build_model_schema(),
-                "ModelName": named,
+                "ModelName": model_name,
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
@@ -198,11 +198,18 @@ def _describe_get_model() -> Schema:
 
 
 def _describe_responses(
-    meaning: str, content: Schema, statuses: tuple[HTTPStatus, ...], headers: Schema | None = None
+    description: str,
+    content: Schema,
+    statuses: tuple[HTTPStatus, ...],
+    headers: Schema | None = None,
 ) -> Schema:
     """The responses by status; all errors have the same form."""
     responses: Schema = {
-        "200": {"description": meaning, "headers": _HEADERS | (headers or {}), "content": content}
+        "200": {
+            "description": description,
+            "headers": _HEADERS | (headers or {}),
+            "content": content,
+        }
     }
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in sorted({*_COMMON_STATUSES, *statuses}):

@@ -102,4 +102,4 @@ INTERNAL_ROUTES = (
     OwnRoute(FLEET_PATH, "Every instance and its load"),
     OwnRoute(LIVEZ_PATH, "Whether this process works; cheap, for liveness probes"),
 )
-"""Of the port for the operator and scrapers."""
+"""Paths of the internal port, for the operator and scrapers."""

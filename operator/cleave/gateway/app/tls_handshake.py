@@ -1,9 +1,9 @@
 """A connection to the HTTPS port during its TLS handshake; a ClientConnection replaces it
 afterwards.
 
-Made by the event loop for each connection to that port. The event loop could do the handshake
-itself, but would report connections only when it is done. Until then no limit would count them, and
-any number could be opened, each of which takes fifty times the memory of a plain one.
+Created by the event loop for each connection to that port. The event loop could do the handshake
+itself, but would report connections only afterwards. Until then no limit would count them, and any
+number could be opened, each of which takes fifty times the memory of a plain one.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class TlsHandshake(asyncio.Protocol):
         first = cast("asyncio.Transport", transport)
         # If no file descriptor is left, only this connection is lost.
         with contextlib.suppress(OSError):
-            own = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-            self._start(own, transport.get_extra_info("peername"))
+            duplicate = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+            self._start(duplicate, transport.get_extra_info("peername"))
         first.abort()
 
     def get_idle_since(self) -> float:
@@ -62,29 +62,29 @@ class TlsHandshake(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
 
-    def _start(self, own: socket.socket, peer: object) -> None:
+    def _start(self, connection: socket.socket, peer: object) -> None:
         if self._context.handshake_limiter.admit(self, peer):
             self._context.clients.add(self)
-            self._task = asyncio.get_running_loop().create_task(self._run_handshake(own))
-            self._task.add_done_callback(lambda _: self._close(own))
+            self._task = asyncio.get_running_loop().create_task(self._run_handshake(connection))
+            self._task.add_done_callback(lambda _: self._close(connection))
         else:
-            own.close()
+            connection.close()
 
-    async def _run_handshake(self, own: socket.socket) -> None:
-        own.setblocking(False)
+    async def _run_handshake(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
         # The peer may disconnect, or not speak a supported version of TLS.
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_client,
-                own,
+                connection,
                 ssl=self._certificate,
                 ssl_handshake_timeout=HANDSHAKE_S,
                 ssl_shutdown_timeout=HANDSHAKE_S,
             )
 
-    def _close(self, own: socket.socket) -> None:
+    def _close(self, connection: socket.socket) -> None:
         """Also called when the task was cancelled before it began; a transport in use keeps the
         socket open."""
-        own.close()
+        connection.close()
         self._context.clients.discard(self)
         self._context.handshake_limiter.remove(self)

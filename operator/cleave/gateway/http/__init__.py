@@ -1,1 +1,1 @@
-"""HTTP as the gateway reads and writes it: requests, bodies, heads, errors, open connections."""
+"""HTTP: parsing of requests and bodies, message heads, errors, connection limits."""

@@ -1,10 +1,10 @@
-"""A completion request: read once at its first level, written anew for each engine. Pure.
+"""Parses completion requests and builds the bodies for engines. Pure.
 
-Only top-level keys are decoded; values stay the client's bytes, so that fields this project has
-never heard of reach the engine as they are. What is hard: the bodies that reach engines are always
-written from the decoded keys, never the client's own bytes, because two equal keys or an escaped
-one (`kv_transf\\u0065r_params`) would smuggle a KV reference past a search for the name. And
-nothing else is served meanwhile: whatever a body holds, it costs no more than a few scans of it.
+Used by the handlers and the proxied requests. Only top-level keys are decoded; values stay the
+client's bytes, so that fields unknown to this project reach the engine unchanged. What is hard:
+bodies for engines are always encoded from the decoded keys, never copied from the client's bytes,
+because a duplicate or escaped key (`kv_transf\\u0065r_params`) would smuggle a KV reference past a
+search for the name. And parsing blocks the event loop, so any body must cost only a few scans.
 """
 
 import re
@@ -25,17 +25,17 @@ Fields = dict[str, msgspec.Raw]
 KV_PARAMS_KEY = "kv_transfer_params"
 
 MAX_FIELDS = 1_024
-"""Of a request, or of its `vllm_xargs`."""
+"""Limit of the fields of a request, and of those of its `vllm_xargs`."""
 MAX_PROMPTS = 1_024
-"""Of one completion."""
+"""Limit of the prompts of one request."""
 MAX_MODEL_BYTES = 4_096
-"""Of a model's name as JSON; it is quoted where it is not known."""
+"""Limit of a model's name as JSON; error messages quote unknown names."""
 MAX_NESTED_BYTES = 256 << 10
-"""Of `vllm_xargs`, which is decoded whole."""
+"""Limit of `vllm_xargs`, whose first level is decoded too."""
 _LARGE_BYTES = 64 << 10
-"""What is smaller is decoded first and counted then: at most 13,000 fields, 8 ms."""
+"""Smaller bodies are decoded before their fields are counted: at most 13,000 fields, 8 ms."""
 _VALUE_BYTES = 1_024
-"""No value that leaves a request what it usually is takes so many."""
+"""Longer values are not decoded: no value that allows a split or a continuation is so long."""
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
@@ -66,7 +66,7 @@ _COLOCATING_FIELDS = frozenset(
         "min_tokens",
     )
 )
-"""Fields of which some values forbid a split; most requests have none of them."""
+"""Fields of which some values rule out a split; most requests have none of them."""
 _STATEFUL_FIELDS = frozenset(
     (
         "bad_words",
@@ -99,7 +99,7 @@ _STATEFUL_FIELDS = frozenset(
         RETURN_IDS_KEY,
     )
 )
-"""Fields of which some values tie an answer to the engine that began it."""
+"""Fields of which some values tie a response to the engine that began it."""
 _SPECIAL_FIELDS = _COLOCATING_FIELDS | _STATEFUL_FIELDS
 _TOO_MANY_FIELDS: tuple[str, str | None] = (
     f"the body has more than {MAX_FIELDS} fields",
@@ -119,13 +119,13 @@ _TEXT_FIELDS = (
     "documents",
     "text_2",
 )
-"""Of requests that are no completions, what is long."""
+"""Fields whose text counts as the prompt of requests other than completions."""
 _STATELESS_VALUES: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
-"""Values with which they do not."""
+"""Values of `_STATEFUL_FIELDS` that do not tie a response to an engine."""
 
 
 class CompletionRequest:
-    """What the gateway needs to know of a request."""
+    """A parsed request."""
 
     __slots__ = (
         "can_disaggregate",
@@ -154,23 +154,22 @@ class CompletionRequest:
         self.fields = fields
         self.stream = stream
         self.can_disaggregate = can_disaggregate
-        """False: one instance must do both phases."""
+        """False: one instance must run both phases."""
         self.prompt_tokens = prompt_tokens
-        """Estimate."""
+        """Estimated."""
         self.output_tokens = output_tokens
-        """The request's own limit; 0: none stated."""
+        """The request's output limit; 0: none."""
         self.has_token_ids = has_token_ids
-        """Its stream carries token ids, because the gateway asks for them: it can go on
-        elsewhere."""
+        """The gateway requests token IDs in the stream, so that another engine can continue it."""
         self.return_token_ids = return_token_ids
-        """So does the client, who is to see each of them once."""
+        """The client requested token IDs too; otherwise they are removed from the stream."""
 
 
 class BodyScan:
-    """Finds the members of a large body in steps of about 1 ms, before it is read.
+    """Finds the members of a large body in steps of about 1 ms, before it is parsed.
 
-    The client connection calls `step` until it is done, then `parse_completion` takes the result.
-    Errors are kept as text and raised there: a kept exception would keep the body in memory.
+    The client connection calls `step` until it returns True; `parse_completion` takes the result.
+    Errors are kept as text and raised there: a stored exception would keep the body in memory.
     """
 
     __slots__ = ("_scanner", "_scans_prompts", "error", "fields", "prompts")
@@ -180,7 +179,7 @@ class BodyScan:
         self.prompts: list[msgspec.Raw] | None = None
         """None: `prompt` is not a long list of prompts."""
         self.error: tuple[str, str | None] | None = None
-        """Message and parameter of the refusal."""
+        """Message and parameter of the error response."""
         self._scanner = MemberScanner(body, MAX_FIELDS)
         self._scans_prompts = False
 
@@ -208,25 +207,25 @@ class BodyScan:
 
 
 def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
-    """The prompt as the client wrote it, without what closes it; for its beginning to be known."""
+    """The prompt's JSON without its closing character, so that it is a prefix of longer chats."""
     raw = completion.fields.get("messages") or completion.fields.get("prompt")
     return b"" if raw is None else memoryview(raw)[:-1]
 
 
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
-    """Read a request of /v1/completions or /v1/chat/completions. Raises GatewayError (400).
+    """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
 
-    `scan`: of the same body, when it is large.
+    `scan`: the finished scan of this body, if it is large.
     """
     fields = _read_fields(body, scan)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
     prompts, prompt_tokens = _measure_prompt(fields, scan)
-    usual = _SPECIAL_FIELDS.isdisjoint(fields)
-    has_token_ids = stream and prompts == 1 and (usual or not _depends_on_engine_state(fields))
+    is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
+    has_token_ids = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
     return_token_ids = False
     if has_token_ids:
-        return_token_ids = not usual and bool(decode_value(fields.get(RETURN_IDS_KEY, _FALSE)))
+        return_token_ids = not is_plain and bool(decode_value(fields.get(RETURN_IDS_KEY, _FALSE)))
         fields[RETURN_IDS_KEY] = _TRUE
     return CompletionRequest(
         model=_read_model(fields),
@@ -234,7 +233,7 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
         stream=stream,
         can_disaggregate=prompts == 1
         and limit is not None
-        and (usual or _can_disaggregate(fields, stream, limit)),
+        and (is_plain or _can_disaggregate(fields, stream, limit)),
         prompt_tokens=prompt_tokens,
         output_tokens=limit or 0,
         has_token_ids=has_token_ids,
@@ -245,10 +244,10 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
 def parse_engine_request(
     body: bytes, default_model: str, scan: BodyScan | None = None
 ) -> CompletionRequest:
-    """Read a request of any other path of an engine; it runs whole. Raises GatewayError (400).
+    """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
 
-    `default_model`: where none is named, as /tokenize allows; empty: there is no only one.
-    `scan`: of the same body, when it is large.
+    `default_model`: used if the request has none, as /tokenize allows; empty: none.
+    `scan`: the finished scan of this body, if it is large.
     """
     fields = _read_fields(body, scan)
     if default_model:
@@ -268,14 +267,14 @@ def parse_engine_request(
 
 
 def build_colocated_body(completion: CompletionRequest) -> bytes:
-    """The body for an engine that does both phases."""
+    """The body for an engine that runs both phases."""
     return _encode(completion.fields)
 
 
 def build_prefill_body(
     completion: CompletionRequest, kv_params: msgspec.Raw = KV_REQUEST_PARAMS
 ) -> bytes:
-    """The body that computes the prompt and keeps its KV for another engine."""
+    """The body for an engine that computes the prompt and keeps its KV for another engine."""
     fields = completion.fields.copy()
     for key in _NON_PREFILL_FIELDS:
         fields.pop(key, None)
@@ -288,12 +287,15 @@ def build_prefill_body(
 
 
 def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> bytes:
-    """The body that continues from the KV a prefill engine keeps."""
+    """The body for an engine that continues from the KV of a prefill engine."""
     return _encode({**completion.fields, KV_PARAMS_KEY: handoff})
 
 
 def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
-    """The first level, without what no client may say."""
+    """The fields of the first level, without KV references, which clients may not send.
+
+    Raises GatewayError (400).
+    """
     try:
         if scan is not None:
             if scan.error is not None:
@@ -337,9 +339,9 @@ def _read_stream(fields: Fields) -> bool:
 
 
 def _read_output_limit(fields: Fields) -> int | None:
-    """The output limit, 0 when there is none; None when it is nothing a prefill could honour.
+    """The output limit; 0: none; None: invalid, so the request must not be split.
 
-    What is invalid is left to an engine, whole: it knows the right words for its refusal.
+    One engine gets the whole request and rejects it with the proper message.
     """
     limit = 0
     for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
@@ -371,7 +373,7 @@ def _measure_prompt(fields: Fields, scan: BodyScan | None) -> tuple[int, int]:
 
 
 def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
-    """False: a text, or a list of token ids."""
+    """False: a text, or a list of token IDs."""
     start = bytes(memoryview(raw)[:1])
     return start == b"[" and _TOKEN_IDS.match(raw) is None
 
@@ -395,7 +397,7 @@ def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]
 
 def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
     values = {key: decode_value(fields[key]) for key in _COLOCATING_FIELDS.intersection(fields)}
-    least = values.get("min_tokens") or 0
+    min_tokens = values.get("min_tokens") or 0
     return (
         values.get("n") in (None, 1)
         and values.get("best_of") in (None, 1)
@@ -404,40 +406,43 @@ def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
         and values.get("tool_choice") in (None, "none", "auto")
         and not values.get("use_beam_search")
         and (stream or values.get("stream_options") is None)
-        and type(least) is int
-        and (limit == 0 or least <= limit)
+        and type(min_tokens) is int
+        and (limit == 0 or min_tokens <= limit)
     )
 
 
 def _depends_on_engine_state(fields: Fields) -> bool:
-    """Whether the rest of the answer depends on more than the tokens so far.
+    """Whether the rest of the response depends on more than the tokens so far.
 
-    Penalties count what was generated, a seed's draws are used up one by one, grammars and stop
-    strings have got somewhere, several choices have; all that ends with the engine.
+    Penalties count generated tokens; seeds, grammars, stop strings and multiple choices have state
+    in the engine, which is lost with it.
     """
     values = {key: decode_value(fields[key]) for key in _SPECIAL_FIELDS.intersection(fields)}
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
-    several = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
+    has_choices = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
     tool_choice = values.pop("tool_choice", None)
     if tool_choice == "none":
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
     if values.pop(RETURN_IDS_KEY, None) not in (None, True):
-        # Who wants no ids must not get those that the gateway would ask for.
+        # An explicit false must reach the engine, and so must an invalid value.
         return True
-    # 0 is a seed, and a wish for the log-probability of each token itself.
-    counting = [values.pop(key, None) for key in ("seed", "logprobs", "prompt_logprobs")]
+    # 0 is a valid seed; logprobs=0 requests the log-probability of each output token.
+    numbers = [values.pop(key, None) for key in ("seed", "logprobs", "prompt_logprobs")]
     return (
-        several
-        or any(value is not None and value is not False for value in counting)
+        has_choices
+        or any(value is not None and value is not False for value in numbers)
         or any(value not in _STATELESS_VALUES for value in values.values())
     )
 
 
 def _drop_nested_kv_params(fields: Fields, key: str) -> None:
-    """vLLM hands this field's content to the same place that KV references travel in."""
+    """Remove KV references from this field: vLLM copies it into `extra_args`, where they would act.
+
+    Raises GatewayError (400).
+    """
     if len(fields[key]) > MAX_NESTED_BYTES:
         raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:
@@ -457,7 +462,7 @@ def _build_field_error(error: tuple[str, str | None]) -> GatewayError:
 
 
 def decode_value(raw: msgspec.Raw) -> object:
-    """A field's value, or something that equals no usual one: it is invalid, or long."""
+    """A field's value; b"invalid" or b"long" in place of an invalid or too long one."""
     if len(raw) > _VALUE_BYTES:
         return b"long"
     try:

@@ -1,4 +1,4 @@
-"""The open connections of one kind: how many there may be, and which one is closed for a new one.
+"""Limits the open connections of one kind; closes an idle one to make room for a new one.
 
 Clients of each port and TLS handshakes register here. When there are too many, an idle connection
 is closed rather than the new one refused: one of the address that has the most connections, the one
@@ -132,7 +132,7 @@ def _find_idle(
 
 
 def get_address_group(peer: object) -> str:
-    """The address that a peer counts by: of IPv6 the network of 64 bits, which one machine has."""
+    """The address under which a peer counts: for IPv6 the /64, which one machine may own."""
     if not isinstance(peer, tuple) or not peer:
         return ""
     address = str(peer[0])

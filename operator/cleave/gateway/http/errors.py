@@ -74,7 +74,7 @@ def build_engine_error(status: http.HTTPStatus, message: str) -> GatewayError:
 
 
 HANDOFF_LEAK = build_engine_error(
-    http.HTTPStatus.BAD_GATEWAY, "the engine's answer cannot be passed on"
+    http.HTTPStatus.BAD_GATEWAY, "the engine's response cannot be relayed"
 )
 """The response contains a handoff that cannot be removed."""
 

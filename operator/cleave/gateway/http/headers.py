@@ -1,5 +1,4 @@
-"""Heads of HTTP messages as bytes. Pure; one formatting operation per head, as each request has
-two."""
+"""Heads of HTTP messages as bytes. Pure; one formatting operation per head, for speed."""
 
 import http
 import re

@@ -1,20 +1,19 @@
 """Splits a large JSON object or list into its members, in slices that each take about 1 ms.
 
-The client connection calls it for bodies above `MIN_BYTES`, between requests of others. msgspec
-would take 20 to 80 ms for a body of 16 MiB, and it holds the interpreter's lock, so that neither
-the event loop nor a thread could serve anybody meanwhile. Slices take two to four times as long
-in all, which nobody but the sender of the body feels.
+The client connection calls it for bodies above `MIN_BYTES`, between other clients' requests.
+msgspec would take 20 to 80 ms for a body of 16 MiB while holding the GIL, so neither the event
+loop nor another thread could serve requests. All slices together take two to four times as long,
+which only delays the sender of the body.
 
-What is hard: values are not validated, only delimited. Of valid JSON the members are exactly those
-that every parser finds: quotes that are not escaped delimit strings, and brackets outside strings
-nest. Of invalid JSON they may be anything, and the engine refuses the whole request, because its
-parser is strict and every value stays in the body that it gets. Keys and short values are decoded
-by msgspec afterwards.
+What is hard: values are delimited, not validated. For valid JSON the members are those that every
+parser finds: unescaped quotes delimit strings, and brackets outside strings nest. For invalid JSON
+they may be anything, but the engine rejects the request, because its parser is strict and it
+receives every value. Keys and short values are decoded by msgspec afterwards.
 
 A slice is an array of bytes, and each step is an operation on all of it:
-1. A quote counts unless an odd number of backslashes stands before it.
-2. A byte is inside a string when an odd number of quotes has come before it.
-3. Outside strings brackets change the depth; commas and colons of depth 1 delimit members.
+1. A quote counts unless an odd number of backslashes precedes it.
+2. A byte is inside a string if an odd number of quotes precedes it.
+3. Outside strings, brackets change the depth; commas and colons at depth 1 delimit members.
 """
 
 import re
@@ -27,11 +26,11 @@ from numpy.typing import NDArray
 from cleave.gateway.http.bounded_json import TooManyMembersError
 
 MIN_BYTES: Final = 1 << 20
-"""Below, msgspec takes at most 5 ms."""
+"""For smaller bodies msgspec takes at most 5 ms."""
 SLICE_BYTES: Final = 64 << 10
 MAX_KEY_BYTES: Final = 4_096
 MAX_DEPTH: Final = 1_000
-"""Of nested objects and lists; parsers that recurse end there or earlier."""
+"""Limit of nested objects and lists; recursive parsers have this limit or a lower one."""
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _OTHER, _OPEN, _CLOSE, _COMMA, _COLON = range(5)
 _KINDS = np.zeros(256, np.int8)
@@ -43,40 +42,41 @@ _decode_key = msgspec.json.Decoder(str).decode
 
 
 class MemberScanner:
-    """Scans one JSON object or list; `step` until it is done, then take `members` or `elements`."""
+    """Scans one JSON object or list: call `step` until it returns True, then `list_members` or
+    `list_elements`."""
 
     def __init__(self, text: bytes | msgspec.Raw, limit: int) -> None:
-        """`limit`: most members."""
+        """`limit`: maximum number of members."""
         self._text = memoryview(text)
         self._bytes = np.frombuffer(text, np.uint8)
         self._limit = limit
         self._position = 0
         self._depth = 0
         self._inside = np.uint8(0)
-        """1: the slice begins inside a string."""
+        """1: the next slice begins inside a string."""
         self._escaped = False
-        """The first byte of the slice follows an odd number of backslashes."""
+        """The first byte of the next slice follows an odd number of backslashes."""
         self._commas: list[int] = []
         self._colons: list[int] = []
         self._bounds: tuple[int, int] | None = None
-        """Where the first bracket opens and where it closes."""
+        """Positions of the outermost brackets."""
         self._start = -1
 
     def step(self) -> bool:
         """Scan the next slice; True: it was the last one.
 
-        Raises TooManyMembersError, and msgspec.DecodeError when the text is no JSON object or list.
+        Raises TooManyMembersError, and msgspec.DecodeError if it is not a JSON object or list.
         """
         start = self._position
         data = self._bytes[start : start + SLICE_BYTES]
         if not data.size:
             raise msgspec.DecodeError("Input data was truncated")
         outside = self._find_outside(data)
-        places = np.flatnonzero(outside & (_KINDS[data] != _OTHER))
-        kinds = _KINDS[data[places]]
+        positions = np.flatnonzero(outside & (_KINDS[data] != _OTHER))
+        kinds = _KINDS[data[positions]]
         depths = np.cumsum(_DEPTH_CHANGES[kinds], dtype=np.int32) + self._depth
-        if places.size:
-            self._record(places + start, kinds, depths)
+        if positions.size:
+            self._record(positions + start, kinds, depths)
             self._depth = int(depths[-1])
             if depths.max() > MAX_DEPTH:
                 raise msgspec.DecodeError(f"nested more than {MAX_DEPTH} deep")
@@ -94,7 +94,7 @@ class MemberScanner:
         return True
 
     def list_members(self) -> dict[str, msgspec.Raw]:
-        """The members of an object, of equal keys the last one. Raises msgspec.DecodeError."""
+        """The members of an object; of duplicate keys, the last. Raises msgspec.DecodeError."""
         first, last = self._delimit(b"{")
         fields: dict[str, msgspec.Raw] = {}
         colons = iter(self._colons)
@@ -120,20 +120,20 @@ class MemberScanner:
         return [msgspec.Raw(self._text[start:end]) for start, end in spans]
 
     def _skip(self, start: int, end: int) -> int:
-        """Where white space ends that begins at `start`."""
+        """The position of the first character that is not white space, or `end`."""
         match = _SPACE.match(self._text, start, end)
         assert match is not None
         return match.end()
 
     def _find_outside(self, data: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Which bytes are outside strings; closing quotes are, opening ones are not."""
+        """Mask of the bytes outside strings; closing quotes are outside, opening ones inside."""
         quotes = data == _QUOTE
         slashes = data == _BACKSLASH
         if self._escaped or slashes.any():
             # The number of backslashes before a byte: its distance from the last other byte.
-            places = np.arange(data.size, dtype=np.int32)
-            others = np.maximum.accumulate(np.where(slashes, np.int32(-1), places))
-            run = places - others
+            positions = np.arange(data.size, dtype=np.int32)
+            others = np.maximum.accumulate(np.where(slashes, np.int32(-1), positions))
+            run = positions - others
             run[others < 0] += self._escaped
             quotes[1:] &= (run[:-1] & 1) == 0
             quotes[0] &= not self._escaped
@@ -144,27 +144,28 @@ class MemberScanner:
         return outside
 
     def _record(
-        self, places: NDArray[np.int64], kinds: NDArray[np.int8], depths: NDArray[np.int32]
+        self, positions: NDArray[np.int64], kinds: NDArray[np.int8], depths: NDArray[np.int32]
     ) -> None:
-        """Note the delimiters of the outermost level; all arrays: one entry for each delimiter."""
+        """Record the delimiters of the outermost level; arrays: one entry per delimiter."""
         if self._start < 0:
-            self._start = int(places[0])
+            self._start = int(positions[0])
             if kinds[0] != _OPEN:
                 raise msgspec.DecodeError("JSON is malformed: expected an object or a list")
         (ends,) = np.nonzero(depths <= 0)
         if self._bounds is not None or (ends.size and ends[0] != depths.size - 1):
             raise msgspec.DecodeError("JSON is malformed: trailing characters")
         if ends.size:
-            self._bounds = self._start, int(places[-1])
+            self._bounds = self._start, int(positions[-1])
         outermost = depths == 1
-        for kind, found in ((_COMMA, self._commas), (_COLON, self._colons)):
-            delimiters = places[outermost & (kinds == kind)]
-            if len(found) + delimiters.size > self._limit:
+        for kind, recorded in ((_COMMA, self._commas), (_COLON, self._colons)):
+            delimiters = positions[outermost & (kinds == kind)]
+            if len(recorded) + delimiters.size > self._limit:
                 raise TooManyMembersError
-            found += delimiters.tolist()
+            recorded += delimiters.tolist()
 
     def _delimit(self, bracket: bytes) -> tuple[int, int]:
-        """Where the outermost brackets are, once all is scanned."""
+        """Positions of the outermost brackets, after the scan. Raises msgspec.DecodeError when they
+        are of another kind than `bracket`."""
         assert self._bounds is not None
         first, last = self._bounds
         pair = bytes((self._bytes[first], self._bytes[last]))

@@ -1,9 +1,9 @@
-"""Reads requests out of the bytes of one connection. Used by the client's connection; no I/O.
+"""Parses the requests of one connection. Used by the client connection; no I/O.
 
-What is hard: bytes come cut anywhere, several requests may come at once, and a bad one may follow
-good ones, whose answers it must not cost. So whole requests queue in `ready`, and what is wrong
-with the next one waits in `error` until they are answered. And a client may send for ever: every
-part of a request that is kept, here or in the parser, has a limit in bytes.
+What is hard: requests arrive in arbitrary pieces, several may arrive at once, and an invalid one
+may follow valid ones, which must still be answered. So complete requests queue in `ready`, and the
+error of the next one stays in `error` until they are answered. And a client may send without end:
+every part of a request that is buffered, here or in httptools, has a limit in bytes.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from cleave.gateway.http.errors import GatewayError, build_bad_request, build_pa
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FRAMING_RUN_BYTES = 8 << 10
-"""Of a chunked body without any of its content: a chunk's extensions, or all trailers."""
+"""Limit of bytes of a chunked body without content: a chunk's extensions, or all trailers."""
 _OBJECT_BYTES = 128
-"""What a header's name and value, or a piece of the path, take beside their text."""
+"""Memory of a header's name and value, or of a piece of the path, besides their text."""
 
 _READ_HEADERS = frozenset(
     (b"authorization", b"content-length", b"expect", b"transfer-encoding", b"x-request-id")
@@ -33,17 +33,15 @@ _TOO_MUCH_FRAMING = build_bad_request(
     f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all "
     "of a body's framing is longer than a body may be"
 )
-_UNKNOWN_VERSION = build_bad_request("the request is of another version than HTTP/1.0 and HTTP/1.1")
-_UNKNOWN_CODING = build_bad_request(
-    "the only transfer coding that is understood is chunked, and once"
-)
+_UNKNOWN_VERSION = build_bad_request("only HTTP/1.0 and HTTP/1.1 are supported")
+_UNKNOWN_CODING = build_bad_request("the only supported transfer coding is chunked, once")
 _UNKNOWN_EXPECTATION = GatewayError(
     HTTPStatus.EXPECTATION_FAILED, "unknown expectation", "invalid_request_error"
 )
 
 
 class HttpRequest:
-    """One request, read completely."""
+    """A complete request."""
 
     __slots__ = ("body", "headers", "http11", "keep_alive", "method", "path", "scan")
 
@@ -58,19 +56,19 @@ class HttpRequest:
         self.method = method
         self.path = path
         self.headers = headers
-        """Only those that the gateway reads."""
+        """Lowercase names and values of the headers that the gateway reads."""
         self.http11 = http11
         self.keep_alive = keep_alive
         self.body = b""
         self.scan: BodyScan | None = None
-        """Of a large body, once it is complete."""
+        """The scan of a large body, which the client connection runs."""
 
 
 class RequestParser:
-    """The reading side of one connection. Its on_ methods are httptools' callbacks.
+    """Parser of one connection. Its on_ methods are httptools' callbacks.
 
-    Of them, what is called several times a request is a method of a list or a dict, which costs a
-    fifth of one of ours (2 us a request); what they gather is looked at once it is whole.
+    Callbacks that run several times per request are methods of lists and dicts, which take a fifth
+    of the time of Python methods (2 us per request); the collected parts are processed later.
     """
 
     def __init__(
@@ -79,61 +77,60 @@ class RequestParser:
         check: Callable[[HttpRequest], GatewayError | None],
         extra_headers: frozenset[bytes] = frozenset(),
     ) -> None:
-        """`check` looks at the head of a request whose body has not come with it; an error refuses
-        the request, and none of its body is kept.
-
-        `extra_headers`: more headers to be kept, in small letters.
+        """`check`: validates the head of a request whose body is still to come; an error rejects
+        the request, and its body is discarded. `extra_headers`: lowercase names of more headers to
+        keep.
         """
         self._header_names = _READ_HEADERS | extra_headers if extra_headers else _READ_HEADERS
         self.ready: list[HttpRequest] = []
-        """Whole requests, oldest first."""
+        """Complete requests, oldest first."""
         self.error: GatewayError | None = None
-        """What is wrong with the one after them; nothing is read any more."""
+        """Error of the request after them; parsing has stopped."""
         self.expects_continue = False
-        """The client waits to be asked for the body (Expect: 100-continue)."""
+        """The client waits for `100 Continue` before it sends the body."""
         self._max_body_bytes = max_body_bytes
         self._check = check
         self._url: list[bytes] = []
         self._raw_headers: dict[bytes, bytes] = {}
-        """Headers, of equal ones the first; or trailers, which nobody reads."""
+        """Headers, of duplicates the first; or trailers, which are ignored."""
         self._body_pieces: list[bytes] = []
-        """Of the body, out of what was read last."""
+        """Pieces of the body from the latest read."""
         self.on_url = self._url.append
         self.on_header = self._raw_headers.setdefault
         self.on_body = self._body_pieces.append
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._data = b""
-        """What is being read."""
+        """The data being parsed."""
         self._head_bytes = 0
-        """At most so many so far, of a head that is not whole."""
+        """Upper bound of the bytes so far of an incomplete head."""
         self._request: HttpRequest | None = None
         self._is_checked = False
         self._body = bytearray()
         self._body_bytes_read = 0
-        """Of the body as it came, framing included."""
+        """Bytes of the body so far, framing included."""
         self._framing_run_bytes = 0
-        """The last of them, without any content."""
+        """Bytes of framing since the last content."""
         self._raw_body_remaining = 0
 
     @property
     def reading_body(self) -> bool:
-        """A head is whole, its body is not."""
+        """Whether a head is complete and its body is not."""
         return self._request is not None
 
     @property
     def body_bytes(self) -> int:
-        """Content that has come of a body that is not whole."""
+        """Content bytes of an incomplete body."""
         return len(self._body)
 
     @property
     def buffered_bytes(self) -> int:
-        """Memory that a request takes that is not whole, about."""
+        """Approximate memory of an incomplete request."""
         if self._request is not None:
             return len(self._body)
         return self._head_bytes + _OBJECT_BYTES * (len(self._raw_headers) + len(self._url))
 
     def feed(self, data: bytes) -> None:
-        """Read on; `ready`, `error` and `expects_continue` tell what has come of it."""
+        """Parse more data; the results are in `ready`, `error` and `expects_continue`."""
         rest = self._data = data
         self._head_bytes += len(data)
         try:
@@ -160,23 +157,23 @@ class RequestParser:
             self._discard()
 
     def reject(self, error: GatewayError) -> None:
-        """Read no more: what is not whole is let go of, and refused after what is ready."""
+        """Stop parsing; the incomplete request is discarded and rejected after those in `ready`."""
         self.error = self.error or error
         self._discard()
 
     def close(self) -> None:
-        """Let go of the parser, which holds this object as this object holds it."""
+        """Free the buffers and the httptools parser, which has a reference cycle with this one."""
         self._discard()
         self.ready.clear()
 
     def on_headers_complete(self) -> None:
-        """The head is whole: look at it before the body comes."""
+        """The head is complete: validate it before the body arrives."""
         parser = self._parser
         assert parser is not None
-        names, given, version = self._header_names, self._raw_headers, parser.get_http_version()
-        # Backwards, for of names that differ in case only the first counts as well.
+        names, raw, version = self._header_names, self._raw_headers, parser.get_http_version()
+        # In reverse, so that the first one counts of names that differ only in case, too.
         headers = {
-            low: value for name, value in reversed(given.items()) if (low := name.lower()) in names
+            low: value for name, value in reversed(raw.items()) if (low := name.lower()) in names
         }
         request = HttpRequest(
             parser.get_method(),
@@ -187,10 +184,10 @@ class RequestParser:
         )
         self._request = request
         self._is_checked = False
-        # What came with the head was one read, and is not counted.
+        # The read that contains the end of the head does not count.
         self._body_bytes_read = self._framing_run_bytes = -len(self._data)
         self._url.clear()
-        given.clear()
+        raw.clear()
         length = headers.get(b"content-length")
         if self._head_bytes > MAX_HEAD_BYTES and self._measure_head() > MAX_HEAD_BYTES:
             self.error = _TOO_LONG_HEAD
@@ -206,7 +203,7 @@ class RequestParser:
             self._handle_expect(request)
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
+        """A request is complete."""
         if self._raw_body_remaining:
             return
         request, self._request = self._request, None
@@ -226,7 +223,7 @@ class RequestParser:
             self.ready.append(request)
 
     def _collect_body(self, request: HttpRequest, read_bytes: int) -> None:
-        """Keep what has come of a body, in one piece: many small ones would take many times it."""
+        """Append the body's pieces to one buffer: many small objects take far more memory."""
         if not self._is_checked:
             self._is_checked = True
             self.error = self._check(request)
@@ -248,7 +245,7 @@ class RequestParser:
             self.error = _TOO_MUCH_FRAMING
 
     def _discard(self) -> None:
-        """Nothing is read any more: free what there is of a request, the parser's part as well."""
+        """Stop parsing; free the incomplete request and the httptools parser."""
         self._parser = self._request = None
         self._body = bytearray()
         self._head_bytes = 0
@@ -257,7 +254,7 @@ class RequestParser:
         self._url.clear()
 
     def _measure_head(self) -> int:
-        """Bytes up to its end; the rest of what was read with it is body."""
+        """Bytes of a complete head; the rest of the data read with it is body."""
         return self._head_bytes - len(self._data) + self._data.find(b"\r\n\r\n")
 
     def _handle_expect(self, request: HttpRequest) -> None:
@@ -266,12 +263,14 @@ class RequestParser:
             self.error = _UNKNOWN_EXPECTATION
 
     def _start_raw_body(self, request: HttpRequest) -> None:
-        """An offer to upgrade (JDK's HttpClient makes it) is ignored and the request served.
+        """Ignore an Upgrade header, as JDK's HttpClient sends it, and serve the request.
 
-        The parser takes what follows such a head for another protocol: the body is read here.
+        httptools treats the data after such a head as another protocol: the body is read here.
         """
         if b"transfer-encoding" in request.headers:
-            self.error = build_bad_request("an offer to upgrade cannot come with a chunked body")
+            self.error = build_bad_request(
+                "a request with an Upgrade header cannot have a chunked body"
+            )
         self._raw_body_remaining = int(request.headers.get(b"content-length", b"0"))
 
     def _take_raw_body(self, data: bytes) -> bytes:
@@ -284,5 +283,5 @@ class RequestParser:
 
 
 def _is_chunked_only(coding: bytes) -> bool:
-    """The parser also takes a chain that ends with chunked, and leaves the rest packed."""
+    """Whether chunked is the only coding: httptools accepts others before it, undecoded."""
     return coding.strip(b" \t").lower() == b"chunked"

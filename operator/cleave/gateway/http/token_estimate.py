@@ -1,18 +1,18 @@
-"""Estimates the number of tokens of a prompt from its JSON text. Pure.
+"""Estimates the number of tokens of a prompt from its JSON text. Pure; used for each request.
 
 A tokenizer would cost more than everything else in the gateway. What is hard: the number of bytes
-alone misleads. Digits are almost one token each; a client that escapes non-ASCII characters sends
-six bytes for a letter that takes two as UTF-8; and the base64 of an image is not text. The weights
-are round numbers that suit code, prose, JSON and many languages;
+alone is misleading. Digits are almost one token each; a client that escapes non-ASCII characters
+sends six bytes for a letter that takes two as UTF-8; and the base64 of an image is not text. The
+weights are round numbers that suit code, prose, JSON and many languages;
 `benchmarks/dispatch/prompt_token_estimates.py` measures the error against two tokenizers, and each
 instance's latency model corrects the scale.
 """
 
 BYTES_PER_TOKEN = 4
-"""Of text without digits, in any alphabet as UTF-8."""
+"""UTF-8 bytes per token of text without digits, in any alphabet."""
 IMAGE_TOKENS = 1_000
-"""An image of 885 x 885 pixels in Qwen2-VL, which has a token per 28 x 28; LLaVA-1.5 takes 576 for
-any."""
+"""Tokens of an image of 885 x 885 pixels in Qwen2-VL (28 x 28 pixels each); LLaVA-1.5 has 576 for
+every image."""
 _DIGIT_BYTES = 4
 """Additional weight of a digit."""
 _ESCAPE = b"\\u"
@@ -20,14 +20,14 @@ _ESCAPE_BYTES = 6
 _ESCAPED_DIGITS = 4
 """Digits in an escape, at most; they are not digits of the text."""
 _TWO_BYTE_ESCAPE = b"\\u0"
-"""Latin to Thai: about two bytes in UTF-8; the characters beyond have three."""
+"""Latin to Thai: about two bytes in UTF-8; later characters have three."""
 _SAMPLE_BYTES = 512
-"""Bytes to sample, about: every n-th byte shows what a text consists of."""
+"""Approximate size of the sample: every n-th byte."""
 _PART_BYTES = 4_096
 _PARTS = 64
-"""Of a longer text, in which escapes are counted: scanning 16 MiB would take 0.1 s."""
+"""Number of parts of a long text in which escapes are counted: scanning 16 MiB takes 0.1 s."""
 _BACKSLASH_RATIO = 40
-"""Escapes are counted if one of so many bytes is a backslash; line ends have one, too."""
+"""Escapes are counted if more than one of so many bytes is a backslash; line ends have one, too."""
 _DATA_URL = b";base64,"
 _MIN_DATA_URL_BYTES = 4_096
 _MAX_IMAGES = 64
@@ -35,11 +35,11 @@ _DIGITS = b"0123456789"
 
 
 def estimate_tokens(text: bytes) -> int:
-    """Tokens of a string or of messages, given as JSON text; at least 1."""
-    pictures = 0
+    """Estimated tokens of a prompt or of messages, given as JSON text; at least 1."""
+    images = 0
     size = len(text)
     if size > _MIN_DATA_URL_BYTES and text.find(_DATA_URL) >= 0:
-        text, pictures = _drop_data_urls(text)
+        text, images = _drop_data_urls(text)
         size = len(text)
     step = size // _SAMPLE_BYTES | 1
     # An escape has six bytes: a step with a common factor would sample only some of them.
@@ -47,14 +47,14 @@ def estimate_tokens(text: bytes) -> int:
     sampled = len(sample) or 1
     digits = (sampled - len(sample.translate(None, _DIGITS))) * size // sampled
     if sample.count(b"\\") * _BACKSLASH_RATIO > sampled:
-        escapes, near = _count_escapes(text)
+        escapes, two_byte = _count_escapes(text)
         digits = max(0, digits - escapes * _ESCAPED_DIGITS)
-        size -= escapes * (_ESCAPE_BYTES - 3) + near
-    return (size + digits * _DIGIT_BYTES) // BYTES_PER_TOKEN + 1 + pictures * IMAGE_TOKENS
+        size -= escapes * (_ESCAPE_BYTES - 3) + two_byte
+    return (size + digits * _DIGIT_BYTES) // BYTES_PER_TOKEN + 1 + images * IMAGE_TOKENS
 
 
 def _count_escapes(text: bytes) -> tuple[int, int]:
-    """(escapes, those of two UTF-8 bytes); of a long text estimated from parts of it."""
+    """(escapes, escapes of two UTF-8 bytes); estimated from parts of a long text."""
     size = len(text)
     step = size // _PARTS
     if step <= _PART_BYTES:

@@ -1,7 +1,7 @@
 """Batches writes: the data of one event loop iteration is sent together. Shared by all connections.
 
-What is hard: waking a process that waits for bytes costs the kernel as much as moving them, and a
-peer on the same machine sleeps again before the next token comes ten microseconds later. If writes
+What is hard: waking a waiting process costs the kernel as much as copying the data, and a peer on
+the same machine sleeps again before the next token arrives ten microseconds later. If writes
 follow each other directly, the peer is still awake. A connection must not be closed before its
 pending data is sent.
 """
@@ -27,9 +27,9 @@ class WriteBatcher:
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Send data at the end of this event loop iteration at the latest."""
-        posted = self._pending
-        posted.append((transport, data))
-        count = len(posted)
+        pending = self._pending
+        pending.append((transport, data))
+        count = len(pending)
         if count == 1:
             self._schedule(self.flush)
         elif count == MAX_BATCH:
@@ -37,7 +37,7 @@ class WriteBatcher:
 
     def flush(self) -> None:
         """Send everything pending, in order; data for closed connections is dropped."""
-        posted, self._pending = self._pending, []
-        for transport, data in posted:
+        pending, self._pending = self._pending, []
+        for transport, data in pending:
             if not transport.is_closing():
                 transport.write(data)
