@@ -1,6 +1,6 @@
 """Requests of the agent to its engine over HTTP: health, served models and pull counters.
 
-Used by the supervisor and the KV test. vLLM and the emulated engine answer alike.
+Used by the supervisor and the KV test. vLLM and the emulated engine respond alike.
 """
 
 import json
