@@ -1,6 +1,6 @@
 """Messages of the KV side channel between two emulated engines, and their framing over TCP.
 
-Stands in for NIXL's handshake, reads and notifications: the consumer (decode side) requests block
+Replaces NIXL's handshake, reads and notifications: the consumer (decode side) requests block
 contents, waits as long as the real transfer would take, and notifies the producer.
 """
 
@@ -24,7 +24,7 @@ class PullBlocks(msgspec.Struct, tag=True, frozen=True):
     request_id: str
     block_ids: list[int]
     prompt_digest: bytes = b""
-    """Digest of the consumer's prompt; empty: not given."""
+    """Hash of the consumer's prompt; empty: not given."""
 
 
 class PullDone(msgspec.Struct, tag=True, frozen=True):
