@@ -1,9 +1,9 @@
 """Measures how long an operator takes: CUDA events on a GPU, the process's clock on a CPU.
 
-What is hard on a GPU: launching a kernel from Python costs more than many kernels take, and engines
-replay graphs in which it costs nothing. And weights that are read again at once come from the L2
-cache, which happens in no engine with more than one layer. So runs are captured in a graph, and
-operators cycle through several copies of what they read.
+On a GPU, launching a kernel from Python takes longer than many kernels run, and engines replay
+graphs in which a launch costs nothing. Weights that are read again at once come from the L2 cache,
+which happens in no engine with more than one layer. So runs are captured in a graph, and operators
+cycle through several copies of their inputs.
 """
 
 import time

@@ -27,7 +27,7 @@ class CollectiveError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTask:
-    """What a group of processes measures."""
+    """The measurement of a group of processes."""
 
     ranks: int
     sizes_bytes: tuple[int, ...]
