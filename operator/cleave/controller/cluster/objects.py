@@ -1,7 +1,7 @@
 """Cluster objects as values: parsed from manifests, read by every decision. Pure.
 
-Decisions never read manifests themselves, so that tests state a few fields instead of whole
-objects, and ten thousand pods take little memory.
+Decisions never read manifests themselves, so that tests set a few fields instead of whole objects,
+and ten thousand pods take little memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,7 +79,7 @@ class ObservedPod:
 
     @property
     def is_over(self) -> bool:
-        """Whether its processes have ended for good, so that it has to be replaced."""
+        """Whether its processes have ended and will not restart, so that it has to be replaced."""
         return self.phase in ("Failed", "Succeeded")
 
 
