@@ -1,8 +1,7 @@
 """Decides which placement a deployment has now: manual, planned, or none yet. Pure.
 
-Called by the deployment's reconcile. What is hard: a plan stays as long as its inputs do. It is
-kept in the status together with a hash of its inputs, so that a restarted operator does not plan
-again.
+Called by the deployment's reconcile. A plan stays as long as its inputs do. It is kept in the
+status together with a hash of its inputs, so that a restarted operator does not plan again.
 """
 
 from dataclasses import dataclass, replace
@@ -144,7 +143,7 @@ def _match_result(outcome: PlanJob | None, request: PlanJob) -> PlanJob | None:
 def _report_failed_plan(status: Manifest, result: PlanJob) -> PlacementDecision:
     """The planner found no plan; changed nodes or an edit of the spec submit it again."""
     if result.infeasible:
-        why = f"{result.infeasible}; spec.placement.manual brings it up all the same"
+        why = f"{result.infeasible}; set spec.placement.manual to start it anyway"
         return PlacementDecision(
             None,
             status.get("plan"),
