@@ -24,7 +24,7 @@ class ReplanEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReplanOutcome:
-    """What replanning contributes to one reconcile of a deployment."""
+    """The contribution of replanning to one reconcile of a deployment."""
 
     fitted_inputs: FittedPlanInputs | None = None
     """Inputs of the plan from now on, instead of the spec's; None: the spec's."""
