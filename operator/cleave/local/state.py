@@ -1,8 +1,8 @@
 """The state folder of a deployment on this machine.
 
-The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. What is
-hard: a supervisor that was killed leaves its file behind. Whether one runs is therefore determined
-by a file lock, which the kernel releases with the process, and not by `state.json`.
+The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. A supervisor
+that was killed leaves its file behind. Whether one runs is therefore determined by a file lock,
+which the kernel releases with the process, and not by `state.json`.
 """
 
 import errno

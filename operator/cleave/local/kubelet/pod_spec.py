@@ -1,8 +1,8 @@
 """Parses and validates the fields of a Kubernetes v1 Pod that the process kubelet supports.
 
-Called by the kubelet when a pod is admitted. What is hard: partial support of a field is worse than
-rejecting it, so a pod that needs more than one plain container is rejected with a reason, while
-fields without meaning for processes (image, volumes, security context) are ignored.
+Called by the kubelet when a pod is admitted. Partial support of a field is worse than rejecting it,
+so a pod that needs more than one plain container is rejected with a reason, while fields without
+meaning for processes (image, volumes, security context) are ignored.
 """
 
 from collections.abc import Mapping
