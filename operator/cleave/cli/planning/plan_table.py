@@ -55,13 +55,13 @@ def list_ranked(answer: PlanningResult) -> tuple[Plan, ...]:
 def build_table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table":
     """One row per plan; goodput in req/s, TTFT and TPOT as P50/P90/P99 in ms."""
     figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "PRICE/H")
-    drawn = build_plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
+    table = build_plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
     for heading in ("FOUND BY", "TRUST") if wide else ("TRUST",):
-        drawn.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=True)
     for plan in plans:
         style = "bold" if plan is selected else None
-        drawn.add_row(*_format_cells(plan, selected, wide=wide), style=style)
-    return drawn
+        table.add_row(*_format_cells(plan, selected, wide=wide), style=style)
+    return table
 
 
 def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[str]:

@@ -76,27 +76,31 @@ def simulate(
     requested = _parse_rates(rates)
     if output is SimulateFormat.CSV and len(requested) > 1:
         fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
-    question = read_planning_input(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
-    bench, pools = _prepare(question, requests)
-    requested = requested or [question.problem.rate]
+    planning_input = read_planning_input(
+        file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed
+    )
+    bench, pools = _prepare(planning_input, requests)
+    requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:
         _print_requests(bench, pools, requested[0])
     else:
         _print_figures(bench, pools, requested, output)
 
 
-def _prepare(question: PlanningInput, num_requests: int) -> tuple["PlacementSimulator", "Pools"]:
+def _prepare(
+    planning_input: PlanningInput, num_requests: int
+) -> tuple["PlacementSimulator", "Pools"]:
     from cleave.planner import pool_simulation
     from cleave.planner.placement import PlanError, choose_placement
 
     try:
         pools = pool_simulation.apply_engine_limits(
-            choose_placement(question.deployment).pools, question.deployment.spec.engine
+            choose_placement(planning_input.deployment).pools, planning_input.deployment.spec.engine
         )
-        pool_simulation.build_fleet(question.problem, pools)
+        pool_simulation.build_fleet(planning_input.problem, pools)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)
-    return pool_simulation.PlacementSimulator(question.problem, num_requests), pools
+    return pool_simulation.PlacementSimulator(planning_input.problem, num_requests), pools
 
 
 def _print_requests(bench: "PlacementSimulator", pools: "Pools", rate: float) -> None:

@@ -187,8 +187,8 @@ def _build_table(measured: "MeasuredProfile") -> "Table":
     from rich.table import Table
 
     table = Table(title=f"{measured.model} on {measured.device}", title_justify="left")
-    for column in ("pass", "ms", "repeats", "quartiles apart"):
-        table.add_column(column, justify="left" if column == "pass" else "right")
+    for column in ("iteration", "ms", "repeats", "IQR"):
+        table.add_column(column, justify="left" if column == "iteration" else "right")
     rows = [
         *((f"prefill {p.prompts} x {p.tokens}", p) for p in measured.prefill),
         *((f"decode {d.batch}, context {d.context_tokens}", d) for d in measured.decode),
@@ -200,5 +200,5 @@ def _build_table(measured: "MeasuredProfile") -> "Table":
     for name, point in rows:
         spread = f"{point.spread_ms / point.ms:.1%}"
         table.add_row(name, f"{point.ms:.2f}", str(point.repeats), spread)
-    table.add_row("HTTP and front, each request", f"{measured.dispatch_ms:.2f}", "", "")
+    table.add_row("HTTP and API server, per request", f"{measured.dispatch_ms:.2f}", "", "")
     return table
