@@ -27,7 +27,7 @@ from cleave.manifests.labels import (
 )
 
 SHUTDOWN_DELAY_S = 5
-"""After SIGTERM gateways accept requests for so many seconds, until all nodes route elsewhere."""
+"""After SIGTERM gateways accept requests for this many seconds, until all nodes route elsewhere."""
 GRACE_SLACK_S = SHUTDOWN_DELAY_S + 10
 """Seconds between the end of the drain and SIGKILL."""
 
