@@ -18,7 +18,7 @@ DEFAULT_GRACE_S = 30
 
 
 class PodError(ValueError):
-    """The pod cannot run on this machine; the text says why in one line."""
+    """The pod cannot run on this machine; one line with the reason."""
 
 
 class RestartPolicy(StrEnum):
