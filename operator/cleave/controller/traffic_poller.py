@@ -64,7 +64,7 @@ class TrafficPoller:
         is_complete = has_window and (
             self.scraper.is_minute_complete(key) or self._is_urgent(key, resource)
         )
-        # Scheduled peaks begin whether or not the gateways answer.
+        # Scheduled peaks begin whether or not the gateways respond.
         if is_scaled or is_complete:
             self._enqueue(key)
 

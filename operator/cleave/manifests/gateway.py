@@ -183,7 +183,7 @@ def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Ma
         **container,
         "command": [*container["command"], *flags],
         "ports": ports,
-        # /health depends on workers; /livez is answered in time under any load.
+        # /health depends on workers; /livez responds in time under any load.
         "livenessProbe": {
             "httpGet": {"path": "/livez", "port": INTERNAL_PORT},
             "initialDelaySeconds": 30,

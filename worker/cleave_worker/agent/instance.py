@@ -19,7 +19,7 @@ from cleave_worker.scheduling.config_page import SchedulingPage
 
 
 class RoleChangeRefused(RuntimeError):  # noqa: N818
-    """The role does not change; the message says why."""
+    """The role does not change; the message gives the reason."""
 
 
 class StaleEpoch(RoleChangeRefused):

@@ -109,7 +109,7 @@ class TransferSample:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the decode engine received no other handoff meanwhile."""
+        """Whether the decode engine received no other handoff during the sample."""
         return self.after.num_tokens - self.before.num_tokens <= self.num_tokens
 
     @property
@@ -119,7 +119,7 @@ class TransferSample:
 
     @property
     def num_failed(self) -> float:
-        """Failures that the engine counted meanwhile, including those of other handoffs."""
+        """Failures that the engine counted during the sample, including those of other handoffs."""
         return self.after.num_failed - self.before.num_failed
 
     def describe(self) -> str:
@@ -180,7 +180,7 @@ async def _run_attempts(
             inconclusive = long
     if inconclusive:
         return inconclusive
-    # A path that truncates KV does so alike each time; bytes of other handoffs vary.
+    # A path that truncates KV does so equally each time; bytes of other handoffs vary.
     if block_sizes and min(block_sizes) < _MIN_BYTES_RATIO * max(block_sizes):
         uncertainty = f"{decode.instance} pulled a different number of bytes per block each time"
     if uncertainty:

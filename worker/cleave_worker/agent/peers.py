@@ -102,7 +102,7 @@ async def find_peer(
 
 
 async def fetch_registration(address: str) -> agent_pb2.Registration | None:
-    """Return the registration of the agent at `address`; None when it does not answer."""
+    """Return the registration of the agent at `address`; None when it does not respond."""
     async with dial(address) as channel:
         try:
             answer = await agent_pb2_grpc.AgentStub(channel).Health(

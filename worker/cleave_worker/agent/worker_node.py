@@ -130,7 +130,7 @@ class WorkerNode:
                 await process.stop()
 
     async def _wait_until_boot_ends(self, boot_id: str) -> None:
-        """Return when the leader has another engine, or has not answered for `lost` seconds."""
+        """Return when the leader has another engine, or has not responded for `lost` seconds."""
         clock, timing = asyncio.get_running_loop().time, self._config.timing
         answered_at = clock()
         while clock() - answered_at < timing.leader_timeout:
@@ -144,7 +144,7 @@ class WorkerNode:
         _log.warning("the leader has not answered for %g s", timing.leader_timeout)
 
     async def _fetch_boot_id(self) -> str:
-        """Return the boot id of the leader's engine; empty without an answer or an engine."""
+        """Return the boot id of the leader's engine; empty without a response or an engine."""
         registration = await fetch_registration(self._config.leader)
         return registration.boot_id if registration else ""
 

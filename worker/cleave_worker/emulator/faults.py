@@ -28,7 +28,7 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     slow: float | None = None
     """Factor on the duration of iterations."""
     hang: bool | None = None
-    """The engine loop stops; /health still answers."""
+    """The engine loop stops; /health still responds."""
     die: bool | None = None
     """The process ends at once with exit code 1."""
     refuse: bool | None = None

@@ -27,7 +27,7 @@ _CORRUPTION = 0x5A5A5A5A
 
 
 class KvTransferError(Exception):
-    """The KV could not be pulled; the message says why."""
+    """The KV could not be pulled; the message gives the reason."""
 
 
 class LeasedKv(NamedTuple):

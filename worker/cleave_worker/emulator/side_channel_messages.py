@@ -28,14 +28,14 @@ class PullBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class PullDone(msgspec.Struct, tag=True, frozen=True):
-    """The blocks were read or will not be read: free them. Not answered."""
+    """The blocks were read or will not be read: free them. No response."""
 
     engine_id: str
     request_id: str
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Extend the leases of requests that are still queued at the consumer. Not answered."""
+    """Extend the leases of requests that are still queued at the consumer. No response."""
 
     engine_id: str
     request_ids: list[str]

@@ -22,7 +22,7 @@ _RUNS = 20
 
 
 class CollectiveError(RuntimeError):
-    """The group of GPUs could not be measured; one line that says why."""
+    """The group of GPUs could not be measured; one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class RoleSchedulingConfig:
     admission: Admission = Admission.GREEDY
     """Admission of requests that decode here."""
     preemption_limit: int = 0
-    """After so many preemptions a request is preempted only after those with fewer."""
+    """After this many preemptions a request is preempted only after those with fewer."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

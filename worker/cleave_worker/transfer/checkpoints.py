@@ -2,8 +2,8 @@
 
 An engine writes them while a request decodes; any engine of the same host that resumes the request
 reads them. The engine that wrote a file may be dead. So each file has a header that identifies its
-contents, appears atomically and is verified by checksum. Requests of several engines may begin
-alike: each engine that uses a file has its own hard link, and the one that drops the last link
+contents, appears atomically and is verified by checksum. Requests of several engines may share a
+prefix: each engine that uses a file has its own hard link, and the one that drops the last link
 removes the file.
 """
 

@@ -135,7 +135,7 @@ def _decide_planned(
 
 
 def _match_result(outcome: PlanJob | None, request: PlanJob) -> PlanJob | None:
-    """Return the planner's last result if it answers this request; else None."""
+    """Return the planner's last result if it is for this request; else None."""
     is_match = outcome and outcome.inputs_hash == request.inputs_hash and outcome.review is None
     return outcome if is_match else None
 

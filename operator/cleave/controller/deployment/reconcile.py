@@ -95,7 +95,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
             writes += _report_scaling(view, desired)
     is_applied = not writes and _matches_spec(view, decision)
     if deployment.spec.paused:
-        # Pending changes wait; the status only says whether there are any.
+        # Pending changes wait; the status only reports whether there are any.
         decision_before = placement.retain(view.status)
         return [
             *actions,

@@ -83,7 +83,7 @@ class CheckpointScheduler:
         self._checkpoints = checkpoints
         self._requests: dict[str, _CheckpointedRequest] = {}
         self._uses: Counter[str] = Counter()
-        """Number of requests per key, as many requests begin alike."""
+        """Number of requests per key, as requests may share prefixes."""
         self._restorable: dict[str, tuple[int, tuple[str, ...]]] = {}
         """First block and keys, by request id."""
         self._attempted: set[str] = set()
