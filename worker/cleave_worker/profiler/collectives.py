@@ -93,7 +93,7 @@ def _run_member(
 def _time_runs(task: CollectiveTask, run: Callable[[], object]) -> list[float]:
     for _ in range(_WARM_UPS):
         run()
-    taken = []
+    durations_ms = []
     for _ in range(task.repeats):
         dist.barrier()
         _wait(task)
@@ -101,8 +101,8 @@ def _time_runs(task: CollectiveTask, run: Callable[[], object]) -> list[float]:
         for _ in range(_RUNS):
             run()
         _wait(task)
-        taken.append((time.perf_counter() - begin) * 1e3 / _RUNS)
-    return taken
+        durations_ms.append((time.perf_counter() - begin) * 1e3 / _RUNS)
+    return durations_ms
 
 
 def _send(rank: int, tensor: torch.Tensor) -> None:

@@ -168,12 +168,12 @@ def _write_report(planning_input: PlanningInput, result: "PlanningResult", path:
 
     problem, plans = planning_input.problem, select_plans(result)
     with show_progress("simulating for the report"):
-        beside = list_neighbours(problem, select_rivals(plans), plans)
+        neighbours = list_neighbours(problem, select_rivals(plans), plans)
         study = run_study(
             build_report_input(planning_input.deployment, problem),
             result,
             build_simulator(problem),
-            beside,
+            neighbours,
         )
     text = render_page(study)
     try:

@@ -79,12 +79,12 @@ def simulate(
     planning_input = read_planning_input(
         file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed
     )
-    bench, pools = _prepare(planning_input, requests)
+    simulator, pools = _prepare(planning_input, requests)
     requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:
-        _print_requests(bench, pools, requested[0])
+        _print_requests(simulator, pools, requested[0])
     else:
-        _print_figures(bench, pools, requested, output)
+        _print_figures(simulator, pools, requested, output)
 
 
 def _prepare(
@@ -103,31 +103,31 @@ def _prepare(
     return pool_simulation.PlacementSimulator(planning_input.problem, num_requests), pools
 
 
-def _print_requests(bench: "PlacementSimulator", pools: "Pools", rate: float) -> None:
+def _print_requests(simulator: "PlacementSimulator", pools: "Pools", rate: float) -> None:
     from cleave.cli.planning.simulate_table import write_csv
-    from cleave.planner import pool_simulation as benches
+    from cleave.planner import pool_simulation
     from cleave.planner.result.simulation_summary import list_instance_names
 
-    fleet = benches.build_fleet(bench.problem, pools)
+    fleet = pool_simulation.build_fleet(simulator.problem, pools)
     with _report_simulation_errors():
-        outcome = bench.simulate(fleet, rate)
+        outcome = simulator.simulate(fleet, rate)
     write_csv(sys.stdout, outcome, list_instance_names(fleet))
 
 
 def _print_figures(
-    bench: "PlacementSimulator", pools: "Pools", rates: Sequence[float], output: SimulateFormat
+    simulator: "PlacementSimulator", pools: "Pools", rates: Sequence[float], output: SimulateFormat
 ) -> None:
     from cleave.cli.planning import simulate_table
-    from cleave.planner import pool_simulation as benches
+    from cleave.planner import pool_simulation
     from cleave.planner.result.simulation_summary import summarize
 
-    problem, results = bench.problem, []
-    slo, fleet = problem.slo, benches.build_fleet(problem, pools)
+    problem, results = simulator.problem, []
+    slo, fleet = problem.slo, pool_simulation.build_fleet(problem, pools)
     with _report_simulation_errors(), show_simulation_progress("simulating") as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
-            outcome = bench.simulate(fleet, rate)
-            mfu = benches.compute_mfu(problem, pools, outcome)
+            outcome = simulator.simulate(fleet, rate)
+            mfu = pool_simulation.compute_mfu(problem, pools, outcome)
             results.append(summarize(outcome, fleet, rate, slo, mfu))
     if output is SimulateFormat.JSON:
         typer.echo(json.dumps(simulate_table.build_document(results), indent=2))
