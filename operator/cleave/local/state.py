@@ -58,7 +58,7 @@ class DeploymentSnapshot:
     internal_url: str = ""
     """Internal URL of the gateway, for `cleave top`; empty before the supervisor runs."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """The placement in force, as in `status.plan`; empty before the supervisor runs."""
+    """The current placement, as in `status.plan`; empty before the supervisor runs."""
 
 
 def get_root() -> Path:

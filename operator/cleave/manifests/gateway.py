@@ -46,7 +46,7 @@ def build_gateway_pod(
     internal_port: int = INTERNAL_PORT,
     plan: SelectedPlan | None = None,
 ) -> Manifest:
-    """Pod of a deployment's gateway that listens on host:port; `plan`: the one in force."""
+    """Pod of a deployment's gateway that listens on host:port; `plan`: the current one."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -58,7 +58,7 @@ def hash_revision(deployment: LLMDeployment) -> str:
 def build_selected_plan(
     deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
 ) -> SelectedPlan:
-    """Return the placement in force, for `status.plan`."""
+    """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
     return SelectedPlan(

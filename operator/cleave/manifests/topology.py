@@ -79,13 +79,13 @@ def count_cells_per_node(pools: Sequence[PlannedPool], machines: NodeTopology) -
     return max(1, room // (stages * _count_stage_gpus(pools)))
 
 
-def assign_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
-    """Assign cells to `wanted` new instances of a pool; `taken`: the cells of the others."""
-    used, cells = Counter(taken), list[int]()
+def assign_cells(used_cells: Sequence[int], per_cell: int, num_instances: int) -> list[int]:
+    """Assign cells to `num_instances` new instances; `used_cells`: those of the pool's others."""
+    used, cells = Counter(used_cells), list[int]()
     for cell in count():
-        if len(cells) == wanted:
+        if len(cells) == num_instances:
             break
-        cells += [cell] * min(wanted - len(cells), max(0, per_cell - used[cell]))
+        cells += [cell] * min(num_instances - len(cells), max(0, per_cell - used[cell]))
     return cells
 
 

@@ -195,7 +195,7 @@ class WorkerInstance:
         self._mark_ready(kv_path)
 
     def mark_verification_failed(self, reason: str) -> None:
-        """Record a failed KV test. An instance that serves colocated requests goes on."""
+        """Record a failed KV test. An instance that serves colocated requests stays ready."""
         kv_path = agent_pb2.KvPath(verified=False, detail=reason)
         self._registration.kv_path.CopyFrom(kv_path)
         if self.state == agent_pb2.STATE_READY:

@@ -62,7 +62,7 @@ def is_counterpart(own: agent_pb2.Registration, other: agent_pb2.Registration) -
 
 
 class PeerAddresses:
-    """The agent addresses that a source names, without our own."""
+    """The agent addresses from a source, without this agent's own."""
 
     def __init__(self, source: str, own: str) -> None:
         self._source = source

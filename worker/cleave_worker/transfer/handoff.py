@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """How a model's KV lies in blocks; nothing is transferred unless both ends are equal.
+    """Layout of a model's KV in blocks; nothing is transferred unless both ends are equal.
 
     The parallelism may differ, see `ParallelShape`.
     """

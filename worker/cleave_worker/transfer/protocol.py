@@ -60,7 +60,7 @@ class HandshakeResponse(msgspec.Struct, tag=True, frozen=True):
     """The producer has this boot id, the same layout and the requested part of the KV."""
 
     layers: tuple[LayerRegion, ...]
-    """Where that part lies."""
+    """Location of that part."""
     shared: tuple[SharedRegion, ...]
     """Empty when the producer's memory cannot be mapped."""
     first_layer: int = 0

@@ -172,10 +172,12 @@ class Executor:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        ours = {owner["uid"] for owner in meta["ownerReferences"]}
-        theirs = {owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())}
+        owners = {owner["uid"] for owner in meta["ownerReferences"]}
+        existing_owners = {
+            owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())
+        }
         if not (
-            ours & theirs
+            owners & existing_owners
             or (
                 kind in _SHAREABLE_KINDS
                 and _get_deployment_label(existing) == _get_deployment_label(manifest)

@@ -36,7 +36,7 @@ _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """A worker pod. Merged by `group_instances`, it stands for a whole instance."""
+    """A worker pod. Merged by `group_instances`, it represents a whole instance."""
 
     name: str
     uid: str

@@ -50,7 +50,7 @@ def decide(
     is_limited: bool,
     fitted_inputs: FittedPlanInputs | None = None,
 ) -> PlacementDecision:
-    """Decide the placement in force.
+    """Decide the current placement.
 
     `outcome`: the planner's last result for this deployment. `is_limited`: whether instances find
     no node. `fitted_inputs`: observed traffic that replaces the spec's.
@@ -81,7 +81,7 @@ def decide(
 
 
 def retain(status: Manifest) -> PlacementDecision:
-    """Return the placement in force with its last conditions, for a paused deployment."""
+    """Return the current placement with its last conditions, for a paused deployment."""
     previous = tuple(each for each in conditions.read(status) if each.type in _PLAN_CONDITIONS)
     return PlacementDecision(
         None,

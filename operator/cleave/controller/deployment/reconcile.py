@@ -113,7 +113,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
 
 
 def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
-    """Whether the placement in force was made for the present spec.
+    """Whether the current placement was made for the present spec.
 
     It is not while a plan is being made, or when there is none. In Advisory mode no plan is
     applied: there the pools are compared with those that the plan in force yields for the present
@@ -145,7 +145,7 @@ def _scale_pools(
     if not scaling.is_enabled(view.deployment) or decision.plan is None:
         return list(desired)
     if view.deployment.spec.paused:
-        # While paused nothing is scaled, and that is no pending change.
+        # While paused nothing is scaled, which does not count as a pending change.
         counts: scaling.ReplicaCounts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     else:
         counts = scaling.compute_counts(view, decision.plan)

@@ -233,7 +233,7 @@ def _has_enough_requests(windows: Sequence[TrafficWindow], settings: ReplanSetti
 
 
 def _read_current_pools(view: DeploymentView) -> tuple[PlannedPool, ...]:
-    """The plan in force, with the present replicas of its pools."""
+    """The current plan, with the present replicas of its pools."""
     counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     try:
         planned = read_placement(view.status.get("plan", {})).pools

@@ -95,7 +95,7 @@ def _build_accuracy_condition(result: ReviewResult) -> ConditionState:
 def _adopt_plan(
     view: DeploymentView, outcome: ReplanOutcome, finished: PlanJob, result: ReviewResult
 ) -> ReplanOutcome:
-    """Put the result's plan in force, together with its inputs."""
+    """Make the result's plan the current one, together with its inputs."""
     if finished.fitted_inputs is None:
         raise ValueError("finished: lacks the inputs that the plan was made from")
     fitted = finished.fitted_inputs.model_copy(update={"correction": result.correction})

@@ -62,7 +62,7 @@ class CheckpointedConnector(CleaveConnector):
         self._checkpoint_scheduler: CheckpointScheduler | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
-            # The scheduler only checks whether a block exists; rank 0 stands for all ranks.
+            # The scheduler only checks whether a block exists; rank 0 represents all ranks.
             checkpoints = CheckpointStore(self._folder, 0, bytes(32), 0)
             self._checkpoint_scheduler = CheckpointScheduler(
                 self._build_identity(), block_size, checkpoints
