@@ -1,1 +1,1 @@
-"""The operator: watches resources of a cluster and makes what they ask for."""
+"""The operator: watches resources of a cluster and reconciles it with their specs."""

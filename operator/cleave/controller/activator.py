@@ -1,7 +1,7 @@
 """Polls gateways for requests that wait while a deployment is scaled to zero.
 
 Used by the controller, every second. A gateway's `/health` is small while it knows no instance, so
-many deployments may be scaled to zero. A gateway that does not answer counts as 0; it is asked
+many deployments may be scaled to zero. A gateway that does not respond counts as 0 and is polled
 again a second later.
 """
 
@@ -46,11 +46,11 @@ class Activator(Generic[K]):
         return self._waiting.get(key, 0)
 
     def forget(self, key: K) -> None:
-        """Drop a deployment that runs again, or is gone."""
+        """Drop a deployment that runs again or was deleted."""
         self._waiting.pop(key, None)
 
     async def poll(self, key: K, gateways: Collection[str]) -> int:
-        """Ask the gateways at these addresses how many requests wait. Never raises."""
+        """Poll the gateways at these addresses for waiting requests. Never raises."""
         counts = await asyncio.gather(*(self._fetch_waiting(address) for address in gateways))
         self._waiting[key] = sum(counts)
         return self._waiting[key]

@@ -69,7 +69,7 @@ class Controller:
         debounce_s: float = DEBOUNCE_S,
     ) -> None:
         self.settings = settings
-        """Read again for each decision."""
+        """Called for each decision."""
         self._metrics = metrics
         self._now, self._clock = now, clock
         self._debounce_s = debounce_s
@@ -94,7 +94,7 @@ class Controller:
         self._enqueue(self.cache.delete(manifest))
 
     def on_deleted_by_write(self, target: ObjectReference) -> None:
-        """Handle an object that is gone according to the response to a write."""
+        """Handle an object that is deleted according to the response to a write."""
         meta = {"name": target.name, "namespace": target.namespace, "uid": target.uid}
         self.on_delete({"kind": target.kind, "metadata": meta})
 
@@ -138,7 +138,7 @@ class Controller:
         }
 
     def build_inventory(self) -> Inventory:
-        """Return what the nodes offer; built again only when nodes have changed."""
+        """Return the nodes' inventory; built again only when nodes have changed."""
         nodes = tuple(sorted(self.cache.nodes.values(), key=lambda node: node.name))
         if self._inventory is None or self._inventory[0] != nodes:
             self._inventory = nodes, inventory.build_inventory(nodes, self.settings.cluster)
@@ -209,13 +209,13 @@ class Controller:
             await executor.carry_out(actions)
         finally:
             self._repurposing.discard(key)
-            # What the gateways reported of these instances is outdated now.
+            # The gateways' last reports about these instances are outdated now.
             self._gateways.forget(key)
 
     def _finish_reconcile(
         self, key: ResourceKey, cached: CachedResource, actions: list[Action]
     ) -> str:
-        """Submit plan requests and requeue as the actions ask; return the outcome."""
+        """Submit plan requests and requeue as the actions require; return the outcome."""
         self.queue.reset_backoff(key)
         if self._faults.pop(key, None):
             # The status still reports the error.
@@ -284,7 +284,7 @@ class Controller:
     def _group_instances(
         self, pools: list[CachedResource], pods: tuple[objects.ObservedPod, ...]
     ) -> list[objects.ObservedPod]:
-        """Group pods into instances; each pool says how many pods one instance has."""
+        """Group pods into instances; each pool sets the number of pods per instance."""
         nodes_by_pool = {
             cached.resource.name: cached.resource.spec.nodes
             for cached in pools

@@ -44,7 +44,7 @@ def build_settings() -> kopf.OperatorSettings:
     # The kinds are known; a scan for others would need further permissions.
     options.scanning.disabled = True
     options.networking.enforce_retry_after = True
-    # Back-off of one request; a watch is retried for ever.
+    # Back-off of one request; a watch is retried forever.
     options.networking.error_backoffs = _BACKOFFS_S
     options.queueing.exit_timeout = 0.5
     # `main` still cleans up after kopf has ended.

@@ -1,6 +1,6 @@
 """Assembles all parts of one operator process and keeps them running. Called by `main`.
 
-What is hard: the order. Nothing is decided before every object has been listed once, and nothing is
+The order matters: nothing is decided before every object has been listed once, and nothing is
 written while another operator leads. When one part ends unexpectedly, the process ends and
 Kubernetes restarts it; nothing is lost by that, because every decision follows from the cluster's
 state.
@@ -183,7 +183,7 @@ class Manager:
         return faults
 
     def _list_missing(self) -> list[str]:
-        """Why the readiness probe should fail: this operator could not take over yet."""
+        """Why the readiness probe should fail: this operator could not lead yet."""
         missing = (
             [] if self._is_cache_filled else ["the objects of the cluster have not been listed yet"]
         )

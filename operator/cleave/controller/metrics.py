@@ -18,7 +18,7 @@ _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 
 class OperatorMetrics:
-    """Everything that this operator has counted since its start."""
+    """Counters of this operator since its start."""
 
     def __init__(self) -> None:
         self.reconciles: dict[tuple[str, ...], int] = defaultdict(int)
@@ -44,7 +44,9 @@ class OperatorMetrics:
     def build_durations(self) -> HistogramMetricFamily:
         """Return the histogram of reconcile durations, writes included."""
         family = HistogramMetricFamily(
-            "cleave_operator_reconcile_seconds", "Reconciles with their writes", labels=["kind"]
+            "cleave_operator_reconcile_seconds",
+            "Duration of reconciles including writes",
+            labels=["kind"],
         )
         names = [*map(str, _BOUNDS_S), "+Inf"]
         for kind, counts in self._duration_buckets.items():
@@ -73,18 +75,20 @@ class OperatorCollector:
         counted = self._metrics
         yield _build_counter("reconciles", "Reconciles", ("kind", "outcome"), counted.reconciles)
         yield _build_counter("actions", "Writes", ("action", "outcome"), counted.actions)
-        yield _build_counter("events", "Events of watches", ("kind", "type"), counted.events)
-        yield _build_counter("plans", "Answers of the planner", ("result",), counted.plans)
+        yield _build_counter("events", "Watch events", ("kind", "type"), counted.events)
+        yield _build_counter("plans", "Planner results", ("result",), counted.plans)
         yield from collect(self._statuses())
         yield counted.build_durations()
         yield GaugeMetricFamily(
-            "cleave_operator_queue_depth", "Objects that wait for a reconcile", self._queued()
+            "cleave_operator_queue_depth", "Objects due for a reconcile", self._queued()
         )
         yield GaugeMetricFamily(
-            "cleave_operator_leading", "1 while this operator writes", float(self._is_leading())
+            "cleave_operator_leading",
+            "1 while this operator is the leader",
+            float(self._is_leading()),
         )
         cached_objects = GaugeMetricFamily(
-            "cleave_operator_objects", "Objects known", labels=["kind"]
+            "cleave_operator_objects", "Cached objects", labels=["kind"]
         )
         for kind, number in self._objects().items():
             cached_objects.add_metric([kind], number)

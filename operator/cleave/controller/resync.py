@@ -1,9 +1,9 @@
-"""Lists all objects periodically, and corrects what the watches have missed.
+"""Lists all objects periodically, and corrects changes that the watches have missed.
 
 Run by `main`. A watch that ends unnoticed reports nothing, and deletions while it is re-established
 are never reported. So every object is listed before the first reconcile and then every few minutes.
-What a watch has not reported a moment after the list is corrected here and counted against the
-watch.
+A change that a watch has not reported shortly after the list is corrected here and counted as
+missed.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Resync:
         return [kind for kind, times in self._stale.items() if times >= _MAX_STALE_RESYNCS]
 
     async def fill(self) -> None:
-        """Put every object of the cluster into the cache. Raises ApiError."""
+        """Put every object of the cluster into the cache. Raises KubeApiError."""
         for watched_kind in WATCHED_KINDS:
             async for item in self._list_objects(watched_kind, []):
                 self._controller.on_change(item)
@@ -84,9 +84,9 @@ class Resync:
                     log.warning("cannot list %s: %s", watched_kind.kind, error)
 
     async def resync(self, watched_kind: WatchedKind) -> int:
-        """Correct what the watch of one kind has missed; returns the number of changes.
+        """Correct changes that the watch of one kind has missed; returns their number.
 
-        Raises ApiError.
+        Raises KubeApiError.
         """
         store = self._controller.cache
         listed: dict[tuple[str, str], str] = {}

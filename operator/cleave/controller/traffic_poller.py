@@ -1,8 +1,8 @@
 """Polls the gateways of all deployments while this operator leads.
 
 Used by the controller, which passes the callback that enqueues a deployment. Two loops: one scrapes
-traffic counters every few seconds; one asks every second whether requests wait for deployments that
-are scaled to zero.
+traffic counters every few seconds; one polls every second for requests that wait for deployments
+scaled to zero.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from cleave.manifests.labels import Manifest
 
 
 class TrafficPoller:
-    """Observed traffic of each deployment; `look_again` enqueues one when it has changed."""
+    """Observed traffic of each deployment; `enqueue` is called for one when it has changed."""
 
     def __init__(
         self,
-        store: ObjectCache,
-        look_again: Callable[[ResourceKey], None],
+        cache: ObjectCache,
+        enqueue: Callable[[ResourceKey], None],
         now: Callable[[], float],
     ) -> None:
         """`now` is Unix time."""
-        self._cache, self._enqueue = store, look_again
+        self._cache, self._enqueue = cache, enqueue
         self.scraper: TrafficScraper[ResourceKey] = TrafficScraper(now)
         self._activator: Activator[ResourceKey] = Activator()
         self._drift: dict[ResourceKey, DriftState] = {}
@@ -64,12 +64,12 @@ class TrafficPoller:
         is_complete = has_window and (
             self.scraper.is_minute_complete(key) or self._is_urgent(key, resource)
         )
-        # Scheduled peaks begin whether or not the gateways answer.
+        # Scheduled peaks begin whether or not the gateways respond.
         if is_scaled or is_complete:
             self._enqueue(key)
 
     async def poll_scaled_to_zero(self, key: ResourceKey) -> None:
-        """Ask the gateways of a deployment that is scaled to zero whether requests wait."""
+        """Poll the gateways of a deployment that is scaled to zero for waiting requests."""
         resource = self._get_deployment(key)
         resources = (each.resource for each in self._cache.list_pools(key))
         pools = [pool for pool in resources if isinstance(pool, InstancePool)]
@@ -80,7 +80,7 @@ class TrafficPoller:
             self._enqueue(key)
 
     def measure_demand(self, key: ResourceKey, deployment: LLMDeployment) -> TrafficDemand | None:
-        """Return what its instances are scaled by; None: not known, or scaling is off."""
+        """Return the traffic to scale its instances by; None: not known, or scaling is off."""
         if not scaling.is_enabled(deployment):
             return None
         counting = self.scraper
@@ -94,14 +94,14 @@ class TrafficPoller:
     def update_drift(
         self, key: ResourceKey, deployment: LLMDeployment, status: Manifest
     ) -> DriftState:
-        """Return how its traffic compares with the planned one; each window is compared once."""
+        """Return the drift of its traffic from the planned one; each window is compared once."""
         previous, windows = self._drift.get(key, DriftState()), self.scraper.get_windows(key)
         state = reconcile.update_drift(previous, deployment, status, windows)
         self._drift[key] = state
         return state
 
     def forget(self, key: ResourceKey) -> None:
-        """Drop what was observed of a deployment that is gone."""
+        """Drop the observed traffic of a deleted deployment."""
         self._drift.pop(key, None)
         self.scraper.forget(key)
         self._activator.forget(key)

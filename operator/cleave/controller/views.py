@@ -1,4 +1,4 @@
-"""What the reconciles of an LLMDeployment and of an InstancePool read.
+"""Inputs of the reconciles of an LLMDeployment and of an InstancePool.
 
 The controller builds a view from its caches for each reconcile; a view does not change.
 """
@@ -30,7 +30,7 @@ _MAX_DEFERRAL_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class DriftState:
-    """How traffic compares with the planned one, up to the last compared window."""
+    """Drift of the traffic from the planned one, up to the last compared window."""
 
     planned_workload: Workload | None = None
     since_s: float | None = None
@@ -84,7 +84,7 @@ class DeploymentView:
     plan_result: PlanJob | None = None
     """The planner's last result."""
     instances: Mapping[str, FleetInstance] | None = None
-    """What the gateways report of instances, by pod; None: no gateway has answered."""
+    """The gateways' reports about instances, by pod; None: no gateway has responded."""
     pending_plan: PlanJob | None = None
     """The request that the planner works on."""
     traffic: TrafficWindow | None = None
@@ -92,7 +92,7 @@ class DeploymentView:
     windows: tuple[TrafficWindow, ...] = ()
     """Recent traffic in windows, oldest first; the last ones make up `traffic`."""
     drift: DriftState = DriftState()
-    """How traffic differs from the planned one, from the windows compared so far."""
+    """Drift of the traffic from the planned one, from the windows compared so far."""
     demand: TrafficDemand | None = None
     """The rate that instances are scaled by; None: not known, or scaling is off."""
     fault: str = ""
@@ -101,7 +101,7 @@ class DeploymentView:
 
     @cached_property
     def plan_inputs(self) -> PlanInputs:
-        """What its plan depends on."""
+        """Inputs of its plan."""
         return PlanInputs(self.deployment, self.inventory)
 
     def list_alive(self, role: Role) -> list[ObservedPod]:
@@ -125,9 +125,9 @@ class PoolView:
     children: ChildrenByName = field(default_factory=dict)
     nodes: Mapping[str, ObservedNode] = field(default_factory=dict)
     node_counts_hash: str = ""
-    """Hash of how many nodes there are of each kind."""
+    """Hash of the node counts by kind."""
     serving: int | None = None
-    """Instances that gateways send requests to; None: no gateway has answered."""
+    """Instances that gateways send requests to; None: no gateway has responded."""
     fault: str = ""
     """Why the writes of the last reconcile failed; empty: they did not."""
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
@@ -139,7 +139,7 @@ class PoolView:
 
     @cached_property
     def template_hash(self) -> str:
-        """Hash of what the pool's pods are created from now."""
+        """Hash of the template of the pool's pods."""
         return apply.hash_template(self.pool)
 
     @cached_property

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 
 class StateError(RuntimeError):
-    """The operation is impossible in the current state of the deployment; one line says why."""
+    """The operation is impossible in the current state of the deployment; one line with the
+    reason."""
 
 
 class DeploymentStartError(RuntimeError):
@@ -22,4 +23,4 @@ class DeploymentStartError(RuntimeError):
 
 
 class ChatError(RuntimeError):
-    """The demo's chat request failed; one line says why."""
+    """The demo's chat request failed; one line with the reason."""

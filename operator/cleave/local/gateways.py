@@ -25,7 +25,7 @@ async def get_gateway_health(url: str) -> GatewayHealth:
 
 
 async def count_handoffs(url: str) -> int:
-    """KV hand-offs that the gateway at `url` has used since its start; 0 without a response."""
+    """KV handoffs that the gateway at `url` has used since its start; 0 without a response."""
     return await asyncio.to_thread(_read_handoffs, url)
 
 

@@ -1,8 +1,8 @@
 """The cores that engines on this machine have locked, of any deployment.
 
 Read when the machine is inspected, so that a second deployment avoids the cores of the first.
-Agents lock one file per core. What is hard: trying a lock, even briefly, could make an agent fail
-that locks the core at the same moment; reading the kernel's list of locks has no side effect.
+Agents lock one file per core. Trying a lock, even briefly, could fail an agent that locks the core
+at the same moment; reading the kernel's list of locks has no side effect.
 """
 
 import os

@@ -67,8 +67,8 @@ def _build_problem(
     return problem_from_cluster.build_problem(deployment, cluster, folder) if cluster else None
 
 
-def _get_placement(answer: PlanningResult) -> Placement:
-    if answer.selected is not None:
-        return Placement(answer.selected.pools, answer.reason, answer)
-    reason = f"infeasible: {strip_verdict(answer)}"
+def _get_placement(result: PlanningResult) -> Placement:
+    if result.selected is not None:
+        return Placement(result.selected.pools, result.reason, result)
+    reason = f"infeasible: {strip_verdict(result)}"
     raise DeploymentStartError([f"{reason}; set spec.placement.manual to start it anyway"])

@@ -1,8 +1,7 @@
-"""Start-up progress of a deployment: the state of each pod, and when the start has failed.
+"""Start-up progress of a deployment: the state of each pod, and whether the start has failed.
 
 Used by `up`, in the foreground and detached; both read the state folder. `check_finished` is pure.
-What is hard: a pod that restarts may still become ready; one whose arguments are invalid never
-will.
+A pod that restarts may still become ready; one whose arguments are invalid never will.
 """
 
 import asyncio
@@ -168,36 +167,36 @@ def _describe_pod(step: PodProgress) -> str:
 def describe_changes(before: DeploymentSnapshot, after: DeploymentSnapshot) -> list[str]:
     """Changes of pods between two polls of a deployment that was ready, one line each."""
     known = {pod.name: pod for pod in before.pods}
-    found = []
+    lines = []
     for pod in after.pods:
         was = known.get(pod.name, pod)
         if pod.restarts > was.restarts:
-            found.append(f"{pod.name} was restarted after exit code {pod.last_exit_code}")
+            lines.append(f"{pod.name} was restarted after exit code {pod.last_exit_code}")
         if was.ready != pod.ready:
-            found.append(f"{pod.name} is {'ready again' if pod.ready else 'not ready'}")
-    return found
+            lines.append(f"{pod.name} is {'ready again' if pod.ready else 'not ready'}")
+    return lines
 
 
-async def watch_pods(folder: StateFolder, tell: Callable[[str], None]) -> None:
+async def watch_pods(folder: StateFolder, report: Callable[[str], None]) -> None:
     """Report changes of a deployment's pods and engines until it is stopped."""
     before = folder.read()
     steps: Sequence[PodProgress] = (
         await _collect_progress(folder, before, (), refresh_ready=True) if before else ()
     )
-    asked_at = time.monotonic()
+    polled_at = time.monotonic()
     while before is not None and not before.stopping:
         await asyncio.sleep(_WATCH_INTERVAL_S)
         after = folder.read()
         if after and not after.stopping:
             lines = describe_changes(before, after)
             # An engine may restart between two probes, so agents are polled as well.
-            if lines or time.monotonic() - asked_at >= _HEALTH_INTERVAL_S:
+            if lines or time.monotonic() - polled_at >= _HEALTH_INTERVAL_S:
                 known = steps
                 steps = await _collect_progress(folder, after, known, refresh_ready=True)
-                asked_at = time.monotonic()
+                polled_at = time.monotonic()
                 lines += describe_restarts(known, steps)
             for line in lines:
-                tell(line)
+                report(line)
         before = after
 
 

@@ -1,8 +1,8 @@
 """The state folder of a deployment on this machine.
 
-The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. What is
-hard: a supervisor that was killed leaves its file behind. Whether one runs is therefore determined
-by a file lock, which the kernel releases with the process, and not by `state.json`.
+The supervisor writes `state.json` there; `up`, `status`, `down` and `logs` read it. A supervisor
+that was killed leaves its file behind. Whether one runs is therefore determined by a file lock,
+which the kernel releases with the process, and not by `state.json`.
 """
 
 import errno
@@ -58,7 +58,7 @@ class DeploymentSnapshot:
     internal_url: str = ""
     """Internal URL of the gateway, for `cleave top`; empty before the supervisor runs."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """The placement in force, as in `status.plan`; empty before the supervisor runs."""
+    """The current placement, as in `status.plan`; empty before the supervisor runs."""
 
 
 def get_root() -> Path:

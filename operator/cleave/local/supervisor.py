@@ -1,8 +1,8 @@
 """The supervisor: runs the pods of a deployment on this machine until it is stopped.
 
-`up` runs it in the foreground, or starts `python -m cleave.local.supervisor FOLDER` for
-`--detach`. What is hard: the order of shutdown. The gateway drains first so that no new
-requests arrive; decode stops before prefill because it still pulls KV from prefill.
+`up` runs it in the foreground, or starts `python -m cleave.local.supervisor FOLDER` for `--detach`.
+The order of shutdown matters: the gateway drains first so that no new requests arrive; decode stops
+before prefill because it still pulls KV from prefill.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class DeploymentSupervisor:
         self._publish()
 
     async def _stop_in_order(self, kubelet: Kubelet) -> None:
-        hurry = asyncio.create_task(self._stop_when_forced(kubelet))
+        force_task = asyncio.create_task(self._stop_when_forced(kubelet))
         try:
             for role in _STOP_ORDER:
                 names = [
@@ -94,8 +94,8 @@ class DeploymentSupervisor:
                 ]
                 await asyncio.gather(*map(kubelet.stop_pod, names))
         finally:
-            hurry.cancel()
-            await asyncio.gather(hurry, return_exceptions=True)
+            force_task.cancel()
+            await asyncio.gather(force_task, return_exceptions=True)
 
     async def _stop_when_forced(self, kubelet: Kubelet) -> None:
         await self._force_requested.wait()
@@ -118,7 +118,7 @@ class DeploymentSupervisor:
                 supervisor_pid=os.getpid(),
                 url=self._job.url,
                 internal_url=self._job.internal_url,
-                pods=tuple(build_pod_view(spec, facts) for spec, facts in observed),
+                pods=tuple(build_pod_view(spec, pod_state) for spec, pod_state in observed),
                 fault=self._fault,
                 stopping=self._stop_requested.is_set(),
                 plan=self._job.plan,
@@ -133,19 +133,19 @@ def get_role(spec: PodSpec) -> str:
     return spec.labels.get(ROLE, "")
 
 
-def build_pod_view(spec: PodSpec, facts: PodState) -> PodView:
+def build_pod_view(spec: PodSpec, pod_state: PodState) -> PodView:
     """The state of a pod for display."""
     port = spec.ports[0] if spec.ports else AGENT_PORT
     return PodView(
         name=spec.name,
         role=get_role(spec),
-        address=f"{facts.pod_ip}:{port}",
-        pid=facts.pid,
-        ready=facts.ready,
-        restarts=facts.restarts,
-        waiting=facts.waiting,
-        last_exit_code=facts.last.exit_code if facts.last else None,
-        admitted_at=facts.admitted_at,
+        address=f"{pod_state.pod_ip}:{port}",
+        pid=pod_state.pid,
+        ready=pod_state.ready,
+        restarts=pod_state.restarts,
+        waiting=pod_state.waiting,
+        last_exit_code=pod_state.last.exit_code if pod_state.last else None,
+        admitted_at=pod_state.admitted_at,
     )
 
 

@@ -1,10 +1,10 @@
 """A tiny random Llama with its tokenizer, built locally: no download, no account.
 
-Used by `cleave demo` and by tests that run real engines. What is hard: a random model must still
-depend on its whole prompt, or a lost KV cache would go unnoticed. So attention is sharp and weighs
-as much as the last token, and logits lie far apart, so that the greedy choice has no near-ties.
-Tokens that are no text of their own (parts of UTF-8, begin, end) have a zero row in the output
-layer: they lose against the best of the others, so every answer has its full length.
+Used by `cleave demo` and by tests that run real engines. A random model must still depend on its
+whole prompt, or a lost KV cache would go unnoticed. So attention is sharp and weighs as much as the
+last token, and logits differ widely, so that the greedy choice has no near-ties. Tokens that are
+not text by themselves (parts of UTF-8, begin, end) have a zero row in the output layer: they lose
+against the best of the others, so every response has its full length.
 """
 
 import json
@@ -142,9 +142,9 @@ def _write_weights(path: Path, shape: TinyModelShape, vocabulary: list[str]) -> 
     rng = np.random.default_rng(_SEED)
 
     def matrix(rows: int, columns: int, spread: float = 1.0) -> np.ndarray:
-        """Maps a vector of unit entries to one of entries that spread by `spread`."""
-        drawn = rng.standard_normal((rows, columns), dtype=np.float32)
-        return drawn * np.float32(spread / columns**0.5)
+        """Return a random matrix that maps unit entries to entries that spread by `spread`."""
+        entries = rng.standard_normal((rows, columns), dtype=np.float32)
+        return entries * np.float32(spread / columns**0.5)
 
     ones = np.ones(shape.hidden, dtype=np.float32)
     head = matrix(len(vocabulary), shape.hidden, _LOGIT_SPREAD)
@@ -171,7 +171,7 @@ def _write_weights(path: Path, shape: TinyModelShape, vocabulary: list[str]) -> 
 
 
 def _is_text(token: str) -> bool:
-    """Whether `token` is printable ASCII by itself (BPE writes a space as a letter of its own)."""
+    """Whether `token` is printable ASCII by itself (BPE writes a space as a separate letter)."""
     text = token.replace("\u0120", " ")
     return not token.startswith("<") and text.isascii() and text.isprintable()
 

@@ -1,7 +1,7 @@
 """Finds features of a deployment that need a cluster. Pure; called before its pods are built.
 
 Fields without meaning for processes (images, rollouts, gateway replicas) are ignored; fields whose
-absence users would not notice are rejected.
+missing effect users would not notice are rejected.
 """
 
 from collections.abc import Iterator

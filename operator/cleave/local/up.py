@@ -1,8 +1,8 @@
 """Starts and stops an LLMDeployment on this machine.
 
 Called by the command line. The same planner and pod builders serve a cluster; only the executor
-differs. What is hard: no process may be left running, whatever interrupts the start (a failure,
-a timeout, Ctrl-C).
+differs. No process may be left running after any interruption of the start (a failure, a timeout,
+Ctrl-C).
 """
 
 import asyncio
@@ -71,7 +71,7 @@ async def run_in_foreground(
                     end = await wait_until_ready(folder, show, timeout_s)
                 _raise_on_failure(end)
                 if not supervisor.is_stopping and task.done():
-                    task.result()  # raises the error of the supervisor
+                    task.result()  # Raises the error of the supervisor.
                 yield supervisor
             finally:
                 if not supervisor.is_stopping:

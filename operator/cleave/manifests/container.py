@@ -1,4 +1,4 @@
-"""What worker and gateway containers have in common: security, addresses and images. Pure."""
+"""Fields common to worker and gateway containers: security, addresses and images. Pure."""
 
 from cleave import distribution
 from cleave.manifests.labels import Manifest, get_account_name
@@ -22,7 +22,7 @@ def build_pod_defaults(deployment: str) -> Manifest:
         # Kubernetes would set VLLM_PORT for a Service named vllm, which vLLM reads.
         "enableServiceLinks": False,
         # The kernel drops SIGTERM for a PID 1 without a handler, which Python has only once it has
-        # imported everything: a pod deleted before that would stay for all its grace.
+        # imported everything: a pod deleted before that would stay for its whole grace period.
         "shareProcessNamespace": True,
         "securityContext": {
             "runAsNonRoot": True,

@@ -33,7 +33,7 @@ def build_workers_service(owner: DeploymentOrPool) -> Manifest:
         "spec": {
             "type": "ClusterIP",
             "clusterIP": "None",
-            # Workers discover peers, and are asked for their health, before they are ready.
+            # Workers discover peers, and are probed, before they are ready.
             "publishNotReadyAddresses": True,
             "selector": build_component_labels(deployment, WORKER),
             "ports": [

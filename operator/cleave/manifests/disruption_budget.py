@@ -1,10 +1,10 @@
 """PodDisruptionBudgets: how many pods a node drain may evict at a time. Pure.
 
-Called by the controller. What is hard: Kubernetes counts pods, and an instance that spans nodes has
-several. A budget always allows to evict the last instance, as its node could not be drained
-otherwise. It states how many pods stay, not how many may go: for that Kubernetes would read the
-pool's scale subresource, which it cannot find in the first seconds after the CRDs were created, and
-it does not retry.
+Called by the controller. Kubernetes counts pods, and an instance that spans nodes has several. A
+budget always allows to evict the last instance, as its node could not be drained otherwise. A
+pool's budget sets minAvailable, not maxUnavailable: for that Kubernetes would read the pool's scale
+subresource, which it cannot find in the first seconds after the CRDs were created, and it does not
+retry.
 """
 
 from cleave.api.deployment import LLMDeployment

@@ -27,7 +27,7 @@ from cleave.manifests.labels import (
 )
 
 SHUTDOWN_DELAY_S = 5
-"""After SIGTERM gateways accept requests for so many seconds, until all nodes route elsewhere."""
+"""After SIGTERM gateways accept requests for this many seconds, until all nodes route elsewhere."""
 GRACE_SLACK_S = SHUTDOWN_DELAY_S + 10
 """Seconds between the end of the drain and SIGKILL."""
 
@@ -46,7 +46,7 @@ def build_gateway_pod(
     internal_port: int = INTERNAL_PORT,
     plan: SelectedPlan | None = None,
 ) -> Manifest:
-    """Pod of a deployment's gateway that listens on host:port; `plan`: the one in force."""
+    """Pod of a deployment's gateway that listens on host:port; `plan`: the current one."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -183,7 +183,7 @@ def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Ma
         **container,
         "command": [*container["command"], *flags],
         "ports": ports,
-        # /health depends on workers; /livez is answered in time under any load.
+        # /health depends on workers; /livez responds in time under any load.
         "livenessProbe": {
             "httpGet": {"path": "/livez", "port": INTERNAL_PORT},
             "initialDelaySeconds": 30,

@@ -19,7 +19,7 @@ CELL = "cleave.dev/cell"
 """Number of the cell: a co-location group, whose instances share nodes (DistServe's Algorithm
 2)."""
 SEGMENT = "cleave.dev/segment"
-"""What must share a node or NVLink domain: a cell, or the same stages of its instances."""
+"""Pods that must share a node or NVLink domain: a cell, or the same stages of its instances."""
 
 WORKER = "worker"
 """Component of the pods with an agent: one per instance."""

@@ -1,9 +1,9 @@
 """Instances that span several nodes: a leader pod, which has the agent, and further pods. Pure.
 
 Called by the controller for pools with `nodes` above one. vLLM runs them without Ray: every pod
-starts its share of the ranks, which connect to the leader's address. What is hard: an instance
-needs all its pods. Where LeaderWorkerSet is installed, it creates and replaces the group; otherwise
-the further pods are owned by the leader's pod, and are deleted with it.
+starts its share of the ranks, which connect to the leader's address. An instance needs all its
+pods. Where LeaderWorkerSet is installed, it creates and replaces the group; otherwise the further
+pods are owned by the leader's pod, and are deleted with it.
 """
 
 from cleave.api.pool import InstancePool

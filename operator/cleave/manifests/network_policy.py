@@ -3,7 +3,7 @@
 Called by the controller where `--isolate-workers` is set. Engines check no API key: the gateway
 does, and a client that reaches an engine directly would bypass it. KV ports are chosen at each
 start, hence all ports. The operator connects to agents only, and is identified by its namespace.
-What is hard: Kubernetes always admits the node itself, which probes and port-forwarding need.
+Kubernetes always admits the node itself, which probes and port-forwarding need.
 """
 
 from cleave.manifests.discovery import DeploymentOrPool, get_deployment_name

@@ -38,7 +38,7 @@ def build_pools(
 
 
 def hash_revision(deployment: LLMDeployment) -> str:
-    """Hash what prefill and decode instances must share: model and engine.
+    """Hash the fields that prefill and decode instances must share: model and engine.
 
     Parallelism is left out, as instances of different parallelism can exchange KV, and so is where
     the model's files are kept. Cleave's version is included through the default image, as it
@@ -58,7 +58,7 @@ def hash_revision(deployment: LLMDeployment) -> str:
 def build_selected_plan(
     deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
 ) -> SelectedPlan:
-    """Return the placement in force, for `status.plan`."""
+    """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
     return SelectedPlan(
@@ -114,7 +114,7 @@ def _with_role_limits(
         engine.model_copy(update={"scheduling": scheduling.model_copy(update={"limits": limits})}),
         replace(
             planned,
-            # A role without a limit of its own uses the engine's default.
+            # A role without its own limit uses the engine's default.
             max_num_seqs=own.max_num_seqs and seqs,
             max_num_batched_tokens=own.max_num_batched_tokens and tokens,
         ),

@@ -1,8 +1,7 @@
 """CPU, memory and devices of a worker container. Pure; called by the worker's pod builder.
 
-What is hard: Kubernetes gives a container exclusive cores (static CPU manager policy) only when its
-CPU request is a whole number and equal to its limit, so defaults and overrides are merged per
-resource.
+Kubernetes gives a container exclusive cores (static CPU manager policy) only when its CPU request
+is a whole number and equal to its limit, so defaults and overrides are merged per resource.
 """
 
 from typing import Literal

@@ -46,9 +46,9 @@ def build_scheduling(pool: InstancePool, labels: dict[str, str], device: Device)
 
 
 def build_segment(pool: InstancePool, cell: int, rank: int) -> str:
-    """Name of what must share a domain: the pods of a cell that hold the same stages.
+    """Name of the group that must share a domain: the pods of a cell that hold the same stages.
 
-    Each revision has cells of its own: during a rollout they find no room beside the old ones.
+    Each revision has its own cells: during a rollout they find no room beside the old ones.
     """
     spec = pool.spec
     domain = (spec.colocation or Colocation(per_cell=1)).topology_key

@@ -1,7 +1,7 @@
 """Volumes of a worker: scratch space, and the model's files. Pure.
 
-What is hard: a model is given as a repository or as a folder, and kept on the node, in a volume or
-in an image; each combination determines the path that the engine loads.
+A model is given as a repository or as a folder, and kept on the node, in a volume or in an image;
+each combination determines the path that the engine loads.
 """
 
 from cleave.api.model import ModelSpec
@@ -31,7 +31,7 @@ def build_storage(model: ModelSpec) -> tuple[list[Manifest], list[Manifest]]:
 
 
 def get_loaded_path(model: ModelSpec) -> str:
-    """What the engine loads: a repository id, or a folder inside the container."""
+    """The model that the engine loads: a repository id, or a folder inside the container."""
     if model.cache and model.cache.image:
         return model.folder or IMAGE_MODEL_FOLDER
     return model.locator

@@ -1,8 +1,8 @@
 """How instances are placed on nodes: nodes per instance, and affinity terms. Pure.
 
-Called by the pool and pod builders. What is hard: vLLM gives each node the same number of
-consecutive ranks, stage by stage; an instance in a cell (DistServe's Algorithm 2) has to be split
-at the same stages as the others of its cell, so that equal stages share a node.
+Called by the pool and pod builders. vLLM gives each node the same number of consecutive ranks,
+stage by stage; an instance in a cell (DistServe's Algorithm 2) has to be split at the same stages
+as the others of its cell, so that equal stages share a node.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class NodeTopology:
     gpus_per_node: Mapping[str, int] = field(default_factory=dict)
     """By the label of the kind of GPU: GPUs of its largest node."""
     domain: str = HOSTNAME
-    """Node label whose value names what shares fast links: a node, or an NVLink clique."""
+    """Node label whose value names a group with fast links: a node, or an NVLink clique."""
 
     def get_gpus_per_node(self, gpu: str | None) -> int | None:
         """GPUs of the largest node of a kind (None: of any kind); None: not known."""
@@ -79,13 +79,13 @@ def count_cells_per_node(pools: Sequence[PlannedPool], machines: NodeTopology) -
     return max(1, room // (stages * _count_stage_gpus(pools)))
 
 
-def assign_cells(taken: Sequence[int], per_cell: int, wanted: int) -> list[int]:
-    """Assign cells to `wanted` new instances of a pool; `taken`: the cells of the others."""
-    used, cells = Counter(taken), list[int]()
+def assign_cells(used_cells: Sequence[int], per_cell: int, num_instances: int) -> list[int]:
+    """Assign cells to `num_instances` new instances; `used_cells`: those of the pool's others."""
+    used, cells = Counter(used_cells), list[int]()
     for cell in count():
-        if len(cells) == wanted:
+        if len(cells) == num_instances:
             break
-        cells += [cell] * min(wanted - len(cells), max(0, per_cell - used[cell]))
+        cells += [cell] * min(num_instances - len(cells), max(0, per_cell - used[cell]))
     return cells
 
 

@@ -66,7 +66,7 @@ def build_worker_pod(
 
 
 def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
-    """What the pod specs of an instance have in common, except for the container."""
+    """Fields that the pod specs of an instance share, except for the container."""
     spec = pool.spec
     return {
         **build_pod_defaults(spec.deployment),
@@ -94,7 +94,7 @@ def _build_container(
 
 
 def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: str) -> Manifest:
-    """What the containers of an instance's pods have in common."""
+    """Fields that the containers of an instance's pods share."""
     # RDMA needs memory that is locked (not swapped).
     more = ("IPC_LOCK",) if has_rdma(spec.template.resources) else ()
     return {
@@ -192,7 +192,7 @@ def _build_host_name(pool: InstancePool, instance: str) -> Manifest:
 
 
 def _build_probes() -> Manifest:
-    # The agent answers within seconds, whatever the engine does, unless many start at once on few
+    # The agent responds within seconds, regardless of the engine, unless many start at once on few
     # cores: hence the long time of the liveness probe. Readiness is the engine's.
     return {
         "readinessProbe": {

@@ -1,1 +1,1 @@
-"""The process beside every engine: starts it, verifies it, reports its load, drains it."""
+"""The sidecar process of every engine: starts, verifies and drains it, and reports its load."""

@@ -1,7 +1,7 @@
 """One worker from start to end: gRPC server, engine supervisor, signals, drain.
 
-Called by main. What is hard is the order at the end: DRAINING is announced first, the engine ends
-only when it is empty, and the response to the Drain call still gets through.
+Called by main. The order at shutdown matters: DRAINING is announced first, the engine ends only
+when it is empty, and the response to the Drain call still gets through.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class WorkerAgent:
 
     def _begin_drain(self, seconds: float) -> asyncio.Task[DrainResult]:
         if self._drain is None:
-            _log.info("drains, at most %.0f s", seconds)
+            _log.info("draining for at most %.0f s", seconds)
             self._instance.drain()
             self._drain = asyncio.create_task(self._wait_until_empty(seconds))
             self._drain.add_done_callback(lambda _: self._stopping.set())

@@ -1,7 +1,7 @@
 """The command line of the agent, checked and frozen.
 
-Read once by main. What is hard: all arguments after `--` belong to the engine and are passed on
-unread, except --kv-transfer-config, --block-size and others that `launch` has to read.
+Read once by main. All arguments after `--` belong to the engine and are passed on unread, except
+--kv-transfer-config, --block-size and others that `launch` has to read.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class AgentTiming:
     health_failures: int = 3
     """Consecutive failed health checks after which the engine is killed."""
     stall_timeout: float = 300.0
-    """An engine that has requests and makes no step for so long is killed, even if /health answers.
+    """An engine with requests that runs no step for this long is killed, even if /health answers.
 
     Far above any step: a chunk of a large model's prompt takes a minute on a slow CPU.
     """
@@ -51,7 +51,7 @@ class AgentTiming:
     """How long a worker without any peer waits before it becomes ready unverified."""
     peer_poll: float = 0.5
     peer_search: float = 5.0
-    """Interval between searches for a peer once ready unverified."""
+    """Interval between searches for a peer while ready unverified."""
     verify_timeout: float = 30.0
     """Limit of each request of the KV test."""
     verify_delay_max: float = 30.0

@@ -128,13 +128,13 @@ class CoreLocks:
         return cores
 
     def _acquire_some(self, cores: Iterable[int], count: int) -> tuple[int, ...]:
-        taken: list[int] = []
+        locked: list[int] = []
         for core in cores:
-            if len(taken) == count:
+            if len(locked) == count:
                 break
             if self._lock(core):
-                taken.append(core)
-        return tuple(taken)
+                locked.append(core)
+        return tuple(locked)
 
     def _lock(self, core: int) -> bool:
         descriptor = self._open(core)

@@ -1,12 +1,12 @@
 """Decides when a draining engine is empty.
 
-Called by the agent after SIGTERM or a Drain call. What is hard: a prefill engine may have finished
-every request and still lease KV that a decode engine has not pulled yet; ending it then costs those
-requests a second prefill. Leased blocks show as KV usage (cached prefixes do not: they are free for
-reuse), and vLLM keeps stepping, and so reporting, while leases are open. An engine is empty when
-for the whole quiet period nothing runs, waits or is leased; requests that a gateway sent before it
-learned of the drain arrive within that period. A handoff that is never pulled delays the drain
-until its lease or the time-out ends.
+Called by the agent after SIGTERM or a Drain call. A prefill engine may have finished every request
+and still lease KV that a decode engine has not pulled yet; ending it then costs those requests a
+second prefill. Leased blocks show as KV usage (cached prefixes do not: they are free for reuse),
+and vLLM keeps stepping, and so reporting, while leases are open. An engine is empty when for the
+whole quiet period nothing runs, waits or is leased; requests that a gateway sent before it learned
+of the drain arrive within that period. A handoff that is never pulled delays the drain until its
+lease or the time-out ends.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Requests of the agent to its engine over HTTP: health, served models and pull counters.
 
-Used by the supervisor and the KV test. vLLM and the emulated engine answer alike.
+Used by the supervisor and the KV test. vLLM and the emulated engine respond alike.
 """
 
 import json
@@ -47,10 +47,10 @@ class PullCounters:
 async def check_health(url: str, seconds: float) -> str:
     """Return why the engine is unhealthy; empty when it is healthy."""
     try:
-        answer = await http.request("GET", f"{url}/health", seconds=seconds)
+        response = await http.request("GET", f"{url}/health", seconds=seconds)
     except http.HttpError as error:
         return f"/health: {error}"
-    return "" if answer.status == 200 else f"/health answers {answer.status}"
+    return "" if response.status == 200 else f"/health answers {response.status}"
 
 
 async def fetch_info(url: str, engine: str, block_size: int, seconds: float) -> ServedEngineInfo:
@@ -73,10 +73,10 @@ async def fetch_info(url: str, engine: str, block_size: int, seconds: float) -> 
 
 async def fetch_pull_counters(url: str, seconds: float) -> PullCounters | None:
     """Return the pull counters; None when the engine has none. Raises HttpError."""
-    answer = await http.request("GET", f"{url}/metrics", seconds=seconds)
-    if answer.status != 200:
-        raise http.HttpError(f"{url}/metrics answers {answer.status}")
-    page = answer.body
+    response = await http.request("GET", f"{url}/metrics", seconds=seconds)
+    if response.status != 200:
+        raise http.HttpError(f"{url}/metrics answers {response.status}")
+    page = response.body
     if not _PULLED_BYTES.search(page):
         return None
     return PullCounters(
@@ -102,11 +102,11 @@ def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:
 
 
 async def _fetch_json(url: str, seconds: float) -> dict[str, object]:
-    answer = await http.request("GET", url, seconds=seconds)
+    response = await http.request("GET", url, seconds=seconds)
     try:
-        content = json.loads(answer.body)
+        content = json.loads(response.body)
     except ValueError:
         content = None
-    if answer.status != 200 or not isinstance(content, dict):
-        raise http.HttpError(f"{url} answers {answer.status}, not a JSON object")
+    if response.status != 200 or not isinstance(content, dict):
+        raise http.HttpError(f"{url} answers {response.status}, not a JSON object")
     return content

@@ -1,8 +1,8 @@
 """Finds out from its output why an engine ended.
 
-What is hard: a vLLM that dies logs a hundred lines, of which the last are mostly noise (leaked
-semaphores, a completed shutdown). The cause is the first line with an error; what follows within
-seconds is a consequence. Errors of single requests occur long before the end.
+A vLLM that dies logs a hundred lines, of which the last are mostly noise (leaked semaphores, a
+completed shutdown). The cause is the first line with an error; what follows within seconds is a
+consequence. Errors of single requests occur long before the end.
 """
 
 import re
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 CASCADE_S = 30.0
-"""An engine is gone this long after its fatal error, including the stop of its processes."""
+"""An engine has ended this long after its fatal error, including the stop of its processes."""
 
 _LIMIT = 300
 _RECORD = re.compile(r"^(?:\(\w+ pid=\d+\) )*(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?")

@@ -1,8 +1,8 @@
 """The state of a worker and its engine, which the agent reports to its watchers.
 
 The supervisor, the KV test and the drain write it; the gRPC service and the health probe read it.
-What is hard: watchers must see every change at once without polling, so each change replaces an
-event that they wait on.
+Watchers must receive every change at once without polling, so each change replaces an event that
+they wait on.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from cleave_worker.scheduling.config_page import SchedulingPage
 
 
 class RoleChangeRefused(RuntimeError):  # noqa: N818
-    """The role does not change; the message says why."""
+    """The role does not change; the message gives the reason."""
 
 
 class StaleEpoch(RoleChangeRefused):
@@ -68,7 +68,7 @@ class ServedEngineInfo:
 
 
 class WorkerInstance:
-    """State of one worker, as its agent sees it."""
+    """State of one worker and its engine."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._registration = agent_pb2.Registration(
@@ -167,14 +167,14 @@ class WorkerInstance:
         reason = f"engine starts again: {failure}" if failure else "engine starts"
         self._enter_state(agent_pb2.STATE_STARTING, reason)
 
-    def set_engine_info(self, facts: ServedEngineInfo) -> None:
-        """Record that the engine answers; the KV test comes next."""
+    def set_engine_info(self, info: ServedEngineInfo) -> None:
+        """Record that the engine responds; the KV test comes next."""
         state = self._registration
-        state.engine = facts.engine
-        state.max_model_len = facts.max_model_len
-        state.kv_block_size = facts.kv_block_size
+        state.engine = info.engine
+        state.max_model_len = info.max_model_len
+        state.kv_block_size = info.kv_block_size
         state.kv_blocks_total = self.load.kv_blocks_total
-        state.adapters[:] = facts.adapters
+        state.adapters[:] = info.adapters
         self._enter_state(agent_pb2.STATE_VERIFYING, "KV path is being tested")
 
     def is_verified(self, flow: KvDirection) -> bool:
@@ -195,7 +195,7 @@ class WorkerInstance:
         self._mark_ready(kv_path)
 
     def mark_verification_failed(self, reason: str) -> None:
-        """Record a failed KV test. An instance that serves colocated requests goes on."""
+        """Record a failed KV test. An instance that serves colocated requests stays ready."""
         kv_path = agent_pb2.KvPath(verified=False, detail=reason)
         self._registration.kv_path.CopyFrom(kv_path)
         if self.state == agent_pb2.STATE_READY:

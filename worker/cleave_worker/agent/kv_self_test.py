@@ -1,14 +1,14 @@
 """The KV self-test: checks that a handoff from one engine to another transfers the KV, and that the
 decode engine continues with the tokens of the prefill engine.
 
-Called by `readiness` before a worker becomes ready. What is hard: engines accept foreign or damaged
-KV silently, so tokens are compared. An engine that recomputes lost KV gives the right tokens, so
-the decode engine must also have counted bytes, in proportion to the blocks of the handoff. Only the
-engine knows the bytes per block, so a short and a long prompt are compared. Prompts are new to both
-prefix caches, or nothing would be transferred. Greedy decoding on two machines may differ at
-near-ties, so one good attempt of several is enough; a broken path fails all. Other handoffs count
-into the same metrics and must not make this test fail. The engines may be of another version, so no
-response of theirs may end the agent.
+Called by `readiness` before a worker becomes ready. Engines accept foreign or damaged KV silently,
+so tokens are compared. An engine that recomputes lost KV generates the right tokens, so the decode
+engine must also have counted bytes, in proportion to the blocks of the handoff. Only the engine
+knows the bytes per block, so a short and a long prompt are compared. Prompts are new to both prefix
+caches, or nothing would be transferred. Greedy decoding on two machines may differ at near-ties, so
+one good attempt of several is enough; a broken path fails all. Other handoffs count into the same
+metrics and must not make this test fail. The engines may be of another version, so no response of
+theirs may end the agent.
 """
 
 import json
@@ -58,7 +58,7 @@ class KvTestError(RuntimeError):
 
 
 class InconclusiveError(KvTestError):
-    """The test shows neither that the KV path works nor that it does not."""
+    """The test cannot decide whether the KV path works."""
 
 
 class MissingCountersError(InconclusiveError):
@@ -109,7 +109,7 @@ class TransferSample:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the decode engine received no other handoff meanwhile."""
+        """Whether the decode engine received no other handoff during the sample."""
         return self.after.num_tokens - self.before.num_tokens <= self.num_tokens
 
     @property
@@ -119,7 +119,7 @@ class TransferSample:
 
     @property
     def num_failed(self) -> float:
-        """Failures that the engine counted meanwhile, including those of other handoffs."""
+        """Failures that the engine counted during the sample, including those of other handoffs."""
         return self.after.num_failed - self.before.num_failed
 
     def describe(self) -> str:
@@ -156,7 +156,7 @@ async def _run_attempts(
     prefill: Endpoint, decode: Endpoint, model: str, seconds: float, rng: random.Random
 ) -> TransferSample:
     fault_text = uncertainty = ""
-    unproven: TransferSample | None = None
+    inconclusive: TransferSample | None = None
     block_sizes: list[float] = []
     for _ in range(_MAX_ATTEMPTS):
         try:
@@ -177,10 +177,10 @@ async def _run_attempts(
         elif is_proportional(short, long):
             return long
         else:
-            unproven = long
-    if unproven:
-        return unproven
-    # A path that truncates KV does so alike each time; bytes of other handoffs vary.
+            inconclusive = long
+    if inconclusive:
+        return inconclusive
+    # A path that truncates KV does so equally each time; bytes of other handoffs vary.
     if block_sizes and min(block_sizes) < _MIN_BYTES_RATIO * max(block_sizes):
         uncertainty = f"{decode.instance} pulled a different number of bytes per block each time"
     if uncertainty:

@@ -1,8 +1,8 @@
 """Builds arguments and environment for one boot of an engine.
 
-Pure functions of the agent's configuration and of what this boot was given (ports, cores, load
-page); called by the supervisor at every start. What is hard: the boot id is also the engine id of
-the KV transfer, so that a handoff of an earlier boot is never taken for one of this boot.
+Pure functions of the agent's configuration and of this boot's resources (ports, cores, load page);
+called by the supervisor at every start. The boot id is also the engine id of the KV transfer, so
+that a handoff of an earlier boot is never taken for one of this boot.
 """
 
 import json
@@ -45,7 +45,7 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """What one start of the engine is given."""
+    """Ports, cores, pages and ids of one start of the engine."""
 
     boot_id: str
     engine_port: int

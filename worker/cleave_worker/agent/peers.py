@@ -1,8 +1,8 @@
 """Finds other workers with which a KV test can run.
 
-Used by `readiness`. What is hard: with 64 workers starting at once, asking all would be 4,000
-calls, so agents are asked a few at a time in random order until one fits. If an API server knows
-the addresses, it is asked only every few seconds.
+Used by `readiness`. With 64 workers starting at once, polling all would be 4,000 calls, so agents
+are polled a few at a time in random order until one matches. If an API server knows the addresses,
+it is polled only every few seconds.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ class PeerScan:
     """Result of a search for peers."""
 
     peer: agent_pb2.Registration | None = None
-    """One whose engine answers."""
+    """A matching peer whose engine responds; None: there is none."""
     has_starting: bool = False
-    """Whether there is a matching one whose engine still starts."""
+    """Whether there is a matching peer whose engine is still starting."""
 
 
 PeerFilter = Callable[[agent_pb2.Registration, agent_pb2.Registration], bool]
@@ -62,7 +62,7 @@ def is_counterpart(own: agent_pb2.Registration, other: agent_pb2.Registration) -
 
 
 class PeerAddresses:
-    """The agent addresses that a source names, without our own."""
+    """The agent addresses from a source, without this agent's own."""
 
     def __init__(self, source: str, own: str) -> None:
         self._source = source
@@ -75,7 +75,7 @@ class PeerAddresses:
         """Return the addresses, at most a few seconds old. Raises DiscoveryError, OSError."""
         now = asyncio.get_running_loop().time()
         if now - self._listed_at >= self._interval_s:
-            # Counted from the attempt, so that a failing server is not asked more often.
+            # Counted from the attempt, so that a failing server is not polled more often.
             self._listed_at = now
             self._addresses = await list_agents(self._source) - {self._own}
         return self._addresses
@@ -84,7 +84,7 @@ class PeerAddresses:
 async def find_peer(
     addresses: Collection[str], own: agent_pb2.Registration, matches: PeerFilter = is_counterpart
 ) -> PeerScan:
-    """Search a peer of `own` among the agents at these addresses."""
+    """Search for a peer of `own` among the agents at these addresses."""
     shuffled = random.sample(tuple(addresses), len(addresses))
     starting = False
     for batch in _make_batches(shuffled, _BATCH_SIZE):
@@ -102,7 +102,7 @@ async def find_peer(
 
 
 async def fetch_registration(address: str) -> agent_pb2.Registration | None:
-    """Return the registration of the agent at `address`; None when it does not answer."""
+    """Return the registration of the agent at `address`; None when it does not respond."""
     async with dial(address) as channel:
         try:
             answer = await agent_pb2_grpc.AgentStub(channel).Health(

@@ -1,8 +1,8 @@
 """The engine as a child process under a subreaper.
 
-Used by the supervisor, one object per boot. What is hard: the engine's output must neither block it
-nor grow without bound, so it is copied to the agent's stderr as it comes, and only what tells why
-the engine ended is kept.
+Used by the supervisor, one object per boot. The engine's output must neither block it nor grow
+without bound, so it is copied to the agent's stderr as it comes, and only the lines that explain
+why the engine ended are kept.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class EngineProcess:
         stop_grace: float,
         sink: Callable[[bytes], object] = _write_to_stderr,
     ) -> Self:
-        """Start it in a session of its own: a Ctrl-C or a group kill reaches the agent only."""
+        """Start it in a separate session: Ctrl-C or a group kill reaches the agent only."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", subreaper.__file__,
             "--agent", str(agent_pid),

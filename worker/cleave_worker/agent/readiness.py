@@ -1,11 +1,11 @@
-"""From an engine that answers to a ready instance: finds a peer and runs the KV test with it.
+"""Makes an instance ready once its engine responds: finds a peer and runs the KV test with it.
 
 Run by the supervisor beside the health checks, once per boot. The cases:
 - A peer exists and the test passes: ready, KV path verified.
 - A peer exists and the test fails: not ready, retried with growing delay. A worker that is ready
   unverified stays ready: it serves colocated requests, and the fault may be the peer's.
 - A peer exists, but its engine does not count pulled bytes, or other handoffs hide the result: the
-  test can show nothing, so ready unverified, and retried.
+  test is inconclusive, so ready unverified, and retried.
 - A peer exists, but its engine still starts: wait, as long as an engine may take to start.
 - No peer exists: after a while ready unverified, and the search goes on.
 
@@ -42,7 +42,7 @@ RunKvTest = Callable[[agent_pb2.Registration, KvDirection], Awaitable[agent_pb2.
 
 
 async def verify_kv_path(config: AgentConfig, instance: WorkerInstance) -> None:
-    """Bring an instance whose engine answers to ready; return once its KV path is verified."""
+    """Make an instance ready whose engine responds; return once its KV path is verified."""
     if not config.peers:
         instance.mark_unverified(_NO_PEER)
         return
@@ -53,7 +53,7 @@ async def verify_kv_path(config: AgentConfig, instance: WorkerInstance) -> None:
 async def verify_with_peers(
     config: AgentConfig, instance: WorkerInstance, search: ScanPeers, run_test: RunKvTest
 ) -> None:
-    """Search peers and test with them until a test passes."""
+    """Search for peers and test with them until a test passes."""
     clock = asyncio.get_running_loop().time
     timing = config.timing
     started_at = seen_at = clock()
@@ -78,10 +78,10 @@ async def verify_with_peers(
 async def verify_role(
     config: AgentConfig, instance: WorkerInstance, role: "agent_pb2.Role.ValueType"
 ) -> None:
-    """Test the KV direction of a role before a ready instance takes it. Raises KvTestError.
+    """Test the KV direction of a role before a ready instance changes to it. Raises KvTestError.
 
     Any compatible engine serves as peer; without one nothing is tested. Where engines do not count
-    bytes the role is taken unverified, as no later test would show more.
+    bytes the role is set unverified, as no later test would show more.
     """
     flow = get_kv_direction(role)
     ready = instance.state == agent_pb2.STATE_READY
@@ -132,15 +132,15 @@ def _build_scan(
 ) -> ScanPeers:
     addresses = peers.PeerAddresses(config.peers, config.address)
 
-    async def look() -> peers.PeerScan:
+    async def scan() -> peers.PeerScan:
         try:
             known = await addresses.get_addresses()
         except (DiscoveryError, OSError) as error:
-            _log.error("cannot search peers: %s", error)
+            _log.error("cannot search for peers: %s", error)
             return peers.PeerScan()
         return await peers.find_peer(known, instance.copy_registration(), matches)
 
-    return look
+    return scan
 
 
 def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
@@ -176,8 +176,8 @@ def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
 def _name_transport(config: AgentConfig) -> str:
     """Name what transfers the KV, as far as the devices of this container show.
 
-    Without RDMA a GPU's KV may go over NVLink or TCP, which only the measured speed tells apart;
-    without a GPU it goes over TCP, or shared memory between engines of one machine.
+    Without RDMA a GPU's KV may go over NVLink or TCP, which only the measured bandwidth
+    distinguishes; without a GPU it goes over TCP, or shared memory between engines of one machine.
     """
     if config.engine != "vllm":
         return "emulated"

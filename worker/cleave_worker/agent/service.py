@@ -1,8 +1,8 @@
 """The agent's gRPC service (watch, roles, drain, health) and the standard health protocol.
 
-Called by gateways, other agents, kubelets and `cleave status`. What is hard: a hundred watchers may
-stream from one agent. So a report is one message built from a few numbers, and a change of the
-registration is sent at once instead of with the next report.
+Called by gateways, other agents, kubelets and `cleave status`. A hundred watchers may stream from
+one agent. So a report is one message built from a few numbers, and a change of the registration is
+sent at once instead of with the next report.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from cleave_worker.scheduling.config import ROLES
 READY_SERVICE = "ready"
 """Service name under which the health protocol reports whether the instance takes requests."""
 _INTERVALS_MS = 50, 60_000
-"""Shortest and longest interval of reports, whatever a watcher requests."""
+"""Bounds on the report interval that a watcher may request."""
 _MAX_WATCHERS = 512
 """Concurrent streams: at the shortest interval about a core's worth of reports."""
 _MAX_ROUTER_NAME_CHARACTERS = 64
@@ -132,7 +132,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.HealthRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> agent_pb2.HealthResponse:
-        """Return what Watch would send now."""
+        """Return the report that Watch would send now."""
         return agent_pb2.HealthResponse(
             registration=self._instance.copy_registration(), load=self._instance.build_load_report()
         )

@@ -1,9 +1,9 @@
 """A small process between agent and engine that ends the engine when the agent ends.
 
 The agent starts it as a script with `python -I -S` (standard library only: it costs 10 ms and a few
-MB) and imports `kill_descendants` from it. What is hard: vLLM forks an engine core and workers that
-a SIGKILL of the agent would leave behind. This process is their subreaper, so every orphan becomes
-its child, and the kernel signals it when the agent has ended.
+MB) and imports `kill_descendants` from it. vLLM forks an engine core and workers that a SIGKILL of
+the agent would leave behind. This process is their subreaper, so every orphan becomes its child,
+and the kernel signals it when the agent has ended.
 
 Signals: SIGTERM ends the engine gently (SIGTERM, --grace seconds, SIGKILL of the whole tree);
 SIGHUP, which the kernel also sends when the agent dies, kills the tree at once. Exit status: the
@@ -67,9 +67,9 @@ def kill_descendants(seconds: float) -> bool:
 def _lower_priority() -> None:
     """Let the agent, which shares these cores, run before the engine.
 
-    Engines on CPU keep several threads busy; without this an agent was seen waiting three seconds
-    for its core, after which a router takes it for dead. Where the kernel groups processes by
-    session, niceness counts within a group only, and the group has a niceness of its own.
+    Engines on CPU keep several threads busy; without this an agent waited three seconds for its
+    core, after which a router considers it dead. Where the kernel groups processes by session,
+    niceness counts within a group only, and each group has its own niceness.
     """
     os.nice(_NICENESS)
     try:
@@ -102,7 +102,7 @@ def _wait_signal(seconds: float | None) -> int | None:
 
 
 def _reap_engine(engine: int) -> int | None:
-    """Reap what has ended; return the engine's exit status once it has."""
+    """Reap ended processes; return the engine's exit status once it has ended."""
     result = None
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Keeps an engine running: start, wait until it answers, verify its KV path, watch it, restart.
+"""Keeps an engine running: start, wait until it responds, verify its KV path, watch it, restart.
 
-Run by the agent until it is cancelled. What is hard: three things happen at once in each boot of
-the engine (the process may end, its health may fail, its KV path is being verified), and however a
-boot ends, no process or file of it may remain when the next one starts.
+Run by the agent until it is cancelled. Three things happen at once in each boot of the engine (the
+process may end, its health may fail, its KV path is being verified), and however a boot ends, no
+process or file of it may remain when the next one starts.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def compute_restart_delay(quick_deaths: int, timing: AgentTiming) -> float:
 
 
 def is_stalled(load: LoadSnapshot, now_ns: int, seconds: float) -> bool:
-    """Return whether an engine that has requests made no step for `seconds`."""
+    """Return whether an engine that has requests ran no step for `seconds`."""
     return bool(load.num_running + load.num_waiting) and now_ns - load.sampled_ns > seconds * 1e9
 
 
@@ -55,7 +55,7 @@ class EngineSupervisor:
         self._kill_at_once = False
 
     def kill_engine(self) -> None:
-        """Kill the present engine and later ones instead of stopping them gently."""
+        """Kill the present engine and later ones instead of stopping them gracefully."""
         self._kill_at_once = True
         if self._process:
             self._process.kill()
@@ -103,8 +103,8 @@ class EngineSupervisor:
                 _log.info("engine %s starts at %s", boot.boot_id, url)
                 await _run_until_first_ends(self._supervise(url), _raise_at_exit(process))
             except EngineFault:
-                # An engine that does not answer will not stop gently either, and delays the next
-                # start.
+                # An engine that does not respond will not stop gracefully either, and delays the
+                # next start.
                 process.kill()
                 raise
             finally:
@@ -143,12 +143,12 @@ class EngineSupervisor:
     async def _wait_for_engine_info(self, url: str) -> None:
         config = self._config
         try:
-            facts = await engine_api.fetch_info(
+            info = await engine_api.fetch_info(
                 url, config.engine, read_block_size(config, self._gpu), config.timing.health_timeout
             )
         except HttpError as error:
             raise EngineFault(f"does not say what it serves: {error}") from error
-        self._instance.set_engine_info(facts)
+        self._instance.set_engine_info(info)
 
     async def _watch_health(self, url: str) -> None:
         timing = self._config.timing

@@ -1,9 +1,9 @@
 """Runs the ranks of an engine on a node other than its agent's.
 
-The container command of the further pods of a multi-node instance. What is hard: the ranks of all
-nodes live and die together. A worker node starts its ranks when the leader's agent has started an
-engine, with that engine's boot id. It ends them when the leader has another engine or is gone. When
-it must stop, it has the leader drained first.
+The container command of the further pods of a multi-node instance. The ranks of all nodes live and
+die together. A worker node starts its ranks when the leader's agent has started an engine, with
+that engine's boot id. It ends them when the leader has started another engine or is lost. When it
+must stop, it requests a drain of the leader first.
 
 Exit codes: 0 the leader is drained; 2 bad usage; 1 the ranks ended by themselves, or other errors.
 """
@@ -41,7 +41,7 @@ from cleave_worker.agent.process import EngineProcess, choose_sink
 _log = logging.getLogger(__name__)
 
 _DRAIN_SLACK_S = 5.0
-"""Time for the leader to answer, beyond its drain."""
+"""Time for the leader to respond, beyond its drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LeaderTiming:
     poll_interval: float = 1.0
     """Interval between requests to the leader."""
     leader_timeout: float = 15.0
-    """Time without an answer after which the leader counts as gone."""
+    """Time without a response after which the leader counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class WorkerNode:
         self._stop_requested = asyncio.Event()
 
     def stop(self) -> None:
-        """Have the leader drained, then end."""
+        """Drain the leader, then end."""
         self._stop_requested.set()
 
     async def run(self) -> int:
@@ -130,7 +130,7 @@ class WorkerNode:
                 await process.stop()
 
     async def _wait_until_boot_ends(self, boot_id: str) -> None:
-        """Return when the leader has another engine, or has not answered for `lost` seconds."""
+        """Return when the leader has another engine, or has not responded for `lost` seconds."""
         clock, timing = asyncio.get_running_loop().time, self._config.timing
         answered_at = clock()
         while clock() - answered_at < timing.leader_timeout:
@@ -144,7 +144,7 @@ class WorkerNode:
         _log.warning("the leader has not answered for %g s", timing.leader_timeout)
 
     async def _fetch_boot_id(self) -> str:
-        """Return the boot id of the leader's engine; empty without an answer or an engine."""
+        """Return the boot id of the leader's engine; empty without a response or an engine."""
         registration = await fetch_registration(self._config.leader)
         return registration.boot_id if registration else ""
 

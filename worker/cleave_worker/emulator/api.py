@@ -1,7 +1,7 @@
 """vLLM's HTTP API of the emulated engine. Used by the command line and by tests.
 
-What is hard: every token of every stream is written from the engine loop straight to the client's
-socket, because waking one task per stream and token would cost more than all the rest.
+Every token of every stream is written from the engine loop straight to the client's socket, because
+waking one task per stream and token would cost more than all the rest.
 """
 
 import asyncio

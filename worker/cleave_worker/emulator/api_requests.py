@@ -26,7 +26,7 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "tool_choice": (str, dict),
     "tools": (list,),
 }
-"""Allowed types beside null of fields that are not, or not always, checked elsewhere."""
+"""Allowed types, besides null, of fields that are not always checked elsewhere."""
 
 
 class EmulatorApiError(Exception):

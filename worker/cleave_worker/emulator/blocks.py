@@ -1,9 +1,9 @@
 """Paged KV memory: free blocks, contents of blocks, and the prefix cache.
 
 Owned by the scheduler. Free blocks keep their contents and are reused oldest first, so a freed
-prefix stays usable until its memory is needed, as in vLLM. What is hard: several sequences may
-share a block through the prefix cache, so blocks are reference-counted. A cached block is found by
-its tokens but contains what was really written to it (a wrong handoff poisons the cache).
+prefix stays usable until its memory is needed, as in vLLM. Several sequences may share a block
+through the prefix cache, so blocks are reference-counted. A cached block is found by its tokens but
+contains what was really written to it (a wrong handoff poisons the cache).
 """
 
 from collections import OrderedDict

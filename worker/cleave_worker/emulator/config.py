@@ -34,7 +34,7 @@ class KvTransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedEngineConfig:
-    """Everything the engine needs; nothing else is read from the environment."""
+    """All settings of the engine; it reads nothing else from the environment."""
 
     served_model_name: str
     shape: ModelShape

@@ -4,8 +4,7 @@ The emulated KV of a token is a 32-bit hash of all tokens up to it (real keys an
 the same). A block contains the hash of its last computed token, and the next token is a function of
 every block that the sequence reads. So KV that is wrong, missing, swapped, truncated or stale gives
 wrong tokens, and the same prompt gives the same tokens on every instance, with or without a
-handoff. What is hard: it runs once per token per stream, so it is two integer operations and one
-CRC.
+handoff. It runs once per token per stream, so it costs two integer operations and one CRC.
 """
 
 import zlib

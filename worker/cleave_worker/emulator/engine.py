@@ -1,8 +1,8 @@
 """The engine loop: runs the scheduler's steps in emulated time and sends tokens to listeners.
 
 The API submits and aborts requests; the loop computes one step after another and sleeps while there
-is nothing to do (no polling). What is hard: an iteration must end when the latency model says, so
-ends are absolute deadlines and inexact sleeps do not add up.
+is nothing to do (no polling). An iteration must end when the latency model says, so ends are
+absolute deadlines and inexact sleeps do not add up.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from cleave_worker.scheduling.config_page import SchedulingPage
 _log = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.1
-"""A loop that was delayed longer does not catch up on the rest."""
+"""Longest delay of the loop that it catches up on."""
 
 
 class TokenListener(Protocol):
@@ -112,7 +112,7 @@ class EmulatedEngine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Abort a request: free what it has here and at the prefill instance."""
+        """Abort a request: free its blocks here and at the prefill instance."""
         if sequence.state is SequenceState.FINISHED:
             return
         handoff = sequence.handoff

@@ -28,26 +28,26 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     slow: float | None = None
     """Factor on the duration of iterations."""
     hang: bool | None = None
-    """The engine loop stops; /health still answers."""
+    """The engine loop stops; /health still responds."""
     die: bool | None = None
     """The process ends at once with exit code 1."""
     refuse: bool | None = None
     """New requests get 503."""
     corrupt_handoff: int | None = None
-    """The next so many transfers out of this engine deliver altered block contents."""
+    """This many next transfers out of this engine deliver altered block contents."""
     stale_handoff: int | None = None
-    """The next so many deliver what the blocks contained before the request."""
+    """This many next transfers deliver what the blocks contained before the request."""
     short_handoff: int | None = None
-    """The next so many deliver one block less than was requested."""
+    """This many next transfers deliver one block less than was requested."""
     wrong_kv: int | None = None
-    """The next so many deliver wrongly computed KV with a valid checksum."""
+    """This many next transfers deliver wrongly computed KV with a valid checksum."""
     swap_handoff: int | None = None
-    """The next so many prefills answer with the handoff of the prefill before them."""
+    """This many next prefills return the handoff of the prefill before them."""
     empty_handoff: int | None = None
-    """The next so many handoffs into this engine succeed without a byte: it computes the prompts
+    """This many next handoffs into this engine succeed without a byte: it computes the prompts
     itself and counts no failure."""
     drop: int | None = None
-    """Connections of streams close after so many tokens; 0: before the first."""
+    """Connections of streams close after this many tokens; 0: before the first."""
 
 
 class Faults:
@@ -93,13 +93,13 @@ class Faults:
         self._switch(spec)
 
     def consume(self, name: str) -> bool:
-        """Return whether a counted fault is active, and use it up once."""
+        """Return whether a counted fault is active, and decrement its count."""
         remaining: int = getattr(self, name)
         setattr(self, name, max(remaining - 1, 0))
         return remaining > 0
 
     def swap_handoffs(self, handoff: dict[str, object]) -> dict[str, object]:
-        """Return the handoff that a prefill answers with, its own or the previous one."""
+        """Return the handoff that a prefill returns, its own or the previous one."""
         previous, self._last_handoff = self._last_handoff, handoff
         return previous if previous and self.consume("swap_handoff") else handoff
 

@@ -33,9 +33,9 @@ from cleave_worker.scheduling import config_page
 
 _DEFAULT_SHAPE = "opt-13b"
 _KEEPALIVE_S = 5.0
-"""uvicorn's, as vLLM runs it: clients must cope with connections that close after that."""
+"""uvicorn's keep-alive time, as in vLLM: clients must handle connections that close after it."""
 _SHUTDOWN_S = 0.01
-"""Open requests are cut off, as by a terminated vLLM; aiohttp takes 0 for no limit."""
+"""Open requests are cut off, as by a terminated vLLM; aiohttp reads 0 as no limit."""
 
 
 class EmulatorParser(argparse.ArgumentParser):

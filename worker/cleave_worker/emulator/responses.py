@@ -1,6 +1,6 @@
 """vLLM's JSON responses and server-sent events, as clients receive them. Used by the API.
 
-Events of one stream differ only in a word, so everything around it is encoded once per request.
+Events of one stream differ only in one word, so the rest is encoded once per request.
 """
 
 import json
@@ -41,7 +41,7 @@ class EventEncoder:
         self._between, _, self._after = rest.partition(str(_ID_PLACEHOLDER).encode())
 
     def encode_start(self) -> bytes:
-        """Return what precedes the first token: in a chat the role."""
+        """Return the event before the first token: in a chat the role."""
         if not self._call.chat:
             return b""
         delta = {"role": "assistant", "content": ""}
@@ -72,7 +72,7 @@ class EventEncoder:
         )
 
     def encode_usage(self, completion_tokens: int) -> bytes:
-        """Return the usage of all choices, if the client asked for it."""
+        """Return the usage of all choices, if the client requested it."""
         if not self._call.include_usage:
             return b""
         usage = _build_usage(len(self._call.request.prompt), completion_tokens)

@@ -4,8 +4,8 @@ The engine calls `schedule`, waits as long as the iteration takes, and calls `co
 I/O are outside. Running sequences come first, then waiting ones in order of arrival, all under one
 token budget (chunked prefill). When blocks run out, the youngest running sequence is preempted and
 recomputed later. A scheduling configuration, which may change between iterations, can change order,
-admission and preemption. What is hard: a sequence whose KV is being or has been pulled occupies
-blocks while it waits. So it is admitted before others, or both could wait for ever.
+admission and preemption. A sequence whose KV is being or has been pulled occupies blocks while it
+waits. So it is admitted before others, or both could wait forever.
 """
 
 from collections import deque
@@ -36,11 +36,11 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class EngineStep:
-    """One iteration: what it computes and what that costs."""
+    """One iteration: the tokens that it computes, and their cost."""
 
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     loads: list[Sequence] = field(default_factory=list)
-    """Sequences that have got blocks and wait for their KV to be pulled."""
+    """Sequences that have blocks and wait for their KV to be pulled."""
     chunks: list[PromptChunk] = field(default_factory=list)
     num_decode_tokens: int = 0
     """Sequences that compute a single token."""

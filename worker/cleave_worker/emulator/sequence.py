@@ -1,7 +1,7 @@
 """One request inside the engine: its tokens, its blocks, and how much of it is computed.
 
-Owned by the scheduler. What is hard: the state that leads to the next token must be the same
-whether KV was computed here in chunks, found in the prefix cache, or pulled from another instance.
+Owned by the scheduler. The state that leads to the next token must be the same whether KV was
+computed here in chunks, found in the prefix cache, or pulled from another instance.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from cleave_worker.emulator.blocks import BlockPool
 from cleave_worker.emulator.content import EMPTY, extend, fold
 
 _EOS_PERIOD = 256
-"""One token in so many ends the text, unless ignore_eos."""
+"""One token in this many ends the text, unless ignore_eos."""
 
 
 class RemotePrefill(NamedTuple):
@@ -67,7 +67,7 @@ class SequenceState(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended, in vLLM's words."""
+    """Why a sequence ended, as vLLM names it."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -1,10 +1,10 @@
 """The KV side channel of an emulated engine, both ends of a handoff; the engine owns one.
 
 As producer it leases the blocks of finished prefills and serves them over TCP. As consumer it pulls
-blocks from another engine, for as long as the real bytes would take. What is hard: the producer
-must refuse what it does not lease any more (another boot, an expired lease, another prompt) instead
-of serving what the blocks contain now. The consumer must not use KV that is not what the prefill
-wrote. Every failure must reach the waiting request.
+blocks from another engine, for as long as the real bytes would take. The producer must refuse
+blocks that it no longer leases (another boot, an expired lease, another prompt) instead of serving
+their present contents. The consumer must not use KV that the prefill did not write. Every failure
+must reach the waiting request.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _CORRUPTION = 0x5A5A5A5A
 
 
 class KvTransferError(Exception):
-    """The KV could not be pulled; the message says why."""
+    """The KV could not be pulled; the message gives the reason."""
 
 
 class LeasedKv(NamedTuple):
@@ -116,7 +116,7 @@ class KvSideChannel:
         self._expected.pop(sequence, None)
 
     def decline(self, handoff: RemotePrefill) -> None:
-        """Tell the producer, in the background, that its blocks will not be pulled."""
+        """Notify the producer, in the background, that its blocks will not be pulled."""
         self._spawn(
             self._notify(
                 handoff, side_channel_messages.PullDone(handoff.engine_id, handoff.request_id)
@@ -128,8 +128,8 @@ class KvSideChannel:
     ) -> list[int]:
         """Return the last `num_blocks` contents of a prompt, after `duration_s` of transfer.
 
-        Raises KvTransferError when the producer refuses, does not answer or dies meanwhile, and
-        when the contents are not what it wrote.
+        Raises KvTransferError when the producer refuses, does not respond or dies meanwhile, and
+        when the contents are not those that it wrote.
         """
         if handoff.engine_id == self.config.engine_id:
             raise KvTransferError("an engine cannot pull KV from itself")
@@ -167,7 +167,7 @@ class KvSideChannel:
             response.contents
         ) != len(pull.block_ids):
             raise side_channel_messages.SideChannelError("unexpected response")
-        # The producer sends nothing more: data or an end of the stream means that it is gone.
+        # The producer sends nothing more: data or an end of the stream means that it was lost.
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await reader.read(1)
@@ -274,8 +274,8 @@ class KvSideChannel:
             await asyncio.sleep(self.config.lease_s / 6)
             await asyncio.gather(
                 *(
-                    self._notify(owner, beat)
-                    for owner, beat in _build_heartbeats(self._expected.values())
+                    self._notify(owner, heartbeat)
+                    for owner, heartbeat in _build_heartbeats(self._expected.values())
                 )
             )
         self._heartbeat_task = None

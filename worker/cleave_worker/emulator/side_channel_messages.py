@@ -1,6 +1,6 @@
 """Messages of the KV side channel between two emulated engines, and their framing over TCP.
 
-Stands in for NIXL's handshake, reads and notifications: the consumer (decode side) requests block
+Replaces NIXL's handshake, reads and notifications: the consumer (decode side) requests block
 contents, waits as long as the real transfer would take, and notifies the producer.
 """
 
@@ -24,18 +24,18 @@ class PullBlocks(msgspec.Struct, tag=True, frozen=True):
     request_id: str
     block_ids: list[int]
     prompt_digest: bytes = b""
-    """Digest of the consumer's prompt; empty: not given."""
+    """Hash of the consumer's prompt; empty: not given."""
 
 
 class PullDone(msgspec.Struct, tag=True, frozen=True):
-    """The blocks were read or will not be read: free them. Not answered."""
+    """The blocks were read or will not be read: free them. No response."""
 
     engine_id: str
     request_id: str
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Extend the leases of requests that are still queued at the consumer. Not answered."""
+    """Extend the leases of requests that are still queued at the consumer. No response."""
 
     engine_id: str
     request_ids: list[str]

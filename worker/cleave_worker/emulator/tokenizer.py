@@ -1,16 +1,16 @@
 """Converts text to token ids and back, without a vocabulary file. Used by the API.
 
 A generated token is a word of a space and four letters, and text is cut at spaces into pieces of at
-most four characters. So generated text after any prompt is cut into exactly the tokens that it came
-from, and another engine can resume a request from prompt and text so far. Other pieces are hashed
-into the rest of the id space: counts are exact, but their text is lost.
+most four characters. So generated text after any prompt is tokenized into exactly the tokens it was
+generated from, and another engine can resume a request from prompt and text so far. Other pieces
+are hashed into the rest of the id space: counts are exact, but their text is lost.
 """
 
 import re
 import zlib
 
 VOCAB_SIZE = 50272
-"""OPT's; higher ids are rejected, as vLLM does."""
+"""OPT's vocabulary size; higher ids are rejected, as in vLLM."""
 EOS = 2
 
 _FIRST_WORD_ID = 4

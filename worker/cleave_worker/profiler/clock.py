@@ -1,9 +1,9 @@
 """Measures how long an operator takes: CUDA events on a GPU, the process's clock on a CPU.
 
-What is hard on a GPU: launching a kernel from Python costs more than many kernels take, and engines
-replay graphs in which it costs nothing. And weights that are read again at once come from the L2
-cache, which happens in no engine with more than one layer. So runs are captured in a graph, and
-operators cycle through several copies of what they read.
+On a GPU, launching a kernel from Python takes longer than many kernels run, and engines replay
+graphs in which a launch costs nothing. Weights that are read again at once come from the L2 cache,
+which happens in no engine with more than one layer. So runs are captured in a graph, and operators
+cycle through several copies of their inputs.
 """
 
 import time
@@ -56,13 +56,13 @@ class CpuClock:
         run(0)
         once_s = time.perf_counter() - begin
         runs = max(1, round(_MIN_REPEAT_S / max(once_s, 1e-7)))
-        taken = []
+        durations_ms = []
         for _ in range(repeats):
             begin = time.perf_counter()
             for index in range(runs):
                 run(index)
-            taken.append((time.perf_counter() - begin) * 1e3 / runs)
-        return taken
+            durations_ms.append((time.perf_counter() - begin) * 1e3 / runs)
+        return durations_ms
 
 
 class CudaClock:
@@ -84,21 +84,21 @@ class CudaClock:
             for index in range(_GRAPH_RUNS):
                 run(index)
         graph.replay()
-        taken = []
+        durations_ms = []
         for _ in range(repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            taken.append(begin.elapsed_time(end) / _GRAPH_RUNS)
-        return taken
+            durations_ms.append(begin.elapsed_time(end) / _GRAPH_RUNS)
+        return durations_ms
 
 
-def summarize(taken: Sequence[float]) -> OperatorDuration:
+def summarize(durations_ms: Sequence[float]) -> OperatorDuration:
     """Return the median and the distance between the quartiles."""
     spread = 0.0
-    if len(taken) > 1:
-        first, _, third = quantiles(taken, n=4, method="inclusive")
+    if len(durations_ms) > 1:
+        first, _, third = quantiles(durations_ms, n=4, method="inclusive")
         spread = third - first
-    return OperatorDuration(round(median(taken), 6), round(spread, 6))
+    return OperatorDuration(round(median(durations_ms), 6), round(spread, 6))

@@ -22,12 +22,12 @@ _RUNS = 20
 
 
 class CollectiveError(RuntimeError):
-    """The group of GPUs could not be measured; one line that says why."""
+    """The group of GPUs could not be measured; one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTask:
-    """What a group of processes measures."""
+    """The measurement of a group of processes."""
 
     ranks: int
     sizes_bytes: tuple[int, ...]
@@ -93,7 +93,7 @@ def _run_member(
 def _time_runs(task: CollectiveTask, run: Callable[[], object]) -> list[float]:
     for _ in range(_WARM_UPS):
         run()
-    taken = []
+    durations_ms = []
     for _ in range(task.repeats):
         dist.barrier()
         _wait(task)
@@ -101,8 +101,8 @@ def _time_runs(task: CollectiveTask, run: Callable[[], object]) -> list[float]:
         for _ in range(_RUNS):
             run()
         _wait(task)
-        taken.append((time.perf_counter() - begin) * 1e3 / _RUNS)
-    return taken
+        durations_ms.append((time.perf_counter() - begin) * 1e3 / _RUNS)
+    return durations_ms
 
 
 def _send(rank: int, tensor: torch.Tensor) -> None:

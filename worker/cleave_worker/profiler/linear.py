@@ -1,8 +1,8 @@
 """Token-level operators of a layer: matrix products, norms, activations (Vidur, section 4.3).
 
-Their time depends only on the number of rows in an iteration. What is hard: experts. An iteration
-of n tokens uses some of them, each with a few rows, and must read the weights of all it uses; they
-run as one batched product over the experts that even routing uses.
+Their time depends only on the number of rows in an iteration. Experts are special: an iteration of
+n tokens uses some of them, each with a few rows, and must read the weights of all it uses; they run
+as one batched product over the experts that even routing uses.
 """
 
 import math
@@ -19,7 +19,7 @@ BuildRun = Callable[[int], RunOperator]
 """Builds an operator for a number of rows."""
 
 _CACHE_BYTES = 256 << 20
-"""Copies of weights fill at least this: several times the largest L2 cache."""
+"""Minimum bytes of the copies of weights: several times the largest L2 cache."""
 _MAX_COPIES = 64
 
 

@@ -77,13 +77,13 @@ def _measure_linear(
 ) -> Iterable[LinearPoint]:
     for operator in operators:
         for rows in grid.head_rows if operator.name == _LM_HEAD else grid.rows:
-            taken = summarize(clock.measure(operator.build_run(rows), grid.repeats))
+            duration = summarize(clock.measure(operator.build_run(rows), grid.repeats))
             yield LinearPoint(
                 operator=operator.name,
                 tensor_parallel_size=size,
                 tokens=rows,
-                ms=taken.ms * operator.weight,
-                spread_ms=taken.spread_ms * operator.weight,
+                ms=duration.ms * operator.weight,
+                spread_ms=duration.spread_ms * operator.weight,
                 repeats=grid.repeats,
             )
 
@@ -92,13 +92,13 @@ def _measure_prefill(
     attention: AttentionOperator, clock: Clock, grid: ProfilerGrid
 ) -> Iterable[PrefillAttentionPoint]:
     for tokens, before in grid.chunks:
-        taken = summarize(clock.measure(attention.build_prefill(tokens, before), grid.repeats))
+        duration = summarize(clock.measure(attention.build_prefill(tokens, before), grid.repeats))
         yield PrefillAttentionPoint(
             tensor_parallel_size=attention.shard.size,
             tokens=tokens,
             cached_tokens=before,
-            ms=taken.ms,
-            spread_ms=taken.spread_ms,
+            ms=duration.ms,
+            spread_ms=duration.spread_ms,
             repeats=grid.repeats,
         )
 
@@ -109,13 +109,13 @@ def _measure_decode(
     for batch, context in product(grid.batches, grid.contexts):
         if batch * context * attention.shard.kv_bytes_per_token > _LARGEST_KV_BYTES:
             continue
-        taken = summarize(clock.measure(attention.build_decode(batch, context), grid.repeats))
+        duration = summarize(clock.measure(attention.build_decode(batch, context), grid.repeats))
         yield DecodeAttentionPoint(
             tensor_parallel_size=attention.shard.size,
             batch=batch,
             context_tokens=batch * context,
-            ms=taken.ms,
-            spread_ms=taken.spread_ms,
+            ms=duration.ms,
+            spread_ms=duration.spread_ms,
             repeats=grid.repeats,
         )
 
@@ -140,8 +140,8 @@ def _measure_collectives(
 def _build_points(
     ranks: int, times: collectives.Times, repeats: int
 ) -> Iterable[CommunicationPoint]:
-    for size_bytes, taken in sorted(times.items()):
-        duration = summarize(taken)
+    for size_bytes, durations_ms in sorted(times.items()):
+        duration = summarize(durations_ms)
         yield CommunicationPoint(
             gpus=ranks,
             size_bytes=size_bytes,

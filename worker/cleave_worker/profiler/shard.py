@@ -9,7 +9,7 @@ from cleave.perf.model.model_shape import ModelShape
 
 
 class ShardError(ValueError):
-    """The model cannot be measured this way; one line that says what and why."""
+    """The model cannot be measured this way; one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Admits waiting requests to the decode batch by the predicted KV demand of all of its requests.
 
-Used by the schedulers of the emulated engine and of vLLM. What is hard: predictions may be wrong,
-but a request must never wait for more memory than the engine has. So a prediction is capped by the
-request's own limit, which the engine has checked to fit.
+Used by the schedulers of the emulated engine and of vLLM. Predictions may be wrong, but a request
+must never wait for more memory than the engine has. So a prediction is capped by the request's own
+limit, which the engine has checked to fit.
 """
 
 import math

@@ -29,22 +29,22 @@ class SchedulingConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RoleSchedulingConfig:
-    """The scheduling configuration of one role. 0: as the engine was started, or no limit."""
+    """The scheduling configuration of one role. 0: the engine's start value, or no limit."""
 
     order: PrefillOrder = PrefillOrder.FCFS
     """Order of waiting prompts."""
     prefill_sched_batch: int = 16
     """How many of the oldest prompts SJF and LJF sort at a time, which prevents starvation."""
     max_num_seqs: int = 0
-    """Most requests in a step, at most what the engine was started with."""
+    """Most requests in a step, at most the engine's start value."""
     max_num_batched_tokens: int = 0
-    """Most tokens in a step (L_m, Sarathi's chunk), at most what the engine was started with."""
+    """Most tokens in a step (L_m, Sarathi's chunk), at most the engine's start value."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step while others wait, so that these are not blocked."""
     admission: Admission = Admission.GREEDY
     """Admission of requests that decode here."""
     preemption_limit: int = 0
-    """After so many preemptions a request is preempted only after those with fewer."""
+    """After this many preemptions a request is preempted only after those with fewer."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -57,7 +57,7 @@ DEFAULT = RoleSchedulingConfig()
 
 
 def clamp_limit(configured: int, initial: int) -> int:
-    """Return a limit of the configuration, capped by the engine's `initial` one; 0: that one."""
+    """Return the configured limit, capped by the engine's `initial` one; 0: `initial`."""
     return min(configured or initial, initial)
 
 

@@ -1,7 +1,7 @@
 """The sorted part of a queue of prompts (TetriInfer's scheduled queue).
 
-Used by the queues of the emulated engine and of vLLM. What is hard: prompts of a sorted batch stay
-before all later ones, also when some leave the batch or are put back before it.
+Used by the queues of the emulated engine and of vLLM. Prompts of a sorted batch stay before all
+later ones, also when some leave the batch or are put back before it.
 """
 
 from collections import deque

@@ -1,11 +1,11 @@
 """Leases on the KV blocks of prefills: which blocks an engine must not reuse until they are pulled.
 
 Shared by the engine's thread, which leases and frees, and the server threads that serve consumers.
-What is hard: blocks must not be freed while a consumer reads them, and a consumer that hangs must
-not pin them for ever. So each read has a deadline of its own; a consumer that missed it learns this
-when it releases the blocks, and discards what it has read. The ranks of one engine may pull a
-prefill layer by layer while it runs: its lease then starts when it ends, and blocks that are
-released earlier are freed at the end.
+Blocks must not be freed while a consumer reads them, and a consumer that hangs must not pin them
+forever. So each read has its own deadline; a consumer that missed it learns this when it releases
+the blocks, and discards what it has read. The ranks of one engine may pull a prefill layer by layer
+while it runs: its lease then starts when it ends, and blocks that are released earlier are freed at
+the end.
 """
 
 import threading
@@ -63,7 +63,7 @@ class PrefillInProgress:
 
 
 class PrefillProgress(NamedTuple):
-    """How far a prefill has come, as returned to a layerwise consumer."""
+    """Progress of a prefill, as returned to a layerwise consumer."""
 
     request_id: str
     epoch: int
@@ -140,7 +140,7 @@ class BlockLeases:
         progress: Progress,
         computed: ComputeEvent | None = None,
     ) -> None:
-        """Record that more is computed, or will be once the GPU has reached `computed`.
+        """Record progress that holds now, or once the GPU has reached `computed`.
 
         `blocks`: all blocks that the prompt has so far.
         """
@@ -180,7 +180,7 @@ class BlockLeases:
         release it.
         """
         # 1. Wait for progress. 2. Reserve the prefill for this engine. 3. Start the deadline of a
-        # finished prefill. 4. Wait for the GPU, outside the lock, so that the progress is true.
+        # finished prefill. 4. Wait for the GPU, outside the lock, so that the progress holds.
         with self._changed:
             self._changed.wait_for(lambda: self._has_more(name, previous), wait_s)
             leased = self._get_prefill(self._request_ids.get(name, ""), prompt_digest)
@@ -229,8 +229,8 @@ class BlockLeases:
     ) -> tuple[int, ...]:
         """Lease blocks to a consumer, which must release them. Raises RefusedError.
 
-        A consumer may ask before the engine has reported the end of the prefill. It then waits up
-        to `wait_s`, unless the request is known to be over.
+        A consumer may request blocks before the engine has reported the end of the prefill. It then
+        waits up to `wait_s`, unless the request is known to be over.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_decided(request_id), wait_s)

@@ -1,9 +1,9 @@
 """KV blocks as files in host memory that outlives the engine, named by a hash of their tokens.
 
 An engine writes them while a request decodes; any engine of the same host that resumes the request
-reads them. What is hard: the engine that wrote a file may be dead. So each file states what it
-contains, appears atomically and is verified by checksum. Requests of several engines may begin
-alike: each engine that uses a file has a hard link of its own, and the one that drops the last link
+reads them. The engine that wrote a file may be dead. So each file has a header that identifies its
+contents, appears atomically and is verified by checksum. Requests of several engines may share a
+prefix: each engine that uses a file has its own hard link, and the one that drops the last link
 removes the file.
 """
 
@@ -123,7 +123,7 @@ class CheckpointStore:
             if used is None:
                 continue
             self._build_path(key, _USE).unlink(missing_ok=True)
-            # An engine that links the file at this very moment recomputes the block later.
+            # An engine that links the file meanwhile recomputes the block later.
             with suppress(FileNotFoundError):
                 if self._build_path(key).stat().st_nlink == 1:
                     self._build_path(key).unlink()

@@ -111,21 +111,20 @@ class KvClient:
     def resolve_ranks(
         self, handoff: Handoff, seconds: float = RESPONSE_TIMEOUT_S
     ) -> tuple[RemoteRank, ...]:
-        """Return the remote ranks that this rank must contact; asks the producer for unknown
-        addresses.
+        """Return the remote ranks that this rank must contact, after looking up unknown addresses.
 
         Each network operation may take `seconds`. Raises RefusedError.
         """
         return find_remote_ranks(self._kv, self._rank_resolver.resolve(handoff, seconds))
 
     def decline(self, handoff: Handoff) -> None:
-        """Tell the producer that its blocks will not be pulled; if that fails the lease expires."""
+        """Notify the producer that its blocks will not be pulled; on failure the lease expires."""
         with suppress(RefusedError):
             for rank in self.resolve_ranks(handoff):
                 self.decline_rank(rank, handoff)
 
     def decline_rank(self, rank: RemoteRank, handoff: Handoff) -> None:
-        """Tell one rank of the producer."""
+        """Notify one rank of the producer."""
         with suppress(RefusedError, protocol.ProtocolError, TimeoutError):
             connection, _ = self.connect(rank, _CONNECT_TIMEOUT_S)
             try:
@@ -284,7 +283,7 @@ class _RankConnection:
         except RefusedError as refused:
             if is_new or refused.reason is not RefusalReason.PEER_LOST:
                 raise
-        # The server closes idle connections, or the producer is gone: reconnect once to find out.
+        # The connection was idle, or the producer was lost: reconnect once to find out.
         self.close()
         self._open()
         return self._request_blocks(handoff, first, blocks, layers)

@@ -1,6 +1,6 @@
-"""What identifies a KV handoff, and the reasons for which one is refused.
+"""The identity of a KV handoff, and the reasons for which one is refused.
 
-An engine attends to whatever a block contains. So a handoff names boot, request, epoch, prompt and
+An engine attends to any content of a block. So a handoff names boot, request, epoch, prompt and
 layout; both ends compare them, and the first difference is the reason of a refusal.
 """
 
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """How a model's KV lies in blocks; nothing is transferred unless both ends are equal.
+    """Layout of a model's KV in blocks; nothing is transferred unless both ends are equal.
 
     The parallelism may differ, see `ParallelShape`.
     """
@@ -94,7 +94,7 @@ class Handoff(msgspec.Struct, frozen=True):
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether it was made before the prefill, when epoch, digest and length are unknown.
+        """Whether it was made before the prefill, when epoch, prompt hash and length are unknown.
 
         `request_id` is then a name that the gateway gave to prefill and decode request alike.
         """
@@ -102,7 +102,7 @@ class Handoff(msgspec.Struct, frozen=True):
 
 
 def compute_prompt_digest(token_ids: Iterable[int], kind: str = "") -> str:
-    """Hash the tokens and what else decides their KV (`kind`: adapter, images, cache salt)."""
+    """Hash the tokens and the other inputs of their KV (`kind`: adapter, images, cache salt)."""
     hasher = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES)
     hasher.update(kind.encode())
     return hasher.hexdigest()

@@ -1,10 +1,10 @@
 """Pulls the KV of a prefill while the producer computes it, chunk by chunk.
 
-Called from worker threads, one per prompt. Progress is awaited on a connection of its own, so that
+Called from worker threads, one per prompt. Progress is awaited on a separate connection, so that
 other prompts from the same producer do not wait; bytes arrive over the shared link of `KvClient`.
-What is hard: chunks arrive one by one, and from several ranks when the producer is sharded
-differently. They are valid KV only together, and only if each rank confirms that its blocks were
-leased from the first chunk to the last.
+Chunks arrive one by one, and from several ranks when the producer is sharded differently. They are
+valid KV only together, and only if each rank confirms that its blocks were leased from the first
+chunk to the last.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """The memory that contains KV, as regions of bytes, and the byte ranges that a transfer copies.
 
-An engine registers its KV cache once; links copy ranges of it. What is hard: the blocks of a
-request are scattered, but often adjacent, and one large copy costs less than many small ones. So
-blocks that are adjacent at both ends are copied as one range.
+An engine registers its KV cache once; links copy ranges of it. The blocks of a request are
+scattered, but often adjacent, and one large copy costs less than many small ones. So blocks that
+are adjacent at both ends are copied as one range.
 """
 
 import ctypes

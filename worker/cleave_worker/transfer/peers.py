@@ -17,11 +17,11 @@ class RemoteRank:
     """Parallelism of its engine."""
     address: tuple[str, int]
     source: ShardSource
-    """What this consumer rank needs of it."""
+    """The part of its KV that this consumer rank needs."""
 
 
 def find_remote_ranks(kv: RegisteredKv, handoff: Handoff) -> tuple[RemoteRank, ...]:
-    """Return all ranks to contact, including those that only learn that they are not read.
+    """Return all ranks to contact, including those that are only notified that they are not read.
 
     Raises RefusedError when the handoff's parallelism is invalid.
     """

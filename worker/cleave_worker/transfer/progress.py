@@ -1,8 +1,8 @@
-"""How much of a prompt's KV is computed, and which chunks a consumer still lacks. Pure.
+"""Tracks how much of a prompt's KV is computed and which chunks a consumer still lacks. Pure.
 
 The producer announces a `Progress`; the consumer compares it with what it has and requests the
-chunks in between. What is hard: a slow consumer misses announcements, yet each layer of each block
-must be transferred exactly once, and only after it is final.
+chunks in between. A slow consumer misses announcements, yet each layer of each block must be
+transferred exactly once, and only after it is final.
 """
 
 from typing import NamedTuple

@@ -22,7 +22,7 @@ _MAX_FRAME = 16 << 20
 
 
 class ProtocolError(OSError):
-    """The peer broke the protocol or closed the connection, or the deadline passed."""
+    """The peer broke the protocol or closed the connection, or the deadline was exceeded."""
 
 
 class HandshakeRequest(msgspec.Struct, tag=True, frozen=True):
@@ -32,9 +32,9 @@ class HandshakeRequest(msgspec.Struct, tag=True, frozen=True):
     """Boot id of the producer engine for which it is meant."""
     layout: KvLayout
     shape: ParallelShape
-    """Parallelism of the producer as the handoff states it."""
+    """Parallelism of the producer according to the handoff."""
     source: ShardSource
-    """The producer rank for which it is meant, and what the consumer needs of its KV."""
+    """The producer rank that it is for, and the part of its KV that the consumer needs."""
     consumer_boot_id: str
     """Boot id of the consumer engine."""
     consumer_rank: int
@@ -42,8 +42,7 @@ class HandshakeRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class RanksRequest(msgspec.Struct, tag=True, frozen=True):
-    """First message instead of `HandshakeRequest`: where are the ranks of this engine? Answered by
-    `RanksResponse`."""
+    """First message instead of a handshake: requests all ranks. Answered by `RanksResponse`."""
 
     boot_id: str
     """Boot id of the producer engine for which it is meant."""
@@ -61,7 +60,7 @@ class HandshakeResponse(msgspec.Struct, tag=True, frozen=True):
     """The producer has this boot id, the same layout and the requested part of the KV."""
 
     layers: tuple[LayerRegion, ...]
-    """Where that part lies."""
+    """Location of that part."""
     shared: tuple[SharedRegion, ...]
     """Empty when the producer's memory cannot be mapped."""
     first_layer: int = 0
@@ -142,7 +141,7 @@ class ReleaseBlocksResponse(msgspec.Struct, tag=True, frozen=True):
 
 
 class LeaseHeartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Extend the leases of requests that are still queued at the consumer. Not answered."""
+    """Extend the leases of requests that are still queued at the consumer. No response."""
 
     request_ids: tuple[str, ...]
 

@@ -1,9 +1,9 @@
 """Lets the ranks of one consumer engine share a lease, and ends it when the last rank is done.
 
-Stands between a server's connections and `BlockLeases`, which sees all ranks as one consumer. What
-is hard: ranks arrive in any order, and some only to say that they need nothing. The blocks are free
-once all ranks have released them, or when one rank was lost: then no rank uses what it has read.
-`BlockLeases` itself tracks layerwise consumers; only their releases pass through here.
+Sits between a server's connections and `BlockLeases`, which treats all ranks as one consumer. Ranks
+arrive in any order, and some only report that they need nothing. The blocks are free once all ranks
+have released them, or when one rank was lost: then no rank uses what it has read. `BlockLeases`
+itself tracks layerwise consumers; only their releases go through here.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Looks up the addresses of all ranks of a producer for handoffs that were made before the prefill.
 
 For an overlapped prefill the gateway knows only the address of the producer's rank 0, which knows
-the other ranks and the parallelism. It is asked once per boot.
+the other ranks and the parallelism. It is queried once per boot.
 """
 
 import threading

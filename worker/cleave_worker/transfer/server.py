@@ -1,7 +1,7 @@
 """The producer side of KV transfers: a server through which consumers pull leased blocks.
 
 One thread accepts connections and one serves each connection; the engine never waits for any of
-them. `BlockLeases` decides about leases, `RefusalReason` lists what is refused and why.
+them. `BlockLeases` manages leases; `RefusalReason` lists the reasons of refusals.
 """
 
 import logging
@@ -29,7 +29,7 @@ from cleave_worker.transfer.transports.shared_memory import SharedRegion
 _log = logging.getLogger(__name__)
 _MESSAGE_TIMEOUT_S = 10.0
 _IDLE_TIMEOUT_S = 120.0
-"""Consumers reconnect when they need to."""
+"""Idle connections are closed; consumers reconnect when they need to."""
 _PREFILL_WAIT_S = 10.0
 """From a handoff in a response to the engine's next step, which leases its blocks."""
 _MAX_CONSUMERS = 256

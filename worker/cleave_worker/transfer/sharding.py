@@ -1,10 +1,10 @@
-"""How an engine shards KV over its ranks, and which part each consumer rank pulls from which rank.
+"""How an engine shards KV over its ranks, and which parts each consumer rank pulls from which rank.
 
 Both ends call this and arrive at the same bytes. Tensor parallel ranks share a layer's KV heads in
 order; with more ranks than heads several ranks have copies, so with MLA, which counts as one head,
-each rank has the whole KV. Pipeline stages hold layers in order. What is hard: a producer rank must
-know how many consumer ranks will come before it frees blocks, and a rank whose copy is not needed
-must learn of the end of the pull, too.
+each rank has the whole KV. Pipeline stages hold layers in order. A producer rank must know how many
+consumer ranks will come before it frees blocks, and a rank whose copy is not needed must be
+notified of the end of the pull, too.
 """
 
 import functools
@@ -85,7 +85,7 @@ class ShardSource(msgspec.Struct, frozen=True):
 
     rank: int
     part: ShardPart | None
-    """None: the rank has an unneeded copy, and only learns that it will not be read."""
+    """None: the rank has an unneeded copy, and is only notified that it will not be read."""
     num_consumers: int
     """Number of consumer ranks that contact this rank."""
 

@@ -16,7 +16,7 @@ from cleave_worker.transfer.memory import ByteRange, RangeCopy
 
 
 class Transport(StrEnum):
-    """What carries the bytes; values are labels of metrics."""
+    """The transport of the bytes; values are labels of metrics."""
 
     SHARED_MEMORY = "shared memory"
     NIXL = "nixl"
@@ -36,11 +36,11 @@ class OneSidedLink(Protocol):
 
     transport: Transport
 
-    def read(self, moves: Iterable[RangeCopy], seconds: float) -> None:
+    def read(self, copies: Iterable[RangeCopy], seconds: float) -> None:
         """Copy from remote to local memory. Raises LinkError; local memory may then be partly
         filled, but is never written after the call."""
 
-    def write(self, moves: Iterable[RangeCopy], seconds: float) -> None:
+    def write(self, copies: Iterable[RangeCopy], seconds: float) -> None:
         """Copy from local to remote memory. Raises LinkError; bytes may then still arrive at the
         peer."""
 

@@ -1,10 +1,10 @@
-"""Lets vLLM's CPU workers use AMX, the matrix registers for which its attention is written.
+"""Lets vLLM's CPU workers use AMX, the matrix extension that its attention kernels use.
 
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
-agent started the engine, nor on processors without AMX. What is hard: Linux allows AMX only to
-processes that request it (Documentation/arch/x86/xstate.rst) and ends others with SIGILL. vLLM's
-attention does not request it. In most engines oneDNN does, for its first product of many rows; a
-decode instance that pulls all its KV never computes one.
+agent started the engine, nor on processors without AMX. Linux allows AMX only to processes that
+request it (Documentation/arch/x86/xstate.rst) and ends others with SIGILL. vLLM's attention does
+not request it. In most engines oneDNN does, for its first product of many rows; a decode instance
+that pulls all its KV never computes one.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """Keeps vLLM's CPU workers on the cores of their own affinity.
 
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
-agent started the engine. What is hard: to leave a core for NIXL's transfer thread, vLLM pins a
-worker's main thread to the last core of each NUMA node of the machine, whatever its affinity. All
-engines of a machine would then compute on one core, and in a cpuset without that core the engine
-could not start. So the topology that vLLM reads is restricted to the process's own cores.
+agent started the engine. To leave a core for NIXL's transfer thread, vLLM pins a worker's main
+thread to the last core of each NUMA node of the machine, regardless of its affinity. All engines of
+a machine would then compute on one core, and in a cpuset without that core the engine could not
+start. So the topology that vLLM reads is restricted to the process's own cores.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Disables FlashInfer in vLLM on GPUs where it cannot compile its kernels.
 
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
-agent started the engine. What is hard: `has_flashinfer` is False without nvcc and FlashInfer's
-prebuilt kernels, but vLLM 0.32 imports FlashInfer without this check, for instance for attention on
-Blackwell, where it is the first choice, and then fails in its warm-up. When the import fails, vLLM
-takes the next choice, FlashAttention, which is the first choice on Hopper anyway.
+agent started the engine. `has_flashinfer` is False without nvcc and FlashInfer's prebuilt kernels,
+but vLLM 0.32 imports FlashInfer without this check, for instance for attention on Blackwell, where
+it is the first choice, and then fails in its warm-up. When the import fails, vLLM takes the next
+choice, FlashAttention, which is the first choice on Hopper anyway.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Makes vLLM's CPU processes sleep while they wait, which leaves the cores to computation.
 
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
-agent started the engine, and nothing on GPUs, where no step computes on the waiting cores. What is
-hard: two waits of vLLM look idle and are not.
+agent started the engine, and nothing on GPUs, where no step computes on the waiting cores. Two
+waits of vLLM look idle and are not:
 
 - Scheduler and workers wait for messages by calling `sched_yield` in a loop. Beside a busy process
   on the same core (Linux 6.18) such a waiter hardly ever runs: it checks 600 times a second, a

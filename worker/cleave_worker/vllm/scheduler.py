@@ -1,15 +1,15 @@
 """vLLM's scheduler with order, limits and admission that change while it runs.
 
 The agent names it to vLLM (`--scheduler-cls`) when a role has a scheduling configuration. vLLM's
-own classes schedule; the additions call `cleave.policy` at three points, each held by a test
+own classes schedule; the additions call `cleave.policy` at three points, each covered by a test
 against the pinned version:
 
 1. The queue of waiting requests: vLLM checks that it is not empty before it peeks at the first.
 2. The limits of a step, which vLLM reads in each step.
 3. The order of running requests, of which vLLM preempts the last one.
 
-What is hard: the queue reports that it is empty while its first request may not join yet, so
-nothing of vLLM's loop is repeated here; and each request must be admitted eventually.
+The queue reports that it is empty while its first request may not join yet, so this module repeats
+nothing of vLLM's loop; each request must be admitted eventually.
 """
 
 import os
@@ -88,7 +88,7 @@ class WaitingQueue(FCFSRequestQueue):
 
 
 class _RoleSchedulerBase(Scheduler):
-    """What both schedulers add to vLLM's."""
+    """The additions of both schedulers to vLLM's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **kwargs)
@@ -125,8 +125,8 @@ class _RoleSchedulerBase(Scheduler):
         self.waiting.window.set_order(config.order, config.prefill_sched_batch)
 
     def _get_preemption_key(self, request: Request) -> tuple[bool, float]:
-        spared = is_protected(request.num_preemptions, self._scheduling.preemption_limit)
-        return not spared, request.arrival_time
+        is_spared = is_protected(request.num_preemptions, self._scheduling.preemption_limit)
+        return not is_spared, request.arrival_time
 
     def _has_seat(self) -> bool:
         taken: int = len(self.running) + self.num_waiting_for_streaming_input

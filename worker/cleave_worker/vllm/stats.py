@@ -1,11 +1,11 @@
 """A vLLM stat logger that writes every iteration to the load page, which the agent reads.
 
 Loaded by vLLM (entry point `vllm.stat_logger_plugins`) in its API server process. Without the
-environment variable that names a page it does nothing, so an installed Cleave does not change vLLM
-alone. vLLM reports after every step, and once more when work ends or is aborted; so the page is
-also right when the engine is idle.
+environment variable that names a page it does nothing, so installing Cleave alone does not change
+vLLM. vLLM reports after every step, and once more when work ends or is aborted; so the page is also
+current when the engine is idle.
 
-What is hard: vLLM does not count the prompt tokens that wait, see `estimate_pending_prompt_tokens`.
+vLLM does not count the prompt tokens that wait, see `estimate_pending_prompt_tokens`.
 """
 
 import os
@@ -51,7 +51,7 @@ class LoadPageStatLogger(StatLoggerBase):
         mm_cache_stats: Any = None,  # noqa: ANN401, ARG002
         engine_idx: int = 0,  # noqa: ARG002
     ) -> None:
-        """Write the state after one step; vLLM passes None for what it did not measure."""
+        """Write the state after one step; vLLM passes None for values it did not measure."""
         if self._page is None:
             return
         if iteration_stats is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cleave.local.launch_plan import LaunchPlan
 
 NAME = "demo"
-PROMPT = "Tell me why prefill and decode should run apart."
+PROMPT = "Explain why prefill and decode should run on separate instances."
 _MAX_TOKENS = 64
 _TINY_MODEL_NAME = "tiny-llama"
 _EMULATED_MODEL = "facebook/opt-13b"
@@ -145,22 +145,22 @@ def _print_introduction(
 async def _run(
     job: "LaunchPlan", console: "Console", prompt: str, *, once: bool, timeout_s: float
 ) -> bool:
-    """Whether the chat request was answered. All processes have ended when this returns."""
+    """Whether the chat request succeeded. All processes have ended when this returns."""
     from cleave.cli.local.progress import print_line, show_startup
     from cleave.local import state, up
     from cleave.local.progress import watch_pods
 
     up.check_can_start(job)
     async with up.run_in_foreground(job, show_startup(console), timeout_s) as supervisor:
-        talk = asyncio.create_task(_run_chat(job, console, prompt))
+        chat_task = asyncio.create_task(_run_chat(job, console, prompt))
         end = asyncio.create_task(supervisor.wait_for_stop())
-        await asyncio.wait((talk, end), return_when=asyncio.FIRST_COMPLETED)
-        if not talk.done():
-            talk.cancel()
-            await asyncio.gather(talk, return_exceptions=True)
+        await asyncio.wait((chat_task, end), return_when=asyncio.FIRST_COMPLETED)
+        if not chat_task.done():
+            chat_task.cancel()
+            await asyncio.gather(chat_task, return_exceptions=True)
             return False
         try:
-            talk.result()
+            chat_task.result()
             if not once:
                 console.print("\nPress Ctrl-C to stop.")
                 await watch_pods(

@@ -72,11 +72,11 @@ def _read_new_lines(file: Path, offset: int) -> tuple[str, int]:
     try:
         with file.open("rb") as opened:
             if os.fstat(opened.fileno()).st_size < offset:
-                offset = 0  # the kubelet has truncated a log that grew too long
+                offset = 0  # The kubelet has truncated a log that grew too long.
             opened.seek(offset)
             text = opened.read()
     except FileNotFoundError:
-        return "", 0  # the deployment is starting again and will write a new file
+        return "", 0  # The deployment is starting again and will write a new file.
     complete = text[: text.rfind(b"\n") + 1]
     return complete.decode(errors="replace"), offset + len(complete)
 

@@ -136,12 +136,12 @@ def _watch_table(name: str | None) -> None:
     with Live(auto_refresh=False, screen=False) as live:
         while True:
             deployments = asyncio.run(collect(name))
-            drawn = (
+            table = (
                 build_table(deployments)
                 if deployments
                 else "no deployments running on this machine"
             )
-            live.update(drawn, refresh=True)
+            live.update(table, refresh=True)
             time.sleep(WATCH_INTERVAL_S)
 
 
@@ -176,11 +176,11 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
     from rich.text import Text
 
-    drawn = build_plain_table(
+    table = build_plain_table(
         ("INSTANCE", "ROLE", "STATE", "ENGINE"),
         ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
     )
-    drawn.add_column("URL", no_wrap=True)
+    table.add_column("URL", no_wrap=True)
     for row in (row for deployment in deployments for row in deployment["instances"]):
         state = Text(row["state"], style=_STYLES.get(row["state"], "red"))
         if row["reason"]:
@@ -193,5 +193,5 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
             *(row["epoch"], row["restarts"], row["pid"]),
         )
         cells = ("-" if figure is None else str(figure) for figure in figures)
-        drawn.add_row(row["instance"], row["role"], state, row["engine"], *cells, row["url"])
-    return drawn
+        table.add_row(row["instance"], row["role"], state, row["engine"], *cells, row["url"])
+    return table

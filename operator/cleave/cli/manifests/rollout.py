@@ -134,11 +134,11 @@ def _build_limits(
 ) -> "RolloutLimits":
     from cleave.controller.rollout.planner import RolloutError, RolloutLimits
 
-    stated = deployment.spec.rollout
+    rollout_spec = deployment.spec.rollout
     try:
         return RolloutLimits(
-            stated.max_surge if max_surge is None else max_surge,
-            stated.max_unavailable if max_unavailable is None else max_unavailable,
+            rollout_spec.max_surge if max_surge is None else max_surge,
+            rollout_spec.max_unavailable if max_unavailable is None else max_unavailable,
         )
     except RolloutError as error:
         fail([str(error)], BAD_INPUT)

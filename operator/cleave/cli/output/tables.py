@@ -15,19 +15,19 @@ def build_plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
     from rich import box
     from rich.table import Table
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in texts:
-        drawn.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=True)
     for heading in figures:
-        drawn.add_column(heading, no_wrap=True, justify="right")
-    return drawn
+        table.add_column(heading, no_wrap=True, justify="right")
+    return table
 
 
-def print_full_width(console: "Console", drawn: "Table") -> None:
+def print_full_width(console: "Console", table: "Table") -> None:
     """Print a table in its full width."""
     unbounded = console.options.update(max_width=_MAX_WIDTH)
-    needed = console.measure(drawn, options=unbounded).maximum
+    needed = console.measure(table, options=unbounded).maximum
     width = console.width
     console.width = max(width, needed)
-    console.print(drawn)
+    console.print(table)
     console.width = width

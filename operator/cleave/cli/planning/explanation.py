@@ -44,14 +44,14 @@ _BATCHING = {
 Fact = tuple[str, str]
 
 
-def print_explanation(console: "Console", problem: Problem, answer: PlanningResult) -> None:
+def print_explanation(console: "Console", problem: Problem, result: PlanningResult) -> None:
     """Print the explanation, one fact per line."""
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True, style="bold")
     facts.add_column(overflow="fold")
-    for name, text in (*_describe_problem(problem), *_describe_result(problem, answer)):
+    for name, text in (*_describe_problem(problem), *_describe_result(problem, result)):
         facts.add_row(name, text)
     console.print(facts, highlight=False)
 
@@ -83,11 +83,11 @@ def _describe_problem(problem: Problem) -> Iterator[Fact]:
     )
 
 
-def _describe_result(problem: Problem, answer: PlanningResult) -> Iterator[Fact]:
-    count = "1 way" if answer.num_candidates == 1 else f"{answer.num_candidates:,} ways"
+def _describe_result(problem: Problem, result: PlanningResult) -> Iterator[Fact]:
+    count = "1 way" if result.num_candidates == 1 else f"{result.num_candidates:,} ways"
     yield "candidates", f"{count} to distribute one instance over GPUs"
-    yield "simulated", f"{answer.num_simulated_requests:,} requests in {answer.elapsed_s:.2f} s"
-    plans = ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    yield "simulated", f"{result.num_simulated_requests:,} requests in {result.elapsed_s:.2f} s"
+    plans = ((result.selected,) if result.selected else ()) + result.alternatives
     for source in dict.fromkeys(describe_trust(plan.prediction.trust) for plan in plans):
         yield "latency", source
     for plan in plans[:1]:

@@ -78,29 +78,31 @@ def plan(
     """
     if report is not None and not report.parent.is_dir():
         fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
-    question = read_planning_input(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
-    answer = _search(question)
-    _print(question, answer, output, top, explained=explain)
+    planning_input = read_planning_input(
+        file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed
+    )
+    result = _search(planning_input)
+    _print(planning_input, result, output, top, explained=explain)
     if report is not None:
-        _write_report(question, answer, report)
-    if answer.selected is None:
+        _write_report(planning_input, result, report)
+    if result.selected is None:
         raise typer.Exit(FAILED)
 
 
-def _search(question: PlanningInput) -> "PlanningResult":
+def _search(planning_input: PlanningInput) -> "PlanningResult":
     from cleave.planner import plan_search
     from cleave.planner.placement import PlanError
 
     try:
         with show_simulation_progress("planning") as tick:
-            return plan_search.plan(question.problem, tick)
+            return plan_search.plan(planning_input.problem, tick)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)
 
 
 def _print(
-    question: PlanningInput,
-    answer: "PlanningResult",
+    planning_input: PlanningInput,
+    result: "PlanningResult",
     output: PlanFormat,
     top: int,
     *,
@@ -111,42 +113,44 @@ def _print(
 
         from cleave.planner.result.status import build_document
 
-        result = build_document(answer, top - 1)
-        if explained and answer.selected:
+        document = build_document(result, top - 1)
+        if explained and result.selected:
             from cleave.planner.scaling_law import growth
 
-            result["aladdin"] = growth.build_document(question.problem, answer.selected)
-        typer.echo(json.dumps(result, indent=2))
+            document["aladdin"] = growth.build_document(planning_input.problem, result.selected)
+        typer.echo(json.dumps(document, indent=2))
     elif output is PlanFormat.YAML:
         import yaml
 
-        typer.echo(yaml.safe_dump(build_manifest(question, answer), sort_keys=False), nl=False)
+        typer.echo(
+            yaml.safe_dump(build_manifest(planning_input, result), sort_keys=False), nl=False
+        )
     else:
         from rich.console import Console
 
         from cleave.cli.planning import plan_table
 
         console = Console()
-        plan_table.show(console, answer, top=top, wide=output is PlanFormat.WIDE)
+        plan_table.show(console, result, top=top, wide=output is PlanFormat.WIDE)
         if explained:
             from cleave.cli.planning.explanation import print_explanation
 
             console.print()
-            print_explanation(console, question.problem, answer)
+            print_explanation(console, planning_input.problem, result)
 
 
-def build_manifest(question: PlanningInput, answer: "PlanningResult") -> dict[str, Any]:
+def build_manifest(planning_input: PlanningInput, result: "PlanningResult") -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
     from cleave.planner.placement import Placement
     from cleave.planner.result.status import build_manual_placement
 
-    deployment, chosen = question.deployment, answer.selected
+    deployment, chosen = planning_input.deployment, result.selected
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     if chosen:
         spec["placement"] = build_manual_placement(chosen)
     pools = chosen.pools if chosen else ()
-    status = build_selected_plan(deployment, Placement(pools, answer.reason, answer))
+    status = build_selected_plan(deployment, Placement(pools, result.reason, result))
     return {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,
@@ -156,22 +160,22 @@ def build_manifest(question: PlanningInput, answer: "PlanningResult") -> dict[st
     }
 
 
-def _write_report(question: PlanningInput, answer: "PlanningResult", path: Path) -> None:
+def _write_report(planning_input: PlanningInput, result: "PlanningResult", path: Path) -> None:
     from cleave.planner.result.neighbours import list_neighbours
     from cleave.report.load_study import run_study, select_plans, select_rivals
     from cleave.report.page import render_page
     from cleave.report.report_input import build_report_input, build_simulator
 
-    problem, plans = question.problem, select_plans(answer)
+    problem, plans = planning_input.problem, select_plans(result)
     with show_progress("simulating for the report"):
-        beside = list_neighbours(problem, select_rivals(plans), plans)
-        result = run_study(
-            build_report_input(question.deployment, problem),
-            answer,
+        neighbours = list_neighbours(problem, select_rivals(plans), plans)
+        study = run_study(
+            build_report_input(planning_input.deployment, problem),
+            result,
             build_simulator(problem),
-            beside,
+            neighbours,
         )
-    text = render_page(result)
+    text = render_page(study)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

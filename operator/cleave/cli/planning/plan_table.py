@@ -27,41 +27,41 @@ _STYLES = {
 }
 
 
-def show(console: "Console", answer: PlanningResult, *, top: int, wide: bool) -> None:
+def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) -> None:
     """Print verdict, reason, table, runner-up and warnings; cells are never truncated."""
     from rich.text import Text
 
-    verdict = Text.assemble((VERDICT_TEXTS[answer.verdict], _STYLES[answer.verdict]))
-    if answer.selected:
-        pools = " and ".join(describe_pool(pool) for pool in answer.selected.pools)
+    verdict = Text.assemble((VERDICT_TEXTS[result.verdict], _STYLES[result.verdict]))
+    if result.selected:
+        pools = " and ".join(describe_pool(pool) for pool in result.selected.pools)
         verdict.append(f": {pools}")
         console.print(verdict, soft_wrap=True)
-        console.print(strip_verdict(answer), markup=False, highlight=False, soft_wrap=True)
+        console.print(strip_verdict(result), markup=False, highlight=False, soft_wrap=True)
     else:
-        verdict.append(f": {strip_verdict(answer)}", style="not bold default")
+        verdict.append(f": {strip_verdict(result)}", style="not bold default")
         console.print(verdict, soft_wrap=True)
-    if plans := list_ranked(answer)[:top]:
-        print_full_width(console, build_table(plans, answer.selected, wide=wide))
-    console.print(answer.what_would_change, markup=False, highlight=False, soft_wrap=True)
-    for warning in answer.warnings:
+    if plans := list_ranked(result)[:top]:
+        print_full_width(console, build_table(plans, result.selected, wide=wide))
+    console.print(result.what_would_change, markup=False, highlight=False, soft_wrap=True)
+    for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def list_ranked(answer: PlanningResult) -> tuple[Plan, ...]:
+def list_ranked(result: PlanningResult) -> tuple[Plan, ...]:
     """All plans of the result, best first."""
-    return ((answer.selected,) if answer.selected else ()) + answer.alternatives
+    return ((result.selected,) if result.selected else ()) + result.alternatives
 
 
 def build_table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table":
     """One row per plan; goodput in req/s, TTFT and TPOT as P50/P90/P99 in ms."""
     figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "PRICE/H")
-    drawn = build_plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
+    table = build_plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
     for heading in ("FOUND BY", "TRUST") if wide else ("TRUST",):
-        drawn.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=True)
     for plan in plans:
         style = "bold" if plan is selected else None
-        drawn.add_row(*_format_cells(plan, selected, wide=wide), style=style)
-    return drawn
+        table.add_row(*_format_cells(plan, selected, wide=wide), style=style)
+    return table
 
 
 def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[str]:

@@ -107,7 +107,7 @@ def provision(
 
     problem = read_planning_input(file, cluster, Overrides(rate, trace), seed).problem
     try:
-        question = replace(
+        request = replace(
             _build_request(problem, cluster, token_cap, reference),
             objective=ProvisioningObjective[goal.name],
             rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
@@ -117,7 +117,7 @@ def provision(
             seed=seed,
         )
         with show_simulation_progress("provisioning") as tick:
-            designs = search(question, tick)
+            designs = search(request, tick)
     except ProvisioningError as error:
         fail([_translate_to_options(str(error))], BAD_INPUT)
     except ManifestError as error:

@@ -76,54 +76,58 @@ def simulate(
     requested = _parse_rates(rates)
     if output is SimulateFormat.CSV and len(requested) > 1:
         fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
-    question = read_planning_input(file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed)
-    bench, pools = _prepare(question, requests)
-    requested = requested or [question.problem.rate]
+    planning_input = read_planning_input(
+        file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed
+    )
+    simulator, pools = _prepare(planning_input, requests)
+    requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:
-        _print_requests(bench, pools, requested[0])
+        _print_requests(simulator, pools, requested[0])
     else:
-        _print_figures(bench, pools, requested, output)
+        _print_figures(simulator, pools, requested, output)
 
 
-def _prepare(question: PlanningInput, num_requests: int) -> tuple["PlacementSimulator", "Pools"]:
+def _prepare(
+    planning_input: PlanningInput, num_requests: int
+) -> tuple["PlacementSimulator", "Pools"]:
     from cleave.planner import pool_simulation
     from cleave.planner.placement import PlanError, choose_placement
 
     try:
         pools = pool_simulation.apply_engine_limits(
-            choose_placement(question.deployment).pools, question.deployment.spec.engine
+            choose_placement(planning_input.deployment).pools, planning_input.deployment.spec.engine
         )
-        pool_simulation.build_fleet(question.problem, pools)
+        pool_simulation.build_fleet(planning_input.problem, pools)
     except PlanError as error:
         fail(error.faults, BAD_INPUT)
-    return pool_simulation.PlacementSimulator(question.problem, num_requests), pools
+    return pool_simulation.PlacementSimulator(planning_input.problem, num_requests), pools
 
 
-def _print_requests(bench: "PlacementSimulator", pools: "Pools", rate: float) -> None:
+def _print_requests(simulator: "PlacementSimulator", pools: "Pools", rate: float) -> None:
     from cleave.cli.planning.simulate_table import write_csv
-    from cleave.planner import pool_simulation as benches
+    from cleave.planner import pool_simulation
     from cleave.planner.result.simulation_summary import list_instance_names
 
-    fleet = benches.build_fleet(bench.problem, pools)
+    fleet = pool_simulation.build_fleet(simulator.problem, pools)
     with _report_simulation_errors():
-        outcome = bench.simulate(fleet, rate)
+        outcome = simulator.simulate(fleet, rate)
     write_csv(sys.stdout, outcome, list_instance_names(fleet))
 
 
 def _print_figures(
-    bench: "PlacementSimulator", pools: "Pools", rates: Sequence[float], output: SimulateFormat
+    simulator: "PlacementSimulator", pools: "Pools", rates: Sequence[float], output: SimulateFormat
 ) -> None:
     from cleave.cli.planning import simulate_table
-    from cleave.planner import pool_simulation as benches
+    from cleave.planner import pool_simulation
     from cleave.planner.result.simulation_summary import summarize
 
-    problem, results = bench.problem, []
-    slo, fleet = problem.slo, benches.build_fleet(problem, pools)
+    problem, results = simulator.problem, []
+    slo, fleet = problem.slo, pool_simulation.build_fleet(problem, pools)
     with _report_simulation_errors(), show_simulation_progress("simulating") as tick:
         for done, rate in enumerate(rates):
             tick(done, len(rates), f"simulating {rate:g} req/s")
-            outcome = bench.simulate(fleet, rate)
-            mfu = benches.compute_mfu(problem, pools, outcome)
+            outcome = simulator.simulate(fleet, rate)
+            mfu = pool_simulation.compute_mfu(problem, pools, outcome)
             results.append(summarize(outcome, fleet, rate, slo, mfu))
     if output is SimulateFormat.JSON:
         typer.echo(json.dumps(simulate_table.build_document(results), indent=2))

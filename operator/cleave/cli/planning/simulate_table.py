@@ -42,12 +42,12 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
     )
     for sentence in _describe_losses(result):
         console.print(sentence, style="red", highlight=False, soft_wrap=True)
-    for drawn in (
+    for table in (
         _build_latency_table(result),
         _build_stage_table(result),
         _build_instance_table(result),
     ):
-        print_full_width(console, drawn)
+        print_full_width(console, table)
     if (remaining := len(result.instances) - _MAX_INSTANCES) > 0:
         console.print(f"... and {remaining} more instances (-o json has all)", highlight=False)
 
@@ -55,10 +55,10 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
 def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Slo") -> None:
     """Print one line per rate."""
     headings = ("RATE", "ATTAINED", "TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99", "BUSIEST")
-    drawn = build_plain_table((), headings)
+    table = build_plain_table((), headings)
     for result in results:
         style = None if result.attainment >= slo.attainment else "red"
-        drawn.add_row(
+        table.add_row(
             format_number(result.rate),
             format_percent(result.attainment),
             *_format_percentiles(result.ttft_ms),
@@ -66,7 +66,7 @@ def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Sl
             format_percent(max(each.busy for each in result.instances)),
             style=style,
         )
-    print_full_width(console, drawn)
+    print_full_width(console, table)
     targets = f"TTFT {format_milliseconds(slo.ttft_ms)}, TPOT {format_milliseconds(slo.tpot_ms)}"
     target = f"target: {format_percent(slo.attainment)} within {targets}"
     console.print(f"{target}; rates below it are red", style="dim", highlight=False)
@@ -110,31 +110,31 @@ def _describe_losses(result: SimulationSummary) -> Iterator[str]:
 
 
 def _build_latency_table(result: SimulationSummary) -> "Table":
-    drawn = build_plain_table(("LATENCY",), ("P50", "P90", "P99"))
+    table = build_plain_table(("LATENCY",), ("P50", "P90", "P99"))
     rows = (
         ("TTFT", result.ttft_ms),
         ("TPOT", result.tpot_ms),
         ("arrival to end", result.latency_ms),
     )
     for name, latency in rows:
-        drawn.add_row(name, *_format_percentiles(latency))
-    return drawn
+        table.add_row(name, *_format_percentiles(latency))
+    return table
 
 
 def _build_stage_table(result: SimulationSummary) -> "Table":
-    drawn = build_plain_table(("STAGE",), ("MEAN", "SHARE"))
+    table = build_plain_table(("STAGE",), ("MEAN", "SHARE"))
     for each in result.stages:
-        drawn.add_row(str(each.stage), format_milliseconds(each.mean_ms), f"{each.share:.1%}")
-    return drawn
+        table.add_row(str(each.stage), format_milliseconds(each.mean_ms), f"{each.share:.1%}")
+    return table
 
 
 def _build_instance_table(result: SimulationSummary) -> "Table":
-    drawn = build_plain_table(
-        ("INSTANCE",), ("BUSY", "MFU", "PASSES", "BATCH", "KV MEAN", "KV PEAK", "PREEMPTIONS")
+    table = build_plain_table(
+        ("INSTANCE",), ("BUSY", "MFU", "ITERATIONS", "BATCH", "KV MEAN", "KV PEAK", "PREEMPTIONS")
     )
     for each in result.instances[:_MAX_INSTANCES]:
-        drawn.add_row(*_format_load(each))
-    return drawn
+        table.add_row(*_format_load(each))
+    return table
 
 
 def _format_load(each: InstanceLoad) -> Iterator[str]:

@@ -59,12 +59,14 @@ def train(
     from cleave.traffic.history import HistoryError
 
     try:
-        found = length_training.train(trace, prompt_error)
-        length_file.write_length_file(file, found)
+        trained = length_training.train(trace, prompt_error)
+        length_file.write_length_file(file, trained)
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
-    scores = found.scores
-    title = f"{trace}: trained on {found.trained_on:,} requests, evaluated on {found.judged_by:,}"
+    scores = trained.scores
+    title = (
+        f"{trace}: trained on {trained.trained_on:,} requests, evaluated on {trained.judged_by:,}"
+    )
     then = "gateways use it" if scores.is_better else "gateways keep using that"
     _print_scores(title, scores, then, as_json)
 
@@ -89,18 +91,18 @@ def evaluate(
     from cleave.traffic.history import HistoryError
 
     try:
-        found = length_file.read_length_file(file)
+        trained = length_file.read_length_file(file)
         answers, _ = length_training.read_requests(trace, prompt_error)
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
-    scores = length_scores.evaluate_classifier(found, answers)
+    scores = length_scores.evaluate_classifier(trained, answers)
     title = f"{trace}: {file} evaluated on {len(answers):,} requests"
     then = "keep it" if scores.is_better else "train another from newer traffic, or use none"
     _print_scores(title, scores, then, as_json)
 
 
 def _print_scores(title: str, scores: "Scores", then: str, as_json: bool) -> None:
-    """Print the scores; `then` says what follows from them."""
+    """Print the scores; `then`: the conclusion from them."""
     import msgspec
 
     if as_json:
@@ -112,15 +114,15 @@ def _print_scores(title: str, scores: "Scores", then: str, as_json: bool) -> Non
     from cleave.traffic.length_file import GRANULARITIES
 
     ranges = (f"RANGE OF {width}" for width in GRANULARITIES)
-    drawn = build_plain_table(["PREDICTOR"], [*ranges, "TOKENS OFF", "SUM OFF"])
+    table = build_plain_table(["PREDICTOR"], [*ranges, "MEAN ERROR", "BIAS"])
     for name, score in (
         ("classifier", scores.classifier),
         ("mean by prompt length", scores.conditional_mean),
         ("one length for all", scores.constant),
     ):
         right = (f"{share:.1%}" for share in score.accuracy)
-        drawn.add_row(name, *right, f"{score.mean_absolute_error:.1f}", f"{score.bias:+.1%}")
+        table.add_row(name, *right, f"{score.mean_absolute_error:.1f}", f"{score.bias:+.1%}")
     console = Console(highlight=False)
     console.print(title, style="bold", soft_wrap=True)
-    print_full_width(console, drawn)
+    print_full_width(console, table)
     console.print(f"{scores.comparison}; {then}", soft_wrap=True)

@@ -100,11 +100,11 @@ def profile(
         device = _detect_device(url)
     sizes = tensor_parallel_size, pipeline_parallel_size
     try:
-        facts, taken = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
-        measured = _build_profile(taken, facts, device, sizes)
+        engine, samples = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
+        measured = _build_profile(samples, engine, device, sizes)
     except (ProfilingError, ValueError) as error:
         fail([str(error)], FAILED)
-    scattered = list_scattered(taken, settings.max_spread)
+    scattered = list_scattered(samples, settings.max_spread)
     if scattered and not force:
         faults = [f"scatters: {line}" for line in scattered]
         fail([*faults, "stop other load on the machine and measure again, or use --force"], FAILED)
@@ -141,22 +141,22 @@ async def _measure(
     from cleave.profiling.measurement_plan import measure
 
     client = OpenAIClient(url, api_key=api_key)
-    facts = await inspect_engine(client, model)
+    engine = await inspect_engine(client, model)
     with show_progress("probing") as show:
-        return facts, await measure(replace(client, model=facts.model), facts, settings, show)
+        return engine, await measure(replace(client, model=engine.model), engine, settings, show)
 
 
 def _build_profile(
-    taken: "SamplesByCase", facts: "EngineInfo", device: str, sizes: tuple[int, int]
+    samples: "SamplesByCase", engine: "EngineInfo", device: str, sizes: tuple[int, int]
 ) -> "MeasuredProfile":
     from cleave.profiling.profile_points import build_profile
 
     return build_profile(
-        taken,
-        facts,
+        samples,
+        engine,
         device=device,
         measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        software={facts.engine: facts.version, "cleave": distribution.get_version()},
+        software={engine.engine: engine.version, "cleave": distribution.get_version()},
         tensor_parallel_size=sizes[0],
         pipeline_parallel_size=sizes[1],
     )
@@ -187,8 +187,8 @@ def _build_table(measured: "MeasuredProfile") -> "Table":
     from rich.table import Table
 
     table = Table(title=f"{measured.model} on {measured.device}", title_justify="left")
-    for column in ("pass", "ms", "repeats", "quartiles apart"):
-        table.add_column(column, justify="left" if column == "pass" else "right")
+    for column in ("iteration", "ms", "repeats", "IQR"):
+        table.add_column(column, justify="left" if column == "iteration" else "right")
     rows = [
         *((f"prefill {p.prompts} x {p.tokens}", p) for p in measured.prefill),
         *((f"decode {d.batch}, context {d.context_tokens}", d) for d in measured.decode),
@@ -200,5 +200,5 @@ def _build_table(measured: "MeasuredProfile") -> "Table":
     for name, point in rows:
         spread = f"{point.spread_ms / point.ms:.1%}"
         table.add_row(name, f"{point.ms:.2f}", str(point.repeats), spread)
-    table.add_row("HTTP and front, each request", f"{measured.dispatch_ms:.2f}", "", "")
+    table.add_row("HTTP and API server, per request", f"{measured.dispatch_ms:.2f}", "", "")
     return table

@@ -116,14 +116,14 @@ def workload(
         fail(["--sample and --output-file must be given together"], BAD_INPUT)
     try:
         if prometheus is None:
-            found = _read_named(str(source), rate, burstiness)
+            traffic = _read_named(str(source), rate, burstiness)
         else:
-            found = _read_prometheus(prometheus, _parse_window(window), model, rate, burstiness)
+            traffic = _read_prometheus(prometheus, _parse_window(window), model, rate, burstiness)
         if sample is not None and file is not None:
-            _write_sample(found, sample, seed, file)
+            _write_sample(traffic, sample, seed, file)
         else:
             is_other = fitted or rate is not None or burstiness is not None
-            _print(found, _build_spec(found, rate, burstiness, may_replay=not is_other), output)
+            _print(traffic, _build_spec(traffic, rate, burstiness, may_replay=not is_other), output)
     except (HistoryError, DemandError) as error:
         fail([str(error)], BAD_INPUT)
 
@@ -179,45 +179,45 @@ def _get_burstiness(burstiness: float | None) -> float:
 
 
 def _build_spec(
-    found: DescribedTraffic, rate: float | None, burstiness: float | None, *, may_replay: bool
+    traffic: DescribedTraffic, rate: float | None, burstiness: float | None, *, may_replay: bool
 ) -> dict[str, Any]:
     """`spec.workload` as in a manifest."""
     from cleave.api.workload import TraceSource, Workload
     from cleave.traffic.characterization import characterize, fit_workload
 
-    if found.recording is None:
+    if traffic.recording is None:
         return _build_manifest(
-            fit_workload(found.trace, found.demand.rate, _get_burstiness(burstiness))
+            fit_workload(traffic.trace, traffic.demand.rate, _get_burstiness(burstiness))
         )
-    if may_replay and not characterize(found.trace).is_fit_good:
-        return _build_manifest(Workload(trace=TraceSource(path=abspath(found.recording))))
-    return _build_manifest(fit_workload(found.trace, rate, burstiness))
+    if may_replay and not characterize(traffic.trace).is_fit_good:
+        return _build_manifest(Workload(trace=TraceSource(path=abspath(traffic.recording))))
+    return _build_manifest(fit_workload(traffic.trace, rate, burstiness))
 
 
 def _build_manifest(spec: "Workload") -> dict[str, Any]:
     return spec.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
 
 
-def _write_sample(found: DescribedTraffic, num: int, seed: int, file: Path) -> None:
+def _write_sample(traffic: DescribedTraffic, num: int, seed: int, file: Path) -> None:
     from cleave.traffic import history
 
-    trace = found.demand.draw(num, seed=seed)
+    trace = traffic.demand.draw(num, seed=seed)
     history.write_trace(file, trace)
-    typer.echo(f"{file}: {num} requests similar to {found.title}, {trace.rate:.4g} per second")
+    typer.echo(f"{file}: {num} requests similar to {traffic.title}, {trace.rate:.4g} per second")
 
 
-def _print(found: DescribedTraffic, spec: dict[str, Any], output: WorkloadFormat) -> None:
+def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: WorkloadFormat) -> None:
     from cleave.traffic.characterization import characterize
 
-    diagnosis = characterize(found.trace)
+    diagnosis = characterize(traffic.trace)
     remarks = [
-        *found.notes,
-        *(diagnosis.warnings if found.recording else _describe_drawn(diagnosis)),
+        *traffic.notes,
+        *(diagnosis.warnings if traffic.recording else _describe_generated(diagnosis)),
     ]
     if output is WorkloadFormat.JSON:
         import json
 
-        described = {**asdict(diagnosis), "notes": list(found.notes)}
+        described = {**asdict(diagnosis), "notes": list(traffic.notes)}
         typer.echo(json.dumps({"workload": spec, "diagnosis": described}, indent=2))
     elif output is WorkloadFormat.YAML:
         import yaml
@@ -227,11 +227,11 @@ def _print(found: DescribedTraffic, spec: dict[str, Any], output: WorkloadFormat
     else:
         from cleave.cli.profiling.workload_table import show
 
-        title = found.title if found.recording else f"{found.title}, generated:"
-        show(title, found.trace, diagnosis, remarks, spec)
+        title = traffic.title if traffic.recording else f"{traffic.title}, generated:"
+        show(title, traffic.trace, diagnosis, remarks, spec)
 
 
-def _describe_drawn(diagnosis: "TraceDescription") -> list[str]:
+def _describe_generated(diagnosis: "TraceDescription") -> list[str]:
     """A remark if the fit is poor: generated requests can be written to a file and replayed."""
     if diagnosis.is_fit_good:
         return []

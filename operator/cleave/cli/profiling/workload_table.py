@@ -54,7 +54,7 @@ def _summarize(diagnosis: TraceDescription) -> str:
 def _build_length_table(diagnosis: TraceDescription) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TOKENS")
-    for heading in ("MEAN", "P50", "P90", "P99", "LARGEST", "OFF THE FIT"):
+    for heading in ("MEAN", "P50", "P90", "P99", "LARGEST", "FIT DISTANCE"):
         table.add_column(heading, justify="right")
     rows = (("prompt", diagnosis.prompt_tokens), ("output", diagnosis.output_tokens))
     for name, lengths in rows:

@@ -1,7 +1,7 @@
 """`cleave top`: live view of a deployment, redrawn at each interval.
 
-All figures come from `/metrics` and `/fleet` of one gateway. What is hard: gateways disappear and
-return while the command runs, and the terminal must be restored at its end.
+All figures come from `/metrics` and `/fleet` of one gateway. Gateways disappear and return while
+the command runs, and the terminal must be restored at its end.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The table of instances of `cleave top`.
 
-What is hard: it has to fit the screen. When rows do not fit, instances that need attention are
-shown first; when columns do not fit, the least important ones are dropped.
+The table has to fit the screen. When rows do not fit, instances that need attention are shown
+first; when columns do not fit, the least important ones are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +45,11 @@ def select_instances(fleet: FleetStatus, rows: int) -> tuple[Sequence[FleetInsta
 
     Ordered by name when all fit; else the most urgent ones first.
     """
-    found, left_out = fleet.instances, fleet.left_out
-    if len(found) + bool(left_out) <= rows:
-        return found, left_out
-    shown = sorted(found, key=_compute_urgency, reverse=True)[: rows - 1]
-    return shown, left_out + len(found) - len(shown)
+    instances, left_out = fleet.instances, fleet.left_out
+    if len(instances) + bool(left_out) <= rows:
+        return instances, left_out
+    shown = sorted(instances, key=_compute_urgency, reverse=True)[: rows - 1]
+    return shown, left_out + len(instances) - len(shown)
 
 
 def build_instance_table(instances: Sequence[FleetInstance], width: int | None = None) -> Table:
@@ -61,13 +61,13 @@ def build_instance_table(instances: Sequence[FleetInstance], width: int | None =
         if not optional:
             break
         columns.remove(min(optional, key=lambda column: column.drop_order))
-    drawn = make_table()
+    table = make_table()
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_figure else "left"
-        drawn.add_column(column.heading, justify=justify, no_wrap=True)
+        table.add_column(column.heading, justify=justify, no_wrap=True)
     for row in zip(*(cells[column.heading] for column in columns), strict=True):
-        drawn.add_row(*row)
-    return drawn
+        table.add_row(*row)
+    return table
 
 
 @dataclass(frozen=True, slots=True)

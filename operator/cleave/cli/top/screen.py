@@ -23,7 +23,7 @@ _NO_VALUE = "-"
 def render_screen(view: TopView, width: int, height: int) -> Group:
     """The view, fitted into `width` x `height` cells as far as possible."""
     notes = _describe_events(view)
-    taken = _HEADER_ROWS + _TRAFFIC_ROWS + len(notes) + 1  # the headings of instances
+    taken = _HEADER_ROWS + _TRAFFIC_ROWS + len(notes) + 1  # The headings of instances.
     shown, more = instances.select_instances(view.fleet, max(_MIN_ROWS, height - taken))
     return Group(
         *_truncate(_describe_state(view), width),
@@ -72,23 +72,23 @@ def _describe_state(view: TopView) -> list[Text]:
 
 
 def _draw_traffic(view: TopView) -> Table:
-    drawn = make_table()
-    drawn.add_column("WINDOW", no_wrap=True)
+    table = make_table()
+    table.add_column("WINDOW", no_wrap=True)
     for heading in ("REQ/S", "TOK/S", "ATTAINED", "GOODPUT"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("TTFT P50", "P90 ms", "TPOT P50", "P90 ms"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True)
     ttft_target_ms, tpot_target_ms = view.counts.ttft_target_ms, view.counts.tpot_target_ms
     for traffic, window_s in ((view.now, NOW_S), (view.minute, MINUTE_S)):
-        drawn.add_row(
+        table.add_row(
             *_describe_window(
                 _format_window(traffic, window_s), traffic, ttft_target_ms, tpot_target_ms
             )
         )
-    drawn.add_row(*_describe_window("all", view.total, ttft_target_ms, tpot_target_ms))
+    table.add_row(*_describe_window("all", view.total, ttft_target_ms, tpot_target_ms))
     targets = _format_ms(ttft_target_ms), "", _format_ms(tpot_target_ms)
-    drawn.add_row("target", *[""] * 5, *targets, style="dim")
-    return drawn
+    table.add_row("target", *[""] * 5, *targets, style="dim")
+    return table
 
 
 def _describe_window(

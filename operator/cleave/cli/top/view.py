@@ -65,7 +65,7 @@ class ViewBuilder:
         self._changes: deque[ObservedRoleChange] = deque(maxlen=_MAX_CHANGES)
 
     def update(self, fleet: FleetStatus, counts: GatewayCounters, at: float) -> TopView:
-        """What the pages say together with the earlier ones; `at`: Unix time of the look."""
+        """The view after a poll, from this page and earlier ones; `at`: Unix time of the poll."""
         self._history.add(counts)
         self._changes.extendleft(self._find_changes(fleet, at))
         self._roles = {each.name: each.role for each in fleet.instances}

@@ -50,9 +50,9 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Repurpose:
-    """Give a running instance another role for good and move its pod to `pool`, without a restart.
+    """Change a running instance's configured role and move its pod to `pool`, without a restart.
 
-    When the agent refuses or does not answer, pod and role stay as they are.
+    When the agent refuses or does not respond, pod and role stay as they are.
     """
 
     target: ObjectReference
@@ -61,7 +61,7 @@ class Repurpose:
     """Address of the pod's agent, as HOST:PORT."""
     role: Role
     metadata: Manifest
-    """Labels, annotations and owner reference to write; empty: they are right already."""
+    """Labels, annotations and owner reference to write; empty: they are up to date."""
     pool: ObjectReference
 
 
@@ -94,7 +94,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class PlanReview:
-    """Request to compare the running plan with observed traffic, and to look for a better plan."""
+    """Request to compare the running plan with observed traffic and to search for a better one."""
 
     at_s: float
     """Time of the request, in seconds since the epoch."""
@@ -103,7 +103,7 @@ class PlanReview:
     algorithm: str
     """Algorithm that found the running plan."""
     windows: tuple[TrafficWindow, ...]
-    """Traffic windows since the running plan was in place, oldest first."""
+    """Traffic windows since the running plan was applied, oldest first."""
     settings: ReplanSettings
     past_plans: tuple[ReplacedPlan, ...] = ()
     """Plans that ran before the present one."""
@@ -116,9 +116,9 @@ class ReviewResult:
     verdict: ReplanVerdict
     reason: str
     is_accurate: bool | None
-    """Whether predicted and observed latencies agree; None: too little traffic to tell."""
+    """Whether predicted and observed latencies agree; None: too little traffic."""
     accuracy_message: str
-    """The same as a sentence."""
+    """`is_accurate` as a sentence."""
     prediction: CurrentPrediction
     """Predicted latencies of the running plan."""
     correction: LatencyCorrection | None
@@ -132,7 +132,7 @@ class PlanJob:
     inputs_hash: str
     """Hash of everything that the plan depends on."""
     node_counts_hash: str = ""
-    """Hash of how many nodes of each kind there were."""
+    """Hash of the node counts by kind."""
     fitted_inputs: FittedPlanInputs | None = None
     """Observed traffic and model correction, which replace those of the spec."""
     review: PlanReview | None = None
@@ -142,7 +142,7 @@ class PlanJob:
     plan: Manifest | None = None
     """The plan, in the form of `status.plan`."""
     faults: tuple[str, ...] = ()
-    """Why the request could not be answered, one line each."""
+    """Why the planner failed, one line each."""
     infeasible: str = ""
     """Why no plan meets the latency targets; empty: one does."""
     review_result: ReviewResult | None = None
@@ -166,7 +166,7 @@ class PlanJob:
         return replace(self, faults=tuple(faults))
 
     def as_infeasible(self, reason: str) -> "PlanJob":
-        """Return a copy that says why no plan is feasible."""
+        """Return a copy with the reason why no plan is feasible."""
         return replace(self, infeasible=reason)
 
 

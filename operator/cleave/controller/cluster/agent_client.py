@@ -1,7 +1,7 @@
 """Client of the agents' gRPC API: sets the configured role of an instance. Called by the executor.
 
-What is hard: the gateways' role flipper sets roles too, and an agent accepts only an epoch above
-its present one. So the epoch is read first, and read again after a lost race.
+The gateways' role flipper sets roles too, and an agent accepts only an epoch above its present one.
+So the epoch is read first, and read again after a lost race.
 """
 
 import grpc
@@ -13,16 +13,16 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 TIMEOUT_S = 2.0
 SET_ROLE_TIMEOUT_S = 20.0
-"""Before it takes a role the agent runs a KV hand-off as self-test, which takes seconds."""
+"""Before a role change the agent runs a KV handoff as self-test, which takes seconds."""
 _ATTEMPTS = 2
 
 
 class AgentError(RuntimeError):
-    """The agent does not answer or refuses the role; the message is one line."""
+    """The agent does not respond or refuses the role; the message is one line."""
 
 
 async def set_configured_role(agent: str, role: Role) -> None:
-    """Set the instance's configured role; does nothing when it has it. Raises AgentError."""
+    """Set the instance's configured role, unless it has it already. Raises AgentError."""
     desired = agent_pb2.Role.Value(f"ROLE_{role.upper()}")
     async with dial(agent) as channel:
         stub = agent_pb2_grpc.AgentStub(channel)

@@ -1,7 +1,7 @@
-"""Manifests as they are applied: with an owner reference and a hash of their content. Pure.
+"""Adds to manifests what is applied with them: an owner reference and a content hash. Pure.
 
-The hash tells a reconcile that an object is up to date, without a comparison with the object, into
-which the API server has written defaults.
+By the hash a reconcile detects that an object is up to date without comparing it with the object,
+into which the API server has written defaults.
 """
 
 import hashlib

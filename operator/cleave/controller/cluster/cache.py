@@ -1,9 +1,9 @@
 """The object cache: the last known version of every object, and which keys a change affects.
 
-Filled by handlers and by the responses to the operator's own writes, so that a decision always sees
-the one before it. What is hard: watch events may be late, repeated or lost. An older version never
-replaces a newer one, a deleted object does not come back, and `ObjectCache.delete_missing` removes
-objects whose deletion was not reported.
+Filled by handlers and by the responses to the operator's own writes, so that a decision always
+includes the writes of the previous one. Watch events may be late, repeated or lost. An older
+version never replaces a newer one, a deleted object does not come back, and
+`ObjectCache.delete_missing` removes objects whose deletion was not reported.
 """
 
 import json
@@ -62,7 +62,7 @@ class _ObjectKey(NamedTuple):
 
 
 class ObjectCache:
-    """Everything that is known of the cluster."""
+    """The last known version of every object in the cluster."""
 
     def __init__(self) -> None:
         self._versions: dict[_ObjectKey, tuple[str, int]] = {}

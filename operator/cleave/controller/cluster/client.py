@@ -46,7 +46,7 @@ class KubeApiError(RuntimeError):
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
-        """Seconds after which the server asks to retry (Retry-After); None: not given."""
+        """Seconds after which the server allows a retry (Retry-After); None: not given."""
 
     @property
     def is_transient(self) -> bool:
@@ -112,7 +112,7 @@ class KubeClient:
         accept: str = JSON,
         timeout_s: float = _TIMEOUT_S,
     ) -> Manifest:
-        """Send one request and return the decoded response. Raises ApiError."""
+        """Send one request and return the decoded response. Raises KubeApiError."""
         headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": "cleave-operator"}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._client.configuration.host}{path}"
@@ -132,13 +132,13 @@ class KubeClient:
     async def get(
         self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
     ) -> Manifest:
-        """Return one object. Raises ApiError."""
+        """Return one object. Raises KubeApiError."""
         return await self.request(
             "GET", KINDS[kind].build_path(namespace, name), timeout_s=timeout_s
         )
 
     async def serves(self, kind: str) -> bool:
-        """Whether the API server has this kind. Raises ApiError."""
+        """Whether the API server has this kind. Raises KubeApiError."""
         api = KINDS[kind]
         try:
             listed = await self.request("GET", f"/apis/{api.version}")
@@ -152,7 +152,7 @@ class KubeClient:
 async def connect() -> KubeClient:
     """Connect with the pod's service account, or else with the kubeconfig file.
 
-    Raises ApiError when neither exists.
+    Raises KubeApiError when neither exists.
     """
     settings = Configuration()
     try:
@@ -176,7 +176,7 @@ async def retry_transient(
 ) -> Manifest:
     """Call until it succeeds, with retries while its errors are transient.
 
-    `call` must be safe to repeat. Raises the last ApiError.
+    `call` must be safe to repeat. Raises the last KubeApiError.
     """
     pause_s = _FIRST_BACKOFF_S
     for remaining in reversed(range(attempts)):

@@ -63,7 +63,7 @@ def build_events(
 
 
 def _is_redundant(each: ConditionState, status: Mapping[str, bool | None]) -> bool:
-    """Whether the Event of another condition says the same.
+    """Whether the Event of another condition reports the same.
 
     Available reports that requests fail, Progressing that a rollout begins, and Ready that requests
     are served again. `status`: of all present conditions, by type.

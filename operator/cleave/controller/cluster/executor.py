@@ -1,9 +1,9 @@
 """Executes the actions that reconciles return: the only part of the operator that writes.
 
-Used by the controller. What is hard: responses may be lost, objects may have changed, and another
-operator may have become the leader. So every write is idempotent, names its object by uid, and is
-not sent once the lease has expired. Objects in responses are put into the cache at once, so that
-the next decision sees this write.
+Used by the controller. Responses may be lost, objects may have changed, and another operator may
+have become the leader. So every write is idempotent, names its object by uid, and is not sent once
+the lease has expired. Objects in responses are put into the cache at once, so that the next
+decision includes this write.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ _NOT_FOUND = 404
 _CONFLICT = 409
 _TAKEN_MESSAGE = "exists already and belongs to something else; delete it, or choose another name"
 _KINDS_WITH_COMMON_NAMES = ("Service",)
-"""Kinds whose objects have names that somebody else may use as well, such as another deployment."""
+"""Kinds whose object names another owner may use as well, such as another deployment."""
 _SHAREABLE_KINDS = ("Service", "ServiceAccount", "RoleBinding")
 """Kinds that manually created pools share when they name the same deployment."""
 _MAX_CONCURRENT = 32
@@ -95,8 +95,7 @@ class Executor:
     async def carry_out(self, actions: Iterable[Action]) -> None:
         """Execute all writes in order, those of the same type concurrently.
 
-        Raises ApiError, StaleError, NameTakenError or NotLeadingError; earlier writes have been
-        made then.
+        Raises KubeApiError, StaleError, NameTakenError or NotLeadingError; earlier writes persist.
         """
         writes = [each for each in actions if not isinstance(each, RequestPlan | Requeue)]
         for kind, same in groupby(writes, key=type):
@@ -173,10 +172,12 @@ class Executor:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        ours = {owner["uid"] for owner in meta["ownerReferences"]}
-        theirs = {owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())}
+        owners = {owner["uid"] for owner in meta["ownerReferences"]}
+        existing_owners = {
+            owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())
+        }
         if not (
-            ours & theirs
+            owners & existing_owners
             or (
                 kind in _SHAREABLE_KINDS
                 and _get_deployment_label(existing) == _get_deployment_label(manifest)
@@ -217,7 +218,7 @@ class Executor:
         try:
             response = await self._write("DELETE", path, body)
         except KubeApiError as error:
-            # It is gone, or another object has its name.
+            # It was deleted, or another object has its name.
             if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
             self._on_delete(target)
@@ -230,7 +231,7 @@ class Executor:
     async def _repurpose(self, action: Repurpose) -> bool:
         """Set the agent's role, then the pod's labels; returns whether the instance has the role.
 
-        A pod whose agent refuses keeps its labels, and is replaced like any other.
+        A pod whose agent refuses keeps its labels and is replaced like any other.
         """
         target = action.target
         if not self._may_write():

@@ -1,4 +1,4 @@
-"""Caches what the gateways report of each deployment's instances.
+"""Caches the gateways' reports about each deployment's instances.
 
 Used by the controller. A refresh costs a request per gateway; so it happens when the set of ready
 instances has changed, before a decision that depends on load, and otherwise every `_MAX_AGE_S`
@@ -17,11 +17,11 @@ K = TypeVar("K", bound=Hashable)
 
 _MAX_AGE_S = 45.0
 _FIRST_INCOMPLETE_AGE_S = 1.0
-"""An incomplete answer is used for this long at first, then twice as long each time."""
+"""How long the first incomplete response is used; doubles with each further one."""
 _FRESH_AGE_S = 2.0
 
 InstancesByPod = Mapping[str, FleetInstance] | None
-"""Instances by pod; None: no gateway has answered yet."""
+"""Instances by pod; None: no gateway has responded yet."""
 FetchInstances = Callable[[Collection[str]], Awaitable[InstancesByPod]]
 
 
@@ -31,11 +31,11 @@ class _CachedInstances:
     ready: frozenset[str]
     instances: InstancesByPod
     incomplete_count: int
-    """Consecutive answers that were incomplete."""
+    """Consecutive incomplete responses."""
 
     @property
     def valid_s(self) -> float:
-        """Seconds for which the answer is used."""
+        """Seconds for which the response is used."""
         return (
             min(_MAX_AGE_S, _FIRST_INCOMPLETE_AGE_S * 2.0 ** (self.incomplete_count - 1))
             if self.incomplete_count
@@ -44,7 +44,7 @@ class _CachedInstances:
 
 
 class GatewayClient(Generic[K]):
-    """The last answer of the gateways, by deployment."""
+    """The last response of the gateways, by deployment."""
 
     def __init__(
         self, clock: Callable[[], float], fetch: FetchInstances = instance_status.fetch_instances
@@ -53,33 +53,33 @@ class GatewayClient(Generic[K]):
         self._cached: dict[K, _CachedInstances] = {}
 
     def get_cached(self, key: K) -> InstancesByPod:
-        """Return the cached answer."""
+        """Return the cached response."""
         cached = self._cached.get(key)
         return cached.instances if cached else None
 
     async def get_or_refresh(
         self, key: K, gateways: Collection[str], ready: frozenset[str]
     ) -> InstancesByPod:
-        """Return the cached answer, refreshed when it is old or other pods are `ready` (names)."""
+        """Return the cached response, refreshed when old or when other pods are `ready` (names)."""
         cached = self._cached.get(key)
         if cached and cached.ready == ready and self._clock() - cached.at_s < cached.valid_s:
             return cached.instances
         return await self._refresh(key, gateways, ready)
 
     def get_retry_delay_s(self, key: K) -> float | None:
-        """Seconds until a retry of an incomplete answer; None: it is complete."""
+        """Seconds until a retry of an incomplete response; None: it is complete."""
         cached = self._cached.get(key)
         return cached.valid_s if cached is not None and cached.incomplete_count else None
 
     async def get_fresh(self, key: K, gateways: Collection[str]) -> InstancesByPod:
-        """Return an answer that is at most `_FRESH_AGE_S` seconds old."""
+        """Return a response that is at most `_FRESH_AGE_S` seconds old."""
         cached = self._cached.get(key)
         if cached and self._clock() - cached.at_s < _FRESH_AGE_S:
             return cached.instances
         return await self._refresh(key, gateways, cached.ready if cached else frozenset())
 
     def forget(self, key: K) -> None:
-        """Drop the answer: the deployment is gone, or its instances have changed."""
+        """Drop the response: the deployment was deleted, or its instances have changed."""
         self._cached.pop(key, None)
 
     async def _refresh(

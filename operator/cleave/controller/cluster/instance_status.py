@@ -1,9 +1,9 @@
-"""Reads what the gateways know of instances, before the operator decides.
+"""Fetches the gateways' view of instances, before the operator decides.
 
 Everything here only improves decisions (which instance has the least load, how fast the KV path
-is); none of them waits for it. A gateway that does not answer in time, or answers something else,
-is ignored. What is hard: gateways disagree, since each hears from an agent at another moment and
-sends its own requests.
+is); none of them waits for it. A gateway that does not respond in time, or with something else, is
+ignored. Gateways disagree, since each receives an agent's reports at another moment and sends its
+own requests.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ __all__ = [
 TIMEOUT_S = 2.0
 PATH = "/fleet"
 _MAX_GATEWAYS = 8
-"""Gateways asked at a time; more would add no information."""
+"""Gateways queried at a time; more would add no information."""
 _PAGE_LIMIT = 16 << 20
 _CONNECTED_STATES = ("heard", "stale")
 
@@ -54,7 +54,7 @@ def build_base_url(address: str) -> str:
 async def fetch_instances(
     urls: Collection[str], timeout_s: float = TIMEOUT_S
 ) -> Mapping[str, FleetInstance] | None:
-    """Fetch instances by name from the gateways at `urls` (http://HOST:PORT); None: none answers.
+    """Fetch instances by name from the gateways at `urls` (http://HOST:PORT); None: none responds.
 
     Never raises.
     """
@@ -75,7 +75,7 @@ def merge(pages: Iterable[FleetStatus]) -> Mapping[str, FleetInstance]:
 
 
 def count_requests(instance: FleetInstance) -> int:
-    """Running and waiting requests of an instance: what its drain has to wait for."""
+    """Running and waiting requests of an instance, which its drain has to wait for."""
     return max(instance.num_running + instance.num_waiting, instance.requests_in_flight)
 
 

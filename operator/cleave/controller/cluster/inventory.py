@@ -1,8 +1,8 @@
 """The GPU inventory of a cluster, as the planner takes it, from its nodes. Pure.
 
-Called by the controller for the planner and for admission. What is hard: nodes come and go, and
-plans should stay. So there are two hashes: one of the kinds of nodes, on which a plan depends, and
-one of their counts, which matters only to a plan whose instances find no node.
+Called by the controller for the planner and for admission. Nodes come and go, and plans should
+stay. So there are two hashes: one of the kinds of nodes, on which a plan depends, and one of their
+counts, which matters only to a plan whose instances find no node.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _DEFAULT_ETHERNET_GBPS = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What the nodes offer."""
+    """GPUs, topology and hashes of the nodes."""
 
     cluster: Cluster | None
     """Input of the planner; None: no node has GPUs."""
@@ -29,7 +29,7 @@ class Inventory:
     node_kinds_hash: str
     """Hash of the kinds of nodes and of the network."""
     node_counts_hash: str
-    """Hash of how many nodes there are of each kind."""
+    """Hash of the node counts by kind."""
 
 
 MAX_GPUS_PER_NODE = 128
@@ -68,7 +68,7 @@ def build_inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = No
 
 
 def _build_topology(nodes: Sequence[ObservedNode]) -> NodeTopology:
-    """Return what the pod builders need to know of the nodes."""
+    """Return the node topology that the pod builders need."""
     largest: dict[str, int] = {}
     for node in nodes:
         largest[node.gpu] = max(largest.get(node.gpu, 0), node.num_gpus)

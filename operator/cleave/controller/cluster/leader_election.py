@@ -1,8 +1,8 @@
 """Leader election with a Lease: one operator writes, the others are on standby.
 
-Run by `main`. What is hard: clocks differ. So a standby operator takes a Lease over when it has not
-seen it change for its whole duration, by its own clock. The leader counts from before it sent the
-renewal, and stops writing before anybody may take over.
+Run by `main`. Clocks differ. So a standby operator takes over a Lease that has not changed for its
+whole duration, by its own clock. The leader counts from before it sent the renewal, and stops
+writing before anybody may take over.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class LeaderElector:
         return self._clock() - self._attempted_at_s
 
     async def run(self) -> None:
-        """Take part for ever."""
+        """Take part until cancelled."""
         while True:
             self._attempted_at_s = self._clock()
             await self._try_acquire()
@@ -110,7 +110,7 @@ class LeaderElector:
                 self.elected.set()
 
     async def _acquire_or_renew(self) -> bool:
-        """Whether the Lease was written for this operator. Raises ApiError."""
+        """Whether the Lease was written for this operator. Raises KubeApiError."""
         try:
             lease = await self._kube.get(
                 "Lease", self._namespace, self._name, timeout_s=self._config.renew_s
@@ -161,6 +161,6 @@ class LeaderElector:
         }
 
     async def _replace_lease(self, lease: Manifest) -> None:
-        """Replace the Lease, unless it has changed since it was read. Raises ApiError."""
+        """Replace the Lease, unless it has changed since it was read. Raises KubeApiError."""
         path = KINDS["Lease"].build_path(self._namespace, self._name)
         await self._kube.request("PUT", path, body=lease, timeout_s=self._config.renew_s)

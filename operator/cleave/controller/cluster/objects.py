@@ -1,7 +1,7 @@
 """Cluster objects as values: parsed from manifests, read by every decision. Pure.
 
-Decisions never read manifests themselves, so that tests state a few fields instead of whole
-objects, and ten thousand pods take little memory.
+Decisions never read manifests themselves, so that tests set a few fields instead of whole objects,
+and ten thousand pods take little memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ _SET_LABEL = "leaderworkerset.sigs.k8s.io/name"
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """A worker pod. Merged by `group_instances`, it stands for a whole instance."""
+    """A worker pod. Merged by `group_instances`, it represents a whole instance."""
 
     name: str
     uid: str
@@ -79,7 +79,7 @@ class ObservedPod:
 
     @property
     def is_over(self) -> bool:
-        """Whether its processes have ended for good, so that it has to be replaced."""
+        """Whether its processes have ended and will not restart, so that it has to be replaced."""
         return self.phase in ("Failed", "Succeeded")
 
 

@@ -92,11 +92,11 @@ class TrafficScraper(Generic[K]):
         self._state.setdefault(key, _DeploymentTraffic()).last_request_s = self._now()
 
     def is_minute_complete(self, key: K) -> bool:
-        """Whether another minute of windows is complete, so that it is time to decide."""
+        """Whether another minute of windows is complete, so that scaling should decide again."""
         return self._state[key].num_windows % RECENT_WINDOWS == 0
 
     def forget(self, key: K) -> None:
-        """Drop the windows of a deployment that is gone."""
+        """Drop the windows of a deleted deployment."""
         self._state.pop(key, None)
 
     async def scrape(self, key: K, gateways: Collection[str]) -> bool:
@@ -109,7 +109,7 @@ class TrafficScraper(Generic[K]):
         state = self._state.setdefault(key, _DeploymentTraffic())
         previous = state.total.counts
         if previous is not None and self._now() - previous.at_s > _RESET_AFTER_S:
-            # Another operator led meanwhile, or no gateway answered.
+            # Another operator led meanwhile, or no gateway responded.
             previous, state.total = None, CounterSum()
             state.windows.clear()
         state.total = state.total.add(frozenset(gateways), pages, self._now())

@@ -68,7 +68,7 @@ class WorkQueue(Generic[K]):
         self._failures.pop(key, None)
 
     def forget(self, key: K) -> None:
-        """Drop delay and back-off of an object that is gone."""
+        """Drop delay and back-off of a deleted object."""
         self._failures.pop(key, None)
         self._due.pop(key, None)
 

@@ -1,8 +1,7 @@
 """Decides which placement a deployment has now: manual, planned, or none yet. Pure.
 
-Called by the deployment's reconcile. What is hard: a plan stays as long as its inputs do. It is
-kept in the status together with a hash of its inputs, so that a restarted operator does not plan
-again.
+Called by the deployment's reconcile. A plan stays as long as its inputs do. It is kept in the
+status together with a hash of its inputs, so that a restarted operator does not plan again.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +50,7 @@ def decide(
     is_limited: bool,
     fitted_inputs: FittedPlanInputs | None = None,
 ) -> PlacementDecision:
-    """Decide the placement in force.
+    """Decide the current placement.
 
     `outcome`: the planner's last result for this deployment. `is_limited`: whether instances find
     no node. `fitted_inputs`: observed traffic that replaces the spec's.
@@ -82,7 +81,7 @@ def decide(
 
 
 def retain(status: Manifest) -> PlacementDecision:
-    """Return the placement in force with its last conditions, for a paused deployment."""
+    """Return the current placement with its last conditions, for a paused deployment."""
     previous = tuple(each for each in conditions.read(status) if each.type in _PLAN_CONDITIONS)
     return PlacementDecision(
         None,
@@ -136,7 +135,7 @@ def _decide_planned(
 
 
 def _match_result(outcome: PlanJob | None, request: PlanJob) -> PlanJob | None:
-    """Return the planner's last result if it answers this request; else None."""
+    """Return the planner's last result if it is for this request; else None."""
     is_match = outcome and outcome.inputs_hash == request.inputs_hash and outcome.review is None
     return outcome if is_match else None
 
@@ -144,7 +143,7 @@ def _match_result(outcome: PlanJob | None, request: PlanJob) -> PlanJob | None:
 def _report_failed_plan(status: Manifest, result: PlanJob) -> PlacementDecision:
     """The planner found no plan; changed nodes or an edit of the spec submit it again."""
     if result.infeasible:
-        why = f"{result.infeasible}; spec.placement.manual brings it up all the same"
+        why = f"{result.infeasible}; set spec.placement.manual to start it anyway"
         return PlacementDecision(
             None,
             status.get("plan"),

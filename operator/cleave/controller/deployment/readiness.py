@@ -1,10 +1,10 @@
 """Whether a deployment serves requests, and whether its spec is rolled out. Pure.
 
 Called for the status of an LLMDeployment. Available: requests are served, by instances of any
-generation. Ready: requests are served, and the observed generation of the spec is rolled out. What
-is hard: a completed rollout has to be recorded (`status.rolledOutGeneration`). A generation stays
-rolled out when instances are lost, are scaled or are replaced because of a new plan; a new
-generation is not rolled out, however well the instances of the previous one serve.
+generation. Ready: requests are served, and the observed generation of the spec is rolled out. A
+completed rollout has to be recorded (`status.rolledOutGeneration`). A generation stays rolled out
+when instances are lost, are scaled or are replaced because of a new plan; a new generation is not
+rolled out, even if the instances of the previous one serve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,8 +58,8 @@ def find_rolled_out_generation(
 ) -> int | None:
     """Return the latest generation whose rollout is complete; None: none is.
 
-    The present one is when nothing is left to apply (`is_applied`), every pool and the gateways are
-    complete, and the gateways send requests to the instances.
+    The present generation is complete when nothing is left to apply (`is_applied`), every pool and
+    the gateways are complete, and the gateways send requests to the instances.
     """
     generation, recorded = (
         view.deployment.metadata.generation or 0,
@@ -160,7 +160,7 @@ def _is_gateway_complete(view: DeploymentView) -> bool:
 
 
 def _is_sent_requests(view: DeploymentView, desired: DesiredPools) -> bool:
-    """Whether gateways send requests to an instance of each role; True if none answers."""
+    """Whether gateways send requests to an instance of each role; True if none responds."""
     if view.instances is None:
         return True
     needs_both = view.deployment.spec.routing.fallback is not FallbackPolicy.ALWAYS

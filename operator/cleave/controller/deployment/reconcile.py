@@ -1,8 +1,8 @@
 """Reconciles an LLMDeployment: plan, pools, gateway and status. Pure.
 
-Called by the controller. What is hard: roles change together, since prefill and decode instances of
-different revisions cannot work together. This reconcile decides how many instances of each revision
-every pool keeps at the moment; the pools' reconciles carry it out.
+Called by the controller. Roles change together, since prefill and decode instances of different
+revisions cannot work together. This reconcile decides how many instances of each revision every
+pool keeps at the moment; the pools' reconciles carry it out.
 """
 
 from collections import Counter
@@ -95,7 +95,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
             writes += _report_scaling(view, desired)
     is_applied = not writes and _matches_spec(view, decision)
     if deployment.spec.paused:
-        # Pending changes wait; the status only says whether there are any.
+        # Pending changes wait; the status only reports whether there are any.
         decision_before = placement.retain(view.status)
         return [
             *actions,
@@ -113,7 +113,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
 
 
 def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
-    """Whether the placement in force was made for the present spec.
+    """Whether the current placement was made for the present spec.
 
     It is not while a plan is being made, or when there is none. In Advisory mode no plan is
     applied: there the pools are compared with those that the plan in force yields for the present
@@ -145,7 +145,7 @@ def _scale_pools(
     if not scaling.is_enabled(view.deployment) or decision.plan is None:
         return list(desired)
     if view.deployment.spec.paused:
-        # While paused nothing is scaled, and that is no pending change.
+        # While paused nothing is scaled, which does not count as a pending change.
         counts: scaling.ReplicaCounts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     else:
         counts = scaling.compute_counts(view, decision.plan)
@@ -188,7 +188,7 @@ def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
 
 
 def _update_pools(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Action]:
-    """Yield what brings the pools to their desired state; pools of dropped roles go once empty."""
+    """Yield actions that bring pools to their desired state; empty pools of dropped roles go."""
     current = {pool.spec.role: pool for pool in view.pools}
     dropped = {role: _scale_to_zero(pool) for role, pool in current.items() if role not in desired}
     desired_or_dropped = {**desired, **dropped}
@@ -222,7 +222,7 @@ def _freeze_for_repurposing(
 ) -> Mapping[Role, RolloutStep]:
     """Steps that keep pools from creating or deleting pods before instances have changed roles.
 
-    A new receiving pool would create instances of its own. A pool that the plan has dropped would
+    A new receiving pool would create additional instances. A pool that the plan has dropped would
     delete its instances even if one cannot change its role.
     """
     receivers = {change.role for change in changes} - current.keys()
@@ -234,7 +234,7 @@ def _freeze_for_repurposing(
 def _report_reset_replicas(
     view: DeploymentView, desired: InstancePool, current: InstancePool | None
 ) -> Iterator[Emit]:
-    """Report that somebody's replica count of a pool that the plan owns is overwritten."""
+    """Report that the replica count of a pool that the plan owns was changed and is set back."""
     planned = {
         pool["role"]: pool["replicas"] for pool in view.status.get("plan", {}).get("pools", ())
     }

@@ -47,7 +47,7 @@ def choose_changes(pods: Sequence[ObservedPod], desired: Pools, current: Pools) 
         role: list(choose_victims(_list_eligible(alive[role], current.get(role)), -missing[role]))
         for role in desired
     }
-    moves: list[RoleChange] = []
+    changes: list[RoleChange] = []
     for receiver, count in missing.items():
         for donor in current:
             if donor not in desired or not are_compatible(current[donor], desired[receiver]):
@@ -55,8 +55,8 @@ def choose_changes(pods: Sequence[ObservedPod], desired: Pools, current: Pools) 
             donated = surplus[donor][: max(0, count)]
             surplus[donor] = surplus[donor][len(donated) :]
             count -= len(donated)
-            moves += [RoleChange(pod, receiver) for pod in donated]
-    return moves
+            changes += [RoleChange(pod, receiver) for pod in donated]
+    return changes
 
 
 def apply_changes(

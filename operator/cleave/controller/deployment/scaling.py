@@ -1,8 +1,8 @@
 """Computes how many instances of each role run now, while the plan stays the same. Pure.
 
-Called by the deployment's reconcile. What is hard: nothing is kept in memory here. The present
-counts are in the pools, and past rates come from the gateways' counters: a restarted operator
-scales up at once, and down only when it has observed long enough itself.
+Called by the deployment's reconcile. This module keeps no state. The present counts are in the
+pools, and past rates come from the gateways' counters: a restarted operator scales up at once, and
+down only after it has observed long enough itself.
 """
 
 import math
@@ -145,9 +145,9 @@ def scale(
         return _fit_to_gpus(scaling, plan, rate, max_gpus)
 
     # A short calm_s averages fewer requests, so the lowest meaningful rate is higher.
-    least = plan.growth.lowest_rate * HEARTBEAT_S / scaling.calm_s
+    lowest_rate = plan.growth.lowest_rate * HEARTBEAT_S / scaling.calm_s
     needed, peak = at(demand.rate), demand.peak
-    enough = current if peak is None else at(max(peak, min(least, _get_planned_rate(plan))))
+    enough = current if peak is None else at(max(peak, min(lowest_rate, _get_planned_rate(plan))))
     return {
         role: max(needed[role], min(count, max(enough[role], needed[role])))
         for role, count in current.items()
@@ -187,13 +187,13 @@ def _fit_to_gpus(
 ) -> ReplicaCounts:
     """Instances for the highest rate, up to this one, that the GPUs suffice for."""
     sizes = {pool.role: pool.parallelism.gpus for pool in plan.pools}
-    least = max(_get_planned_rate(plan), _MIN_RATE)
+    lowest_rate = max(_get_planned_rate(plan), _MIN_RATE)
     while True:
         counts = compute_replicas(scaling, plan, rate)
         gpus = sum(count * sizes[role] for role, count in counts.items())
-        if max_gpus is None or gpus <= max_gpus or rate <= least:
+        if max_gpus is None or gpus <= max_gpus or rate <= lowest_rate:
             return counts
-        rate = max(0.95 * rate, least)
+        rate = max(0.95 * rate, lowest_rate)
 
 
 def _get_planned_rate(plan: SelectedPlan) -> float:

@@ -38,8 +38,8 @@ def report(
 ) -> Iterator[Action]:
     """Yield a write of the new status and its Events; nothing when the status is up to date.
 
-    `desired`: desired pools. `is_applied`: pools and gateways exist as the present spec asks for
-    them, ready or not.
+    `desired`: desired pools. `is_applied`: pools and gateways exist as the present spec requires,
+    ready or not.
     """
     deployment, target = view.deployment, apply.build_reference(view.deployment)
     before = view.status.get("conditions", [])
@@ -79,7 +79,7 @@ def report(
 
 
 def _build_replan_status(view: DeploymentView, replan: ReplanOutcome) -> Manifest:
-    """Observed traffic and what replanning derived from it."""
+    """Observed traffic and the results of replanning."""
     parts: Manifest = {"observed": report_traffic(view), "prediction": replan.prediction}
     for name, value in (("basis", replan.fitted_inputs), ("correction", replan.correction)):
         parts[name] = value and value.model_dump(mode="json", exclude_none=True)
@@ -160,7 +160,7 @@ def _build_gateway_condition(view: DeploymentView) -> ConditionState:
 
 
 def _build_kv_path(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> ConditionState:
-    """Whether KV was transferred from prefill to decode instances in a test, and over what."""
+    """Whether a test transferred KV from prefill to decode instances, and over which transport."""
     if not desired:
         return ConditionState("KVPathVerified", None, "NoInstances")
     if Role.PREFILL not in desired:

@@ -1,7 +1,7 @@
 """Reports recent traffic in the status. Pure; called by the deployment's status report.
 
-What is hard: traffic always varies, and every write of the status wakes all who watch it. So it is
-written at most once a minute, and only when a figure has changed by more than 5 %.
+Traffic always varies, and every write of the status wakes all watchers. So it is written at most
+once a minute, and only when a figure has changed by more than 5 %.
 """
 
 from cleave.api.plan import LatencyPercentiles

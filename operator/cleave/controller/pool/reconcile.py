@@ -1,8 +1,8 @@
 """Reconciles an InstancePool: from its pods to the actions that correct them. Pure.
 
-Called by the controller for every pool, also for manually created ones. What is hard: the view may
-be a moment old. Names of new pods follow from the pool and the names in use, so that the same
-decision made twice creates the same pods once; deletions name the pod's uid.
+Called by the controller for every pool, also for manually created ones. The view may be a moment
+old. Names of new pods are derived from the pool and the names in use, so that repeating a decision
+creates the same pods once; deletions name the pod's uid.
 """
 
 from collections.abc import Iterator
@@ -149,7 +149,7 @@ def _resize(
 def _group_old(
     old: tuple[ObservedPod, ...], target: RolloutStep
 ) -> Iterator[tuple[list[ObservedPod], int]]:
-    """Yield old instances with the number to keep, by revision where the rollout states it."""
+    """Yield old instances with the number to keep, by revision where the rollout specifies it."""
     if not target.older:
         yield list(old), target.old
         return
@@ -171,7 +171,7 @@ def _delete_instance(
 
 
 def _replace_ended(view: PoolView) -> Iterator[Delete]:
-    """Delete what is left of instances that have ended or have lost a pod."""
+    """Delete the remaining pods of instances that have ended or have lost a pod."""
     for instance in view.instances:
         # Without one of its pods an instance cannot serve, so the others go as well.
         if instance.is_over or instance.deleting:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 
 class ScaleDownCandidate(Protocol):
-    """What scale-down reads of a pod."""
+    """The fields of a pod that scale-down reads."""
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ def report(
 
 
 def read_probe(status: Manifest) -> CapacityProbe | None:
-    """Read the last attempt to have more instances than fit from the status."""
+    """Read the last attempt to run more instances than fit from the status."""
     recorded = status.get("trial")
     if recorded is None:
         return None

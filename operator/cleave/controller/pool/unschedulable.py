@@ -1,7 +1,7 @@
 """Limits a pool to the instances that nodes have room for: time-out, eviction, retry. Pure.
 
-Called by the pool's reconcile. What is hard: an evicted pod is gone, and the pool would create it
-again at once. So the last attempt, a `CapacityProbe`, is recorded in the pool's status.
+Called by the pool's reconcile. An evicted pod is gone, and the pool would create it again at once.
+So the last attempt, a `CapacityProbe`, is recorded in the pool's status.
 
 An evicted instance leaves the scheduler's queue, so that other pods of a plan do not wait for half
 a pair. A pool without any instance on a node keeps one pending: the scheduler places it as soon as
@@ -22,7 +22,7 @@ _NO_MESSAGE = "the scheduler has given no reason"
 
 @dataclass(frozen=True, slots=True)
 class CapacityProbe:
-    """The last attempt to have more instances than nodes have room for."""
+    """The last attempt to run more instances than nodes have room for."""
 
     schedulable: int
     """Instances that found a node, plus one pending instance when none did."""
@@ -31,14 +31,14 @@ class CapacityProbe:
     retry_at_s: float
     """When the next attempt begins, in seconds since the epoch."""
     nodes: str
-    """Hash of what the nodes offered and the pool asked for."""
+    """Hash of the nodes' capacity and the pool's requests."""
     reason: str
     """The scheduler's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingLimit:
-    """What to do about instances that no node has room for."""
+    """Actions for instances that no node has room for."""
 
     evict: tuple[ObservedPod, ...] = ()
     """Pods to delete."""
@@ -63,7 +63,7 @@ def compute_limit(
 ) -> SchedulingLimit:
     """Decide about the pods of a pool that needs `desired` instances, surge included.
 
-    `nodes`: hash of what the nodes offer and the pool asks for; when it changes, the next attempt
+    `nodes`: hash of the nodes' capacity and the pool's requests; when it changes, the next attempt
     begins at once. `timeout_s`: how long a pod may be unschedulable. `last`: the recorded attempt.
     """
     present = [pod for pod in pods if not pod.deleting and not pod.is_over]

@@ -1,4 +1,4 @@
-"""Detects whether traffic still is as planned, and selects the windows to judge it by. Pure."""
+"""Detects drift of the traffic from the planned one, and selects the windows to compare. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,9 +25,9 @@ def update(
 ) -> DriftState:
     """Return the state after the new ones of `windows`.
 
-    It is reset when the planned traffic changes or the fleet becomes stable again (`since_s`).
-    Nothing is compared without planned traffic, or while the fleet is not stable. A change after
-    which the plan was kept does not hide the next one.
+    The state is reset when the planned traffic changes or the fleet becomes stable again
+    (`since_s`). Nothing is compared without planned traffic, or while the fleet is not stable. A
+    change after which the plan was kept does not hide the next one.
     """
     if (state.planned_workload, state.since_s) != (planned_for, since_s):
         reference = TrafficReference.from_workload(planned_for) if planned_for else None
@@ -68,8 +68,9 @@ def find_settle_s(
 ) -> float:
     """Seconds after `since_s` in which latencies still reflect earlier conditions.
 
-    Requests that end by then began before: this covers the life of a request and, as the start of a
-    change is not known to the second, the time that its detection took. At least `least_s`.
+    Requests that end by then began before `since_s`: this covers the life of a request and, as the
+    start of a change is not known to the second, the time that its detection took. At least
+    `least_s`.
     """
     groups = (windows, _list_after(windows, since_s))
     life_s = max((join_windows(each).lifetime_s for each in groups if each), default=0.0)
@@ -86,7 +87,7 @@ def list_recent(
 ) -> tuple[TrafficWindow, ...]:
     """Return the newest windows after `since_s` that last `enough_s` and hold enough requests.
 
-    Windows of `lead_s` before them are included; latencies are judged without these.
+    Windows of `lead_s` before them are included; latencies are compared without these.
     """
     after = _list_after(windows, since_s)
     newest = after[::-1]

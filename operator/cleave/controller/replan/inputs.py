@@ -1,8 +1,8 @@
-"""What a plan depends on: the spec, observed traffic and the latency model's correction. Pure.
+"""Inputs of a plan: the spec, observed traffic and the latency model's correction. Pure.
 
 The last two are kept in the status, so that a restarted operator neither loses them nor measures
-them again. Each records the hash of what it was measured for, and is valid as long as the spec
-yields the same.
+them again. Each records the hash of the spec fields that it was measured for, and is valid while
+they are the same.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from cleave.planner.placement import Placement, to_planned_pool
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What the plan of one deployment depends on; each part is computed once per reconcile."""
+    """Inputs of the plan of one deployment; each part is computed once per reconcile."""
 
     deployment: LLMDeployment
     inventory: Inventory
@@ -42,7 +42,7 @@ class PlanInputs:
 
     @cached_property
     def model_hash(self) -> str:
-        """Hash of what latencies depend on: model, engine and kinds of nodes."""
+        """Hash of the inputs of latencies: model, engine and kinds of nodes."""
         parts = self.deployment.spec.model_dump(
             mode="json",
             exclude_defaults=True,
@@ -78,7 +78,7 @@ class PlanInputs:
         return self.inventory.node_kinds_hash if is_vllm else ""
 
     def hash_with(self, fitted: FittedPlanInputs | None) -> str:
-        """Hash everything that a plan depends on; the engine's env and image change no plan.
+        """Hash all inputs of a plan; the engine's env and image are not among them.
 
         `fitted` replaces the spec's traffic and corrects the latency model; None: neither.
         """
@@ -87,7 +87,7 @@ class PlanInputs:
         return hash_content([*self._spec_parts, fitted.model_dump(mode="json")])
 
     def read_fitted(self, status: Manifest) -> FittedPlanInputs | None:
-        """Return what replaces the spec's inputs; None: the plan is made from the spec."""
+        """Return the inputs that replace the spec's; None: the plan is made from the spec."""
         fitted = _read_valid(self.workload_hash, status)
         if fitted and fitted.correction and fitted.correction.of != self.model_hash:
             return fitted.model_copy(update={"correction": None})

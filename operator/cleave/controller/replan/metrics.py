@@ -20,19 +20,21 @@ Statuses = Mapping[str, Manifest]
 
 def collect(statuses: Statuses) -> Iterable[Metric]:
     """Return the metrics of all deployments whose plans are reviewed."""
-    error = _make_gauge(
-        "prediction_error", "Largest error of the prediction for what runs, a share"
-    )
+    error = _make_gauge("prediction_error", "Largest relative prediction error of the running plan")
     latency = _make_gauge(
-        "latency_seconds", "Predicted and observed of what runs", "latency", "quantile", "source"
+        "latency_seconds",
+        "Predicted and observed latency of the running plan",
+        "latency",
+        "quantile",
+        "source",
     )
-    attainment = _make_gauge("attainment", "Predicted and observed of what runs", "source")
-    correction = _make_gauge(
-        "correction", "What passes of the latency model are multiplied by", "phase"
+    attainment = _make_gauge(
+        "attainment", "Predicted and observed SLO attainment of the running plan", "source"
     )
-    drifted = _make_gauge("plan_drifted", "1 while traffic is not what was planned for")
+    correction = _make_gauge("correction", "Factor on the latency model's iteration times", "phase")
+    drifted = _make_gauge("plan_drifted", "1 while traffic differs from the planned traffic")
     prediction_holds = _make_gauge(
-        "prediction_holds", "0 while the latency model is wrong about what runs"
+        "prediction_holds", "0 while the latency model mispredicts the running plan"
     )
     for name, status in statuses.items():
         labels = [name, status.get("model", "")]

@@ -24,12 +24,12 @@ class ReplanEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReplanOutcome:
-    """What replanning contributes to one reconcile of a deployment."""
+    """The contribution of replanning to one reconcile of a deployment."""
 
     fitted_inputs: FittedPlanInputs | None = None
     """Inputs of the plan from now on, instead of the spec's; None: the spec's."""
     plan_result: PlanJob | None = None
-    """The planner's last result, or the plan that a review has put in force."""
+    """The planner's last result, or the plan that a review has applied."""
     plan_request: PlanJob | None = None
     """The request to submit to the planner."""
     conditions: tuple[ConditionState, ...] = ()

@@ -1,4 +1,4 @@
-"""Client of the planner: runs one plan at a time in a process of its own, with a time limit.
+"""Client of the planner: runs one plan at a time in a separate process, with a time limit.
 
 Used by the controller. Planning computes for seconds, during which the operator has to renew its
 lease and to reconcile other objects; hence the process. `run_planner` runs there.
@@ -31,7 +31,7 @@ TIMEOUT_S = 600.0
 """Time limit of one planner run."""
 _NICENESS = 10
 _STAND_IN_MODEL = "facebook/opt-13b"
-"""Stands in for a model in a folder when engines are emulated."""
+"""Replaces a model in a folder when engines are emulated."""
 
 
 def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
@@ -90,7 +90,7 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
 
 
 def _with_traffic(deployment: LLMDeployment, fitted: FittedPlanInputs | None) -> LLMDeployment:
-    """Return the deployment with the traffic of `fitted` instead of its own."""
+    """Return the deployment with the traffic of `fitted` instead of the spec's."""
     if fitted is None:
         return deployment
     spec = deployment.spec.model_copy(update={"workload": fitted.workload})
@@ -139,7 +139,7 @@ class PlannerClient(Generic[K]):
         self._tasks[key] = asyncio.create_task(self._run_job(key, deployment, cluster, job))
 
     def forget(self, key: K) -> None:
-        """Cancel the request and drop the result of a deployment that is gone."""
+        """Cancel the request and drop the result of a deleted deployment."""
         self._results.pop(key, None)
         self._submitted.pop(key, None)
         if task := self._tasks.pop(key, None):
@@ -166,7 +166,8 @@ class PlannerClient(Generic[K]):
     async def _acquire_process(self, job: PlanJob) -> AsyncIterator[None]:
         """Wait for the process.
 
-        Reviews of running plans take one place in the queue at most, so that first plans come soon.
+        Reviews of running plans take at most one place in the queue, so that first plans are not
+        delayed.
         """
         async with AsyncExitStack() as stack:
             if job.review is not None:
@@ -197,7 +198,7 @@ class PlannerClient(Generic[K]):
             self._stop_process()
             return job.with_faults(("the planner process has ended; is its memory limit too low?",))
         except asyncio.CancelledError:
-            # The next request should not wait for a result that is not needed any more.
+            # The next request should not wait for a result that is no longer needed.
             self._stop_process()
             raise
         except Exception as error:

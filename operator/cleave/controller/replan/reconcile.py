@@ -1,9 +1,9 @@
-"""Decides when to review the running plan, and takes up the planner's results. Pure.
+"""Decides when to review the running plan, and applies the planner's results. Pure.
 
 Called by the deployment's reconcile. Traffic is compared with the planned one. When it changes, and
 periodically, the planner reviews the running plan (`replan.review`, in its process), and its
-verdict is applied here, once. What is hard: only recent traffic is kept in memory; everything else
-is in the status, so that a restart neither loses a plan nor makes one.
+verdict is applied here, once. Only recent traffic is kept in memory; everything else is in the
+status, so that a restart neither loses a plan nor triggers one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -125,7 +125,7 @@ def _read_conditions(status: Manifest) -> tuple[ConditionState, ...]:
 def _report_change(
     recorded: ReplanOutcome, change: TrafficChange | None, reviewed_s: float
 ) -> ReplanOutcome:
-    """Report a detected change at once; the review takes a moment longer."""
+    """Report a detected change at once, before its review has finished."""
     drifted, *rest = recorded.conditions
     if change is None or drifted.status or not _is_after(change, reviewed_s):
         return recorded
@@ -233,7 +233,7 @@ def _has_enough_requests(windows: Sequence[TrafficWindow], settings: ReplanSetti
 
 
 def _read_current_pools(view: DeploymentView) -> tuple[PlannedPool, ...]:
-    """The plan in force, with the present replicas of its pools."""
+    """The current plan, with the present replicas of its pools."""
     counts = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     try:
         planned = read_placement(view.status.get("plan", {})).pools

@@ -1,4 +1,4 @@
-"""Reviews a running plan in the planner's process: is the model accurate, is another plan better?
+"""Reviews a running plan in the planner's process: checks the model and searches for a better plan.
 
 Called by `cleave.controller.replan.planner_process`. Converts the operator's request to the
 planner's types, and the result back.
@@ -70,7 +70,7 @@ def run_review(
 def _complete_pools(
     problem: Problem, pools: Iterable[PlannedPool], algorithm: str
 ) -> tuple[PlannedPool, ...]:
-    """Complete pools with all that the planner sets in its own, so that both can be compared."""
+    """Complete pools with the fields that the planner sets, so that they can be compared."""
     return to_planned_pools(to_candidate_placement(problem, pools, algorithm))
 
 

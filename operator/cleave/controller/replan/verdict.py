@@ -77,7 +77,7 @@ def _build_drift_condition(change: TrafficChange | None, result: ReviewResult) -
             )
     if change is None:
         return ConditionState(PLAN_DRIFTED, False, "AsPlanned", result.reason)
-    # The change is known and the plan stays: nothing remains to be done.
+    # The change is known and the plan stays: nothing to do.
     return ConditionState(PLAN_DRIFTED, False, "Kept", f"{change}; {result.reason}")
 
 
@@ -95,7 +95,7 @@ def _build_accuracy_condition(result: ReviewResult) -> ConditionState:
 def _adopt_plan(
     view: DeploymentView, outcome: ReplanOutcome, finished: PlanJob, result: ReviewResult
 ) -> ReplanOutcome:
-    """Make the result's plan the one in force, together with its inputs."""
+    """Make the result's plan the current one, together with its inputs."""
     if finished.fitted_inputs is None:
         raise ValueError("finished: lacks the inputs that the plan was made from")
     fitted = finished.fitted_inputs.model_copy(update={"correction": result.correction})

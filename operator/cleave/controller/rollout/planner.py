@@ -1,10 +1,10 @@
 """Rollout planner: how many instances of the new and the old revisions to keep next. Pure.
 
-Called by the reconciles, and by `cleave rollout` to show all steps. What is hard: prefill and
-decode instances of different revisions never work together, so an instance counts only with
-partners. The share of the plan that a revision serves is that of its role with the smallest ready
-fraction. Old instances are deleted when the new revision's share makes up for them, in proportion
-over all roles; the new revision grows into the free slots, in all roles at once.
+Called by the reconciles, and by `cleave rollout` to show all steps. Prefill and decode instances of
+different revisions never work together, so an instance counts only with partners. The share of the
+plan that a revision serves is that of its role with the smallest ready fraction. Old instances are
+deleted when the new revision's share makes up for them, in proportion over all roles; the new
+revision grows into the free slots, in all roles at once.
 
 No progress is stored: each step follows from the present counts, so that a restart, a lost
 instance, a third revision or a rollback need no special case. Shares are fractions: rounding errors
@@ -33,7 +33,7 @@ class RolloutLimits:
     """Instances of a role that may be missing. Without a surge one of each role has to be missing,
     and the share of one instance in the smallest role is then missing in all."""
     max_skew: float = 0.25
-    """How far one role's new instances may be ahead of another's, as a share of the role."""
+    """How far one role's new instances may lead another's, as a share of the role."""
 
     def __post_init__(self) -> None:
         for name, value in (("maxSurge", self.max_surge), ("maxUnavailable", self.max_unavailable)):
@@ -98,7 +98,7 @@ def plan_next_step(roles: RoleStates, limits: RolloutLimits) -> dict[Role, Rollo
     given with 0 replicas.
 
     1. Share that old instances still have to serve. 2. New instances that fit. 3. Old instances to
-    keep for that share. 4. If nothing moves with several old revisions, delete one.
+    keep for that share. 4. If nothing changes with several old revisions, delete one.
     """
     need = _compute_need(roles, limits)
     revisions = _list_old_revisions(roles)
@@ -224,7 +224,7 @@ def _compute_need(roles: RoleStates, limits: RolloutLimits) -> Fraction:
 def _grow(roles: RoleStates, limits: RolloutLimits, need: Fraction) -> dict[Role, int]:
     """New instances of each role: as many as fit, with no role far ahead of the others."""
     sizes = _list_sizes(roles)
-    # Roles that the plan has dropped serve on until the others can.
+    # Roles that the plan has dropped keep serving until the others can.
     grown = {role: roles[role].new if need else 0 for role in roles if role not in sizes}
     slots = {role: _compute_max_new(roles[role], limits) for role in sizes}
     starts = all(slots.values())
@@ -261,10 +261,10 @@ def _keep_old(
         remaining -= share
     for role, state in roles.items():
         if role in sizes:
-            least = state.replicas - max_unavailable - state.new_ready
+            min_kept = state.replicas - max_unavailable - state.new_ready
             _keep_more(
                 role,
-                max(least, math.ceil(need * sizes[role]) if remaining else 0),
+                max(min_kept, math.ceil(need * sizes[role]) if remaining else 0),
                 to_keep,
                 revisions,
             )
@@ -285,9 +285,9 @@ def _keep_more(
     """Keep more of the role, up to `most` over all revisions."""
     missing = most - sum(counts[role] for counts in to_keep.values())
     for name, counts in to_keep.items():
-        more = min(max(0, missing), revisions[name].get(role, _NONE).total - counts[role])
-        counts[role] += more
-        missing -= more
+        num_extra = min(max(0, missing), revisions[name].get(role, _NONE).total - counts[role])
+        counts[role] += num_extra
+        missing -= num_extra
 
 
 def _drop_unpaired_prefill(to_keep: dict[Role, int]) -> None:

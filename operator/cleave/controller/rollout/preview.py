@@ -21,8 +21,7 @@ from cleave.controller.rollout.planner import (
 from cleave.planner.placement import Placement
 
 _EARLIER_REVISION = "earlier"
-"""Revision of instances that are neither of the running nor of the new one: the status does not
-say."""
+"""Revision of instances that are of neither the running nor the new one; the status omits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def from_status(status: LLMDeploymentStatus) -> RunningInstances:
 def build_states(
     current: RunningInstances, placement: Placement, revision: str
 ) -> dict[Role, RoleState]:
-    """Return where the rollout of `placement` with `revision` begins, by role."""
+    """Return the states from which the rollout of `placement` with `revision` begins, by role."""
     desired = {pool.role: pool.replicas for pool in placement.pools}
     return {
         role: _build_state(

@@ -1,11 +1,10 @@
-"""Answers AdmissionReviews: may this resource be stored? Pure.
+"""Responds to AdmissionReviews: validates a resource before it is stored. Pure.
 
 Called by `cleave.controller.webhook.server`. The API server has checked the CRD's schema and CEL
 rules by then. They are checked again here, with the messages of `cleave validate`, because an older
 CRD may be installed; then follow the checks that CEL cannot express
-(`cleave.controller.webhook.validation`). What is hard: a resource is refused only for faults that
-no change of the cluster can repair. GPUs that nodes lack today may be added later, so that is a
-warning.
+(`cleave.controller.webhook.validation`). A resource is refused only for faults that no change of
+the cluster can repair. GPUs that nodes lack today may be added later, so that is a warning.
 """
 
 import json
@@ -56,7 +55,7 @@ def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict
     """
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
-        raise ReviewError("the request is no AdmissionReview")
+        raise ReviewError("the request is not an AdmissionReview")
     findings = check_resource(request.get("object"), cluster)
     response: dict[str, Any] = {"uid": request["uid"], "allowed": not findings.faults}
     if findings.faults:

@@ -1,9 +1,9 @@
 """Issues the webhook's serving certificate. Pure but for the random keys.
 
-Called by `cleave.controller.webhook.server`, which stores the result in a Secret. What is hard:
-standby operators serve the old certificate until they read the Secret again, so the old certificate
-authority (CA) stays trusted, beside the new one, for as long as it is valid. The CA's private key
-is discarded at once: it signs one certificate only and cannot be stolen from the Secret.
+Called by `cleave.controller.webhook.server`, which stores the result in a Secret. Standby operators
+serve the old certificate until they read the Secret again, so the old certificate authority (CA)
+stays trusted, beside the new one, for as long as it is valid. The CA's private key is discarded at
+once: it signs one certificate only and cannot be stolen from the Secret.
 """
 
 import base64
@@ -38,7 +38,7 @@ class ServingCertificate:
 
 
 class CertificateError(ValueError):
-    """The Secret holds no usable certificate; the message says why."""
+    """The Secret holds no usable certificate; the message gives the reason."""
 
 
 def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCertificate:

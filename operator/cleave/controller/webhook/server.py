@@ -1,9 +1,9 @@
 """HTTPS server of the webhook around `cleave.controller.webhook.admission`, and its certificate.
 
-Started by `cleave.controller.main` in every operator, also on standby. What is hard: all operators
-share one certificate through a Secret. The one that finds it missing or about to expire issues a
-new one; if another was faster, it takes that one. The TLS context is reloaded in place, so that new
-connections use a new certificate without a restart.
+Started by `cleave.controller.main` in every operator, also on standby. All operators share one
+certificate through a Secret. The one that finds it missing or about to expire issues a new one; if
+another was faster, it takes that one. The TLS context is reloaded in place, so that new connections
+use a new certificate without a restart.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Checks a resource for requests that no cluster can satisfy, and those that this one cannot now.
+"""Checks a resource for requests that no cluster, or not this cluster now, can satisfy.
 
-Pure. Called by `cleave.controller.webhook.admission` and by the planner's process. What is hard: a
-fault is final, so it must be one whatever nodes are added later; what depends on the nodes is a
-warning.
+Pure. Called by `cleave.controller.webhook.admission` and by the planner's process. A fault is
+final, so it must hold for any nodes that are added later; findings that depend on the nodes are
+warnings.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFinding
 
 
 def list_unreadable_files(deployment: LLMDeployment) -> Iterator[str]:
-    """Yield a fault for each file that a plan would need: the operator reads no user's files.
+    """Yield a fault for each file that a plan would need: the operator reads no user files.
 
     Its own files, such as its token, must not be readable for users who may create a deployment,
     and the fault of a file quotes its text.

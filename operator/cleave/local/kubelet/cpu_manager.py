@@ -8,9 +8,9 @@ exclusive cores; all other pods share the remaining ones.
 class CoreShortageError(ValueError):
     """A pod requests more exclusive cores than are free."""
 
-    def __init__(self, wanted: int, free: int) -> None:
-        super().__init__(f"{wanted} exclusive core(s) needed, {free} free")
-        self.requested = wanted
+    def __init__(self, requested: int, free: int) -> None:
+        super().__init__(f"{requested} exclusive core(s) needed, {free} free")
+        self.requested = requested
         self.free = free
 
 

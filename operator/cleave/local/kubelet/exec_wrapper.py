@@ -1,7 +1,7 @@
-"""The last step before a pod's command: binds the process to the kubelet's life, then execs.
+"""The last step before a pod's command: ties the process to the kubelet's lifetime, then execs.
 
-Run as a script by `process.start_process` with the standard library alone. What is hard: a fork
-hook (`preexec_fn`) would run Python between fork and exec of a process with gRPC threads and can
+Run as a script by `process.start_process` with the standard library alone. A fork hook
+(`preexec_fn`) would run Python between fork and exec of a process with gRPC threads and can
 deadlock; this runs after exec, and the death signal it sets survives the next one.
 """
 

@@ -1,11 +1,10 @@
 """The process kubelet: runs Kubernetes v1 Pods as processes of this machine.
 
-`cleave up` and end-to-end tests give it the same manifests a cluster would get. It offers what pods
-need of a kubelet: an address per pod, the downward API, exclusive cores, probes, restarts,
-graceful termination. `<state>/agents` is its DNS: one ip:9000 per worker pod, rewritten at each
-change.
-The pure modules beside this one decide; this one only assigns addresses, cores and GPUs to pods
-and frees them again. What is hard: these assignments must always match the set of pods.
+`cleave up` and end-to-end tests give it the same manifests a cluster would get. It provides the
+kubelet features that pods need: an address per pod, the downward API, exclusive cores, probes,
+restarts, graceful termination. `<state>/agents` is its DNS: one ip:9000 per worker pod, rewritten
+at each change. The pure modules beside this one decide; this one only assigns addresses, cores and
+GPUs to pods and frees them again. These assignments must always match the set of pods.
 """
 
 import asyncio
@@ -91,9 +90,11 @@ class Kubelet:
             raise
         self._manifests[spec.name] = pod
         self._assigned_cores[spec.name], self._assigned_gpus[spec.name] = own_cores, own_gpus
-        facts = PodState(pod_ip=address, admitted_at=time.time())
+        pod_state = PodState(pod_ip=address, admitted_at=time.time())
         pod_cores = own_cores or self._get_shared_cores()
-        self._pod_workers[spec.name] = PodWorker(spec, facts, command, pod_cores, self._on_change)
+        self._pod_workers[spec.name] = PodWorker(
+            spec, pod_state, command, pod_cores, self._on_change
+        )
         self._sync_pods()
 
     async def stop_pod(self, name: str, grace_s: float | None = None) -> None:
@@ -103,7 +104,7 @@ class Kubelet:
             return
         await life.stop(grace_s)
         if self._pod_workers.pop(name, None) is None:
-            return  # a concurrent call has removed it
+            return  # A concurrent call has removed it.
         self._network.release(life.state.pod_ip)
         for assignments in (self._manifests, self._assigned_cores, self._assigned_gpus):
             assignments.pop(name, None)
@@ -117,7 +118,7 @@ class Kubelet:
         ]
 
     def list_pod_states(self) -> list[tuple[PodSpec, PodState]]:
-        """Specs of all pods and what was observed of them."""
+        """Specs and observed states of all pods."""
         return [(life.spec, life.state) for life in self._pod_workers.values()]
 
     def get_log_path(self, name: str) -> Path:

@@ -2,9 +2,9 @@
 
 Called by the kubelet. Linux answers on all of 127.0.0.0/8. A deployment takes a block of 254
 addresses from 127.64.0.0/10, chosen by its name so that addresses stay the same between runs.
-What is hard: another kubelet, or pods that still drain after their kubelet died, may use the
-block. A socket bound to the last address of a block is its lock, and a pod's ports are tested
-before an address is allocated.
+Another kubelet, or pods that still drain after their kubelet died, may use the block. A socket
+bound to the last address of a block is its lock, and a pod's ports are tested before an address is
+allocated.
 """
 
 import contextlib

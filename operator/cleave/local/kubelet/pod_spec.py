@@ -1,8 +1,8 @@
 """Parses and validates the fields of a Kubernetes v1 Pod that the process kubelet supports.
 
-Called by the kubelet when a pod is admitted. What is hard: partial support of a field is worse than
-rejecting it, so a pod that needs more than one plain container is rejected with a reason, while
-fields without meaning for processes (image, volumes, security context) are ignored.
+Called by the kubelet when a pod is admitted. Partial support of a field is worse than rejecting it,
+so a pod that needs more than one plain container is rejected with a reason, while fields without
+meaning for processes (image, volumes, security context) are ignored.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ DEFAULT_GRACE_S = 30
 
 
 class PodError(ValueError):
-    """The pod cannot run on this machine; the text says why in one line."""
+    """The pod cannot run on this machine; one line with the reason."""
 
 
 class RestartPolicy(StrEnum):

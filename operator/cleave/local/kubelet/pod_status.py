@@ -1,4 +1,4 @@
-"""The Kubernetes status of a pod, derived from the facts that the kubelet observes.
+"""The Kubernetes status of a pod, derived from the state that the kubelet observes.
 
 Pure; called whenever the status of a pod is requested.
 """
@@ -42,33 +42,33 @@ class PodState:
     deleting: bool = False
 
 
-def build_status(spec: PodSpec, facts: PodState) -> Manifest:
+def build_status(spec: PodSpec, pod_state: PodState) -> Manifest:
     """The `status` of the pod."""
     return {
-        "phase": get_phase(facts),
+        "phase": get_phase(pod_state),
         "conditions": [
             _build_condition("PodScheduled", True),
             _build_condition("Initialized", True),
-            _build_condition("ContainersReady", facts.ready),
-            _build_condition("Ready", facts.ready),
+            _build_condition("ContainersReady", pod_state.ready),
+            _build_condition("Ready", pod_state.ready),
         ],
         "hostIP": HOST_IP,
-        "podIP": facts.pod_ip,
-        "podIPs": [{"ip": facts.pod_ip}],
-        "startTime": format_timestamp(facts.admitted_at),
-        "containerStatuses": [_build_container_status(spec, facts)],
+        "podIP": pod_state.pod_ip,
+        "podIPs": [{"ip": pod_state.pod_ip}],
+        "startTime": format_timestamp(pod_state.admitted_at),
+        "containerStatuses": [_build_container_status(spec, pod_state)],
     }
 
 
-def get_phase(facts: PodState) -> str:
+def get_phase(pod_state: PodState) -> str:
     """Pending, Running, Succeeded or Failed."""
-    if facts.pid is not None:
+    if pod_state.pid is not None:
         return "Running"
-    if facts.last is None:
+    if pod_state.last is None:
         return "Pending"
-    if facts.waiting:
+    if pod_state.waiting:
         return "Running"
-    return "Succeeded" if facts.last.exit_code == 0 else "Failed"
+    return "Succeeded" if pod_state.last.exit_code == 0 else "Failed"
 
 
 def format_timestamp(seconds: float) -> str:
@@ -80,31 +80,31 @@ def _build_condition(kind: str, holds: bool) -> Manifest:
     return {"type": kind, "status": "True" if holds else "False"}
 
 
-def _build_container_status(spec: PodSpec, facts: PodState) -> Manifest:
-    last = {"terminated": _build_terminated(facts.last)} if facts.last else {}
-    state = _build_container_state(facts)
+def _build_container_status(spec: PodSpec, pod_state: PodState) -> Manifest:
+    last = {"terminated": _build_terminated(pod_state.last)} if pod_state.last else {}
+    state = _build_container_state(pod_state)
     return {
         "name": spec.container,
         "image": spec.image,
         "imageID": "",
-        "ready": facts.ready,
-        "started": facts.started,
-        "restartCount": facts.restarts,
+        "ready": pod_state.ready,
+        "started": pod_state.started,
+        "restartCount": pod_state.restarts,
         "state": state,
         # As in Kubernetes: after the final exit, the termination is the state, not the last state.
         "lastState": {} if "terminated" in state else last,
     }
 
 
-def _build_container_state(facts: PodState) -> Manifest:
-    if facts.pid is not None and facts.started_at is not None:
-        return {"running": {"startedAt": format_timestamp(facts.started_at)}}
-    if facts.waiting or facts.last is None:
-        waiting = {"reason": facts.waiting}
-        if facts.waiting_message:
-            waiting["message"] = facts.waiting_message
+def _build_container_state(pod_state: PodState) -> Manifest:
+    if pod_state.pid is not None and pod_state.started_at is not None:
+        return {"running": {"startedAt": format_timestamp(pod_state.started_at)}}
+    if pod_state.waiting or pod_state.last is None:
+        waiting = {"reason": pod_state.waiting}
+        if pod_state.waiting_message:
+            waiting["message"] = pod_state.waiting_message
         return {"waiting": waiting}
-    return {"terminated": _build_terminated(facts.last)}
+    return {"terminated": _build_terminated(pod_state.last)}
 
 
 def _build_terminated(ended: ContainerTermination) -> Manifest:

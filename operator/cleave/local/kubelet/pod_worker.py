@@ -1,8 +1,8 @@
 """Runs one pod on this machine: start, probe, restart, stop.
 
-The kubelet runs one `PodWorker` per pod. What is hard: a stop may arrive in any phase (starting,
-running, waiting to restart), so every wait of the loop is a wait for "or stopped" too, and the
-process is always gone when `stop` returns.
+The kubelet runs one `PodWorker` per pod. A stop may arrive in any phase (starting, running, waiting
+to restart), so every wait of the loop is a wait for "or stopped" too, and the process is always
+gone when `stop` returns.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ class PodWorker:
     """Runs the process of one pod as its spec requires, until stopped."""
 
     def __init__(
-        self, spec: PodSpec, facts: PodState, command: ContainerCommand, cores: frozenset[int],
+        self, spec: PodSpec, pod_state: PodState, command: ContainerCommand, cores: frozenset[int],
         on_change: Callable[[], None],
     ) -> None:  # fmt: skip
         self.spec = spec
-        self.state = facts
+        self.state = pod_state
         self.cores = cores
         self._command = command
         self._on_change = on_change

@@ -1,8 +1,8 @@
 """One container process: start, wait, signal. The kubelet's edge to the operating system.
 
-What is hard: a process group may be signalled only until its leader is reaped, else the signal
-may hit an unrelated process with the same id. So exits are observed through a pidfd, the rest of
-the group is killed while the leader is a zombie, and only then is the leader reaped.
+A process group may be signalled only until its leader is reaped, else the signal may hit an
+unrelated process with the same id. So exits are observed through a pidfd, the rest of the group is
+killed while the leader is a zombie, and only then is the leader reaped.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Process:
     def set_cores(self, cores: frozenset[int]) -> None:
         """Move every thread of the group to `cores`."""
         for thread in _list_threads(self.pid):
-            with contextlib.suppress(OSError):  # it may have ended since
+            with contextlib.suppress(OSError):  # It may have ended since.
                 os.sched_setaffinity(thread, cores)
 
     def _reap(self) -> None:

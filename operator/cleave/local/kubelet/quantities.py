@@ -1,7 +1,7 @@
 """Parses Kubernetes quantities (`500m`, `6Gi`) and formats bytes.
 
-Used to compare the resource requests of pods with the machine. What is hard: `E` is a suffix
-(`1E`) or begins an exponent (`1E3`).
+Used to compare the resource requests of pods with the machine. `E` is a suffix (`1E`) or begins an
+exponent (`1E3`).
 """
 
 import math

@@ -2,8 +2,8 @@
 engines.
 
 A producer registers its regions with an agent and sends their addresses to consumers, whose agents
-read them without the producer's engine. What is hard is in `StagingBuffers`: bytes arrive in a
-staging buffer and are unpacked only after their transfer has completed.
+read them without the producer's engine. Bytes arrive in a staging buffer and are unpacked only
+after their transfer has completed, see `StagingBuffers`.
 """
 
 import itertools
@@ -83,7 +83,7 @@ def make_agent_name(boot_id: str, rank: int) -> str:
 
 
 class RegisteredRegions:
-    """A producer's regions, registered with NIXL when the first consumer asks for them."""
+    """A producer's regions, registered with NIXL on the first consumer's request."""
 
     def __init__(self, name: str, memory: Memory) -> None:
         """`name`: from `make_agent_name`."""
@@ -142,14 +142,14 @@ class NixlLink:
         self._agent = staging_buffers.add_remote_agent(remote_metadata.metadata, remote_agent)
         self._read(byte, [RangeCopy(_ONE_BYTE, _ONE_BYTE)], seconds)
 
-    def read(self, moves: Iterable[RangeCopy], seconds: float) -> None:
+    def read(self, copies: Iterable[RangeCopy], seconds: float) -> None:
         """Unpack one chunk while the next one arrives. Raises LinkError."""
-        self._read(self._local, moves, seconds)
+        self._read(self._local, copies, seconds)
 
-    def write(self, moves: Iterable[RangeCopy], seconds: float) -> None:
+    def write(self, copies: Iterable[RangeCopy], seconds: float) -> None:
         """Pack and send one chunk after the other. Raises LinkError."""
         with self._acquire_buffer(time.monotonic() + seconds) as lease:
-            for remote, local in _chunk_copies(moves):
+            for remote, local in _chunk_copies(copies):
                 lease.pack(self._local, local)
                 lease.wait(lease.post(self._agent.write, 0, remote))
 
@@ -166,10 +166,10 @@ class NixlLink:
         start = self._remote_metadata.region_addresses[span.region]
         return XferDescriptor(start + span.offset, span.length, self._remote_metadata.device)
 
-    def _read(self, target: Memory, moves: Iterable[RangeCopy], seconds: float) -> None:
+    def _read(self, target: Memory, copies: Iterable[RangeCopy], seconds: float) -> None:
         with self._acquire_buffer(time.monotonic() + seconds) as lease:
             pending: tuple[XferHandle, int, list[ByteRange]] | None = None
-            for number, (remote, local) in enumerate(_chunk_copies(moves)):
+            for number, (remote, local) in enumerate(_chunk_copies(copies)):
                 half = number % 2
                 handle = lease.post(self._agent.read, half, remote)
                 if pending:
@@ -251,9 +251,9 @@ def _list_buffer_ranges(ranges: Sequence[ByteRange], half: int) -> list[ByteRang
     return pack_ranges(ranges, half * CHUNK_BYTES)
 
 
-def _chunk_copies(moves: Iterable[RangeCopy]) -> Iterator[tuple[list[ByteRange], list[ByteRange]]]:
+def _chunk_copies(copies: Iterable[RangeCopy]) -> Iterator[tuple[list[ByteRange], list[ByteRange]]]:
     """Yield chunks as (remote ranges, local ranges)."""
-    remote, local = itertools.tee(moves)
+    remote, local = itertools.tee(copies)
     return zip(
         chunk_ranges((move.remote for move in remote), CHUNK_BYTES),
         chunk_ranges((move.local for move in local), CHUNK_BYTES),

@@ -1,8 +1,7 @@
 """NIXL agents and transfer handles, with every NIXL error as a LinkError.
 
-Used by `NixlLink` and `StagingBuffers`. What is hard: NIXL cannot cancel a transfer. Releasing the
-handle of a pending transfer returns at once, but the bytes still arrive later, so that is never
-done.
+Used by `NixlLink` and `StagingBuffers`. NIXL cannot cancel a transfer. Releasing the handle of a
+pending transfer returns at once, but the bytes still arrive later, so this module never does it.
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
 """Staging buffers into which a consumer receives bytes over NIXL, shared by all its links.
 
-NIXL cannot cancel a transfer: one that was abandoned may still write until it completes. What is
-hard: until then its buffer must not be used for anything else. A buffer is therefore reused only
-when all transfers into it are known to have completed. A buffer whose transfers failed is never
-reused, and when all buffers are lost this way no transfer over NIXL starts any more.
+NIXL cannot cancel a transfer: one that was abandoned may still write until it completes. Until then
+its buffer must not be used for anything else. A buffer is therefore reused only when all transfers
+into it are known to have completed. A buffer whose transfers failed is never reused, and when all
+buffers are lost this way no transfer over NIXL starts any more.
 """
 
 import logging

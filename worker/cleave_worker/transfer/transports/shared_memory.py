@@ -1,8 +1,8 @@
 """One-sided link between processes of one host: the consumer maps the producer's memory.
 
 The producer moves its regions into shared memory once. A peer that can see its process (same user,
-same process namespace) maps them and copies at memory speed. What is hard: process ids and file
-descriptors are reused, so an opened file counts only if device, inode and size are the stated ones.
+same process namespace) maps them and copies at memory speed. Process ids and file descriptors are
+reused, so an opened file is used only if device, inode and size match the announced ones.
 """
 
 import mmap
@@ -74,19 +74,19 @@ class SharedMemoryLink:
             [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in self._maps]
         )
 
-    def read(self, moves: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
+    def read(self, copies: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
         """Copy from remote to local memory; needs no time limit, as memory does not block."""
         remote = self._remote  # Keeps the mapping during the copy, even if the link is closed.
         try:
-            self._local.copy_from(remote, ((local, remote_range) for remote_range, local in moves))
+            self._local.copy_from(remote, ((local, remote_range) for remote_range, local in copies))
         except ValueError as error:
             raise LinkError(str(error)) from error
 
-    def write(self, moves: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
+    def write(self, copies: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
         """Copy from local to remote memory."""
         remote = self._remote
         try:
-            remote.copy_from(self._local, moves)
+            remote.copy_from(self._local, copies)
         except ValueError as error:
             raise LinkError(str(error)) from error
 

@@ -1,10 +1,9 @@
 """Two-sided link over torch.distributed: gloo between hosts, NCCL between GPUs, with the same code.
 
-Each pair of engines has a process group of its own, created and destroyed without other engines,
-whose groups never wait for it. What is hard: a receive that timed out may still be filled later,
-and gloo accepts a message that is too short. So bytes arrive in a buffer of the link, a trailer
-after each chunk proves that it is complete, only then is it unpacked, and the buffer is dropped
-with the link.
+Each pair of engines has its own process group, created and destroyed without other engines, whose
+groups never wait for it. A receive that timed out may still be filled later, and gloo accepts a
+message that is too short. So bytes arrive in a buffer of the link, a trailer after each chunk
+proves that it is complete, only then is it unpacked, and the buffer is dropped with the link.
 """
 
 import time
@@ -23,7 +22,7 @@ _TRAILER_BYTES = 16
 """Number of the chunk on this link, and its length in bytes."""
 _TAG = 7
 _MIN_TIMEOUT_S = 0.001
-"""torch takes 0 for no timeout."""
+"""torch reads 0 as no timeout."""
 
 
 class Rendezvous:

@@ -32,7 +32,7 @@ from cleave_worker.vllm.kv.layout import build_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 from cleave_worker.vllm.kv.metrics import KvTransferStats
 
-_DEFAULT_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - memory is what it is for
+_DEFAULT_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - it is memory on purpose
 _DEFAULT_MAX_GIB = 4.0
 
 
@@ -44,7 +44,7 @@ class CheckpointedConnectorMetadata(CleaveConnectorMetadata):
 
 
 class CheckpointedConnector(CleaveConnector):
-    """The scheduler side or a worker side of the connector, as `role` says."""
+    """The scheduler side or a worker side of the connector, depending on `role`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CheckpointedConnector(CleaveConnector):
         self._checkpoint_scheduler: CheckpointScheduler | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
-            # The scheduler only checks whether a block exists; rank 0 stands for all ranks.
+            # The scheduler only checks whether a block exists; rank 0 represents all ranks.
             checkpoints = CheckpointStore(self._folder, 0, bytes(32), 0)
             self._checkpoint_scheduler = CheckpointScheduler(
                 self._build_identity(), block_size, checkpoints
@@ -90,14 +90,14 @@ class CheckpointedConnector(CleaveConnector):
         blocks: Any,  # noqa: ANN401
         num_external_tokens: int,
     ) -> None:
-        """Pull or restore into the blocks that a request got."""
+        """Pull or restore into the blocks allocated to a request."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._require_checkpoint_scheduler().update_after_alloc(
             request, blocks.blocks[0], num_external_tokens
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> CheckpointedConnectorMetadata:  # noqa: ANN401
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks of this step."""
         metadata = super().build_connector_meta(scheduler_output)
         inherited = {spec.name: getattr(metadata, spec.name) for spec in fields(metadata)}
         return CheckpointedConnectorMetadata(

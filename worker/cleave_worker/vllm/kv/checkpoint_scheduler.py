@@ -1,9 +1,9 @@
 """Decides which blocks of running requests are checkpointed, and which are restored.
 
-The scheduler side, between steps. What is hard: a block may be copied only when the KV of its last
-token is written, and its key needs all of its tokens. Steps run in the order in which they are
-scheduled, so blocks of earlier steps are written before a later step begins. With asynchronous
-scheduling sampled tokens may still be unknown; their blocks wait.
+The scheduler side, between steps. A block may be copied only when the KV of its last token is
+written, and its key needs all of its tokens. Steps run in the order in which they are scheduled, so
+blocks of earlier steps are written before a later step begins. With asynchronous scheduling sampled
+tokens may still be unknown; their blocks wait.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MAX_BLOCKS_PER_STEP = 16
 
 
 class CheckpointLookup(Protocol):
-    """Tells which checkpoints exist."""
+    """Looks up which checkpoints exist."""
 
     def contains(self, key: str) -> bool:
         """Return whether the block with this key exists."""
@@ -36,7 +36,7 @@ class BlockRestore:
 
 @dataclass
 class CheckpointMetadata:
-    """What a rank has to do in one step."""
+    """Tasks of a rank in one step."""
 
     save: dict[str, int] = field(default_factory=dict)
     """Block numbers by key."""
@@ -83,7 +83,7 @@ class CheckpointScheduler:
         self._checkpoints = checkpoints
         self._requests: dict[str, _CheckpointedRequest] = {}
         self._uses: Counter[str] = Counter()
-        """Number of requests per key, as many requests begin alike."""
+        """Number of requests per key, as requests may share prefixes."""
         self._restorable: dict[str, tuple[int, tuple[str, ...]]] = {}
         """First block and keys, by request id."""
         self._attempted: set[str] = set()
@@ -118,7 +118,7 @@ class CheckpointScheduler:
     def update_after_alloc(
         self, request: Request, blocks: Sequence[Any], num_external_tokens: int
     ) -> None:
-        """Restore into the blocks that a request got for its `num_external_tokens`."""
+        """Restore into the blocks allocated to a request for its `num_external_tokens`."""
         first, keys = self._restorable.pop(request.request_id, (0, ()))
         if keys and num_external_tokens:
             self._attempted.add(request.request_id)
@@ -143,7 +143,7 @@ class CheckpointScheduler:
                 del self._uses[key]
 
     def build_metadata(self, block_ids: "BlockIdLookup") -> CheckpointMetadata:
-        """Return what to do in the step being scheduled, before its tokens count as computed."""
+        """Return the tasks of the step being scheduled, before its tokens count as computed."""
         metadata, self._metadata = self._metadata, CheckpointMetadata()
         for key, block in self._find_full_blocks(block_ids):
             if len(metadata.save) == MAX_BLOCKS_PER_STEP:
@@ -175,7 +175,7 @@ class BlockIdLookup(Protocol):
 
 
 def _build_extra_keys(request: Request) -> str:
-    """Return what decides the KV beside the tokens, as in vLLM's prefix cache."""
+    """Return the inputs of the KV other than the tokens, as in vLLM's prefix cache."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     media = ",".join(
         f"{feature.identifier}@{feature.mm_position.offset}"

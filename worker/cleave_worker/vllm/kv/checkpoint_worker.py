@@ -1,7 +1,7 @@
 """Copies blocks of running requests to checkpoints and back; the worker side, in each rank.
 
-What is hard: a block may be reused as soon as its request has ended. So it is copied in the step
-whose metadata names it, before that step computes; a thread writes the copy to its file.
+A block may be reused as soon as its request has ended. So it is copied in the step whose metadata
+names it, before that step computes; a thread writes the copy to its file.
 """
 
 import logging
@@ -22,7 +22,7 @@ from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 _log = logging.getLogger(__name__)
 _MAX_CONCURRENT_RESTORES = 2
-"""Restores at a time."""
+"""Concurrent restores."""
 _MAX_QUEUED_COPIES = 64
 """Copies that wait to be written; further blocks are not checkpointed."""
 RETENTION_S = 300.0
@@ -96,7 +96,7 @@ class CheckpointWorker:
             refused = error
             _log.warning("KV of %s was not restored: %s", request_id, error)
         except Exception:  # noqa: BLE001
-            # Unexpected, but the request must not wait for ever.
+            # Unexpected, but the request must not wait forever.
             _log.exception("KV of %s was not restored", request_id)
         finally:
             self._finished_restores.put((request_id, refused))

@@ -1,8 +1,8 @@
 """Cleave's KV connector as vLLM loads it: `kv_connector` CleaveConnector of this module.
 
-An alternative to vLLM's NixlConnector for KV that must never be of another prompt, another boot or
-reused memory: such handoffs are refused and counted, and the prompt is recomputed or fails, as
-`kv_load_failure_policy` says. See `SchedulerSide` and `WorkerSide`.
+An alternative to vLLM's NixlConnector that never uses KV of another prompt, another boot or reused
+memory: such handoffs are refused and counted, and the prompt is recomputed or fails, depending on
+`kv_load_failure_policy`. See `SchedulerSide` and `WorkerSide`.
 """
 
 import logging
@@ -35,7 +35,7 @@ from cleave_worker.vllm.kv.worker_side import ConnectorSettings, WorkerSide
 
 
 class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
-    """The scheduler side or a worker side of the connector, as `role` says."""
+    """The scheduler side or a worker side of the connector, depending on `role`."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -59,7 +59,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
             self._build_scheduler_side() if role is KVConnectorRole.SCHEDULER else None
         )
 
-    # What vLLM asks of the class
+    # Class methods that vLLM calls
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -68,7 +68,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvTransferStats:
-        """Return statistics that come from another process."""
+        """Rebuild statistics that another process sent."""
         return KvTransferStats(data)
 
     @classmethod
@@ -97,11 +97,11 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         blocks: Any,  # noqa: ANN401
         num_external_tokens: int,
     ) -> None:
-        """Pull into the blocks that a request got."""
+        """Pull into the blocks allocated to a request."""
         self._require_scheduler().update_after_alloc(request, blocks.blocks[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> CleaveConnectorMetadata:  # noqa: ANN401
-        """Return what the workers have to do in this step."""
+        """Return the workers' tasks of this step."""
         return self._require_scheduler().build_metadata(scheduler_output)
 
     def request_finished(
@@ -123,7 +123,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankAddress]
     ) -> None:
-        """Take the address of each rank, by (pipeline rank, tensor rank)."""
+        """Set the address of each rank, by (pipeline rank, tensor rank)."""
         self._require_scheduler().set_rank_addresses(
             tuple((address.host, address.port) for _, address in sorted(metadata.items()))
         )
@@ -151,7 +151,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         return RankAddress(self._host, self._require_worker().port)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the metadata of a step that begins."""
+        """Store the metadata of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker and isinstance(connector_metadata, CleaveConnectorMetadata):
             self._worker.apply_metadata(connector_metadata)
@@ -232,7 +232,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         granularity = TransferGranularity(
             self._kv_transfer_config.get_from_extra_config("pace", TransferGranularity.LAYER)
         )
-        # With microbatches a layer is reported as done when it is done for a part of the tokens.
+        # With microbatches vLLM reports a layer as done when only a part of the tokens is.
         has_microbatches = self._vllm_config.parallel_config.use_ubatching
         return (
             TransferGranularity.CHUNK

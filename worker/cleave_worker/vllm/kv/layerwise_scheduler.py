@@ -1,8 +1,8 @@
-"""Prefills that consumers pull while they run, as this engine's scheduler sees them.
+"""Prefills that consumers pull while they run; the scheduler side.
 
-Used by `SchedulerSide`. What is hard: a block is final when the step that fills it has ended, not
-when it is in the prefix cache. vLLM enters blocks there before they are computed, so that two
-requests of one step can share them. Blocks that a step finds there count as computed in it.
+Used by `SchedulerSide`. A block is final when the step that fills it has ended, not when it is in
+the prefix cache. vLLM enters blocks there before they are computed, so that two requests of one
+step can share them. Blocks that a step finds there count as computed in it.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Announces to layerwise consumers which layers of which blocks a step has computed.
 
 Called by the worker side of the connector within a step, so it must cost nothing without consumers.
-What is hard: on a GPU the step is only enqueued when vLLM reports a layer as done; an event
-recorded after the layer's kernels tells when it really is.
+On a GPU the step is only enqueued when vLLM reports a layer as done; an event recorded after the
+layer's kernels marks its completion.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Describes how vLLM lays out and shards a model's KV, in the terms that handoffs compare."""
+"""Describes vLLM's layout and sharding of a model's KV with the types that handoffs compare."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def build_shape(config: VllmConfig) -> ParallelShape:
 
 
 def build_layout(config: VllmConfig, cache: torch.Tensor) -> KvLayout:
-    """Return what must be equal at every peer; `cache`: one layer, [block, head, token, state]."""
+    """Return the layout to compare with peers; `cache`: one layer, [block, head, token, state]."""
     model = config.model_config
     return KvLayout(
         model=f"{model.model}@{model.revision or ''}",
@@ -59,7 +59,7 @@ def check_layout(
 
 
 def _describe_packing(config: VllmConfig, cache: torch.Tensor) -> str:
-    """Return the CPU instruction set of the attention kernel, which decides the order of keys."""
+    """Return the CPU instruction set of the attention kernel: it determines the order of keys."""
     if cache.device.type != "cpu":
         return ""
     model, kv = config.model_config, config.cache_config

@@ -26,7 +26,7 @@ class PullTask:
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunk:
-    """What a step computes of a registered prefill."""
+    """The part of a registered prefill that a step computes."""
 
     blocks: tuple[int, ...]
     """All blocks that the prompt has so far."""
@@ -39,13 +39,13 @@ class ComputedChunk:
 
 @dataclass
 class CleaveConnectorMetadata(KVConnectorMetadata):
-    """What the workers have to do in a step, by request id of this engine."""
+    """The workers' tasks in a step, by request id of this engine."""
 
     finished_prefills: dict[str, FinishedPrefill] = field(default_factory=dict)
     started_prefills: dict[str, PrefillInProgress] = field(default_factory=dict)
     """Prefills that consumers may pull while they run."""
     computed_chunks: dict[str, ComputedChunk] = field(default_factory=dict)
-    """What this step computes of them."""
+    """The parts of them that this step computes."""
     cancelled_prefills: set[str] = field(default_factory=set)
     """Those that were aborted or preempted, so that their blocks are reused."""
     expected_pulls: dict[str, Handoff] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 Runs in vLLM's scheduler, between steps. A finished prefill keeps its blocks until a decode engine
 with free blocks has pulled them, or the lease ends; so prefill memory is the queue between the two.
-What is hard: vLLM reports the end of a request in several ways, and each of them must free the
-blocks on the other side.
+vLLM reports the end of a request in several ways, and each of them must free the blocks on the
+other side.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class SchedulerSide:
         self._addresses = self._metadata.addresses = addresses
 
     def on_new_request(self, request: Request) -> None:
-        """Read the handoff of a decode request, and have its lease extended until it is pulled.
+        """Read the handoff of a decode request; its lease is extended until it is pulled.
 
         For a prefill request, read the name under which consumers may pull it while it runs.
         """
@@ -85,7 +85,7 @@ class SchedulerSide:
     def update_after_alloc(
         self, request: Request, blocks: list[Any], num_external_tokens: int
     ) -> None:
-        """Pull into the blocks that the request got beyond those of the prefix cache."""
+        """Pull into the request's allocated blocks beyond those of the prefix cache."""
         handoff = self._incoming.pop(request.request_id, None)
         if handoff is None:
             return
@@ -122,7 +122,7 @@ class SchedulerSide:
             or len(block_ids) < num_blocks
             # A prompt of embeddings has no tokens that identify it.
             or request.prompt_token_ids is None
-            # Its layerwise consumer was refused, and no other consumer knows of it.
+            # Its layerwise consumer was refused, and no other consumer has its name.
             or (started is None and _get_prefill_name(params))
         ):
             if started:
@@ -134,7 +134,7 @@ class SchedulerSide:
         return True, self._build_params(request, prefill)
 
     def build_metadata(self, output: SchedulerOutput | None = None) -> CleaveConnectorMetadata:
-        """Return what has changed since the last step, and what the next (`output`) computes."""
+        """Return the changes since the last step, and the work of the next step (`output`)."""
         metadata, self._metadata = self._metadata, CleaveConnectorMetadata()
         if output is not None:
             metadata.computed_chunks, preempted = self._in_flight.advance(output)
@@ -204,7 +204,7 @@ def _parse_handoff(params: dict[str, Any]) -> Handoff | None:
 
 
 def _compute_digest(request: Request) -> str:
-    """Hash what decides the KV of a request's prompt, as in vLLM's prefix cache."""
+    """Hash the inputs of the KV of a request's prompt, as in vLLM's prefix cache."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     media = ",".join(
         f"{feature.identifier}@{feature.mm_position.offset}"

@@ -1,8 +1,8 @@
 """The worker side of the connector: serves leased blocks and pulls those of other engines.
 
 Runs in each rank of an engine. Everything that may block runs in threads, so that no step waits.
-What is hard: vLLM must be told exactly once of the end of each lease and each pull, whatever
-happens, or blocks are never freed.
+The end of each lease and each pull must be reported to vLLM exactly once in all cases, or blocks
+are never freed.
 """
 
 import logging
@@ -172,7 +172,7 @@ class WorkerSide:
             outcome = refused.reason
             _log.warning("KV of %s was not pulled: %s: %s", request_id, outcome, refused)
         except Exception:  # noqa: BLE001
-            # Unexpected, but the request must not wait for ever.
+            # Unexpected, but the request must not wait forever.
             _log.exception("KV of %s was not pulled", request_id)
         finally:
             with self._lock:
