@@ -1,4 +1,4 @@
-"""Validation of fleets and traces: SimulationError with one line each. Called by `run`."""
+"""Validates fleets and traces; raises SimulationError with one line. Called by `run`."""
 
 import math
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 24
 
 
 def check_trace(trace: Trace) -> None:
-    """Refuse a trace that is empty, unsorted or has an invalid time or length."""
+    """Reject a trace that is empty, unsorted or has an invalid time or length."""
     arrival, prompt, output = trace.arrival_ms, trace.prompt_tokens, trace.output_tokens
     if not len(arrival):
         raise SimulationError("the trace is empty; it needs at least one request")
@@ -55,7 +55,7 @@ def _refuse_arrivals(arrival: NDArray[np.float64]) -> None:
 
 
 def check_fleet(fleet: SimulatedFleet) -> None:
-    """Refuse negative times and counts, and combinations of options that cannot work."""
+    """Reject negative times and counts, and combinations of options that cannot work."""
     if fleet.dispatch is DispatchPolicy.BEST_FIT and fleet.best_fit is None:
         raise SimulationError("dispatch is BEST_FIT without its model; set the fleet's best_fit")
     if fleet.defers_dispatch and fleet.flipping is not None:
@@ -77,7 +77,7 @@ def check_fleet(fleet: SimulatedFleet) -> None:
 
 
 def check_engine(engine: SimulatedEngine) -> None:
-    """Refuse limits below 1, memory below one block and an incomplete latency model."""
+    """Reject limits below 1, memory below one block and an incomplete latency model."""
     for name in ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch"):
         value = getattr(engine, name)
         if value < 1:
