@@ -21,7 +21,7 @@ Splitwise's prompt batches lose throughput (section III-D)."""
 
 _RECOMMENDED_REQUESTS = 1000
 _MIN_REQUESTS = 200
-"""With fewer requests, chance alone looks like waves, drift and unusual lengths."""
+"""With fewer requests, random variation resembles waves, drift and unusual lengths."""
 _MIN_WINDOWS = 20
 """Dispersion needs at least this many windows, with on average this many requests each."""
 MAX_BURSTINESS = 20.0
@@ -130,8 +130,8 @@ def fit_workload(
 ) -> api.Workload:
     """Fit log-normal lengths and gamma-distributed gaps, in the form of `spec.workload`.
 
-    `rate`, `burstiness`: used instead of the trace's own. Raises DemandError when there is no rate,
-    or one outside the allowed range.
+    `rate`, `burstiness`: override those of the trace. Raises DemandError for a missing rate or one
+    outside the allowed range.
     """
     arrivals = _summarize_arrivals(trace) if trace.rate else None
     if rate is None:
@@ -282,5 +282,5 @@ def _list_length_misfits(
 
 
 def round_significant(value: float) -> float:
-    """Round to four significant digits, for a value that a person will copy."""
+    """Round to four significant digits, for values that users copy."""
     return float(f"{value:.4g}")

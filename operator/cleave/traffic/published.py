@@ -1,8 +1,8 @@
 """Traffic with published statistics, by name: `--workload chat-1m`.
 
 Vidur's three workloads (section 5, table 1), DistServe's three (section 6.1, figure 7) and Azure's
-two production services (Splitwise, section III-A). A paper prints a mean and a few quantiles;
-`assumed` states for each what is assumed between them.
+two production services (Splitwise, section III-A). Papers publish a mean and a few quantiles;
+`assumed` describes the assumptions between them.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class PublishedWorkload:
     source: str
     """Paper and table; for data sets repository, commit and licence."""
     published: str
-    """What the source states."""
+    """Statistics that the source contains."""
     assumed: str
-    """What the source does not state and is assumed."""
+    """Assumptions about the rest."""
     prompt_tokens: Marginal
     output_tokens: Marginal
     max_model_len: int | None

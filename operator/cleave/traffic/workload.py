@@ -204,8 +204,7 @@ class Demand:
     """Expected arrivals in req/s."""
     source: RequestSource
     max_model_len: int | None = None
-    """Prompts are cut below it, outputs so that prompt and output reach it at most; None: no
-    limit."""
+    """Prompts are truncated below it, outputs to the rest; None: no limit."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and self.rate > 0):
