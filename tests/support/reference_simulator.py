@@ -1,7 +1,7 @@
-"""A slow simulator that makes every pass and moves every block, to compare the fast one with.
+"""A slow reference simulator that simulates every iteration and block, to verify the fast one.
 
 Written from the contract (fleet.py, outcome.py) and the emulated engine's scheduler, without leaps,
-arrays or links; shared with the fast one are the latency model and the decisions of policy/.
+arrays or links; it shares the latency model and the decisions of policy/ with the fast one.
 """
 
 import heapq
@@ -237,7 +237,7 @@ class Reference:
         if queue:
             self.announce(queue is self.hand_offs)
         elif self.prompts:
-            # Mixed instances take prompts once there are no more hand-offs.
+            # Mixed instances take prompts once no handoffs wait.
             self.announce(False)
         return request
 

@@ -1,4 +1,4 @@
-"""What the slow simulator remembers: requests, micro-batches, and instances with their KV."""
+"""State of the reference simulator: requests, micro-batches, and instances with their KV."""
 
 import math
 from collections import deque
@@ -45,7 +45,7 @@ class Request:
         return self.output - self.made
 
     def foretold(self, capacity: int) -> int:
-        """Output to come as it is predicted, or as much again; never more than there is room."""
+        """Predicted remaining output, or the full prediction beyond it; at most the capacity."""
         left = self.predicted - self.made if self.made < self.predicted else self.predicted
         return min(left, capacity - self.todo + 1)
 
@@ -106,7 +106,7 @@ class Instance:
         return blocks <= self.total
 
     def queue(self, in_tokens: bool) -> float:
-        """What dispatch compares of a prefill instance."""
+        """The score of a prefill instance."""
         tie = self.turn * TIE_WEIGHT
         if in_tokens:
             return self.prompt_book + tie
@@ -114,7 +114,7 @@ class Instance:
         return end if self.prompt_book else tie
 
     def answer(self, tokens: int, now: float) -> None:
-        """A prompt has been computed."""
+        """Record that a prompt of `tokens` tokens is computed."""
         self.prompt_book -= tokens
         self.unanswered -= 1
         self.learnt = add_completion(self.learnt, tokens, now - self.since)
@@ -122,7 +122,7 @@ class Instance:
         self.since = now
 
     def take(self, request: Request, tokens: int, now: float) -> None:
-        """Blocks so that `request` can hold `tokens`."""
+        """Allocate blocks so that `request` can hold `tokens`."""
         blocks = self.count(tokens) - request.blocks
         if blocks > 0:
             self.free -= blocks
@@ -130,7 +130,7 @@ class Instance:
         assert self.free >= 0
 
     def keep(self, request: Request, tokens: int, now: float) -> None:
-        """`request` holds `tokens` of KV from now on."""
+        """Record that `request` holds `tokens` of KV from now on."""
         self.area += self.kv * (now - self.kv_at)
         self.kv_at = now
         self.kv += tokens - request.kv
@@ -144,7 +144,7 @@ class Instance:
 
 
 class Manager:
-    """Changes the roles of instances, as the policy decides."""
+    """Applies the decisions of the role-flipping policy."""
 
     ROLES = ("prefill", "decode", "mixed")
 
@@ -175,7 +175,7 @@ class Manager:
 
 
 def find_peak(requests: list[tuple[int, int]]) -> int:
-    """The most tokens held at any step, by making every step; the last token is never written."""
+    """Peak of the held tokens, by simulating every step; the last token is never written."""
     peak = 0
     for step in range(max(left for _, left in requests)):
         peak = max(peak, sum(held + step for held, left in requests if step < left))
