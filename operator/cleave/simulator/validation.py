@@ -21,7 +21,7 @@ def check_trace(trace: Trace) -> None:
     if not len(arrival) == len(prompt) == len(output):
         raise SimulationError(
             f"the trace has {len(arrival)} arrivals, {len(prompt)} prompts and {len(output)} "
-            "outputs; they must be as many"
+            "outputs; the numbers must be equal"
         )
     if not (np.isfinite(arrival[-1]) and arrival[0] >= 0 and (arrival[1:] >= arrival[:-1]).all()):
         _refuse_arrivals(arrival)
@@ -31,7 +31,7 @@ def check_trace(trace: Trace) -> None:
         if len(trace.predicted_tokens) != len(output):
             raise SimulationError(
                 f"the trace has {len(output)} outputs and {len(trace.predicted_tokens)} predicted "
-                "ones; they must be as many"
+                "ones; the numbers must be equal"
             )
     for name, tokens in lengths:
         if not (tokens.min() >= 1 and tokens.max() <= MAX_TOKENS):
@@ -45,11 +45,11 @@ def _refuse_arrivals(arrival: NDArray[np.float64]) -> None:
     for at, time in enumerate(arrival):
         if not math.isfinite(time) or time < 0:
             raise SimulationError(
-                f"arrival_ms[{at}] of the trace is {time}; it must be a number from 0 on"
+                f"arrival_ms[{at}] of the trace is {time}; it must be finite and at least 0"
             )
         if at and time < arrival[at - 1]:
             raise SimulationError(
-                f"arrival_ms[{at}] of the trace is {time}, earlier than the one before it "
+                f"arrival_ms[{at}] of the trace is {time}, earlier than the previous one "
                 f"({arrival[at - 1]}); sort the trace by arrival"
             )
 
@@ -73,7 +73,7 @@ def check_fleet(fleet: SimulatedFleet) -> None:
         ("transfer.receiver_token_ms", transfer.receiver_token_ms),
     ):
         if not (math.isfinite(value) and value >= 0):
-            raise SimulationError(f"{name} is {value}; it must be a number from 0 on")
+            raise SimulationError(f"{name} is {value}; it must be finite and at least 0")
 
 
 def check_engine(engine: SimulatedEngine) -> None:

@@ -136,7 +136,7 @@ def fit_workload(
     arrivals = _summarize_arrivals(trace) if trace.rate else None
     if rate is None:
         if arrivals is None:
-            raise DemandError("rate: the requests have no arrival times; state one")
+            raise DemandError("rate: the requests have no arrival times; set it")
         rate = arrivals.rate
     if not 0 < rate <= _MAX_RATE:
         raise DemandError(f"rate {rate:g}: must be above 0 and at most {_MAX_RATE:,} per second")
@@ -224,7 +224,7 @@ def _list_cautions(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
             f"record {_RECOMMENDED_REQUESTS:,} or more"
         )
     if arrivals is None:
-        cautions.append("no arrival times: state a rate and a burstiness")
+        cautions.append("no arrival times: set a rate and a burstiness")
     elif arrivals.peak_to_mean > 1.5 and _is_peak(arrivals, len(trace)):
         cautions.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
@@ -258,8 +258,8 @@ def _list_arrival_misfits(arrivals: ArrivalSummary, num: int) -> list[str]:
         misfits.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
     if arrivals.burstiness > MAX_BURSTINESS:
         misfits.append(
-            f"gaps vary by {arrivals.burstiness:.0f} times their mean; up to "
-            f"{MAX_BURSTINESS:.0f} can be stated"
+            f"gaps vary by {arrivals.burstiness:.0f} times their mean; the maximum burstiness is "
+            f"{MAX_BURSTINESS:.0f}"
         )
     return misfits
 
