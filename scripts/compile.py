@@ -6,9 +6,10 @@ Needs a C compiler and the development tools.
 
 What is hard: compiled code differs from Python. Compiled classes have no `__dict__`, so interpreted
 classes cannot inherit from them and `vars` does not work; msgspec structs stay interpreted, because
-mypyc drops the members of a union; values must have exactly the annotated types (a `numpy.bool` is
-not a bool, a set is not a frozenset); and `not x` of an optional only compares with None.
-`make check-compiled` runs the same tests with the compiled modules.
+mypyc does not keep the union types that msgspec reads from annotations; values must have exactly
+the annotated types (a `numpy.bool` is not a bool, a set is not a frozenset); and `not x` of an
+optional only compares with None. `make check-compiled` runs the same tests with the compiled
+modules.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class TrafficWindow:
     num_requests: float
     """Number of arrivals."""
     prompts: Buckets = _EMPTY
-    """Prompt tokens of completed requests."""
+    """Prompt tokens of answered requests."""
     outputs: Buckets = _EMPTY
     ttft: Buckets = _EMPTY
     """In seconds."""
