@@ -2,13 +2,13 @@
 SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 ARGS ?=
-# On a busy machine a process may starve for seconds: what fails is run once more, and told.
+# On a busy machine a process may starve for seconds: failed tests run once more and are reported.
 RERUN = --reruns 1 -rR
 
 # `make test ARGS='tests -k router'` runs a part.
 .PHONY: help run test quick check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup setup-emulated
 
-# The emulated engine runs without vLLM and the tools of development. An environment with vLLM keeps it.
+# The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
 EMULATED = $(findstring --engine emulated,$(subst =, ,$(strip $(ARGS))))
 run: $(if $(VLLM),setup,$(if $(EMULATED),setup-emulated,setup)) ## one machine, end to end: prefill + decode workers on vLLM (CPU), gateway, one chat
@@ -19,7 +19,7 @@ help: ## this list; ARGS='...' passes arguments on
 
 test: check ## the same as check
 
-quick: lint ## lint, and the unit tests of what was changed; ARGS='--since main'
+quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 	@.venv/bin/python scripts/quick.py $(ARGS)
 
 check: lint ## what CI runs: lint, types, layers, generated files, every test
@@ -28,14 +28,14 @@ check: lint ## what CI runs: lint, types, layers, generated files, every test
 	$(if $(ARGS),,@$(MAKE) --no-print-directory -j2 unit cluster)
 	$(if $(ARGS),,.venv/bin/pytest $(RERUN) e2e)
 
-unit: # mostly one process, so that the cluster has a core beside it
+unit: # mostly one process, so that the cluster has another core
 	.venv/bin/pytest $(RERUN) tests
 
-cluster: # told at its end, as it runs beside the unit tests
-	@mkdir -p build; $(MAKE) --no-print-directory e2e ARGS='$(RERUN)' >build/cluster.log 2>&1; told=$$?; \
-	cat build/cluster.log; exit $$told
+cluster: # prints its output at the end, because it runs beside the unit tests
+	@mkdir -p build; $(MAKE) --no-print-directory e2e ARGS='$(RERUN)' >build/cluster.log 2>&1; status=$$?; \
+	cat build/cluster.log; exit $$status
 
-check-compiled: setup ## gateway and router as images carry them pass their tests, too
+check-compiled: setup ## tests of gateway and router, compiled as in images
 	rm -rf build/compiled && mkdir -p build/compiled && cp -r operator/cleave build/compiled
 	.venv/bin/python scripts/compile.py build/compiled
 	PYTHONPATH=build/compiled .venv/bin/pytest -m 'not interpreted' tests/gateway tests/router $(ARGS)
@@ -55,25 +55,25 @@ lint: setup
 	.venv/bin/lint-imports
 	scripts/generate --check
 
-scan: setup ## Dockerfiles and manifests held to established policies (hadolint, checkov)
+scan: setup ## check Dockerfiles and manifests against established policies (hadolint, checkov)
 	.venv/bin/python scripts/scan.py
 
-generate: setup ## crds/ and operator/cleave/rpc/v1 from their only sources
+generate: setup ## generated files: crds/, manifests/, docs/reference, dashboards, operator/cleave/rpc/v1
 	scripts/generate
 
-bench: setup ## the gateway's cost per request and per token beside a C floor
+bench: setup ## the gateway's cost per request and per token, compared with a C relay
 	.venv/bin/python benchmarks/gateway/run.py $(ARGS)
 
-bench-planner: setup ## the planner's speed on one core; ARGS='--anchor FOLDER': beside simdistserve
+bench-planner: setup ## the planner's speed on one core; ARGS='--anchor FOLDER': compared with simdistserve
 	.venv/bin/python benchmarks/planner/run.py $(ARGS)
 
-bench-papers: setup ## the planner's answers beside the papers' tables
+bench-papers: setup ## the planner's results compared with the papers' tables
 	.venv/bin/python benchmarks/papers/run.py $(ARGS)
 
 clean:
 	rm -rf .venv .tools .mypy_cache .pytest_cache .ruff_cache
 
-setup: ## uv, system libraries, .venv with vLLM and the tools of development, the compiled simulator
+setup: ## uv, system libraries, .venv with vLLM and the development tools, the compiled simulator
 	@scripts/bootstrap
 	$(if $(VLLM),,@echo "cleave: installing into .venv/; without uv's cache 3.3 GB are downloaded")
 	@$(SYNC) $(if $(VLLM),--quiet) --group worker-cpu $(SHORTLY)
@@ -84,5 +84,5 @@ setup-emulated: # gateway, workers with the emulated engine, planner: 0.1 GB
 	@$(SYNC) --inexact --no-default-groups --extra gateway --extra worker --extra planner $(SHORTLY)
 
 SYNC = PATH="$$PATH:.tools/bin" uv sync --frozen
-# Large downloads, sums and errors, without a line for each of 200 packages.
+# Shows large downloads, totals and errors, without a line for each of 200 packages.
 SHORTLY = 2>&1 | sed -uE '/^ [-+~] |^ *(Downloaded|Building|Built) |^(Using|Creating|Checked) |\(([0-9]\.[0-9]MiB|[0-9.]+KiB)\)$$/d'

@@ -1,14 +1,15 @@
-"""Compile what every request passes through, from its own sources, to C: half the CPU time.
+"""Compile the modules on the request path to C with mypyc, which halves their CPU time.
 
-`scripts/compile.py FOLDER` puts extension modules beside the packages in FOLDER (site-packages of
-an image, a copy of the sources), where Python prefers them; nothing is left in the repository,
-whose sources stay what runs there. Needs a C compiler and the development tools.
+`scripts/compile.py FOLDER` writes extension modules beside the packages in FOLDER (site-packages of
+an image, or a copy of the sources), where Python prefers them; the repository is not modified.
+Needs a C compiler and the development tools.
 
-What is hard: compiled code is not quite Python. Classes keep their attributes where C finds them,
-so nothing interpreted inherits from them or looks through them by `vars`; what msgspec decodes
-stays Python, for of a union nothing is left for it; values must be of the very types that are
-stated (a `numpy.bool` is no bool, a set no frozenset); and `not x` of something that may be None
-asks for None only. `make check-compiled` finds such things: the same tests with what is compiled.
+What is hard: compiled code differs from Python. Compiled classes have no `__dict__`, so interpreted
+classes cannot inherit from them and `vars` does not work; msgspec structs stay interpreted, because
+mypyc does not keep the union types that msgspec reads from annotations; values must have exactly
+the annotated types (a `numpy.bool` is not a bool, a set is not a frozenset); and `not x` of an
+optional only compares with None. `make check-compiled` runs the same tests with the compiled
+modules.
 """
 
 import argparse
@@ -56,7 +57,7 @@ setup(name="compiled", package_dir={{"": "operator"}}, ext_modules=compiled)
 
 
 def compile_into(folder: Path) -> None:
-    """Raises CalledProcessError, with the compiler's words, when it cannot be done."""
+    """Compile MODULES into `folder`. Raises CalledProcessError with the compiler's output."""
     paths = [
         f"operator/cleave/{package.replace('.', '/')}/{module}.py"
         for package, modules in MODULES.items()
@@ -86,32 +87,32 @@ def compile_into(folder: Path) -> None:
 
 
 def settle(source: str) -> str:
-    """Say of a module's names that they stay what they are: no dictionary is asked for them then.
+    """Annotate the constants of a module as Final, so that mypyc inlines them.
 
-    Left alone are those of types, which begin with one capital, and of tuples over several lines.
+    Excluded are type aliases, which begin with one capital, and tuples over several lines.
     """
-    settled = _NAME.sub(r"\1: Final = ", _NAMES.sub(_part, source))
-    if settled == source:
+    annotated = _NAME.sub(r"\1: Final = ", _NAMES.sub(_part, source))
+    if annotated == source:
         return source
-    # Behind the docstring, which is the first statement.
+    # After the docstring, which is the first statement.
     end = source.index('"""', source.index('"""') + 3) + 3
-    return f"{settled[:end]}\nfrom typing import Final{settled[end:]}"
+    return f"{annotated[:end]}\nfrom typing import Final{annotated[end:]}"
 
 
 def _part(line: re.Match[str]) -> str:
-    """Several names of one line, each by itself but on that line."""
+    """Split an assignment to several names into annotated ones on the same line."""
     names, values = (each.split(", ") for each in line.groups())
     pairs = zip(names, values, strict=True)
     return "; ".join(f"{name}: Final = {value}" for name, value in pairs)
 
 
 def main() -> None:
-    """Exit code 1 when a module does not compile."""
+    """Run the command line; exit code 1 when a module does not compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path, help="holds the package `cleave`")
+    parser.add_argument("folder", type=Path, help="folder that contains the package `cleave`")
     folder = parser.parse_args().folder
     if not (folder / "cleave").is_dir():
-        parser.error(f"{folder} holds no package `cleave`")
+        parser.error(f"{folder} does not contain the package `cleave`")
     try:
         compile_into(folder)
     except subprocess.CalledProcessError as error:

@@ -1,7 +1,7 @@
 """Writes Grafana's dashboards: `python scripts/dashboards.py OUTDIR` (scripts/generate).
 
-One function a dashboard, one line a panel: title, unit, and what each of its lines shows. Every
-query is asked of a real Prometheus in tests, so a panel cannot be empty for ever.
+One function per dashboard; each panel has a title, a unit, queries and a description. Tests
+evaluate every query with a real Prometheus, so no panel stays empty.
 """
 
 import sys
@@ -24,31 +24,31 @@ from panels import (
 
 
 def serving() -> Dashboard:
-    """What clients get."""
+    """The dashboard of latency, attainment and errors as clients experience them."""
     attained = f'cleave_gateway_slo_total{{missed="",{MODEL}}}'
-    answered = f"cleave_gateway_slo_total{{{MODEL}}}"
-    board = make_board("serving", "Cleave / Serving", "What clients get, and what they do not.")
+    measured = f"cleave_gateway_slo_total{{{MODEL}}}"
+    dashboard = make_board("serving", "Cleave / Serving", "Latency, SLO attainment and errors.")
     add(
-        board,
+        dashboard,
         "Targets",
         Graph(
             "SLO attainment",
             "percentunit",
             (
                 Line(
-                    "{{model}}", f"{sum_rates(attained, 'model')} / {sum_rates(answered, 'model')}"
+                    "{{model}}", f"{sum_rates(attained, 'model')} / {sum_rates(measured, 'model')}"
                 ),
             ),
-            "Share of answers that met both targets. Unserved ones count as missed.",
+            "Share of responses that met both targets. Unserved requests count as missed.",
         ),
         Graph(
             "Goodput",
             "reqps",
             (
                 Line("{{model}} in time", sum_rates(attained, "model")),
-                Line("{{model}} all", sum_rates(answered, "model")),
+                Line("{{model}} all", sum_rates(measured, "model")),
             ),
-            "Answers per second that met both targets, beside all.",
+            "Responses per second: those that met both targets, and all.",
         ),
         Graph(
             "What was missed",
@@ -62,11 +62,11 @@ def serving() -> Dashboard:
         ),
     )
     add(
-        board,
+        dashboard,
         "Latency",
         Graph("Time to first token", "s", find_quantiles("cleave_gateway_ttft_seconds", "ttft")),
         Graph("Time per output token", "s", find_quantiles("cleave_gateway_tpot_seconds", "tpot")),
-        Graph("Gaps between pieces", "s", find_quantiles("cleave_gateway_itl_seconds")),
+        Graph("Inter-token latency", "s", find_quantiles("cleave_gateway_itl_seconds")),
         Graph(
             "P90 to first token by role",
             "s",
@@ -77,12 +77,13 @@ def serving() -> Dashboard:
             "P90 of each phase",
             "s",
             (Line("{{phase}}", find_quantile(0.9, "cleave_gateway_phase_seconds", "phase")),),
-            "Of split requests: an instance asked to its first bytes. Decode includes the pull.",
+            "Split requests: from a request to an instance to its first bytes. Decode includes the "
+            "pull.",
         ),
         Graph("Wait at the gateway", "s", find_quantiles("cleave_gateway_queue_seconds")),
     )
     add(
-        board,
+        dashboard,
         "Traffic",
         Graph(
             "Requests by outcome",
@@ -113,7 +114,7 @@ def serving() -> Dashboard:
             ),
         ),
         Graph(
-            "Not taken",
+            "Shed requests",
             "reqps",
             (
                 Line(
@@ -123,7 +124,7 @@ def serving() -> Dashboard:
             ),
         ),
         Graph(
-            "Failures that clients did not see",
+            "Failures hidden from clients",
             "reqps",
             (
                 Line(
@@ -131,17 +132,17 @@ def serving() -> Dashboard:
                 ),
                 Line("{{how}}", sum_rates("cleave_gateway_recoveries_total", "how")),
             ),
-            "Attempts that were made again, and streams that went on with another engine.",
+            "Retried attempts, and streams that continued on another engine.",
         ),
     )
-    return board
+    return dashboard
 
 
 def pools() -> Dashboard:
-    """Instances, roles, and the KV between them."""
-    board = make_board("pools", "Cleave / Pools and KV", "Instances, their roles and hand-offs.")
+    """The dashboard of instances, their roles and KV transfers."""
+    dashboard = make_board("pools", "Cleave / Pools and KV", "Instances, their roles and handoffs.")
     add(
-        board,
+        dashboard,
         "Instances",
         Graph(
             "Ready, by role",
@@ -172,20 +173,20 @@ def pools() -> Dashboard:
                     f"sum by (from, to) (increase(cleave_gateway_flips_total{{{MODEL}}}[1h]))",
                 ),
             ),
-            "Instances lent to the other pool and taken home.",
+            "Instances that changed their role and that changed it back.",
         ),
     )
     add(
-        board,
-        "Hand-offs",
+        dashboard,
+        "Handoffs",
         Graph(
             "By result",
             "reqps",
             (Line("{{result}}", sum_rates("cleave_gateway_handoffs_total", "result")),),
-            "refused and failed ones cost a prompt computed again, never a wrong token.",
+            "A refused or failed handoff recomputes the prompt; tokens are never wrong.",
         ),
         Graph(
-            "Tokens handed over",
+            "Transferred tokens",
             "short",
             (
                 Line(
@@ -202,11 +203,11 @@ def pools() -> Dashboard:
                 Line("{{reason}}", sum_rates("cleave_kv_lost_total", "reason")),
                 Line("nixl", sum_rates("vllm:nixl_num_failed_transfers_total")),
             ),
-            "Counted by engines, each rank for itself: also what they computed again themselves.",
+            "Counted by engines per rank, including KV that they recomputed themselves.",
         ),
     )
     add(
-        board,
+        dashboard,
         "Engines",
         Graph(
             "Requests",
@@ -219,7 +220,7 @@ def pools() -> Dashboard:
             ),
         ),
         Graph(
-            "KV memory of the fullest",
+            "Maximum KV usage",
             "percentunit",
             (
                 Line(
@@ -229,7 +230,7 @@ def pools() -> Dashboard:
             ),
         ),
         Graph(
-            "P90 of a hand-off",
+            "P90 of a handoff",
             "s",
             (
                 Line(
@@ -242,19 +243,19 @@ def pools() -> Dashboard:
                     ),
                 ),
             ),
-            "A decode instance asked to its first byte: the pull of the KV, and a step.",
+            "From a request to a decode instance to its first byte: the KV pull and one iteration.",
         ),
     )
-    return board
+    return dashboard
 
 
 def control() -> Dashboard:
-    """The operator and the gateways themselves."""
-    board = make_board(
+    """The dashboard of the operator and the gateway processes."""
+    dashboard = make_board(
         "control", "Cleave / Control plane", "The operator and the gateway processes."
     )
     add(
-        board,
+        dashboard,
         "Operator",
         Graph(
             "Reconciles",
@@ -286,18 +287,18 @@ def control() -> Dashboard:
                 ),
             ),
         ),
-        Graph("Leaders", "short", (Line("operators that write", "sum(cleave_operator_leading)"),)),
+        Graph("Leaders", "short", (Line("leading operators", "sum(cleave_operator_leading)"),)),
         Graph("Objects", "short", (Line("{{kind}}", "max by (kind) (cleave_operator_objects)"),)),
     )
-    add(board, "Plans", *_plans())
+    add(dashboard, "Plans", *_plans())
     add(
-        board,
+        dashboard,
         "Gateways",
         Graph(
             "Processes",
             "short",
             (
-                Line("that serve", "sum(cleave_gateway_processes)"),
+                Line("serving", "sum(cleave_gateway_processes)"),
                 Line(
                     "replaced in an hour",
                     "sum(increase(cleave_gateway_process_restarts_total[1h]))",
@@ -314,7 +315,7 @@ def control() -> Dashboard:
                     "and on (pod, instance) cleave_gateway_processes)",
                 ),
             ),
-            "Of a core.",
+            "Share of one core.",
         ),
         Graph(
             "Memory",
@@ -328,18 +329,18 @@ def control() -> Dashboard:
             ),
         ),
     )
-    return board
+    return dashboard
 
 
 def _plans() -> tuple[Graph, ...]:
-    """What was predicted of what runs, and what was seen of it."""
-    of = "deployment, source"
+    """Panels that compare predictions for the running plan with observations."""
+    labels = "deployment, source"
 
     def compare(latency: str) -> Graph:
-        wanted = f'{{latency="{latency}",quantile="0.9",{MODEL}}}'
-        query = f"max by ({of}) (cleave_operator_latency_seconds{wanted})"
+        selector = f'{{latency="{latency}",quantile="0.9",{MODEL}}}'
+        query = f"max by ({labels}) (cleave_operator_latency_seconds{selector})"
         line = Line("{{deployment}} {{source}}", query)
-        text = "What the planner says of what runs, at the traffic that is seen, and what it does."
+        text = "Predicted for the running plan at the observed traffic, and observed."
         return Graph(f"P90 {latency.upper()}, predicted and observed", "s", (line,), text)
 
     return (
@@ -351,7 +352,7 @@ def _plans() -> tuple[Graph, ...]:
             (
                 Line(
                     "{{deployment}} {{source}}",
-                    f"max by ({of}) (cleave_operator_attainment{{{MODEL}}})",
+                    f"max by ({labels}) (cleave_operator_attainment{{{MODEL}}})",
                 ),
             ),
         ),
@@ -364,7 +365,7 @@ def _plans() -> tuple[Graph, ...]:
                     f"max by (deployment) (cleave_operator_prediction_error{{{MODEL}}})",
                 ),
             ),
-            "Above planning.replan.driftThreshold plans wait until the latency model is corrected.",
+            "Above planning.replan.driftThreshold, no plan changes until the model is corrected.",
         ),
         Graph(
             "Correction of the latency model",
@@ -375,13 +376,13 @@ def _plans() -> tuple[Graph, ...]:
                     f"max by (deployment, phase) (cleave_operator_correction{{{MODEL}}})",
                 ),
             ),
-            "What passes take, by what its profile says. 1: it is right.",
+            "Observed iteration time divided by that of the profile. 1: no correction.",
         ),
         Graph(
-            "Answers of the planner in an hour",
+            "Planner results in an hour",
             "short",
             (Line("{{result}}", "sum by (result) (increase(cleave_operator_plans_total[1h]))"),),
-            "planned, infeasible, failed; of looks at what runs: keep, correct, propose, apply.",
+            "Plans: planned, infeasible, failed. Reviews: keep, correct, propose, apply.",
         ),
     )
 

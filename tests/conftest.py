@@ -1,4 +1,4 @@
-"""Answers of the planner made by hand, for all that shows or applies them."""
+"""Fixtures for all tests: planning results with fixed numbers, a fake clock, HTTP servers."""
 
 import math
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ from tests.support.run_timeout import pytest_sessionfinish as pytest_sessionfini
 
 # A busy machine is slow, not wrong.
 settings.register_profile("cleave", deadline=None)
-# pytest --hypothesis-profile=long PATH looks longer; for fuzzing, out of hours.
+# pytest --hypothesis-profile=long PATH runs more examples, for fuzzing.
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.load_profile("cleave")
 
@@ -53,7 +53,7 @@ def pool(role: Role, replicas: int, tensor: int = 1, pipeline: int = 1) -> Plann
 def made_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1") -> Plan:
     gpus = sum(each.gpus for each in pools)
     load = 5.0 / goodput
-    seen = Prediction(
+    prediction = Prediction(
         goodput=goodput,
         goodput_interval=(goodput * 0.97, goodput * 1.02),
         attainment=min(0.999, 1.06 - 0.1 * load),
@@ -63,11 +63,11 @@ def made_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1
         power_watts=400.0 * gpus,
         trust=TRUST,
     )
-    return Plan(pools, seen, algorithm, min(goodput, 5.0) / gpus)
+    return Plan(pools, prediction, algorithm, min(goodput, 5.0) / gpus)
 
 
 def overloaded(plan: Plan) -> Plan:
-    """The slowest requests never end."""
+    """The plan with a P99 of TTFT that is infinite: the slowest requests never end."""
     endless = Percentiles(380.0, 9000.0, math.inf)
     return replace(plan, prediction=replace(plan.prediction, ttft_ms=endless, attainment=0.55))
 

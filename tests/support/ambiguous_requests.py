@@ -1,9 +1,9 @@
-"""HTTP requests that two parsers could read differently, by what is ambiguous in them."""
+"""HTTP requests that two parsers could read differently, by kind of ambiguity."""
 
 import json
 
 CANARY = "smuggled"
-"""The prompt of everything that must never reach an engine."""
+"""The prompt of requests that must never reach an engine."""
 
 
 def build_body(prompt: str) -> bytes:
@@ -160,7 +160,7 @@ AMBIGUOUS = {
         build([b"content-length: " + LENGTH], b"").replace(b"\r\n", b"\n", 1) + BODY,
         build([CHUNKED], b"").replace(b"\r\nt", b"\nt") + whole(BODY),
     ],
-    # Behind another request a head may be longer by as much as is read at once, 256 KiB.
+    # After another request, a head may exceed the limit by one read, 256 KiB.
     "too much": [
         build([b"a: b"] * 100_000, BODY),
         build([b"a: " + b"b" * 400_000], BODY),

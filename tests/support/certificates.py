@@ -1,4 +1,4 @@
-"""Certificates as somebody keeps them in files: written, renewed, half renewed."""
+"""Certificate files for TLS tests: written, renewed, or with only one of two files renewed."""
 
 import datetime
 import os
@@ -29,11 +29,11 @@ class Files:
         return self.folder / "tls.key"
 
     def write(self, *, certificate: bool = True, key: bool = True, lock=PLAIN) -> "Files":
-        """A fresh pair; parts may be left as they were."""
+        """Write a new pair; `certificate` or `key` False leaves that file unchanged."""
         private = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
         now = datetime.datetime.now(datetime.UTC)
-        made = (
+        certificate_object = (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(name)
@@ -46,7 +46,7 @@ class Files:
             .sign(private, hashes.SHA256())
         )
         if certificate:
-            replace(self.certificate, made.public_bytes(serialization.Encoding.PEM))
+            replace(self.certificate, certificate_object.public_bytes(serialization.Encoding.PEM))
         if key:
             form = serialization.PrivateFormat.PKCS8
             raw = private.private_bytes(serialization.Encoding.PEM, form, lock)
@@ -54,11 +54,11 @@ class Files:
         return self
 
     def trust(self) -> ssl.SSLContext:
-        """A client that takes this certificate only."""
+        """A client context that trusts only this certificate."""
         return ssl.create_default_context(cafile=self.certificate)
 
 
 def replace(file: Path, raw: bytes) -> None:
-    """As a whole: nobody reads half of it."""
+    """Replace a file atomically, so that no reader gets partial content."""
     (new := file.with_suffix(".new")).write_bytes(raw)
     os.rename(new, file)

@@ -1,4 +1,4 @@
-"""Deployments that are planned, run and watched, as reconciles see them."""
+"""Deployments with status, pools and traffic, as the input of reconciles."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +35,10 @@ INTERVAL_S = 300
 
 def deployment(replan: Manifest | None = None, **spec: Any) -> LLMDeployment:
     planning = {**spec.pop("planning", {}), "replan": replan or {}}
-    made = chat(**{"workload": STATED, "planning": planning, **spec})
-    meta = {**made["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
+    manifest = chat(**{"workload": STATED, "planning": planning, **spec})
+    meta = {**manifest["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
     meta["finalizers"] = ["cleave.dev/drain"]
-    return LLMDeployment.model_validate({**made, "metadata": meta})
+    return LLMDeployment.model_validate({**manifest, "metadata": meta})
 
 
 def plan(digest: str, pools: list[Manifest] = POOLS) -> Manifest:
@@ -46,20 +46,26 @@ def plan(digest: str, pools: list[Manifest] = POOLS) -> Manifest:
     return {**base, "pools": pools, "inputs": digest}
 
 
-def status(asked: LLMDeployment, settled_s: float = NOW_S - 1000, **more: Any) -> Manifest:
-    """Of a deployment whose plan has been in force for a while."""
-    settled = {
+def status(
+    deployment_object: LLMDeployment, settled_s: float = NOW_S - 1000, **more: Any
+) -> Manifest:
+    """The status of a deployment whose plan has been applied since `settled_s`."""
+    condition = {
         "type": "Progressing",
         "status": "False",
         "reason": "Settled",
         "message": "",
         "lastTransitionTime": format_timestamp(settled_s),
     }
-    return {"plan": plan(PlanInputs(asked, THERE).hash_with(None)), "conditions": [settled], **more}
+    return {
+        "plan": plan(PlanInputs(deployment_object, THERE).hash_with(None)),
+        "conditions": [condition],
+        **more,
+    }
 
 
 def traffic(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[TrafficWindow, ...]:
-    """The stated lengths at some rate, until `end_s`; answered quickly."""
+    """Windows of requests with default lengths at `rate` until `end_s`, with short latencies."""
     return tuple(map(_answered, ask(rate, seconds, end_s)))
 
 
@@ -70,7 +76,7 @@ def _answered(window: TrafficWindow) -> TrafficWindow:
 
 
 def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[TrafficWindow, ...]:
-    """The same, and nothing of how it was answered."""
+    """The same without latencies."""
     workload = Workload(
         rate=rate,
         prompt_tokens=LengthDistribution(mean=300, p90=400),
@@ -80,29 +86,29 @@ def ask(rate: float, seconds: float = 450, end_s: float = NOW_S) -> tuple[Traffi
     return tuple(draw(build_from_spec(workload, Path()), periods, end_s - seconds))
 
 
-def view(asked: LLMDeployment, told: Manifest, **fields: Any) -> DeploymentView:
-    """As the controller sees it: with the course of the traffic in `windows`."""
-    pools = make_pools(asked, read_placement(told["plan"]))
-    course = update_drift(DriftState(), asked, told, fields.get("windows", ()))
+def view(deployment_object: LLMDeployment, status: Manifest, **fields: Any) -> DeploymentView:
+    """The controller's view of a deployment, with drift computed from `windows`."""
+    pools = make_pools(deployment_object, read_placement(status["plan"]))
+    drift = update_drift(DriftState(), deployment_object, status, fields.get("windows", ()))
     return DeploymentView(
-        asked, THERE, NOW_S, status=told, pools=tuple(pools), drift=course, **fields
+        deployment_object, THERE, NOW_S, status=status, pools=tuple(pools), drift=drift, **fields
     )
 
 
 def reviewed(
     question: PlanJob,
     verdict: ReplanVerdict,
-    asked: LLMDeployment,
+    deployment_object: LLMDeployment,
     *,
     holds: bool = True,
     decode: float = 1.0,
     pools: list[Manifest] | None = None,
 ) -> PlanJob:
-    """The planner's answer to a review."""
+    """The planner's result of the review `question`."""
     assert question.review is not None
     at = format_timestamp(question.review.at_s)
     prediction = CurrentPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
-    of = PlanInputs(asked, THERE).model_hash
-    correction = None if decode == 1 else LatencyCorrection(decode=decode, of=of)
-    told = ReviewResult(verdict, "because", holds, "it holds", prediction, correction)
-    return replace(question, review_result=told, plan=plan("", pools) if pools else None)
+    model_hash = PlanInputs(deployment_object, THERE).model_hash
+    correction = None if decode == 1 else LatencyCorrection(decode=decode, of=model_hash)
+    result = ReviewResult(verdict, "because", holds, "it holds", prediction, correction)
+    return replace(question, review_result=result, plan=plan("", pools) if pools else None)

@@ -1,4 +1,4 @@
-"""Stand-ins that tests share: a clock set by hand, servers with one fixed answer."""
+"""Shared test doubles: a manual clock, and servers with one fixed response."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ import re
 from typing import Self
 
 _TLS = b"\x16"
-"""What a client begins with that wants it."""
+"""First byte of a TLS handshake."""
 
 
 class Clock:
-    """Shows the time that a test has set."""
+    """Returns the time that a test has set."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -20,16 +20,16 @@ class Clock:
 
 
 class Answering:
-    """HTTP servers on loopback, each with one answer to everything, however wrong."""
+    """HTTP servers on loopback, each with one fixed response to all requests, valid or not."""
 
     def __init__(self) -> None:
         self.asked: list[bytes] = []
-        """The heads of all requests, as they came."""
+        """The heads of all received requests, in order."""
         self._servers: list[asyncio.Server] = []
         self._served: set[asyncio.Task[None] | None] = set()
 
     async def __call__(self, *pieces: bytes, stay: bool = False) -> str:
-        """Start one that sends these pieces and closes, unless told to stay; returns its URL."""
+        """Start a server that sends `pieces` and closes unless `stay` is set; return its URL."""
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._served.add(asyncio.current_task())

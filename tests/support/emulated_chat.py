@@ -1,4 +1,4 @@
-"""The small emulated chat that several tests ask about."""
+"""A small planning problem with emulated engines."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from cleave.planner.problem import Problem
 
 
 def chat(**spec: Any) -> Problem:
-    """OPT-13B at 4 requests per second; `spec` states more of the deployment's."""
-    asked = {
+    """OPT-13B at 4 requests per second; `spec`: further fields of the deployment's spec."""
+    defaults = {
         "model": "facebook/opt-13b",
         "slo": {"ttftMs": 400, "tpotMs": 40},
         "engine": {"type": "Emulated"},
@@ -23,6 +23,6 @@ def chat(**spec: Any) -> Problem:
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": "chat"},
-        "spec": asked | spec,
+        "spec": defaults | spec,
     }
     return problem_from_profile.build_problem(validate(document))

@@ -1,4 +1,4 @@
-"""A proxy as the endpoint picker meets it: says what Envoy says of a request, in its order."""
+"""A client of the endpoint picker that sends ext_proc messages in the order of Envoy."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ DUPLEX, BUFFERED, NONE = pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.NONE
 
 
 class Proxy:
-    """One HTTP request as Envoy tells of it."""
+    """The ext_proc stream of one HTTP request."""
 
     def __init__(
         self, stage, channel, mode: int = DUPLEX, response_mode: int | None = None
@@ -62,7 +62,7 @@ class Proxy:
             await self.send(request_body=pb.HttpBody(body=piece, end_of_stream=end))
 
     async def ask(self, body: object = None, **head: object) -> "Placed":
-        """Headers and body, and what became of them."""
+        """Send headers and body; return the picker's decision."""
         raw = body if isinstance(body, bytes) else json.dumps(body or ASK).encode()
         await self.head(**head)
         if self.mode == BUFFERED:
@@ -79,7 +79,7 @@ class Proxy:
         return answer
 
     async def placed(self) -> "Placed":
-        """What the picker says until the request can go."""
+        """Read the picker's responses until the request can be forwarded."""
         first = await self.hear()
         if first.HasField("immediate_response"):
             return Placed(first)
@@ -94,19 +94,19 @@ class Proxy:
                 return Placed(first, body)
 
     async def answer(self, status: int = 200, *pieces: bytes, served: str = "") -> bytes:
-        """Tell of the answer; what the client would see of it."""
+        """Send a response; return the body that the client would receive."""
         message = pb.ProcessingRequest(
             response_headers=headers_of({":status": str(status)}, not pieces)
         )
         if served:
-            told = message.metadata_context.filter_metadata[NAMESPACE]
-            told.update({f"{ENDPOINT_KEY}-served": served})
+            metadata = message.metadata_context.filter_metadata[NAMESPACE]
+            metadata.update({f"{ENDPOINT_KEY}-served": served})
         await self.stream.write(message)
         assert (await self.hear()).HasField("response_headers")
-        seen = b""
+        received = b""
         for number, piece in enumerate(pieces, 1):
-            seen += await self.pass_on(piece, number == len(pieces))
-        return seen
+            received += await self.pass_on(piece, number == len(pieces))
+        return received
 
     async def pass_on(self, piece: bytes, end: bool = False) -> bytes:
         await self.send(response_body=pb.HttpBody(body=piece, end_of_stream=end))
@@ -120,13 +120,13 @@ class Proxy:
         return mutation.streamed_response.body
 
     async def stays(self) -> bool:
-        """Whether the picker sends an answer back that it does not need to hear of."""
+        """Whether the picker still processes response bodies, although it may skip them."""
         return await self.answer(200, b"one ", b"two") == b"one two"
 
     async def is_left_alone(self) -> bool:
-        """Whether the picker has ended the stream cleanly, which lets Envoy go on without it."""
-        left = await asyncio.wait_for(self.stream.read(), PATIENCE_S)
-        return left is grpc.aio.EOF and await self.stream.code() is grpc.StatusCode.OK
+        """Whether the picker has ended the stream cleanly, so that Envoy continues without it."""
+        message = await asyncio.wait_for(self.stream.read(), PATIENCE_S)
+        return message is grpc.aio.EOF and await self.stream.code() is grpc.StatusCode.OK
 
 
 class Placed:
@@ -148,15 +148,15 @@ class Placed:
 
     @property
     def endpoints(self) -> list[str]:
-        """As the header says, and the metadata as well."""
+        """The selected endpoints; header and metadata must be equal."""
         named = self.headers[ENDPOINT_KEY]
         assert self.answer.dynamic_metadata[NAMESPACE][ENDPOINT_KEY] == named
         return named.split(",")
 
     @property
     def refused(self) -> tuple[int, dict]:
-        told = self.answer.immediate_response
-        return told.status.code, json.loads(told.body)["error"]
+        response = self.answer.immediate_response
+        return response.status.code, json.loads(response.body)["error"]
 
 
 def headers_of(lines: dict[str, str], end: bool) -> pb.HttpHeaders:

@@ -1,7 +1,7 @@
-"""A cluster in memory: it keeps what the operator writes, and does what Kubernetes would do.
+"""An in-memory cluster that stores the operator's objects and behaves as Kubernetes.
 
-Objects have uids, versions, generations, finalizers and owners; pods find nodes as long as there is
-room, become ready, end after their deletion, and may be lost. Changes go to whoever watches.
+Objects have uids, versions, generations, finalizers and owners; pods are scheduled while there is
+room, become ready, end after their deletion, and may be lost. Watchers receive all changes.
 """
 
 import copy
@@ -37,11 +37,11 @@ class SmallCluster:
         self.events: list[Emit] = []
         self.log: list[Action] = []
         self.refuses_orders = False
-        """Whether agents take no role."""
+        """Whether agents refuse new roles."""
         self._number = 0
 
     def add(self, manifest: Manifest) -> Manifest:
-        """Something that a user made."""
+        """Add an object of a user."""
         return self._apply(manifest)
 
     def get(self, kind: str, name: str, namespace: str = "default") -> Manifest | None:
@@ -55,11 +55,11 @@ class SmallCluster:
         self._changed({**there, "spec": {**there["spec"], **spec}})
 
     def remove(self, kind: str, name: str) -> None:
-        """As `kubectl delete` does."""
+        """Delete an object as `kubectl delete` does."""
         self._delete(Delete(ObjectReference(kind, "default", name)))
 
     def do(self, actions: Iterable[Action]) -> list[tuple[str, Manifest]]:
-        """Carry out; what the API server answers."""
+        """Execute `actions`; return the objects in the API server's responses."""
         answers: list[tuple[str, Manifest]] = []
         for action in actions:
             if not isinstance(action, Requeue | RequestPlan):
@@ -89,7 +89,7 @@ class SmallCluster:
         return self.all("Pod")
 
     def schedule(self) -> None:
-        """Give pods nodes while there is room; tell the others why not."""
+        """Assign pods to nodes while there is room; mark the others as unschedulable."""
         used = sum("nodeName" in pod["spec"] for pod in self.pods())
         for pod in sorted(self.pods(), key=lambda pod: int(pod["metadata"]["uid"][4:])):
             if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
@@ -117,16 +117,16 @@ class SmallCluster:
                 self._changed({**pod, "status": status}, is_spec=False)
 
     def fail(self, pod: Manifest) -> None:
-        """Its processes have ended for good."""
+        """Set the phase of a pod to Failed."""
         self._changed({**pod, "status": {"phase": "Failed"}}, is_spec=False)
 
     def end(self, pod: Manifest) -> None:
-        """A pod that was asked to go has gone."""
+        """Remove a pod that is being deleted."""
         if "deletionTimestamp" in pod["metadata"]:
             self._gone(pod)
 
     def lose(self, pod: Manifest) -> None:
-        """A pod goes without having been asked."""
+        """Remove a pod that was not deleted, as if its node was lost."""
         self._gone(pod)
 
     def run_gateways(self) -> None:
@@ -140,7 +140,7 @@ class SmallCluster:
                 self._changed({**each, "status": status}, is_spec=False)
 
     def settle(self) -> None:
-        """All that Kubernetes does when nothing goes wrong."""
+        """Schedule pods, make them ready, end deleted ones and run gateways."""
         self.schedule()
         for pod in self.pods():
             self.make_ready(pod)
@@ -179,13 +179,13 @@ class SmallCluster:
         return [("gone", there)]
 
     def _repurpose(self, pod: Manifest, order: Repurpose) -> Manifest:
-        """As a merge patch does: maps are merged, lists replaced."""
-        meta, told = pod["metadata"], order.metadata
+        """Apply a merge patch: maps are merged, lists replaced."""
+        meta, patch = pod["metadata"], order.metadata
         merged = {
             **meta,
-            **told,
-            "labels": {**meta["labels"], **told.get("labels", {})},
-            "annotations": {**meta["annotations"], **told.get("annotations", {})},
+            **patch,
+            "labels": {**meta["labels"], **patch.get("labels", {})},
+            "annotations": {**meta["annotations"], **patch.get("annotations", {})},
         }
         return self._changed({**pod, "metadata": merged})
 
@@ -202,7 +202,7 @@ class SmallCluster:
         return [("seen", self._changed({**there, "metadata": meta}, is_spec=False))]
 
     def _gone(self, manifest: Manifest) -> None:
-        """With all that it owns, as the garbage collector does."""
+        """Remove an object and all that it owns, as the garbage collector does."""
         if self.objects.pop(_place(manifest), None) is None:
             return
         self._tell("DELETED", manifest)
@@ -253,7 +253,7 @@ def node(name: str = "n1", gpus: int = 8, product: str = "NVIDIA-H100-80GB-HBM3"
 
 
 def chat(**spec: Any) -> Manifest:
-    """An LLMDeployment with emulated engines, as a user writes it."""
+    """The manifest of an LLMDeployment with emulated engines."""
     return {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
@@ -268,7 +268,7 @@ def chat(**spec: Any) -> Manifest:
 
 
 def by_hand(**replicas: int) -> Manifest:
-    """A placement: instances by role."""
+    """A manual placement; `replicas`: instances by role."""
     return {"manual": [{"role": role, "replicas": n} for role, n in replicas.items()]}
 
 

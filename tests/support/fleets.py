@@ -1,4 +1,4 @@
-"""Fleets and traces that many tests use."""
+"""Shared simulated fleets and traces."""
 
 import random
 from dataclasses import replace
@@ -25,7 +25,7 @@ OPT_13B = named_profiles.to_timing(distserve.FITS["distserve/opt-13b/tp1"])
 
 
 def fixed_timing(prompt_ms: float = 10.0, decode_ms: float = 1.0, stages: int = 1) -> EngineTiming:
-    """Every prompt pass takes `prompt_ms`, every decode pass `decode_ms`, whatever is in it."""
+    """A constant `prompt_ms` per prompt iteration and `decode_ms` per decode iteration."""
     return EngineTiming(1.0, (prompt_ms, prompt_ms), 0.0, (decode_ms, decode_ms), (0.0,), stages)
 
 
@@ -42,12 +42,12 @@ def draw_trace(
 
 
 def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
-    """Any fleet and a short trace: all policies, tight or ample memory, one to three stages."""
+    """A random fleet and short trace: all policies, little or ample memory, one to three stages."""
     draw = random.Random(seed)
     kind, tight = draw.choice(["pd", "m", "p", "d", "pdm", "pm"]), draw.random() < 0.6
 
-    def pools(wanted: str) -> tuple[SimulatedPool, ...]:
-        if wanted not in kind:
+    def pools(role: str) -> tuple[SimulatedPool, ...]:
+        if role not in kind:
             return ()
         return tuple(
             SimulatedPool(_draw_engine(draw, tight), draw.randint(1, 2))
@@ -84,18 +84,20 @@ def draw_case(seed: int) -> tuple[SimulatedFleet, Trace]:
         np.array([draw.randint(1, 60) for _ in range(count)]),
         np.array([draw.randint(1, 40) for _ in range(count)]),
     )
-    foretelling = random.Random(f"foretold {seed}")
-    if foretelling.random() < 0.3:
-        predicted = np.array([foretelling.randint(1, 50) for _ in range(count)])
+    predictions = random.Random(f"foretold {seed}")
+    if predictions.random() < 0.3:
+        predicted = np.array([predictions.randint(1, 50) for _ in range(count)])
         trace = replace(trace, predicted_tokens=predicted)
     if not fleet.defers_dispatch and draw.random() < 0.5:
-        terms = FlipThresholds(draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0)
-        return replace(fleet, flipping=terms), trace
+        thresholds = FlipThresholds(
+            draw.uniform(1.0, 40.0), draw.uniform(0.1, 0.9), 0.0, 900.0, 3_000.0
+        )
+        return replace(fleet, flipping=thresholds), trace
     return fleet, trace
 
 
 def slow_down(fleet: SimulatedFleet, factor: float) -> SimulatedFleet:
-    """The same with passes that take `factor` times as long."""
+    """The fleet with iterations that take `factor` times as long."""
 
     def slow(pools: tuple[SimulatedPool, ...]) -> tuple[SimulatedPool, ...]:
         return tuple(replace(pool, engine=_slow_engine(pool.engine, factor)) for pool in pools)

@@ -1,4 +1,4 @@
-"""Problems whose answers are known: DistServe's measured instances on nodes of A100."""
+"""Planning problems with known results: DistServe's measured instances on nodes of A100."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ SLOW_NETWORK = Link(LinkKind.ETHERNET, 25 / 8, 50.0)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of GPU beside DistServe's A100, and how much it shortens passes."""
+    """A GPU type other than DistServe's A100; `prompt`, `decode`: factors on iteration times."""
 
     prompt: float = 1.0
     decode: float = 1.0
@@ -48,7 +48,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Fits:
-    """DistServe's coefficients; a kind of GPU that is not named is the A100 they are from."""
+    """An estimator with DistServe's coefficients; GPU types not in `kinds` are its A100."""
 
     engine: str = "distserve"
     model: str = "opt-13b"
@@ -91,12 +91,12 @@ def nodes(
     gpu: str = "A100",
     max_gpus: int | None = None,
 ) -> Supply:
-    there = num_nodes * gpus_per_node
-    return Supply(gpu, num_nodes, gpus_per_node, max_gpus or there, NVLINK, network)
+    total = num_nodes * gpus_per_node
+    return Supply(gpu, num_nodes, gpus_per_node, max_gpus or total, NVLINK, network)
 
 
 def chat(rate: float = 10.0, prompt: float = 330, output: float = 240) -> Demand:
-    """Log-normal lengths in the region of ShareGPT's."""
+    """Log-normal lengths similar to ShareGPT's."""
     lengths = IndependentLengths(
         LogNormal.from_mean_and_p90(prompt, prompt * 2.1),
         LogNormal.from_mean_and_p90(output, output * 2.0),
@@ -136,29 +136,31 @@ def blog(
     return problem(build_fixed(512, 64, rate), slo, engine=engine, policies=policies)
 
 
-def targets(asked: Problem) -> Targets:
-    return Targets(asked.slo.ttft_ms, asked.slo.tpot_ms, asked.slo.attainment)
+def targets(planning_problem: Problem) -> Targets:
+    return Targets(
+        planning_problem.slo.ttft_ms, planning_problem.slo.tpot_ms, planning_problem.slo.attainment
+    )
 
 
-def of_size(asked: Problem, tensor: int = 1, pipeline: int = 1) -> Candidate:
+def of_size(planning_problem: Problem, tensor: int = 1, pipeline: int = 1) -> Candidate:
     return next(
         each
-        for each in list_candidates(asked)
+        for each in list_candidates(planning_problem)
         if (each.parallelism.tensor, each.parallelism.pipeline) == (tensor, pipeline)
     )
 
 
 def split(
-    asked: Problem, prefill: Candidate, n: int, decode: Candidate, m: int
+    planning_problem: Problem, prefill: Candidate, n: int, decode: Candidate, m: int
 ) -> CandidatePlacement:
     return CandidatePlacement(
         (
-            InstanceGroup(Role.PREFILL, build_prefill_instance(asked, prefill), n),
-            InstanceGroup(Role.DECODE, build_decode_instance(asked, decode), m),
+            InstanceGroup(Role.PREFILL, build_prefill_instance(planning_problem, prefill), n),
+            InstanceGroup(Role.DECODE, build_decode_instance(planning_problem, decode), m),
         )
     )
 
 
-def whole(asked: Problem, candidate: Candidate, n: int = 1) -> CandidatePlacement:
-    instance = build_mixed_instance(asked, candidate, asked.policies.mixed[0])
+def whole(planning_problem: Problem, candidate: Candidate, n: int = 1) -> CandidatePlacement:
+    instance = build_mixed_instance(planning_problem, candidate, planning_problem.policies.mixed[0])
     return CandidatePlacement((InstanceGroup(Role.MIXED, instance, n),))

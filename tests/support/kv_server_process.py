@@ -1,4 +1,4 @@
-"""An owner in a process of its own: holds prompts as told on stdin, says on stdout what it did."""
+"""A KV server in a separate process, controlled by JSON lines on stdin; it responds on stdout."""
 
 import json
 import os
@@ -23,7 +23,7 @@ ALONE = ParallelShape()
 
 
 def caches(fill: int, shape: ParallelShape = ALONE, rank: int = 0) -> list[torch.Tensor]:
-    """A rank's KV, whose values tell who wrote them: engine, layer, block and head."""
+    """A rank's KV, with values that encode engine (`fill`), layer, block and head."""
     heads = shape.get_head_range(rank, LAYOUT.num_kv_heads)
     layers = [number for number in range(LAYERS) if number in shape.get_layer_range(rank)]
     tensors = [torch.empty(BLOCKS, len(heads), 16, 64) for _ in layers]
@@ -43,12 +43,12 @@ def kept_as(
 
 
 class OwnerProcess:
-    """One owner; `tell` waits for its answer."""
+    """One server process; `tell` sends a command and waits for the response."""
 
-    def __init__(self, **told: object) -> None:
-        self.boot_id = str(told.setdefault("boot_id", "boot-p"))
+    def __init__(self, **settings: object) -> None:
+        self.boot_id = str(settings.setdefault("boot_id", "boot-p"))
         self.process = subprocess.Popen(
-            [sys.executable, __file__, msgspec.json.encode(told).decode()],
+            [sys.executable, __file__, msgspec.json.encode(settings).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,7 +64,7 @@ class OwnerProcess:
     def hold(
         self, request_id: str, tokens: list[int], blocks: list[int], epoch: int = 1
     ) -> Handoff:
-        """A finished prefill of this prompt, and the hand-off that it gives."""
+        """Register the finished prefill of a prompt; return its handoff."""
         digest = compute_prompt_digest(tokens)
         self.tell("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
         return Handoff(
@@ -82,29 +82,29 @@ class OwnerProcess:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     owner_module._PREFILL_WAIT_S = 0.5
-    shape, rank = msgspec.convert(told.get("shape", {}), ParallelShape), told.get("rank", 0)
+    shape, rank = msgspec.convert(settings.get("shape", {}), ParallelShape), settings.get("rank", 0)
     tensors = caches(1000, shape, rank)
-    kept = kept_as(told["boot_id"], tensors, shape, rank)
-    shared = share_memory(kept.memory) if told.get("shared", True) else ()
-    holds = BlockLeases(told.get("lease_s", 60.0), told.get("reading_s", 60.0))
-    owner = KvServer(kept, holds, shared, 0, told.get("transfer_s", 30.0))
+    kept = kept_as(settings["boot_id"], tensors, shape, rank)
+    shared = share_memory(kept.memory) if settings.get("shared", True) else ()
+    leases = BlockLeases(settings.get("lease_s", 60.0), settings.get("reading_s", 60.0))
+    owner = KvServer(kept, leases, shared, 0, settings.get("transfer_s", 30.0))
     say({"port": owner.port})
     for line in sys.stdin:
         order = json.loads(line)
         match order["do"]:
             case "hold":
                 blocks = tuple(order["blocks"])
-                holds.grant(order["id"], FinishedPrefill(order["epoch"], order["digest"], blocks))
+                leases.grant(order["id"], FinishedPrefill(order["epoch"], order["digest"], blocks))
                 say({})
             case "begin":
                 begun = PrefillInProgress(1, order["digest"], order["num_blocks"], order["name"])
-                holds.begin_prefill(order["id"], begun)
+                leases.begin_prefill(order["id"], begun)
                 say({})
             case "freed":
-                say({"freed": sorted(holds.take_freed()), "held": holds.num_leased})
+                say({"freed": sorted(leases.take_freed()), "held": leases.num_leased})
             case "overwrite":
                 for layer in tensors:
                     layer[order["block"]] = -1

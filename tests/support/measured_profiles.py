@@ -22,19 +22,19 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def from_fit(noise: float = 0.0, **header: object) -> MeasuredProfile:
-    """OPT-13B as DistServe's fit has it, each point off by a normal error."""
+    """OPT-13B by DistServe's fit, each point with a normal error of relative size `noise`."""
     draw = random.Random(7)
 
-    def seen(ms: float) -> float:
+    def measure(ms: float) -> float:
         return ms * (1 + draw.gauss(0, noise)) if noise else ms
 
-    prefill = [PrefillPoint(tokens=n, ms=seen(TRUTH.predict_prefill_ms([n]))) for n in PROMPTS]
+    prefill = [PrefillPoint(tokens=n, ms=measure(TRUTH.predict_prefill_ms([n]))) for n in PROMPTS]
     prefill += [
-        PrefillPoint(prompts=n, tokens=256, ms=seen(TRUTH.predict_prefill_ms([256] * n)))
+        PrefillPoint(prompts=n, tokens=256, ms=measure(TRUTH.predict_prefill_ms([256] * n)))
         for n in (2, 4)
     ]
     decode = [
-        DecodePoint(batch=b, context_tokens=b * c, ms=seen(TRUTH.predict_decode_ms(b, b * c)))
+        DecodePoint(batch=b, context_tokens=b * c, ms=measure(TRUTH.predict_decode_ms(b, b * c)))
         for b in BATCHES
         for c in (64, 256, 1024)
     ]
@@ -42,7 +42,7 @@ def from_fit(noise: float = 0.0, **header: object) -> MeasuredProfile:
         prompt_tokens=512,
         batch=8,
         context_tokens=2048,
-        ms=seen(TRUTH.predict_iteration_ms([PromptChunk(0, 512)], 8, 2048)),
+        ms=measure(TRUTH.predict_iteration_ms([PromptChunk(0, 512)], 8, 2048)),
     )
     fields: dict[str, object] = {
         "model": "facebook/opt-13b",
@@ -60,7 +60,7 @@ def from_fit(noise: float = 0.0, **header: object) -> MeasuredProfile:
 
 
 def operators(**parts: object) -> Operators:
-    """Two layers whose costs are round numbers; tensor parallel sizes 1 and 2."""
+    """Operators of two layers with round numbers; tensor parallel sizes 1 and 2."""
     sizes = (1, 2)
     fields: dict[str, object] = {
         "num_layers": 2,

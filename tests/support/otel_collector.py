@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector inside the test's process: keeps the spans that gateways send it."""
+"""An in-process OpenTelemetry collector that stores the spans of gateways."""
 
 import contextlib
 import threading
@@ -26,7 +26,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def find(self, name: str) -> list[Span]:
-        """By time."""
+        """Spans with this name, by start time."""
         found = [span for span in self.spans if span.name == name]
         return sorted(found, key=lambda span: span.start_time_unix_nano)
 
@@ -35,13 +35,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return span
 
     def children(self, parent: Span) -> list[str]:
-        """Names, by time."""
+        """Names of the child spans, by start time."""
         found = [span for span in self.spans if span.parent_span_id == parent.span_id]
         return [each.name for each in sorted(found, key=lambda span: span.start_time_unix_nano)]
 
 
 def read(span: Span) -> dict[str, object]:
-    """Its attributes."""
+    """The attributes of a span."""
     kinds = ((a.key, a.value, a.value.WhichOneof("value")) for a in span.attributes)
     return {key: getattr(value, kind) for key, value, kind in kinds}
 

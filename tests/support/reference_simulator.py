@@ -1,7 +1,7 @@
-"""A slow simulator that makes every pass and moves every block, to compare the fast one with.
+"""A slow reference simulator that simulates every iteration and block, to verify the fast one.
 
 Written from the contract (fleet.py, outcome.py) and the emulated engine's scheduler, without leaps,
-arrays or links; shared with the fast one are the latency model and the decisions of policy/.
+arrays or links; it shares the latency model and the decisions of policy/ with the fast one.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from cleave.simulator.trace import Trace
 
 from tests.support.reference_simulator_state import Instance, Manager, Request, Slot, find_peak
 
-LOOK, ARRIVE, DELIVER, HAND_OFF, PULLED, PASS = range(6)
+FLIP_CHECK, ARRIVE, DELIVER, HANDOFF, PULLED, ITERATION = range(6)
 
 
 class Reference:
@@ -42,9 +42,9 @@ class Reference:
             instance.number = number
         self.events: list[tuple[float, int, int, object]] = []
         self.sequence = 0
-        self.turn = 0
+        self.last_pick = 0
         self.prompts: deque[Request] = deque()
-        self.hand_offs: deque[Request] = deque()
+        self.handoffs: deque[Request] = deque()
         self.now = 0.0
         self.manager = Manager(self.instances, fleet.flipping) if fleet.flipping else None
 
@@ -52,21 +52,21 @@ class Reference:
         for request in self.requests:
             self.at(request.arrival, ARRIVE, request)
         if self.manager:
-            self.at(1_000.0, LOOK, None)
-        kinds = self.look, self.arrive, self.deliver, self.offer, self.arrived, self.step
+            self.at(1_000.0, FLIP_CHECK, None)
+        kinds = self.check_flip, self.arrive, self.deliver, self.offer, self.arrived, self.step
         while self.events:
             self.now, kind, _, what = heapq.heappop(self.events)
             kinds[kind](what)
         return self
 
-    def look(self, _: None) -> None:
+    def check_flip(self, _: None) -> None:
         if self.events:
-            self.manager.look(self.now)
-            self.at(self.now + 1_000.0, LOOK, None)
+            self.manager.check_flip(self.now)
+            self.at(self.now + 1_000.0, FLIP_CHECK, None)
 
     def at(self, time: float, kind: int, what: object) -> None:
         self.sequence += 1
-        order = what.number if kind == PASS else self.sequence
+        order = what.number if kind == ITERATION else self.sequence
         heapq.heappush(self.events, (time, kind, order * 1_000_000 + self.sequence, what))
 
     # --- routing ---
@@ -75,8 +75,8 @@ class Reference:
         return [i for i in self.instances if i.role in roles]
 
     def arrive(self, request: Request) -> None:
-        late = self.fleet.defers_dispatch
-        if late:
+        is_deferred = self.fleet.defers_dispatch
+        if is_deferred:
             mixed = any(i.fits(request) for i in self.of("mixed"))
             first = not self.of("prefill", "mixed") or any(
                 i.fits(request) for i in self.of("prefill", "mixed")
@@ -87,41 +87,47 @@ class Reference:
             request.refused = not (mixed or (first and second))
         else:
             first, second = self.choose(request)
-            chosen = [i for i in (first, second) if i]
-            request.refused = not all(i.fits(request) for i in chosen)
+            selected = [i for i in (first, second) if i]
+            request.refused = not all(i.fits(request) for i in selected)
             if not request.refused:
-                self.turn += 1
+                self.last_pick += 1
                 request.prefill, request.decode = first, second
-                for i in chosen:
-                    i.turn = self.turn
+                for i in selected:
+                    i.last_pick = self.last_pick
                 if first or self.of("prefill", "mixed"):
                     entry = first or second
-                    entry.since = entry.since if entry.prompt_book else self.now
-                    entry.prompt_book += request.prompt
-                    entry.unanswered += 1
+                    entry.since = entry.since if entry.pending_prompt_tokens else self.now
+                    entry.pending_prompt_tokens += request.prompt
+                    entry.num_waiting += 1
                 if second:
-                    second.resident_book += request.prompt + request.predicted
+                    second.resident_tokens += request.prompt + request.predicted
         if not request.refused:
             self.at(self.now + self.fleet.dispatch_ms, DELIVER, request)
 
     def choose(self, request: Request) -> tuple[Instance | None, Instance | None]:
         entries, decoders = self.of("prefill", "mixed"), self.of("decode", "mixed")
-        in_turn = self.fleet.dispatch is DispatchPolicy.ROUND_ROBIN
+        round_robin = self.fleet.dispatch is DispatchPolicy.ROUND_ROBIN
         in_tokens = self.fleet.dispatch is DispatchPolicy.PENDING_TOKENS
 
         def total(i: Instance) -> float:
-            return i.turn if in_turn else i.prompt_book + i.resident_book + i.turn * TIE_WEIGHT
+            return (
+                i.last_pick
+                if round_robin
+                else i.pending_prompt_tokens + i.resident_tokens + i.last_pick * TIE_WEIGHT
+            )
 
         prefills, mixed = self.of("prefill"), self.of("mixed")
-        best = min(prefills, key=lambda i: i.turn if in_turn else i.queue(in_tokens), default=None)
+        best = min(
+            prefills, key=lambda i: i.last_pick if round_robin else i.queue(in_tokens), default=None
+        )
         decode = min(decoders, key=total, default=None)
-        whole = min(mixed, key=total, default=None)
+        mixed_pick = min(mixed, key=total, default=None)
         if not decoders or not entries:
             return best, decode
         if best is None:
-            return None, whole
-        if whole and whole.prompt_book < best.prompt_book - 1.0:
-            return None, whole
+            return None, mixed_pick
+        if mixed_pick and mixed_pick.pending_prompt_tokens < best.pending_prompt_tokens - 1.0:
+            return None, mixed_pick
         return best, decode
 
     def deliver(self, request: Request) -> None:
@@ -135,7 +141,7 @@ class Reference:
                     self.finish(request, request.arrival)
                     return
         if self.fleet.defers_dispatch:
-            (self.hand_offs if request.remote else self.prompts).append(request)
+            (self.handoffs if request.remote else self.prompts).append(request)
             self.announce(request.remote)
             return
         instance = request.prefill or request.decode
@@ -144,7 +150,7 @@ class Reference:
 
     def offer(self, request: Request) -> None:
         if self.fleet.defers_dispatch:
-            self.hand_offs.append(request)
+            self.handoffs.append(request)
             self.announce(True)
         else:
             request.decode.waiting.append(request)
@@ -157,7 +163,7 @@ class Reference:
 
     def alert(self, instance: Instance) -> None:
         if len(instance.flight) < len(instance.slots):
-            self.at(self.now, PASS, instance)
+            self.at(self.now, ITERATION, instance)
 
     # --- transfers ---
 
@@ -212,15 +218,15 @@ class Reference:
                     break
 
     def has_work(self, i: Instance) -> bool:
-        central = self.prompts or self.hand_offs
+        central = self.prompts or self.handoffs
         return bool(i.waiting or i.loaded or i.partial or central)
 
     def head(self, i: Instance) -> tuple[deque[Request], Request] | None:
         if i.waiting:
             i.sort_waiting()
             return i.waiting, i.waiting[0]
-        if i.role != "prefill" and self.hand_offs and i.fits(self.hand_offs[0]):
-            return self.hand_offs, self.hand_offs[0]
+        if i.role != "prefill" and self.handoffs and i.fits(self.handoffs[0]):
+            return self.handoffs, self.handoffs[0]
         if i.role != "decode" and self.prompts and i.fits(self.prompts[0]):
             return self.prompts, self.prompts[0]
         return None
@@ -235,9 +241,9 @@ class Reference:
         else:
             request.decode = i
         if queue:
-            self.announce(queue is self.hand_offs)
+            self.announce(queue is self.handoffs)
         elif self.prompts:
-            # Mixed instances take prompts once there are no more hand-offs.
+            # Mixed instances take prompts once no handoffs wait.
             self.announce(False)
         return request
 
@@ -280,39 +286,39 @@ class Reference:
         for request in slot.decoding:
             if math.isnan(request.decode_start):
                 request.decode_start = self.begin
-        self.at(at, PASS, i)
+        self.at(at, ITERATION, i)
 
     def tokens(self, slot: Slot) -> int:
         return sum(c.end - c.start for c in self.chunks) + len(self.singles) + len(slot.decoding)
 
     def grow(self, i: Instance, slot: Slot) -> bool:
-        sufficed = True
+        has_enough = True
         for request in list(slot.members):
             if request not in slot.members:
                 continue
             missing = i.count(request.todo) - request.blocks
             while missing > i.free and request in slot.members:
-                sufficed = False
+                has_enough = False
                 self.preempt(i, i.partial or slot.members[-1], slot)
             if request in slot.members:
                 i.take(request, request.todo, self.now)
                 slot.decoding.append(request)
-        return sufficed
+        return has_enough
 
     def gather_chunks(self, i: Instance, slot: Slot) -> None:
         engine = i.engine
-        sufficed = self.grow(i, slot)
+        has_enough = self.grow(i, slot)
         if i.partial and self.tokens(slot) < engine.max_num_batched_tokens:
             request = i.partial
             budget = engine.max_num_batched_tokens - self.tokens(slot)
             count = min(request.todo - request.computed, budget)
             if i.count(request.computed + count) - request.blocks > i.free:
                 self.preempt(i, request, slot)
-                sufficed = False
+                has_enough = False
             else:
                 i.partial = None
                 self.compute(i, slot, request, count)
-        if not sufficed and self.tokens(slot):
+        if not has_enough and self.tokens(slot):
             return
         while self.tokens(slot) < engine.max_num_batched_tokens and i.running < engine.max_num_seqs:
             if i.loaded:
@@ -340,8 +346,8 @@ class Reference:
             self.admit_prompts(i, slot)
             if self.chunks:
                 return
-        sufficed = self.grow(i, slot)
-        if slot.decoding and (policy is Batching.FASTER_TRANSFORMER or not sufficed):
+        has_enough = self.grow(i, slot)
+        if slot.decoding and (policy is Batching.FASTER_TRANSFORMER or not has_enough):
             return
         while i.loaded and i.running < i.engine.max_num_seqs:
             self.join(i, slot)
@@ -381,10 +387,10 @@ class Reference:
             return find_peak([*others, (request.todo, request.left)]) <= i.total * i.size
         free, capacity = i.free * i.size, i.total * i.size
         if i.engine.admission is Admission.RESERVE_STATIC:
-            return request.todo + request.foretold(capacity) - 1 <= free
+            return request.todo + request.predict_remaining(capacity) - 1 <= free
         if i.engine.admission is Admission.RESERVE_DYNAMIC:
-            members = [r.foretold(capacity) for r in slot.members]
-            steps = min([request.foretold(capacity) - 1, *members])
+            members = [r.predict_remaining(capacity) for r in slot.members]
+            steps = min([request.predict_remaining(capacity) - 1, *members])
             return request.todo + (len(slot.members) + 1) * steps <= free
         return True
 
@@ -450,7 +456,7 @@ class Reference:
     def finish(self, request: Request, now: float) -> None:
         request.end = now
         if request.decode and not self.fleet.defers_dispatch:
-            request.decode.resident_book -= request.prompt + request.predicted
+            request.decode.resident_tokens -= request.prompt + request.predicted
 
     def end_prompt(self, i: Instance, slot: Slot, request: Request) -> None:
         if math.isnan(request.prefill_end):
@@ -469,7 +475,7 @@ class Reference:
             request.remote = True
             request.held_blocks = request.blocks
             request.blocks = request.kv = request.computed = 0
-            self.at(self.now + self.fleet.dispatch_ms, HAND_OFF, request)
+            self.at(self.now + self.fleet.dispatch_ms, HANDOFF, request)
             return
         request.made += 1
         if math.isnan(request.first_token):

@@ -1,4 +1,4 @@
-"""What the slow simulator remembers: requests, micro-batches, and instances with their KV."""
+"""State of the reference simulator: requests, micro-batches, and instances with their KV."""
 
 import math
 from collections import deque
@@ -44,8 +44,8 @@ class Request:
     def left(self) -> int:
         return self.output - self.made
 
-    def foretold(self, capacity: int) -> int:
-        """Output to come as it is predicted, or as much again; never more than there is room."""
+    def predict_remaining(self, capacity: int) -> int:
+        """Predicted remaining output, or the full prediction beyond it; at most the capacity."""
         left = self.predicted - self.made if self.made < self.predicted else self.predicted
         return min(left, capacity - self.todo + 1)
 
@@ -76,10 +76,10 @@ class Instance:
         self.flight: deque[Slot] = deque()
         self.stage_free = [0.0] * engine.timing.stages
         self.link = 0.0
-        self.prompt_book = self.resident_book = self.turn = 0
-        self.since, self.prompt_ms, self.token_ms, self.safe_token_ms = 0.0, 0.0, 0.1, 0.1
-        self.unanswered = 0
-        self.learnt = DEFAULT_SUMS
+        self.pending_prompt_tokens = self.resident_tokens = self.last_pick = 0
+        self.since, self.prompt_ms, self.token_ms, self.upper_token_ms = 0.0, 0.0, 0.1, 0.1
+        self.num_waiting = 0
+        self.completion_sums = DEFAULT_SUMS
         self.busy = self.area = self.kv_at = 0.0
         self.kv = self.peak = self.iterations = self.decode_iterations = 0
         self.prompt_tokens = self.decode_tokens = self.preemptions = self.batch_peak = 0
@@ -106,23 +106,27 @@ class Instance:
         return blocks <= self.total
 
     def queue(self, in_tokens: bool) -> float:
-        """What dispatch compares of a prefill instance."""
-        tie = self.turn * TIE_WEIGHT
+        """The score of a prefill instance."""
+        tie = self.last_pick * TIE_WEIGHT
         if in_tokens:
-            return self.prompt_book + tie
-        end = self.since + self.unanswered * self.prompt_ms + self.prompt_book * self.safe_token_ms
-        return end if self.prompt_book else tie
+            return self.pending_prompt_tokens + tie
+        end = (
+            self.since
+            + self.num_waiting * self.prompt_ms
+            + self.pending_prompt_tokens * self.upper_token_ms
+        )
+        return end if self.pending_prompt_tokens else tie
 
     def answer(self, tokens: int, now: float) -> None:
-        """A prompt has been computed."""
-        self.prompt_book -= tokens
-        self.unanswered -= 1
-        self.learnt = add_completion(self.learnt, tokens, now - self.since)
-        self.prompt_ms, self.token_ms, self.safe_token_ms = fit_prompt_times(self.learnt)
+        """Record that a prompt of `tokens` tokens is computed."""
+        self.pending_prompt_tokens -= tokens
+        self.num_waiting -= 1
+        self.completion_sums = add_completion(self.completion_sums, tokens, now - self.since)
+        self.prompt_ms, self.token_ms, self.upper_token_ms = fit_prompt_times(self.completion_sums)
         self.since = now
 
     def take(self, request: Request, tokens: int, now: float) -> None:
-        """Blocks so that `request` can hold `tokens`."""
+        """Allocate blocks so that `request` can hold `tokens`."""
         blocks = self.count(tokens) - request.blocks
         if blocks > 0:
             self.free -= blocks
@@ -130,7 +134,7 @@ class Instance:
         assert self.free >= 0
 
     def keep(self, request: Request, tokens: int, now: float) -> None:
-        """`request` holds `tokens` of KV from now on."""
+        """Record that `request` holds `tokens` of KV from now on."""
         self.area += self.kv * (now - self.kv_at)
         self.kv_at = now
         self.kv += tokens - request.kv
@@ -144,30 +148,30 @@ class Instance:
 
 
 class Manager:
-    """Changes the roles of instances, as the policy decides."""
+    """Applies the decisions of the role-flipping policy."""
 
     ROLES = ("prefill", "decode", "mixed")
 
-    def __init__(self, instances: list[Instance], terms: FlipThresholds) -> None:
-        self.instances, self.terms, self.flips = instances, terms, 0
-        self.members, self.watch = (
+    def __init__(self, instances: list[Instance], thresholds: FlipThresholds) -> None:
+        self.instances, self.thresholds, self.flips = instances, thresholds, 0
+        self.members, self.history = (
             role_flipping.build_members(len(instances)),
             role_flipping.build_pressure_history(),
         )
         self.members["configured_role"] = [self.ROLES.index(i.role) for i in instances]
         self.members["role"], self.members["is_open"] = self.members["configured_role"], 1
 
-    def look(self, now: float) -> None:
+    def check_flip(self, now: float) -> None:
         present = role_flipping.compute_computed_share(
-            float(sum(each.resident_book for each in self.instances)),
-            float(sum(each.prompt_book for each in self.instances)),
+            float(sum(each.resident_tokens for each in self.instances)),
+            float(sum(each.pending_prompt_tokens for each in self.instances)),
         )
         for member, i in zip(self.members, self.instances, strict=True):
-            worked = now - i.since if i.prompt_book else 0.0
-            wait = i.unanswered * i.prompt_ms + i.prompt_book * i.token_ms - worked
+            worked = now - i.since if i.pending_prompt_tokens else 0.0
+            wait = i.num_waiting * i.prompt_ms + i.pending_prompt_tokens * i.token_ms - worked
             member["wait_ms"] = max(wait, 0.0)
-            member["use"] = present * i.resident_book / (i.total * i.size)
-        slot, role = role_flipping.decide(self.members, self.watch, self.terms, now)
+            member["use"] = present * i.resident_tokens / (i.total * i.size)
+        slot, role = role_flipping.decide(self.members, self.history, self.thresholds, now)
         if slot != role_flipping.NONE:
             role_flipping.record_role(self.members, slot, role, now)
             self.instances[slot].role = self.ROLES[role]
@@ -175,7 +179,7 @@ class Manager:
 
 
 def find_peak(requests: list[tuple[int, int]]) -> int:
-    """The most tokens held at any step, by making every step; the last token is never written."""
+    """Peak of the held tokens, by simulating every step; the last token is never written."""
     peak = 0
     for step in range(max(left for _, left in requests)):
         peak = max(peak, sum(held + step for held, left in requests if step < left))

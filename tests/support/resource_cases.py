@@ -1,6 +1,6 @@
-"""Resources that are refused, and unusual ones that are taken, for both sides of the API.
+"""Invalid resources, and valid but unusual ones, for Python's and the API server's validation.
 
-Python checks them in tests/api; the e2e tests apply the same ones to a real API server.
+tests/api validates them in Python; the e2e tests apply the same ones to a real API server.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class Case:
     name: str
     manifest: dict[str, Any]
     faults: tuple[str, ...] = ()
-    """What Python tells; none: it is right."""
+    """Error messages of Python; none: the resource is valid."""
     server: str = ""
-    """A part of what the API server tells."""
+    """Part of the API server's error message."""
 
     @property
     def kind(self) -> str:
@@ -45,9 +45,9 @@ def manifest(kind: str = "LLMDeployment", name: str = "", **spec: object) -> dic
 
 
 def said(value: Any) -> Any:
-    """Without what differs by form only.
+    """`value` without differences of form.
 
-    Python fills empty lists and objects in and makes text of quantities; the API server does not.
+    Python adds empty lists and objects and converts quantities to text; the API server does not.
     """
     if isinstance(value, dict):
         parts = {name: said(part) for name, part in value.items()}
@@ -70,9 +70,9 @@ def _case(
     faults: list[str] | None = None,
     server: str = "",
 ) -> Case:
-    made = manifest(kind, **(metadata or {}), **(spec or {}))
-    told = server or (faults[0].split(": ", 1)[-1] if faults else "")
-    return Case(name, made, tuple(faults or ()), told)
+    resource = manifest(kind, **(metadata or {}), **(spec or {}))
+    server_message = server or (faults[0].split(": ", 1)[-1] if faults else "")
+    return Case(name, resource, tuple(faults or ()), server_message)
 
 
 REFUSED = _read("faults.yaml")

@@ -1,7 +1,7 @@
-"""A run of tests ends, whatever hangs in it.
+"""Ends a test run that hangs after its last test.
 
-`timeout` of pyproject ends a test that waits in Python, `faulthandler_timeout` one that hangs in
-compiled code or in what clears up after it; this, what hangs when all tests are over.
+`timeout` in pyproject.toml ends a test that waits in Python, `faulthandler_timeout` one that hangs
+in compiled code or in its cleanup.
 """
 
 import faulthandler
@@ -10,10 +10,10 @@ import signal
 _LEAVE_S = 120
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As under nohup. What tests start would inherit it, and end by no SIGINT.
+    # As under nohup. Child processes of tests would inherit it and ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish() -> None:
-    """Threads that nobody waits for any more may not keep the process."""
+    """Exit after _LEAVE_S even if threads are still running."""
     faulthandler.dump_traceback_later(_LEAVE_S, exit=True)

@@ -1,4 +1,4 @@
-"""The simulator as the real world, whose passes may be other than the planner's model says."""
+"""The simulator in place of a real fleet, with iteration times that may differ from the model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,28 +25,28 @@ NUM_REQUESTS = 3_000
 
 
 def ask(disaggregation: str = "Auto", rate: float = 12.0, **spec) -> Problem:
-    """Twice as slow, the SLO can still be met."""
+    """A problem with an SLO that can still be met if iterations take twice as long."""
     workload = {
         "rate": rate,
         "promptTokens": {"mean": 600, "p90": 1200},
         "outputTokens": {"mean": 150, "p90": 300},
     }
-    stated = {
+    defaults = {
         "slo": {"ttftMs": 800, "tpotMs": 90},
         "planning": {"disaggregation": disaggregation},
         "workload": workload,
     }
-    return chat(**(stated | spec))
+    return chat(**(defaults | spec))
 
 
 @dataclass
 class Play:
-    """One deployment through virtual time."""
+    """One deployment in virtual time."""
 
     problem: Problem
-    """As it is asked: the model without a correction."""
+    """The problem with the uncorrected model."""
     truth: Correction = NO_CORRECTION
-    """What passes really take, by the model's."""
+    """Actual iteration times relative to the model's."""
     terms: ReplanSettings = ReplanSettings(cooldown_s=60)  # noqa: RUF009 - a frozen value
     running: RunningPlan | None = None
     correction: Correction = NO_CORRECTION
@@ -60,7 +60,7 @@ class Play:
     def serve(
         self, demand: Demand | None = None, num_requests: int = NUM_REQUESTS
     ) -> list[TrafficWindow]:
-        """Windows of some traffic."""
+        """Simulate `num_requests` requests; return their traffic windows."""
         real = replace(self.problem, estimator=apply_correction(self.problem.estimator, self.truth))
         fleet = build_fleet(real, self.running, build_placement(real, self.running))
         drawn = (demand or self.problem.demand).draw(num_requests, seed=int(self.now_s) + 1)
@@ -69,26 +69,28 @@ class Play:
         return windows
 
     def look(self, demand: Demand | None = None) -> Revision:
-        """Serve for a while, look at it, and do what was decided."""
+        """Serve requests, revise the plan, and apply the decision."""
         windows = self.serve(demand)
-        found = revise(self.problem, self.running, windows, self.correction, self.terms, self.left)
-        self.correction = found.assessment.correction
-        if found.decision.verdict is ReplanVerdict.APPLY:
+        revision = revise(
+            self.problem, self.running, windows, self.correction, self.terms, self.left
+        )
+        self.correction = revision.assessment.correction
+        if revision.decision.verdict is ReplanVerdict.APPLY:
             self.left.append(ReplacedPlan(self.running.pools, self.now_s))
-            best = found.proposal
+            best = revision.proposal
             self.running = replace(self.running, pools=best.pools, algorithm=best.algorithm)
-        return found
+        return revision
 
     def look_often(self, times: int, demand: Demand | None = None) -> Iterator[Revision]:
-        """Again and again."""
+        """Call `look` several times."""
         for _ in range(times):
             yield self.look(demand)
 
 
 def plan(problem: Problem, correction: Correction = NO_CORRECTION) -> RunningPlan:
-    """What the planner makes of it with passes so much longer."""
-    mended = replace(problem, estimator=apply_correction(problem.estimator, correction))
-    selected = plan_search.plan(mended).selected
+    """The selected plan, with iteration times multiplied by `correction`."""
+    corrected = replace(problem, estimator=apply_correction(problem.estimator, correction))
+    selected = plan_search.plan(corrected).selected
     assert selected is not None
     return RunningPlan(selected.pools, selected.algorithm)
 

@@ -1,5 +1,5 @@
-"""Engines in this process, one that computes a prompt as slowly as a test tells it and one that
-follows; of any shape, each rank with memory, holds and links of its own."""
+"""In-process engines of any parallel shape: one computes a prompt step by step, controlled by a
+test, one pulls its KV meanwhile. Each rank has separate memory, leases and links."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -34,20 +34,20 @@ class PrefillRank:
         kept = kept_as("boot-p", self.tensors, shape, rank)
         self.holds = BlockLeases(BOUND_S, BOUND_S)
         self.asked = threading.Semaphore(0)
-        """Each time that somebody asks for more."""
+        """Released at each request for progress."""
         self._follow = self.holds.wait_for_progress
         self.holds.wait_for_progress = self._note  # type: ignore[method-assign]
         self.owner = server.KvServer(kept, self.holds, share_memory(kept.memory), 0, BOUND_S)
 
-    def _note(self, *told: object, **named: bool) -> object:
+    def _note(self, *args: object, **kwargs: bool) -> object:
         self.asked.release()
-        return self._follow(*told, **named)  # type: ignore[arg-type]
+        return self._follow(*args, **kwargs)  # type: ignore[arg-type]
 
     def begin(self, epoch: int = 1) -> None:
         self.holds.begin_prefill("theirs", PrefillInProgress(epoch, DIGEST, len(THERE), "name"))
 
     def compute(self, *steps: Progress) -> None:
-        """Write what each step makes final, and only that, then say so."""
+        """Write the KV that each step completes, and only that, then report the progress."""
         for step in steps:
             for number, block in enumerate(THERE):
                 final = len(self.tensors) if number < step.blocks_done else step.layers_done
@@ -66,10 +66,10 @@ class PrefillRank:
         self.holds.grant("theirs", FinishedPrefill(epoch, DIGEST, THERE))
 
     def handoff(self, **changed: object) -> Handoff:
-        """Ahead of the prefill; it names this rank alone."""
-        told = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
+        """A handoff before the prefill has finished, with the address of this rank alone."""
+        fields = {"boot_id": "boot-p", "request_id": "name", "epoch": 0, "prompt_digest": ""}
         address = (("127.0.0.1", self.owner.port),)
-        return Handoff(**(told | {"num_tokens": 0, "addresses": address} | changed))
+        return Handoff(**(fields | {"num_tokens": 0, "addresses": address} | changed))
 
 
 class Prefill:
@@ -92,11 +92,11 @@ class Prefill:
             one.end()
 
     def freed(self) -> list[bool]:
-        """By rank: whether it has told its engine so since it was asked last."""
+        """By rank: whether its blocks were freed since the last call."""
         return [one.holds.take_freed() == {"theirs"} for one in self.ranks]
 
     def num_followers(self, ours: ParallelShape) -> list[int]:
-        """By rank: ranks of another engine that follow it."""
+        """By rank: number of ranks of the other engine that pull from it."""
         heads = LAYOUT.num_kv_heads
         found = [
             source.rank
@@ -113,7 +113,7 @@ class Prefill:
 
 
 class Decode:
-    """The reading engine."""
+    """The engine that pulls."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Decode:
         return [self.follow(handoff, rank=rank) for rank in range(len(self.readers))]
 
     def has_what_was_computed(self, rank: int = 0) -> bool:
-        """Everything of the prompt's blocks, and of no other block anything."""
+        """Whether exactly the prompt's blocks were copied."""
         computed, expected = caches(1000, self.shape, rank), caches(0, self.shape, rank)
         for own, layer in zip(expected, computed, strict=True):
             own[list(HERE)] = layer[list(THERE)]
@@ -154,7 +154,7 @@ class Decode:
 
 
 def reason(following: Future[Transport]) -> RefusalReason:
-    """Why nothing may be attended to."""
+    """Why the pull was refused."""
     with pytest.raises(RefusedError) as caught:
         following.result(BOUND_S)
     return caught.value.reason

@@ -1,4 +1,4 @@
-"""Windows of traffic, as an operator that reads gateways' pages has them."""
+"""Traffic windows as the operator computes them from gateways' metrics."""
 
 import math
 from collections.abc import Iterator
@@ -18,47 +18,47 @@ PERIOD_S = 15.0
 
 
 def count(values, bounds) -> Buckets:
-    """In the gateway's buckets."""
+    """A histogram of `values` with `bounds` and infinity."""
     bounds = (*bounds, math.inf)
     counts = np.searchsorted(np.sort(values), bounds, side="right")
     return Buckets(bounds, tuple(counts.astype(float).tolist()), float(np.sum(values)))
 
 
 def draw(demand: Demand, num: int, start_s: float = 0.0, seed: int = 0) -> Iterator[TrafficWindow]:
-    """Arrivals and lengths of `num` periods; nothing of how they were served."""
+    """Arrivals and lengths of `num` periods, without latencies."""
     trace = demand.draw(int(num * PERIOD_S * demand.rate * 1.5) + 100, seed=seed)
     assert trace.arrival_ms[-1] > num * PERIOD_S * 1000
-    for number, came in enumerate(_split(trace, num)):
+    for number, arrived in enumerate(_split(trace, num)):
         yield TrafficWindow(
             end_s=start_s + (number + 1) * PERIOD_S,
             length_s=PERIOD_S,
-            num_requests=float(came.stop - came.start),
-            prompts=count(trace.prompt_tokens[came], LENGTH_BOUNDS),
-            outputs=count(trace.output_tokens[came], LENGTH_BOUNDS),
+            num_requests=float(arrived.stop - arrived.start),
+            prompts=count(trace.prompt_tokens[arrived], LENGTH_BOUNDS),
+            outputs=count(trace.output_tokens[arrived], LENGTH_BOUNDS),
         )
 
 
 def observe(
     trace: Trace, outcome: SimulationResult, slo: Slo, start_s: float = 0.0
 ) -> list[TrafficWindow]:
-    """What gateways tell of a simulated fleet, each request in the period when it came."""
-    found = []
-    for number, came in enumerate(_split(trace, int(trace.arrival_ms[-1] / 1000 / PERIOD_S))):
-        ttft_ms, tpot_ms = outcome.ttft_ms[came], outcome.tpot_ms[came]
+    """The gateways' metrics of a simulated fleet; requests count in the period of their arrival."""
+    windows = []
+    for number, arrived in enumerate(_split(trace, int(trace.arrival_ms[-1] / 1000 / PERIOD_S))):
+        ttft_ms, tpot_ms = outcome.ttft_ms[arrived], outcome.tpot_ms[arrived]
         met = (ttft_ms <= slo.ttft_ms) & (tpot_ms <= slo.tpot_ms)
         window = TrafficWindow(
             end_s=start_s + (number + 1) * PERIOD_S,
             length_s=PERIOD_S,
-            num_requests=float(came.stop - came.start),
-            prompts=count(trace.prompt_tokens[came], LENGTH_BOUNDS),
-            outputs=count(trace.output_tokens[came], LENGTH_BOUNDS),
+            num_requests=float(arrived.stop - arrived.start),
+            prompts=count(trace.prompt_tokens[arrived], LENGTH_BOUNDS),
+            outputs=count(trace.output_tokens[arrived], LENGTH_BOUNDS),
             ttft=count(ttft_ms / 1000, TTFT_BOUNDS_S),
-            tpot=count(tpot_ms[trace.output_tokens[came] > 1] / 1000, TPOT_BOUNDS_S),
+            tpot=count(tpot_ms[trace.output_tokens[arrived] > 1] / 1000, TPOT_BOUNDS_S),
             measured=float(len(met)),
             attained=float(np.count_nonzero(met)),
         )
-        found.append(window)
-    return found
+        windows.append(window)
+    return windows
 
 
 def _split(trace: Trace, num: int) -> Iterator[slice]:

@@ -1,8 +1,8 @@
-"""What vLLM would choose on NVIDIA GPUs: `python vllm_cuda_choices.py ENGINE_ARGUMENT...`.
+"""Kernels that vLLM selects on NVIDIA GPUs: `python vllm_cuda_choices.py ENGINE_ARGUMENT...`.
 
-vLLM's own decisions run here, on the Python files that its CPU and CUDA wheels share; GPU,
-extension modules, FlashInfer and DeepGEMM are stand-ins. Prints JSON: choices by compute
-capability. Run by test_kernels in a process of its own.
+Runs vLLM's selection code in the Python files that its CPU and CUDA wheels share; GPU, extension
+modules, FlashInfer and DeepGEMM are stubs. Prints JSON: choices by compute capability. test_kernels
+runs it in a separate process.
 """
 
 import importlib.abc
@@ -19,7 +19,7 @@ STAND_INS = ("flashinfer", "deep_gemm", *(f"vllm.{each}" for each in EXTENSIONS)
 
 
 class Anything(ModuleType):
-    """A package that has whatever is imported from it."""
+    """A package with every attribute that is imported from it."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -28,7 +28,7 @@ class Anything(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the stand-ins and all that is below them."""
+    """Finds the stubs and their submodules."""
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         if not any(f"{name}.".startswith(f"{each}.") for each in STAND_INS):
@@ -36,16 +36,16 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        made = Anything(spec.name)
-        made.check_cuda_arch = lambda: None  # type: ignore[attr-defined]
-        return made
+        module = Anything(spec.name)
+        module.check_cuda_arch = lambda: None  # type: ignore[attr-defined]
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         pass
 
 
 def pretend_to_be_on_a_gpu() -> type[Any]:
-    """Make vLLM's platform a GPU; its class, whose `capability` can be set."""
+    """Replace vLLM's platform by a GPU; return its class, whose `capability` can be set."""
     sys.meta_path.insert(0, Finder())
     import torch
     import vllm.platforms
@@ -79,7 +79,7 @@ def pretend_to_be_on_a_gpu() -> type[Any]:
 
 
 def main(arguments: list[str]) -> dict[str, dict[str, object]]:
-    """The choices of an engine's process, which has loaded its plug-ins first."""
+    """The choices of an engine process, after it has loaded its plug-ins."""
     gpu = pretend_to_be_on_a_gpu()
     from vllm.plugins import load_general_plugins
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class LatencySource(StrEnum):
-    """Kind of source of iteration times."""
+    """Kind of the source of iteration times."""
 
     MEASURED = "measured"
     """A measured profile of this model on this device."""

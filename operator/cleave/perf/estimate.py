@@ -1,7 +1,7 @@
 """Interface: iteration times and memory of one instance, for the planner.
 
-The implementations choose among sources (measured profiles, published fits, roofline), which are
-modules of their own; the planner does not depend on them.
+The implementations choose among sources (measured profiles, published fits, roofline), each in its
+module; the planner does not depend on them.
 """
 
 from dataclasses import dataclass

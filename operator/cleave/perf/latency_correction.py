@@ -65,7 +65,7 @@ class CorrectedEstimator:
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
-        """The other estimator's answer with scaled iterations; its source names the correction."""
+        """The other estimator's result with scaled iterations; its source names the correction."""
         base = self._estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
         if base is None:
             return None

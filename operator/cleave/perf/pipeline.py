@@ -1,4 +1,4 @@
-"""Changes of a Timing: pipeline stages, scaling; and the prefill saturation that follows from it.
+"""Changes of an EngineTiming: pipeline stages, scaling; and its prefill saturation.
 
 Called by cleave.perf.estimator for every source of times.
 """

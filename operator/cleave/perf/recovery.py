@@ -42,7 +42,7 @@ class CheckpointSetup:
     """GPUs of the decoding instance; each copies its share."""
     block_tokens: int
     memory_gb_per_s: float
-    """Bandwidth of one GPU's own memory, which limits decoding and which copying uses as well."""
+    """Memory bandwidth of one GPU, which limits decoding and which copying uses, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class ResumeCost:
     """Time to resume one stream in ms, without queueing and without the handoff."""
 
     recompute_ms: float
-    """Prompt and output so far are recomputed."""
+    """Recompute prompt and output so far."""
     prefix_cached_ms: float
     """The same if the prompt is still in the prefix cache of the instance that computed it."""
     restored_ms: float
-    """All full blocks come from a checkpoint, the rest is recomputed."""
+    """Restore all full blocks from a checkpoint and recompute the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """How long one iteration of an instance takes: the common numeric form of all latency models.
 
-A fit, a roofline and a measured profile all become a `EngineTiming`; the emulated engine and the
-simulator compute with nothing else, so they always agree. What is hard: an iteration contains
+A fit, a roofline and a measured profile all become an `EngineTiming`; the emulated engine and the
+simulator use only it, so they always agree. What is hard: an iteration contains
 prompt chunks, decoding requests or both, and must be evaluated up to a million times a second;
 `compute_iteration_ms` is therefore plain arithmetic over sequences of floats, which numba compiles
 unchanged. Standard library only: 64 emulated engines import it.

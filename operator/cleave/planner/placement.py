@@ -1,8 +1,8 @@
 """The placement of a deployment that is not planned: how many instances each role has.
 
 Pure; called by `cleave.local`, and by the command line to check a manifest. A placement is set in
-spec.placement.manual, or planned by `cleave.planner.plan_search` where traffic and machines are
-known, or the smallest disaggregated one. The reason says which.
+spec.placement.manual, planned by `cleave.planner.plan_search` if traffic and machines are known, or
+else the smallest disaggregated one. The reason says which.
 """
 
 from collections.abc import Sequence

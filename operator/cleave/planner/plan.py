@@ -90,7 +90,7 @@ class Plan:
     whole_below_tokens: int = 0
     """Prompts of up to this many tokens may be computed on the decode instance; 0: none."""
     ahead_from_tokens: int = 0
-    """Prompts of at least this many tokens gain by a layer-wise KV transfer; 0: none do."""
+    """Prompts of at least this many tokens gain from a layer-wise KV transfer; 0: none do."""
 
     @property
     def gpus(self) -> int:

@@ -57,7 +57,7 @@ def build_supplies(
 ) -> tuple[Supply, ...]:
     """The nodes whose GPU type may be used, with equal groups merged.
 
-    The limit of a GPU type is used up by its groups in their order.
+    Groups of a GPU type share its limit in their order.
     """
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
@@ -74,8 +74,8 @@ def build_supplies(
             remaining[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
-            # Every instance is a pod of its own. CUDA IPC needs a shared PID namespace, so KV
-            # between pods of one node takes the network as well.
+            # Every instance is a separate pod. CUDA IPC needs a shared PID namespace, so KV between
+            # pods of one node uses the network, too.
             network = inventory.find_network_link(cluster, gpu)
             supplies_found.append(Supply(name, count, per_node, usable, network, network))
     return tuple(supplies_found)

@@ -1,8 +1,8 @@
 """Builds the planner's `Problem` for emulated engines: no GPUs, one latency profile for all.
 
 Called by `cleave up`, `cleave plan` and `cleave simulate`. An emulated engine has the latencies of
-its profile whatever its parallelism, so only the number of instances is planned; an instance counts
-as one GPU.
+its profile at any parallelism, so only the number of instances is planned; an instance counts as
+one GPU.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from cleave.planner.problem import Problem, Supply
 from cleave.traffic import characterization, workload
 
 MAX_INSTANCES = 16
-"""Limit where spec.planning.maxGPUs is not set."""
+"""Limit if spec.planning.maxGPUs is not set."""
 KIND = EMULATED_GPU
 _DEFAULT_SHAPE = "opt-13b"
 """The emulated engine uses this model's KV size for a model that it does not know."""

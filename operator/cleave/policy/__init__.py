@@ -1,1 +1,1 @@
-"""Decisions as pure functions."""
+"""Scheduling decisions as pure functions, shared by router, engines and simulator."""

@@ -38,9 +38,9 @@ def may_join(
     """Whether a request with `used_tokens` KV tokens now and `remaining_tokens` more at its end may
     join.
 
-    `free`: free KV tokens. `batch`: number of running requests, of which the first one to end has
-    `shortest_remaining_tokens` tokens to go; without a batch that is the request itself.
-    Greedy: its present tokens fit. Reserve-static: its final tokens fit now. Reserve-dynamic: the
+    `free`: free KV tokens. `batch`: number of running requests; the first one to end has
+    `shortest_remaining_tokens` tokens left (ignored if `batch` is 0).
+    Greedy: its current tokens fit. Reserve-static: its final tokens fit now. Reserve-dynamic: the
     tokens of all requests still fit when the first of them ends.
     """
     if admission == Admission.RESERVE_STATIC:
@@ -69,30 +69,30 @@ def find_peak(held: "Amounts", left: "Amounts") -> float:
 
 
 def sort_by_left(held: "Amounts", left: "Amounts") -> None:
-    """Bring requests in order, the most tokens to come first, in place."""
+    """Sort requests by descending `left`, in place."""
     gap = len(left) // 2
     while gap > 0:
         for end in range(gap, len(left)):
-            tokens, rest = held[end], left[end]
+            tokens, remaining = held[end], left[end]
             position = end
-            while position >= gap and left[position - gap] < rest:
+            while position >= gap and left[position - gap] < remaining:
                 held[position], left[position] = held[position - gap], left[position - gap]
                 position -= gap
-            held[position], left[position] = tokens, rest
+            held[position], left[position] = tokens, remaining
         gap //= 2
 
 
 def find_sorted_peak(held: "Amounts | Sequence[float]", left: "Amounts | Sequence[float]") -> float:
-    """`find_peak` of requests that are sorted, the most tokens to come first.
+    """`find_peak` of requests that are sorted by descending `left`.
 
-    Each pass adds a token to every request, and one that ends frees all of its own; so the peak is
-    just before some request ends.
+    Each iteration adds a token to every request, and a request that ends frees all its tokens, so
+    the peak is just before some request ends.
     """
     peak = total = count = 0.0
-    for tokens, rest in zip(held, left):  # noqa: B905 - numba knows no more
+    for tokens, remaining in zip(held, left):  # noqa: B905 - numba does not support strict
         total += tokens
         count += 1.0
-        at_end = total + count * rest
+        at_end = total + count * remaining
         if at_end > peak:
             peak = at_end
     return peak

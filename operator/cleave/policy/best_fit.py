@@ -1,14 +1,14 @@
 """Best fit: each request goes to the fullest instance that satisfies all constraints (Aladdin).
 
 Called by the router and the simulator for the policy BestFit. Amounts are tokens and milliseconds.
-Functions of an `Amount` are arithmetic that holds for one instance's numbers and, as it stands, for
-arrays over all instances: compiled loops call them with numbers, the router with arrays. `fit`
-holds the coefficients and `model` the limits; the simulator passes its state for both, which has
-fields of the same names. What is hard: constraint (e) bounds the KV at every moment until the last
-request has ended, which depends on how far each has come; so it is checked last, for few instances.
+Functions of an `Amount` take numbers of one instance (compiled loops) or arrays over all instances
+(the router). `fit` holds the coefficients and `model` the limits; the simulator passes its state
+for both, which has fields of the same names. What is hard: constraint (e) bounds the KV at every
+moment until the last request has ended, which depends on the progress of each; so it is checked
+last, for few instances.
 
 Source: Aladdin, section 4.2 (constraints (a) to (e), Algorithm 1) and Eq. 2 to 4. (a), each request
-at one instance, holds by construction.
+runs on one instance, holds by construction.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from cleave.policy.dispatch import NONE, STALE_PENALTY, Scores
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 Request = TypeVar("Request")
 Checker = Callable[[int, Request, bool], bool]
-"""(slot, request, whether its prompt is computed there) -> `keeps_running` of the slot."""
+"""(slot, request, whether the slot also computes its prompt) -> `keeps_running` of the slot."""
 
 GAMMA = 0.5
-"""Share of an output that counts as context: 0 its first token only, 1 all of it."""
+"""Share of an output that counts as context: 0: only its first token, 1: all of it."""
 THETA = 0.9
 """Share of a limit that is used; the rest is a reserve for wrong predictions."""
 
@@ -39,7 +39,7 @@ class BestFitModel:
 
     coefficients: Coefficients
     ttft_ms: float
-    """Limit of the time to compute all prompts that wait at an instance."""
+    """Limit of the time to compute all waiting prompts of an instance."""
     tpot_ms: float
     """Limit of a decode iteration."""
     gamma: float = GAMMA
@@ -67,14 +67,14 @@ def compute_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float)
 
 
 def compute_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: float) -> float:
-    """(d) ms that a request with `tokens` after `decoding_ms` can lose without missing its TPOT."""
+    """(d) ms that a request with `tokens` after `decoding_ms` may lose without missing its TPOT."""
     return theta * (tpot_ms * tokens - decoding_ms)
 
 
 def compute_capacity_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
-    """capacity_norm: how full an instance is, the L2 norm of its batch and its context.
+    """capacity_norm: how full an instance is, as the L2 norm of its batch and its context.
 
-    Both are weighted by the ms that they add to an iteration, to make their units comparable.
+    Both are weighted by the ms that they add to an iteration, so that their units are comparable.
     """
     norm: Amount = ((c2 * batch) ** 2 + (k2 * context) ** 2) ** 0.5
     return norm
@@ -91,10 +91,10 @@ def measure_fullness(
     fit: Coefficients,
     model: BestFitModel,
 ) -> Amount:
-    """How full an instance is that may take a request by (b) and (c), below 0 where it may not.
+    """How full an instance is; below 0 if (b) or (c) forbid it to take the request.
 
-    `pending`: prompt tokens that wait there; `need`: context that the request brings;
-    `prefills`: whether its prompt is computed there, too.
+    `pending`: waiting prompt tokens of the instance; `need`: context that the request adds;
+    `prefills`: whether the instance also computes its prompt.
     """
     spare = compute_spare_context(
         batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta
@@ -110,9 +110,9 @@ def measure_fullness(
 def find_best_fit(
     fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
 ) -> int:
-    """The fullest instance that keeps (d) and (e) as well; NONE: none does.
+    """Slot of the fullest instance that also satisfies (d) and (e); NONE: no instance does.
 
-    `fullness`: as `measure_fullness` gives it; changed.
+    `fullness`: from `measure_fullness`; modified.
     """
     for _ in range(len(fullness)):
         slot = int(fullness.argmax())
@@ -125,7 +125,7 @@ def find_best_fit(
 
 
 def check(checker: Checker[Request], slot: int, request: Request, prefills: bool) -> bool:
-    """The caller's `keeps_running`; replaced in the simulator as `dispatch.find_for` is."""
+    """The caller's `keeps_running`; the simulator replaces it, see `dispatch.find_for`."""
     return checker(slot, request, prefills)
 
 
@@ -140,11 +140,11 @@ def keeps_running(
     fit: Coefficients,
     model: BestFitModel,
 ) -> bool:
-    """(d) and (e): what runs there keeps its TPOT, and its KV fits until all have ended.
+    """(d) and (e): running requests keep their TPOT, and the KV fits until all have ended.
 
-    `held`, `left`: tokens of each running request and the new one by
-    `output_length.guess_progress`, most `left` first; `saved_ms`: the least that any can spare;
-    `capacity`: tokens of KV that fit.
+    `held`, `left`: tokens of each running request and the new one from
+    `output_length.guess_progress`, sorted by descending `left`; `saved_ms`: the minimum of
+    `compute_saved_ms` over running requests; `capacity`: tokens of KV that fit.
     """
     if prefills and compute_spare_prompt(pending, fit.k1, fit.c1, saved_ms) < prompt_tokens:
         return False

@@ -1,18 +1,17 @@
 """Which instances take a request. Called by the router for every request and by the simulator.
 
-Three steps: what is compared (`score`), which slots are open (a closed one scores +inf, so roles,
-health and retries are all one thing: masking), and which slot is picked (`RULES`, `find_slot`,
-`select_pair`). One function serves three callers. Plain arithmetic, indexing and argmin are the
-subset that numba compiles without memory of its own, for the simulator; the router calls the same
-functions interpreted, and compiled to C by mypyc in images. Scores come as arrays, or, where the
-router must be fast, as its `ScoreColumn`s, whose two methods numba's arrays are given as well
-(`simulator.record_access`).
+Three steps: compute scores (`score`), mask closed slots (+inf, for roles, health and retries
+alike), and pick a slot (`RULES`, `find_slot`, `select_pair`). Code is limited to arithmetic,
+indexing and argmin, which numba compiles without allocation for the simulator; the router calls the
+same functions interpreted, or compiled to C by mypyc in images. Scores are arrays or, on the
+router's fast path, its `ScoreColumn`s; `simulator.record_access` gives numba's arrays the same two
+methods.
 
 Sources: DistServe section 4.3 (prefill to the shortest queue, decode to the least loaded
 instance), Splitwise section IV-A (join the shortest queue, counted in pending tokens), TetriInfer
-section 3.3.4 (instances with enough resources, two of them at random, the least heavy:light).
-What is hard: both instances are chosen at once, before the prompt runs, because a prefill
-instance whose decode side has no room would hold its KV blocks for nothing.
+section 3.3.4 (of two random instances with enough resources, the one with the least heavy:light).
+What is hard: both instances are chosen at once, before the prompt runs, because a prefill instance
+would hold KV blocks in vain if the decode side had no room.
 """
 
 import math
@@ -34,20 +33,22 @@ NONE = -1
 """No slot."""
 
 TIE_WEIGHT = 1e-9
-"""Weight, in tokens, of one pick's age: far below one token, so that it only breaks ties."""
+"""Weight, in tokens, of the number of the last pick: far below one token, so that it only breaks
+ties."""
 
 STALE_PENALTY = 1e9
-"""Tokens added to all scores of an instance that is in doubt: far above what any can hold."""
+"""Tokens added to all scores of a stale instance: far above the capacity of any instance."""
 
 BY_WAIT, BY_TOKENS, BY_REQUESTS, BY_TURN = 0, 1, 2, 3
-"""What scores count: ms until a prompt queue is through (`PrefillQueueModel`) and tokens held,
-tokens that wait or are held, requests, or the number of the last pick that went to the instance.
+"""What scores count. BY_WAIT: ms until the prompt queue is empty (`PrefillQueueModel`), and
+resident tokens; BY_TOKENS: pending and resident tokens; BY_REQUESTS: requests; BY_TURN: the number
+of the last pick that chose the instance.
 """
 
 LEAST, RANDOM, OF_TWO, LIGHTEST, FULLEST, CACHED = 0, 1, 2, 3, 4, 5
-"""How a slot is picked: least score; drawn at random; the lesser of two drawn; the lighter of two
-drawn (`sample_least_heavy`); the fullest that keeps its targets (`best_fit`); least score less what
-is cached there (`prefix_cache`). RANDOM and OF_TWO are the number of slots drawn.
+"""How a slot is picked: least score; at random; the lesser of two at random; the lighter of two at
+random (`sample_least_heavy`); the fullest that keeps its targets (`best_fit`); least score minus
+cached tokens (`prefix_cache`). RANDOM and OF_TWO equal the number of slots drawn.
 """
 
 TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2
@@ -55,18 +56,18 @@ TO_PREFILL, TO_DECODE, TO_WHOLE = 0, 1, 2
 
 
 class Rule(NamedTuple):
-    """What one policy compares and how it picks."""
+    """What one policy compares (`counts`) and how it picks."""
 
     counts: int
     prefill: int
-    """Picks who computes a prompt that another instance decodes."""
+    """How to pick the prefill instance of a split request."""
     decode: int
-    """Picks who decodes; and who does both, unless the prompt goes where it is cached."""
+    """How to pick the decode instance, and the instance for both phases unless the prompt is
+    cached on another one."""
     keeps_adapters: bool = False
-    """Whether requests of one adapter may stay together: other rules look at something that this
-    would spoil."""
+    """Whether requests of one adapter may stay together; it would distort the other rules."""
     prefers_own: bool = False
-    """Whether routers that share a fleet prefer their own share of it (`prefer_own`)."""
+    """Whether routers that share a fleet prefer their own part of it (`prefer_own`)."""
 
 
 RULES = {
@@ -85,26 +86,26 @@ HEAVY_OUTPUT_TOKENS = 128
 """Longer outputs are heavy decodes, others light (TetriInfer, section 5.1)."""
 
 RESIDENT_WEIGHT = 0.1
-"""What a token in a decode instance weighs beside one that waits for prefill, between cells and
-revisions.
+"""Weight of a resident token of a decode instance relative to a waiting prompt token, to compare
+cells and revisions.
 
-The latter is computed; the former is read once for each token that the newcomer puts out, some
-hundred times for a thousandth of the work. A new revision's empty decode side thus draws requests,
-but not so many that its prompts queue.
+A prompt token is computed once; a resident token is read in each decode iteration, some hundred
+times at a thousandth of the work. So the empty decode side of a new revision attracts requests, but
+not so many that its prompts queue.
 """
 
 _MAX_DRAWS = 64
-"""Attempts to draw an open instance before the least of all is taken instead."""
+"""Attempts to draw an open instance before falling back to the least score of all."""
 
 Request = TypeVar("Request")
 Finder = Callable[[int, Request, int], int]
-"""(purpose, request, prefill slot for TO_DECODE) -> slot by `find_slot` and what else a caller
-compares; NONE: all are closed."""
+"""(purpose, request, prefill slot for TO_DECODE) -> slot; NONE: all are closed. Callers implement
+it with `find_slot` and rules of their own."""
 
 
 class ScoreColumn:
-    """Scores by slot in the caller's own form; +inf where a slot is closed. A base class because
-    compiled protocols take three times as long."""
+    """Scores by slot, +inf for closed slots. A base class: calls through a compiled protocol take
+    three times as long."""
 
     __slots__ = ("size",)
 
@@ -122,7 +123,7 @@ class ScoreColumn:
 
 
 def is_by_score(rule: Rule) -> bool:
-    """Whether the rule takes the least score and looks at nothing else."""
+    """Whether the rule picks by the least score alone."""
     return rule.prefill == LEAST and rule.decode == LEAST
 
 
@@ -132,28 +133,29 @@ def score(
     prompts: float,
     resident: float,
     requests: float,
-    turn: float,
+    last_pick: float,
     queue: PrefillQueueModel,
-    doubt: float,
+    penalty: float,
     prefills: bool,
 ) -> tuple[float, float]:
-    """(score for a prompt that another instance decodes, score for all else) of an instance.
+    """(score for TO_PREFILL, score for TO_DECODE and TO_WHOLE) of an instance.
 
-    `prompt`: tokens of the `prompts` that wait there; `resident`: tokens that hold blocks;
-    `requests`: that are there; `turn`: the last pick that went there; `doubt`: STALE_PENALTY when
-    it may be gone; `prefills`: whether it may compute prompts for others.
+    `prompt`: tokens of its `prompts` waiting prompts; `resident`: tokens that hold blocks;
+    `requests`: number of its requests; `last_pick`: number of the last pick that chose it;
+    `penalty`: STALE_PENALTY if it is stale, else 0; `prefills`: whether it may compute prompts for
+    others.
     """
-    tie = turn * TIE_WEIGHT
+    tie = last_pick * TIE_WEIGHT
     if counts == BY_TURN:
-        return doubt + turn, doubt + turn
+        return penalty + last_pick, penalty + last_pick
     if counts == BY_REQUESTS:
-        total = requests + doubt + tie
+        total = requests + penalty + tie
         return total, total
-    first = prompt + doubt + tie
+    first = prompt + penalty + tie
     total = first + resident
     if counts == BY_WAIT and prefills:
-        # STALE_PENALTY squared is far above what a clock may show as well.
-        first = doubt * doubt + predict_end_ms(
+        # STALE_PENALTY squared exceeds any clock time, too.
+        first = penalty * penalty + predict_end_ms(
             prompt, prompts, queue.head_started_ms, queue.prompt_ms, queue.upper_token_ms, tie
         )
     return first, total
@@ -167,19 +169,20 @@ def find_least(scores: Scores) -> int:
     return NONE if float(scores[slot]) == math.inf else slot
 
 
-def prefer_own(scores: Scores, away: NDArray[np.bool_], worth: float, now: float) -> int:
-    """The least of one's own instances, unless one that is `away` is less by more than `worth`.
+def prefer_own(scores: Scores, is_remote: NDArray[np.bool_], margin: float, now: float) -> int:
+    """The least of a router's own instances, unless a remote one is less by more than `margin`.
 
-    Where several routers know of each other only what instances report now and then, all would
-    choose the same ones; so they share them out, and what one of them sends its own it knows at
-    once. Scores are of at least `now`, or of nothing at all.
+    Routers learn of each other's requests only from periodic load reports, so all would choose the
+    same instances. Therefore each owns a part of the fleet and knows the load that it puts on it at
+    once. `is_remote`: by slot, whether another router owns it. Scores are at least `now`, or those
+    of idle instances.
     """
-    near = find_least(np.where(away, np.inf, scores))
-    far = find_least(np.where(away, scores, np.inf))
-    if near == NONE or far == NONE:
-        return near if far == NONE else far
-    is_less = max(scores[far] - now, 0.0) + worth < scores[near] - now
-    return far if is_less else near
+    local = find_least(np.where(is_remote, np.inf, scores))
+    remote = find_least(np.where(is_remote, scores, np.inf))
+    if local == NONE or remote == NONE:
+        return local if remote == NONE else remote
+    is_less = max(scores[remote] - now, 0.0) + margin < scores[local] - now
+    return remote if is_less else local
 
 
 def draw(seed: int, count: int) -> tuple[int, int]:
@@ -191,8 +194,8 @@ def draw(seed: int, count: int) -> tuple[int, int]:
 def sample_least(scores: Scores, size: int, seed: int) -> tuple[int, int]:
     """(slot, next seed): the least of `size` open slots drawn at random.
 
-    1 is random dispatch, 2 the power of two choices. When fewer are found, or all that are drawn
-    are in doubt, it is the least of all. The seed stays as it is when none was found.
+    `size` 1 is random dispatch, 2 the power of two choices. If no open and fresh slot is drawn, it
+    is the least of all `scores` and the seed does not change.
     """
     best = NONE
     found = 0
@@ -212,12 +215,11 @@ def sample_least(scores: Scores, size: int, seed: int) -> tuple[int, int]:
 def sample_least_heavy(
     scores: Scores, room: Scores, heaviness: Scores, need: float, seed: int
 ) -> tuple[int, int]:
-    """(slot, next seed): of two drawn from those with room, the one with the least heavy:light.
+    """(slot, next seed): of two random slots with room, the one with the least heavy:light ratio.
 
-    All of equal length: `room` in tokens that nobody has claimed, `heaviness` as
-    `compute_heavy_ratio` gives it; `need`: tokens that the request will hold at its end. Without
-    room anywhere that is found it is the least of all `scores`, which also breaks ties; the seed
-    stays as it is then.
+    Arrays of equal length: `room`: unclaimed tokens; `heaviness`: from `compute_heavy_ratio`.
+    `need`: tokens that the request will hold at its end. `scores` break ties. If no slot with room
+    is drawn, it is the least of all `scores` and the seed does not change.
     """
     best = NONE
     found = 0
@@ -236,14 +238,14 @@ def sample_least_heavy(
 
 
 def compute_heavy_ratio(heavy: float, light: float) -> float:
-    """Heavy to light decodes of an instance; one light one is added lest the ratio is endless."""
+    """Ratio of heavy to light decodes of an instance; one light decode is added so it is finite."""
     return heavy / (light + 1.0)
 
 
 def find_slot(
     pick: int, scores: Scores, room: Scores, heaviness: Scores, need: float, seed: int
 ) -> tuple[int, int]:
-    """(slot, next seed) by the scores alone: LEAST, RANDOM, OF_TWO or LIGHTEST; else LEAST."""
+    """(slot, next seed) by `pick`: LEAST, RANDOM, OF_TWO or LIGHTEST; any other counts as LEAST."""
     if pick == LIGHTEST:
         return sample_least_heavy(scores, room, heaviness, need, seed)
     if pick in (RANDOM, OF_TWO):
@@ -254,10 +256,10 @@ def find_slot(
 def select_pair(
     finder: Finder[Request], request: Request, decode: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
-    """(prefill slot, decode slot) for a request that may be split; (NONE, slot): both phases there.
+    """(prefill slot, decode slot) of a request that may be split; (NONE, slot): not split.
 
-    `decode`: scores of all that decode; `pending_prompt`: prompt tokens that wait, of all slots and
-    without masks.
+    `decode`: scores of all slots that decode; `pending_prompt`: waiting prompt tokens of all slots,
+    unmasked.
     """
     first = find_for(finder, TO_PREFILL, request, NONE)
     second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE
@@ -266,18 +268,18 @@ def select_pair(
 
 
 def find_for(finder: Finder[Request], purpose: int, request: Request, first: int) -> int:
-    """The caller's slot for a purpose. In the simulator a function of its own stands for this one
-    (`run`), because compiled code that holds functions as values cannot be kept on disk."""
+    """The caller's slot for a purpose. The simulator replaces this function (`simulator.run`),
+    because numba cannot cache compiled code that holds functions as values."""
     return finder(purpose, request, first)
 
 
 def choose_least_pair(
     prefill: ScoreColumn, decode: ScoreColumn, mixed: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
-    """What `select_pair` gives where the least score is picked; for most requests that is all.
+    """`select_pair` for rules that pick by the least score alone: the path of most requests.
 
     `prefill`: scores of prefill instances, `decode`: of all that decode, `mixed`: of mixed
-    instances that serve a whole request.
+    instances for both phases.
     """
     first = prefill.find_least()
     second = decode.find_least() if first != NONE else NONE
@@ -286,56 +288,55 @@ def choose_least_pair(
 
 
 def settle(
-    first: int, second: int, whole: int, decode: ScoreColumn, pending_prompt: ScoreColumn
+    first: int, second: int, mixed: int, decode: ScoreColumn, pending_prompt: ScoreColumn
 ) -> tuple[int, int]:
-    """A split over slots `first` and `second`, or a mixed instance; NONE where there is none."""
-    if first == NONE or second == NONE or whole == NONE:
-        return (first, second) if second != NONE else (NONE, whole)
-    queue, queue_whole = pending_prompt.get_score(first), pending_prompt.get_score(whole)
-    if prefers_mixed(queue, decode.get_score(second), queue_whole):
-        return NONE, whole
+    """(`first`, `second`) for a split, or (NONE, `mixed`); arguments may be NONE."""
+    if first == NONE or second == NONE or mixed == NONE:
+        return (first, second) if second != NONE else (NONE, mixed)
+    queue, queue_mixed = pending_prompt.get_score(first), pending_prompt.get_score(mixed)
+    if prefers_mixed(queue, decode.get_score(second), queue_mixed):
+        return NONE, mixed
     return first, second
 
 
 def computes_short(tokens: int, pending: float, queue: float, limit: int) -> bool:
-    """Whether a decode instance computes a prompt itself, with `tokens` that are not cached there.
+    """Whether a decode instance computes a prompt itself, of which `tokens` are not cached there.
 
-    `pending`: prompt tokens that wait there already; `queue`: at the prefill instance that would
-    take it, +inf without one. Together they stay within the `limit` that `short_prompts` found, and
-    the prefill instance has more to do than this prompt.
+    True if these and the instance's `pending` prompt tokens stay within the `limit` from
+    `short_prompts`, and the prefill instance has more waiting tokens (`queue`, +inf without one)
+    than this prompt.
     """
     return tokens + pending <= limit and queue >= tokens
 
 
-def measure_backlog(pending: float, resident: float, turn: float) -> float:
-    """What waits before a request in both phases, in prompt tokens, to compare revisions.
+def measure_backlog(pending: float, resident: float, last_pick: float) -> float:
+    """Work before a request in both phases, in prompt tokens, to compare revisions.
 
-    `pending`: prompt tokens that wait at the prefill slot, `resident`: tokens held at the decode
-    slot; ties go by the last `turn`.
+    `pending`: waiting prompt tokens of the prefill slot, `resident`: tokens of the decode slot;
+    `last_pick` breaks ties.
     """
-    return pending + RESIDENT_WEIGHT * resident + turn * TIE_WEIGHT
+    return pending + RESIDENT_WEIGHT * resident + last_pick * TIE_WEIGHT
 
 
-def prefers_mixed(queue: float, decode: float, queue_whole: float) -> bool:
-    """Whether a mixed instance serves a request rather than a split.
+def prefers_mixed(queue: float, decode: float, queue_mixed: float) -> bool:
+    """Whether a mixed instance serves a request instead of a split.
 
-    `queue`, `queue_whole`: prompt tokens that wait at the prefill and at the mixed instance,
-    STALE_PENALTY added to what is in doubt; `decode`: score of the decode instance, of which that
-    alone is read. A mixed instance is taken when its prompt queue is the shorter one, which saves
-    the transfer; when equal, the split is taken because that is what the placement was planned for.
-    It is taken as well when a half of the split is in doubt (STALE_PENALTY in its scores) and the
-    mixed one is not.
+    `queue`, `queue_mixed`: waiting prompt tokens of the prefill and of the mixed instance;
+    `decode`: score of the decode instance; each includes STALE_PENALTY if the instance is stale.
+    The mixed instance is taken if its prompt queue is shorter, which saves the transfer; if equal,
+    the split is taken because the placement was planned for it. The mixed instance is also taken if
+    an instance of the split is stale and the mixed one is not.
     """
-    return queue_whole < queue - 1.0 or queue_whole < STALE_PENALTY <= decode
+    return queue_mixed < queue - 1.0 or queue_mixed < STALE_PENALTY <= decode
 
 
 def add_cell_costs(
     prefill: Scores, decode: Scores, cells: CellNumbers, weight: float, crossing: float
 ) -> Scores:
-    """`prefill` with what a prompt meets in its cell, for hand-offs that had better stay there.
+    """`prefill` scores plus the cost of decoding in the same cell, so that handoffs stay there.
 
-    Added is `weight` of the score of the cell's least decode instance; where hand-offs must leave
-    the cell (`restrict_to_cell`), that of the least of all, and `crossing`.
+    The cost is `weight` times the score of the cell's least decode instance; if handoffs must leave
+    the cell (`restrict_to_cell`), `weight` times the least of all plus `crossing`.
     """
     least = np.full(cells.size, np.inf)
     np.minimum.at(least, cells, decode)
@@ -347,21 +348,21 @@ def add_cell_costs(
 
 
 def restrict_to_cell(decode: Scores, cells: CellNumbers, slot: int) -> Scores:
-    """`decode` for hand-offs of the prefill instance at `slot`: closed outside its cell.
+    """`decode` scores for handoffs of the prefill instance at `slot`: closed outside its cell.
 
-    Not when the cell's own are all closed, or all in doubt while others are not.
+    Unchanged if the cell's slots are all closed, or all stale while others are not.
     """
     own: Scores = np.where(cells == cells[slot], decode, np.inf)
     return own if own.min() < _compute_score_limit(decode.min()) else decode
 
 
 def _compute_score_limit(least: float) -> float:
-    """What scores are below if they will do, given the least of all."""
+    """Upper bound of acceptable scores, given the least of all."""
     return STALE_PENALTY if least < STALE_PENALTY else math.inf
 
 
 def close_slots(scores: Scores, slots: list[int]) -> Scores:
-    """A copy of `scores` in which `slots` are closed as well."""
+    """A copy of `scores` in which `slots` are closed, too."""
     masked = scores.copy()
     if masked.size > 0:
         masked[slots] = np.inf

@@ -1,7 +1,7 @@
-"""Prediction of output lengths by a small classifier of length ranges. Called by the router.
+"""Predicts output lengths by a small classifier of length ranges. Called by the router.
 
-It is a decision tree, trained on features known at arrival (`traffic.length_training`). What is
-hard: it runs for every request, so it uses only lists and comparisons.
+A decision tree, trained on features known at arrival (`traffic.length_training`). What is hard: it
+runs for every request, so it uses only lists and comparisons.
 
 Source: TetriInfer, section 3.3.2, whose classifier is a language model of 125M parameters that
 reads the prompt. A gateway stores no prompts; this classifier uses two numbers.
@@ -32,20 +32,20 @@ class TreeNodes(NamedTuple):
 class RangeTree:
     """Predicts the mean output of the leaf that a request reaches; implements `LengthPredictor`.
 
-    It is the mean and not the most likely range, because dispatch adds predictions up and errors of
-    means cancel out.
+    The mean and not the most likely range, because dispatch sums predictions and errors of means
+    cancel out.
     """
 
     def __init__(self, nodes: TreeNodes) -> None:
         self._features, self._thresholds, self._below, self._above, self._tokens = nodes
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
-        """Output tokens of a request; `limit`: its own, 0: none."""
+        """Output tokens of a request; `limit`: its limit of output tokens, 0: none."""
         mean = self._tokens[self.find_leaf(prompt_tokens, limit)]
         return mean if limit == 0 or mean < limit else limit
 
     def find_leaf(self, prompt_tokens: int, limit: int = 0) -> int:
-        """The leaf that a request reaches."""
+        """Index of the leaf that a request reaches."""
         at = 0
         while below := self._below[at]:
             value = prompt_tokens if self._features[at] == PROMPT_TOKENS else limit

@@ -1,4 +1,4 @@
-"""Prediction of output lengths from completed requests. Called by the router, by engines and by the
+"""Predicts output lengths from completed requests. Called by the router, by engines and by the
 simulator.
 
 What is hard: a prediction must be unbiased, otherwise the errors of a batch add up instead of
@@ -15,22 +15,22 @@ _CLASSES = 24
 _DECAY = 1 - 1 / 2000
 """Decay: about the last 2,000 requests of a class count."""
 _UPDATE_EVERY = 32
-"""Number of requests between two updates of the means."""
+"""Requests between two updates of the means."""
 _PRIOR_WEIGHT = 8.0
 """Weight of the overall mean in the mean of a class, in requests."""
 
 _SHORTEST_STEP_MS = 1e-3
-"""Of a decode pass, so that progress stays finite."""
+"""Lower bound of a decode iteration, so that progress stays finite."""
 
 
 class LengthPredictor(Protocol):
     """Predicts output lengths."""
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
-        """Output tokens of a request; `limit`: its own, 0: none."""
+        """Output tokens of a request; `limit`: its limit of output tokens, 0: none."""
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has ended by itself with that many output tokens."""
+        """Record a request that ended by itself with `output_tokens`."""
 
 
 class ConditionalMean:
@@ -44,13 +44,13 @@ class ConditionalMean:
         self._classes = [_DecayedOutputs() for _ in range(_CLASSES)]
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
-        """Output tokens of a request; `limit`: its own, 0: none."""
+        """Output tokens of a request; `limit`: its limit of output tokens, 0: none."""
         length = prompt_tokens.bit_length()
         mean = self._means[length if length < _CLASSES else -1]
         return mean if limit == 0 or mean < limit else limit
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has ended by itself with that many output tokens."""
+        """Record a request that ended by itself with `output_tokens`."""
         self._overall.add(output_tokens)
         self._classes[_find_class(prompt_tokens)].add(output_tokens)
         self._num_completed += 1
@@ -64,7 +64,7 @@ class ConditionalMean:
 
 
 def estimate_remaining(predicted: float, generated: float) -> float:
-    """Predicted output still to come of a request that has generated `generated` tokens.
+    """Predicted remaining output of a request that has generated `generated` tokens.
 
     A request beyond its prediction is assumed to need as much again: outputs have long tails.
     """
@@ -72,10 +72,10 @@ def estimate_remaining(predicted: float, generated: float) -> float:
 
 
 def guess_progress(output_tokens: float, decoding_ms: float, step_ms: float) -> tuple[float, float]:
-    """(tokens made, tokens to come) of a request of which a router knows no more than that it
-    decodes for `decoding_ms`, at `step_ms` a pass."""
-    made = decoding_ms / max(step_ms, _SHORTEST_STEP_MS)
-    return made, estimate_remaining(output_tokens, made)
+    """(generated tokens, remaining tokens) of a request, estimated by a router that knows only how
+    long it has decoded: `decoding_ms`, at `step_ms` per iteration."""
+    generated = decoding_ms / max(step_ms, _SHORTEST_STEP_MS)
+    return generated, estimate_remaining(output_tokens, generated)
 
 
 class _DecayedOutputs:

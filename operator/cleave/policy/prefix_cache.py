@@ -1,8 +1,8 @@
-"""Which instances have probably cached the prefix of a prompt: a bounded estimate for each.
+"""Estimates which instances have cached the prefix of a prompt, in bounded memory.
 
-Called by the router for the policy PrefixAware. What is hard: a gateway sees text, engines cache
-blocks of tokens and do not report evictions; so text is cut into blocks with chained hashes, and
-for each instance the latest blocks are remembered, as many as its KV cache can hold. Hashing text
+Called by the router for the policy PrefixAware. What is hard: a gateway has text, engines cache
+blocks of tokens and do not report evictions. So text is split into blocks with chained hashes, and
+the index keeps the latest blocks of each instance, as many as its KV cache can hold. Hashing text
 takes a few microseconds; tokenizing would cost more than all other work of the gateway.
 """
 
@@ -15,16 +15,16 @@ from cleave.policy.dispatch import NONE, Scores, find_least
 BLOCK_BYTES = 512
 """Bytes of text per block."""
 TOKENS_PER_BLOCK = 128
-"""Approximate tokens per block: eight blocks of an engine's cache."""
+"""Approximate tokens per block: eight blocks of vLLM's KV cache."""
 _MAX_BLOCKS = 256
-"""Limit per prompt; text beyond 128 KiB is hardly ever shared."""
+"""Blocks per prompt; text beyond 128 KiB is hardly ever shared."""
 
 
 def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
     """Chained hashes: one for each full block of `text` together with all text before it.
 
-    `adapter`: key of the adapter that computes the KV; 0: the base model.
-    The hashes have 32 bits: a collision only leads to a pick that is not the best one.
+    `adapter`: key of the adapter that computes the KV; 0: the base model. Hashes have 32 bits: a
+    collision only leads to a suboptimal pick.
     """
     hashes: list[int] = []
     chained = adapter
@@ -36,7 +36,7 @@ def hash_blocks(text: bytes | memoryview, adapter: int = 0) -> list[int]:
 
 
 class PrefixIndex:
-    """Which holders have probably cached which blocks. A holder is the boot ID of an engine."""
+    """Which holders probably cache which blocks. A holder is the boot ID of an engine."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[str]] = {}

@@ -1,13 +1,13 @@
-"""How many prompt tokens an iteration takes. Called by the simulator and the emulated engine.
+"""How many prompt tokens an iteration computes. Called by the simulator and the emulated engine.
 
 Plain arithmetic, the subset that numba compiles; standard library only.
 """
 
 
 def compute_chunk_size(remaining_tokens: int, budget: int) -> int:
-    """Size of the next chunk of a prompt with `remaining_tokens` tokens to compute.
+    """Tokens of the next chunk of a prompt with `remaining_tokens` tokens to compute.
 
-    `budget`: tokens for which the iteration has room (Sarathi-Serve; vLLM's max_num_batched_tokens;
+    `budget`: tokens left in the iteration (Sarathi-Serve; vLLM's max_num_batched_tokens;
     TetriInfer's ChunkSize, section 3.3.3).
     """
     return min(remaining_tokens, budget)

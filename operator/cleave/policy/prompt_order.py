@@ -26,7 +26,7 @@ class PrefillOrder(IntEnum):
 def sort_prompts(
     requests: "NDArray[np.int64] | list[int]", tokens: "NDArray[np.int64] | list[int]", order: int
 ) -> None:
-    """Sort `requests` and their prompt lengths by `order`, in position; the sort is stable.
+    """Sort `requests` and their prompt lengths `tokens` by `order`, in place and stably.
 
     Two arrays of equal length, oldest first: one PrefillSchedBatch.
     """

@@ -17,16 +17,18 @@ SINGLE_ROUTER_FACTOR = 5
 """Factor on the interval of reports to a single router."""
 
 
-def choose_report_interval_ms(asked_ms: int, routers: int) -> int:
-    """Interval of reports to one of `routers` routers; 0 routers: the client sends no requests.
+def choose_report_interval_ms(requested_ms: int, routers: int) -> int:
+    """Interval of reports to one of `routers` routers; 0: the client sends no requests.
+
+    `requested_ms`: the interval that the client requested.
 
     A single router accounts for all requests itself and dispatches equally well without reports
     (benchmarks/dispatch); it needs them only for free blocks and to detect stalled engines.
     """
     return (
-        max(asked_ms, min(SINGLE_ROUTER_FACTOR * asked_ms, MAX_INTERVAL_MS))
+        max(requested_ms, min(SINGLE_ROUTER_FACTOR * requested_ms, MAX_INTERVAL_MS))
         if routers == 1
-        else asked_ms
+        else requested_ms
     )
 
 
@@ -75,7 +77,7 @@ def add_completion(sums: RegressionSums, tokens: float, ms: float) -> Regression
 
     Prompts of one iteration complete together, and all but the first seem to take no time. The
     regression is over iterations, so such a prompt is merged into the latest iteration:
-    1. remove that iteration's terms from the sums; 2. add the terms of the merged iteration.
+    1. remove that iteration's summands from the sums; 2. add those of the merged iteration.
     """
     iterations, prompts, all_tokens, inverses, all_ms, rates, squares, last_tokens, last_ms = sums
     total, total_ms = tokens, ms
@@ -107,9 +109,8 @@ def fit_prompt_times(sums: RegressionSums) -> tuple[float, float, float]:
     errors is proportional to the tokens, so that short prompts determine the fixed part. One
     iteration that takes no time is added: if all prompts have the same length, the fixed part is 0.
     2. The upper estimate adds `ERROR_MARGIN` times the unexplained deviation, which comes mostly
-       from
-    wrong lengths: nothing is known about the rest of a prompt that is overdue, so that an estimate
-    that is too late is better than one that is too early.
+    from wrong lengths. Nothing is known about the rest of an overdue prompt, so an estimate that is
+    too late is better than one that is too early.
     """
     iterations, prompts, tokens, inverses, ms, rates, squares, _, _ = sums
     spread = inverses * tokens + iterations - iterations * iterations
@@ -127,9 +128,9 @@ def fit_prompt_times(sums: RegressionSums) -> tuple[float, float, float]:
 class PrefillQueueModel:
     """How fast an instance computes prompts, and when it started the first one of its queue.
 
-    What is hard: a prompt that is half computed still counts in full in the accounting; dispatch by
-    pending tokens is therefore a third worse than by remaining work (benchmarks/dispatch). The time
-    since the last completion shows how much of the first prompt is computed.
+    What is hard: a partly computed prompt counts in full in the accounting, so dispatch by pending
+    tokens is a third worse than by remaining work (benchmarks/dispatch). The time since the last
+    completion shows how much of the first prompt is computed.
     """
 
     __slots__ = ("_sums", "head_started_ms", "prompt_ms", "token_ms", "upper_token_ms")
@@ -145,7 +146,7 @@ class PrefillQueueModel:
         """Upper estimate of `token_ms`, by which queues are compared."""
 
     def observe_completion(self, tokens: float, now_ms: float, remote_tokens: float = 0.0) -> float:
-        """A prompt with `tokens` tokens completed and the next one starts; ms that it took.
+        """Record that a prompt of `tokens` tokens completed and the next one starts; its ms.
 
         `remote_tokens`: pending tokens of other routers; with any, the time is not attributed to
         the prompt.

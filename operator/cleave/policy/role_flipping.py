@@ -1,14 +1,14 @@
 """Role flipping: which instance changes its role, and to which role.
 
-Called once a second by a router's pool manager, and by the simulator, which compiles it. The home
-of an instance is its configured role; its role is what it serves now. An instance first flips to
-MIXED, which takes requests of both phases beside its own work, so that the flip costs little; it
-flips to the opposite role, or back to its home, only under stricter conditions.
+Called once a second by a router's pool manager, and by the simulator, which compiles it. An
+instance has a configured role and a current role. It first flips to MIXED, which takes requests of
+both phases beside its own work, so that the flip costs little; it flips to the opposite role, or
+back to its configured role, only under stricter conditions.
 
-What is hard: not to flap. Periodic traffic of any period would drive a plain threshold from side to
-side. So pressure must last for `rise_ms` before a flip, relief must last for the longer `calm_ms`
-before a flip back, and each flip within `BACKOFF_RESET_MS` of the last one doubles the minimal time
-until the flip back, up to `MAX_MIN_FLIP_MS`. That bounds the number of flips per hour.
+What is hard: to avoid flapping. Periodic traffic of any period would make a plain threshold
+oscillate. So pressure must last for `rise_ms` before a flip, relief must last for the longer
+`calm_ms` before a flip back, and each flip within `BACKOFF_RESET_MS` of the last one doubles the
+minimal time until the flip back, up to `MAX_MIN_FLIP_MS`. That bounds the number of flips per hour.
 
 Sources: Splitwise, section IV-A (own pool, mixed pool, opposite pool; identity kept, back when
 drained); TetriInfer, section 3.5 (an instance under a tenth of its load for a minute is flipped).
@@ -50,9 +50,9 @@ MEMBER = np.dtype(
         ("since_ms", np.float64),  # when it took its role
         ("min_flip_ms", np.float64),  # minimal time until it flips back
         ("idle_ms", np.float64),  # since when it is idle in its configured role; inf: it is not
-        ("configured_role", np.int64),  # its configured role
+        ("configured_role", np.int64),
         ("role", np.int64),
-        ("is_open", np.int64),  # whether it takes requests at all
+        ("is_open", np.int64),  # whether it accepts requests
     ]
 )
 """One instance. The caller fills in all fields but the three times, which this module updates."""
@@ -76,7 +76,7 @@ class FlipThresholds(NamedTuple):
     calm_ms: float = 5_000.0
     """How long relief must last before a flip back."""
     idle_ms: float = 60_000.0
-    """After being idle for this time a flipped instance takes the opposite role (TetriInfer)."""
+    """Idle time after which a MIXED instance takes the opposite role (TetriInfer)."""
     min_prefill: int = 1
     """Number of instances that always stay in the prefill role."""
     min_decode: int = 1
@@ -91,9 +91,9 @@ def build_thresholds(ttft_ms: float, min_prefill: int = 1, min_decode: int = 1) 
 
 def build_pressure_history() -> PressureHistory:
     """The initial PRESSURE_HISTORY records, one for prefill and one for decode."""
-    watch = np.zeros(2, PRESSURE_HISTORY)
-    watch["high_since_ms"] = watch["low_since_ms"] = math.inf
-    return watch
+    history = np.zeros(2, PRESSURE_HISTORY)
+    history["high_since_ms"] = history["low_since_ms"] = math.inf
+    return history
 
 
 def build_members(count: int) -> Members:
@@ -104,60 +104,68 @@ def build_members(count: int) -> Members:
 
 
 def decide(
-    members: Members, watch: PressureHistory, terms: FlipThresholds, now_ms: float
+    members: Members, history: PressureHistory, thresholds: FlipThresholds, now_ms: float
 ) -> tuple[int, int]:
     """(slot, its new role), or (NONE, NONE); the caller records an executed flip with
     `record_role`.
 
     At most one flip at a time: the next decision sees its effect. `members` holds one MEMBER for
-    each instance, `watch` one PRESSURE_HISTORY for prefill and one for decode; the times in both
+    each instance, `history` one PRESSURE_HISTORY for prefill and one for decode; the times in both
     are updated.
     In this order: 1. flip an instance back; 2. give an idle flipped instance the opposite role;
     3. flip the least loaded instance of the other side to MIXED.
     """
     for side in range(2):
-        history = watch[side]
-        is_high = 1.0 < compute_pressure(members, side, terms, True) < math.inf
-        is_low = compute_pressure(members, side, terms, False) < LOW_PRESSURE
-        history["high_since_ms"] = min(history["high_since_ms"], now_ms) if is_high else math.inf
-        history["low_since_ms"] = min(history["low_since_ms"], now_ms) if is_low else math.inf
-    _update_idle(members, terms, now_ms)
-    slot = _find_member_to_return(members, watch, terms, now_ms)
+        side_history = history[side]
+        is_high = 1.0 < compute_pressure(members, side, thresholds, True) < math.inf
+        is_low = compute_pressure(members, side, thresholds, False) < LOW_PRESSURE
+        side_history["high_since_ms"] = (
+            min(side_history["high_since_ms"], now_ms) if is_high else math.inf
+        )
+        side_history["low_since_ms"] = (
+            min(side_history["low_since_ms"], now_ms) if is_low else math.inf
+        )
+    _update_idle(members, thresholds, now_ms)
+    slot = _find_member_to_return(members, history, thresholds, now_ms)
     if slot != NONE:
         return slot, members[slot]["configured_role"]
     for side in range(2):
-        if watch[side]["high_since_ms"] > now_ms - terms.rise_ms:
+        if history[side]["high_since_ms"] > now_ms - thresholds.rise_ms:
             continue
-        slot = _find_idle_member(members, watch, terms, side, now_ms)
+        slot = _find_idle_member(members, history, thresholds, side, now_ms)
         if slot != NONE:
             return slot, side
-        if watch[1 - side]["high_since_ms"] == math.inf:
-            slot = _find_member_to_flip(members, terms, 1 - side)
+        if history[1 - side]["high_since_ms"] == math.inf:
+            slot = _find_member_to_flip(members, thresholds, 1 - side)
             if slot != NONE:
                 return slot, MIXED
     return NONE, NONE
 
 
 def compute_next_check_ms(
-    members: Members, watch: PressureHistory, terms: FlipThresholds, now_ms: float
+    members: Members, history: PressureHistory, thresholds: FlipThresholds, now_ms: float
 ) -> float:
-    """The earliest time at which `decide` may return another result if no request comes or ends.
+    """The earliest time at which `decide` may return another result if no request arrives or ends.
 
     The simulator calls this after a decision of NONE to skip checks. It assumes that waiting
     prompts advance and nothing else changes. inf: the result will never change.
     """
     soonest = math.inf
     for side in range(2):
-        history = watch[side]
-        soonest = min(soonest, _skip_past(history["high_since_ms"] + terms.rise_ms, now_ms))
-        soonest = min(soonest, _skip_past(history["low_since_ms"] + terms.calm_ms, now_ms))
+        side_history = history[side]
+        soonest = min(
+            soonest, _skip_past(side_history["high_since_ms"] + thresholds.rise_ms, now_ms)
+        )
+        soonest = min(
+            soonest, _skip_past(side_history["low_since_ms"] + thresholds.calm_ms, now_ms)
+        )
     for i in range(len(members)):
         member = members[i]
         idle_since_ms = max(member["idle_ms"], member["since_ms"])
-        soonest = min(soonest, _skip_past(idle_since_ms + terms.idle_ms, now_ms))
+        soonest = min(soonest, _skip_past(idle_since_ms + thresholds.idle_ms, now_ms))
         soonest = min(soonest, _skip_past(member["since_ms"] + member["min_flip_ms"], now_ms))
         for share in (0.0, IDLE_LOAD, LOW_PRESSURE, 1.0):
-            above_ms = member["wait_ms"] - share * terms.wait_ms
+            above_ms = member["wait_ms"] - share * thresholds.wait_ms
             if member["wait_ms"] > 0.0 and above_ms >= 0.0:
                 soonest = min(soonest, now_ms + above_ms)
     return soonest
@@ -166,7 +174,8 @@ def compute_next_check_ms(
 def return_flipped(members: Members, now_ms: float) -> tuple[int, int]:
     """(slot, its configured role), or (NONE, NONE): the flip back if flipping is off.
 
-    It waits for `MAX_FLIP_MS`: two managers may disagree briefly, and users may set roles manually.
+    It waits for `MAX_FLIP_MS`, because two managers may disagree briefly and users may set roles
+    manually.
     """
     for i in range(len(members)):
         member = members[i]
@@ -198,26 +207,30 @@ def compute_computed_share(claimed: float, pending: float) -> float:
     return max(1.0 - pending / claimed, 0.0) if claimed > 0.0 else 1.0
 
 
-def compute_pressure(members: Members, side: int, terms: FlipThresholds, lent: bool) -> float:
+def compute_pressure(
+    members: Members, side: int, thresholds: FlipThresholds, with_flipped: bool
+) -> float:
     """Load of the least loaded instance for prefill (0) or decode (1), 1 being the threshold.
 
-    inf when no instance serves this side; then none is flipped to it. Without `lent`, flipped
-    instances of the other side do not count: they are empty at first, which relieves nobody yet.
+    inf when no instance serves this side; then none is flipped to it. Without `with_flipped`,
+    flipped instances of the other side do not count: they start empty, which is no relief yet.
     """
     least = math.inf
     for i in range(len(members)):
         member = members[i]
         if not member["is_open"] or member["role"] == 1 - side:
             continue
-        if lent or member["configured_role"] != 1 - side:
-            least = min(least, _compute_load(member, side, terms))
+        if with_flipped or member["configured_role"] != 1 - side:
+            least = min(least, _compute_load(member, side, thresholds))
     return least
 
 
-def _compute_load(member: Members, side: int, terms: FlipThresholds) -> float:
+def _compute_load(member: Members, side: int, thresholds: FlipThresholds) -> float:
     """Load of one instance for one side, relative to the threshold."""
     return float(
-        member["wait_ms"] / terms.wait_ms if side == PREFILL else member["use"] / terms.full_usage
+        member["wait_ms"] / thresholds.wait_ms
+        if side == PREFILL
+        else member["use"] / thresholds.full_usage
     )
 
 
@@ -226,41 +239,44 @@ def _skip_past(at_ms: float, now_ms: float) -> float:
     return at_ms if at_ms > now_ms - 1.0 else math.inf
 
 
-def _update_idle(members: Members, terms: FlipThresholds, now_ms: float) -> None:
+def _update_idle(members: Members, thresholds: FlipThresholds, now_ms: float) -> None:
     for i in range(len(members)):
         member = members[i]
-        is_idle = _compute_load(member, member["configured_role"], terms) < IDLE_LOAD
+        is_idle = _compute_load(member, member["configured_role"], thresholds) < IDLE_LOAD
         member["idle_ms"] = min(member["idle_ms"], now_ms) if is_idle else math.inf
 
 
 def _find_member_to_return(
-    members: Members, watch: PressureHistory, terms: FlipThresholds, now_ms: float
+    members: Members, history: PressureHistory, thresholds: FlipThresholds, now_ms: float
 ) -> int:
-    """A flipped instance that may flip back: no longer needed there, or needed in its home."""
+    """A flipped instance that may flip back: no longer needed, or needed in its configured role."""
     for i in range(len(members)):
         member = members[i]
-        home, role = member["configured_role"], member["role"]
-        if role == home or home == MIXED or not member["is_open"]:
+        configured_role, role = member["configured_role"], member["role"]
+        if role == configured_role or configured_role == MIXED or not member["is_open"]:
             continue
         if now_ms - member["since_ms"] < member["min_flip_ms"]:
             continue
-        is_done = watch[1 - home][
+        is_done = history[1 - configured_role][
             "low_since_ms"
-        ] <= now_ms - terms.calm_ms and not _has_foreign_work(member)
-        # Only in the opposite role it does nothing for its home; a MIXED instance already helps.
-        is_missed = role == 1 - home and watch[home]["high_since_ms"] <= now_ms - terms.rise_ms
+        ] <= now_ms - thresholds.calm_ms and not _has_foreign_work(member)
+        # In the opposite role it does not serve its configured role; a MIXED instance already does.
+        is_missed = (
+            role == 1 - configured_role
+            and history[configured_role]["high_since_ms"] <= now_ms - thresholds.rise_ms
+        )
         if is_done or is_missed:
             return i
     return NONE
 
 
 def _has_foreign_work(member: Members) -> bool:
-    """Whether prompts still wait at a decode instance that is about to flip back."""
+    """Whether prompts still wait at a flipped decode instance."""
     return bool(member["wait_ms"] > 0.0) if member["configured_role"] == DECODE else False
 
 
 def _find_idle_member(
-    members: Members, watch: PressureHistory, terms: FlipThresholds, side: int, now_ms: float
+    members: Members, history: PressureHistory, thresholds: FlipThresholds, side: int, now_ms: float
 ) -> int:
     """A MIXED instance of the other side that has long been idle there, if others remain."""
     idle, remaining = NONE, 0
@@ -268,13 +284,16 @@ def _find_idle_member(
         member = members[i]
         if member["is_open"] and member["role"] != side:
             remaining += 1
-            is_lent = member["configured_role"] == 1 - side and member["role"] == MIXED
-            if is_lent and max(member["idle_ms"], member["since_ms"]) <= now_ms - terms.idle_ms:
+            is_flipped = member["configured_role"] == 1 - side and member["role"] == MIXED
+            if (
+                is_flipped
+                and max(member["idle_ms"], member["since_ms"]) <= now_ms - thresholds.idle_ms
+            ):
                 idle = i
-    return idle if remaining > 1 and watch[1 - side]["low_since_ms"] < math.inf else NONE
+    return idle if remaining > 1 and history[1 - side]["low_since_ms"] < math.inf else NONE
 
 
-def _find_member_to_flip(members: Members, terms: FlipThresholds, side: int) -> int:
+def _find_member_to_flip(members: Members, thresholds: FlipThresholds, side: int) -> int:
     """The least loaded instance in its configured role `side`, if enough of them remain."""
     best, least, count = NONE, math.inf, 0
     for i in range(len(members)):
@@ -282,8 +301,8 @@ def _find_member_to_flip(members: Members, terms: FlipThresholds, side: int) -> 
         if not member["is_open"] or member["role"] != side or member["configured_role"] != side:
             continue
         count += 1
-        busy = _compute_load(member, side, terms)
-        if busy < least:
-            best, least = i, busy
-    spared = terms.min_prefill if side == PREFILL else terms.min_decode
-    return best if count > spared else NONE
+        load = _compute_load(member, side, thresholds)
+        if load < least:
+            best, least = i, load
+    minimum = thresholds.min_prefill if side == PREFILL else thresholds.min_decode
+    return best if count > minimum else NONE

@@ -1,7 +1,7 @@
-"""Which instance a session, an adapter or a computed prompt keeps a request to, for the router.
+"""Pins sessions, adapters and computed prompts to instances. Called by the router.
 
 Rendezvous hashing: the instance with the highest hash of both names. All gateways compute the same
-instance without communication, and when instances come or go only their own sessions move.
+instance without communication, and when instances are added or removed only their sessions move.
 """
 
 from zlib import crc32
@@ -14,8 +14,8 @@ from cleave.policy.dispatch import NONE, TO_DECODE, TO_PREFILL, Scores, find_lea
 Keys = NDArray[np.uint64]
 
 ADAPTER_TOKENS = 2_048.0
-"""How many more tokens may wait, or be held, where an adapter is than elsewhere: about what it
-takes to bring one to another instance."""
+"""How many more tokens an instance with the adapter may have pending or resident than others: about
+the cost of loading the adapter on another instance."""
 
 _MIX_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MIX_SHIFT = np.uint64(32)
@@ -26,10 +26,10 @@ def to_key(name: str | bytes) -> int:
     return crc32(name.encode() if isinstance(name, str) else name)
 
 
-def find_session_instance(scores: Scores, keys: Keys, session: int, worth: float) -> int:
+def find_session_instance(scores: Scores, keys: Keys, session: int, margin: float) -> int:
     """Slot of the session's instance; NONE when all are closed.
 
-    `keys`: keys of the instances, one per score. `worth`: instances whose score exceeds the least
+    `keys`: keys of the instances, one per score. `margin`: instances whose score exceeds the least
     one by more than this are not considered; it is the most that a cache hit can save, the tokens
     of the prompt.
     """
@@ -39,7 +39,7 @@ def find_session_instance(scores: Scores, keys: Keys, session: int, worth: float
     mixed = (keys ^ np.uint64(session)) * _MIX_MULTIPLIER
     mixed = (mixed ^ (mixed >> _MIX_SHIFT)) * _MIX_MULTIPLIER
     mixed >>= _MIX_SHIFT
-    mixed[scores > scores[least] + worth] = 0
+    mixed[scores > scores[least] + margin] = 0
     return int(mixed.argmax())
 
 
@@ -52,11 +52,11 @@ def find_attached(
     adapter: int | None,
     prompt_tokens: int,
 ) -> int:
-    """Slot that a request's session or adapter keeps it to; NONE: neither does, or all are closed.
+    """Slot to which a request's session or adapter is pinned; NONE: not pinned, or all are closed.
 
-    `purpose`: TO_PREFILL, TO_DECODE or TO_WHOLE. A session is kept where its prompt is computed.
-    What coming back costs is the queue of prompts there, `pending_prompt` tokens, whatever the
-    scores count; only an adapter that decodes as well is compared by `scores`.
+    `purpose`: TO_PREFILL, TO_DECODE or TO_WHOLE. A session is pinned to the instance that computes
+    its prompts. The cost of returning to it is its prompt queue, so slots are compared by
+    `pending_prompt` tokens; only an adapter that also decodes there is compared by `scores`.
     """
     if session is not None and purpose != TO_DECODE:
         return find_session_instance(_mask(pending_prompt, scores), keys, session, prompt_tokens)
@@ -67,10 +67,9 @@ def find_attached(
 
 
 def goes_back(queue: float, queue_elsewhere: float, cached_tokens: float) -> bool:
-    """Whether a prompt goes back to where `cached_tokens` of it were computed.
+    """Whether a prompt returns to the instance that has cached `cached_tokens` of it.
 
-    As `find_session_instance` weighs it: the queue there may be longer by what need not be computed
-    there.
+    As in `find_session_instance`, its `queue` may be longer than others by the cached tokens.
     """
     return queue <= queue_elsewhere + cached_tokens
 

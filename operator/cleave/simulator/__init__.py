@@ -1,1 +1,1 @@
-"""A discrete-event simulation of instances and fleets, compiled."""
+"""A compiled discrete-event simulation of instances and fleets."""

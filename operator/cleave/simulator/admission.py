@@ -42,14 +42,14 @@ def has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
 
 
 def _predict_remaining(inst: Record, r: int, state: State, generated: int) -> int:
-    """Predicted output tokens still to come of a request that has generated `generated` tokens."""
+    """Predicted remaining output tokens of a request that has generated `generated` tokens."""
     request = get_request(state, r)
-    most = inst.blocks * inst.block - request.prompt - generated + 1
-    return min(int(estimate_remaining(request.predicted, generated)), most)
+    limit = inst.blocks * inst.block - request.prompt - generated + 1
+    return min(int(estimate_remaining(request.predicted, generated)), limit)
 
 
 def _find_shortest_remaining(state: State, inst: Record, s: int) -> int:
-    """Predicted output tokens still to come of the member of slot `s` that ends first."""
+    """Predicted remaining output tokens of the member of slot `s` that ends first."""
     slot = get_slot(state, s)
     top = s * state.heap_size
     if not state.is_predicted:
@@ -71,25 +71,25 @@ def _compute_future_peak(state: State, s: int, used: int, remaining: int) -> flo
     while r != NONE:
         size += 1
         r = get_request(state, r).next
-    tokens, rest = get_scratch(state, 0, size), get_scratch(state, size, size)
+    tokens, remaining_tokens = get_scratch(state, 0, size), get_scratch(state, size, size)
     tokens[0] = used
-    rest[0] = remaining - 1
+    remaining_tokens[0] = remaining - 1
     at = 1
     r = slot.first_prompt
     while r != NONE:
         request = get_request(state, r)
         tokens[at] = request.prompt + request.generated
-        rest[at] = request.output - request.generated - 1
+        remaining_tokens[at] = request.output - request.generated - 1
         r = request.next
         at += 1
     for index in range(slot.batch):
         request = get_request(
             state, get_heap_key(state, s * state.heap_size + index).value & 0xFFFFFFFF
         )
-        rest[at] = request.end_step - slot.steps - 1
-        tokens[at] = request.prompt + request.output - 1 - rest[at]
+        remaining_tokens[at] = request.end_step - slot.steps - 1
+        tokens[at] = request.prompt + request.output - 1 - remaining_tokens[at]
         at += 1
-    return find_peak(tokens, rest)
+    return find_peak(tokens, remaining_tokens)
 
 
 def may_admit_later(state: State, i: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the next iteration of a micro-batch computes, by batching policy. Compiled.
+"""Forms the next iteration of a micro-batch, by batching policy. Compiled.
 
 `form_batch` is called between iterations, as an engine's scheduler is. What is hard: VLLM has to
 schedule the same requests as the emulated engine's scheduler, in this order and under one token
@@ -125,7 +125,7 @@ def _batch_prompts(state: State, i: int, s: int, now: float, begin: float) -> bo
 
 
 def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> None:
-    """Add waiting prompts to the iteration, unchunked, as many as the policy allows."""
+    """Add waiting prompts to the iteration, unchunked, as far as the policy allows."""
     inst, slot = get_instance(state, i), get_slot(state, s)
     limit = inst.max_tokens
     if inst.batching != Batching.PREFILL_FIRST and inst.batching != Batching.LIGHTLLM:
@@ -172,10 +172,10 @@ def _pop_waiting(state: State, i: int, queue: int) -> None:
     else:
         request.decode = i
     # Another instance may have room for the new head of the queue.
-    hand_offs = 2 * state.num_instances + 1
+    handoffs = 2 * state.num_instances + 1
     if get_queue(state, queue).size > 0:
-        state.offered |= HANDOFFS if queue == hand_offs else PROMPTS
-    elif get_queue(state, hand_offs + 1).size > 0:
+        state.offered |= HANDOFFS if queue == handoffs else PROMPTS
+    elif get_queue(state, handoffs + 1).size > 0:
         # Mixed instances take prompts once no handoffs wait.
         state.offered |= PROMPTS
 

@@ -2,8 +2,8 @@
 
 Called by `run`. What is hard: the same functions run uncompiled in the router and in engines, so
 they cannot be decorated; they are cloned instead, with compiled clones in place of the functions
-that they call. And numba's cache on disk notices changes only in the file of the outermost
-function, so the cache lies in a folder named by a hash of all sources involved.
+that they call. And numba's cache on disk detects changes only in the file of the outermost
+function, so the cache folder is named by a hash of all sources involved.
 """
 
 import dis
@@ -21,15 +21,15 @@ from typing import Any
 Function = Callable[..., Any]
 
 _MAX_VERSIONS = 4
-"""Versions whose machine code stays in the cache."""
+"""Number of versions whose machine code stays in the cache."""
 _FOLDER = "cleave-simulator"
 
 
 def compile_function(function: Function, replacements: dict[Function, Any]) -> Function:
     """A compiled `function`, from the cache or compiled at its first call.
 
-    `replacements`: replacements for some of the functions that it calls, compiled or plain.
-    All called functions must be in numba's subset of Python and take only types that numba knows.
+    `replacements`: for some of the functions that it calls, compiled or plain. All called functions
+    must be in numba's subset of Python and take only types that numba supports.
     """
     import numba
 
@@ -40,10 +40,10 @@ def compile_function(function: Function, replacements: dict[Function, Any]) -> F
         for name in _find_globals(inner):
             called = names.get(name)
             if isinstance(called, FunctionType) and called.__module__.startswith("cleave."):
-                stands_in = clones.get(called, called)
-                if isinstance(stands_in, FunctionType):
-                    inner_clone = clone(stands_in, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-                    clones[called] = clones[stands_in] = inner_clone
+                replacement = clones.get(called, called)
+                if isinstance(replacement, FunctionType):
+                    inner_clone = clone(replacement, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+                    clones[called] = clones[replacement] = inner_clone
                 names[name] = clones[called]
         copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         copy.__module__ = inner.__module__

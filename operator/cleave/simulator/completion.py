@@ -35,9 +35,9 @@ def complete_iterations(state: State, i: int, s: int, now: float) -> None:
 
 
 def notify_instance(state: State, i: int, now: float) -> None:
-    """Make instance `i` look for new work as soon as its current iterations allow."""
+    """Make instance `i` schedule new work as soon as its current iterations allow."""
     inst = get_instance(state, i)
-    # With one stage nothing else can start during the leap, so its end accounts for it.
+    # With one stage nothing else can start during the leap, so it is accounted for at its end.
     interrupt_leap(state, i, now, inst.stages > 1)
     wake_instance(state, i, now)
 
@@ -63,7 +63,7 @@ def interrupt_leap(state: State, i: int, now: float, is_accounted: bool) -> None
 
 
 def _account_iterations(state: State, i: int, s: int, iterations: int, now: float) -> None:
-    """Account for the first `iterations` of a leap, whose memory other events now see."""
+    """Account for the first `iterations` of a leap, so that other events use its current memory."""
     slot, inst = get_slot(state, s), get_instance(state, i)
     slot.iterations = iterations
     inst.busy += compute_busy_ms(inst, slot)

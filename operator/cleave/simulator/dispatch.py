@@ -1,8 +1,8 @@
-"""Which instances take a request, with the router's own accounting and decisions. Compiled.
+"""Which instances take a request, with the router's accounting and decisions. Compiled.
 
-What is hard: the router counts a request from the moment it is placed, not from the moment it is
-computed, so load is counted here as `cleave.router` counts it: prompt tokens until the prompt
-is answered, prompt and output tokens of what decodes until it ends.
+What is hard: the router counts a request from the moment it is dispatched, not from the moment it
+is computed, so load is counted here as in `cleave.router`: prompt tokens until the first token;
+prompt and output tokens of a decode instance's requests until they end.
 """
 
 from cleave.policy.best_fit import compute_context_weight
@@ -90,7 +90,7 @@ def _add_load(state: State, r: int) -> None:
 
 
 def _link_assigned(state: State, r: int) -> None:
-    """Request `r` joins the list of those that its decode instance has or will have."""
+    """Add request `r` to the list of requests assigned to its decode instance."""
     request = get_request(state, r)
     inst = get_instance(state, request.decode)
     inst.weighted_context += compute_context_weight(request.prompt, request.predicted, state.gamma)
@@ -105,7 +105,7 @@ def _link_assigned(state: State, r: int) -> None:
 
 
 def remove_prompt_load(state: State, r: int) -> None:
-    """The prompt of request `r` is answered."""
+    """Remove the prompt of request `r` from the load: it is computed."""
     if state.is_deferred:
         return
     request = get_request(state, r)
@@ -147,7 +147,7 @@ def remove_prompt_load(state: State, r: int) -> None:
 
 
 def remove_resident_load(state: State, r: int) -> None:
-    """Request `r` has ended."""
+    """Remove request `r`, which has ended, from the load of its decode instance."""
     request = get_request(state, r)
     if state.is_deferred or request.decode == NONE:
         return
@@ -168,7 +168,7 @@ def remove_resident_load(state: State, r: int) -> None:
 
 
 def update_scores(state: State, i: int) -> None:
-    """Set what the columns show of an instance, as the router's board does."""
+    """Recompute the scores of an instance, as the router does."""
     inst, count = get_instance(state, i), state.num_instances
     first, total = score_instance(
         state.counts,

@@ -5,7 +5,7 @@ from cleave.simulator.records import NONE, State
 
 
 def wake_instance(state: State, i: int, now: float) -> None:
-    """Make instance `i` look for work at `now` if it has an idle slot."""
+    """Schedule a wake-up of instance `i` at `now` if it has an idle slot."""
     inst = get_instance(state, i)
     if inst.in_flight < inst.stages:
         inst.wake = now

@@ -31,13 +31,13 @@ from cleave.simulator.transfers import end_pull, pop_pull
 def run_events(rows: Records) -> None:
     """Serve all requests; `rows` holds one STATE.
 
-    Each turn of the loop handles the earliest event: 1. a role-flip check, if it is due; 2. the end
-    of an instance's iterations; 3. otherwise an arrival, a delivery, a handoff or the end of a
-    transfer, in this order at equal times.
+    The loop handles the earliest event: 1. a role-flip check, if it is due; 2. the end of an
+    instance's iterations; 3. otherwise an arrival, a delivery, a handoff or the end of a transfer,
+    in this order at equal times.
     """
     state = rows[0]
     count = state.num_requests
-    hand_offs = 2 * state.num_instances
+    handoffs = 2 * state.num_instances
     while state.events < state.max_events:
         state.events += 1
         arrived, delivered = state.num_arrived, state.num_delivered
@@ -45,13 +45,13 @@ def run_events(rows: Records) -> None:
         delivery = math.inf
         if delivered < arrived:
             delivery = get_request(state, delivered).arrival + state.dispatch_ms
-        hand_off = math.inf
-        if get_queue(state, hand_offs).size > 0:
-            hand_off = _get_next_handoff_ms(state)
+        handoff = math.inf
+        if get_queue(state, handoffs).size > 0:
+            handoff = _get_next_handoff_ms(state)
         pull = get_pull(state, 0).time if state.num_pulls > 0 else math.inf
         winner = get_node(state, 1).value
         next_step = get_instance(state, winner).next
-        now = min(min(arrival, delivery), min(hand_off, pull))
+        now = min(min(arrival, delivery), min(handoff, pull))
         earliest = min(now, next_step)
         if state.next_flip_check <= earliest < math.inf:
             if not check_flip(state, state.next_flip_check, earliest):
@@ -76,7 +76,7 @@ def run_events(rows: Records) -> None:
         elif delivery == now:
             _deliver_request(state, delivered, now)
             state.num_delivered += 1
-        elif hand_off == now:
+        elif handoff == now:
             _deliver_handoff(state, now)
         else:
             r = pop_pull(state)
@@ -107,8 +107,8 @@ def _deliver_request(state: State, r: int, now: float) -> None:
                 complete_request(state, r, request.arrival)
                 return
     if state.is_deferred:
-        hand_offs = 2 * state.num_instances + 1
-        push(state, hand_offs if request.is_pulled else hand_offs + 1, r)
+        handoffs = 2 * state.num_instances + 1
+        push(state, handoffs if request.is_pulled else handoffs + 1, r)
         _notify_instances(state, HANDOFFS if request.is_pulled else PROMPTS, now)
         return
     i = request.prefill if request.prefill != NONE else request.decode

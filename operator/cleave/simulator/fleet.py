@@ -1,4 +1,4 @@
-"""What is simulated: instances, how each batches, and how requests reach them."""
+"""The simulated fleet: instances, their batching, and how requests and KV reach them."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,58 +12,59 @@ from cleave.policy.role_flipping import FlipThresholds as FlipThresholds
 
 
 class Batching(IntEnum):
-    """How an instance forms its next pass (Vidur, section 4.5, and what vLLM does today)."""
+    """How an instance forms its next iteration (Vidur, section 4.5, and current vLLM)."""
 
     VLLM = 0
     """vLLM v1 and Sarathi-Serve: decoding requests first, then prompt chunks, under one token
-    budget (`max_num_batched_tokens`); prompts are cut to fit. On a prefill instance this is
-    TetriInfer's chunked prefill (section 3.3.3) with its ChunkSize as the budget."""
+    budget (`max_num_batched_tokens`). On a prefill instance this is TetriInfer's chunked prefill
+    (section 3.3.3) with its ChunkSize as the budget."""
     PREFILL_FIRST = 1
-    """vLLM as published: waiting whole prompts run before anything decodes (SOSP'23). On a prefill
-    instance this is DistServe's batching near L_m (section 4.3): prompts are joined while their sum
-    stays within `max_num_batched_tokens`; a longer one runs alone."""
+    """vLLM as published (SOSP'23): waiting unchunked prompts run before decoding requests. On a
+    prefill instance this is DistServe's batching near L_m (section 4.3): prompts are batched while
+    their sum stays within `max_num_batched_tokens`; a longer one runs alone."""
     ORCA = 2
-    """Iteration-level batches of whole prompts and decoding requests together, without a cut; KV
-    is reserved for the longest possible request (OSDI'22)."""
+    """Iteration-level batches of unchunked prompts and decoding requests; KV is reserved for the
+    longest possible request (OSDI'22)."""
     ORCA_PAGED = 3
     """Orca+ of Vidur's section 7.3: Orca's batches over paged KV."""
     FASTER_TRANSFORMER = 4
-    """Request-level batches: nothing joins a batch until its last request has ended. Requests
+    """Request-level batches: no request joins a batch until its last request has ended. Requests
     leave as they end; KV is reserved as for Orca."""
     LIGHTLLM = 5
-    """Prefill first, admitting only what fits at the batch's future peak of KV."""
+    """Prefill first; requests are admitted if the batch's future KV peak fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
     """One kind of instance.
 
-    With pipeline stages there are as many micro-batches as stages. Requests stay in the one that
-    they join; each forms its next iteration when its last one is through, as vLLM's do.
+    With pipeline stages there are as many micro-batches as stages. A request stays in the
+    micro-batch that it joins; each forms its next iteration when its last one has ended, as in
+    vLLM.
     """
 
     timing: EngineTiming
-    """Of its iterations; `timing.stages` is the pipeline parallel size."""
+    """Latency model of iterations; `timing.stages` is the pipeline parallel size."""
     kv_capacity_tokens: int
-    """Tokens of KV that fit, whole blocks."""
+    """Tokens of KV that fit, rounded down to full blocks."""
     kv_block_size: int = 16
     batching: Batching = Batching.VLLM
     max_num_seqs: int = 256
-    """Most requests in one pass; with pipeline stages: in all micro-batches together."""
+    """Most requests in one iteration; with pipeline stages: in all micro-batches together."""
     max_num_batched_tokens: int = 8192
-    """Most tokens of one pass: vLLM's budget, Sarathi's chunk, DistServe's L_m."""
+    """Most tokens of one iteration: vLLM's budget, Sarathi's chunk, DistServe's L_m."""
     order: PrefillOrder = PrefillOrder.FCFS
     prefill_sched_batch: int = 16
     """Waiting prompts that SJF and LJF sort at a time, against starvation."""
     admission: Admission = Admission.GREEDY
     max_model_len: int | None = None
-    """Longest prompt and output, for which ORCA and FASTER_TRANSFORMER reserve KV; None: the
-    longest of the trace."""
+    """Longest prompt plus output, for which ORCA and FASTER_TRANSFORMER reserve KV; None: the
+    longest in the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPool:
-    """Instances that are alike."""
+    """Equal instances."""
 
     engine: SimulatedEngine
     replicas: int
@@ -71,38 +72,38 @@ class SimulatedPool:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTransfer:
-    """Moving the KV of one request to its decode instance; the decode side pulls.
+    """Transfer of one request's KV to its decode instance, which pulls it.
 
-    `latency_ms + tokens * token_ms`, of which `overlapped_token_ms * tokens` happen while the
-    prompt still runs (per layer: Splitwise, section IV-C). Whole blocks of the prefill instance are
-    moved. One prefill instance's transfers share its link, first come first served; its KV blocks
-    are held until the pull ends. The decode instance reserves its own before, between two
-    iterations, when the request's turn comes; what has been pulled joins between
-    two iterations as well.
+    It takes `latency_ms + tokens * token_ms`, of which `overlapped_token_ms * tokens` overlap with
+    the prompt's computation (per layer: Splitwise, section IV-C). `tokens` is rounded up to full
+    blocks of the prefill instance. Transfers of one prefill instance share its link, first come
+    first served; its KV blocks are held until the pull ends. The decode instance reserves blocks
+    when the request is at the head of its queue, and the request joins the batch after the pull;
+    both happen between two iterations.
     """
 
     latency_ms: float = 0.0
     token_ms: float = 0.0
     overlapped_token_ms: float = 0.0
     overlap_from_tokens: int = 1 << 40
-    """Prompts at least this long are sent per layer, shorter ones serialised."""
+    """Prompts at least this long are sent per layer, shorter ones after the prompt."""
     is_shared: bool = True
-    """False: every transfer has the whole link to itself, as the emulated engine does."""
+    """False: every transfer has the full bandwidth of the link, as in the emulated engine."""
     receiver_ms: float = 0.0
-    """By which pulls, one or several, lengthen the pass of the decode instance that begins with
-    them: its cores issue the transfers, or even copy, instead of computing. 0 where that is done
-    beside them, as on GPUs."""
+    """ms by which one or more pulls lengthen the decode instance's iteration that starts with them:
+    its cores issue the transfers, or copy, instead of computing. 0 if transfers run beside
+    computation, as on GPUs."""
     receiver_token_ms: float = 0.0
-    """The same per token that is pulled."""
+    """The same per pulled token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """Everything that serves one model.
+    """All instances that serve one model, and how requests reach them.
 
     Prefill pools alone: requests end with their first token (DistServe's simu_prefill). Decode
     pools alone: requests arrive with their prompt computed (simu_decode). Otherwise both phases are
-    simulated: on mixed instances, or on prefill and decode instances with the hand-off between.
+    simulated: on mixed instances, or on prefill and decode instances with a handoff.
     """
 
     prefill: tuple[SimulatedPool, ...] = ()
@@ -110,19 +111,20 @@ class SimulatedFleet:
     mixed: tuple[SimulatedPool, ...] = ()
     transfer: SimulatedTransfer = SimulatedTransfer()
     dispatch: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
-    """As the router dispatches. PREFIX_AWARE finds nothing cached: a trace holds no text."""
+    """The router's policy. PREFIX_AWARE finds no cached prefix: a trace contains no text."""
     defers_dispatch: bool = False
-    """Deferred binding (Vidur, section 4.5) instead: requests wait centrally, and so do hand-offs,
-    first come first served, until an instance between two iterations has room for them."""
+    """True: deferred binding (Vidur, section 4.5) replaces `dispatch`: requests and handoffs wait
+    in central queues, first come first served, until an instance has room between two iterations.
+    """
     dispatch_ms: float = 0.0
-    """Client to instance: paid before the prompt runs, and again before a hand-off is pulled."""
+    """Latency from client to instance, added before the prompt and again before the pull."""
     best_fit: BestFitModel | None = None
-    """What BEST_FIT promises; needed by it alone."""
+    """Parameters of BEST_FIT; required for it, else unused."""
     short_prompt_tokens: int = 0
-    """Prompts up to so long are computed by the decode instance itself while every prefill instance
-    has more to do; 0: none."""
+    """Prompts of up to this many tokens are computed on the decode instance while every prefill
+    instance has more waiting tokens; 0: none."""
     flipping: FlipThresholds | None = None
-    """What the pool manager goes by, which looks once a second; None: roles stay as they are."""
+    """Thresholds of the pool manager, which checks once a second; None: roles do not change."""
     first_token_by_decode: bool = True
-    """True: the client's first token comes from the decode instance, after the pull and one decode
-    pass, as in vLLM and Cleave. False: from the prefill instance, as the DistServe paper counts."""
+    """True: the decode instance produces the first token, after the pull and one decode iteration,
+    as in vLLM and Cleave. False: the prefill instance does, as in the DistServe paper."""

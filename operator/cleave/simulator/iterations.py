@@ -23,9 +23,9 @@ from cleave.simulator.records import NONE, Record, State
 
 
 def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
-    """Start what slot `s` has gathered at `begin`.
+    """Start the iteration that slot `s` has formed, at `begin`.
 
-    `is_alone`: no request can join before one of the members ends, so that a leap is possible.
+    `is_alone`: no request can join before one of the members ends, so a leap is possible.
     """
     inst, slot = get_instance(state, i), get_slot(state, s)
     first = predict_iteration_ms(state, inst, slot, slot.contexts) + slot.pulls
@@ -121,7 +121,7 @@ def reduce_to_last_iteration(state: State, i: int, s: int) -> None:
 
 
 def run_stages(state: State, i: int, slot: Record) -> float:
-    """Run an iteration through all stages, each after the previous iteration; when it ends."""
+    """Run an iteration through all stages, each after the previous iteration; its end in ms."""
     inst = get_instance(state, i)
     hop = _compute_hop_ms(inst, slot)
     stage = (slot.first - (inst.stages - 1) * hop) / inst.stages

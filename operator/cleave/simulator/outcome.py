@@ -32,9 +32,9 @@ class SimulationResult:
     output_tokens: Counts
     num_preemptions: Counts
     prefill_instance: Counts
-    """Where the prompt was computed; -1: nowhere (only decode pools, or never started)."""
+    """Instance that computed the prompt; -1: none (only decode pools, or never started)."""
     decode_instance: Counts
-    """Where output tokens were generated; -1: nowhere. On a mixed instance both are equal."""
+    """Instance that generated output tokens; -1: none. Equal to the former on mixed instances."""
     outcome: Counts
     """A `RequestOutcome` per request: whether it was served, or why not."""
     instances: "InstanceStatistics"

@@ -41,7 +41,7 @@ def push_front(state: State, i: int, r: int) -> None:
 
 
 def pop(state: State, number: int) -> int:
-    """Remove the first request of queue `number`, which must not be empty; its row."""
+    """Remove the first request of queue `number`, which must not be empty; return its row."""
     queue = get_queue(state, number)
     r = queue.head
     queue.head = get_request(state, r).next
@@ -60,10 +60,10 @@ def find_waiting(state: State, i: int) -> int:
         if inst.order != PrefillOrder.FCFS and inst.window == 0 and inst.role != DECODE:
             _sort_prompts(state, i)
         return i
-    hand_offs, prompts = 2 * num_instances + 1, 2 * num_instances + 2
+    handoffs, prompts = 2 * num_instances + 1, 2 * num_instances + 2
     role = get_instance(state, i).role
-    if role != PREFILL and _is_head_servable(state, i, hand_offs):
-        return hand_offs
+    if role != PREFILL and _is_head_servable(state, i, handoffs):
+        return handoffs
     if role != DECODE and _is_head_servable(state, i, prompts):
         return prompts
     return NONE
@@ -124,7 +124,7 @@ def add_member(state: State, i: int, s: int, r: int) -> None:
 
 
 def remove_member(state: State, i: int, s: int, r: int) -> int:
-    """Remove a member that is no longer in the heap from its slot; its number of KV tokens."""
+    """Remove a member, already removed from the heap, from its slot; return its KV tokens."""
     slot, request = get_slot(state, s), get_request(state, r)
     if request.older == NONE:
         slot.oldest = request.younger
@@ -149,7 +149,7 @@ def find_phase(state: State, i: int, r: int) -> int:
 
 
 def push_key(state: State, s: int, size: int, key: int) -> None:
-    """Add a key to the heap of slot `s`, which has `size`."""
+    """Add a key to the heap of slot `s`, which has `size` keys."""
     top = s * state.heap_size
     at = size
     while at > 0:
@@ -161,11 +161,11 @@ def push_key(state: State, s: int, size: int, key: int) -> None:
     get_heap_key(state, top + at).value = key
 
 
-def remove_key(state: State, s: int, size: int, gone: int) -> None:
-    """Remove the key `gone` from the heap of slot `s`, which has `size`."""
+def remove_key(state: State, s: int, size: int, removed: int) -> None:
+    """Remove the key `removed` from the heap of slot `s`, which has `size` keys."""
     top = s * state.heap_size
     at = 0
-    while get_heap_key(state, top + at).value != gone:
+    while get_heap_key(state, top + at).value != removed:
         at += 1
     last = size - 1
     key = get_heap_key(state, top + last).value

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN401, ARG001, ARG005 - the values of a code generator have no types of their own
+# ruff: noqa: ANN401, ARG001, ARG005 - values of numba's code generator are untyped
 """Access to the rows of a simulation's state. Only compiled code calls these functions.
 
 What is hard: numba passes an array as seven values and counts its references atomically at each
@@ -74,22 +74,22 @@ def get_points(state: State, start: int, count: int) -> Any:
 
 
 def get_scores(state: State, start: int, count: int) -> Any:
-    """`count` of the scores that dispatch compares; those of one column lie together."""
+    """`count` of the scores that dispatch compares; those of one column are contiguous."""
     raise NotImplementedError
 
 
 def read_amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
-    """`count` fractions in the scratch memory."""
+    """`count` floats of the scratch memory."""
     raise NotImplementedError
 
 
 def get_scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
-    """`count` numbers of the scratch memory."""
+    """`count` integers of the scratch memory."""
     raise NotImplementedError
 
 
 def get_members(state: State, start: int, count: int) -> NDArray[np.void]:
-    """`count` MEMBER records, the instances as the role-flipping policy sees them."""
+    """`count` MEMBER records, the input of the role-flipping policy."""
     raise NotImplementedError
 
 

@@ -1,8 +1,8 @@
 """The state of a running simulation, as flat arrays of records.
 
-Used only by the compiled modules of this package. Numba compiles fast, and the result runs fast,
-only with few simple types. So there is one record type for each noun, a reference is a row number,
-and a list is a chain of row numbers that ends with NONE.
+Used only by the compiled modules of this package. Numba compiles fast, and its code runs fast, only
+with few simple types. So there is one record type per entity, a reference is a row number, and a
+list is a chain of row numbers that ends with NONE.
 
 Names in all modules of this package: `r` is the row of a request, `i` of an instance, `s` of a slot
 (one micro-batch of an instance); `request`, `inst` and `slot` are these records, `state` the STATE.
@@ -23,7 +23,7 @@ NONE = -1
 """No row."""
 
 PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, NUM_COLUMNS = 3, 4, 5, 6, 7
-"""Columns of scores behind those for TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
+"""Columns of scores after TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
 
 HANDOFFS, PROMPTS = 1, 2
 """Bit flags: which central queues have a new head."""
@@ -42,8 +42,8 @@ def _build_dtype(floats: str, integers: str) -> np.dtype[np.void]:
 REQUEST = _build_dtype(
     "arrival prefill_start prefill_end transfer_start transfer_end decode_start first_token end",
     # generated: output tokens generated when the request last joined a batch or a queue.
-    # to_compute, computed: tokens whose KV must be computed (again after a preemption), and is
-    # computed. is_pulled: its KV comes from a prefill instance and has not arrived yet. end_step:
+    # to_compute, computed: tokens whose KV has to be computed (again after a preemption), and those
+    # computed so far. is_pulled: its KV has not arrived from a prefill instance yet. end_step:
     # the step of its slot after which it ends. next: link in a queue, or in a slot's list of
     # prompts; older, younger: links among members. predicted: output tokens that dispatch and
     # admission assume. next_assigned, previous_assigned: links in the decode instance's list of
@@ -76,14 +76,14 @@ SLOT = _build_dtype(
 INSTANCE = _build_dtype(
     # Constants of the engine:
     "prompt_step prompt_square hop hop_token "
-    # next, wake: of its next event and of an idle slot; link: when its transfers are through;
-    # pending_prompt_tokens, resident_tokens: what the router counts, in tokens;
-    # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral.
+    # next, wake: time of its next event and of the wake-up of an idle slot; link: when its link is
+    # free; pending_prompt_tokens, resident_tokens: the router's accounting, in tokens;
+    # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     "next wake link pending_prompt_tokens resident_tokens weighted_context head_started_ms "
     "prompt_ms token_ms upper_token_ms sum_iterations sum_prompts sum_tokens sum_inverses sum_ms "
     "sum_rates sum_squares sum_last_tokens sum_last_ms last_pick kv_at kv_area busy",
-    # requests: placed and not over; waiting: those whose prompt is not computed; heavy: those that
-    # decode there with long outputs, of `num_assigned`; first_assigned: the list of these.
+    # requests: dispatched and not ended; waiting: those whose prompt is not computed; num_assigned:
+    # those that decode there, heavy: with long outputs; first_assigned: head of their list.
     "requests waiting heavy num_assigned first_assigned "
     "role batching order admission block blocks max_seqs max_tokens sched_batch stages reserve "
     "prompt_table prompt_points decode_table decode_points context_table context_points "
@@ -106,27 +106,26 @@ STATE = _build_dtype(
     # thresholds.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
     "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait full rise calm idle",
-    # counts, *_pick: the rule of policy.dispatch, is_by_score: whether it takes the least score,
-    # is_deferred: whether requests wait centrally instead; offered: central queues that have
-    # another head; is_predicted: outputs are predicted, not known.
+    # counts, *_pick: the rule of policy.dispatch; is_by_score: whether it picks the least score;
+    # is_deferred: whether requests wait in central queues instead; offered: central queues with a
+    # new head; is_predicted: outputs are predicted, not known.
     "short_prompt_tokens counts prefill_pick decode_pick is_by_score is_deferred "
     "overlap_from is_shared is_predicted first_by_decode has_prefill "
     "has_decode random num_picks num_pulls pull_order offered events max_events "
     "num_arrived num_delivered num_requests num_instances num_leaves heap_size max_block "
     "max_stages min_prefill min_decode num_flips "
-    # Addresses of arrays. queues: waiting by instance; loaded by instance; hand-offs on their way;
-    # then, with late dispatch, hand-offs and prompts that no instance has taken. heaps (slot,
-    # heap_size): `end_step << 32 | request` of the members, a binary heap. phases (slot,
-    # max_block): members by when they next need a block, see `kv_blocks`. stages (instance,
-    # max_stages): when each is free. tables: points of all latency models. scores (column,
-    # instance): what policy.dispatch compares. tree: tournament over the instances' next events,
-    # the winner at 1, instance i at num_leaves + i.
-    # scratch: two numbers for each request and one more.
-    # members, pressure_history: what policy.role_flipping looks at.
+    # Addresses of arrays. queues: waiting by instance; loaded by instance; handoffs in delivery;
+    # then, with deferred dispatch, waiting handoffs and prompts. heaps (slot, heap_size):
+    # `end_step << 32 | request` of the members, a binary heap. phases (slot, max_block): members by
+    # when they next need a block, see `kv_blocks`. stages (instance, max_stages): when each is
+    # free. tables: points of all latency models. scores (column, instance): what policy.dispatch
+    # compares. tree: tournament over the instances' next events, the winner at 1, instance i at
+    # num_leaves + i. scratch: two numbers for each request and one more.
+    # members, pressure_history: input of policy.role_flipping.
     "requests instances slots queues heaps phases stages tables scores tree pulls scratch members "
     "pressure_history",
 )
-"""Everything that a simulation reads and writes."""
+"""All state of one simulation."""
 
 State = Record
 """The row of STATE."""

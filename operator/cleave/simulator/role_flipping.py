@@ -30,7 +30,7 @@ CHECK_PERIOD_MS = 1_000.0
 
 
 def check_flip(state: State, now: float, until: float) -> bool:
-    """Apply the decision of `policy.role_flipping` at once; whether a role was changed.
+    """Apply the decision of `policy.role_flipping`; return whether a role changed.
 
     `until`: time of the next event, before which nothing else changes.
     """
@@ -80,12 +80,12 @@ def check_flip(state: State, now: float, until: float) -> bool:
 
 
 def _change_role(state: State, i: int, role: int, now: float) -> None:
-    """Set the role and recompute the instance's scores, which open or close it for each use."""
+    """Set the role and recompute the instance's scores, which open or close it by purpose."""
     # From its next iteration on it may sort its waiting prompts.
     interrupt_leap(state, i, now, False)
     schedule_next(state, i)
     get_instance(state, i).role = role
     count = state.num_instances
-    for use in range(3):
-        get_score(state, use * count + i).value = math.inf
+    for purpose in range(3):
+        get_score(state, purpose * count + i).value = math.inf
     update_scores(state, i)

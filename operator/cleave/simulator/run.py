@@ -70,7 +70,7 @@ def _run_compiled(
 def lay_out(
     prepared: PreparedFleet, trace: Trace, seed: int
 ) -> tuple[dict[str, NDArray[Any]], records.Records]:
-    """What a simulation works on: arrays by name, and the STATE that holds their addresses."""
+    """The memory of a simulation: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
     requests = np.zeros(len(trace), records.REQUEST)
     requests["arrival"] = trace.arrival_ms
@@ -135,7 +135,7 @@ def _load_compiled() -> Callable[..., None]:
 
 
 def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
-    """A compiled function over a STATE, with what `policy` leaves to its callers."""
+    """A compiled function over a STATE, with the replacements that `policy` requires of callers."""
     from cleave.policy import best_fit, dispatch
     from cleave.simulator import selection
     from cleave.simulator.compiler import compile_function

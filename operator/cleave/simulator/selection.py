@@ -1,8 +1,8 @@
 """Supplies the load of a simulation to `policy`, which picks instances. Compiled, for `dispatch`.
 
-What is hard: best fit has to know what every request of an instance still needs, and the router can
-only guess how far each has come, from how long it decodes; so that is what is done here, though the
-simulation knows better.
+What is hard: best fit needs the remaining tokens of every request of an instance, and the router
+can only estimate them from how long each has decoded. This module uses the same estimate, although
+the simulation knows the exact number.
 """
 
 import math
@@ -34,7 +34,7 @@ from cleave.simulator.records import FULLNESS, HEAVINESS, PENDING_PROMPT, ROOM, 
 
 
 def select_instances(state: State, r: int) -> tuple[int, int]:
-    """(prefill, decode) instance of a request; NONE: a phase not needed, or done by the other."""
+    """(prefill, decode) instance of a request; NONE: phase not simulated, or same instance."""
     count = state.num_instances
     if state.has_prefill and state.has_decode:
         decode = get_scores(state, TO_DECODE * count, count)
@@ -65,7 +65,7 @@ def select_for_short_prompt(state: State, r: int) -> int:
 
 
 def find(state: State, purpose: int, r: int, _: int) -> int:
-    """The slot for a purpose; stands for `policy.dispatch.find_for`."""
+    """The slot for a purpose; replaces `policy.dispatch.find_for`."""
     count = state.num_instances
     return _find_in(state, get_scores(state, purpose * count, count), purpose, r)
 
@@ -107,7 +107,7 @@ def _find_best_fit(state: State, values: Scores, r: int, prefills: bool) -> int:
 
 
 def check(state: State, i: int, r: int, prefills: bool) -> bool:
-    """Whether instance `i` keeps (d) and (e); stands for `policy.best_fit.check`."""
+    """Whether instance `i` satisfies (d) and (e); replaces `policy.best_fit.check`."""
     inst, new = get_instance(state, i), get_request(state, r)
     size = inst.num_assigned + 1
     held, left = read_amounts(state, 0, size), read_amounts(state, size, size)
@@ -121,9 +121,9 @@ def check(state: State, i: int, r: int, prefills: bool) -> bool:
         held[at], left[at] = request.prompt, request.predicted
         if not math.isnan(request.prefill_end):
             decoding_ms = state.now - request.prefill_end
-            made, left[at] = guess_progress(request.predicted, decoding_ms, step_ms)
-            held[at] += made
-            spare_ms = compute_saved_ms(made + 1.0, decoding_ms, state.tpot_ms, state.theta)
+            generated, left[at] = guess_progress(request.predicted, decoding_ms, step_ms)
+            held[at] += generated
+            spare_ms = compute_saved_ms(generated + 1.0, decoding_ms, state.tpot_ms, state.theta)
             saved_ms = min(saved_ms, spare_ms)
         at += 1
         other = request.next_assigned

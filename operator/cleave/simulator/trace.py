@@ -17,7 +17,7 @@ class Trace:
     output_tokens: NDArray[np.int64]
     """At least 1 each."""
     predicted_tokens: NDArray[np.int64] | None = None
-    """Outputs that dispatch and admission assume; None: the true ones."""
+    """Output tokens that dispatch and admission assume; None: the actual ones."""
 
     def __len__(self) -> int:
         return len(self.arrival_ms)

@@ -68,7 +68,7 @@ def _push_pull(state: State, time: float, r: int) -> None:
 
 
 def pop_pull(state: State) -> int:
-    """Remove the transfer that ends first from the heap; its request."""
+    """Remove the transfer that ends first from the heap; return its request."""
     first: int = get_pull(state, 0).request
     state.num_pulls -= 1
     count = state.num_pulls

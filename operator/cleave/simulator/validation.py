@@ -1,4 +1,4 @@
-"""Validation of fleets and traces: SimulationError with one line each. Called by `run`."""
+"""Validates fleets and traces; raises SimulationError with one line. Called by `run`."""
 
 import math
 
@@ -14,14 +14,14 @@ MAX_TOKENS = 1 << 24
 
 
 def check_trace(trace: Trace) -> None:
-    """Refuse a trace that is empty, unsorted or has an invalid time or length."""
+    """Reject a trace that is empty, unsorted or has an invalid time or length."""
     arrival, prompt, output = trace.arrival_ms, trace.prompt_tokens, trace.output_tokens
     if not len(arrival):
         raise SimulationError("the trace is empty; it needs at least one request")
     if not len(arrival) == len(prompt) == len(output):
         raise SimulationError(
             f"the trace has {len(arrival)} arrivals, {len(prompt)} prompts and {len(output)} "
-            "outputs; they must be as many"
+            "outputs; the numbers must be equal"
         )
     if not (np.isfinite(arrival[-1]) and arrival[0] >= 0 and (arrival[1:] >= arrival[:-1]).all()):
         _refuse_arrivals(arrival)
@@ -31,7 +31,7 @@ def check_trace(trace: Trace) -> None:
         if len(trace.predicted_tokens) != len(output):
             raise SimulationError(
                 f"the trace has {len(output)} outputs and {len(trace.predicted_tokens)} predicted "
-                "ones; they must be as many"
+                "ones; the numbers must be equal"
             )
     for name, tokens in lengths:
         if not (tokens.min() >= 1 and tokens.max() <= MAX_TOKENS):
@@ -45,17 +45,17 @@ def _refuse_arrivals(arrival: NDArray[np.float64]) -> None:
     for at, time in enumerate(arrival):
         if not math.isfinite(time) or time < 0:
             raise SimulationError(
-                f"arrival_ms[{at}] of the trace is {time}; it must be a number from 0 on"
+                f"arrival_ms[{at}] of the trace is {time}; it must be finite and at least 0"
             )
         if at and time < arrival[at - 1]:
             raise SimulationError(
-                f"arrival_ms[{at}] of the trace is {time}, earlier than the one before it "
+                f"arrival_ms[{at}] of the trace is {time}, earlier than the previous one "
                 f"({arrival[at - 1]}); sort the trace by arrival"
             )
 
 
 def check_fleet(fleet: SimulatedFleet) -> None:
-    """Refuse negative times and counts, and combinations of options that cannot work."""
+    """Reject negative times and counts, and combinations of options that cannot work."""
     if fleet.dispatch is DispatchPolicy.BEST_FIT and fleet.best_fit is None:
         raise SimulationError("dispatch is BEST_FIT without its model; set the fleet's best_fit")
     if fleet.defers_dispatch and fleet.flipping is not None:
@@ -73,11 +73,11 @@ def check_fleet(fleet: SimulatedFleet) -> None:
         ("transfer.receiver_token_ms", transfer.receiver_token_ms),
     ):
         if not (math.isfinite(value) and value >= 0):
-            raise SimulationError(f"{name} is {value}; it must be a number from 0 on")
+            raise SimulationError(f"{name} is {value}; it must be finite and at least 0")
 
 
 def check_engine(engine: SimulatedEngine) -> None:
-    """Refuse limits below 1, memory below one block and an incomplete latency model."""
+    """Reject limits below 1, memory below one block and an incomplete latency model."""
     for name in ("kv_block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_sched_batch"):
         value = getattr(engine, name)
         if value < 1:

@@ -21,7 +21,7 @@ Splitwise's prompt batches lose throughput (section III-D)."""
 
 _RECOMMENDED_REQUESTS = 1000
 _MIN_REQUESTS = 200
-"""With fewer requests, chance alone looks like waves, drift and unusual lengths."""
+"""With fewer requests, random variation resembles waves, drift and unusual lengths."""
 _MIN_WINDOWS = 20
 """Dispersion needs at least this many windows, with on average this many requests each."""
 MAX_BURSTINESS = 20.0
@@ -130,13 +130,13 @@ def fit_workload(
 ) -> api.Workload:
     """Fit log-normal lengths and gamma-distributed gaps, in the form of `spec.workload`.
 
-    `rate`, `burstiness`: used instead of the trace's own. Raises DemandError when there is no rate,
-    or one outside the allowed range.
+    `rate`, `burstiness`: override those of the trace. Raises DemandError for a missing rate or one
+    outside the allowed range.
     """
     arrivals = _summarize_arrivals(trace) if trace.rate else None
     if rate is None:
         if arrivals is None:
-            raise DemandError("rate: the requests have no arrival times; state one")
+            raise DemandError("rate: the requests have no arrival times; set it")
         rate = arrivals.rate
     if not 0 < rate <= _MAX_RATE:
         raise DemandError(f"rate {rate:g}: must be above 0 and at most {_MAX_RATE:,} per second")
@@ -224,7 +224,7 @@ def _list_cautions(trace: Trace, arrivals: ArrivalSummary | None) -> list[str]:
             f"record {_RECOMMENDED_REQUESTS:,} or more"
         )
     if arrivals is None:
-        cautions.append("no arrival times: state a rate and a burstiness")
+        cautions.append("no arrival times: set a rate and a burstiness")
     elif arrivals.peak_to_mean > 1.5 and _is_peak(arrivals, len(trace)):
         cautions.append(
             f"the busiest tenth of the recording has {arrivals.peak_to_mean:.1f} times the mean "
@@ -258,8 +258,8 @@ def _list_arrival_misfits(arrivals: ArrivalSummary, num: int) -> list[str]:
         misfits.append(f"the second half has {arrivals.drift:.2f} times the rate of the first")
     if arrivals.burstiness > MAX_BURSTINESS:
         misfits.append(
-            f"gaps vary by {arrivals.burstiness:.0f} times their mean; up to "
-            f"{MAX_BURSTINESS:.0f} can be stated"
+            f"gaps vary by {arrivals.burstiness:.0f} times their mean; the maximum burstiness is "
+            f"{MAX_BURSTINESS:.0f}"
         )
     return misfits
 
@@ -282,5 +282,5 @@ def _list_length_misfits(
 
 
 def round_significant(value: float) -> float:
-    """Round to four significant digits, for a value that a person will copy."""
+    """Round to four significant digits, for values that users copy."""
     return float(f"{value:.4g}")

@@ -1,8 +1,8 @@
-"""Sums the counters of several gateways into ones that never decrease. Pure.
+"""Sums the counters of several gateways into monotonic ones. Pure.
 
 Called by the operator with the metrics pages of a deployment's gateways. What is hard: gateways
-start, stop and restart, each with counters of its own, so their sum would jump up and down; so the
-increase of each gateway since its last page is added up instead.
+start, stop and restart with separate counters, so a plain sum would jump up and down; instead the
+increases of each gateway since its last page are added up.
 """
 
 from collections.abc import Mapping
@@ -40,23 +40,23 @@ class CounterSum:
     ) -> "CounterSum":
         """The sum with the pages of `gateways` added; unchanged while it waits for a missing page.
 
-        Without waiting, requests counted by a silent gateway would all be added later, as a burst
-        of traffic that did not occur.
+        Without waiting, requests counted by an unresponsive gateway would all be added later, as a
+        burst of traffic that did not occur.
         """
-        silent = (gateways & self.last_counters.keys()) - pages.keys()
-        if not pages or (silent and self._is_waiting(at_s)):
+        missing = (gateways & self.last_counters.keys()) - pages.keys()
+        if not pages or (missing and self._is_waiting(at_s)):
             return self
-        grown = self.counts or GatewayCounters()
+        total = self.counts or GatewayCounters()
         for address, page in pages.items():
             if address in self.last_counters:
-                grown = _add(grown, _subtract(self.last_counters[address], page))
+                total = _add(total, _subtract(self.last_counters[address], page))
         gauges = {name: sum(getattr(page, name) for page in pages.values()) for name in _GAUGES}
         any_page = next(iter(pages.values()))
         same = {name: getattr(any_page, name) for name in _SAME_FOR_ALL}
         retained = {
-            address: page for address, page in self.last_counters.items() if address in silent
+            address: page for address, page in self.last_counters.items() if address in missing
         }
-        counts = replace(grown, at_s=at_s, started_s=0.0, **gauges, **same)
+        counts = replace(total, at_s=at_s, started_s=0.0, **gauges, **same)
         return CounterSum(counts, {**retained, **pages})
 
     def _is_waiting(self, at_s: float) -> bool:

@@ -108,7 +108,7 @@ class GatewayCounters:
     started_s: float = 0.0
     """Start of the gateway, Unix time."""
     requests: float = 0.0
-    """Completed requests, except those refused before they reached a model."""
+    """Completed requests, except those rejected before they reached a model."""
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
     measured: float = 0.0
@@ -148,11 +148,11 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         # 0 means that no target is set.
         return total("slo_target_seconds", slo=slo) * 1000 or None
 
-    refused = total("requests_total", outcome=_REFUSED_OUTCOME)
+    rejected = total("requests_total", outcome=_REFUSED_OUTCOME)
     return GatewayCounters(
         at_s=at_s,
         started_s=sum(sample.value for sample in samples.get(_START, ())),
-        requests=total("requests_total") - refused,
+        requests=total("requests_total") - rejected,
         prompt_tokens=total("prompt_tokens_total"),
         output_tokens=total("output_tokens_total"),
         measured=total("slo_total"),
@@ -266,9 +266,9 @@ class CounterHistory:
         if not self._counters:
             return None
         latest = self._counters[-1]
-        begins = latest.at_s - window_s
+        start_s = latest.at_s - window_s
         before = next(
-            (earlier for earlier, after in pairwise(self._counters) if after.at_s > begins),
+            (earlier for earlier, after in pairwise(self._counters) if after.at_s > start_s),
             self._counters[0],
         )
         return compute_rates(before, latest)

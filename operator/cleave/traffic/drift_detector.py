@@ -26,18 +26,18 @@ _ALLOWANCE = 0.5
 _MAX_INCREMENT = 3.0
 """Largest contribution of one window: detecting a change takes at least three windows."""
 _MIN_REQUESTS = 200
-"""Requests that a reference needs; its remaining error is allowed for."""
+"""Minimum requests of a reference; its remaining error is accounted for."""
 _MIN_WINDOWS = 6
 _MAX_REFERENCE_WINDOWS = 40
 """Windows after which the reference stays fixed, so that slow changes are not absorbed by it."""
 _MAX_LEARNING_S = 1800.0
-"""After this long a reference is computed from the requests so far, if there are any."""
+"""After this time a reference is computed from the requests so far, if there are any."""
 _MAX_WINDOWS = 240
 """Windows that are retained."""
 
 
 class Quantity(StrEnum):
-    """The quantities that are watched for changes."""
+    """The monitored quantities."""
 
     RATE = "rate"
     PROMPT_TOKENS = "prompt tokens"
@@ -143,7 +143,7 @@ class DriftDetector:
 def update_detector(
     detector: DriftDetector, window: TrafficWindow
 ) -> tuple[DriftDetector, TrafficChange | None]:
-    """The state after `window`, and the change if it completes one.
+    """The state after `window`, and the change if one is detected.
 
     After a change the reference is computed again from new windows; detection continues as soon as
     it exists. Windows from before the detection are left out of it: they are the least typical part
@@ -200,20 +200,20 @@ def _build_change(
 
 
 def _update_sum(
-    former: _CusumState, reference: TrafficReference, window: TrafficWindow
+    previous: _CusumState, reference: TrafficReference, window: TrafficWindow
 ) -> _CusumState:
-    deviations = _compute_deviation(former.quantity, reference, window)
+    deviations = _compute_deviation(previous.quantity, reference, window)
     if deviations is None:
-        return former
+        return previous
     deviation, scale, spread = deviations
     # Also allow for the standard error of the reference.
     reference_error = spread / math.sqrt(reference.num_requests)
     allowance = max(_ALLOWANCE, (math.log1p(MIN_DIFFERENCE) / 2) * scale) + reference_error * scale
-    value = former.value + min(former.sign * deviation - allowance, _MAX_INCREMENT)
+    value = previous.value + min(previous.sign * deviation - allowance, _MAX_INCREMENT)
     if value <= 0:
-        return replace(former, value=0.0, since_s=window.end_s)
-    since_s = former.since_s if former.value else window.start_s
-    return replace(former, value=value, since_s=since_s)
+        return replace(previous, value=0.0, since_s=window.end_s)
+    since_s = previous.since_s if previous.value else window.start_s
+    return replace(previous, value=value, since_s=since_s)
 
 
 def _compute_deviation(

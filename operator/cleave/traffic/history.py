@@ -2,7 +2,7 @@
 
 Called for `spec.workload.trace` and by `cleave workload`. What is hard: files come from many tools,
 so columns have many names and times three units; and a fault must be reported with its line,
-although whole columns are converted at once, because single lines would take seconds.
+although columns are converted at once, because converting single lines would take seconds.
 """
 
 import csv
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cleave.simulator.trace import Trace
 
 MAX_BYTES = 1 << 29
-"""Larger files are refused: a planner needs thousands of requests, not those of a year."""
+"""Larger files are rejected: a planner needs thousands of requests, not those of a year."""
 MAX_REQUESTS = 5_000_000
 
 PROMPT_NAMES = (
@@ -247,7 +247,7 @@ def _parse_dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
     """Seconds since the first date."""
     try:
         dates = [datetime.fromisoformat(str(cell).strip()) for cell in cells]
-        since = [date - dates[0] for date in dates]
+        offsets = [date - dates[0] for date in dates]
     except (ValueError, TypeError):
         first = datetime.fromisoformat(str(cells[0]).strip())
         at = next(
@@ -259,7 +259,7 @@ def _parse_dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
         raise table.build_error(
             at, f"{_format_value(cells[at])}: no date and time as in line 2"
         ) from None
-    return np.array([each / timedelta(seconds=1) for each in since])
+    return np.array([each / timedelta(seconds=1) for each in offsets])
 
 
 def _read_optional_counts(table: _Table, column_index: int) -> NDArray[np.int64]:

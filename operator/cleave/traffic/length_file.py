@@ -21,9 +21,9 @@ GRANULARITIES = (100, 200, 400)
 """Widths of length ranges in tokens, as in TetriInfer."""
 
 _MIN_GAIN = 0.02
-"""Smallest relative gain in mean absolute error that is not taken for chance."""
+"""Smallest relative gain in mean absolute error that counts as significant."""
 _ACCURACY_TOLERANCE = 0.01
-"""Loss of accuracy, averaged over granularities, that is taken for chance."""
+"""Loss of accuracy, averaged over granularities, that counts as insignificant."""
 
 
 class LengthsError(ValueError):
@@ -41,7 +41,7 @@ class Score(msgspec.Struct, frozen=True, rename="camel"):
     """Relative error of the sum of all outputs: 0.1 if a tenth too much was predicted."""
 
     def is_better_than(self, other: "Score") -> bool:
-        """Whether errors are smaller and ranges are not correct less often."""
+        """Whether errors are smaller and ranges are correct at least as often."""
         is_nearer = self.mean_absolute_error < (1 - _MIN_GAIN) * other.mean_absolute_error
         return is_nearer and fmean(self.accuracy) >= fmean(other.accuracy) - _ACCURACY_TOLERANCE
 
@@ -62,12 +62,12 @@ class Scores(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def comparison(self) -> str:
         """One sentence that compares both."""
-        mine, its = self.classifier, self.conditional_mean
+        tree, mean = self.classifier, self.conditional_mean
         return (
             f"{'better' if self.is_better else 'not better'} than the mean by prompt length: "
-            f"{mine.mean_absolute_error:.1f} instead of {its.mean_absolute_error:.1f} tokens off, "
-            f"ranges of {GRANULARITIES[1]} right {mine.accuracy[1]:.1%} instead of "
-            f"{its.accuracy[1]:.1%}"
+            f"{tree.mean_absolute_error:.1f} instead of {mean.mean_absolute_error:.1f} tokens off, "
+            f"ranges of {GRANULARITIES[1]} right {tree.accuracy[1]:.1%} instead of "
+            f"{mean.accuracy[1]:.1%}"
         )
 
 
@@ -80,7 +80,7 @@ class LengthFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
     trained_on: int
     """Number of training requests, the first ones of the trace."""
     judged_by: int
-    """Number of evaluation requests, those after them."""
+    """Number of evaluation requests, the remaining ones."""
     prompt_error: float
     """Relative noise added to prompt tokens, to resemble the gateways' estimates; 0: none."""
     scores: Scores

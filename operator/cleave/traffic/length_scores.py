@@ -1,7 +1,7 @@
 """Scores predictors of output lengths: a classifier, the mean by prompt length, a constant.
 
 Called by the training and by `cleave lengths evaluate`. What is hard: the mean is updated with
-every completed request and knows only those, so it is evaluated in the order of the trace.
+every completed request and uses only those, so it is evaluated in the order of the trace.
 """
 
 from dataclasses import dataclass
@@ -41,15 +41,15 @@ class CompletedRequests:
         )
 
 
-def evaluate_classifier(trained: LengthFile, answers: CompletedRequests, begin: int = 0) -> Scores:
+def evaluate_classifier(trained: LengthFile, requests: CompletedRequests, begin: int = 0) -> Scores:
     """Score the predictors on requests from `begin` on; the mean also learns from those before."""
-    evaluated = answers.select(begin, len(answers))
+    evaluated = requests.select(begin, len(requests))
     outputs = evaluated.output_tokens
     tree = trained.tree
     inputs = list(zip(evaluated.prompt_tokens.tolist(), evaluated.limits.tolist(), strict=True))
     leaves = np.array([tree.find_leaf(*each) for each in inputs])
     ranges = np.array(trained.ranges)
-    means = predict_by_mean(answers)[begin:]
+    means = predict_by_mean(requests)[begin:]
     return Scores(
         compute_score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
         compute_score(means, _get_ranges(means), outputs),
@@ -64,20 +64,20 @@ def evaluate_classifier(trained: LengthFile, answers: CompletedRequests, begin: 
 
 def compute_score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
     """`ranges`: predicted range indices, one column per granularity."""
-    right = (ranges == _get_ranges(outputs)).mean(axis=0)
+    accuracy = (ranges == _get_ranges(outputs)).mean(axis=0)
     return Score(
-        [round(float(share), 4) for share in right],
+        [round(float(share), 4) for share in accuracy],
         round(float(np.abs(tokens - outputs).mean()), 2),
         round(float(tokens.sum() / outputs.sum() - 1), 4),
     )
 
 
-def predict_by_mean(answers: CompletedRequests) -> Values:
+def predict_by_mean(requests: CompletedRequests) -> Values:
     """Predictions of the mean by prompt length, which learns from the requests before each."""
     mean = ConditionalMean(INITIAL_TOKENS)
-    predictions = np.empty(len(answers))
-    prompts, limits = answers.prompt_tokens.tolist(), answers.limits.tolist()
-    outputs = answers.output_tokens.tolist()
+    predictions = np.empty(len(requests))
+    prompts, limits = requests.prompt_tokens.tolist(), requests.limits.tolist()
+    outputs = requests.output_tokens.tolist()
     for at, prompt in enumerate(prompts):
         predictions[at] = mean.predict(prompt, limits[at])
         if at >= IN_FLIGHT_REQUESTS:

@@ -28,7 +28,7 @@ from cleave.traffic.length_file import (
 from cleave.traffic.length_scores import CompletedRequests, Counts, evaluate_classifier
 
 MIN_REQUESTS = 1_000
-"""Minimum number of requests: fewer say nothing about the longest tenth."""
+"""Minimum number of requests: fewer do not represent the longest tenth."""
 PROMPT_ERROR = 0.2
 """Usual relative error of prompt tokens that are estimated from bytes."""
 
@@ -111,10 +111,10 @@ def _fit(answers: CompletedRequests) -> dict[str, Any]:
         max_leaf_nodes=_MAX_LEAVES, min_samples_leaf=_MIN_LEAF_REQUESTS, random_state=0
     )
     tree = model.fit(inputs, classes).tree_
-    came = model.decision_path(inputs).tocsc()
+    paths = model.decision_path(inputs).tocsc()
     members = [
-        outputs[came.indices[begin:end]]
-        for begin, end in zip(came.indptr[:-1], came.indptr[1:], strict=True)
+        outputs[paths.indices[begin:end]]
+        for begin, end in zip(paths.indptr[:-1], paths.indptr[1:], strict=True)
     ]
     is_leaf = tree.children_left < 0
     return {

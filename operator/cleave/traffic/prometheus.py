@@ -25,7 +25,7 @@ OUTPUT_METRIC = "vllm:request_generation_tokens_bucket"
 SUCCESS_METRIC = "vllm:request_success_total"
 
 TIMEOUT_S = 15.0
-"""Longest wait for any part of a response."""
+"""Timeout for each part of a response and for the whole response."""
 MAX_RESPONSE_BYTES = 1 << 24
 _MAX_POINTS = 1000
 """Most points of the rate over time; Prometheus itself returns at most 11,000."""
@@ -65,11 +65,11 @@ def read_traffic(
     if not (math.isfinite(window_s) and window_s >= _MIN_STEP_S):
         raise HistoryError(f"window {window_s:g} s: must be at least {_MIN_STEP_S:g} s")
     # PromQL strings are quoted like JSON's.
-    chosen = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
+    selector = f"{{model_name={msgspec.json.encode(model).decode()}}}" if model else ""
     with _open_client(url) as client:
-        prompts = _query_histogram(client, PROMPT_METRIC + chosen, end_s, window_s)
-        outputs = _query_histogram(client, OUTPUT_METRIC + chosen, end_s, window_s)
-        times_s, rates = _query_rates(client, SUCCESS_METRIC + chosen, end_s, window_s)
+        prompts = _query_histogram(client, PROMPT_METRIC + selector, end_s, window_s)
+        outputs = _query_histogram(client, OUTPUT_METRIC + selector, end_s, window_s)
+        times_s, rates = _query_rates(client, SUCCESS_METRIC + selector, end_s, window_s)
     return PrometheusTraffic(
         times_s,
         rates,
@@ -177,16 +177,16 @@ class _QueryResponse(msgspec.Struct):
 
 def _query_series(client: httpx.Client, path: str, query: Mapping[str, str]) -> Sequence[_Series]:
     """The series in the server's response."""
-    latest_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     with client.stream("GET", path, params=query) as response:
         body = bytearray()
-        for piece in response.iter_bytes():
-            body += piece
+        for chunk in response.iter_bytes():
+            body += chunk
             if len(body) > MAX_RESPONSE_BYTES:
                 raise HistoryError(
                     f"Prometheus: the response is over {MAX_RESPONSE_BYTES >> 20} MiB"
                 )
-            if time.monotonic() > latest_s:
+            if time.monotonic() > deadline_s:
                 raise httpx.ReadTimeout("the response is too slow")
     try:
         reply = msgspec.json.decode(body, type=_QueryResponse)

@@ -1,8 +1,8 @@
 """Traffic with published statistics, by name: `--workload chat-1m`.
 
 Vidur's three workloads (section 5, table 1), DistServe's three (section 6.1, figure 7) and Azure's
-two production services (Splitwise, section III-A). A paper prints a mean and a few quantiles;
-`assumed` states for each what is assumed between them.
+two production services (Splitwise, section III-A). Papers publish a mean and a few quantiles;
+`assumed` describes the assumptions between them.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ class PublishedWorkload:
     source: str
     """Paper and table; for data sets repository, commit and licence."""
     published: str
-    """What the source states."""
+    """Statistics that the source contains."""
     assumed: str
-    """What the source does not state and is assumed."""
+    """Assumptions about the rest."""
     prompt_tokens: Marginal
     output_tokens: Marginal
     max_model_len: int | None
@@ -81,23 +81,23 @@ def _build_azure(tokens: Sequence[float]) -> Quantiles:
 _VIDUR = "Vidur (MLSys 2024), table 1"
 _VIDUR_PUBLISHED = "mean, median and 90th percentile of both lengths; at most 4,096 tokens together"
 _VIDUR_ASSUMED = (
-    "equal ratios between the quantiles; least and largest length, so that the mean is met; prompt "
-    "and output drawn apart"
+    "equal ratios between the quantiles; least and largest length chosen to match the mean; prompt "
+    "and output independent"
 )
 _DISTSERVE = "DistServe (OSDI 2024), section 6.1 and figure 7"
 _DISTSERVE_PUBLISHED = (
-    "mean lengths, quoted from the figure (no text states them); OPT's 2,048 positions"
+    "mean lengths, read from the figure (the text does not give them); OPT's 2,048 positions"
 )
 _DISTSERVE_ASSUMED = (
     "log-normal lengths with the 90th percentile at {} means of the prompt and {} of the output; "
-    "prompt and output drawn apart; never compared with the data set"
+    "prompt and output independent; not compared with the data set"
 )
 _AZURE = (
     "Azure LLM inference trace 2023, {}: Azure/AzurePublicDataset@b469a11 (CC-BY-4.0), described "
     "in Splitwise (ISCA 2024), section III-A"
 )
 _AZURE_PUBLISHED = "quantiles of both lengths, and the rate, of one hour in November 2023"
-_AZURE_ASSUMED = "straight lines between the quantiles; prompt and output drawn apart; Poisson"
+_AZURE_ASSUMED = "linear between the quantiles; prompt and output independent; Poisson arrivals"
 
 WORKLOADS = (
     PublishedWorkload(

@@ -17,8 +17,8 @@ from cleave.traffic.window import TrafficWindow, join_windows
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, Quantiles
 
 MIN_REQUESTS = 200
-"""Minimum number of requests: with fewer of usual lengths, the mean is off by a tenth of itself or
-more."""
+"""Minimum number of requests: with fewer of usual lengths, the error of the mean is 10 % or more.
+"""
 _MIN_WINDOWS = 4
 _MAX_MARGIN = 0.25
 

@@ -16,7 +16,7 @@ from cleave.traffic.counters import Buckets, GatewayCounters
 _EMPTY = Buckets()
 _LIFETIME_QUANTILE = 0.9
 _MAX_CHANCE_DEVIATIONS = 3.0
-"""Standard deviations by which arrivals and ended requests differ by chance."""
+"""Standard deviations by which arrivals and ended requests differ at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TrafficWindow:
     num_requests: float
     """Number of arrivals."""
     prompts: Buckets = _EMPTY
-    """Tokens of requests that were answered."""
+    """Prompt tokens of answered requests."""
     outputs: Buckets = _EMPTY
     ttft: Buckets = _EMPTY
     """In seconds."""
@@ -76,11 +76,11 @@ def compute_window(before: GatewayCounters, after: GatewayCounters) -> TrafficWi
     length_s = after.at_s - before.at_s
     if length_s <= 0 or after.started_s != before.started_s or after.requests < before.requests:
         return None
-    ended, more = after.requests - before.requests, after.in_flight - before.in_flight
+    ended, in_flight = after.requests - before.requests, after.in_flight - before.in_flight
     return TrafficWindow(
         end_s=after.at_s,
         length_s=length_s,
-        num_requests=max(ended + more, 0.0),
+        num_requests=max(ended + in_flight, 0.0),
         prompts=after.prompts - before.prompts,
         outputs=after.outputs - before.outputs,
         ttft=after.ttft - before.ttft,
@@ -105,20 +105,20 @@ def list_settled(windows: Sequence[TrafficWindow], settle_s: float) -> tuple[Tra
     """
     if not windows:
         return ()
-    begun_s = windows[0].start_s + settle_s
+    settled_s = windows[0].start_s + settle_s
     suffixes = (windows[at:] for at in range(len(windows) + 1))
     calm = next(each for each in suffixes if not _is_draining(each))
-    return tuple(each for each in calm if each.start_s >= begun_s)
+    return tuple(each for each in calm if each.start_s >= settled_s)
 
 
 def _is_draining(windows: Sequence[TrafficWindow]) -> bool:
     """Whether, from the first window up to some other, significantly more requests ended than
     arrived."""
-    came = accumulate(each.num_requests for each in windows)
+    arrived = accumulate(each.num_requests for each in windows)
     ended = accumulate(each.prompts.num for each in windows)
     return any(
         b - a > _MAX_CHANCE_DEVIATIONS * math.sqrt(max(a, 1.0))
-        for a, b in zip(came, ended, strict=True)
+        for a, b in zip(arrived, ended, strict=True)
     )
 
 

@@ -204,8 +204,7 @@ class Demand:
     """Expected arrivals in req/s."""
     source: RequestSource
     max_model_len: int | None = None
-    """Prompts are cut below it, outputs so that prompt and output reach it at most; None: no
-    limit."""
+    """Prompts are truncated below it, outputs to the rest; None: no limit."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and self.rate > 0):
@@ -273,7 +272,7 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
             else resample_trace(trace, spec.rate, spec.gap_variation)
         )
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
-        raise DemandError("rate: state it with promptTokens and outputTokens, or state a trace")
+        raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
     lengths = IndependentLengths(
         _build_marginal(spec.prompt_tokens), _build_marginal(spec.output_tokens)
     )
@@ -284,7 +283,7 @@ def build_from_trace(trace: Trace) -> Demand:
     """Replay the trace. Raises DemandError when it has no rate."""
     if trace.rate == 0:
         raise DemandError(
-            f"the {len(trace)} recorded requests span no time: state a rate beside the trace"
+            f"the {len(trace)} recorded requests span no time: set a rate in addition to the trace"
         )
     return Demand(trace.rate, TraceReplay(trace))
 

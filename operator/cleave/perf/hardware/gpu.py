@@ -11,7 +11,7 @@ from difflib import get_close_matches
 _CAPPED_PROMPT_SLOWDOWN = 1.30
 """Prompt phase of an H100 capped to half its power: Splitwise's performance model (its published
 data, github.com/Mutinifni/splitwise-sim at 8f99e7d, data/perf_model.csv, MIT: the h100-80gb-pcap
-rows are the H100's with prompt times 1.30 as long and token times as they were)."""
+rows are the H100's with prompt times multiplied by 1.30 and token times unchanged)."""
 _MIN_CAP_SHARE = 0.5
 """Share of the rated power down to which the token phase keeps its speed (Splitwise, III-F)."""
 

@@ -1,4 +1,4 @@
-"""Curves through few measured points. Used by all latency models that become a Timing.
+"""Curves through few measured points. Used by all latency models that become an EngineTiming.
 
 Standard library only: emulated engines import it.
 """

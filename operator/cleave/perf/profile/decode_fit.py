@@ -36,25 +36,23 @@ DecodeTables = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def fit_tables(points: Sequence[DecodeSample]) -> DecodeTables:
-    """The decode tables of a Timing, from two points or more."""
+    """The decode tables of an EngineTiming, from two points or more."""
     return _fit_by_batch(points, _prefers_common_slope(points))
 
 
 def compute_validation_error(points: Sequence[DecodeSample]) -> float | None:
-    """Mean absolute percentage error of `fit_tables` on fold-out points; None: none can be fold
-    out.
-    """
+    """Mean absolute percentage error of `fit_tables` on held-out points; None: too few points."""
     return _cross_validate(points, is_common=_prefers_common_slope(points))
 
 
 def iter_folds(count: int) -> Iterator[range]:
-    """Indices to hold out together: single points, in a large profile every twentieth point."""
+    """Indices to hold out together: single points; in a large profile every twentieth point."""
     number = min(count, _MAX_FOLDS)
     return (range(first, count, number) for first in range(number))
 
 
 def _prefers_common_slope(points: Sequence[DecodeSample]) -> bool:
-    """Whether one slope over the context predicts fold-out points as well as one for each batch."""
+    """Whether one slope over the context predicts held-out points as well as one for each batch."""
     common, own = (_cross_validate(points, is_common=choice) for choice in (True, False))
     return own is None or common is None or common <= own
 

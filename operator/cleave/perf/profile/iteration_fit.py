@@ -1,4 +1,4 @@
-"""A Timing fitted to a measured profile, and its validation errors.
+"""An EngineTiming fitted to a measured profile, and its validation errors.
 
 Called by the emulated engine and the planner's estimator: standard library only. Prefill is
 interpolated (an affine fit is 9 to 16 % off on Splitwise's measurements), decode is a line over the
@@ -21,7 +21,7 @@ _MIN_LENGTHS_FOR_CURVATURE = 4
 
 @dataclass(frozen=True, slots=True)
 class ValidationErrors:
-    """Mean absolute percentage errors on fold-out points; None: none could be fold out."""
+    """Mean absolute percentage errors on held-out points; None: too few points."""
 
     prefill: float | None
     decode: float | None

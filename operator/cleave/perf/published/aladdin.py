@@ -197,5 +197,5 @@ class IterationTimeModel:
     def assess_confidence(self) -> Confidence:
         """Source and error; the error is the one of the worse phase."""
         errors = [each for each in (self.prefill.error, self.decode.error) if each is not None]
-        source = "Aladdin's models, fitted to observed passes"
+        source = "Aladdin's models, fitted to observed iterations"
         return Confidence(LatencySource.FITTED, source, max(errors, default=None))

@@ -1,7 +1,7 @@
 """Checks the planner's model against the running plan, and corrects the model. Pure.
 
-Called for every review of the traffic, before replanning: a plan must not rest on a model that is
-wrong about the running fleet (Aladdin, section 5.1: continuous update). What is hard: near
+Called for every review of the traffic, before replanning: a plan must not be based on a model that
+is wrong about the running fleet (Aladdin, section 5.1: continuous update). What is hard: near
 saturation a small error of the step times is a large one of the TTFT, so an error counts only if
 slightly longer or shorter steps do not explain it; and latencies contain queueing, so the step
 times of both phases cannot be read from them. The correction is therefore found by simulation: it
@@ -88,7 +88,7 @@ class ModelAssessment:
 
     @property
     def holds(self) -> bool:
-        """Whether the prediction may be used; True where there are too few responses to tell."""
+        """Whether the prediction may be used; True if there are too few responses to assess it."""
         return not any(each.exceeds_threshold for each in self.comparisons)
 
     @property

@@ -1,9 +1,9 @@
 """Counts the instances that a change of plan restarts, and reduces their number. Pure.
 
 Called by replanning. Engines get their step limits at start, so a plan with other limits replaces
-instances that would serve as well with their current ones. What is hard: the best limits are seldom
-much better, and the search, which does not know the running instances, picks among near equals by
-chance.
+instances that would serve as well with their current ones. What is hard: the best limits are rarely
+much better, and the search, which does not know the running instances, picks among near equals at
+random.
 """
 
 import itertools
@@ -45,8 +45,8 @@ def reduce_restarts(current: Pools, proposed: Pools, serves: Callable[[Pools, in
         _list_variants(current, proposed), key=lambda pools: count_starts(current, pools)
     )
     for pools in variants:
-        spared = max_starts - count_starts(current, pools)
-        if spared > 0 and serves(pools, spared):
+        avoided = max_starts - count_starts(current, pools)
+        if avoided > 0 and serves(pools, avoided):
             return pools
     return proposed
 

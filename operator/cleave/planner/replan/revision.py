@@ -3,7 +3,7 @@
 Called by the operator, in the planner's process, after the traffic has changed or the model was
 corrected, and by the benchmark that simulates whole days. DistServe, section 4.3, replans when the
 pattern shifts; it does not treat the cost of a change, nor errors of the model. What is hard: to
-change plans seldom and rightly. A plan is applied only if the model is right about the running
+change plans rarely and correctly. A plan is applied only if the model is right about the running
 plan, if it is better by more than a minimum, if its gain exceeds the cost of the change, and not
 soon after the last change.
 """
@@ -142,7 +142,7 @@ def revise(
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
     observed_problem = replace(problem, demand=demand)
-    judgement = assess(
+    assessment = assess(
         observed_problem,
         running_plan,
         windows,
@@ -150,9 +150,9 @@ def revise(
         settings.error_threshold,
         settings.settle_s,
     )
-    if not judgement.holds:
-        return Revision(ReplanDecision(ReplanVerdict.CORRECT, judgement.reason), judgement)
-    estimator = latency_correction.apply_correction(problem.estimator, judgement.correction)
+    if not assessment.holds:
+        return Revision(ReplanDecision(ReplanVerdict.CORRECT, assessment.reason), assessment)
+    estimator = latency_correction.apply_correction(problem.estimator, assessment.correction)
     mean_problem = replace(problem, demand=demand, estimator=estimator)
     # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
     current = replace(
@@ -166,16 +166,16 @@ def revise(
     result = plan_search.plan(peak_problem)
     best = result.best
     if best is None:
-        return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), judgement, result)
+        return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), assessment, result)
     best = _reduce_restarts(peak_problem, running_plan.pools, best, settings)
     proposed = _forecast(
         peak_problem, replace(running_plan, pools=best.pools, algorithm=best.algorithm)
     )
-    seen_s = sum(each.length_s for each in windows)
+    observed_s = sum(each.length_s for each in windows)
     decision = decide(
-        mean_problem, current, proposed, settings, windows[-1].end_s, replaced_plans, seen_s
+        mean_problem, current, proposed, settings, windows[-1].end_s, replaced_plans, observed_s
     )
-    return Revision(decision, judgement, result, best)
+    return Revision(decision, assessment, result, best)
 
 
 def decide(
@@ -273,12 +273,12 @@ def _explain_no_shrink(
     settings: ReplanSettings,
     at_s: float,
     replaced_plans: Sequence[ReplacedPlan],
-    seen_s: float,
+    observed_s: float,
 ) -> str | None:
     """Why not to scale down; strict, as missing instances cost more than superfluous ones."""
-    if seen_s < settings.cooldown_s:
+    if observed_s < settings.cooldown_s:
         required = f"{settings.cooldown_s:.0f} s are required to scale down"
-        return f"traffic was observed for {seen_s:.0f} s; {required}"
+        return f"traffic was observed for {observed_s:.0f} s; {required}"
     for each in replaced_plans:
         age_s = at_s - each.until_s
         if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(

@@ -1,1 +1,1 @@
-"""What is told about a plan: verdict, prediction, status and text."""
+"""The results of planning: verdict, prediction, status and text."""

@@ -143,7 +143,7 @@ def _compute_scale(
     fleet, rate = build_cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.compute_span(rate, targets)
     if capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(span.total)) <= rate:
-        return math.inf  # its queues would grow for ever; a finite trace does not show that
+        return math.inf  # its queues grow without bound, which a finite trace does not show
     outcome = trials.simulate(fleet, rate, span)
     missed = np.maximum(
         outcome.ttft_ms[span.window] / targets.ttft_ms,

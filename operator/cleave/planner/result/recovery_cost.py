@@ -1,4 +1,4 @@
-"""The cost of losing a decode instance of a plan, and whether KV checkpoints would pay.
+"""The cost of losing a decode instance of a plan, and whether KV checkpoints would pay off.
 
 For `cleave plan --explain`; the comparison itself is in `perf.recovery`. Plans do not provide for
 losses.
@@ -30,7 +30,7 @@ def compare_checkpoints(problem: Problem, plan: Plan) -> RecoveryComparison | No
     except UnknownGpuError:
         return None
     size = decoding.instance.candidate.parallelism
-    keeping = CheckpointSetup(
+    checkpoints = CheckpointSetup(
         link=Link(LinkKind.PCIE, gpu.pcie_gbps),
         token_bytes=problem.shape.compute_kv_bytes_on_gpu(size.tensor, size.pipeline),
         gpus=size.gpus,
@@ -40,21 +40,21 @@ def compare_checkpoints(problem: Problem, plan: Plan) -> RecoveryComparison | No
     return compare_recovery(
         _build_recompute_source(placement),
         _build_resident_load(problem, plan, placement, decoding),
-        keeping,
+        checkpoints,
     )
 
 
 def _build_resident_load(
     problem: Problem, plan: Plan, placement: CandidatePlacement, decoding: InstanceGroup
 ) -> ResidentLoad:
-    begun_per_s = problem.rate / (decoding.replicas * placement.copies)
+    started_per_s = problem.rate / (decoding.replicas * placement.copies)
     output = problem.demand.mean_output_tokens
     stream_s = output * plan.prediction.tpot_ms.p50 / 1e3
     return ResidentLoad(
-        streams=begun_per_s * stream_s,
+        streams=started_per_s * stream_s,
         prompt_tokens=problem.demand.mean_prompt_tokens,
         generated_tokens=output / 2,
-        started_per_s=begun_per_s,
+        started_per_s=started_per_s,
     )
 
 

@@ -86,7 +86,7 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
     """
     targets = Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    # `LOW_AFFINITY` divides the pools into cells, whatever algorithm found them.
+    # `LOW_AFFINITY` divides the pools of any algorithm into cells.
     cell = replace(to_candidate_placement(problem, plan.pools, LOW_AFFINITY), copies=1)
     is_in_node = plan.algorithm.startswith(LOW_AFFINITY)
     unit_rate = compute_fleet_rate(build_cell_fleet(problem, cell), trials.get_lengths())

@@ -60,7 +60,7 @@ def compute_fleet_rate(fleet: SimulatedFleet, lengths: LengthStatistics) -> floa
 
 
 def estimate_rate(fleet: SimulatedFleet, lengths: LengthStatistics, tpot_ms: float) -> float:
-    """Estimated goodput in req/s, not a bound: where a search should begin.
+    """Estimated goodput in req/s, not a bound: the starting point of a search.
 
     Prompts use four fifths of the prefill bound, because they queue; decode steps may take as long
     as the target. Mixed instances do the work of both phases one after the other.
@@ -84,8 +84,7 @@ def estimate_rate(fleet: SimulatedFleet, lengths: LengthStatistics, tpot_ms: flo
 def compute_prefill_rate(engine: SimulatedEngine, lengths: LengthStatistics) -> float:
     """Prompts per second when every step is filled up to its token limit.
 
-    Attention grows with each prompt's square whatever the chunks; the rest of the step time is
-    shared.
+    Attention grows with each prompt's square for any chunks; the rest of the step time is shared.
     """
     timing = engine.timing
     max_tokens = engine.max_num_batched_tokens

@@ -121,7 +121,7 @@ def _list_high_affinity(
     mixed_group: InstanceGroup | None,
     tick: Tick,
 ) -> Iterator[PlacementOption]:
-    """Fitted disaggregated plans; if the nodes have room for none, the one that uses them best."""
+    """Fitted disaggregated plans; if the nodes have room for none, the one that serves most."""
     load, objective = TargetLoad(problem.rate, targets), problem.planning.objective
     pairs = sorted(
         high_affinity.list_pairs(problem, _find_phases(problem, trials, found, targets, tick)),
@@ -190,8 +190,7 @@ def _find_phases(
     targets: Targets,
     tick: Tick,
 ) -> tuple[BestPhases, ...]:
-    """Algorithm 1's phases; while replicas are few, also those that need least for this very
-    rate."""
+    """Algorithm 1's phases; while replicas are few, also those that need least for this rate."""
 
     def step() -> None:
         tick("prefill and decode instances")

@@ -60,7 +60,7 @@ def find_crossing_rate(prefill_ms: float, speedup: float) -> float:
 
 
 def applies(trace: Trace) -> bool:
-    """Whether prompts are of equal length and arrivals look Poisson; False below 100 requests."""
+    """Whether prompts have equal lengths and arrivals seem Poisson; False below 100 requests."""
     if len(trace) < 100:
         return False
     prompts, gaps = trace.prompt_tokens, trace.arrival_ms[1:] - trace.arrival_ms[:-1]

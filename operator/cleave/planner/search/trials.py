@@ -31,7 +31,7 @@ requests: with many concurrent requests the variance is small anyway."""
 _MAX_REQUESTS = 200_000
 """Most counted requests of a trial."""
 _MAX_DURATION_S = 600.0
-"""Longest duration that MIN_TTFT_TARGETS may ask for."""
+"""Upper bound of the duration from MIN_TTFT_TARGETS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Precision:
 
 RANKING_PRECISION = Precision(min_requests=1000, lifetimes=4.0)
 """Enough to compare: all candidates serve the same requests and have similar errors. Instances that
-are short of memory look up to a fifth too good, because queues for memory grow slowly."""
+are short of memory seem up to a fifth too good, because queues for memory grow slowly."""
 CONFIRMATION_PRECISION = Precision(min_requests=10_000, lifetimes=10.0)
 """Enough to report: the remaining error is a few per cent, within the confidence interval."""
 
@@ -140,10 +140,12 @@ class Trials:
         self._record(span)
         ttft_ms, tpot_ms = measure_latencies(fleet, self.build_trace(span.total, rate), self.seed)
         # nan (an unfinished request) compares as missing its target.
-        in_time = ttft_ms[span.window] <= targets.ttft_ms
-        fluent = tpot_ms[span.window] <= targets.tpot_ms
+        is_ttft_met = ttft_ms[span.window] <= targets.ttft_ms
+        is_tpot_met = tpot_ms[span.window] <= targets.tpot_ms
         return Shares(
-            _compute_share(in_time & fluent), _compute_share(in_time), _compute_share(fluent)
+            _compute_share(is_ttft_met & is_tpot_met),
+            _compute_share(is_ttft_met),
+            _compute_share(is_tpot_met),
         )
 
     def simulate(
