@@ -237,8 +237,8 @@ class EndpointSelector:
                 return slot
         if table.is_shared and self._prefers_own:
             return self._find_own(table, scores, purpose, request)
-        tokens = request.prompt_tokens + request.output_tokens
-        slot, self._seed = find_slot(pick, scores, table.room, table.heaviness, tokens, self._seed)
+        total = request.prompt_tokens + request.output_tokens
+        slot, self._seed = find_slot(pick, scores, table.room, table.heaviness, total, self._seed)
         return slot
 
     def _find_own(
