@@ -54,14 +54,14 @@ GRAFANA = {"$model": ".*", "$__rate_interval": "10s"}
 BY_HAND = "instances are stated by hand, so nothing is predicted"
 SELDOM = {
     "What was missed": "all is well",
-    "Not taken": "nobody is shed",
-    "Failures that clients did not see": "no engine fails",
+    "Shed requests": "nobody is shed",
+    "Failures hidden from clients": "no engine fails",
     "KV lost": "these engines are not vLLM with connector Cleave",
     "Not ready": "every instance is ready",
     "Flips in an hour": "pools keep to themselves",
     "Prediction error": BY_HAND,
     "Correction of the latency model": BY_HAND,
-    "Answers of the planner in an hour": BY_HAND,
+    "Planner results in an hour": BY_HAND,
     "P90 TTFT, predicted and observed": "nothing is planned",
     "P90 TPOT, predicted and observed": "nothing is planned",
     "Attainment, predicted and observed": "nothing is planned",
