@@ -1,4 +1,4 @@
-"""One vLLM engine over two nodes: an agent with one rank, a follower with the other."""
+"""One vLLM engine over two nodes: an agent with one rank, a worker node with the other."""
 
 import os
 import signal
@@ -34,8 +34,8 @@ class Pair:
             *("--port", self.address.rpartition(":")[2], "--cores", "none", "--peer-wait", "0"),
             *(*shared, *self._rank(0)),
         )
-        self.follower = self._start(
-            "agent.follower", "--leader", self.address, *shared, *self._rank(1)
+        self.worker_node = self._start(
+            "agent.worker_node", "--leader", self.address, *shared, *self._rank(1)
         )
 
     def _rank(self, rank: int) -> list[str]:
@@ -55,13 +55,15 @@ class Pair:
         return answer.registration
 
     def is_ready(self) -> bool:
-        assert self.follower.poll() is None, (self.logs / "agent.follower").read_text()[-4000:]
+        assert self.worker_node.poll() is None, (self.logs / "agent.worker_node").read_text()[
+            -4000:
+        ]
         return self.registration().state == agent_pb2.STATE_READY
 
     def end(self) -> None:
-        for process in (self.follower, self.leader):
+        for process in (self.worker_node, self.leader):
             process.terminate()
-        for process in (self.follower, self.leader):
+        for process in (self.worker_node, self.leader):
             try:
                 process.wait(40)
             except subprocess.TimeoutExpired:
@@ -84,5 +86,5 @@ def test_an_engine_over_two_nodes_answers_and_drains_when_either_is_to_go(pair: 
     assert first["usage"]["completion_tokens"] == 8
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
 
-    pair.follower.send_signal(signal.SIGTERM)
-    assert (pair.follower.wait(60), pair.leader.wait(60)) == (0, 0)
+    pair.worker_node.send_signal(signal.SIGTERM)
+    assert (pair.worker_node.wait(60), pair.leader.wait(60)) == (0, 0)
