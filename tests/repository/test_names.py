@@ -5,6 +5,7 @@ Each test names what breaks its rule. CONTRIBUTING.md, "Names", gives the reason
 
 import ast
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -41,6 +42,12 @@ ALLOWED = {
     "draw": "what a chart does",
 }
 """Standard terms that contain a banned word."""
+
+_BANNED_IN_TESTS = """
+asked door doors foretold goal goals nobody stated tell tells told unlike wanted whatever
+"""
+BANNED_IN_TESTS = frozenset(_BANNED_IN_TESTS.split())
+"""Banned in every identifier outside the packages: locals, parameters, helpers and tests, too."""
 
 SHARED_CLASS_NAMES: set[str] = set()
 """Public class names that may stand in two modules."""
@@ -146,6 +153,20 @@ def test_no_class_or_function_has_a_private_word() -> None:
         for where, node in iter_definitions(module, (ast.ClassDef, *FUNCTIONS)):
             if find_banned(node.name):
                 wrong.append(where)
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "e2e", "scripts"])
+def test_no_identifier_outside_the_packages_has_a_private_word(folder: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        with tokenize.open(path) as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if token.type == tokenize.NAME and BANNED_IN_TESTS.intersection(
+                    split_words(token.string)
+                ):
+                    where = f"{path.relative_to(ROOT).as_posix()}:{token.start[0]}"
+                    wrong.append(f"{where} {token.string}")
     assert not wrong
 
 
