@@ -44,7 +44,7 @@ class Line:
     gb_per_s: float
     spread: float
     of_limit: float
-    of_configured: float
+    of_stated: float
     sent_per_kv: float
     """Bytes over the card for each byte of KV, what the puller sends back included."""
 
@@ -130,7 +130,7 @@ def show(lines: list[Line]) -> None:
             f"{line.gb_per_s:.3f}",
             f"{line.spread:.2f}",
             f"{line.of_limit:.0%}",
-            f"{line.of_configured:.0%}",
+            f"{line.of_stated:.0%}",
             f"{line.sent_per_kv:.4f}",
         )
     Console(width=120).print(table)

@@ -41,7 +41,7 @@ class DispatchRow:
 
     fleet: str
     policy: str
-    predicted_by: str
+    foretold_by: str
     per_gpu: float
     """Goodput, req/s."""
     gain: float
@@ -53,7 +53,7 @@ class AdmissionRow:
     """One admission on one decode instance; means over seeds."""
 
     admission: str
-    predicted_by: str
+    foretold_by: str
     jct_ms: float
     """Job completion time: from arrival to end."""
     gain: float

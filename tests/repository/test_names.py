@@ -49,6 +49,12 @@ asked door doors foretold goal goals nobody stated tell tells told unlike wanted
 BANNED_IN_TESTS = frozenset(_BANNED_IN_TESTS.split())
 """Banned in every identifier outside the packages: locals, parameters, helpers and tests, too."""
 
+ALLOWED_IN_TESTS = {
+    "foretold_by": "a column and JSON key of benchmarks/lengths",
+    "of_stated": "a JSON key of benchmarks/kv/limited_bandwidth.py",
+}
+"""Identifiers that are part of an output's format."""
+
 SHARED_CLASS_NAMES: set[str] = set()
 """Public class names that may stand in two modules."""
 
@@ -162,8 +168,10 @@ def test_no_identifier_outside_the_packages_has_a_private_word(folder: str) -> N
     for path in sorted((ROOT / folder).rglob("*.py")):
         with tokenize.open(path) as file:
             for token in tokenize.generate_tokens(file.readline):
-                if token.type == tokenize.NAME and BANNED_IN_TESTS.intersection(
-                    split_words(token.string)
+                if (
+                    token.type == tokenize.NAME
+                    and token.string not in ALLOWED_IN_TESTS
+                    and BANNED_IN_TESTS.intersection(split_words(token.string))
                 ):
                     where = f"{path.relative_to(ROOT).as_posix()}:{token.start[0]}"
                     wrong.append(f"{where} {token.string}")
