@@ -17,7 +17,7 @@ from e2e.chaos.expected_output import CHAT, COMPLETIONS, expect
 from e2e.chaos.faults import WORKER_KINDS, draw
 from e2e.chaos.requests import Ask
 from e2e.chaos.requests import draw as draw_request
-from e2e.chaos.verdict import Case, Seen, judge
+from e2e.chaos.verdict import Case, Seen, check_answer
 
 RUN = Path(__file__).parents[1] / "benchmarks" / "chaos" / "run.py"
 SEED = 20
@@ -46,7 +46,7 @@ def test_a_short_storm_loses_nothing_and_serves_no_wrong_token() -> None:
     assert report["cases"].keys() <= {case.name for case in Case} - {"WRONG", "NO_INSTANCE"}
 
 
-def test_kv_that_was_computed_wrong_is_seen_and_the_faults_around_it_are_told() -> None:
+def test_corrupt_kv_is_detected_and_the_surrounding_faults_are_reported() -> None:
     code, report = hurt("--seed", "1", "--faults", "20", "--only", "wrong KV")
     assert code == 1
     assert "parts after" in report["violation"]
@@ -57,10 +57,10 @@ def test_kv_that_was_computed_wrong_is_seen_and_the_faults_around_it_are_told() 
 @pytest.fixture
 def ask() -> Ask:
     body = {"model": "m", "prompt": "a b", "max_tokens": 5, "ignore_eos": True, "stream": True}
-    return made(COMPLETIONS, body)
+    return build_request(COMPLETIONS, body)
 
 
-def made(path: str, body: dict[str, Any]) -> Ask:
+def build_request(path: str, body: dict[str, Any]) -> Ask:
     return Ask("one", path, body, True, expect(path, body, "m"))
 
 
@@ -75,7 +75,7 @@ def events(ask: Ask, *texts: str) -> bytes:
 def test_a_right_answer_is_right(ask: Ask) -> None:
     (text,) = ask.expected.texts
     seen = Seen(0, status=200, body=events(ask, text[:7], text[7:]))
-    assert judge(ask, seen, False).case is Case.RIGHT
+    assert check_answer(ask, seen, False).case is Case.RIGHT
 
 
 @pytest.mark.parametrize(
@@ -93,33 +93,35 @@ def test_a_right_answer_is_right(ask: Ask) -> None:
     ],
     ids=["token", "id", "end", "finish", "twice", "cut", "leak", "error", "nothing"],
 )
-def test_whatever_is_not_right_is_found(ask: Ask, spoil) -> None:
+def test_every_violation_is_found(ask: Ask, spoil) -> None:
     (text,) = ask.expected.texts
     body = spoil(events(ask, text[:6], text[6:]))
-    assert judge(ask, Seen(0, status=200, body=body), False).case is Case.WRONG
+    assert check_answer(ask, Seen(0, status=200, body=body), False).case is Case.WRONG
 
 
 def test_a_broken_connection_is_excused_by_a_killed_gateway_only(ask: Ask) -> None:
     seen = Seen(0, status=200, body=b"", broken="reset")
-    assert judge(ask, seen, True).case is Case.GATEWAY_LOST
-    assert judge(ask, seen, False).case is Case.WRONG
+    assert check_answer(ask, seen, True).case is Case.GATEWAY_LOST
+    assert check_answer(ask, seen, False).case is Case.WRONG
     wrong = replace(seen, body=events(ask, "x", "y").removesuffix(b"data: [DONE]\n\n"))
-    assert judge(ask, wrong, True).case is Case.WRONG, "what came before the end counts"
+    assert check_answer(ask, wrong, True).case is Case.WRONG, "what came before the end counts"
 
 
 def test_only_what_cannot_be_resumed_may_say_so(ask: Ask) -> None:
     error = {"code": "engine_error", "message": "with temperature 0 or a seed it could"}
     seen = Seen(0, status=200, body=f"data: {json.dumps({'error': error})}\n\n".encode())
-    assert judge(replace(ask, resumable=False), seen, False).case is Case.NOT_RESUMABLE
-    assert judge(ask, seen, False).case is Case.ENGINES_FAILED
+    assert check_answer(replace(ask, resumable=False), seen, False).case is Case.NOT_RESUMABLE
+    assert check_answer(ask, seen, False).case is Case.ENGINES_FAILED
 
 
 def test_expected_answers_are_those_of_any_split(ask: Ask) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
-    seeded = made(CHAT, chat | {"seed": 3, "temperature": 1}).expected
-    choices = made(CHAT, chat | {"n": 2}).expected
-    assert len({made(CHAT, chat).expected.texts[0], seeded.texts[0], choices.texts[1]}) == 3
-    assert choices.texts[0] == made(CHAT, chat).expected.texts[0]
+    seeded = build_request(CHAT, chat | {"seed": 3, "temperature": 1}).expected
+    choices = build_request(CHAT, chat | {"n": 2}).expected
+    assert (
+        len({build_request(CHAT, chat).expected.texts[0], seeded.texts[0], choices.texts[1]}) == 3
+    )
+    assert choices.texts[0] == build_request(CHAT, chat).expected.texts[0]
 
 
 def test_the_same_seed_draws_the_same_faults_and_requests() -> None:

@@ -80,8 +80,8 @@ def test_vllms_benchmark_loses_no_request(
 ) -> None:
     pytest.importorskip("vllm", reason="needs the group worker-cpu")
     script = str(CLIENTS / "vllm_bench.py")
-    asked = (chat.url, MODEL, str(tiny_model), str(tmp_path))
-    run(sys.executable, script, *asked, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    arguments = (chat.url, MODEL, str(tiny_model), str(tmp_path))
+    run(sys.executable, script, *arguments, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     for backend in ("openai", "openai-chat"):
         result = json.loads((tmp_path / f"{backend}.json").read_text())
         assert (result["completed"], result["failed"]) == (40, 0)
@@ -96,7 +96,7 @@ class Light(BaseModel):
 
 
 @pytest.mark.vllm
-def test_answers_of_a_stated_form_come_from_real_engines(tiny: Deployment, clients: Path) -> None:
+def test_structured_outputs_come_from_real_engines(tiny: Deployment, clients: Path) -> None:
     run(str(clients / "python"), str(CLIENTS / "langchain_client.py"), tiny.url, "tiny", "form")
     with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="unused", max_retries=0) as client:
         answer = client.chat.completions.parse(

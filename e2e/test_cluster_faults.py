@@ -94,7 +94,7 @@ def test_a_killed_worker_is_restarted_and_the_others_serve_meanwhile(
 def test_a_killed_gateway_takes_its_own_requests_along_and_no_others(
     chat: Chat, nodes: Nodes
 ) -> None:
-    """Nobody can finish what it served; what comes later goes elsewhere until it is back."""
+    """Its requests cannot finish; later ones go elsewhere until it is back."""
     victim = sorted(names(gateways(chat)))[0]
     with Load(chat.address, "chat") as load:
         wait_until(lambda: load.answered > 20, 30, "the load is on")
@@ -108,11 +108,11 @@ def test_a_killed_gateway_takes_its_own_requests_along_and_no_others(
     assert failed <= 20, "its own, and what was sent to it until its node said that it is gone"
 
 
-def test_the_kv_path_is_told_as_it_was_measured(chat: Chat) -> None:
+def test_the_kv_path_is_reported_as_measured(chat: Chat) -> None:
     wait_until(lambda: condition(chat.deployment, "KVPathVerified") == "True", 60, "it is verified")
-    told = message(chat.deployment, "KVPathVerified")
-    assert told.startswith("emulated, ")
-    assert "GB/s" in told
+    reported = message(chat.deployment, "KVPathVerified")
+    assert reported.startswith("emulated, ")
+    assert "GB/s" in reported
 
 
 def ready(pods: list[dict]) -> list[dict]:

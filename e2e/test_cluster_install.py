@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 CHART = REPOSITORY / "charts" / "cleave"
 HOME = "cleave-install"
-KEPT = ("llmdeployments.cleave.dev", "instancepools.cleave.dev")
+RETAINED_CRDS = ("llmdeployments.cleave.dev", "instancepools.cleave.dev")
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,11 @@ def test_what_cel_cannot_say_is_refused_in_words(release: Cluster, namespace: st
 
 
 def test_what_todays_nodes_lack_is_a_warning(release: Cluster, namespace: str) -> None:
-    wanted = deployment(placement={"manual": [{"role": "mixed", "gpu": "B200-SXM-180GB"}]})
-    asked = ("apply", "-n", namespace, "-f", "-", "--dry-run=server", "-o", "name")
-    assert "asked" in release.kubectl(*asked, input=yaml.safe_dump(wanted))
+    invalid = deployment(placement={"manual": [{"role": "mixed", "gpu": "B200-SXM-180GB"}]})
+    command = ("apply", "-n", namespace, "-f", "-", "--dry-run=server", "-o", "name")
+    assert "asked" in release.kubectl(*command, input=yaml.safe_dump(invalid))
     with pytest.raises(CommandError) as error:
-        release.kubectl(*asked, "--warnings-as-errors", input=yaml.safe_dump(wanted))
+        release.kubectl(*command, "--warnings-as-errors", input=yaml.safe_dump(invalid))
     assert "manual[0].gpu: no node has B200-SXM-180GB now, there is" in error.value.text
 
 
@@ -124,13 +124,13 @@ def test_people_who_may_edit_a_namespace_may_serve_models_in_it(
         f"--serviceaccount={namespace}:editor",
     )
 
-    def asked() -> str:
+    def read_revision() -> str:
         return release.kubectl(
             "auth", "can-i", "create", "llmdeployments", "-n", namespace, kubeconfig=editor
         )
 
     # The roles are put together by a controller, a moment after the chart was installed.
-    assert wait_until(asked, 20, "an editor may create deployments").strip() == "yes"
+    assert wait_until(read_revision, 20, "an editor may create deployments").strip() == "yes"
 
 
 def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(
@@ -139,7 +139,7 @@ def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(
     before = wait_until(lambda: bundle(release), 20, "the API server is told whom to trust")
     older = tmp_path / "cleave"
     shutil.copytree(CHART, older)
-    definition = older / "files" / "crds" / f"{KEPT[0]}.yaml"
+    definition = older / "files" / "crds" / f"{RETAINED_CRDS[0]}.yaml"
     definition.write_text(definition.read_text().replace("name: Reason", "name: Why"))
     helm(release, "upgrade", chart=older)
     assert "Why" in columns(release)
@@ -151,13 +151,13 @@ def test_an_upgrade_keeps_the_certificate_and_brings_the_crds_up_to_date(
 
 def columns(cluster: Cluster) -> list[str]:
     """Of `kubectl get llmdeployments`."""
-    version = cluster.get("crd", KEPT[0])["spec"]["versions"][0]
+    version = cluster.get("crd", RETAINED_CRDS[0])["spec"]["versions"][0]
     return [each["name"] for each in version["additionalPrinterColumns"]]
 
 
 def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace: str) -> None:
-    stated = deployment(engine={"type": "Emulated"})
-    release.apply(stated, namespace=namespace)
+    resource = deployment(engine={"type": "Emulated"})
+    release.apply(resource, namespace=namespace)
     wait_until(
         lambda: release.get("llmd", "asked", namespace)["metadata"].get("finalizers"),
         30,
@@ -175,11 +175,11 @@ def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace
         operators(release, 2)
 
 
-def test_the_plain_manifests_are_taken_too(release: Cluster) -> None:
+def test_the_plain_manifests_install_too(release: Cluster) -> None:
     manifests = REPOSITORY / "manifests"
     said = release.kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f",
                            str(manifests / "crds.yaml"))  # fmt: skip
-    assert all(name in said for name in KEPT)
+    assert all(name in said for name in RETAINED_CRDS)
     documents = list(yaml.safe_load_all((manifests / "cleave.yaml").read_text()))
     for each in documents:
         # A dry run makes no namespace for what follows.

@@ -59,7 +59,7 @@ def installation(cluster: Cluster, *args: str) -> Iterator[None]:
         )
         yield
     except CommandError as error:
-        raise AssertionError(f"{error.text}\n{told(cluster)}") from error
+        raise AssertionError(f"{error.text}\n{read_log(cluster)}") from error
     finally:
         cluster.helm("uninstall", "cleave", "-n", SYSTEM, "--wait", "--ignore-not-found")
         if cluster.nodes is not None:
@@ -119,10 +119,10 @@ class Chat:
         try:
             wait_until(self.is_ready, timeout_s, "the deployment is ready")
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{told(self.cluster, self.namespace)}") from error
+            raise AssertionError(f"{error}\n{read_log(self.cluster, self.namespace)}") from error
 
     def is_ready(self) -> bool:
-        """Whether what was asked for last is there, and nothing else."""
+        """Whether exactly the latest desired objects exist."""
         found = self.deployment
         status = found.get("status", {})
         return (
@@ -166,7 +166,7 @@ def test_an_edit_rolls_out_under_load_without_a_failed_request(chat: Chat) -> No
         try:
             wait_until(is_rolled_out, 180, "every instance is replaced")
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+            raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
         after = load.answered
         with suppress(AssertionError):
             wait_until(lambda: load.answered > after + 20, 30, "the new instances answer")
@@ -207,7 +207,7 @@ def test_a_lost_nodes_instances_are_replaced(chat: Chat, nodes: Nodes) -> None:
         nodes.add(gpu_node(lost))
 
 
-def test_a_scale_up_that_no_node_has_room_for_is_taken_back_and_reported(chat: Chat) -> None:
+def test_an_unschedulable_scale_up_is_reverted_and_reported(chat: Chat) -> None:
     chat.edit(
         {
             "rollout": {"pendingTimeoutS": 10},
@@ -224,7 +224,7 @@ def test_a_scale_up_that_no_node_has_room_for_is_taken_back_and_reported(chat: C
         )
         wait_until(lambda: all(map(is_pod_ready, chat.workers())), 60, "nothing stays pending")
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+        raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
     assert "Insufficient cpu" in message(chat.deployment, "ScalingLimited")
     assert chat.ask() == ""
 
@@ -239,8 +239,8 @@ def test_another_operator_takes_over_and_does_nothing_twice(chat: Chat, nodes: N
     wait_until(
         lambda: chat.is_ready() and len(chat.workers()) == 7, READY_S, "the edit is carried out"
     )
-    made = list((nodes.folder / "pods").glob(f"{chat.namespace}_chat-[pd]*.log"))
-    assert len(made) == 7, "one pod for each instance, and none too many"
+    log_files = list((nodes.folder / "pods").glob(f"{chat.namespace}_chat-[pd]*.log"))
+    assert len(log_files) == 7, "one pod for each instance, and none too many"
     print(f"took over after {took_s:.1f} s")
 
 
@@ -309,7 +309,7 @@ def holder(cluster: Cluster) -> str:
     return str(lease.get("spec", {}).get("holderIdentity", ""))
 
 
-def told(cluster: Cluster, namespace: str = SYSTEM) -> str:
+def read_log(cluster: Cluster, namespace: str = SYSTEM) -> str:
     """What helps to understand a failure."""
     parts: list[Callable[[], str]] = [
         lambda: yaml.safe_dump([d.get("status") for d in cluster.list("llmd", namespace)]),

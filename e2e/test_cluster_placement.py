@@ -51,7 +51,9 @@ def _are_open(cluster: Cluster, names: list[str]) -> bool:
     return all(name in nodes and not nodes[name]["spec"].get("taints") for name in names)
 
 
-def made(namespace: str, machines: NodeTopology, *manual: dict[str, Any]) -> list[dict[str, Any]]:
+def build_pods(
+    namespace: str, machines: NodeTopology, *manual: dict[str, Any]
+) -> list[dict[str, Any]]:
     """All pods of a placement, in the order in which two pools' controllers might make them."""
     document = manifest(placement={"manual": list(manual)})
     document["metadata"]["namespace"] = namespace
@@ -73,9 +75,9 @@ def _cells(pool: InstancePool) -> list[int | None]:
 
 def _asleep(pod: dict[str, Any]) -> dict[str, Any]:
     (worker,) = pod["spec"]["containers"]
-    kept = {key: worker[key] for key in ("name", "image", "resources", "securityContext")}
+    fixed_fields = {key: worker[key] for key in ("name", "image", "resources", "securityContext")}
     worker.clear()
-    worker.update(kept, command=["sleep", "600"])
+    worker.update(fixed_fields, command=["sleep", "600"])
     worker["resources"]["requests"] = worker["resources"]["limits"] = {
         name: amount
         for name, amount in worker["resources"]["limits"].items()
@@ -104,7 +106,7 @@ def placed(cluster: Cluster, namespace: str, pods: list[dict[str, Any]]) -> dict
 
 def test_both_phases_of_a_cell_share_a_node(cluster: Cluster, nodes, namespace: str) -> None:
     nodes(*(gpu_node(f"cell-{number}") for number in range(3)))
-    pods = made(
+    pods = build_pods(
         namespace,
         NodeTopology({H100: 8}),
         {"role": "prefill", "replicas": 3, "perCell": 1, "parallelism": {"tensor": 2}},
@@ -124,7 +126,7 @@ def test_equal_stages_share_a_node_where_an_instance_takes_two(
 ) -> None:
     nodes(*(gpu_node(f"stage-{number}") for number in range(2)))
     size = {"tensor": 4, "pipeline": 2}
-    pods = made(
+    pods = build_pods(
         namespace,
         NodeTopology({H100: 8}),
         {"role": "prefill", "gpu": "H100", "perCell": 1, "parallelism": size},
@@ -139,7 +141,7 @@ def test_equal_stages_share_a_node_where_an_instance_takes_two(
 def test_a_cell_larger_than_a_node_shares_a_clique(cluster: Cluster, nodes, namespace: str) -> None:
     racks = {f"rack-{number}": f"clique-{number % 2}" for number in range(4)}
     nodes(*(gpu_node(name, gpus=4, clique=clique) for name, clique in racks.items()))
-    pods = made(
+    pods = build_pods(
         namespace,
         NodeTopology({H100: 4}, CLIQUE),
         {"role": "prefill", "perCell": 1, "parallelism": {"tensor": 4}},
@@ -158,7 +160,7 @@ def test_without_cells_pods_keep_to_one_infiniband_domain_while_there_is_room(
     for number, shape in enumerate(shapes):
         label = f"{INFINIBAND}=fabric-{number % 2}"
         cluster.kubectl("label", "node", shape.name, label)
-    pods = made(
+    pods = build_pods(
         namespace,
         NodeTopology({H100: 8}, HOSTNAME),
         {"role": "prefill", "replicas": 1, "parallelism": {"tensor": 8}},
@@ -171,7 +173,7 @@ def test_without_cells_pods_keep_to_one_infiniband_domain_while_there_is_room(
 
 def test_roles_go_to_their_own_kinds_of_gpu(cluster: Cluster, nodes, namespace: str) -> None:
     nodes(gpu_node("large"), gpu_node("small", product=L40S))
-    pods = made(
+    pods = build_pods(
         namespace,
         NodeTopology({H100: 8, L40S: 8}),
         {"role": "prefill", "replicas": 2, "gpu": "L40S"},

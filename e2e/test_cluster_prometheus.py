@@ -2,7 +2,7 @@
 counted, no alert fires while all is well, and those for a calamity fire in one.
 
 tests/install and tests/gateway ask the same queries of pages made up for each alert; what they
-cannot tell is whether the pages are really found, scraped and labelled as the queries expect.
+cannot show is whether the pages are really found, scraped and labelled as the queries expect.
 """
 
 import json
@@ -51,23 +51,23 @@ spec:
 """Targets that a busy machine meets, too; all workers on a node that can be lost."""
 GRAFANA = {"$model": ".*", "$__rate_interval": "10s"}
 """What Grafana puts in for its variables, at a scrape a second."""
-BY_HAND = "instances are stated by hand, so nothing is predicted"
-SELDOM = {
+MANUAL_REASON = "the placement is manual, so nothing is predicted"
+EMPTY_PANELS = {
     "What was missed": "all is well",
-    "Shed requests": "nobody is shed",
+    "Shed requests": "no request is shed",
     "Failures hidden from clients": "no engine fails",
     "KV lost": "these engines are not vLLM with connector Cleave",
     "Not ready": "every instance is ready",
     "Flips in an hour": "pools keep to themselves",
-    "Prediction error": BY_HAND,
-    "Correction of the latency model": BY_HAND,
-    "Planner results in an hour": BY_HAND,
+    "Prediction error": MANUAL_REASON,
+    "Correction of the latency model": MANUAL_REASON,
+    "Planner results in an hour": MANUAL_REASON,
     "P90 TTFT, predicted and observed": "nothing is planned",
     "P90 TPOT, predicted and observed": "nothing is planned",
     "Attainment, predicted and observed": "nothing is planned",
 }
 """Panels without data in a fleet that is well, and why."""
-SELDOM_ASKED = {
+EMPTY_QUERIES = {
     "Shed, by reason and tenant",
     "Failed attempts, and streams that were resumed after an engine was lost",
 }
@@ -123,8 +123,8 @@ def programs() -> Path:
 @pytest.fixture(scope="module")
 def rules(cluster: Cluster) -> dict[str, Any]:
     """The chart's, as a file of rules."""
-    told = cluster.helm("template", "cleave", str(CHART), "--set", "metrics.rules.enabled=true")
-    found = [each for each in yaml.safe_load_all(told) if each]
+    rendered = cluster.helm("template", "cleave", str(CHART), "--set", "metrics.rules.enabled=true")
+    found = [each for each in yaml.safe_load_all(rendered) if each]
     (rule,) = [each for each in found if each["kind"] == "PrometheusRule"]
     return dict(rule["spec"])
 
@@ -162,7 +162,7 @@ def test_every_panel_shows_something_of_a_fleet_that_is_well(watched: Watched) -
     for file in sorted((CHART / "files" / "dashboards").glob("*.json")):
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel.get("targets", ()):
-                if not watched.ask(target["expr"]) and panel["title"] not in SELDOM:
+                if not watched.ask(target["expr"]) and panel["title"] not in EMPTY_PANELS:
                     empty[panel["title"]] = target["expr"]
     assert not empty
 
@@ -177,13 +177,13 @@ def test_every_query_of_the_guide_finds_what_it_is_for(watched: Watched) -> None
                 found = watched.ask(query)
                 if "Worth an alert" in comment:
                     alarming += [query] if found else []
-                elif not found and comment.removeprefix("# ") not in SELDOM_ASKED:
+                elif not found and comment.removeprefix("# ") not in EMPTY_QUERIES:
                     empty.append(query)
     assert not empty
     assert not alarming
 
 
-def test_rules_are_taken_and_silent_while_all_is_well(
+def test_rules_load_and_fire_no_alert_while_all_is_well(
     watched: Watched, programs: Path, rules: dict[str, Any]
 ) -> None:
     file = watched.folder / "chart.yaml"
@@ -192,9 +192,9 @@ def test_rules_are_taken_and_silent_while_all_is_well(
         [programs / "promtool", "check", "rules", file], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    told = watched.prometheus.rules()
-    assert {rule["health"] for rule in told} == {"ok"}
-    records = {rule["name"] for rule in told if rule["type"] == "recording"}
+    alert_rules = watched.prometheus.rules()
+    assert {rule["health"] for rule in alert_rules} == {"ok"}
+    records = {rule["name"] for rule in alert_rules if rule["type"] == "recording"}
     assert not {name for name in records if not watched.ask(name)}, "records without a value"
     assert not watched.firing()
 

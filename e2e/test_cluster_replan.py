@@ -16,7 +16,7 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.open_loop_load import Kind, Stream
-from e2e.test_cluster_operator import Chat, condition, installation, told
+from e2e.test_cluster_operator import Chat, condition, installation, read_log
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -97,7 +97,7 @@ class Served:
 @pytest.fixture(scope="module", autouse=True)
 def slow(watching: Cluster) -> Iterator[Served]:
     """Engines that are half as fast as they are planned to be; served beside all other tests."""
-    # Instances that are lent would tell less of how long passes take.
+    # Flipped instances would show less of how long passes take.
     text = manifest(
         *(CODE, {"args": ["--fault-injection"]}, {"ttftMs": 750, "tpotMs": 100}),
         *({"flipping": "Off"},),
@@ -126,8 +126,8 @@ def slow_down(chat: Chat, factor: float) -> None:
     """Make all engines that there are now slower."""
     for pod in chat.workers():
         with grpc.insecure_channel(f"{pod['status']['podIP']}:{AGENT_PORT}") as channel:
-            told = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=10)
-        faults = f"{told.registration.engine_url}/emulator/faults"
+            health = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=10)
+        faults = f"{health.registration.engine_url}/emulator/faults"
         httpx.post(faults, json={"slow": factor}, timeout=10).raise_for_status()
 
 
@@ -135,7 +135,7 @@ def until(chat: Chat, what: str, condition: Any) -> None:
     try:
         wait_until(condition, PATIENCE_S, what)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+        raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
 
 
 def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_request(
@@ -159,14 +159,16 @@ def test_advice_follows_the_traffic_and_then_the_plan_does_without_a_failed_requ
             assert reason in events
 
 
-def test_a_wrong_latency_profile_is_corrected_before_a_plan_is_made_of_it(slow: Served) -> None:
+def test_a_wrong_latency_profile_is_corrected_before_planning(slow: Served) -> None:
     chat = slow.chat
     until(chat, "another plan is applied", lambda: "Applied" in verdicts(chat))
     until(chat, "it is carried out", chat.is_ready)
     assert slow.before == {"prefill": 1, "decode": 1}
     assert counts(chat)["prefill"] >= 2
     # The oldest first: nothing was changed before the model was right.
-    assert verdicts(chat)[::-1][:2] == ["Corrected", "Applied"], told(chat.cluster, chat.namespace)
+    assert verdicts(chat)[::-1][:2] == ["Corrected", "Applied"], read_log(
+        chat.cluster, chat.namespace
+    )
     correction = chat.deployment["status"]["basis"]["correction"]
     assert 1.4 < correction["prefill"] < 4, correction
     assert 1.4 < correction["decode"] < 4, correction

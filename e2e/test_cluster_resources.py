@@ -60,7 +60,9 @@ def test_what_is_wrong_is_refused_in_words(server: Cluster, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", UNUSUAL, ids=lambda case: case.name)
-def test_what_is_only_unusual_is_taken_with_pythons_defaults(server: Cluster, case: Case) -> None:
+def test_unusual_valid_values_are_accepted_with_pythons_defaults(
+    server: Cluster, case: Case
+) -> None:
     (stored,) = tried(server, case.manifest)
     if isinstance(stored["spec"]["model"], str):
         stored["spec"]["model"] = {"source": stored["spec"]["model"]}
@@ -104,13 +106,13 @@ def everything(cache: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("domain", ["kubernetes.io/hostname", CLIQUE])
 @pytest.mark.parametrize("cache", [None, *CACHES])
-def test_everything_that_is_made_is_taken_without_a_warning(
+def test_the_api_server_accepts_all_created_objects_without_a_warning(
     server: Cluster, namespace: str, domain: str, cache: str | None
 ) -> None:
     document = everything(CACHES[cache]) if cache else manifest()
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate_json(json.dumps(document))
-    made = [
+    created = [
         build_workers_service(chat),
         build_role_binding(chat, "view"),
         build_gateway_service(chat),
@@ -121,19 +123,19 @@ def test_everything_that_is_made_is_taken_without_a_warning(
         leader = build_worker_pod(
             pool, f"{pool.name}-x7k2p", cell=0 if pool.spec.colocation else None
         )
-        made += [build_pool_budget(pool), leader, *build_node_pods(pool, leader)]
+        created += [build_pool_budget(pool), leader, *build_node_pods(pool, leader)]
         stored = pool.model_dump(mode="json", exclude_none=True, exclude={"metadata"})
         meta = {"name": pool.name, "namespace": namespace, "labels": pool.metadata.labels}
-        made.append({**stored, "metadata": meta})
+        created.append({**stored, "metadata": meta})
     # Pods are not even tried without it.
     server.apply(build_service_account(chat), namespace=namespace)
-    assert len(tried(server, *made, namespace=namespace)) == len(made)
+    assert len(tried(server, *created, namespace=namespace)) == len(created)
 
 
 def test_kubectl_explains_every_field_of_the_spec(server: Cluster) -> None:
-    told = server.kubectl("explain", "llmdeployments.spec", "--recursive")
+    output = server.kubectl("explain", "llmdeployments.spec", "--recursive")
     for field in ("ttftMs", "perCell", "persistentVolumeClaim", "pendingTimeoutS", "keysSecret"):
-        assert field in told
+        assert field in output
     assert "DistServe" in server.kubectl("explain", "llmd.spec.placement.manual.perCell")
 
 

@@ -18,7 +18,7 @@ from e2e.test_cluster_operator import (
     condition,
     installation,
     placement,
-    told,
+    read_log,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,25 +61,27 @@ def chat(installed: Cluster, namespace: str) -> Iterator[Chat]:
         installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)
 
 
-@pytest.mark.parametrize("asked", [{"prefill": 2, "decode": 1}, {"mixed": 3}])
+@pytest.mark.parametrize("expected_replicas", [{"prefill": 2, "decode": 1}, {"mixed": 3}])
 def test_instances_change_pools_under_load_without_a_restart(
-    chat: Chat, asked: dict[str, int]
+    chat: Chat, expected_replicas: dict[str, int]
 ) -> None:
     if chat.cluster.nodes is None:
         pytest.skip("pods cannot be reached from here")
     before = lives(chat)
     with Load(chat.address, "chat") as load:
         wait_until(lambda: load.answered > 20, 60, "the load is on")
-        chat.edit({"placement": {"manual": placement(**asked)}})
+        chat.edit({"placement": {"manual": placement(**expected_replicas)}})
         try:
-            wait_until(lambda: homes(chat) == asked and chat.is_ready(), READY_S, "all moved")
+            wait_until(
+                lambda: homes(chat) == expected_replicas and chat.is_ready(), READY_S, "all moved"
+            )
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+            raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
         after = load.answered
         wait_until(lambda: load.answered > after + 20, 60, "it goes on")
     assert load.failures == []
     assert lives(chat) == before, "the same pods, and the same lives of their engines"
-    assert all(len(chat.workers(role)) == count for role, count in asked.items())
+    assert all(len(chat.workers(role)) == count for role, count in expected_replicas.items())
     events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
     assert "Repurposed" in events
     assert "without a restart" in events
@@ -121,7 +123,7 @@ def test_all_instances_go_without_requests_and_the_first_one_brings_them_back(ch
         assert chat.ask() == "", "the first request is answered"
         print(f"the first request took {time.monotonic() - began:.1f} s")
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{told(chat.cluster, chat.namespace)}") from error
+        raise AssertionError(f"{error}\n{read_log(chat.cluster, chat.namespace)}") from error
     assert counts(chat) == [1, 2]
     events = chat.cluster.kubectl("get", "events", "-n", chat.namespace)
     assert "prefill 1 -> 0, decode 2 -> 0" in events
@@ -132,8 +134,10 @@ def gateways_ready(chat: Chat) -> int:
     """Gateways that are ready, as they should be now."""
     found = chat.cluster.get("deployment", "chat-gateway", chat.namespace) or {}
     status = found.get("status", {})
-    is_told = status.get("observedGeneration") == found["metadata"]["generation"]
-    return min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if is_told else 0
+    is_reported = status.get("observedGeneration") == found["metadata"]["generation"]
+    return (
+        min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if is_reported else 0
+    )
 
 
 def test_a_horizontal_pod_autoscaler_owns_a_pool_that_is_given_to_it(chat: Chat) -> None:
@@ -162,6 +166,6 @@ def test_instances_follow_the_rate_and_no_request_fails(installed: Cluster, name
             wait_until(chat.is_ready, READY_S, "they are ready")
         assert load.failures == []
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{told(installed, namespace)}") from error
+        raise AssertionError(f"{error}\n{read_log(installed, namespace)}") from error
     finally:
         installed.kubectl("delete", "llmd", "--all", "-n", namespace, timeout_s=180)

@@ -26,7 +26,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 @pytest.mark.timeout(600)
 def test_two_thousand_streams_over_64_instances_none_lost_none_mixed_up(fleet: Deployment) -> None:
     rng = random.Random(SEED)
-    # Each fourth prompt is asked twice: equal prompts must give equal answers wherever they run.
+    # Each fourth prompt is sent twice: equal prompts must give equal answers wherever they run.
     numbers = [i - 1 if i % 4 == 3 else i for i in range(REQUESTS)]
     lengths = {
         number: (

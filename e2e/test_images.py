@@ -45,15 +45,21 @@ def test_an_image_holds_all_that_its_programs_import(
     sources: Path, tmp_path: Path, extra: str
 ) -> None:
     uv = shutil.which("uv") or str(ROOT / ".tools" / "bin" / "uv")
-    made = tmp_path / "environment"
+    environment_folder = tmp_path / "environment"
     run(
         *(uv, "sync", "--quiet", "--frozen", "--no-dev", "--no-editable"),
         *("--extra", extra, "--python", sys.executable),
         cwd=sources,
-        env=os.environ | {"UV_PROJECT_ENVIRONMENT": str(made)},
+        env=os.environ | {"UV_PROJECT_ENVIRONMENT": str(environment_folder)},
     )
     for program in PROGRAMS[extra]:
-        run(str(made / "bin" / "python"), "-I", "-c", f"import {program}", cwd=tmp_path)
+        run(
+            str(environment_folder / "bin" / "python"),
+            "-I",
+            "-c",
+            f"import {program}",
+            cwd=tmp_path,
+        )
 
 
 def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> None:

@@ -138,10 +138,10 @@ def test_only_connections_of_the_killed_process_break_and_it_comes_back(
                 await asyncio.sleep(0.05)
             victim = max(gateway.children, key=lambda child: find_connections(gateway, child))
             own = find_connections(gateway, victim)
-            told = await asyncio.to_thread(gateway.count, name)
+            count = await asyncio.to_thread(gateway.count, name)
             victim.send_signal(signal.SIGKILL)
             found = await asyncio.gather(*streams)
-            assert await asyncio.to_thread(gateway.count, name) >= told
+            assert await asyncio.to_thread(gateway.count, name) >= count
             return found, own
 
     found, own = asyncio.run(load())

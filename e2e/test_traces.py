@@ -1,4 +1,4 @@
-"""Traces and the access log of a deployment, asked for in its manifest."""
+"""Traces and the access log of a deployment, enabled in its manifest."""
 
 from pathlib import Path
 

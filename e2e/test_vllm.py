@@ -63,21 +63,21 @@ def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Dep
 
 def test_what_the_agents_say_is_true(vllm: Deployment) -> None:
     for health in vllm.healths():
-        told, load = health.registration, health.load
-        assert told.engine.startswith("vllm 0.")
-        assert told.kv_path.verified
-        assert told.kv_path.transport.startswith("nixl")
-        assert told.kv_path.bytes_per_s > 0
-        must_have_moved_all(told.kv_path.detail)
-        assert told.kv_block_size == 128
-        assert load.kv_blocks_free == told.kv_blocks_total > 0
+        registration, load = health.registration, health.load
+        assert registration.engine.startswith("vllm 0.")
+        assert registration.kv_path.verified
+        assert registration.kv_path.transport.startswith("nixl")
+        assert registration.kv_path.bytes_per_s > 0
+        must_have_moved_all(registration.kv_path.detail)
+        assert registration.kv_block_size == 128
+        assert load.kv_blocks_free == registration.kv_blocks_total > 0
         assert load.sampled_ns > 0
 
 
 def test_each_engine_stays_on_its_own_core(vllm: Deployment) -> None:
-    taken = [threads_cores(vllm.engine(f"tiny-{role}-0")) for role in ("prefill", "decode")]
-    assert [len(cores) for cores in taken] == [1, 1]
-    assert taken[0] != taken[1]
+    cores_by_role = [threads_cores(vllm.engine(f"tiny-{role}-0")) for role in ("prefill", "decode")]
+    assert [len(cores) for cores in cores_by_role] == [1, 1]
+    assert cores_by_role[0] != cores_by_role[1]
 
 
 def test_a_client_cannot_hand_in_handoff_data(vllm: Deployment) -> None:

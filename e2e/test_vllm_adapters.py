@@ -61,7 +61,7 @@ def test_each_adapter_answers_over_a_handoff_as_one_instance_does(
             answers = []
             for name in parents:
                 tokens, split = ask(deployment.url, name, prompt)
-                # Log-probabilities of a prompt are told by the instance that computes it.
+                # Log-probabilities of a prompt come from the instance that computes it.
                 alone, both = ask(deployment.url, name, prompt, prompt_logprobs=0)
                 assert (tokens, split, both) == (alone, True, False), name
                 answers.append(tuple(tokens))

@@ -52,9 +52,9 @@ def vllm(
 
 @EVERY_WAY
 def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment) -> None:
-    for told in vllm.instances().values():
-        assert told.kv_path.verified
-        must_have_moved_all(told.kv_path.detail)
+    for instance in vllm.instances().values():
+        assert instance.kv_path.verified
+        must_have_moved_all(instance.kv_path.detail)
 
 
 @EVERY_WAY
@@ -100,11 +100,11 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> N
     with talking_nonsense() as talker, owning_other_kv() as foreign:
         for _ in range(ROUNDS):
             for given in give(vllm, faults(talker, foreign), cases):
-                assert given.tokens == given.wanted, given.name
+                assert given.tokens == given.expected, given.name
                 expected[given.reason] = expected.get(given.reason, 0) + 1
     after = lost(decoding)
     assert {reason: after[reason] - before.get(reason, 0) for reason in expected} == expected
-    # What nobody has pulled, and nothing else, is given up when its lease ends.
+    # Only unpulled blocks are freed when their lease ends.
     abandoned = 2 * sum(expected.values())
     until(lambda: lost(source).get("expired", 0) - expired == abandoned, TIMEOUT_S, "leases end")
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")

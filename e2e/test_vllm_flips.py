@@ -47,9 +47,9 @@ class Flipper:
         (file,) = deployment.state_dir.rglob("agents")
         for address in file.read_text().split():
             channel = grpc.insecure_channel(address)
-            told = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=20)
-            self._channels[told.registration.instance] = channel
-            self.newest = told.registration.epoch
+            health = agent_pb2_grpc.AgentStub(channel).Health(agent_pb2.HealthRequest(), timeout=20)
+            self._channels[health.registration.instance] = channel
+            self.newest = health.registration.epoch
 
     def flip(self, instance: str, role: "agent_pb2.Role.ValueType") -> agent_pb2.Registration:
         """Order it; what the instance says then."""
@@ -73,11 +73,11 @@ class Flipper:
 @pytest.fixture
 def flipper(pair: Deployment) -> Iterator[Flipper]:
     """Everybody goes home afterwards."""
-    made = Flipper(pair)
-    yield made
-    made.flip(FIRST, PREFILL)
-    made.flip(SECOND, DECODE)
-    made.close()
+    flipper_pair = Flipper(pair)
+    yield flipper_pair
+    flipper_pair.flip(FIRST, PREFILL)
+    flipper_pair.flip(SECOND, DECODE)
+    flipper_pair.close()
 
 
 def ask(url: str, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> httpx.Response:
@@ -95,7 +95,7 @@ def tokens(response: httpx.Response) -> list[int]:
 
 
 def prompts(count: int, start: int = 0) -> list[list[int]]:
-    """Of unlike lengths and beginnings, so that nothing is cached."""
+    """Of different lengths and beginnings, so that nothing is cached."""
     lengths = itertools.cycle((30, 200, 700, 1_500))
     return [
         [20 + (start + number) % 400, *(30 + (number * 7 + at) % 300 for at in range(length))]
@@ -111,12 +111,12 @@ def test_both_roles_change_and_requests_go_the_other_way(
     assert {answer.headers["x-cleave-prefill"] for answer in home} == {FIRST}
     assert {answer.headers["x-cleave-decode"] for answer in home} == {SECOND}
 
-    # Nobody prefills in between: the decode instances do it all.
+    # No prefill instance is ready in between: the decode instances do it all.
     flipper.flip(FIRST, DECODE)
     whole = [ask(pair.url, prompt) for prompt in some]
-    told = flipper.flip(SECOND, PREFILL)
-    assert told.kv_path.verified
-    assert told.kv_path.detail.startswith(f"{SECOND} -> {FIRST}: ")
+    reply = flipper.flip(SECOND, PREFILL)
+    assert reply.kv_path.verified
+    assert reply.kv_path.detail.startswith(f"{SECOND} -> {FIRST}: ")
 
     def goes_the_other_way() -> bool:
         headers = ask(pair.url, some[0], max_tokens=1).headers
@@ -175,23 +175,23 @@ def test_the_engine_schedules_as_its_role_wants(pair: Deployment, flipper: Flipp
     ) -> list[concurrent.futures.Future[None]]:
         """A request takes the only seat; three wait, the longest first."""
         until(lambda: flipper.load(SECOND).num_running == 1, 60, "somebody runs")
-        asked = []
+        requests = []
         for number, length in enumerate((900, 60, 400), 1):
-            asked.append(pool.submit(ask_and_note, length, start))
+            requests.append(pool.submit(ask_and_note, length, start))
             until(lambda n=number: flipper.load(SECOND).num_waiting == n, 60, "it waits")
-        return asked
+        return requests
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         with running(url, 40):
-            asked = wait(50, pool)
-        for each in asked:
+            requests = wait(50, pool)
+        for each in requests:
             each.result(timeout=TIMEOUT_S)
         assert done == [60, 400, 900]
 
         with running(url, 41):
-            asked = wait(80, pool)
+            requests = wait(80, pool)
             flipper.flip(SECOND, DECODE)
-            for each in asked:
+            for each in requests:
                 each.result(timeout=TIMEOUT_S)
             assert flipper.load(SECOND).num_running == 1, "it runs still: others had seats, too"
 

@@ -72,17 +72,17 @@ class Pair:
 
 @pytest.fixture
 def pair(tiny_model: Path, tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tiny_model, tmp_path)
-    yield made
-    made.end()
+    new_pair = Pair(tiny_model, tmp_path)
+    yield new_pair
+    new_pair.end()
 
 
 def test_an_engine_over_two_nodes_answers_and_drains_when_either_is_to_go(pair: Pair) -> None:
     until(pair.is_ready, 200, "the engine is ready")
-    asked = {"model": "x", "prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0}
-    asked["model"] = pair.registration().model
+    body = {"model": "x", "prompt": [5, 6, 7, 8], "max_tokens": 8, "temperature": 0}
+    body["model"] = pair.registration().model
     url = f"{pair.registration().engine_url}/v1/completions"
-    first, second = (httpx.post(url, json=asked, timeout=60).json() for _ in range(2))
+    first, second = (httpx.post(url, json=body, timeout=60).json() for _ in range(2))
     assert first["usage"]["completion_tokens"] == 8
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
 

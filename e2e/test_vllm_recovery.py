@@ -20,13 +20,13 @@ SOURCES = "vllm:prompt_tokens_by_source_total"
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def checkpoint_folder(tmp_path: Path) -> Path:
     return tmp_path / "kept"
 
 
 @pytest.fixture
-def vllm(tiny_model: Path, tmp_path: Path, kept: Path) -> Iterator[Deployment]:
-    settings = {"kv_connector_extra_config": {"checkpoints": {"folder": str(kept)}}}
+def vllm(tiny_model: Path, tmp_path: Path, checkpoint_folder: Path) -> Iterator[Deployment]:
+    settings = {"kv_connector_extra_config": {"checkpoints": {"folder": str(checkpoint_folder)}}}
     engine = {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
     # Less than is usual for vLLM: the model is small.
     room = {"requests": {"memory": "4Gi"}, "limits": {"memory": "4Gi"}}
@@ -55,26 +55,30 @@ def ask(url: str, number: int) -> str:
     return "".join(event["choices"][0]["text"] for event in events)
 
 
-def files(kept: Path) -> int:
-    return len(list(kept.glob("*-0")))
+def files(checkpoint_folder: Path) -> int:
+    return len(list(checkpoint_folder.glob("*-0")))
 
 
-def test_streams_of_a_killed_engine_go_on_from_checkpoints(vllm: Deployment, kept: Path) -> None:
+def test_streams_of_a_killed_engine_go_on_from_checkpoints(
+    vllm: Deployment, checkpoint_folder: Path
+) -> None:
     expected = [ask(vllm.url, number) for number in range(STREAMS)]
     assert all(expected)
     # The engine's next step hears of the last stream's end, and a thread removes the files.
-    until(lambda: not files(kept), TIMEOUT_S, "no checkpoint outlives its stream")
+    until(lambda: not files(checkpoint_folder), TIMEOUT_S, "no checkpoint outlives its stream")
     prefill = engine_url(vllm, "prefill")
     restored, cached = (
         metric(prefill, f'{SOURCES}{{engine="0",model_name="tiny",source="{source}"}}')
         for source in ("external_kv_transfer", "local_cache_hit")
     )
     with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
-        asked = [pool.submit(ask, vllm.url, number) for number in range(STREAMS)]
+        streams = [pool.submit(ask, vllm.url, number) for number in range(STREAMS)]
         # Prompts alone have two blocks and more each; these hold answers, too.
-        until(lambda: files(kept) >= 4 * STREAMS, TIMEOUT_S, "answers have checkpoints")
+        until(
+            lambda: files(checkpoint_folder) >= 4 * STREAMS, TIMEOUT_S, "answers have checkpoints"
+        )
         os.kill(vllm.engine("tiny-decode-0").pid, signal.SIGKILL)
-        assert [each.result(4 * TIMEOUT_S) for each in asked] == expected
+        assert [each.result(4 * TIMEOUT_S) for each in streams] == expected
     for source, before in (("external_kv_transfer", restored), ("local_cache_hit", cached)):
         name = f'{SOURCES}{{engine="0",model_name="tiny",source="{source}"}}'
         assert metric(prefill, name) > before, source

@@ -80,13 +80,13 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> N
         case, other = (
             Case(60_001 + 2 * number + n, 400, chat=False, stream=False) for n in range(2)
         )
-        wanted = [ask(source, each).tokens for each in (case, other)]
+        expected_tokens = [ask(source, each).tokens for each in (case, other)]
         order = {**PREFILL_ORDER, "cleave": {"name": f"name-{number}"}}
         post(source, other, f"name-{number}", max_tokens=1, kv_transfer_params=order)
         given = ahead_of(handed, f"name-{number}", **fields)
-        assert decode(decoding, case, given, "faulty") == wanted[0], reason
+        assert decode(decoding, case, given, "faulty") == expected_tokens[0], reason
         given = ahead_of(handed, f"name-{number}")
-        assert decode(decoding, other, given, "true") == wanted[1]
+        assert decode(decoding, other, given, "true") == expected_tokens[1]
         again = Case(60_101 + number, 400, chat=False, stream=False)
         assert decode(decoding, again, given, "late") == ask(source, again).tokens
     expected = {**before, **{reason: before.get(reason, 0) + 1 for reason in FAULTS}}

@@ -31,7 +31,9 @@ def main(argv: Sequence[str]) -> int:
     source, out = map(Path, argv)
     (out / "crds").mkdir(exist_ok=True)
     (out / "manifests").mkdir(exist_ok=True)
-    definitions = {path.name: _kept(path.read_text()) for path in sorted(source.glob("*.yaml"))}
+    definitions = {
+        path.name: _with_keep_annotation(path.read_text()) for path in sorted(source.glob("*.yaml"))
+    }
     for name, text in definitions.items():
         (out / "crds" / name).write_text(text)
     (out / "manifests" / "crds.yaml").write_text("---\n".join(definitions.values()))
@@ -82,7 +84,7 @@ def _write_rest(target: Path) -> int:
     return 1
 
 
-def _kept(definition: str) -> str:
+def _with_keep_annotation(definition: str) -> str:
     """The CRD with the annotation that keeps it when the release is uninstalled."""
     return re.sub(
         r"(?m)^metadata:\n  name: \S+$", lambda found: found[0] + _KEEP, definition, count=1

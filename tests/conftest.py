@@ -50,7 +50,7 @@ def pool(role: Role, replicas: int, tensor: int = 1, pipeline: int = 1) -> Plann
     return PlannedPool(role, replicas, size, A100, "VLLM", 256, 8192)
 
 
-def made_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1") -> Plan:
+def build_plan(goodput: float, *pools: PlannedPool, algorithm: str = "Algorithm 1") -> Plan:
     gpus = sum(each.gpus for each in pools)
     load = 5.0 / goodput
     prediction = Prediction(
@@ -72,17 +72,17 @@ def overloaded(plan: Plan) -> Plan:
     return replace(plan, prediction=replace(plan.prediction, ttft_ms=endless, attainment=0.55))
 
 
-DISAGGREGATED = made_plan(
+DISAGGREGATED = build_plan(
     9.4, pool(Role.PREFILL, 2, 2), pool(Role.DECODE, 1, 2), algorithm="Algorithm 2"
 )
-COLOCATED = made_plan(5.6, pool(Role.MIXED, 4), algorithm="colocated")
+COLOCATED = build_plan(5.6, pool(Role.MIXED, 4), algorithm="colocated")
 OTHERS = (
     COLOCATED,
-    made_plan(6.1, pool(Role.PREFILL, 3), pool(Role.DECODE, 3)),
-    made_plan(3.1, pool(Role.PREFILL, 1), pool(Role.DECODE, 1)),
-    made_plan(2.6, pool(Role.MIXED, 2), algorithm="colocated"),
-    made_plan(11.8, pool(Role.PREFILL, 3, 2), pool(Role.DECODE, 2)),
-    overloaded(made_plan(4.0, pool(Role.MIXED, 2, 2), algorithm="colocated")),
+    build_plan(6.1, pool(Role.PREFILL, 3), pool(Role.DECODE, 3)),
+    build_plan(3.1, pool(Role.PREFILL, 1), pool(Role.DECODE, 1)),
+    build_plan(2.6, pool(Role.MIXED, 2), algorithm="colocated"),
+    build_plan(11.8, pool(Role.PREFILL, 3, 2), pool(Role.DECODE, 2)),
+    overloaded(build_plan(4.0, pool(Role.MIXED, 2, 2), algorithm="colocated")),
 )
 
 

@@ -99,7 +99,7 @@ def test_lines_written_aside_come_in_order_and_before_the_end(sink) -> None:
     assert sink.messages[-1] == "after"
 
 
-def test_a_reader_that_stands_still_holds_up_nobody(sink, monkeypatch) -> None:
+def test_a_stopped_reader_delays_no_other(sink, monkeypatch) -> None:
     monkeypatch.setattr(logs, "STOP_TIMEOUT_S", 0.01)
     log = logging.getLogger("cleave.test")
     log.setLevel(logging.INFO)

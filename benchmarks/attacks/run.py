@@ -81,14 +81,14 @@ class Gateway:
         return ""
 
     def retries(self) -> float:
-        """Requests that were sent to another engine, whatever for."""
+        """Requests that were sent to another engine, for any reason."""
         lines = self.page("/metrics").splitlines()
         counted = ("cleave_gateway_retries_total{", "cleave_gateway_recoveries_total{")
         return sum(float(line.split()[-1]) for line in lines if line.startswith(counted))
 
 
 def main() -> None:
-    """Attack, print, judge."""
+    """Attack, print, check."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[*ATTACKS, []], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase (default: 10)")

@@ -1,7 +1,7 @@
 """The same on real vLLM: a few kills and hangs, answers compared with those of an undisturbed run.
 
 What is hard: nothing but the engines themselves knows what they have to answer. So every prompt is
-asked beforehand, one at a time, of a fleet that nobody hurts.
+sent beforehand, one at a time, to a fleet without faults.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from e2e.chaos.expected_output import CHAT, COMPLETIONS, Expected
 from e2e.chaos.faults import Fault
 from e2e.chaos.fleet import Fleet, Shape, raised
 from e2e.chaos.load import Load
-from e2e.chaos.report import Report, Tell, run_storm
+from e2e.chaos.report import Report, ReportProgress, run_storm
 from e2e.chaos.requests import Ask
 from e2e.chaos.verdict import read_whole
 
@@ -34,7 +34,7 @@ WAIT_S = 300.0
 PROMPTS = 16
 
 
-def hurt_vllm(folder: Path, options: argparse.Namespace, tell: Tell) -> Report:
+def hurt_vllm(folder: Path, options: argparse.Namespace, report_progress: ReportProgress) -> Report:
     model = folder / "model"
     build(model)
     # Each instance takes a core for itself. The prefill instance serves when no other is left.
@@ -54,7 +54,7 @@ def hurt_vllm(folder: Path, options: argparse.Namespace, tell: Tell) -> Report:
             drawn,
             len(drawn),
             options.seed,
-            tell,
+            report_progress,
             serving_left=shape.mixed,
             wait_s=WAIT_S,
         )

@@ -24,14 +24,16 @@ from on_vllm import hurt_vllm  # noqa: E402
 from e2e.chaos import faults, network  # noqa: E402
 from e2e.chaos.fleet import Shape, emulated_manifest, raised  # noqa: E402
 from e2e.chaos.load import Load  # noqa: E402
-from e2e.chaos.report import Report, Tell, print_report, run_storm  # noqa: E402
+from e2e.chaos.report import Report, ReportProgress, print_report, run_storm  # noqa: E402
 from e2e.chaos.requests import draw  # noqa: E402
 
 UP_S = 120
 NAME = "chaos"
 
 
-def hurt_emulated(folder: Path, options: argparse.Namespace, tell: Tell) -> Report:
+def hurt_emulated(
+    folder: Path, options: argparse.Namespace, report_progress: ReportProgress
+) -> Report:
     """A storm over an emulated fleet."""
     shape = Shape(options.prefill, options.decode, options.mixed)
     with raised(emulated_manifest(NAME, shape), shape, folder, UP_S) as fleet:
@@ -47,7 +49,9 @@ def hurt_emulated(folder: Path, options: argparse.Namespace, tell: Tell) -> Repo
             gateways,
             options.gap,
         )
-        return asyncio.run(run_storm(fleet, load, drawn, options.burst, options.seed, tell))
+        return asyncio.run(
+            run_storm(fleet, load, drawn, options.burst, options.seed, report_progress)
+        )
 
 
 def choose_kinds(only: list[str] | None) -> dict[str, int]:
@@ -93,11 +97,11 @@ def main() -> int:
     ):
         bar = progress.add_task("bringing the fleet up", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report_progress(what: str, done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total, description=what)
 
         hurt = hurt_vllm if options.what == "vllm" else hurt_emulated
-        report = hurt(Path(folder), options, tell)
+        report = hurt(Path(folder), options, report_progress)
     if options.output == "json":
         print(json.dumps(asdict(report), indent=2))
     else:

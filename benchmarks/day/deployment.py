@@ -15,7 +15,7 @@ NAME = "day"
 PROFILE, MODEL = "distserve/opt-66b/tp4", "facebook/opt-66b"
 GPUS_PER_INSTANCE, INSTANCES = 4, 8
 INSTANCE_CPUS = 3.5
-"""Asked of the node, so that as many fit as their GPUs would; they take far less."""
+"""Requested from the node, so that as many fit as their GPUs would; they take far less."""
 MAX_MODEL_LEN = 8192
 TTFT_MS, TPOT_MS = 2000.0, 50.0
 """Of the trace."""
@@ -71,16 +71,16 @@ def make_spec(time_scale: float) -> dict[str, Any]:
 
 def make_workload(phase: Phase, lengths: Mapping[str, Lengths], time_scale: float) -> Any:
     """What is known of a phase's traffic, as the clock on the wall has it."""
-    stated = lengths[phase.service].stated(phase)
-    return stated | {"rate": phase.rate / time_scale}
+    workload = lengths[phase.service].to_workload(phase)
+    return workload | {"rate": phase.rate / time_scale}
 
 
 def plan(workload: Any, time_scale: float, instances: int) -> Pools:
     """The planner's best placement on that many instances; the nearest one where none will do."""
     spec = make_spec(time_scale) | {"workload": workload, "planning": {"maxGPUs": instances}}
     deployment = LLMDeployment.model_validate(wrap(spec))
-    told = plan_search.plan(problem_from_profile.build_problem(deployment))
-    placed = build_selected_plan(deployment, Placement(told.best.pools, told.reason, told))
+    result = plan_search.plan(problem_from_profile.build_problem(deployment))
+    placed = build_selected_plan(deployment, Placement(result.best.pools, result.reason, result))
     # The planner counts emulated instances as GPUs; a placement by hand knows no such kind.
     return [
         pool.model_dump(mode="json", exclude={"gpu"}, exclude_none=True, by_alias=True)

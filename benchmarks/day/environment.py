@@ -67,7 +67,7 @@ class Stage:
         self.until_ready()
 
     def until_ready(self) -> None:
-        """Wait until what was asked for is there, and every gateway knows it."""
+        """Wait until the desired pods are ready and every gateway knows them."""
         wait_until(self._is_ready, READY_S, "the deployment is ready")
 
     def lose_node(self) -> None:
@@ -116,11 +116,11 @@ class Stage:
     def _is_ready(self) -> bool:
         found = self.cluster.get("llmd", NAME, NAMESPACE) or {"metadata": {}}
         status = found.get("status", {})
-        told = {each["type"]: each["status"] for each in status.get("conditions", ())}
+        conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
         return (
             status.get("observedGeneration") == found["metadata"].get("generation")
-            and told.get("Ready") == "True"
-            and told.get("Progressing") != "True"
+            and conditions.get("Ready") == "True"
+            and conditions.get("Progressing") != "True"
             and len(self.gateways()) == 2
             and all(_is_ready(pod) for pod in self._workers())
         )
@@ -171,7 +171,7 @@ def _is_ready(pod: dict[str, Any]) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def tell(line: str) -> None:
+def log_line(line: str) -> None:
     """Progress, beside the results."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 

@@ -34,10 +34,10 @@ from deployment import (  # noqa: E402
     planned,
     say,
 )
-from environment import PER_NODE, Stage, opened_stage, tell, write_json  # noqa: E402
+from environment import PER_NODE, Stage, log_line, opened_stage, write_json  # noqa: E402
 from report import build_table  # noqa: E402
 from rich.console import Console  # noqa: E402
-from scoring import Result, Seen, Told, join, judge, read_result, read_seen, write_seen  # noqa: E402
+from scoring import ReportedCounts, Result, Seen, join, read_result, read_seen, score, write_seen  # noqa: E402
 from traffic import PHASES, Day, Lengths, draw_day, read_lengths  # noqa: E402
 
 from cleave.simulator.trace import Trace  # noqa: E402
@@ -105,48 +105,48 @@ def run_mode(stage: Stage, mode: Mode, settings: Settings) -> tuple[Result, Seen
     with stage.serving(manifest):
         since_s = time.time()
         seen = serve(stage, settings, mode.name, settings.day.trace, lost_at_s)
-        told = look_back(stage, since_s, time.time())
+        counts = look_back(stage, since_s, time.time())
         (settings.work / f"{mode.name}.events").write_text(stage.events())
         write_json(settings.work / f"{mode.name}.status.json", stage.status())
-    return judge(mode.name, settings.day, seen, settings.time_scale, told), seen
+    return score(mode.name, settings.day, seen, settings.time_scale, counts), seen
 
 
 def run_oracle(stage: Stage, settings: Settings) -> tuple[Result, Seen]:
     """Each phase by itself, on its best plan, which is there before its first request."""
-    parts, told = [], []
+    parts, counts = [], []
     with stage.serving(placed(settings.best(0), settings.time_scale, flips=False)):
         for index, phase in enumerate(settings.day.phases):
             pools = settings.best(index)
-            tell(f"oracle: {phase.name} on {say(pools)}")
+            log_line(f"oracle: {phase.name} on {say(pools)}")
             if phase.loses_node:
                 stage.lose_node()
             stage.change(placed(pools, settings.time_scale, flips=False))
             since_s = time.time()
             name = f"{ORACLE}-{index}"
             parts.append(serve(stage, settings, name, settings.day.cut(index), []))
-            told.append(look_back(stage, since_s, time.time()))
-    whole = Told(0, len(parts) - 1, sum(each.instance_s for each in told))
+            counts.append(look_back(stage, since_s, time.time()))
+    whole = ReportedCounts(0, len(parts) - 1, sum(each.instance_s for each in counts))
     seen = join(parts)
-    return judge(ORACLE, settings.day, seen, settings.time_scale, whole), seen
+    return score(ORACLE, settings.day, seen, settings.time_scale, whole), seen
 
 
 def serve(
     stage: Stage, settings: Settings, name: str, trace: Trace, lost_at_s: Sequence[float]
 ) -> Seen:
     """Ask all of `trace`; a node is lost at each of these moments after the first request."""
-    asked, seen = (settings.work / f"{name}-{part}.npz" for part in ("asked", "seen"))
+    sent_file, seen = (settings.work / f"{name}-{part}.npz" for part in ("asked", "seen"))
     np.savez(
-        asked,
+        sent_file,
         arrival_ms=trace.arrival_ms,
         prompt_tokens=trace.prompt_tokens,
         output_tokens=trace.output_tokens,
     )
-    load = stage.load(asked, seen, settings.time_scale)
+    load = stage.load(sent_file, seen, settings.time_scale)
     begun = time.monotonic()
     try:
         for at_s in lost_at_s:
             time.sleep(max(0.0, begun + at_s - time.monotonic()))
-            tell(f"{name}: a node is lost")
+            log_line(f"{name}: a node is lost")
             stage.lose_node()
         span_s = trace.arrival_ms[-1] / 1e3 * settings.time_scale
         code = load.wait(span_s + END_TIMEOUT_S)
@@ -158,7 +158,7 @@ def serve(
     return read_seen(seen)
 
 
-def look_back(stage: Stage, since_s: float, until_s: float) -> Told:
+def look_back(stage: Stage, since_s: float, until_s: float) -> ReportedCounts:
     """What Prometheus has of that time."""
     flips = stage.prometheus.look_back("sum(cleave_gateway_flips_total)", since_s, until_s, 1)
     ready = stage.prometheus.look_back(
@@ -168,7 +168,7 @@ def look_back(stage: Stage, since_s: float, until_s: float) -> Told:
     counted = [float(value) for series in flips for _, value in series["values"]]
     instance_s = sum(float(value) for series in ready for _, value in series["values"])
     grown = counted[-1] - counted[0] if counted else 0.0
-    return Told(round(grown), len(changes), instance_s)
+    return ReportedCounts(round(grown), len(changes), instance_s)
 
 
 def run_modes(names: Sequence[str], settings: Settings) -> None:
@@ -179,7 +179,7 @@ def run_modes(names: Sequence[str], settings: Settings) -> None:
         opened_stage(Path(folder)) as stage,
     ):
         for name in names:
-            tell(f"{name}: {len(settings.day.trace):,} requests")
+            log_line(f"{name}: {len(settings.day.trace):,} requests")
             found, seen = (
                 run_oracle(stage, settings)
                 if name == ORACLE
@@ -210,33 +210,33 @@ def isolate() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    stated = parse_arguments(arguments)
-    names = stated.modes.split(",")
+    args = parse_arguments(arguments)
+    names = args.modes.split(",")
     if unknown := set(names) - {ORACLE, *MODES}:
         sys.exit(f"--modes: {', '.join(sorted(unknown))}: is none of {ORACLE}, {', '.join(MODES)}")
     isolate()
     try:
-        lengths = read_lengths(stated.data, MAX_MODEL_LEN)
+        lengths = read_lengths(args.data, MAX_MODEL_LEN)
     except HistoryError as error:
         sys.exit(f"--data: {error}")
-    phase_s = stated.phase or (QUICK_PHASE_S if stated.quick else PHASE_S)
-    day = draw_day(PHASES, lengths, phase_s * 1e3 / stated.time_scale, stated.seed)
-    work = stated.work / f"x{stated.time_scale:g}-p{phase_s:g}-s{stated.seed}"
+    phase_s = args.phase or (QUICK_PHASE_S if args.quick else PHASE_S)
+    day = draw_day(PHASES, lengths, phase_s * 1e3 / args.time_scale, args.seed)
+    work = args.work / f"x{args.time_scale:g}-p{phase_s:g}-s{args.seed}"
     work.mkdir(parents=True, exist_ok=True)
-    settings = Settings(day, lengths, stated.time_scale, work)
+    settings = Settings(day, lengths, args.time_scale, work)
     missing = [name for name in names if not settings.result_file(name).exists()]
     if missing:
         run_modes(missing, settings)
     results = [read_result(settings.result_file(name)) for name in names]
     seen = {name: read_seen(settings.seen_file(name)) for name in names}
     document = {
-        "time_scale": stated.time_scale,
+        "time_scale": args.time_scale,
         "phase_s": phase_s,
         "results": [asdict(each) for each in results],
     }
     write_json(work / "report.json", document)
     draw(work / "day.html", day, seen)
-    if stated.output == "json":
+    if args.output == "json":
         print((work / "report.json").read_text())
     else:
         Console(width=WIDTH).print(build_table(results))

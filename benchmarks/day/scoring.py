@@ -1,4 +1,4 @@
-"""What clients saw of a day, judged against the targets: per phase and in all."""
+"""What clients observed in a day, scored against the targets: per phase and in all."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def join(parts: Sequence[Seen]) -> Seen:
     )
 
 
-def judge(mode: str, day: Day, seen: Seen, time_scale: float, told: "Told") -> Result:
+def score(mode: str, day: Day, seen: Seen, time_scale: float, counts: "ReportedCounts") -> Result:
     """Everything about a mode's day."""
     attained = seen.attained(day.trace)
     tpot_ms = seen.tpot_ms(day.trace)
@@ -141,9 +141,9 @@ def judge(mode: str, day: Day, seen: Seen, time_scale: float, told: "Told") -> R
         attained=int(attained.sum()),
         failed=int(np.isnan(seen.end_ms).sum()),
         unanswered=int(np.isinf(seen.end_ms).sum()),
-        flips=told.flips,
-        replans=told.replans,
-        instance_hours=told.instance_s / time_scale / 3600,
+        flips=counts.flips,
+        replans=counts.replans,
+        instance_hours=counts.instance_s / time_scale / 3600,
         late_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)) * time_scale,
         busy_share=seen.busy_share,
         faults=seen.faults[:5],
@@ -152,7 +152,7 @@ def judge(mode: str, day: Day, seen: Seen, time_scale: float, told: "Told") -> R
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportedCounts:
     """What Prometheus and the deployment's status say of a day."""
 
     flips: int

@@ -48,7 +48,7 @@ class Lengths:
     prompt_tokens: np.ndarray
     output_tokens: np.ndarray
 
-    def stated(self, phase: Phase) -> dict[str, object]:
+    def to_workload(self, phase: Phase) -> dict[str, object]:
         """As `spec.workload` says it."""
         return {
             "rate": phase.rate,
@@ -109,7 +109,7 @@ def draw_day(
 
 
 def _draw_arrivals(rng: np.random.Generator, phase: Phase, phase_ms: float) -> np.ndarray:
-    """Gaps are gamma distributed; there are as many as the rate says, whatever the seed."""
+    """Gaps are gamma distributed; their number follows from the rate for any seed."""
     count = round(phase.rate * phase_ms / 1e3)
     shape = phase.burstiness**-2
     at = np.cumsum(rng.gamma(shape, size=count + 1))

@@ -23,7 +23,7 @@ BRING_MS = 100.0
 WORTHS = (0.0, 1024.0, 2048.0, 4096.0)
 """Tokens; 0: adapters are not looked at."""
 SKEW = 1.0
-"""Of Zipf's law: how often each adapter is asked for."""
+"""Of Zipf's law: how often each adapter is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def measure(
         prompt_tokens, instances=instances, utilisation=load, requests=requests, seed=1, error=0.2
     )
     shares = 1.0 / np.arange(1, adapters + 1) ** SKEW
-    asked = np.random.default_rng(2).choice(adapters, requests, p=shares / shares.sum())
-    found = (_serve(drawn, asked, instances, worth) for worth in WORTHS)
+    requested = np.random.default_rng(2).choice(adapters, requests, p=shares / shares.sum())
+    found = (_serve(drawn, requested, instances, worth) for worth in WORTHS)
     return [
         Row(instances, load, adapters, worth, *row)
         for worth, row in zip(WORTHS, found, strict=True)
@@ -57,19 +57,19 @@ def measure(
 
 
 def _serve(
-    load: Load, asked: NDArray[np.int64], instances: int, worth: float
+    load: Load, requested: NDArray[np.int64], instances: int, worth: float
 ) -> tuple[float, float]:
     """(mean delay in ms, share of requests with an adapter brought), least pending tokens."""
     keys = np.array([to_key(f"chat-{n}") for n in range(instances)], np.uint64)
-    names = [to_key(f"adapter-{n}") for n in range(int(asked.max()) + 1)]
+    names = [to_key(f"adapter-{n}") for n in range(int(requested.max()) + 1)]
     pending = np.arange(instances) * TIE_WEIGHT
     free_at = [0.0] * instances
-    held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(instances)]
+    loaded: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(instances)]
     ends: list[tuple[float, int, float]] = []
-    delays = np.zeros(len(asked))
+    delays = np.zeros(len(requested))
     brought = 0
     for r, (now, service_ms, tokens, adapter) in enumerate(
-        zip(load.arrival_ms, load.service_ms, load.tokens, asked, strict=True)
+        zip(load.arrival_ms, load.service_ms, load.tokens, requested, strict=True)
     ):
         while ends and ends[0][0] <= now:
             _, ended, done = heapq.heappop(ends)
@@ -80,14 +80,14 @@ def _serve(
             else find_least(pending)
         )
         begin = max(free_at[i], now)
-        if adapter in held[i]:
-            held[i].move_to_end(adapter)
+        if adapter in loaded[i]:
+            loaded[i].move_to_end(adapter)
         else:
             begin += BRING_MS
             brought += 1
-            held[i][adapter] = None
-            if len(held[i]) > SLOTS:
-                held[i].popitem(last=False)
+            loaded[i][adapter] = None
+            if len(loaded[i]) > SLOTS:
+                loaded[i].popitem(last=False)
         free_at[i] = begin + service_ms
         delays[r] = begin - now
         # A tie goes to who had its last request longest ago.

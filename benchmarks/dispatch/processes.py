@@ -1,6 +1,6 @@
 """Queueing delay behind a gateway of several processes that keep their books together.
 
-Called by run.py. Unlike queueing.py this drives the router itself, one for each process on one
+Called by run.py. This one drives the router itself, one for each process on one
 shared table, under a clock of its own; what they choose is what a gateway would. What is hard: a
 process reads the scores some microseconds before it has entered its choice, and does not see what a
 sibling chooses meanwhile; so of picks that come within BLIND_MS of each other all have read the

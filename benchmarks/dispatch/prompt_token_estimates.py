@@ -1,4 +1,4 @@
-"""How well the gateway tells how many tokens a prompt is, beside real tokenizers.
+"""How well the gateway estimates the tokens of a prompt, compared with real tokenizers.
 
     python benchmarks/dispatch/prompt_token_estimates.py
 
@@ -123,9 +123,11 @@ def print_table(errors: dict[tuple[str, str, bool], list[tuple[str, float]]]) ->
         table.add_column(head, justify="right")
     for (vocabulary, name, escaped), found in errors.items():
         means = [
-            np.mean([error for kind, error in found if (kind if kind in known else "") == wanted])
+            np.mean(
+                [error for kind, error in found if (kind if kind in known else "") == prompt_kind]
+            )
             for known in [("code", "prose", "JSON")]
-            for wanted in ("code", "prose", "JSON", "")
+            for prompt_kind in ("code", "prose", "JSON", "")
         ]
         spread = np.std([error for _, error in found])
         table.add_row(

@@ -7,7 +7,7 @@ def state(
     name: str, role: "agent_pb2.Role.ValueType", kv_blocks: int = 32_000
 ) -> agent_pb2.WatchEvent:
     """What a router hears of one."""
-    stated = agent_pb2.Registration(
+    registration = agent_pb2.Registration(
         instance=name,
         deployment="chat",
         model="m",
@@ -20,4 +20,4 @@ def state(
         kv_blocks_total=kv_blocks,
         kv_path=agent_pb2.KvPath(verified=True),
     )
-    return agent_pb2.WatchEvent(registration=stated)
+    return agent_pb2.WatchEvent(registration=registration)

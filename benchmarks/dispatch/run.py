@@ -217,7 +217,7 @@ def saved(console: Console, quick: bool) -> Rows:
     return rows
 
 
-def kept(console: Console, quick: bool) -> Rows:
+def measure_retained(console: Console, quick: bool) -> Rows:
     """Adapters."""
     rows: Rows = []
     prompt = traces.read("conv").prompt_tokens
@@ -255,7 +255,7 @@ SECTIONS: dict[str, Callable[[Console, bool], Rows]] = {
     "processes": together,
     "goodput": goodputs,
     "savings": saved,
-    "adapters": kept,
+    "adapters": measure_retained,
     "cost": costs,
 }
 
@@ -291,13 +291,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path, help="also as JSON into this file")
-    stated = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     console = Console(width=WIDTH)
     found = {}
-    for name in stated.sections or SECTIONS:
-        found[name] = SECTIONS[name](console, stated.quick)
-    if stated.output is not None:
-        stated.output.write_text(json.dumps(found, indent=1))
+    for name in args.sections or SECTIONS:
+        found[name] = SECTIONS[name](console, args.quick)
+    if args.output is not None:
+        args.output.write_text(json.dumps(found, indent=1))
     return 0
 
 

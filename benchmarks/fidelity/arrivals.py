@@ -69,9 +69,9 @@ def foresee(trace: Trace, lengths: Lengths) -> Trace:
     mean = ConditionalMean(UNKNOWN_OUTPUT_TOKENS)
     for pair in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True):
         mean.observe(*map(int, pair))
-    asked = zip(trace.prompt_tokens, trace.output_tokens, strict=True)
+    token_counts = zip(trace.prompt_tokens, trace.output_tokens, strict=True)
     # Each asks for exactly as many tokens as it gets.
-    predicted = [mean.predict(int(prompt), int(limit)) for prompt, limit in asked]
+    predicted = [mean.predict(int(prompt), int(limit)) for prompt, limit in token_counts]
     return replace(trace, predicted_tokens=np.rint(predicted).astype(np.int64))
 
 

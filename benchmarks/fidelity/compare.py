@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from iteration_times import Pace
+from iteration_times import PassScale
 from load import Seen
 from numpy.typing import NDArray
 
@@ -44,7 +44,7 @@ class Comparison:
     """Of the load generator, in milliseconds of the trace."""
     busy_share: float
     """Of this machine's cores."""
-    pace: Pace
+    pace: PassScale
     """Of the simulated passes."""
 
     @property
@@ -64,7 +64,7 @@ def compare(
     seen: Seen,
     outcomes: Sequence[SimulationResult],
     slo: Slo,
-    pace: Pace,
+    pass_scale: PassScale,
 ) -> Comparison:
     """Both sides of one load; failed requests meet no target.
 
@@ -105,7 +105,7 @@ def compare(
         failed=len(seen.faults),
         lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
         busy_share=seen.busy_share,
-        pace=pace,
+        pace=pass_scale,
     )
 
 

@@ -1,7 +1,7 @@
 """Cores apart for engines' passes, for their fronts, and for who asks, as beside a GPU.
 
 `cleave up` gives an instance on CPU one core for everything: API server, scheduler and passes. A
-pass then takes as long as the others leave it, which no profile of the idle engine can tell, and
+pass then takes as long as the others leave it, which no profile of the idle engine shows, and
 which is not so where passes run on a GPU. Here passes keep that core and all else moves away.
 """
 
@@ -14,7 +14,7 @@ import psutil
 
 
 class CoresError(RuntimeError):
-    """The engines' processes could not be told apart."""
+    """The engines' processes could not be distinguished."""
 
 
 def part_fronts(engine_urls: Iterable[str], gateway_url: str) -> None:
@@ -32,11 +32,11 @@ def part_fronts(engine_urls: Iterable[str], gateway_url: str) -> None:
     if not workers:
         raise CoresError("no engine has a worker process; is it vLLM on CPU?")
     cores = os.cpu_count() or 1
-    taken = _pick_apart(len(workers), cores)
-    rest = _away(taken, cores)
+    used_cores = _pick_apart(len(workers), cores)
+    rest = _away(used_cores, cores)
     if not rest:
         raise CoresError(f"{len(workers)} engines need {len(workers) + 1} cores to be told apart")
-    for worker, core in zip(workers, taken, strict=True):
+    for worker, core in zip(workers, used_cores, strict=True):
         _move(worker, [core])
         worker.nice(0)
     for process in (*fronts, _find_listener(gateway_url), psutil.Process(os.getpid())):
@@ -51,10 +51,10 @@ def _pick_apart(num: int, cores: int) -> list[int]:
     return [*range(0, cores, 2), *range(1, cores, 2)][:num]
 
 
-def _away(taken: list[int], cores: int) -> list[int]:
+def _away(used_cores: list[int], cores: int) -> list[int]:
     """Cores that are free, and no neighbours of `taken` while there are such."""
-    free = [core for core in range(cores) if core not in taken]
-    return [core for core in free if core ^ 1 not in taken] or free
+    free = [core for core in range(cores) if core not in used_cores]
+    return [core for core in free if core ^ 1 not in used_cores] or free
 
 
 def _find_listener(url: str) -> psutil.Process:

@@ -7,7 +7,7 @@ from typing import Any
 from deployments import Case, Stage
 from fleet import make_fleet
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
-from iteration_times import Pace
+from iteration_times import PassScale
 
 from cleave.perf import named_profiles
 from cleave.perf.timing import EngineTiming
@@ -47,18 +47,18 @@ class Emulated:
         }
 
     def prepare(self, stage: Stage, folder: Path) -> None:
-        """Times of an idle fleet: they tell what HTTP, the gateway and pulls cost."""
+        """Times of an idle fleet: they show what HTTP, the gateway and pulls cost."""
         measure_idle(stage, self.model, self.time_scale, folder / "idle.json")
 
     def timing(self, folder: Path) -> EngineTiming:
-        """What the engines were told to take."""
+        """The latencies that the engines were given."""
         return named_profiles.load_profile(PROFILE).timing
 
-    def twin(self, folder: Path, pace: Pace) -> SimulatedFleet:
+    def twin(self, folder: Path, pass_scale: PassScale) -> SimulatedFleet:
         """The same engines for the simulator; ways and pulls from an idle fleet."""
         profile = named_profiles.load_profile(PROFILE)
         engine = SimulatedEngine(
-            pace.apply(profile.timing),
+            pass_scale.apply(profile.timing),
             profile.kv_capacity_tokens // BLOCK_SIZE * BLOCK_SIZE,
             BLOCK_SIZE,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,

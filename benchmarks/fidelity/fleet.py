@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deployments import Case, Stage
-from iteration_times import Pace
+from iteration_times import PassScale
 
 from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool, SimulatedTransfer
@@ -35,7 +35,7 @@ class Subject(Protocol):
         Raises FileNotFoundError before `prepare` has run.
         """
 
-    def twin(self, folder: Path, pace: Pace) -> SimulatedFleet:
+    def twin(self, folder: Path, pass_scale: PassScale) -> SimulatedFleet:
         """The fleet for the simulator, its passes at `pace`. Raises as `timing` does."""
 
 

@@ -68,9 +68,9 @@ async def _ask(stage: Stage, model: str, time_scale: float) -> list[Alone]:
     rng = random.Random(0)
     client = OpenAIClient(stage.url, model)
     engines = [OpenAIClient(url) for urls in stage.engines.values() for url in urls]
-    taken: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in TOKENS}
+    samples: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in TOKENS}
     for turn in range(REPEATS + 1):
-        for tokens, times in taken.items():
+        for tokens, times in samples.items():
             before = await _count(engines, 0)
             answer = await client.complete(draw_prompt(rng, tokens), OUTPUT_TOKENS)
             # Each role that a request passes counts it once.
@@ -85,7 +85,7 @@ async def _ask(stage: Stage, model: str, time_scale: float) -> list[Alone]:
             median(front for front, _ in times) / time_scale,
             median(pull for _, pull in times) / time_scale,
         )
-        for tokens, times in taken.items()
+        for tokens, times in samples.items()
     ]
 
 

@@ -3,7 +3,7 @@
 A profile repeats one pass on an otherwise idle engine. In traffic the same pass takes longer: a
 prompt has emptied the caches that decoding lives on, requests join and leave, a pull of KV is begun
 by the core that computes; and a machine shared with strangers is not as fast at each minute. All
-of it is put into three numbers, so that what the simulator makes of passes can be told apart from
+of it is put into three numbers, so that what the simulator makes of passes can be separated from
 what a pass costs. No request's own times take part.
 """
 
@@ -23,7 +23,7 @@ BEGIN, END, TOKENS, SQUARES, BATCH, CONTEXTS, PULLED = range(COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PassScale:
     """What passes take in traffic."""
 
     prompt: float = 1.0
@@ -53,10 +53,10 @@ def read_passes(folder: Path, since_s: float, until_s: float) -> Passes:
     return passes[(passes[:, BEGIN] >= since_s) & (passes[:, END] <= until_s)]
 
 
-def find_pace(passes: Passes, timing: EngineTiming) -> Pace:
+def fit_pass_scale(passes: Passes, timing: EngineTiming) -> PassScale:
     """Of sums, not medians: a queue feels every millisecond. A kind that did not occur is as was.
 
-    Passes without prompts and pulls tell of decoding; then those with prompts, less their decoding,
+    Passes without prompts and pulls measure decoding; then those with prompts, less their decoding,
     of prompts; then those that began pulls, and the next ones, of pulls.
     """
     took_ms = (passes[:, END] - passes[:, BEGIN]) * 1e3
@@ -69,7 +69,7 @@ def find_pace(passes: Passes, timing: EngineTiming) -> Pace:
     prompt = _ratio(took_ms - decode * decode_ms, whole_ms - decode_ms, prompts & ~pulls & ~after)
     longer_ms = took_ms - decode * decode_ms - prompt * (whole_ms - decode_ms)
     with_next_ms = longer_ms + np.append(longer_ms[1:] * after[1:], 0.0)
-    return Pace(prompt, decode, *_fit_pulls(passes[pulls, PULLED], with_next_ms[pulls]))
+    return PassScale(prompt, decode, *_fit_pulls(passes[pulls, PULLED], with_next_ms[pulls]))
 
 
 def _predict(timing: EngineTiming, row: Passes, *, has_prompts: bool) -> float:

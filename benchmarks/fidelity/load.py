@@ -1,4 +1,4 @@
-"""Open-loop load: every request leaves when its trace says, whatever became of those before it."""
+"""Open-loop load: every request is sent at its trace's time, independent of earlier ones."""
 
 import asyncio
 import random

@@ -29,9 +29,9 @@ def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
 
 def recall(file: Path) -> tuple[Trace, Seen, Passes]:
     """What `keep` wrote."""
-    with np.load(file) as kept:
-        trace = Trace(kept["arrival_ms"], kept["prompt_tokens"], kept["output_tokens"])
-        faults = tuple(str(fault) for fault in kept["faults"])
-        times = kept["first_token_ms"], kept["end_ms"], kept["lag_ms"]
-        seen = Seen(*times, faults, float(kept["busy_share"]))
-        return trace, seen, kept["passes"]
+    with np.load(file) as archive:
+        trace = Trace(archive["arrival_ms"], archive["prompt_tokens"], archive["output_tokens"])
+        faults = tuple(str(fault) for fault in archive["faults"])
+        times = archive["first_token_ms"], archive["end_ms"], archive["lag_ms"]
+        seen = Seen(*times, faults, float(archive["busy_share"]))
+        return trace, seen, archive["passes"]

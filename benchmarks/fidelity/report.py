@@ -45,7 +45,7 @@ def print_report(report: Report) -> None:
     for case, comparisons in report.cases.items():
         out.print(build_table(f"{report.kind} {case}", comparisons))
     out.print(f"- {report.machine}; one ms of the trace took {report.time_scale:g} ms")
-    for line in (*tell_paces(report), *find_doubts(report)):
+    for line in (*report_pass_scales(report), *find_doubts(report)):
         out.print(f"- {line}", highlight=False)
 
 
@@ -73,27 +73,26 @@ def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
-def tell_paces(report: Report) -> Iterator[str]:
+def report_pass_scales(report: Report) -> Iterator[str]:
     """What passes were simulated to take, where that is not what was profiled."""
     for case, comparisons in report.cases.items():
-        paces = {
+        scales = {
             f"{each.share:.0%}": each.pace
             for each in comparisons
-            if (each.pace.prompt, each.pace.decode) != (1.0, 1.0)
+            if (each.pace.prompt, each.pass_scale.decode) != (1.0, 1.0)
         }
-        if len(set(paces.values())) == 1:
-            paces = {"all": next(iter(paces.values()))}
-        for load, pace in paces.items():
-            pulls = f", pulls {pace.pull_ms:.1f} ms + {pace.pull_block_ms:.2f} per block"
-            pull = pulls if pace.pull_ms else ""
-            yield (
-                f"{case}, {load}: prompts x {pace.prompt:.3f}, decoding x {pace.decode:.3f}{pull}"
-            )
+        if len(set(scales.values())) == 1:
+            scales = {"all": next(iter(scales.values()))}
+        for load, scale in scales.items():
+            pulls = f", pulls {scale.pull_ms:.1f} ms + {scale.pull_block_ms:.2f} per block"
+            pull = pulls if scale.pull_ms else ""
+            prompts = f"prompts x {scale.prompt:.3f}"
+            yield f"{case}, {load}: {prompts}, decoding x {scale.decode:.3f}{pull}"
 
 
 def find_doubts(report: Report) -> list[str]:
     """What makes figures worth less: failed requests, a late generator, a busy machine."""
-    # The loads of a case are the same, whatever its passes are simulated to take.
+    # The loads of a case are the same for any simulated pass times.
     cases = {case.partition(",")[0]: found for case, found in report.cases.items()}
     doubts = []
     for case, comparisons in cases.items():

@@ -22,7 +22,7 @@ from deployments import StageError, deployed
 from emulated import CASES as EMULATED_CASES
 from emulated import Emulated
 from fleet import Subject
-from iteration_times import Pace, find_pace, read_passes
+from iteration_times import PassScale, fit_pass_scale, read_passes
 from load import as_sent, offer
 from recordings import keep, recall
 from report import Report, describe_machine, print_report
@@ -67,7 +67,7 @@ def run(subject: Subject, settings: Settings) -> dict[str, list[Comparison]]:
     if not all(file.exists() for file in (folder / TRIAL, *files.values())):
         serve(subject, settings, lengths, folder, files)
     slo = choose_slo(subject, folder, lengths, settings)
-    return judge(subject, folder, slo, lengths, files, settings.seed)
+    return compare_with_twin(subject, folder, slo, lengths, files, settings.seed)
 
 
 def serve(
@@ -94,11 +94,13 @@ def serve(
                 keep(file, trace, seen, read_passes(folder, since_s, time.monotonic()))
 
         # Passes of new shapes take longer, and what a fleet does in its first seconds says nothing:
-        # this load is compared with nothing, but tells what passes take in traffic.
+        # this load is compared with nothing, but measures what passes take in traffic.
         say(f"{name}: a trial")
-        capacity = find_capacity(subject, folder, Pace(), lengths, seed)
+        capacity = find_capacity(subject, folder, PassScale(), lengths, seed)
         offer_at(capacity * SLO_SHARE, seed + 1, folder / TRIAL)
-        capacity = find_capacity(subject, folder, find_trial_pace(subject, folder), lengths, seed)
+        capacity = find_capacity(
+            subject, folder, fit_trial_pass_scale(subject, folder), lengths, seed
+        )
         for share, file in files.items():
             if not file.exists():
                 rate = capacity * share
@@ -106,7 +108,7 @@ def serve(
                 offer_at(rate, seed, file)
 
 
-def judge(
+def compare_with_twin(
     subject: Subject,
     folder: Path,
     slo: Slo,
@@ -116,46 +118,51 @@ def judge(
 ) -> dict[str, list[Comparison]]:
     """Simulate every kept load and compare."""
     found: dict[str, list[Comparison]] = {}
-    trial = find_trial_pace(subject, folder)
+    trial = fit_trial_pass_scale(subject, folder)
     for share, file in files.items():
         trace, seen, passes = recall(file)
         sent, seen = as_sent(trace, seen)
-        paces = {"": Pace()}
+        scales = {"": PassScale()}
         if len(passes):
-            paces = {
+            scales = {
                 ", passes as profiled": replace(trial, prompt=1.0, decode=1.0),
                 ", passes as in the trial": trial,
-                ", passes as in each load": find_pace(passes, subject.timing(folder)),
+                ", passes as in each load": fit_pass_scale(passes, subject.timing(folder)),
             }
-        for words, pace in paces.items():
-            fleet = subject.twin(folder, pace)
-            asked = foresee(sent, lengths)
-            outcomes = [simulate(fleet, draw) for draw in (asked, *dither(asked, DRAWS, seed))]
+        for words, pass_scale in scales.items():
+            fleet = subject.twin(folder, pass_scale)
+            predicted_trace = foresee(sent, lengths)
+            outcomes = [
+                simulate(fleet, draw)
+                for draw in (predicted_trace, *dither(predicted_trace, DRAWS, seed))
+            ]
             found.setdefault(f"{subject.case.name}{words}", []).append(
-                compare(share, sent, seen, outcomes, slo, pace)
+                compare(share, sent, seen, outcomes, slo, pass_scale)
             )
     return found
 
 
-def find_trial_pace(subject: Subject, folder: Path) -> Pace:
+def fit_trial_pass_scale(subject: Subject, folder: Path) -> PassScale:
     """What passes took in the load that is compared with nothing."""
     _, _, passes = recall(folder / TRIAL)
-    return find_pace(passes, subject.timing(folder))
+    return fit_pass_scale(passes, subject.timing(folder))
 
 
-def find_capacity(subject: Subject, folder: Path, pace: Pace, lengths: Lengths, seed: int) -> float:
+def find_capacity(
+    subject: Subject, folder: Path, pass_scale: PassScale, lengths: Lengths, seed: int
+) -> float:
     """Requests per second that the twin serves with its queue always full."""
     trace = all_at_once(lengths, CAPACITY_REQUESTS, seed)
-    end_ms = simulate(subject.twin(folder, pace), foresee(trace, lengths)).end_ms
+    end_ms = simulate(subject.twin(folder, pass_scale), foresee(trace, lengths)).end_ms
     return CAPACITY_REQUESTS / float(np.nanmax(end_ms)) * 1000
 
 
 def choose_slo(subject: Subject, folder: Path, lengths: Lengths, settings: Settings) -> Slo:
     """Targets that one request in ten misses each, simulated at SLO_SHARE of capacity."""
-    pace = find_trial_pace(subject, folder)
-    rate = find_capacity(subject, folder, pace, lengths, settings.seed) * SLO_SHARE
+    pass_scale = fit_trial_pass_scale(subject, folder)
+    rate = find_capacity(subject, folder, pass_scale, lengths, settings.seed) * SLO_SHARE
     trace = draw_trace(lengths, rate, SLO_REQUESTS, settings.seed)
-    outcome = simulate(subject.twin(folder, pace), foresee(trace, lengths))
+    outcome = simulate(subject.twin(folder, pass_scale), foresee(trace, lengths))
     ttft_ms, tpot_ms = (
         float(np.percentile(times, SLO_PERCENTILE)) for times in (outcome.ttft_ms, outcome.tpot_ms)
     )
@@ -182,13 +189,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def choose_subjects(arguments: argparse.Namespace) -> list[Subject]:
-    wanted = arguments.cases.split(",") if arguments.cases else None
+    selected = arguments.cases.split(",") if arguments.cases else None
     subjects: list[Subject]
     if arguments.kind == "emulated":
         subjects = [Emulated(case, arguments.time_scale) for case in EMULATED_CASES]
     else:
         subjects = [Vllm(case, arguments.quick) for case in VLLM_CASES]
-    return [each for each in subjects if wanted is None or each.case.name in wanted]
+    return [each for each in subjects if selected is None or each.case.name in selected]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

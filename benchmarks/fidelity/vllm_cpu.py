@@ -13,7 +13,7 @@ from cores import part_fronts
 from deployments import Case, Stage
 from fleet import make_fleet
 from idle import find_dispatch, fit_transfer, measure_idle, read_idle
-from iteration_times import Pace
+from iteration_times import PassScale
 
 from cleave.local import tiny_model
 from cleave.perf import named_profiles
@@ -107,11 +107,11 @@ class Vllm:
         """As profiled."""
         return named_profiles.load_profile(str(folder / PROFILE)).timing
 
-    def twin(self, folder: Path, pace: Pace) -> SimulatedFleet:
+    def twin(self, folder: Path, pass_scale: PassScale) -> SimulatedFleet:
         """Engines as profiled; ways and pulls from an idle fleet."""
         profile = named_profiles.load_profile(str(folder / PROFILE))
         engine = SimulatedEngine(
-            pace.apply(profile.timing),
+            pass_scale.apply(profile.timing),
             profile.kv_capacity_tokens,
             BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
@@ -122,8 +122,8 @@ class Vllm:
         if self.case.decode:
             transfer = replace(
                 fit_transfer(idle),
-                receiver_ms=pace.pull_ms,
-                receiver_token_ms=pace.pull_block_ms / BLOCK_SIZE,
+                receiver_ms=pass_scale.pull_ms,
+                receiver_token_ms=pass_scale.pull_block_ms / BLOCK_SIZE,
             )
         return make_fleet(self.case, engine, transfer, find_dispatch(idle, self.case.ways))
 

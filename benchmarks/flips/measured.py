@@ -2,7 +2,7 @@
 ran as the new role wants.
 
 The prefill instance of a pair with a mixed instance becomes a decode instance and back, over and
-over. Clients ask; the answer's headers tell who served them. The time counts from just before the
+over. Clients ask; the answer's headers name who served them. The time counts from just before the
 order to the moment when the first such request was sent, and when it was answered.
 """
 
@@ -92,7 +92,7 @@ async def _measure(
                     await _ask_once(client, deployment, seen, clients)
                 first = await _wait(seen, to_decode, begun)
                 if not to_decode:
-                    # A mixed instance may serve a whole request at any time, so only this tells.
+                    # A mixed instance may serve a whole request at any time, so only this shows it.
                     sent.append(first[0] - begun)
                     answered.append(first[1] - begun)
         finally:
@@ -119,9 +119,9 @@ async def _find_prefill(
     for address in addresses:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         agent = agent_pb2_grpc.AgentStub(channel)
-        stated = (await agent.Health(agent_pb2.HealthRequest(), timeout=5)).registration
-        if stated.home == agent_pb2.ROLE_PREFILL:
-            return agent, stated.epoch
+        registration = (await agent.Health(agent_pb2.HealthRequest(), timeout=5)).registration
+        if registration.home == agent_pb2.ROLE_PREFILL:
+            return agent, registration.epoch
     raise RuntimeError("no prefill instance")
 
 

@@ -25,16 +25,16 @@ def main() -> None:
     parser.add_argument("what", nargs="*", choices=["simulated", "timed", "vllm", []])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    stated = parser.parse_args()
-    what = stated.what or ["simulated", "timed"]
+    arguments = parser.parse_args()
+    what = arguments.what or ["simulated", "timed"]
     found: dict[str, list[dict[str, object]]] = {}
     if "simulated" in what:
-        found["simulated"] = list(simulated.run(stated.quick))
+        found["simulated"] = list(simulated.run(arguments.quick))
     if "timed" in what:
-        found["timed"] = measured.run(QUICK_FLIPS if stated.quick else FLIPS, vllm=False)
+        found["timed"] = measured.run(QUICK_FLIPS if arguments.quick else FLIPS, vllm=False)
     if "vllm" in what:
-        found["vllm"] = measured.run(QUICK_FLIPS if stated.quick else VLLM_FLIPS, vllm=True)
-    show(found, stated.output, 120, _text)
+        found["vllm"] = measured.run(QUICK_FLIPS if arguments.quick else VLLM_FLIPS, vllm=True)
+    show(found, arguments.output, 120, _text)
 
 
 def _text(_: str, value: object) -> str:

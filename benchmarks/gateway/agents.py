@@ -1,7 +1,7 @@
 """Stand-ins for the agents beside the load mocks, so that a real gateway follows them.
 
 Started by processes.py as a process of its own. It sends what a healthy agent sends: a
-Registration, then a LoadReport as often as a router is told that alone sends requests: while one
+Registration, then LoadReports at the rate for a router that alone sends requests: while one
 gateway is measured the others stand still. Reports say "idle": the mocks have no queue.
 """
 

@@ -59,11 +59,11 @@ def one_gateway(cores: Cores, step_us: int) -> Iterator[Subject]:
 # ---- memory over requests ----
 
 
-def measure_memory(cores: Cores, console: Console, goal: int) -> list[Sample]:
+def measure_memory(cores: Cores, console: Console, num_requests: int) -> list[Sample]:
     samples = []
     with one_gateway(cores, step_us=0) as subject:
         served = 0
-        while served < goal + WARM_UP_REQUESTS:
+        while served < num_requests + WARM_UP_REQUESTS:
             load = Load(ANSWER_TOKENS, 2 * CONNECTIONS, RUN_S)
             served += run_load(subject, load, cores.load).requests
             samples.append(Sample(served, read_resident_kib(subject.pid)))

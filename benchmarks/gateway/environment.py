@@ -139,7 +139,7 @@ def stage(
 ) -> Iterator[list[Subject]]:
     """Start everything; yields what can be measured, floors before what is compared with them.
 
-    `only`: the proxies that are wanted beside the floors; None: all. `python`: what runs ours.
+    `only`: the proxies to run beside the floors; None: all. `python`: what runs ours.
     `awake`: clients and engines look on while there is something to come, instead of sleeping.
     """
     with ExitStack() as stack:

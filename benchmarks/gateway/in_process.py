@@ -125,11 +125,11 @@ class Bench:
     def _start_engine(self, role: str, place: int) -> tuple[EngineConnection, Wire]:
         directory = self._context.router.registry
         address = f"127.0.0.1:{7001 + place}"
-        stated = describe(Mock(role, f"boot-{role}", address, address))
-        directory.on_event(address, agent_pb2.WatchEvent(registration=stated), 0.0)
-        load = agent_pb2.LoadReport(boot_id=stated.boot_id, kv_blocks_free=KV_BLOCKS)
+        registration = describe(Mock(role, f"boot-{role}", address, address))
+        directory.on_event(address, agent_pb2.WatchEvent(registration=registration), 0.0)
+        load = agent_pb2.LoadReport(boot_id=registration.boot_id, kv_blocks_free=KV_BLOCKS)
         directory.on_event(address, agent_pb2.WatchEvent(load=load), 0.0)
-        pool = self._context.get_pool(directory.instances[stated.instance].target)
+        pool = self._context.get_pool(directory.instances[registration.instance].target)
         connection = EngineConnection(pool)
         wire = _connect(connection)
         pool.return_idle(connection)
@@ -325,15 +325,17 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=400, help="in each round")
     parser.add_argument("--compiled", action="store_true", help="as images carry it")
     parser.add_argument("--profile", choices=CASES, help="where the time of one case goes")
-    stated = parser.parse_args()
-    if stated.compiled and not proxied_request.__file__.endswith(".so"):
+    arguments = parser.parse_args()
+    if arguments.compiled and not proxied_request.__file__.endswith(".so"):
         environment = os.environ | {"PYTHONPATH": str(build_gateway())}
         return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
-    if stated.profile:
-        show_profile(stated.profile, stated.requests * stated.rounds)
+    if arguments.profile:
+        show_profile(arguments.profile, arguments.requests * arguments.rounds)
         return 0
     figures = {
-        name: measure(roles, everything=everything, rounds=stated.rounds, times=stated.requests)
+        name: measure(
+            roles, everything=everything, rounds=arguments.rounds, times=arguments.requests
+        )
         for name, (roles, everything) in CASES.items()
     }
     Console().print(build_table(figures))

@@ -65,10 +65,10 @@ class Subject:
     """Whether clients acknowledge each segment at once: without it, what does not set TCP_NODELAY
     waits for acknowledgements that come 40 ms late."""
     follows: bool = False
-    """Whether it follows agents, which takes a hundredth of a core also while it serves nobody."""
+    """Whether it follows agents, which takes a hundredth of a core even when idle."""
     awake: bool = False
     """Whether clients look for answers all the time; asleep, the proxy is charged for waking them,
-    which on other machines nobody would be."""
+    which no other machine would be."""
 
 
 @dataclass(frozen=True, slots=True)

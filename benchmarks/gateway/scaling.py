@@ -95,8 +95,8 @@ def _measure_one(ladder: Ladder, places: Cores, count: int) -> tuple[Run, Run]:
     """(whole answers, streamed ones)"""
     seconds, instances = ladder.seconds, ladder.instances
     with ExitStack() as stack:
-        made = Stage(stack, places, count, python=ladder.python, instances=instances)
-        subject = replace(made.start_gateway(NAME), awake=ladder.awake)
+        stage = Stage(stack, places, count, python=ladder.python, instances=instances)
+        subject = replace(stage.start_gateway(NAME), awake=ladder.awake)
         warm_up, whole, streamed = (
             Load(TOKENS, CONNECTIONS, each, stream)
             for each, stream in ((0.5, True), (seconds, False), (seconds, True))

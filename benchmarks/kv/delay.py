@@ -1,4 +1,4 @@
-"""A line between two networks on which everything takes a stated time: `delay.py PID MS`.
+"""A line between two networks with a configured delay: `delay.py PID MS`.
 
 Started by cable.py where a cable shall have a latency; this kernel's own delay (netem) is often not
 built in. Makes a card (tun) in its network and one in that of process PID, and passes packets on,
@@ -32,11 +32,11 @@ def main() -> None:
         system = ctypes.CDLL(None, use_errno=True)
         if system.setns(network.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "no way into the other network")
-    there = open_card(peer_card)
+    peer = open_card(peer_card)
     print(flush=True)
     seconds = float(rtt_ms) / 2e3
-    threading.Thread(target=pass_on, args=(here, there, seconds), daemon=True).start()
-    pass_on(there, here, seconds)
+    threading.Thread(target=pass_on, args=(here, peer, seconds), daemon=True).start()
+    pass_on(peer, here, seconds)
 
 
 def open_card(name: str) -> int:

@@ -2,8 +2,8 @@
 
 Run from the root: `.venv/bin/python benchmarks/kv/different_shapes.py [--pairs tp2:tp1 pp2:pp2]
 [--transfers Pull PerLayer]`. For each pair and time of transfer two engines with a tiny model,
-started as the agent starts them; KV goes one way, then the other, and every prompt is asked of its
-prefill engine alone as well. But for Pull the decode engine is asked first and follows the prefill.
+started as the agent starts them; KV goes one way, then the other, and every prompt is sent to its
+prefill engine alone as well. Except for Pull the decode engine is called first.
 Takes four cores and up to 9 GiB. Exit code 1: a token differs, a prompt was computed twice, or a
 hand-off was lost.
 """
@@ -79,12 +79,12 @@ def main() -> None:
                     (pair, engines),
                     (":".join(reversed(pair.split(":"))), engines[::-1]),
                 ):
-                    asked = list(itertools.islice(numbers, args.prompts))
+                    prompts = list(itertools.islice(numbers, args.prompts))
                     found = ask_all(
-                        source, decoding, asked, follows=transfer is not TransferMode.PULL
+                        source, decoding, prompts, follows=transfer is not TransferMode.PULL
                     )
-                    told = {"way": str(args.way), "transfer": str(transfer)}
-                    rows.append({"prefill:decode": names} | told | found)
+                    extra_config = {"way": str(args.way), "transfer": str(transfer)}
+                    rows.append({"prefill:decode": names} | extra_config | found)
     show({"pairs": rows}, args.output, 120, lambda _, value: str(value))
     sys.exit(any(row["wrong"] or row["computed twice"] or row["lost"] for row in rows))
 
@@ -111,15 +111,15 @@ def engine(
     """One engine, as an agent registers it; `sizes`: tp2, pp2, ..."""
     way, transfer = how
     kind, size = sizes[:2], int(sizes[2:])
-    told = ["--name", f"{sizes}-{cores[0]}", "--deployment", "unlike", "--role", "mixed"]
-    told += ["--model", str(model), "--served-model-name", "tiny", "--host", HOST]
-    told += ["--connector", "cleave", SIZES[kind], str(size), "--max-model-len", "4096"]
-    told += ["--transfer", transfer.lower()]
-    made = handoffs.tiny_with_connector(model, way, checksums=True)
-    arguments = made["spec"]["engine"]["args"]  # type: ignore[index]
+    flags = ["--name", f"{sizes}-{cores[0]}", "--deployment", "unlike", "--role", "mixed"]
+    flags += ["--model", str(model), "--served-model-name", "tiny", "--host", HOST]
+    flags += ["--connector", "cleave", SIZES[kind], str(size), "--max-model-len", "4096"]
+    flags += ["--transfer", transfer.lower()]
+    manifest = handoffs.tiny_with_connector(model, way, checksums=True)
+    arguments = manifest["spec"]["engine"]["args"]  # type: ignore[index]
     # Several chunks of most prompts.
     arguments += ["--max-num-batched-tokens", "512"]
-    config = parse([*told, "--", "--dtype", "float32", *arguments])
+    config = parse([*flags, "--", "--dtype", "float32", *arguments])
     boot = Boot(
         boot_id=config.name,
         engine_port=find_free_port(HOST),
@@ -159,11 +159,11 @@ def ask_all(
     for case in cases:
         called = f"{prefill.instance}-{case.number}"
         if follows:
-            told = overlapped_prefill.promised(prefill, called)
-            split.append(overlapped_prefill.follow((source, decoding), told, called, case, case))
+            handoff = overlapped_prefill.promised(prefill, called)
+            split.append(overlapped_prefill.follow((source, decoding), handoff, called, case, case))
         else:
-            told = handoffs.prefill(source, case, called)
-            split.append(handoffs.decode(decoding, case, told, called))
+            handoff = handoffs.prefill(source, case, called)
+            split.append(handoffs.decode(decoding, case, handoff, called))
     seconds = time.monotonic() - begun
     ran = metric(decoding, handoffs.RAN) - ran
     alone = [ask(source, case).tokens for case in cases]
@@ -182,7 +182,7 @@ PULLED = "cleave_kv_pulled_bytes_total"
 
 
 def used(url: str) -> float:
-    """Share of an engine's blocks that are held; an idle engine counts anew only when asked."""
+    """Share of an engine's blocks that are held; an idle engine updates it on a request."""
     ask(url, Case(0, 1, chat=False, stream=False))
     return metric(url, "vllm:kv_cache_usage_perc")
 

@@ -2,7 +2,7 @@
 
 Run from the root: `.venv/bin/python benchmarks/kv/faults.py [--ways gloo]`. A prefill and a decode
 engine with a tiny model for each way that KV takes, and each time at which it is moved. First every
-prompt is asked through the gateway and of one engine alone; then hand-offs are altered, given twice
+prompt is sent through the gateway and to one engine alone; then hand-offs are altered, given twice
 or too late, cut off, and in the end their owner is killed. Exit code 1: something was wrong.
 """
 
@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 
 def main() -> None:
-    """Print what was asked, what was given, and what came of it."""
+    """Print the request, the handoff and the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--transfers", nargs="+", choices=TRANSFERS, default=TRANSFERS)
@@ -81,8 +81,8 @@ def main() -> None:
             own = folder / str(number)
             own.mkdir()
             found: dict[str, list[Row]] = {}
-            stated = manifest(folder / "model", way, transfer, args.tensor)
-            with deployed(stated, own, UP_S) as vllm:
+            spec = manifest(folder / "model", way, transfer, args.tensor)
+            with deployed(spec, own, UP_S) as vllm:
                 try:
                     for title, rows in try_out(vllm, way, transfer, args.prompts, each):
                         found[title] = rows
@@ -110,7 +110,7 @@ def try_out(
 
 
 def is_wrong(row: Row) -> bool:
-    """Whether a row tells of something that must not be."""
+    """Whether a row reports a violation."""
     return bool(row.get("wrong")) or not row.get("all freed", True) or "missing" in row.values()
 
 
@@ -176,10 +176,10 @@ def first_token_ms(vllm: Deployment, prompt_tokens: int) -> float:
     return statistics.median(found)
 
 
-def together(do: Callable[..., Result], *told: Iterable[Any]) -> list[Result]:
+def together(do: Callable[..., Result], *arguments: Iterable[Any]) -> list[Result]:
     """What comes of several at a time."""
     with ThreadPoolExecutor(CLIENTS) as pool:
-        return list(pool.map(do, *told))
+        return list(pool.map(do, *arguments))
 
 
 def hurt(vllm: Deployment, count: int) -> "Tally":
@@ -232,7 +232,7 @@ class Tally:
             yield {
                 "fault": name,
                 "given": len(several),
-                "wrong": sum(given.tokens != given.wanted for given in several),
+                "wrong": sum(given.tokens != given.expected for given in several),
                 "reason": several[0].reason,
                 "all freed": all_freed,
             }
@@ -258,18 +258,18 @@ def given_twice(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Gi
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     for _ in range(TWICE):
         case = next(cases)
-        wanted = ask(source, case).tokens
+        expected = ask(source, case).tokens
         handed = handoffs.prefill(source, case, f"twice-{case.number}")
         handoffs.decode(decoding, case, handed, f"once-{case.number}")
         tokens = handoffs.decode(decoding, case, handed, f"twice-{case.number}")
-        yield handoffs.Given("given twice", "not_held", tokens, wanted)
+        yield handoffs.Given("given twice", "not_held", tokens, expected)
 
 
 def given_late(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Given]:
     """After their leases."""
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     expired = handoffs.lost(source).get("expired", 0)
-    held = hold(source, cases, LATE)
+    handoffs_held = hold(source, cases, LATE)
     # Those of other faults may still expire, too: so all must be free.
     until(
         lambda: (
@@ -278,21 +278,21 @@ def given_late(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Giv
         TIMEOUT_S,
         "leases end",
     )
-    for case, wanted, handed in held:
+    for case, expected, handed in handoffs_held:
         tokens = handoffs.decode(decoding, case, handed, f"late-{case.number}")
-        yield handoffs.Given("late", "not_held", tokens, wanted)
+        yield handoffs.Given("late", "not_held", tokens, expected)
 
 
 def given_up_by_the_dead(vllm: Deployment, cases: Iterator[Case]) -> Iterator[handoffs.Given]:
     """Their owner is killed before anybody has pulled."""
-    held = hold(engine_url(vllm, "prefill"), cases, KILLED)
+    handoffs_held = hold(engine_url(vllm, "prefill"), cases, KILLED)
     decoding = engine_url(vllm, "decode")
     engine = vllm.engine("tiny-prefill-0")
     for process in (*engine.children(recursive=True), engine):
         process.kill()
-    for case, wanted, handed in held:
+    for case, expected, handed in handoffs_held:
         tokens = handoffs.decode(decoding, case, handed, f"dead-{case.number}")
-        yield handoffs.Given("owner killed", "peer_lost", tokens, wanted)
+        yield handoffs.Given("owner killed", "peer_lost", tokens, expected)
     until(lambda: answers(vllm), UP_S, "the prefill engine is there again")
 
 
@@ -301,10 +301,10 @@ def hold(
 ) -> list[tuple[Case, list[int], dict[str, Any]]]:
     """Prompts, their tokens and their hand-offs."""
     several = [next(cases) for _ in range(count)]
-    wanted = [ask(source, case).tokens for case in several]
+    expected = [ask(source, case).tokens for case in several]
     return [
         (case, tokens, handoffs.prefill(source, case, f"held-{case.number}"))
-        for case, tokens in zip(several, wanted, strict=True)
+        for case, tokens in zip(several, expected, strict=True)
     ]
 
 
@@ -335,8 +335,8 @@ def cutting(size: int) -> Iterator[Change]:
             with suppress(OSError):
                 while True:
                     reader, _ = listening.accept()
-                    with reader, socket.create_connection(owner[-1], TIMEOUT_S) as there:
-                        cut(reader, there, size)
+                    with reader, socket.create_connection(owner[-1], TIMEOUT_S) as upstream:
+                        cut(reader, upstream, size)
 
         def change(own: dict[str, Any], _: dict[str, Any]) -> dict[str, Any]:
             owner.append(tuple(own["cleave"]["addresses"][0]))
@@ -347,15 +347,15 @@ def cutting(size: int) -> Iterator[Change]:
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def cut(reader: socket.socket, there: socket.socket, size: int) -> None:
+def cut(reader: socket.socket, upstream: socket.socket, size: int) -> None:
     """Pass on what comes from either side until the owner has said so much."""
-    asked = threading.Thread(target=pump, args=(reader, there, 1 << 30), daemon=True)
-    asked.start()
-    pump(there, reader, size)
-    for end in (reader, there):
+    requests_pump = threading.Thread(target=pump, args=(reader, upstream, 1 << 30), daemon=True)
+    requests_pump.start()
+    pump(upstream, reader, size)
+    for end in (reader, upstream):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
-    asked.join(TIMEOUT_S)
+    requests_pump.join(TIMEOUT_S)
 
 
 def pump(source: socket.socket, target: socket.socket, left: int) -> None:

@@ -141,18 +141,18 @@ def beside_products(device: torch.device) -> Iterator[Line]:
 def between(way: Transport, devices: list[torch.device]) -> list[Line]:
     """Prompts from one process's device to another's, one link for all."""
     spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=give, args=(there, way, devices[0]), daemon=True)
+    here, child_end = spawn.Pipe()
+    process = spawn.Process(target=give, args=(child_end, way, devices[0]), daemon=True)
     process.start()
-    there.close()
+    child_end.close()
     try:
-        return list(taken(here, way, devices))
+        return list(run_puller(here, way, devices))
     finally:
         process.kill()
         process.join(BOUND_S)
 
 
-def taken(orders: Connection, way: Transport, devices: list[torch.device]) -> Iterator[Line]:
+def run_puller(orders: Connection, way: Transport, devices: list[torch.device]) -> Iterator[Line]:
     """The receiving end."""
     device = devices[1]
     use(device)
@@ -231,8 +231,8 @@ def places(spans: list[ByteRange]) -> list[ByteRange]:
 
 def compare(layers: list[torch.Tensor], blocks: list[int], expected: list[torch.Tensor]) -> None:
     """End the program unless the blocks hold what they should."""
-    for number, (layer, wanted) in enumerate(zip(layers, expected, strict=True)):
-        if not torch.equal(layer[blocks], wanted):
+    for number, (layer, expected_layer) in enumerate(zip(layers, expected, strict=True)):
+        if not torch.equal(layer[blocks], expected_layer):
             print(f"gpu.py: layer {number} has other bytes than were sent", file=sys.stderr)
             sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""How fast KV moves over a link of a stated rate, beside what that link itself gives.
+"""How fast KV moves over a link of a configured rate, beside what that link itself gives.
 
 Run from the root: `.venv/bin/python benchmarks/kv/limited_bandwidth.py [--gbps 1 10 25]`. The
 owner's process gets a network of its own; a pair of virtual cards joins the two and the kernel's

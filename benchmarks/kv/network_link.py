@@ -1,4 +1,4 @@
-"""A cable of a stated rate between two networks of this machine, both apart from its own.
+"""A link of a configured rate between two networks of this machine, both apart from its own.
 
 Used by shaped.py. A pair of virtual cards joins them and the kernel's token bucket (tbf)
 holds each to the rate. As root or, where allowed, in a user namespace.
@@ -55,8 +55,8 @@ class Cable:
     @property
     def ends(self) -> tuple[tuple[tuple[str, ...], str, str], ...]:
         """How to work there, card and address."""
-        there = ("nsenter", "--net", "--target", str(self.keeper))
-        return ((), CARD, HOST), (there, PEER_CARD, PEER_HOST)
+        in_namespace = ("nsenter", "--net", "--target", str(self.keeper))
+        return ((), CARD, HOST), (in_namespace, PEER_CARD, PEER_HOST)
 
     def lay(self, begun: ExitStack) -> None:
         """Make the cards. They stay for all pairs: NIXL remembers them."""
@@ -127,8 +127,8 @@ def use_tcp(card: str) -> None:
 
 def crossed() -> int:
     """Bytes that this end's card has sent and received."""
-    (told,) = json.loads(call("ip", "-s", "-j", "link", "show", "dev", CARD))
-    sides = told["stats64"]
+    (link_state,) = json.loads(call("ip", "-s", "-j", "link", "show", "dev", CARD))
+    sides = link_state["stats64"]
     total: int = sides["rx"]["bytes"] + sides["tx"]["bytes"]
     return total
 

@@ -20,22 +20,22 @@ _DEVICE = 0
 class Side:
     """One process's agent, with its memory registered."""
 
-    def __init__(self, kept: RegisteredKv) -> None:
-        self._name = kept.boot_id
+    def __init__(self, registered: RegisteredKv) -> None:
+        self._name = registered.boot_id
         self._agent = nixl_agent(self._name, nixl_agent_config())
-        regions = [(one.data_ptr(), one.numel(), _DEVICE, "") for one in kept.memory.regions]
+        regions = [(one.data_ptr(), one.numel(), _DEVICE, "") for one in registered.memory.regions]
         self._agent.register_memory(self._agent.get_reg_descs(regions, "DRAM"))
-        self._blocks = _describe(kept)
-        self._num_blocks = len(self._blocks) // len(kept.layers)
+        self._blocks = _describe(registered)
+        self._num_blocks = len(self._blocks) // len(registered.layers)
 
     @property
-    def told(self) -> tuple[str, bytes, Any]:
+    def descriptor(self) -> tuple[str, bytes, Any]:
         """What the other side needs to read from this one."""
         return self._name, self._agent.get_agent_metadata(), self._blocks
 
-    def meet(self, told: tuple[str, bytes, Any]) -> None:
+    def meet(self, descriptor: tuple[str, bytes, Any]) -> None:
         """Describe both sides' blocks."""
-        name, metadata, blocks = told
+        name, metadata, blocks = descriptor
         self._peer = self._agent.add_remote_agent(metadata)
         self._own = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._blocks, "DRAM")
         self._theirs = self._agent.prep_xfer_dlist(name, blocks, "DRAM")
@@ -61,11 +61,11 @@ class Side:
         return (layers[:, None] + np.asarray(blocks)[None, :]).ravel()
 
 
-def _describe(kept: RegisteredKv) -> Any:
+def _describe(registered: RegisteredKv) -> Any:
     """Address, length and device of every block, layer by layer."""
     found = []
-    for plane in kept.layers:
-        region = kept.memory.regions[plane.region]
+    for plane in registered.layers:
+        region = registered.memory.regions[plane.region]
         starts = np.arange(
             region.data_ptr() + plane.offset, region.data_ptr() + region.numel(), plane.stride
         )

@@ -1,10 +1,10 @@
 """What is still to be waited for after a prompt: all of its KV, or the last chunk's or layer's.
 
 Run from the root: `.venv/bin/python benchmarks/kv/overlap.py [--gbps 10 25]`. The owner computes a
-prompt for a stated time a token, asleep, as a GPU leaves its host; the puller takes the KV over a
-link of a stated rate (cable.py) or out of shared memory. Visible is what passes from the end of the
-computation to the owner's last word. Beside it is what the planner's model says (perf), from the
-link's rate measured right after.
+prompt for a configured time per token, asleep, as a GPU leaves its host; the puller takes the KV
+over a link of a configured rate (network_link.py) or out of shared memory. Visible is what passes
+from the end of the computation to the owner's last word. Beside it is what the planner's model says
+(perf), from the link's rate measured right after.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """An order to the owner's process: compute a prompt, and tell those who follow it."""
+    """An order to the owner's process: compute a prompt, and notify its followers."""
 
     name: str
     mode: Mode
@@ -154,7 +154,7 @@ class Mover:
         self.pair = pair
         self.limit = pair.copied if way is Transport.SHARED_MEMORY else pair.streamed
         """Bytes per second of the link itself."""
-        self._reader = KvClient(pair.kept, [way], BOUND_S)
+        self._reader = KvClient(pair.registered, [way], BOUND_S)
         self._follower = LayerwiseClient(self._reader, BOUND_S)
         self._names = (f"{link}: {number}" for number in itertools.count())
 

@@ -1,6 +1,6 @@
 """Prefills that a decode engine is promised and follows; and what was promised and does not come.
 
-Used by faults.py and unlike.py where engines move KV while it is computed.
+Used by faults.py and different_shapes.py where engines move KV while it is computed.
 """
 
 import json
@@ -26,11 +26,11 @@ PREFILL = "tiny-prefill-0"
 
 @dataclass(frozen=True)
 class Promise:
-    """What is told to the decode engine, and what the prefill engine is asked then."""
+    """What the decode engine gets, and the following request to the prefill engine."""
 
     reason: str
     """Why the decode engine computes the prompt anew; empty: it need not."""
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda told: told
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda handoff: handoff
     prompt: Callable[[Case, Case], Case | None] = lambda case, _: case
     """Own case and another one -> what is computed under the name, if anything."""
 
@@ -41,9 +41,9 @@ KINDS = {
     "never begun": Promise("not_held", prompt=lambda *_: None),
     "of another boot": Promise("boot", change=handoffs.of_other_boot),
     "of a dead peer": Promise(
-        "peer_lost", lambda told: handoffs.altered(told, addresses=[("127.0.0.1", 1)])
+        "peer_lost", lambda handoff: handoffs.altered(handoff, addresses=[("127.0.0.1", 1)])
     ),
-    "without fields": Promise("malformed", lambda told: {**told, "cleave": {}}),
+    "without fields": Promise("malformed", lambda message: {**message, "cleave": {}}),
 }
 
 
@@ -55,34 +55,35 @@ def can_be_followed(vllm: Deployment) -> bool:
 def give_promise(
     vllm: Deployment, name: str, kind: Promise, case: Case, other: Case
 ) -> handoffs.Given:
-    """The decode engine is asked first, as a gateway does that expects a gain."""
+    """The decode engine is called first, as a gateway does that expects a gain."""
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    wanted = ask(source, case).tokens
+    expected = ask(source, case).tokens
     called = f"promised-{case.number}"
-    told = kind.change(promised(vllm.instances()[PREFILL], called))
+    handoff = kind.change(promised(vllm.instances()[PREFILL], called))
     prompt = kind.prompt(case, other)
-    tokens = follow((source, decoding), told, called, case, prompt)
-    return handoffs.Given(f"promise {name}", kind.reason, tokens, wanted)
+    tokens = follow((source, decoding), handoff, called, case, prompt)
+    return handoffs.Given(f"promise {name}", kind.reason, tokens, expected)
 
 
 def follow(
-    urls: tuple[str, str], told: dict[str, Any], called: str, case: Case, prompt: Case | None
+    urls: tuple[str, str], handoff: dict[str, Any], called: str, case: Case, prompt: Case | None
 ) -> list[int]:
     """Tokens of the decode engine; `prompt`: what is computed under the name, if anything."""
     source, decoding = urls
     with ThreadPoolExecutor(1) as pool:
-        decoded = pool.submit(handoffs.decode, decoding, case, told, called)
+        decoded = pool.submit(handoffs.decode, decoding, case, handoff, called)
         if prompt:
-            asked = json.loads(bytes(build_overlapped_prefill_params(called.encode())))
-            handoffs.post(source, prompt, called, max_tokens=1, kv_transfer_params=asked)
+            params = json.loads(bytes(build_overlapped_prefill_params(called.encode())))
+            handoffs.post(source, prompt, called, max_tokens=1, kv_transfer_params=params)
         return decoded.result()
 
 
-def promised(told: Registration, name: str) -> dict[str, Any]:
+def promised(registration: Registration, name: str) -> dict[str, Any]:
     """A hand-off, as a gateway makes it, of a prefill that it will ask for under this name."""
-    host = urlsplit(told.engine_url).hostname or ""
+    host = urlsplit(registration.engine_url).hostname or ""
     target = Target(
-        *(told.instance, host, 0, told.engine_url, told.boot_id, 0), kv_port=told.kv_port
+        *(registration.instance, host, 0, registration.engine_url, registration.boot_id, 0),
+        kv_port=registration.kv_port,
     )
     found: dict[str, Any] = json.loads(bytes(build_pending_handoff(target, name.encode())))
     return found

@@ -1,8 +1,9 @@
 """Two processes with KV of the shape of a real model, one of which pulls from the other.
 
-Used by run.py on one host and by shaped.py over a shaped link. The owner holds what it is told to
-and serves it; the puller does what the KV connector does: question, grant, bytes, release. Beside
-both is what the link itself gives: one plain copy of mapped memory, or one plain TCP stream.
+Used by run.py on one host and by limited_bandwidth.py over a shaped link. The owner holds the
+requested blocks and serves them; the puller does what the KV connector does: question, grant,
+bytes, release. Beside both is what the link itself gives: one plain copy of mapped memory, or one
+plain TCP stream.
 """
 
 import itertools
@@ -39,7 +40,7 @@ except ImportError:
 NIXL = "nixl"
 """Alone, as vLLM's own connector uses it."""
 OVER_NIXL = "cleave nixl"
-"""One of our ways, by a name that tells it from the one above."""
+"""One of our ways, by a name that differs from the one above."""
 BOUND_S = 120.0
 BLOCK_TOKENS = 16
 TOKENS = (512, 2_048, 8_192, 16_384, 32_768)
@@ -101,7 +102,7 @@ class Timed:
 class Pair:
     """The puller's process is this one."""
 
-    kept: RegisteredKv
+    registered: RegisteredKv
     shape: Shape
     orders: Connection
     owner: tuple[str, int]
@@ -109,17 +110,17 @@ class Pair:
     stream: socket.socket
 
     def puller(self, way: str) -> Callable[[list[int]], float]:
-        """What pulls blocks this way and tells the seconds."""
+        """A function that pulls blocks this way and returns the seconds."""
         if way != NIXL:
-            return Puller(self.orders, self.owner, self.kept, way_of(way)).pull
+            return Puller(self.orders, self.owner, self.registered, way_of(way)).pull
         self.orders.send(None)
-        side = nixl_pull.Side(self.kept)
+        side = nixl_pull.Side(self.registered)
         side.meet(self.orders.recv())
         return side.pull
 
     def copied(self) -> float:
         """Bytes per second of plain copies out of the owner's memory."""
-        return copied(self.kept.memory, self.shared)
+        return copied(self.registered.memory, self.shared)
 
     def streamed(self) -> float:
         """Bytes per second of one plain TCP stream from the owner's process."""
@@ -135,18 +136,18 @@ def way_of(name: str) -> Transport:
 def opened(shape: Shape, num_blocks: int, place: Place) -> Iterator[Pair]:
     """Both sides, until the end."""
     spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    process = spawn.Process(target=own, args=(there, shape, num_blocks, place), daemon=True)
+    here, child_end = spawn.Pipe()
+    process = spawn.Process(target=own, args=(child_end, shape, num_blocks, place), daemon=True)
     process.start()
     # Its end is seen here, then.
-    there.close()
+    child_end.close()
     try:
         assert here.poll(BOUND_S), "the owner's process says nothing"
         port, shared, limit_port = here.recv()
-        kept = keep("boot-d", shape, num_blocks, place.puller_host)
+        registered = keep("boot-d", shape, num_blocks, place.puller_host)
         with socket.create_connection((place.owner_host, limit_port), BOUND_S) as stream:
             stream.settimeout(BOUND_S)
-            yield Pair(kept, shape, here, (place.owner_host, port), shared, stream)
+            yield Pair(registered, shape, here, (place.owner_host, port), shared, stream)
     finally:
         process.kill()
         process.join(BOUND_S)
@@ -182,21 +183,21 @@ class Hold:
     """An order to the owner's process: a prefill that has ended."""
 
     request_id: str
-    held: FinishedPrefill
+    finished: FinishedPrefill
 
     def __call__(self, holds: BlockLeases) -> None:
-        holds.grant(self.request_id, self.held)
+        holds.grant(self.request_id, self.finished)
 
 
 class Puller:
     """Has prompts held by the other process, and pulls them."""
 
     def __init__(
-        self, orders: Connection, owner: tuple[str, int], kept: RegisteredKv, way: Transport
+        self, orders: Connection, owner: tuple[str, int], registered: RegisteredKv, way: Transport
     ) -> None:
         self._orders = orders
         self._owner = owner
-        self._reader = KvClient(kept, [way], BOUND_S)
+        self._reader = KvClient(registered, [way], BOUND_S)
         self._epochs = itertools.count(1)
 
     def pull(self, blocks: list[int]) -> float:
@@ -212,14 +213,14 @@ class Puller:
 
 
 def own(orders: Connection, shape: Shape, num_blocks: int, place: Place) -> None:
-    """The other process: does what it is told with its holds, serves, and streams for the limit."""
+    """The other process: executes commands on its holds, serves, and streams for the limit."""
     if place.prepare:
         place.prepare()
     torch.set_num_threads(1)
-    kept = keep("boot-p", shape, num_blocks, place.owner_host)
-    shared = share_memory(kept.memory)
+    registered = keep("boot-p", shape, num_blocks, place.owner_host)
+    shared = share_memory(registered.memory)
     holds = BlockLeases(BOUND_S, BOUND_S)
-    owner = KvServer(kept, holds, shared, 0, BOUND_S)
+    owner = KvServer(registered, holds, shared, 0, BOUND_S)
     with socket.create_server((place.owner_host, 0)) as listening:
         threading.Thread(target=stream, args=(listening,), daemon=True).start()
         orders.send((owner.port, shared, listening.getsockname()[1]))
@@ -227,8 +228,8 @@ def own(orders: Connection, shape: Shape, num_blocks: int, place: Place) -> None
             order = orders.recv()
             if order is None:
                 # Not before: its progress thread keeps a core busy.
-                side = nixl_pull.Side(kept)
-                orders.send(side.told)
+                side = nixl_pull.Side(registered)
+                orders.send(side.descriptor)
             else:
                 orders.send(order(holds))
 

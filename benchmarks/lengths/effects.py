@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from predictions import Foretold
+from predictions import Predictions
 
 sys.path.append(str(Path(__file__).parents[1] / "dispatch"))
 sys.path.append(str(Path(__file__).parents[1] / "scheduler"))
@@ -37,7 +37,7 @@ POLICIES = (DispatchPolicy.SHORTEST_WAIT, DispatchPolicy.LEAST_HEAVY, DispatchPo
 
 @dataclass(frozen=True, slots=True)
 class DispatchRow:
-    """One policy with one way to foretell."""
+    """One policy with one way to predict outputs."""
 
     fleet: str
     policy: str
@@ -61,7 +61,7 @@ class AdmissionRow:
     preemptions: float
 
 
-def dispatch(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
+def dispatch(predictions: Predictions, quick: bool) -> Iterator[dict[str, object]]:
     """Fleets of benchmarks/dispatch, goodput by policy."""
     one = worker("llama-2-70b", "H100-SXM-80GB", 4)
     targets = Targets(2_000, 100)
@@ -73,18 +73,18 @@ def dispatch(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
         for policy in POLICIES[: 1 if quick else None]:
             prepared = prepare_fleet(replace(fleet, dispatch=policy))
             found = {
-                by: _goodput(prepared, told, tokens, targets, 300 if quick else 4_000)
+                by: _goodput(prepared, predictions, tokens, targets, 300 if quick else 4_000)
                 / (instances * one.gpus)
-                for by, tokens in _ways(told).items()
+                for by, tokens in _ways(predictions).items()
             }
             first = found["mean by prompt length"]
             for by, per_gpu in found.items():
                 yield asdict(DispatchRow(name, policy.name, by, per_gpu, per_gpu / first - 1))
 
 
-def admissions(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
+def admissions(predictions: Predictions, quick: bool) -> Iterator[dict[str, object]]:
     """256 requests at once, their prompts computed, on one decode instance that is short of KV."""
-    ways = {**_ways(told), "likeliest range, low end": told.low}
+    ways = {**_ways(predictions), "likeliest range, low end": predictions.low}
     greedy = 0.0
     for by, tokens in ways.items():
         for admission in Admission:
@@ -94,7 +94,7 @@ def admissions(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
             fleet = SimulatedFleet(decode=(SimulatedPool(engine, 1),), transfer=SimulatedTransfer())
             times, preempted = [], []
             for seed in range(1 if quick else BURSTS):
-                trace = _draw(told, tokens, BURST, seed)
+                trace = _draw(predictions, tokens, BURST, seed)
                 outcome = simulate(fleet, replace(trace, arrival_ms=np.zeros(BURST)))
                 times.append(outcome.end_ms.mean())
                 preempted.append(outcome.num_preemptions.sum())
@@ -108,21 +108,21 @@ def admissions(told: Foretold, quick: bool) -> Iterator[dict[str, object]]:
             )
 
 
-def _ways(told: Foretold) -> dict[str, NDArray[np.float64] | NDArray[np.int64]]:
+def _ways(predictions: Predictions) -> dict[str, NDArray[np.float64] | NDArray[np.int64]]:
     return {
-        "mean by prompt length": told.mean,
-        "classifier": told.tree,
-        "known": told.answers.output_tokens,
+        "mean by prompt length": predictions.mean,
+        "classifier": predictions.tree,
+        "known": predictions.answers.output_tokens,
     }
 
 
 def _goodput(
-    fleet: object, told: Foretold, tokens: NDArray, targets: Targets, requests: int
+    fleet: object, predictions: Predictions, tokens: NDArray, targets: Targets, requests: int
 ) -> float:
     def attainment(rate: float) -> float:
         shares = []
         for seed in range(SEEDS):
-            trace = _draw(told, tokens, requests, seed, rate)
+            trace = _draw(predictions, tokens, requests, seed, rate)
             outcome = simulate(fleet, trace, seed)
             met = (outcome.ttft_ms <= targets.ttft_ms) & (outcome.tpot_ms <= targets.tpot_ms)
             shares.append(float(np.mean(met[int(WARM_UP * requests) :])))
@@ -131,11 +131,13 @@ def _goodput(
     return bisect(lambda rate: attainment(rate) >= targets.attainment)
 
 
-def _draw(told: Foretold, tokens: NDArray, num: int, seed: int, rate: float = 1.0) -> Trace:
-    """Poisson arrivals of requests drawn from those that judge; the same ones for every way."""
+def _draw(
+    predictions: Predictions, tokens: NDArray, num: int, seed: int, rate: float = 1.0
+) -> Trace:
+    """Poisson arrivals of requests drawn from the test set; the same ones for every way."""
     rng = np.random.default_rng(seed)
-    prompts, outputs = told.answers.prompt_tokens, told.answers.output_tokens
+    prompts, outputs = predictions.answers.prompt_tokens, predictions.answers.output_tokens
     some = rng.choice(np.flatnonzero(prompts + outputs <= MOST_TOKENS), num)
     arrival = np.cumsum(rng.exponential(1000 / rate, num))
-    foretold = np.maximum(np.rint(tokens[some]), 1).astype(np.int64)
-    return Trace(arrival, prompts[some], outputs[some], foretold)
+    predicted = np.maximum(np.rint(tokens[some]), 1).astype(np.int64)
+    return Trace(arrival, prompts[some], outputs[some], predicted)

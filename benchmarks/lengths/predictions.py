@@ -1,4 +1,4 @@
-"""Azure's two services with what each way to foretell says of their last requests."""
+"""Azure's two services with what each way to predict outputs says of their last requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ ERRORS = (0.0, length_training.PROMPT_ERROR)
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
-    """The requests that judge, and their outputs as foretold; arrays of equal length."""
+class Predictions:
+    """The test set and its predicted outputs; arrays of equal length."""
 
     answers: CompletedRequests
     mean: NDArray[np.float64]
@@ -36,24 +36,24 @@ def find(data: Path, service: str) -> Path:
 def score(data: Path, service: str, error: float) -> tuple[LengthFile, dict[str, Score]]:
     """A trained file, and how each way does on the last 30 % of the trace."""
     found = length_training.train(find(data, service), error)
-    told = found.scores
+    scores = found.scores
     return found, {
-        "classifier": told.classifier,
-        "mean by prompt length": told.conditional_mean,
-        "one length for all": told.constant,
+        "classifier": scores.classifier,
+        "mean by prompt length": scores.conditional_mean,
+        "one length for all": scores.constant,
     }
 
 
-def foretell(data: Path, service: str, error: float) -> Foretold:
-    """Of the requests that judge."""
+def predict_outputs(data: Path, service: str, error: float) -> Predictions:
+    """Predictions for the test set."""
     found, _ = score(data, service, error)
     answers, _ = length_training.read_requests(find(data, service), error)
     begin = found.trained_on
-    judged = answers.select(begin, len(answers))
-    leaves = [found.tree.find_leaf(prompt) for prompt in judged.prompt_tokens.tolist()]
+    test_answers = answers.select(begin, len(answers))
+    leaves = [found.tree.find_leaf(prompt) for prompt in test_answers.prompt_tokens.tolist()]
     width = GRANULARITIES[1]
-    return Foretold(
-        judged,
+    return Predictions(
+        test_answers,
         length_scores.predict_by_mean(answers)[begin:],
         np.array(found.tokens)[leaves],
         np.maximum(np.array(found.ranges)[leaves, 1] * width, 1),

@@ -1,4 +1,4 @@
-"""How well outputs are foretold from what a gateway knows, what it costs and what it is worth.
+"""How well outputs are predicted from what a gateway knows, the cost and the gain.
 
 `python benchmarks/lengths/run.py [accuracy|dispatch|admissions|cost ...]`; without names all, about
 a minute on one core. `--quick`: does everything work? Quote none of its figures.
@@ -48,12 +48,12 @@ def accuracy(data: Path, quick: bool) -> Iterator[dict[str, object]]:
 
 def dispatch(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """Goodput."""
-    yield from effects.dispatch(predictions.foretell(data, "conversation", 0.2), quick)
+    yield from effects.dispatch(predictions.predict_outputs(data, "conversation", 0.2), quick)
 
 
 def admissions(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """Completion times. An engine counts its prompts' tokens, so they are not blurred."""
-    yield from effects.admissions(predictions.foretell(data, "conversation", 0.0), quick)
+    yield from effects.admissions(predictions.predict_outputs(data, "conversation", 0.0), quick)
 
 
 def cost(data: Path, quick: bool) -> Iterator[dict[str, object]]:
@@ -94,9 +94,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of Azure's traces")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    stated = parser.parse_args()
-    found = {name: list(WHAT[name](stated.data, stated.quick)) for name in stated.what or WHAT}
-    show(found, stated.output, 150, _text)
+    arguments = parser.parse_args()
+    found = {
+        name: list(WHAT[name](arguments.data, arguments.quick)) for name in arguments.what or WHAT
+    }
+    show(found, arguments.output, 150, _text)
 
 
 def _text(column: str, value: object) -> str:

@@ -1,4 +1,4 @@
-"""Days of moving traffic: how long which requests come, and what the planner is told of it."""
+"""Days of moving traffic: how long which requests come, and what the planner gets of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from virtual_fleet import PERIOD_S, World
+from virtual_fleet import PERIOD_S, VirtualFleet
 
 from cleave.api.workload import Workload
 from cleave.controller.replan import drift
@@ -43,13 +43,13 @@ class Step:
 
 @dataclass(eq=False)
 class Follower:
-    """Looks at a world with every window, asks the planner at changes and now and then."""
+    """Observes a fleet with every window, calls the planner at changes and periodically."""
 
     problem: Problem
     """With the model as the profile has it."""
     real: Problem
-    """With the passes that the world takes."""
-    world: World
+    """With the pass times of the fleet."""
+    virtual_fleet: VirtualFleet
     running_plan: RunningPlan
     steps: list[Step] = field(default_factory=list)
     windows: list[TrafficWindow] = field(default_factory=list)
@@ -59,13 +59,13 @@ class Follower:
     _pending: Step | None = None
     _is_corrected: bool = False
     _settled_s: float = 0.0
-    _asked_s: float = 0.0
+    _reviewed_s: float = 0.0
 
     def follow(self, end_s: float) -> None:
         """Until the day is over."""
         planned_for: Workload | None = None
         for now_s in np.arange(PERIOD_S, end_s, PERIOD_S).tolist():
-            self.windows += self.world.look(now_s - PERIOD_S, now_s)
+            self.windows += self.virtual_fleet.look(now_s - PERIOD_S, now_s)
             if self._pending is not None and not self._take_over(now_s):
                 continue
             self._course = drift.update(self._course, planned_for, self.windows, self._settled_s)
@@ -76,13 +76,13 @@ class Follower:
         step = self._pending
         if step is None or now_s < step.at_s:
             return False
-        self.world.change(to_fleet(self.real, step.running_plan), now_s)
+        self.virtual_fleet.change(to_fleet(self.real, step.running_plan), now_s)
         self.running_plan, self._settled_s, self._pending = step.running_plan, now_s, None
         self.steps.append(step)
         return True
 
     def _is_time(self, now_s: float) -> bool:
-        change, last_s = self._course.change, max(self._asked_s, self._settled_s)
+        change, last_s = self._course.change, max(self._reviewed_s, self._settled_s)
         if change and change.detected_s > last_s:
             return True
         is_soon = self._is_corrected or self._course.has_recent_change(now_s, INTERVAL_S)
@@ -103,13 +103,14 @@ class Follower:
             )
         except RefitError:
             return planned_for
-        self._asked_s, self._correction = now_s, found.assessment.correction
-        told, best = found.decision, found.proposal
-        self._is_corrected = told.verdict is ReplanVerdict.CORRECT
+        self._reviewed_s, self._correction = now_s, found.assessment.correction
+        decision, best = found.decision, found.proposal
+        self._is_corrected = decision.verdict is ReplanVerdict.CORRECT
         print(
-            f"  {now_s:6.0f} s  {told.verdict}: {told.reason}; {self._correction}", file=sys.stderr
+            f"  {now_s:6.0f} s  {decision.verdict}: {decision.reason}; {self._correction}",
+            file=sys.stderr,
         )
-        if told.verdict is not ReplanVerdict.APPLY or best is None:
+        if decision.verdict is not ReplanVerdict.APPLY or best is None:
             return planned_for or workload
         self._left.append(ReplacedPlan(self.running_plan.pools, now_s))
         running = replace(self.running_plan, pools=best.pools, algorithm=best.algorithm)

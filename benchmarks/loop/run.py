@@ -19,7 +19,7 @@ from replanning import Follower, Step, gpus, to_fleet
 from rich.console import Console
 from rich.table import Table
 from slo_violations import STAGES, find_losses
-from virtual_fleet import Score, World
+from virtual_fleet import Score, VirtualFleet
 
 from cleave.perf.latency_correction import Correction, apply_correction
 from cleave.planner import plan_search
@@ -71,18 +71,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--slower", type=float, default=1.0, help="passes, than the profile says")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    stated = parser.parse_args()
+    arguments = parser.parse_args()
     day = make_day(
-        DAYS[stated.day],
-        QUICK_PHASE_S if stated.quick else PHASE_S,
-        stated.seed,
-        Correction(stated.slower, stated.slower),
+        DAYS[arguments.day],
+        QUICK_PHASE_S if arguments.quick else PHASE_S,
+        arguments.seed,
+        Correction(arguments.slower, arguments.slower),
     )
     plans = plan_phases(day)
-    modes = [MODES[0], *(mode for mode in stated.modes.split(",") if mode != MODES[0])]
+    modes = [MODES[0], *(mode for mode in arguments.modes.split(",") if mode != MODES[0])]
     lived = [live(mode, day, plans) for mode in modes]
     rows = [row(day, each, lived[0].score) for each in lived]
-    if stated.output == "json":
+    if arguments.output == "json":
         print(json.dumps(rows, indent=2))
         return
     show(rows)
@@ -113,20 +113,20 @@ def live(mode: str, day: Day, plans: Sequence[RunningPlan]) -> Lived:
     began = time.perf_counter()
     knows = mode in ("oracle", "late")
     first = lending(mode, plans[0] if knows else plan(day.problem))
-    world = World(day.trace, day.problem.slo, to_fleet(day.real, first))
+    virtual_fleet = VirtualFleet(day.trace, day.problem.slo, to_fleet(day.real, first))
     end_s = day.edges[-1]
     steps: list[Step] = []
     if mode == "oracle":
         for at_s, running in zip(day.edges[1:-1], plans[1:], strict=True):
-            world.change(to_fleet(day.real, running), at_s)
+            virtual_fleet.change(to_fleet(day.real, running), at_s)
             steps.append(Step(at_s, at_s, at_s, running))
     elif mode == "late":
-        steps = wait_for(world, day.real, plans, day.edges)
+        steps = wait_for(virtual_fleet, day.real, plans, day.edges)
     elif mode in ("replans", "both"):
-        follower = Follower(day.problem, day.real, world, first)
+        follower = Follower(day.problem, day.real, virtual_fleet, first)
         follower.follow(end_s)
         steps = follower.steps
-    score = world.close(end_s)
+    score = virtual_fleet.close(end_s)
     print(f"{mode}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return Lived(mode, score, first, steps)
 

@@ -1,4 +1,4 @@
-"""A fleet in virtual time whose plan may change: what it serves and what gateways would tell."""
+"""A fleet in virtual time whose plan may change: what it serves and what gateways would report."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ class _Part:
 
 
 @dataclass(eq=False)
-class World:
+class VirtualFleet:
     """Serves one trace."""
 
     trace: Trace

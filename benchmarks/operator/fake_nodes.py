@@ -1,6 +1,6 @@
-"""Nodes that run nothing: whatever is bound to them says at once that it is ready.
+"""Nodes that run nothing: every pod bound to them is ready at once.
 
-Run as a process of its own (`python world.py KUBECONFIG NODES`) beside the operator that is
+Run as a process of its own (`python fake_nodes.py KUBECONFIG NODES`) beside the operator that is
 measured; ends with its standard input. What is hard: ten thousand pods come within a minute, so
 each costs one patch and nothing else.
 """
@@ -23,7 +23,7 @@ PODS = "/api/v1/pods?fieldSelector=spec.nodeName!%3D"
 REFUSED = (ApiError, aiohttp.ClientError, TimeoutError, OSError)
 
 
-class World:
+class FakeNodes:
     """All nodes and their pods."""
 
     def __init__(self, api: Client, count: int) -> None:
@@ -151,10 +151,10 @@ def now() -> str:
 
 async def main(kubeconfig: Path, count: int) -> None:
     async with Client(kubeconfig) as api:
-        world = World(api, count)
-        await world.register()
+        nodes = FakeNodes(api, count)
+        await nodes.register()
         print(json.dumps("ready"), flush=True)
-        living = asyncio.create_task(world.live())
+        living = asyncio.create_task(nodes.live())
         ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         await asyncio.wait({living, ended}, return_when=asyncio.FIRST_COMPLETED)
         if living.done():

@@ -1,4 +1,4 @@
-"""The operator as a process: started as its pod starts it, asked what it does and uses."""
+"""The operator as a process: started as its pod starts it, with its metrics and resource use."""
 
 import os
 import re

@@ -50,7 +50,10 @@ def measure(case: Case, rest_s: float, folder: Path) -> Outcome:
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        with world(kubeconfig, folder), Operator(kubeconfig, folder / "operator.log") as operator:
+        with (
+            run_fake_nodes(kubeconfig, folder),
+            Operator(kubeconfig, folder / "operator.log") as operator,
+        ):
             return asyncio.run(_run(kubeconfig, operator, case, rest_s))
 
 
@@ -60,7 +63,7 @@ async def _run(kubeconfig: Path, operator: Operator, case: Case, rest_s: float) 
 
 
 @contextmanager
-def world(kubeconfig: Path, folder: Path):
+def run_fake_nodes(kubeconfig: Path, folder: Path):
     """The process in which the nodes live."""
     with (folder / "fake-nodes.log").open("ab") as log:
         process = subprocess.Popen(
@@ -122,16 +125,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main() -> int:
-    stated = parse_arguments()
+    arguments = parse_arguments()
     progress = Console(stderr=True)
     outcomes = []
     for case in CASES:
-        if case.name not in stated.cases:
+        if case.name not in arguments.cases:
             continue
         progress.print(f"{case.deployments:,} deployments, {case.pods:,} pods", style="dim")
         with tempfile.TemporaryDirectory(prefix="cleave-operator-") as folder:
-            outcomes.append(measure(case, stated.rest, Path(folder)))
-    if stated.output == "json":
+            outcomes.append(measure(case, arguments.rest, Path(folder)))
+    if arguments.output == "json":
         cases = [asdict(outcome) for outcome in outcomes]
         print(json.dumps({"machine": describe_machine(), "cases": cases}, indent=2))
     else:

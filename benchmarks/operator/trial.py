@@ -21,7 +21,7 @@ SETTLED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How much is asked for."""
+    """The load that a case creates."""
 
     name: str
     deployments: int

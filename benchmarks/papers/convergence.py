@@ -1,6 +1,6 @@
 """How many requests a trial needs: goodput of one pair of instances, by the length of the trace.
 
-Called by run.py. simdistserve simulates 300 requests whatever the rate; `search.trials` fills the
+Called by run.py. simdistserve simulates 300 requests at any rate; `search.trials` fills the
 fleet first, counts at least so many requests and simulates the longer, the higher the rate.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/picker/run.py [--seconds 5] [-o json]
 
 A real gateway on a core of its own follows a made-up agent; a client on another says what Envoy
-says, in Envoy's order. There are no engines: the client also tells of their answers.
+says, in Envoy's order. There are no engines: the client also sends their answers.
 """
 
 import argparse
@@ -74,14 +74,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="for each case")
     parser.add_argument("--clients", type=int, default=16, help="requests in flight")
     parser.add_argument("-o", "--output", choices=["text", "json"], default="text")
-    stated = parser.parse_args()
+    arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[1:] or cores)
     rows = []
     for case in CASES:
         with gateway(case.direct, cores[0]) as (process, port):
-            rows.append(asyncio.run(measure(case, process, port, stated.seconds, stated.clients)))
-    if stated.output == "json":
+            rows.append(
+                asyncio.run(measure(case, process, port, arguments.seconds, arguments.clients))
+            )
+    if arguments.output == "json":
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     print(f"{'':36} {'us CPU':>8} {'wait us p50':>12} {'p99':>7}")
@@ -174,14 +176,14 @@ async def ask(stub: external_processor_pb2_grpc.ExternalProcessorStub, case: Cas
     assert first.HasField("request_headers"), first
     assert (await stream.read()).HasField("request_body")
     if case.answered:
-        await tell(stream, case)
+        await send_case(stream, case)
     else:
         await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
     return waited
 
 
-async def tell(stream: grpc.aio.StreamStreamCall, case: Case) -> None:
+async def send_case(stream: grpc.aio.StreamStreamCall, case: Case) -> None:
     """The answer, as the proxy hears it from an engine."""
     status = pb.HeaderMap(headers=[pb.HeaderValue(key=":status", raw_value=b"200")])
     await stream.write(pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=status)))

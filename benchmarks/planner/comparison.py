@@ -1,6 +1,6 @@
 """Cleave beside simdistserve and Vidur, in one run and on one core.
 
-Called by run.py. simdistserve is asked for the same attainments (the same traces, coefficients and
+Called by run.py. simdistserve computes the same attainments (the same traces, coefficients and
 batching: see matched.py), for its searches, and both for simulated requests per second.
 """
 
@@ -142,16 +142,16 @@ def _compare(
     options: argparse.Namespace, dataset: Trace
 ) -> tuple[list[Compared], dict[str, GridResult]]:
     demand = published.get_workload(searches.WORKLOAD).build_demand()
-    wanted = cases()
-    traces = [demand.draw(NUM_REQUESTS, case.rate) for case in wanted]
+    all_cases = cases()
+    traces = [demand.draw(NUM_REQUESTS, case.rate) for case in all_cases]
     trials = [
         Trial(case.backend, f"facebook/{case.model}", case.prefill, case.decode, trace)
-        for case, trace in zip(wanted, traces, strict=True)
+        for case, trace in zip(all_cases, traces, strict=True)
     ]
     grids = GRIDS[options.grid]
     found, results = run_simdistserve(options.anchor, options.python, dataset, grids, trials)
     compared = []
-    for case, trace, theirs in zip(wanted, traces, results, strict=True):
+    for case, trace, theirs in zip(all_cases, traces, results, strict=True):
         fleet, same = to_fleet(case), to_trace(trace)
         outcome = simulate(fleet, same)
         seconds, times = speed.repeat(lambda fleet=fleet, same=same: simulate(fleet, same))

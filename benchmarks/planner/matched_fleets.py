@@ -74,8 +74,8 @@ def match(case: Case, outcome: SimulationResult) -> Match:
     """`outcome` is Cleave's."""
     if case.has_stages:
         return Match.STAGED
-    held = outcome.instances.kv_peak_tokens[-1]
-    return Match.LIMITED if held > DECODE_LIMIT_TOKENS else Match.EXACT
+    peak_tokens = outcome.instances.kv_peak_tokens[-1]
+    return Match.LIMITED if peak_tokens > DECODE_LIMIT_TOKENS else Match.EXACT
 
 
 def to_fleet(case: Case) -> SimulatedFleet:

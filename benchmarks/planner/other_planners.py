@@ -145,7 +145,7 @@ def _write_dataset(dataset: Trace, path: Path) -> None:
 
 def _describe(trial: Trial, path: Path) -> dict[str, object]:
     trace = trial.trace
-    # The first request of a recorded workload arrives at 0 there, whatever the file says.
+    # The first request of a recorded workload arrives at 0 there, independent of the file.
     arrivals_s = (trace.arrival_ms - trace.arrival_ms[0]) / 1000
     rows = zip(
         arrivals_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True

@@ -90,13 +90,13 @@ def run(options: argparse.Namespace, console: Console) -> Report:
 
 def list_searches(is_quick: bool) -> dict[str, Callable[[], searches.Search]]:
     """By name."""
-    wanted: dict[str, Callable[[], searches.Search]] = {
+    searches_by_name: dict[str, Callable[[], searches.Search]] = {
         BOTH[0]: lambda: searches.algorithm_1(4),
         BOTH[1]: lambda: searches.algorithm_2(4, searches.PAIR),
         "Algorithm 2, 4 GPUs, pairs": lambda: searches.algorithm_2(1, searches.PAIR, 4),
     }
     if not is_quick:
-        wanted |= {
+        searches_by_name |= {
             "Algorithm 2, 32 GPUs, any replicas": lambda: searches.algorithm_2(4),
             "Algorithm 1, 8 GPUs": lambda: searches.algorithm_1(1),
             "Algorithm 1, 1,024 GPUs": lambda: searches.algorithm_1(128),
@@ -106,7 +106,7 @@ def list_searches(is_quick: bool) -> dict[str, Callable[[], searches.Search]]:
             "whole answer, 32 GPUs": lambda: searches.whole_answer(4),
             "whole answer, 1,024 GPUs": lambda: searches.whole_answer(128),
         }
-    return wanted
+    return searches_by_name
 
 
 def _search(search: Callable[[], searches.Search], rounds: int) -> tuple[Spread, searches.Search]:

@@ -1,6 +1,6 @@
 """DistServe's two placement searches as Cleave runs them, timed.
 
-Called by run.py. The question is that of simdistserve's README, asked of larger clusters: OPT-13B
+Called by run.py. The question is that of simdistserve's README, for larger clusters: OPT-13B
 with DistServe's coefficients on nodes of eight A100, ShareGPT, TTFT 200 ms and TPOT 100 ms for 90 %
 of the requests. Trials count at least 1,000 requests, beside those that fill and empty the fleet.
 """

@@ -1,7 +1,7 @@
 """What it takes to go on with a stream whose engine is lost, on vLLM's own engines on CPU.
 
 Run from the root: `.venv/bin/python benchmarks/recovery/run.py`. Two mixed instances with
-checkpoints. One makes a stream and stands still in the middle of it; the other is asked to go on
+checkpoints. One makes a stream and stops in the middle of it; the other is called to go on
 in three ways, with the same tokens: anew; where the prompt is in its prefix cache, as after going
 back to who computed it; and from the stopped engine's checkpoints. Then streams run through the
 gateway and an engine is killed: their tokens must be those of undisturbed runs.
@@ -74,21 +74,21 @@ def main() -> None:
     show(tables, args.output, 120, text)
 
 
-def run(folder: Path, rounds: int, made: int, streams: int) -> dict[str, list[Row]]:
+def run(folder: Path, rounds: int, generated: int, streams: int) -> dict[str, list[Row]]:
     """Rows by table."""
-    model, kept = folder / "model", Path("/dev/shm") / f"cleave-bench-{os.getpid()}"
+    model, checkpoint_folder = folder / "model", Path("/dev/shm") / f"cleave-bench-{os.getpid()}"
     tiny_model.build(model, SHAPE)
     try:
-        with deployed(build_manifest(model, kept), folder, 600) as deployment:
-            lengths = [measure(deployment, tokens, made, rounds) for tokens in LENGTHS]
-            return {"going on, by prompt": lengths, "kills": [kill(deployment, made, streams)]}
+        with deployed(build_manifest(model, checkpoint_folder), folder, 600) as deployment:
+            lengths = [measure(deployment, tokens, generated, rounds) for tokens in LENGTHS]
+            return {"going on, by prompt": lengths, "kills": [kill(deployment, generated, streams)]}
     finally:
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(checkpoint_folder, ignore_errors=True)
 
 
-def build_manifest(model: Path, kept: Path) -> dict[str, object]:
+def build_manifest(model: Path, checkpoint_folder: Path) -> dict[str, object]:
     """Two mixed instances that keep checkpoints."""
-    settings = {"kv_connector_extra_config": {"checkpoints": {"folder": str(kept)}}}
+    settings = {"kv_connector_extra_config": {"checkpoints": {"folder": str(checkpoint_folder)}}}
     engine = {"connector": "Cleave", "args": ["--kv-transfer-config", json.dumps(settings)]}
     pools = [{"role": "mixed", "replicas": 2}]
     # Less than is usual for vLLM: the model is small, and so are machines that measure.
@@ -102,12 +102,12 @@ def build_manifest(model: Path, kept: Path) -> dict[str, object]:
     )
 
 
-def measure(deployment: Deployment, prompt: int, made: int, rounds: int) -> Row:
+def measure(deployment: Deployment, prompt: int, generated: int, rounds: int) -> Row:
     """One row: medians and the range, of interleaved rounds after one that warms up."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         tokens = draw(prompt, seed=1000 * prompt + number)
-        with stream(deployment, tokens, made) as so_far:
+        with stream(deployment, tokens, generated) as so_far:
             answers = {
                 way: go_on(deployment, way, tokens, so_far, number)
                 for way in WAYS[number % 3 :] + WAYS[: number % 3]
@@ -117,7 +117,7 @@ def measure(deployment: Deployment, prompt: int, made: int, rounds: int) -> Row:
         if number:
             for way, answer in answers.items():
                 found[way].append(answer.first_ms)
-    row: Row = {"prompt": prompt, "made": made}
+    row: Row = {"prompt": prompt, "made": generated}
     for way, several in found.items():
         row[f"{way} ms"] = statistics.median(several)
         row[f"{way} range"] = f"{min(several):.0f}-{max(several):.0f}"
@@ -126,17 +126,17 @@ def measure(deployment: Deployment, prompt: int, made: int, rounds: int) -> Row:
 
 
 @contextmanager
-def stream(deployment: Deployment, prompt: Sequence[int], made: int) -> Iterator[list[int]]:
+def stream(deployment: Deployment, prompt: Sequence[int], generated: int) -> Iterator[list[int]]:
     """Tokens of a stream that has not ended while they are used."""
     url = deployment.instances()[WRITER].engine_url
     body = ask_for(prompt, MOST_TOKENS - len(prompt))
     so_far: list[int] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as response:
         events = read(response)
-        while len(so_far) < made:
+        while len(so_far) < generated:
             so_far += next(events)
         time.sleep(FLUSH_S)
-        yield so_far[:made]
+        yield so_far[:generated]
 
 
 @contextmanager
@@ -181,18 +181,22 @@ def ask(url: str, prompt: Sequence[int], most: int, fields: dict[str, str]) -> A
     return Answer(first_ms, tuple(tokens))
 
 
-def kill(deployment: Deployment, made: int, streams: int) -> Row:
+def kill(deployment: Deployment, generated: int, streams: int) -> Row:
     """Streams through the gateway, an engine killed among them; raises WrongTokenError."""
     prompts = [draw(900 + 40 * number, seed=number) for number in range(streams)]
-    expected = [write(deployment.url, prompt, 2 * made, {"cache_salt": "e"}) for prompt in prompts]
+    expected = [
+        write(deployment.url, prompt, 2 * generated, {"cache_salt": "e"}) for prompt in prompts
+    ]
     reader = deployment.instances()[READER].engine_url
     before = count_sources(reader)
     with ThreadPoolExecutor(streams) as pool:
-        asked = [pool.submit(write, deployment.url, prompt, 2 * made, {}) for prompt in prompts]
-        time.sleep(made * 0.02)
+        streams_under_way = [
+            pool.submit(write, deployment.url, prompt, 2 * generated, {}) for prompt in prompts
+        ]
+        time.sleep(generated * 0.02)
         server = deployment.engine(WRITER)
         os.kill(server.pid, signal.SIGKILL)
-        answers = [each.result(BOUND_S) for each in asked]
+        answers = [each.result(BOUND_S) for each in streams_under_way]
     wrong = sum(one != other for one, other in zip(answers, expected, strict=True))
     if wrong:
         raise WrongTokenError(f"{wrong} of {streams} streams differ after a kill")

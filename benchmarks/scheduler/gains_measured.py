@@ -125,7 +125,7 @@ def chunks(quick: bool) -> Iterator[dict[str, object]]:
 def admissions(quick: bool) -> Iterator[dict[str, object]]:
     """Greedy and reserving admission, by what is known of the outputs."""
     for workload in WORKLOADS:
-        trace = make_unlike(burst(workload, BURST // 4 if quick else BURST))
+        trace = make_lengths_distinct(burst(workload, BURST // 4 if quick else BURST))
         outputs = trace.output_tokens
         ranges = {
             "exactly": outputs,
@@ -136,7 +136,7 @@ def admissions(quick: bool) -> Iterator[dict[str, object]]:
         }
         greedy = None
         for predicted, tokens in ranges.items():
-            told = replace(trace, predicted_tokens=tokens)
+            predicted_trace = replace(trace, predicted_tokens=tokens)
             for admission in Admission:
                 if admission is Admission.GREEDY and greedy:
                     continue
@@ -145,10 +145,10 @@ def admissions(quick: bool) -> Iterator[dict[str, object]]:
                 fleet = SimulatedFleet(
                     decode=(SimulatedPool(engine, 1),), transfer=SimulatedTransfer()
                 )
-                outcome = simulate(fleet, told)
+                outcome = simulate(fleet, predicted_trace)
                 jct_ms = float((outcome.end_ms - trace.arrival_ms).mean())
                 greedy = greedy or jct_ms
-                run = virtual_engine.run(told, engine, decodes=True)
+                run = virtual_engine.run(predicted_trace, engine, decodes=True)
                 yield asdict(
                     AdmissionRow(
                         *(workload, predicted, admission.name),
@@ -184,13 +184,13 @@ def _ttft_ms(engine: SimulatedEngine, trace: Trace) -> float:
     )
 
 
-def make_unlike(trace: Trace) -> Trace:
-    """No two prompts of one length: an engine's predictor tells them apart by nothing else."""
+def make_lengths_distinct(trace: Trace) -> Trace:
+    """No two prompts of one length: an engine's predictor sees nothing else of them."""
     prompts = trace.prompt_tokens.copy()
-    taken: set[int] = set()
+    used_lengths: set[int] = set()
     for at, tokens in enumerate(prompts.tolist()):
-        while tokens in taken:
+        while tokens in used_lengths:
             tokens += 1
-        taken.add(tokens)
+        used_lengths.add(tokens)
         prompts[at] = tokens
     return replace(trace, prompt_tokens=prompts)

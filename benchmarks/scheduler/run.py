@@ -24,9 +24,9 @@ def main() -> None:
     parser.add_argument("what", nargs="*", choices=[*WHAT, []])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
-    stated = parser.parse_args()
-    found = {name: list(WHAT[name](stated.quick)) for name in stated.what or WHAT}
-    show(found, stated.output, 160, _text)
+    arguments = parser.parse_args()
+    found = {name: list(WHAT[name](arguments.quick)) for name in arguments.what or WHAT}
+    show(found, arguments.output, 160, _text)
 
 
 def _text(column: str, value: object) -> str:

@@ -40,14 +40,14 @@ class Ending(Sequence):
         return token, FinishReason.LENGTH if self.num_outputs >= self.output else None
 
 
-class Told:
+class GivenPredictions:
     """Predictions by prompt length, which is all that an engine's predictor sees."""
 
     def __init__(self, outputs: Mapping[int, int]) -> None:
         self._outputs = outputs
 
     def predict(self, prompt_tokens: int, limit: int = 0) -> float:
-        """What was told of prompts of this length."""
+        """The given prediction for prompts of this length."""
         return min(self._outputs[prompt_tokens], limit)
 
     def learn(self, prompt_tokens: int, output_tokens: int) -> None:
@@ -71,10 +71,12 @@ def run(trace: Trace, engine: SimulatedEngine, *, decodes: bool) -> Run:
     Batching is vLLM's; orders, chunk and admission are the engine's.
     """
     predicted = trace.output_tokens if trace.predicted_tokens is None else trace.predicted_tokens
-    told = Told(dict(zip(trace.prompt_tokens.tolist(), predicted.tolist(), strict=True)))
+    predictor = GivenPredictions(
+        dict(zip(trace.prompt_tokens.tolist(), predicted.tolist(), strict=True))
+    )
     limits = EngineLimits(engine.max_num_seqs, engine.max_num_batched_tokens, prefix_caching=False)
     pool = BlockPool(engine.kv_capacity_tokens // engine.kv_block_size, engine.kv_block_size)
-    scheduler = EmulatedScheduler(limits, pool, told)
+    scheduler = EmulatedScheduler(limits, pool, predictor)
     scheduler.apply_scheduling(
         RoleSchedulingConfig(engine.order, engine.prefill_sched_batch, admission=engine.admission)
     )

@@ -1,7 +1,7 @@
 """What an emulated fleet has to answer, computed here: no engine, no gateway, no time.
 
-The emulated tokens are a function of the prompt's KV, so one sequence computed by itself tells
-every token that any instance may give, whatever was handed over, lost or begun anew on the way.
+The emulated tokens are a function of the prompt's KV, so one sequence computed by itself gives
+every token that any instance may give, after any handoff, loss or restart on the way.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class Expected:
 def expect(path: str, body: dict[str, Any], base: str) -> Expected:
     """The answer to a request for the base model or an adapter of it."""
     call = parse_call(body, path == CHAT, (base, *ADAPTERS), MAX_MODEL_LEN, {})
-    made = [_generate(request, call.stop) for request in call.requests]
+    generated = [_generate(request, call.stop) for request in call.requests]
     return Expected(
-        texts=tuple(text for text, _, _ in made),
-        finishes=tuple(finish.value for _, finish, _ in made),
+        texts=tuple(text for text, _, _ in generated),
+        finishes=tuple(finish.value for _, finish, _ in generated),
         prompt_tokens=len(call.request.prompt),
-        completion_tokens=sum(tokens for _, _, tokens in made),
+        completion_tokens=sum(tokens for _, _, tokens in generated),
     )
 
 

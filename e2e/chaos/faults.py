@@ -112,9 +112,9 @@ class Worker:
         self.agent = deployment.agent(name)
         self.engine = deployment.engine(name)
         self.tree = [self.agent, *self.agent.children(recursive=True)]
-        told = deployment.instances()[name]
-        self.url = told.engine_url
-        host, _, port = told.engine_url.removeprefix("http://").rpartition(":")
+        instance = deployment.instances()[name]
+        self.url = instance.engine_url
+        host, _, port = instance.engine_url.removeprefix("http://").rpartition(":")
         self.host, self.engine_port = host, int(port)
 
     def find_ports(self, kind: str) -> set[int]:
@@ -163,9 +163,9 @@ def inflicted(fault: Fault, worker: Worker) -> Iterator[None]:
         case "cut engine" | "cut KV" | "cut agent" | "cut worker":
             with ExitStack() as stack:
                 for port in worker.find_ports(fault.kind):
-                    made = network.Cut(worker.host, port, one_way=fault.amount > 2)
-                    made.make()
-                    stack.callback(made.mend)
+                    cut = network.Cut(worker.host, port, one_way=fault.amount > 2)
+                    cut.make()
+                    stack.callback(cut.mend)
                 yield
         case kind:
             worker.inject(**INJECTED[kind](fault.amount))
@@ -199,7 +199,7 @@ INJECTED = {
     "swap hand-off": lambda amount: {"swap_handoff": amount},
     "wrong KV": lambda amount: {"wrong_kv": amount},
 }
-"""What the emulated engine is told."""
+"""The faults that the emulated engine gets."""
 
 
 @contextmanager

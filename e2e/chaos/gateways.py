@@ -46,7 +46,7 @@ class Gateway:
     counted: Counts = field(default_factory=dict)
     """By its earlier lives."""
     counting: Counts = field(default_factory=dict)
-    """By this one, when it was last asked."""
+    """By this one, at the last scrape."""
 
     @property
     def url(self) -> str:
@@ -109,7 +109,7 @@ class Gateway:
 
     @property
     def in_flight(self) -> float:
-        """Requests, when it was last asked."""
+        """Requests, at the last scrape."""
         return self.counting.get("requests_in_flight", 0)
 
     def fleet(self) -> FleetStatus:

@@ -35,10 +35,10 @@ def find_leftovers(
             left += _look_at_gateway(gateway, names, baseline)
         except httpx.HTTPError as error:
             left.append(f"gateway {gateway.name} does not answer: {error}")
-    told = deployment.healths()
-    missing = names - {health.registration.instance for health in told}
+    healths = deployment.healths()
+    missing = names - {health.registration.instance for health in healths}
     left += [f"the agent of {name} does not answer" for name in sorted(missing)]
-    for health in told:
+    for health in healths:
         load, name = health.load, health.registration.instance
         if load.num_running or load.num_waiting or load.kv_cache_usage:
             left.append(

@@ -1,4 +1,4 @@
-"""Clients that ask all the time and judge each answer when it has come."""
+"""Clients that send requests all the time and check each answer."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ import aiohttp
 
 from e2e.chaos.gateways import Gateway
 from e2e.chaos.requests import Ask
-from e2e.chaos.verdict import Case, Seen, Verdict, judge
+from e2e.chaos.verdict import Case, Seen, Verdict, check_answer
 
 LONGEST_S = 150.0
 """Of one request, all waits for instances included."""
@@ -88,12 +88,12 @@ class Load:
 
     async def _live(self, number: int) -> None:
         rng = random.Random(f"{self._seed}/{self._round}/{number}")
-        asked = 0
+        num_sent = 0
         timeout = aiohttp.ClientTimeout(total=LONGEST_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while self._going:
-                asked += 1
-                ask = self._draw(rng, f"{self._round}-{number}-{asked}")
+                num_sent += 1
+                ask = self._draw(rng, f"{self._round}-{number}-{num_sent}")
                 gateway, leaves = rng.choice(self._gateways), rng.random() < LEAVES
                 await asyncio.sleep(rng.random() * THINK_S)
                 if not gateway.alive:
@@ -111,7 +111,9 @@ class Load:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             seen.broken = f"{type(error).__name__} {error}"
         seen.ended_s = time.monotonic()
-        return Record(ask, seen, judge(ask, seen, gateway.was_down(seen.began_s, seen.ended_s)))
+        return Record(
+            ask, seen, check_answer(ask, seen, gateway.was_down(seen.began_s, seen.ended_s))
+        )
 
 
 async def receive(session: aiohttp.ClientSession, gateway: Gateway, ask: Ask, seen: Seen) -> None:

@@ -1,4 +1,4 @@
-"""Runs a storm and tells what came of it, to machines and to people."""
+"""Runs a storm and reports the result, to machines and to people."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ from e2e.chaos.invariants import measure_baseline
 from e2e.chaos.load import Load
 from e2e.chaos.run import Storm, ViolationError
 
-Tell = Callable[[str, int, int], None]
+ReportProgress = Callable[[str, int, int], None]
 """What happens now, faults so far, faults in all."""
 
 
@@ -49,7 +49,7 @@ async def run_storm(
     drawn: Sequence[Fault],
     burst: int,
     seed: int,
-    tell: Tell,
+    report_progress: ReportProgress,
     **limits: float,
 ) -> Report:
     """`limits`: of the storm, where they are not its usual ones."""
@@ -59,13 +59,13 @@ async def run_storm(
         fleet.roles,
         load,
         measure_baseline(fleet.gateways),
-        lambda what, done: tell(what, done, len(drawn)),
+        lambda what, done: report_progress(what, done, len(drawn)),
         **limits,
     )
     violation = ""
     try:
         await storm.run(drawn, burst)
-        tell("done", len(drawn), len(drawn))
+        report_progress("done", len(drawn), len(drawn))
     except ViolationError as fault:
         complaints = [f"log of gateway {g.name}:\n{g.read_complaints()}" for g in fleet.gateways]
         violation = "\n".join([str(fault), *complaints])
@@ -75,7 +75,7 @@ async def run_storm(
 def build_report(fleet: Fleet, load: Load, storm: Storm, seed: int, violation: str) -> Report:
     counts: Counts = {}
     for gateway in fleet.gateways:
-        # After a violation it may just be dying; what it told last will do.
+        # After a violation it may just be dying; its last report will do.
         with suppress(httpx.HTTPError):
             gateway.count()
         counts = add(counts, add(gateway.counted, gateway.counting))

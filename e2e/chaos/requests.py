@@ -32,7 +32,7 @@ class Ask:
     path: str
     body: dict[str, Any]
     resumable: bool
-    """A stream of it can go on elsewhere, whatever happens to its engine."""
+    """A stream of it can go on elsewhere after any failure of its engine."""
     expected: Expected
 
     @property
@@ -50,8 +50,11 @@ def draw(rng: random.Random, name: str, model: str) -> Ask:
     kind, path = rng.choice(KINDS), rng.choice((CHAT, COMPLETIONS))
     words = " ".join(rng.choices(WORDS, k=rng.choice((4, 30, 120, 400))))
     prompt = f"{name} {words}"
-    name_asked = rng.choice((model, model, *ADAPTERS))
-    body: dict[str, Any] = {"model": name_asked, "max_tokens": rng.choice((1, 4, 40, 120, 200))}
+    requested_model = rng.choice((model, model, *ADAPTERS))
+    body: dict[str, Any] = {
+        "model": requested_model,
+        "max_tokens": rng.choice((1, 4, 40, 120, 200)),
+    }
     body |= (
         {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
     )

@@ -1,6 +1,6 @@
 """Runs load and faults against a fleet, burst by burst, and looks after each what is left.
 
-What is hard: faults overlap, and must not add up to a fleet that nobody could serve from. So a
+What is hard: faults overlap, and must not add up to a fleet that cannot serve. So a
 fault that takes an instance away waits until enough others are there.
 """
 
@@ -38,7 +38,7 @@ class Event:
     began_s: float
     ended_s: float = float("inf")
 
-    def tell(self, zero_s: float) -> str:
+    def describe(self, zero_s: float) -> str:
         fault = self.fault
         ended = f"{self.ended_s - zero_s:.2f}" if self.ended_s < float("inf") else "..."
         return (
@@ -56,7 +56,7 @@ class Storm:
     roles: dict[str, str]
     load: Load
     baseline: Baseline
-    tell: Callable[[str, int], None]
+    report_fault: Callable[[str, int], None]
     """Progress: what happens, faults so far."""
     serving_left: int = 2
     """Instances that decode which no fault takes away."""
@@ -95,7 +95,7 @@ class Storm:
         ):
             if time.monotonic() > end:
                 raise ViolationError(
-                    "left when all was over: " + "; ".join(left) + self._tell_all()
+                    "left when all was over: " + "; ".join(left) + self._describe_all()
                 )
             await asyncio.sleep(LOOK_S)
 
@@ -106,7 +106,7 @@ class Storm:
 
     async def _begin(self, fault: Fault) -> None:
         victim = await self._find_victim(fault)
-        self.tell(f"{fault.kind}: {victim}", fault.number)
+        self.report_fault(f"{fault.kind}: {victim}", fault.number)
         if fault.cripples:
             self._away[victim] += 1
         task = asyncio.create_task(self._last(fault, victim))
@@ -120,7 +120,7 @@ class Storm:
         except AssertionError as error:
             self._failed = f"{fault.kind} of {victim}: {error}"
         except (psutil.Error, httpx.HTTPError, LookupError, ValueError, ProcessLookupError):
-            # An earlier fault's restart came in between: there was nobody to hurt.
+            # An earlier fault's restart came in between: there was no victim.
             self.missed[fault.kind] += 1
         finally:
             event.ended_s = time.monotonic()
@@ -157,7 +157,7 @@ class Storm:
                     return victim
             if time.monotonic() > end:
                 raise ViolationError(
-                    f"no victim for {fault.kind} within {self.wait_s:.0f} s" + self._tell_all()
+                    f"no victim for {fault.kind} within {self.wait_s:.0f} s" + self._describe_all()
                 )
             self._must_be_right()
             await asyncio.sleep(LOOK_S)
@@ -183,15 +183,15 @@ class Storm:
 
     def _must_be_right(self) -> None:
         if self._failed:
-            raise ViolationError(self._failed + self._tell_all())
+            raise ViolationError(self._failed + self._describe_all())
         if self.load.tally.wrong:
             raise ViolationError(self._explain(self.load.tally.wrong[0]))
 
     def _explain(self, record: Record) -> str:
-        """The smallest history that tells what went on around a request."""
+        """The smallest history that shows what happened around a request."""
         seen = record.seen
         near = [
-            event.tell(self.zero_s)
+            event.describe(self.zero_s)
             for event in self.events
             if event.began_s <= seen.ended_s and event.ended_s >= seen.began_s - BEFORE_S
         ]
@@ -210,5 +210,7 @@ class Storm:
         ]
         return "\n".join(lines)
 
-    def _tell_all(self) -> str:
-        return "\nthe last faults:\n" + "\n".join(e.tell(self.zero_s) for e in self.events[-20:])
+    def _describe_all(self) -> str:
+        return "\nthe last faults:\n" + "\n".join(
+            e.describe(self.zero_s) for e in self.events[-20:]
+        )

@@ -1,6 +1,6 @@
 """Whether what a client saw is right, one of the documented failures, or a fault of ours. Pure.
 
-`docs/serve.md`, "When an engine is lost", tells users of the same cases.
+`docs/serve.md`, "When an engine is lost", documents the same cases.
 """
 
 import enum
@@ -65,15 +65,15 @@ class _Answer:
     usage: dict[str, Any] | None = None
 
 
-def judge(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
+def check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     """`gateway_killed`: the client's own, while it waited."""
     try:
-        return _judge(ask, seen, gateway_killed)
+        return _check_answer(ask, seen, gateway_killed)
     except (WrongAnswerError, ValueError, LookupError, TypeError, AttributeError) as fault:
         return Verdict(Case.WRONG, f"{type(fault).__name__}: {fault}")
 
 
-def _judge(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
+def _check_answer(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     if seen.broken:
         if not gateway_killed:
             raise WrongAnswerError(f"the gateway broke the connection: {seen.broken}")
@@ -84,7 +84,7 @@ def _judge(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     if HAND_OFF.encode() in seen.body:
         raise WrongAnswerError("the hand-off leaked")
     if seen.status != 200:
-        return judge_refusal(seen.status, json.loads(seen.body)["error"])
+        return check_refusal(seen.status, json.loads(seen.body)["error"])
     if not ask.stream:
         check(ask, read_whole(json.loads(seen.body)))
         return Verdict(Case.RIGHT)
@@ -101,10 +101,10 @@ def _judge(ask: Ask, seen: Seen, gateway_killed: bool) -> Verdict:
     message = last["error"]["message"]
     if not ask.resumable and "temperature 0 or a seed" in message:
         return Verdict(Case.NOT_RESUMABLE, message)
-    return judge_refusal(502, last["error"])
+    return check_refusal(502, last["error"])
 
 
-def judge_refusal(status: int, error: dict[str, Any]) -> Verdict:
+def check_refusal(status: int, error: dict[str, Any]) -> Verdict:
     """An error in OpenAI's form."""
     code, message = error["code"], error["message"]
     if code == "no_instance":
@@ -165,8 +165,8 @@ def check(ask: Ask, answer: _Answer) -> None:
     usage = answer.usage or {}
     counted = usage.get("prompt_tokens"), usage.get("completion_tokens")
     if counted != (expected.prompt_tokens, expected.completion_tokens):
-        wanted = expected.prompt_tokens, expected.completion_tokens
-        raise WrongAnswerError(f"usage {counted} instead of {wanted}")
+        expected_tokens = expected.prompt_tokens, expected.completion_tokens
+        raise WrongAnswerError(f"usage {counted} instead of {expected_tokens}")
 
 
 def check_beginning(ask: Ask, answer: _Answer) -> None:

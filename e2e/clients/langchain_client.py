@@ -53,8 +53,8 @@ def talk(chat: ChatOpenAI) -> None:
     several = chat.batch(["What is the capital of France?", "And of Spain?"])
     assert several[0].content == whole.content != several[1].content
 
-    told = chat.invoke([("system", "Be short."), ("user", "Hello"), whole, ("user", "And now?")])
-    assert told.content
+    answer = chat.invoke([("system", "Be short."), ("user", "Hello"), whole, ("user", "And now?")])
+    assert answer.content
     assert chat.bind_tools([switch]).invoke("Hello").content is not None
 
 
@@ -66,14 +66,14 @@ async def talk_async(chat: ChatOpenAI) -> None:
 
 
 def hear_errors(chat: ChatOpenAI) -> None:
-    """A model that nobody serves."""
+    """A model without instances."""
     try:
         chat.model_copy(update={"model_name": "gpt-9"}).invoke("Hello")
     except openai.NotFoundError as error:
-        told = str(error)
+        message = str(error)
     else:
         raise AssertionError("gpt-9 answered")
-    assert "gpt-9" in told
+    assert "gpt-9" in message
 
 
 def keep_to_a_form(chat: ChatOpenAI) -> None:

@@ -61,14 +61,14 @@ async def talk_async(call: dict) -> None:
 
 
 def hear_errors(call: dict) -> None:
-    """A model that nobody serves."""
+    """A model without instances."""
     try:
         litellm.completion(messages=[], **{**call, "model": "openai/gpt-9"}, num_retries=0)
     except litellm.NotFoundError as error:
-        told = str(error)
+        message = str(error)
     else:
         raise AssertionError("gpt-9 answered")
-    assert "gpt-9" in told
+    assert "gpt-9" in message
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ def bench(url: str, model: str, tokenizer: str, folder: str) -> None:
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     for backend, path in PATHS.items():
-        stated = [
+        command = [
             *("--backend", backend, "--base-url", url, "--endpoint", path, "--model", model),
             *("--tokenizer", tokenizer, "--dataset-name", "random", "--num-prompts", "40"),
             *("--random-input-len", "64", "--random-output-len", "16", "--ignore-eos"),
             *("--max-concurrency", "8", "--disable-tqdm", "--save-result"),
             *("--result-dir", folder, "--result-filename", f"{backend}.json"),
         ]
-        main(parser.parse_args(stated))
+        main(parser.parse_args(command))
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ def main(plan: str, argv: list[str]) -> None:
     `plan` is JSON: `volumes`, a list of {source, target, readOnly} where no source means memory,
     `keep`, paths that must stay reachable, and `readOnlyRoot`.
     """
-    wanted = json.loads(plan)
-    volumes = sorted(wanted["volumes"], key=lambda volume: volume["target"])
+    mounts = json.loads(plan)
+    volumes = sorted(mounts["volumes"], key=lambda volume: volume["target"])
     if _libc.unshare(_CLONE_NEWNS) != 0:
         sys.exit(f"unshare: {os.strerror(ctypes.get_errno())}")
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     sources = [_opened(volume["source"]) for volume in volumes]
-    kept = {path: _opened(path) for path in wanted["keep"]}
+    opened = {path: _opened(path) for path in mounts["keep"]}
     for volume, source in zip(volumes, sources, strict=True):
         target = volume["target"]
         _exist(target, is_folder=source is None or _is_folder(source))
@@ -42,11 +42,11 @@ def main(plan: str, argv: list[str]) -> None:
             _bind(source, target, read_only=volume["readOnly"])
         if not volume["readOnly"]:
             _own.add(Path(target))
-        for path, folder in kept.items():
+        for path, folder in opened.items():
             if folder is not None and Path(path).is_relative_to(target):
                 _exist(path, is_folder=True)
                 _bind(folder, path)
-    if wanted["readOnlyRoot"]:
+    if mounts["readOnlyRoot"]:
         _mount(None, "/", None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
     os.execvp(argv[0], argv)
 

@@ -32,18 +32,18 @@ class Cores:
 
     def __init__(self) -> None:
         self._all = frozenset(os.sched_getaffinity(0))
-        self._taken: dict[str, frozenset[int]] = {}
+        self._allocated: dict[str, frozenset[int]] = {}
 
     def take(self, uid: str, count: int) -> frozenset[int]:
         """Cores for a pod; none means any."""
-        free = self._all.difference(*self._taken.values())
+        free = self._all.difference(*self._allocated.values())
         with contextlib.suppress(cpu_manager.CoreShortageError):
-            self._taken[uid] = cpu_manager.allocate_cores(free, count)
-        return self._taken.get(uid, frozenset())
+            self._allocated[uid] = cpu_manager.allocate_cores(free, count)
+        return self._allocated.get(uid, frozenset())
 
     def give_back(self, uid: str) -> None:
         """The pod is gone."""
-        self._taken.pop(uid, None)
+        self._allocated.pop(uid, None)
 
 
 class Node:
@@ -106,11 +106,11 @@ class Node:
         uid, name = metadata["uid"], f"{metadata['namespace']}_{metadata['name']}_{metadata['uid']}"
         try:
             spec = pod_spec.parse_pod(pod)
-            wanted, gpus = spec.exclusive_cores, spec.gpus
+            num_cores, gpus = spec.exclusive_cores, spec.gpus
         except pod_spec.PodError:
-            wanted = gpus = 0  # the runner says what is wrong
-        taken = set(itertools.chain.from_iterable(self._gpus.values()))
-        free = [index for index in range(self._shape.gpus) if index not in taken]
+            num_cores = gpus = 0  # the runner says what is wrong
+        allocated = set(itertools.chain.from_iterable(self._gpus.values()))
+        free = [index for index in range(self._shape.gpus) if index not in allocated]
         self._gpus[uid] = tuple(free[:gpus])
         folder = self._folder / "pods" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,16 +118,16 @@ class Node:
             node=self._shape.name,
             node_ip=self._address,
             pod_ip=self._free_address(),
-            cores=self._machine.take(uid, wanted) if wanted else frozenset(),
+            cores=self._machine.take(uid, num_cores) if num_cores else frozenset(),
             gpus=self._gpus[uid],
             folder=folder,
             log=folder.with_suffix(".log"),
         )
 
     def _free_address(self) -> str:
-        taken = {runner.place.pod_ip for runner in self._pods.values()}
+        used_addresses = {runner.place.pod_ip for runner in self._pods.values()}
         addresses = (f"10.77.{self._index + 1}.{host}" for host in self._hosts)
-        return next(address for address in addresses if address not in taken)
+        return next(address for address in addresses if address not in used_addresses)
 
     def _forget(self, runner: Runner) -> None:
         self._pods.pop(runner.uid, None)
@@ -145,8 +145,8 @@ class Node:
     async def _be_ready(self) -> None:
         """Say that it is, if the cluster has come to believe otherwise."""
         path = f"/api/v1/nodes/{self._shape.name}"
-        told = (await self._api.get(path))["status"].get("conditions") or []
-        if not any(each["type"] == "Ready" and each["status"] == "True" for each in told):
+        conditions = (await self._api.get(path))["status"].get("conditions") or []
+        if not any(each["type"] == "Ready" and each["status"] == "True" for each in conditions):
             await self._api.patch(f"{path}/status", {"status": self._manifest()["status"]})
 
     def _manifest(self) -> Manifest:

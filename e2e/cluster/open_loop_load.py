@@ -1,4 +1,4 @@
-"""Requests that come at a rate whatever becomes of them, with lengths that a test states."""
+"""Open-loop requests at a rate, with lengths that a test declares."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ _SPREAD = 0.5
 
 @dataclass(frozen=True)
 class Kind:
-    """What is asked for: req/s, and mean lengths in tokens."""
+    """The load: req/s, and mean lengths in tokens."""
 
     rate: float
     prompt_tokens: float

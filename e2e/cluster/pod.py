@@ -1,7 +1,7 @@
 """One pod on a node: from the manifest to a process, from what is observed to the status.
 
 What is hard: a pod may be deleted in any phase, by a grace that changes, or vanish at once; its
-process must be gone when the API server is told that the pod is.
+process must be gone when the pod is deleted from the API server.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Runner:
         self._task = asyncio.create_task(self._run(), name=f"pod {self.name}")
 
     def delete(self, grace_s: float) -> None:
-        """End within `grace_s`, then tell the API server that it is gone."""
+        """End within `grace_s`, then delete the pod from the API server."""
         if self._grace_s is None or grace_s < self._grace_s:
             self._grace_s = grace_s
             self._deleted.set()
@@ -107,7 +107,7 @@ class Runner:
             except (NotYetError, PodError, ApiError, aiohttp.ClientError, TimeoutError) as error:
                 self._facts.waiting = "CreateContainerConfigError"
                 self._facts.waiting_message = str(error)
-                await self._tell(_waiting(self._pod, self._facts))
+                await self._write_status(_waiting(self._pod, self._facts))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_AGAIN_S):
                         await self._deleted.wait()
@@ -167,7 +167,7 @@ class Runner:
             while not gone.done():
                 self._changed.clear()
                 if (now := self._status(life.spec)) != last:
-                    await self._tell(now)
+                    await self._write_status(now)
                     last = now
                 changed = asyncio.create_task(self._changed.wait())
                 await asyncio.wait({gone, changed}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,8 +188,8 @@ class Runner:
         found["conditions"] = [c for c in found["conditions"] if c["type"] != "PodScheduled"]
         return found
 
-    async def _tell(self, now: Manifest) -> None:
-        """Write the pod's status; an API server that is away is asked again and again."""
+    async def _write_status(self, now: Manifest) -> None:
+        """Write the pod's status; an unavailable API server is retried."""
         conditions = [
             each | {"lastTransitionTime": self._since(each)} for each in now["conditions"]
         ]

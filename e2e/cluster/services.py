@@ -109,11 +109,11 @@ def endpoints(slices: list[Manifest], port_name: str) -> list[tuple[str, int]]:
         ports = [p["port"] for p in found.get("ports") or [] if p.get("name", "") == port_name]
         for endpoint in found.get("endpoints") or []:
             conditions = endpoint.get("conditions") or {}
-            there = [(endpoint["addresses"][0], port) for port in ports]
+            destinations = [(endpoint["addresses"][0], port) for port in ports]
             if conditions.get("ready", True):
-                ready += there
+                ready += destinations
             elif conditions.get("serving") and conditions.get("terminating"):
-                terminating += there
+                terminating += destinations
     return ready or terminating
 
 

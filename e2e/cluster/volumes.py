@@ -27,12 +27,12 @@ async def folders(api: Client, pod: Manifest, at: Path) -> dict[str, str | None]
     cannot have.
     """
     volumes = pod["spec"].get("volumes") or []
-    made = await asyncio.gather(*(_volume(api, pod, volume, at) for volume in volumes))
-    return {volume["name"]: source for volume, source in zip(volumes, made, strict=True)}
+    volumes_created = await asyncio.gather(*(_volume(api, pod, volume, at) for volume in volumes))
+    return {volume["name"]: source for volume, source in zip(volumes, volumes_created, strict=True)}
 
 
 def mounts(pod: Manifest, sources: dict[str, str | None]) -> list[Manifest]:
-    """What `cluster.mounts` is asked to mount for the only container."""
+    """What `cluster.mounts` mounts for the only container."""
     found = []
     for mount in pod["spec"]["containers"][0].get("volumeMounts") or []:
         source = sources[mount["name"]]
@@ -119,8 +119,8 @@ async def _fill(api: Client, pod: Manifest, source: Manifest, folder: Path) -> N
             _write(folder, reference, await _data(api, namespace, "secrets", reference))
         case {"configMap": reference}:
             _write(folder, reference, await _data(api, namespace, "configmaps", reference))
-        case {"serviceAccountToken": wanted}:
-            (folder / wanted["path"]).write_text(await _token(api, pod, wanted))
+        case {"serviceAccountToken": projection}:
+            (folder / projection["path"]).write_text(await _token(api, pod, projection))
         case {"downwardAPI": {"items": items}}:
             for item in items:
                 (folder / item["path"]).write_text(_field(pod, item["fieldRef"]["fieldPath"]))
@@ -156,26 +156,26 @@ def _name(reference: Manifest) -> str:
     return str(reference.get("name") or reference.get("secretName"))
 
 
-async def _token(api: Client, pod: Manifest, wanted: Manifest) -> str:
+async def _token(api: Client, pod: Manifest, projection: Manifest) -> str:
     """A token of the pod's service account, as long as the pod lives."""
     metadata = pod["metadata"]
     account = pod["spec"].get("serviceAccountName") or "default"
     spec: dict[str, Any] = {
-        "expirationSeconds": wanted.get("expirationSeconds", _TOKEN_S),
+        "expirationSeconds": projection.get("expirationSeconds", _TOKEN_S),
         "boundObjectRef": {
             "kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"],
         },
     }  # fmt: skip
-    if audience := wanted.get("audience"):
+    if audience := projection.get("audience"):
         spec["audiences"] = [audience]
     path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
     try:
-        made = await api.post(
+        response = await api.post(
             path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         )
     except ApiError as error:
         raise NotYetError(f"token of service account {account}: {error}") from error
-    return str(made["status"]["token"])
+    return str(response["status"]["token"])
 
 
 def _field(pod: Manifest, path: str) -> str:

@@ -171,7 +171,7 @@ def emulated(
 
 
 def tiny_vllm(model: Path, **spec: object) -> dict[str, object]:
-    """A manifest for vLLM with the tiny model: a prefill and a decode instance, unless stated."""
+    """A manifest for vLLM with the tiny model: a prefill and a decode instance by default."""
     return {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",

@@ -121,7 +121,7 @@ def picker_cluster(port: int) -> dict[str, object]:
         "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    # As gateways of InferencePools do: TLS, and whatever certificate the picker shows.
+    # As gateways of InferencePools do: TLS, with any certificate of the picker.
     tls = typed(
         "tls",
         "transport_sockets.tls.v3.UpstreamTlsContext",

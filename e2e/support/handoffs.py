@@ -53,7 +53,7 @@ def lost(url: str) -> dict[str, float]:
 
 
 def is_free(vllm: Deployment) -> bool:
-    """Whether no engine holds blocks; each is asked something, for an idle one counts nothing."""
+    """Whether no engine holds blocks; each gets a request, for an idle one updates no count."""
     case = Case(0, 1, chat=False, stream=False)
     urls = [engine_url(vllm, role) for role in ("prefill", "decode")]
     for url in urls:
@@ -105,7 +105,7 @@ def of_other_boot(handed: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_other_request(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """It claims the prompt that is wanted, and names KV of another one."""
+    """It claims the requested prompt, and names KV of another one."""
     return altered(other, prompt_digest=own["cleave"]["prompt_digest"], num_tokens=10**6)
 
 
@@ -143,7 +143,7 @@ class Given:
     name: str
     reason: str
     tokens: list[int]
-    wanted: list[int]
+    expected: list[int]
 
 
 def give(vllm: Deployment, kinds: Mapping[str, Fault], cases: Iterator[Case]) -> Iterator[Given]:
@@ -155,11 +155,11 @@ def give(vllm: Deployment, kinds: Mapping[str, Fault], cases: Iterator[Case]) ->
 def give_one(vllm: Deployment, name: str, fault: Fault, case: Case, other: Case) -> Given:
     """A fault in the hand-off of `case`."""
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
-    wanted = ask(source, case).tokens
+    expected = ask(source, case).tokens
     own = prefill(source, case, f"own-{case.number}")
     given = fault.change(own, prefill(source, other, f"other-{case.number}"))
     tokens = decode(decoding, case, given, f"own-{case.number}")
-    return Given(name, fault.reason, tokens, wanted)
+    return Given(name, fault.reason, tokens, expected)
 
 
 def unseen(first: int) -> Iterator[Case]:

@@ -42,8 +42,8 @@ class Prometheus:
 
     def look_back(self, query: str, since_s: float, until_s: float, step_s: float) -> list[Sample]:
         """The same from `since_s` to `until_s`, in Unix time. Raises QueryError."""
-        told = self._get("query_range", query=query, start=since_s, end=until_s, step=step_s)
-        return list(told["result"])
+        response = self._get("query_range", query=query, start=since_s, end=until_s, step=step_s)
+        return list(response["result"])
 
     def rules(self) -> list[dict[str, Any]]:
         """Every record and alert, with its health and state."""
@@ -110,9 +110,9 @@ def pod_jobs(kubeconfig: Path) -> list[dict[str, object]]:
         {
             "job_name": name,
             "kubernetes_sd_configs": found,
-            "relabel_configs": [*kept, *names],
+            "relabel_configs": [*labels_kept, *names],
         }
-        for name, kept in which.items()
+        for name, labels_kept in which.items()
     ]
 
 

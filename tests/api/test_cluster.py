@@ -26,7 +26,7 @@ def test_distserves_test_bed_is_four_lines() -> None:
     assert cluster.network.bandwidth_gbps == 25
 
 
-def test_nodes_may_have_unlike_gpus() -> None:
+def test_nodes_may_have_different_gpus() -> None:
     cluster = load_cluster(EXAMPLES / "cluster-mixed.yaml")
     assert [group.count * group.gpus_per_node for group in cluster.nodes] == [16, 32]
     assert cluster.network.kind is NetworkKind.INFINIBAND
@@ -51,7 +51,7 @@ def test_profiles_of_a_text_are_found_from_here(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "messages"),
     [
         ("{}", ("nodes: required",)),
         ("nodes: []", ("nodes: must have at least 1 entry",)),
@@ -115,8 +115,8 @@ def test_profiles_of_a_text_are_found_from_here(
         ("nodes: [{gpu: H100}]\nnodes: []", ("manifest:2: key 'nodes' is written twice",)),
     ],
 )
-def test_every_fault_is_one_line_with_its_path(text: str, told: tuple[str, ...]) -> None:
-    assert faults(text) == told
+def test_every_fault_is_one_line_with_its_path(text: str, messages: tuple[str, ...]) -> None:
+    assert faults(text) == messages
 
 
 def test_a_cycle_is_a_fault_and_no_crash() -> None:
@@ -124,10 +124,10 @@ def test_a_cycle_is_a_fault_and_no_crash() -> None:
     assert fault == "an anchor (&) holds an alias (*) of itself; write the values out"
 
 
-def test_a_deployment_in_place_of_a_cluster_is_told_apart() -> None:
+def test_a_deployment_in_place_of_a_cluster_is_recognized() -> None:
     assert "kind: unknown field" in "\n".join(faults(EXAMPLES / "smallest.yaml"))
 
 
-def test_a_file_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     assert faults(path) == (f"{path}: No such file or directory",)

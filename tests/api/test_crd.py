@@ -245,8 +245,8 @@ def test_the_files_in_crds_are_what_the_types_say(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cleave.api.crd", str(tmp_path)]
     subprocess.run(command, check=True, timeout=60)
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    kept = {path.name: path.read_text() for path in (ROOT / "crds").iterdir()}
-    assert written == kept
+    committed = {path.name: path.read_text() for path in (ROOT / "crds").iterdir()}
+    assert written == committed
     assert written.keys() == {"llmdeployments.cleave.dev.yaml", "instancepools.cleave.dev.yaml"}
 
 
@@ -268,7 +268,7 @@ def validator_of(case: Case) -> Any:
 def test_the_schema_finds_the_faults_that_need_no_rule(case: Case) -> None:
     rules = [r.message for m in models(LLMDeployment) | models(InstancePool) for r in m.rules]
     needs_rule = any(message in fault for fault in case.faults for message in rules)
-    # Unknown fields are refused before the schema is asked.
+    # Unknown fields are refused before the schema is checked.
     needs_more = needs_rule or case.server.startswith("unknown field")
     assert validator_of(case).is_valid(case.manifest) == needs_more
 

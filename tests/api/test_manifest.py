@@ -30,7 +30,7 @@ def faults(source: str | Path) -> tuple[str, ...]:
     return raised.value.faults
 
 
-def told(case: Case) -> tuple[str, ...]:
+def expected_messages(case: Case) -> tuple[str, ...]:
     """What a reader is shown of a resource, which may be a pool."""
     model = {"LLMDeployment": LLMDeployment, "InstancePool": InstancePool}[case.kind]
     try:
@@ -72,26 +72,28 @@ def test_a_placement_by_hand_fills_in_counts_and_parallelism(manifest: Make) -> 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_every_fault_is_one_line_with_its_path(case: Case) -> None:
-    assert told(case) == case.faults
+    assert expected_messages(case) == case.faults
 
 
 @pytest.mark.parametrize("case", UNUSUAL, ids=lambda case: case.name)
-def test_what_is_only_unusual_is_taken(case: Case) -> None:
-    assert told(case) == ()
+def test_unusual_valid_values_are_accepted(case: Case) -> None:
+    assert expected_messages(case) == ()
 
 
-def test_the_cases_are_many_and_unlike() -> None:
+def test_the_cases_are_many_and_distinct() -> None:
     assert len({case.name for case in REFUSED}) == len(REFUSED) >= 40
     assert len({case.name for case in UNUSUAL}) == len(UNUSUAL) >= 10
 
 
 @pytest.mark.parametrize(
-    ("field", "meant"),
+    ("field", "suggestion"),
     [("modle", "model"), ("slos", "slo"), ("Engine", "engine"), ("place_ment", "placement")],
 )
-def test_a_misspelt_field_is_met_with_the_one_meant(manifest: Make, field: str, meant: str) -> None:
+def test_a_misspelt_field_is_rejected_with_a_suggestion(
+    manifest: Make, field: str, suggestion: str
+) -> None:
     text = yaml.safe_dump(manifest(**{field: {}}))
-    assert faults(text) == (f"spec.{field}: unknown field; did you mean {meant}?",)
+    assert faults(text) == (f"spec.{field}: unknown field; did you mean {suggestion}?",)
 
 
 def test_a_misspelling_is_found_deep_inside_lists_and_optional_parts(manifest: Make) -> None:
@@ -109,7 +111,7 @@ def test_python_names_are_no_yaml_names(manifest: Make) -> None:
     )
 
 
-def test_a_field_like_no_other_is_met_with_all_there_are(manifest: Make) -> None:
+def test_an_unknown_field_is_rejected_with_all_valid_fields(manifest: Make) -> None:
     (fault,) = faults(yaml.safe_dump(manifest(zebra={"mode": "Auto"})))
     known = "model, slo, workload, planning, placement, routing, pools, engine, scaling, template"
     assert fault.startswith(f"spec.zebra: unknown field; known here: {known}")
@@ -141,7 +143,7 @@ def test_another_kind_is_refused_by_name() -> None:
     )
 
 
-def test_a_document_without_version_and_kind_is_told_what_to_write() -> None:
+def test_the_error_for_a_missing_version_and_kind_names_what_to_write() -> None:
     assert faults("spec: {}") == (
         "apiVersion: required; write apiVersion: cleave.dev/v1alpha1",
         "kind: required; write kind: LLMDeployment",
@@ -190,7 +192,7 @@ def test_yaml_tags_run_nothing(manifest: Make) -> None:
     assert "could not determine a constructor" in fault
 
 
-def test_yaml_that_json_cannot_say_is_a_fault_and_no_crash(manifest: Make) -> None:
+def test_yaml_without_a_json_form_is_an_error_and_no_crash(manifest: Make) -> None:
     head = "apiVersion: cleave.dev/v1alpha1\nkind: LLMDeployment\n"
     (fault,) = faults(head + "spec: &spec {model: *spec}\n")
     assert fault == "an anchor (&) holds an alias (*) of itself; write the values out"
@@ -198,16 +200,16 @@ def test_yaml_that_json_cannot_say_is_a_fault_and_no_crash(manifest: Make) -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ("[" * 5000, "manifest: is nested too deeply"),
         ("9" * 5000, "manifest: Exceeds the limit (4300 digits)"),
         ("2024-99-99", "manifest: month must be in 1..12"),
     ],
 )
-def test_yaml_that_python_cannot_hold_is_a_fault_and_no_crash(value: str, told: str) -> None:
+def test_yaml_that_python_cannot_hold_is_a_fault_and_no_crash(value: str, message: str) -> None:
     (fault,) = faults(f"spec: {value}")
-    assert fault.startswith(told)
+    assert fault.startswith(message)
 
 
 def test_numbers_without_end_are_refused(manifest: Make) -> None:
@@ -224,7 +226,7 @@ def test_what_may_be_a_key_is_not_repeated_by_its_fault(manifest: Make, env: obj
     assert "1234567" not in fault
 
 
-def test_a_file_that_is_not_there_is_a_fault(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     assert faults(path) == (f"{path}: No such file or directory",)
 
@@ -241,7 +243,7 @@ def test_several_documents_and_lists_are_read_in_order(manifest: Make) -> None:
     assert [deployment.name for deployment in load_all(text)] == ["a", "b", "c"]
 
 
-def test_where_one_is_wanted_several_are_a_fault(manifest: Make) -> None:
+def test_several_values_for_a_single_field_are_an_error(manifest: Make) -> None:
     text = yaml.safe_dump_all([manifest("a"), manifest("b")])
     assert faults(text) == ("holds 2 LLMDeployments (a, b); one is expected",)
 

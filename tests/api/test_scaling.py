@@ -19,6 +19,6 @@ def test_a_moment_that_never_comes_is_refused_in_words(cron: str, reason: str) -
         ScheduledPeak(cron=cron, duration_s=60, rate=1)
 
 
-def test_what_crontab_takes_is_taken() -> None:
+def test_crontab_expressions_are_accepted() -> None:
     for cron in ("*/15 8-17 * * 1-5", "0 9 1,15 * *", "30 6 * jan-mar sun"):
         assert ScheduledPeak(cron=cron, duration_s=60, rate=1).cron == cron

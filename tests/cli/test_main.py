@@ -69,7 +69,7 @@ def test_a_faulty_manifest_is_exit_code_2_with_one_line_per_fault(
         assert all(line.startswith("error: ") for line in lines)
 
 
-def test_an_unknown_latency_profile_is_told_before_anything_starts(
+def test_an_unknown_latency_profile_is_reported_before_anything_starts(
     cli: CliRunner, manifest: Path
 ) -> None:
     manifest.write_text(manifest.read_text().replace("timeScale", "latency: nope, timeScale"))
@@ -191,7 +191,7 @@ def test_a_dry_run_prints_the_pods_and_starts_nothing(
     assert not state_root.exists()
 
 
-def test_a_workload_is_planned_before_the_pods_are_made(cli: CliRunner, manifest: Path) -> None:
+def test_a_workload_is_planned_before_the_pods_are_created(cli: CliRunner, manifest: Path) -> None:
     lengths = "promptTokens: {mean: 400, p90: 850}, outputTokens: {mean: 90, p90: 190}"
     text = manifest.read_text().replace("tpotMs: 40", "tpotMs: 25").replace("timeScale: 0.01", "")
     manifest.write_text(f"{text}  workload: {{rate: 8, {lengths}}}\n")
@@ -214,7 +214,7 @@ def test_a_workload_that_no_plan_holds_is_refused_in_one_line(
     assert line.startswith("error: infeasible: no plan meets TTFT 10.0 ms")
 
 
-def test_what_is_not_up_is_said_in_one_line(cli: CliRunner) -> None:
+def test_a_deployment_that_is_not_up_is_reported_in_one_line(cli: CliRunner) -> None:
     assert cli.invoke(app, ["status"]).output == "no deployments running on this machine\n"
     assert cli.invoke(app, ["status", "-o", "json"]).output == "[]\n"
     for command in (["status", "chat"], ["down", "chat"]):
@@ -245,14 +245,14 @@ def test_a_log_may_be_followed_without_its_past(cli: CliRunner, state_root: Path
     assert cli.invoke(app, ["logs", "chat", "a", "-n", "0"]).output == ""
 
 
-def test_a_deployment_whose_supervisor_was_killed_is_told_until_it_is_taken_down(
+def test_a_deployment_with_a_killed_supervisor_is_reported_until_it_is_removed(
     cli: CliRunner,
 ) -> None:
     with state.get_folder("chat").lock():
         state.get_folder("chat").write(DeploymentSnapshot("chat", 1, "http://127.0.0.1:1"))
-    told = cli.invoke(app, ["status", "-o", "json"])
-    assert told.stdout == "[]\n"
-    assert told.stderr.startswith("chat: its supervisor was killed")
+    result = cli.invoke(app, ["status", "-o", "json"])
+    assert result.stdout == "[]\n"
+    assert result.stderr.startswith("chat: its supervisor was killed")
     named = cli.invoke(app, ["status", "chat"])
     assert (named.exit_code, named.stderr.count("was killed")) == (1, 1)
     assert cli.invoke(app, ["down", "chat"]).output == "chat stopped\n"
@@ -260,7 +260,7 @@ def test_a_deployment_whose_supervisor_was_killed_is_told_until_it_is_taken_down
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])
-def test_a_state_folder_that_cannot_be_made_is_told_with_the_remedy(
+def test_the_error_for_an_unusable_state_folder_names_the_remedy(
     cli: CliRunner, manifest: Path, monkeypatch: pytest.MonkeyPatch, port: str, command: str
 ) -> None:
     monkeypatch.setenv("CLEAVE_STATE_DIR", str(manifest / "below-a-file"))

@@ -32,5 +32,5 @@ async def test_those_of_all_gateways_count(activator: Activator[str]) -> None:
     assert activator.get_waiting("chat") == 0
 
 
-async def test_who_says_nothing_of_use_says_that_nobody_waits(activator: Activator[str]) -> None:
+async def test_an_unusable_answer_counts_as_no_waiting_requests(activator: Activator[str]) -> None:
     assert await activator.poll("chat", ["10.0.0.3", "10.0.0.4"]) == 0

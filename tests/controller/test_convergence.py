@@ -18,10 +18,10 @@ from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
 
-from tests.support.fake_cluster import SmallCluster, by_hand, chat, node
+from tests.support.fake_cluster import SmallCluster, chat, manual_placement, node
 
 
-class World:
+class ControlPlane:
     """An operator and a cluster. Events wait in `late` until they are delivered."""
 
     def __init__(self, cluster: SmallCluster) -> None:
@@ -35,11 +35,13 @@ class World:
             OperatorMetrics(),
             now=lambda: cluster.now_s,
             clock=lambda: cluster.now_s,
-            gateways=GatewayClient(lambda: cluster.now_s, fetch=nobody_answers),
+            gateways=GatewayClient(lambda: cluster.now_s, fetch=no_answers),
             debounce_s=0,
         )
-        self.asked: list[PlanJob] = []
-        self.controller.planner.submit = lambda _k, _d, _c, question: self.asked.append(question)
+        self.plan_jobs: list[PlanJob] = []
+        self.controller.planner.submit = lambda _k, _d, _c, question: self.plan_jobs.append(
+            question
+        )
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
         for how, manifest in self.cluster.do(actions):
@@ -84,15 +86,15 @@ class World:
         pytest.fail(f"still at work: {self.cluster.log[-5:]}")
 
 
-async def nobody_answers(_urls: Any) -> None:
+async def no_answers(_urls: Any) -> None:
     return None
 
 
-def world(**spec: Any) -> World:
+def control_plane(**spec: Any) -> ControlPlane:
     cluster = SmallCluster()
     cluster.add(node())
     cluster.add(chat(**spec))
-    return World(cluster)
+    return ControlPlane(cluster)
 
 
 def ready(cluster: SmallCluster) -> dict[str, int]:
@@ -108,7 +110,7 @@ def condition(cluster: SmallCluster, kind: str) -> Manifest:
 
 
 def test_the_smallest_deployment_gets_a_pair_and_a_gateway() -> None:
-    here = world()
+    here = control_plane()
     here.converge()
     assert ready(here.cluster) == {"prefill": 1, "decode": 1}
     assert condition(here.cluster, "Ready")["status"] == "True"
@@ -121,7 +123,7 @@ def test_the_smallest_deployment_gets_a_pair_and_a_gateway() -> None:
 
 
 def test_nothing_is_written_when_nothing_has_changed() -> None:
-    here = world(placement=by_hand(prefill=2, decode=3))
+    here = control_plane(placement=manual_placement(prefill=2, decode=3))
     here.converge()
     before = len(here.cluster.log)
     for _ in range(3):
@@ -131,7 +133,7 @@ def test_nothing_is_written_when_nothing_has_changed() -> None:
 
 
 def test_what_is_calm_is_left_alone_for_a_while() -> None:
-    here = world(placement=by_hand(prefill=1, decode=1))
+    here = control_plane(placement=manual_placement(prefill=1, decode=1))
     assert not list(here.controller.list_due())
     here.deliver()
     assert len(list(here.controller.list_due())) == 1
@@ -147,21 +149,21 @@ def test_what_is_calm_is_left_alone_for_a_while() -> None:
 
 
 def test_a_second_operator_does_nothing_again() -> None:
-    here = world(placement=by_hand(prefill=2, decode=3))
+    here = control_plane(placement=manual_placement(prefill=2, decode=3))
     here.converge()
-    there = World(here.cluster)
-    there.deliver()
+    other_plane = ControlPlane(here.cluster)
+    other_plane.deliver()
     before = len(here.cluster.log)
-    there.resync()
-    there.turn()
+    other_plane.resync()
+    other_plane.turn()
     # What is not watched is applied once more, which changes nothing.
     again = here.cluster.log[before:]
     assert {each.manifest["kind"] for each in again} <= {"ServiceAccount", "RoleBinding"}  # type: ignore[union-attr]
-    assert not there.late
+    assert not other_plane.late
 
 
 def test_everything_goes_when_the_deployment_goes() -> None:
-    here = world(placement=by_hand(prefill=2, decode=2))
+    here = control_plane(placement=manual_placement(prefill=2, decode=2))
     here.converge()
     here.cluster.remove("LLMDeployment", "chat")
     here.converge()
@@ -169,7 +171,7 @@ def test_everything_goes_when_the_deployment_goes() -> None:
 
 
 def test_the_gateway_stays_while_workers_drain() -> None:
-    here = world()
+    here = control_plane()
     here.converge()
     here.cluster.remove("LLMDeployment", "chat")
     for _ in range(5):
@@ -181,7 +183,7 @@ def test_the_gateway_stays_while_workers_drain() -> None:
 
 
 def test_a_new_revision_replaces_every_pod_and_never_has_too_few() -> None:
-    here = world(placement=by_hand(prefill=3, decode=2))
+    here = control_plane(placement=manual_placement(prefill=3, decode=2))
     here.converge()
     old = {pod["metadata"]["labels"]["cleave.dev/revision"] for pod in here.cluster.pods()}
     here.cluster.edit("LLMDeployment", "chat", engine={"type": "Emulated", "args": ["--seed", "1"]})
@@ -201,7 +203,7 @@ def test_a_new_revision_replaces_every_pod_and_never_has_too_few() -> None:
 
 
 def test_a_lost_pod_is_replaced_under_another_or_the_same_name() -> None:
-    here = world(placement=by_hand(prefill=1, decode=2))
+    here = control_plane(placement=manual_placement(prefill=1, decode=2))
     here.converge()
     here.cluster.lose(here.cluster.pods()[0])
     here.cluster.fail(here.cluster.pods()[0])
@@ -209,8 +211,8 @@ def test_a_lost_pod_is_replaced_under_another_or_the_same_name() -> None:
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
 
 
-def test_what_finds_no_room_is_given_up_and_told_and_comes_with_more_nodes() -> None:
-    here = world(placement=by_hand(prefill=1, decode=4))
+def test_unschedulable_pods_are_withdrawn_and_reported_and_return_with_more_nodes() -> None:
+    here = control_plane(placement=manual_placement(prefill=1, decode=4))
     here.cluster.room = 3
     for _ in range(150):
         here.cluster.now_s += 1
@@ -231,7 +233,7 @@ def test_what_finds_no_room_is_given_up_and_told_and_comes_with_more_nodes() -> 
 
 
 def test_a_pool_that_is_scaled_by_hand_keeps_its_number_only_when_it_says_so() -> None:
-    here = world(placement=by_hand(prefill=1, decode=2))
+    here = control_plane(placement=manual_placement(prefill=1, decode=2))
     here.converge()
     here.cluster.edit("InstancePool", "chat-decode", replicas=4)
     here.converge()
@@ -239,17 +241,17 @@ def test_a_pool_that_is_scaled_by_hand_keeps_its_number_only_when_it_says_so() -
     here.cluster.edit("InstancePool", "chat-decode", replicas=4, owner="Manual")
     here.converge()
     assert ready(here.cluster)["decode"] == 4
-    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=2, decode=1))
+    here.cluster.edit("LLMDeployment", "chat", placement=manual_placement(prefill=2, decode=1))
     here.converge()
     assert ready(here.cluster) == {"prefill": 2, "decode": 4}
 
 
 def test_a_role_that_is_dropped_serves_until_the_others_can() -> None:
-    here = world(placement=by_hand(prefill=2, decode=2))
+    here = control_plane(placement=manual_placement(prefill=2, decode=2))
     here.converge()
     # Else they would take the new role at once.
     here.cluster.refuses_orders = True
-    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(mixed=3))
+    here.cluster.edit("LLMDeployment", "chat", placement=manual_placement(mixed=3))
     here.deliver()
     here.resync()
     here.turn()
@@ -262,9 +264,11 @@ def test_a_role_that_is_dropped_serves_until_the_others_can() -> None:
 
 
 def test_a_paused_deployment_keeps_what_it_has() -> None:
-    here = world(placement=by_hand(prefill=1, decode=2))
+    here = control_plane(placement=manual_placement(prefill=1, decode=2))
     here.converge()
-    here.cluster.edit("LLMDeployment", "chat", paused=True, placement=by_hand(prefill=1, decode=5))
+    here.cluster.edit(
+        "LLMDeployment", "chat", paused=True, placement=manual_placement(prefill=1, decode=5)
+    )
     here.converge()
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
     assert condition(here.cluster, "Progressing")["reason"] == "Paused"
@@ -278,11 +282,11 @@ def test_a_paused_deployment_keeps_what_it_has() -> None:
 
 def test_a_plan_stays_until_what_it_rests_on_changes() -> None:
     workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
-    here = world(workload=workload)
+    here = control_plane(workload=workload)
     here.deliver()
     here.turn()
     here.turn()
-    question = here.asked[-1]
+    question = here.plan_jobs[-1]
     plan = {
         "revision": "a",
         "reason": "it is enough",
@@ -295,43 +299,45 @@ def test_a_plan_stays_until_what_it_rests_on_changes() -> None:
     )
     here.converge()
     assert ready(here.cluster) == {"mixed": 3}
-    asked = len(here.asked)
+    num_jobs = len(here.plan_jobs)
     # More nodes of the same kind are no reason, nor is another operator.
     here.cluster.add(node("n2"))
     here.converge()
-    other = World(here.cluster)
+    other = ControlPlane(here.cluster)
     other.deliver()
     other.resync()
     other.turn()
-    assert len(here.asked) == asked
-    assert not other.asked
+    assert len(here.plan_jobs) == num_jobs
+    assert not other.plan_jobs
     here.cluster.edit("LLMDeployment", "chat", workload={**workload, "rate": 9})
     here.converge()
-    assert len(here.asked) > asked
+    assert len(here.plan_jobs) > num_jobs
     assert ready(here.cluster) == {"mixed": 3}
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_it_gets_there_whatever_happens_on_the_way(seed: int) -> None:
+def test_it_converges_after_any_sequence_of_events(seed: int) -> None:
     rng = random.Random(seed)
-    here = world(placement=by_hand(prefill=rng.randint(1, 3), decode=rng.randint(1, 3)))
+    here = control_plane(
+        placement=manual_placement(prefill=rng.randint(1, 3), decode=rng.randint(1, 3))
+    )
     for _ in range(rng.randint(5, 40)):
         happen(here, rng)
-    wanted = {role: rng.randint(1, 4) for role in ("prefill", "decode")}
+    desired_replicas = {role: rng.randint(1, 4) for role in ("prefill", "decode")}
     if rng.random() < 0.3:
-        wanted = {"mixed": rng.randint(1, 3)}
+        desired_replicas = {"mixed": rng.randint(1, 3)}
     here.cluster.room = 1_000
-    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(**wanted))
+    here.cluster.edit("LLMDeployment", "chat", placement=manual_placement(**desired_replicas))
     here.converge(turns=150)
-    assert ready(here.cluster) == wanted, f"seed {seed}"
+    assert ready(here.cluster) == desired_replicas, f"seed {seed}"
     before = len(here.cluster.log)
     here.resync()
     here.turn()
     assert len(here.cluster.log) == before, f"seed {seed}"
 
 
-def happen(here: World, rng: random.Random) -> None:
+def happen(here: ControlPlane, rng: random.Random) -> None:
     """Something, as it happens in clusters; events may be late."""
     cluster = here.cluster
     cluster.now_s += rng.choice((0, 1, 30, 130))
@@ -347,7 +353,7 @@ def happen(here: World, rng: random.Random) -> None:
             args = ["--seed", str(rng.randint(0, 2))]
             cluster.edit("LLMDeployment", "chat", engine={"type": "Emulated", "args": args})
         case 4:
-            hand = by_hand(prefill=rng.randint(1, 4), decode=rng.randint(1, 4))
+            hand = manual_placement(prefill=rng.randint(1, 4), decode=rng.randint(1, 4))
             cluster.edit("LLMDeployment", "chat", placement=hand)
         case 5:
             here.controller.cache.nodes.clear()
@@ -364,8 +370,8 @@ def happen(here: World, rng: random.Random) -> None:
     here.turn()
 
 
-def test_what_cannot_be_made_is_told_until_it_can() -> None:
-    here = world()
+def test_a_failed_creation_is_reported_until_it_succeeds() -> None:
+    here = control_plane()
     real, refused = here.cluster.do, KubeApiError(403, "Forbidden", "exceeded quota: 3 pods")
 
     def refuse(actions: Iterable[Action]) -> Any:
@@ -391,13 +397,13 @@ def test_what_cannot_be_made_is_told_until_it_can() -> None:
 
 
 def test_events_that_are_late_cause_no_second_pods() -> None:
-    here = world(placement=by_hand(prefill=2, decode=2))
+    here = control_plane(placement=manual_placement(prefill=2, decode=2))
     here.deliver()
     for _ in range(6):
         here.resync()
         here.turn()
-    made = [each for each in here.cluster.log if isinstance(each, Create)]
-    assert len(made) == 4
+    created = [each for each in here.cluster.log if isinstance(each, Create)]
+    assert len(created) == 4
     assert not any(isinstance(each, Delete) for each in here.cluster.log)
 
 
@@ -406,7 +412,7 @@ def test_events_that_are_late_cause_no_second_pods() -> None:
 def test_a_roll_out_keeps_pairs_for_the_whole_plan(seed: int) -> None:
     rng = random.Random(seed)
     sizes = {"prefill": rng.randint(1, 4), "decode": rng.randint(1, 4)}
-    here = world(placement=by_hand(**sizes))
+    here = control_plane(placement=manual_placement(**sizes))
     here.converge()
     for number in range(1, rng.randint(2, 4)):
         args = ["--seed", str(number)]

@@ -110,7 +110,7 @@ async def test_the_pages_say_what_is_wrong_and_what_was_counted() -> None:
 
 
 class TestHandlers:
-    """What kopf is told."""
+    """The settings that kopf gets."""
 
     def test_every_kind_that_is_listed_is_watched_and_nothing_else(self) -> None:
         found = handlers.build_registry(
@@ -129,16 +129,16 @@ class TestHandlers:
         metrics = OperatorMetrics()
         controller = Controller(OperatorSettings(), metrics)
         found = handlers.build_registry(controller, metrics)
-        told = next(
+        message = next(
             each.fn for each in found._watching.get_all_handlers() if each.id == "LLMDeployment"
         )
-        made = chat()
-        made["metadata"] |= {"uid": "u1", "resourceVersion": "1"}
-        await told(event={"type": None, "object": made})
+        resource = chat()
+        resource["metadata"] |= {"uid": "u1", "resourceVersion": "1"}
+        await message(event={"type": None, "object": resource})
         assert list(controller.cache.list_resources()) == [
             ResourceKey("LLMDeployment", "default", "chat")
         ]
-        await told(event={"type": "DELETED", "object": made})
+        await message(event={"type": "DELETED", "object": resource})
         assert not list(controller.cache.list_resources())
         assert metrics.events == {
             ("LLMDeployment", "LISTED"): 1,

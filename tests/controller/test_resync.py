@@ -1,4 +1,4 @@
-"""The sweep: what watches missed is put right, and a watch that misses things is told of."""
+"""Resync: it repairs what watches missed, and reports a watch that misses events."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ class Lists:
     def __init__(self) -> None:
         self.items: list[Manifest] = []
         self.version = 10
-        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.requests: list[tuple[str, dict[str, str]]] = []
 
     async def request(self, _method: str, path: str, query: dict[str, str]) -> Manifest:
-        self.asked.append((path, dict(query)))
+        self.requests.append((path, dict(query)))
         begin = int(query.get("continue", 0))
         rest = str(begin + 2) if begin + 2 < len(self.items) else ""
         meta = {"resourceVersion": str(self.version), "continue": rest}
@@ -31,9 +31,9 @@ class Lists:
 
 
 def named(name: str, version: int) -> Manifest:
-    made = chat()
+    resource = chat()
     meta = {"name": name, "namespace": "llm", "uid": f"u-{name}", "resourceVersion": str(version)}
-    return {**made, "metadata": meta}
+    return {**resource, "metadata": meta}
 
 
 def setup(*names: str) -> tuple[Lists, Controller, Resync]:
@@ -51,10 +51,10 @@ async def test_everything_is_seen_once_before_the_work_begins() -> None:
     lists, controller, resync = setup("a", "b", "c")
     await resync.fill()
     assert known(controller) == {"a", "b", "c"}
-    paths = [path for path, _ in lists.asked]
+    paths = [path for path, _ in lists.requests]
     assert paths.index("/api/v1/nodes") < paths.index("/api/v1/pods")
     assert ("/api/v1/pods", "cleave.dev/component") in [
-        (path, query.get("labelSelector", "")) for path, query in lists.asked
+        (path, query.get("labelSelector", "")) for path, query in lists.requests
     ]
 
 
@@ -74,7 +74,7 @@ async def test_what_was_missed_is_put_right() -> None:
     assert known(controller) == {"a", "b"}
     assert controller.cache.get_version("LLMDeployment", "llm", "a") == 5
     assert ResourceKey("LLMDeployment", "llm", "gone") not in controller.cache.list_resources()
-    assert lists.asked
+    assert lists.requests
 
 
 async def test_a_watch_that_misses_things_twice_is_dead_until_it_keeps_up() -> None:
@@ -88,13 +88,13 @@ async def test_a_watch_that_misses_things_twice_is_dead_until_it_keeps_up() -> N
     assert resync.stale_watches == []
 
 
-async def test_only_the_stated_namespaces_are_listed_and_all_nodes() -> None:
+async def test_only_the_configured_namespaces_are_listed_and_all_nodes() -> None:
     lists = Lists()
     controller = Controller(OperatorSettings(), OperatorMetrics())
     resync = Resync(lists, controller, ["one", "two"], grace_s=0)  # type: ignore[arg-type]
-    asked: list[Any] = lists.asked
+    requests: list[Any] = lists.requests
     await resync.fill()
-    paths = [path for path, _ in asked]
+    paths = [path for path, _ in requests]
     assert "/api/v1/nodes" in paths
     assert "/api/v1/namespaces/one/pods" in paths
     assert "/api/v1/namespaces/two/pods" in paths

@@ -22,7 +22,7 @@ from cleave.controller.rollout.planner import (
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
-class World:
+class RolloutSimulation:
     """Instances that start, become ready, are lost and drain, below `plan_next_step`."""
 
     def __init__(self, sizes: dict[Role, int], limits: RolloutLimits, seed: int) -> None:
@@ -64,11 +64,11 @@ class World:
         step = plan_next_step(self.states(), self.limits)
         for role, each in step.items():
             for name, keep in {self.target: each.new, **each.older}.items():
-                there = sorted(pod for pod in self.pods[role] if pod[0] == name)
-                for pod in there[: max(0, len(there) - keep)]:
+                candidates = sorted(pod for pod in self.pods[role] if pod[0] == name)
+                for pod in candidates[: max(0, len(candidates) - keep)]:
                     self.pods[role].remove(pod)
                     self.leaving[role] += 1
-                added = keep - len(there) if name == self.target else 0
+                added = keep - len(candidates) if name == self.target else 0
                 self.pods[role] += [(name, False)] * added
         return step
 
@@ -104,14 +104,14 @@ class World:
 
     def settle(self) -> int:
         """Reconciles until nothing is left to do, when all becomes ready."""
-        wanted = sum(self.sizes.values()) + sum(self.total(role) for role in self.sizes)
-        for count in range(4 + 2 * wanted):
+        desired_total = sum(self.sizes.values()) + sum(self.total(role) for role in self.sizes)
+        for count in range(4 + 2 * desired_total):
             if is_done(self.states()):
                 return count
             self.reconcile()
             self.happen("all ready")
             self.leaving = dict.fromkeys(self.sizes, 0)
-        raise AssertionError(f"not done after {4 + 2 * wanted} steps: {self.states()}")
+        raise AssertionError(f"not done after {4 + 2 * desired_total} steps: {self.states()}")
 
 
 ROLES = st.sampled_from([(P, D), (M,), (P, D, M), (P, M), (D,)])
@@ -122,140 +122,157 @@ FAULTS = ["loss", "blip"]
 @st.composite
 def worlds(
     draw: st.DrawFn, least: int = 0, events: tuple[str, ...] = ()
-) -> tuple[World, list[str]]:
+) -> tuple[RolloutSimulation, list[str]]:
     roles = draw(ROLES)
     sizes = {role: draw(st.integers(least, 6)) for role in roles}
     surge = draw(st.integers(0, 3))
     unavailable = draw(st.integers(0 if surge else 1, 2))
     skew = draw(st.sampled_from([0.0, 0.25, 1.0]))
     limits = RolloutLimits(surge, unavailable, skew)
-    world = World(sizes, limits, draw(st.integers(0, 2**16)))
-    return world, draw(st.lists(st.sampled_from([*ORDINARY, *events]), max_size=30))
+    simulation = RolloutSimulation(sizes, limits, draw(st.integers(0, 2**16)))
+    return simulation, draw(st.lists(st.sampled_from([*ORDINARY, *events]), max_size=30))
 
 
-def floor(world: World) -> Fraction:
+def floor(simulation: RolloutSimulation) -> Fraction:
     """Share of the plan that has to stay: each role may miss maxUnavailable instances."""
-    sizes = [size for size in world.sizes.values() if size]
-    if not any(size for role, size in world.sizes.items() if role is not P):
+    sizes = [size for size in simulation.sizes.values() if size]
+    if not any(size for role, size in simulation.sizes.items() if role is not P):
         return Fraction(0)
-    allowed = Fraction(world.limits.max_unavailable, max(sizes))
-    if world.limits.max_surge == 0:
+    allowed = Fraction(simulation.limits.max_unavailable, max(sizes))
+    if simulation.limits.max_surge == 0:
         allowed = max(allowed, Fraction(1, min(sizes)))
     return max(Fraction(0), 1 - allowed)
 
 
-def one_of_each(world: World) -> Fraction:
+def one_of_each(simulation: RolloutSimulation) -> Fraction:
     """What one instance of each role is worth."""
-    return sum((Fraction(1, size) for size in world.sizes.values() if size), Fraction(0))
+    return sum((Fraction(1, size) for size in simulation.sizes.values() if size), Fraction(0))
 
 
 @given(worlds(events=("scale", *FAULTS)))
-def test_capacity_that_was_there_stays(drawn: tuple[World, list[str]]) -> None:
-    world, events = drawn
+def test_capacity_that_was_there_stays(drawn: tuple[RolloutSimulation, list[str]]) -> None:
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        before = world.states()
+        simulation.happen(event)
+        before = simulation.states()
         old = {name for state in before.values() for name in state.older}
-        world.reconcile()
-        bound = floor(world) - (one_of_each(world) if len(old) > 1 else 0)
-        if compute_capacity(before) >= floor(world):
-            assert compute_capacity(world.states()) >= float(bound) - 1e-9
+        simulation.reconcile()
+        bound = floor(simulation) - (one_of_each(simulation) if len(old) > 1 else 0)
+        if compute_capacity(before) >= floor(simulation):
+            assert compute_capacity(simulation.states()) >= float(bound) - 1e-9
 
 
 @given(worlds(events=("scale", *FAULTS)))
-def test_no_role_misses_more_than_it_may(drawn: tuple[World, list[str]]) -> None:
-    world, events = drawn
+def test_no_role_misses_more_than_it_may(drawn: tuple[RolloutSimulation, list[str]]) -> None:
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        before = world.states()
-        world.reconcile()
-        for role, state in world.states().items():
-            least = state.replicas - world.limits.max_unavailable
-            was_there = before[role].old_ready + before[role].new_ready >= least
+        simulation.happen(event)
+        before = simulation.states()
+        simulation.reconcile()
+        for role, state in simulation.states().items():
+            least = state.replicas - simulation.limits.max_unavailable
+            was_available = before[role].old_ready + before[role].new_ready >= least
             # Prefill instances without partners count for nothing.
-            if role is not P and was_there and len(before[role].older) < 2:
+            if role is not P and was_available and len(before[role].older) < 2:
                 assert state.old_ready + state.new_ready >= least
 
 
 @given(worlds(least=1))
 def test_even_three_revisions_cost_no_more_than_one_instance_of_each_role(
-    drawn: tuple[World, list[str]],
+    drawn: tuple[RolloutSimulation, list[str]],
 ) -> None:
-    world, events = drawn
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        world.reconcile()
-        assert compute_capacity(world.states()) >= float(floor(world) - one_of_each(world)) - 1e-9
+        simulation.happen(event)
+        simulation.reconcile()
+        assert (
+            compute_capacity(simulation.states())
+            >= float(floor(simulation) - one_of_each(simulation)) - 1e-9
+        )
 
 
 @given(worlds(events=("scale", *FAULTS)))
-def test_a_role_never_takes_more_than_its_places(drawn: tuple[World, list[str]]) -> None:
-    world, events = drawn
+def test_a_role_never_takes_more_than_its_places(
+    drawn: tuple[RolloutSimulation, list[str]],
+) -> None:
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        before = {role: world.total(role) for role in world.sizes}
-        world.reconcile()
-        for role, size in world.sizes.items():
-            assert world.total(role) <= max(before[role], size + world.limits.max_surge)
+        simulation.happen(event)
+        before = {role: simulation.total(role) for role in simulation.sizes}
+        simulation.reconcile()
+        for role, size in simulation.sizes.items():
+            assert simulation.total(role) <= max(before[role], size + simulation.limits.max_surge)
 
 
 @given(worlds(least=1))
-def test_no_revision_has_prefill_instances_alone(drawn: tuple[World, list[str]]) -> None:
-    world, events = drawn
+def test_no_revision_has_prefill_instances_alone(
+    drawn: tuple[RolloutSimulation, list[str]],
+) -> None:
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        world.reconcile()
-        if P not in world.sizes:
+        simulation.happen(event)
+        simulation.reconcile()
+        if P not in simulation.sizes:
             continue
-        for name in world.revisions:
-            has = {role: any(pod[0] == name for pod in pods) for role, pods in world.pods.items()}
+        for name in simulation.revisions:
+            has = {
+                role: any(pod[0] == name for pod in pods) for role, pods in simulation.pods.items()
+            }
             assert not has.pop(P) or any(has.values()), f"{name} has nobody to hand over to"
 
 
 @settings(max_examples=200)
 @given(worlds(events=("scale", *FAULTS)))
-def test_every_history_ends_where_it_should(drawn: tuple[World, list[str]]) -> None:
-    world, events = drawn
+def test_every_history_ends_where_it_should(drawn: tuple[RolloutSimulation, list[str]]) -> None:
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        world.reconcile()
-    world.settle()
+        simulation.happen(event)
+        simulation.reconcile()
+    simulation.settle()
     assert all(
-        world.pods[role] == [(world.target, True)] * size for role, size in world.sizes.items()
+        simulation.pods[role] == [(simulation.target, True)] * size
+        for role, size in simulation.sizes.items()
     )
 
 
 @given(worlds(events=("scale",)))
-def test_the_way_back_is_open_from_everywhere(drawn: tuple[World, list[str]]) -> None:
-    world, events = drawn
+def test_the_way_back_is_open_from_everywhere(drawn: tuple[RolloutSimulation, list[str]]) -> None:
+    simulation, events = drawn
     for event in events:
-        world.happen(event)
-        world.reconcile()
-    world.target = "r0"
-    world.settle()
-    assert all(world.pods[role] == [("r0", True)] * size for role, size in world.sizes.items())
+        simulation.happen(event)
+        simulation.reconcile()
+    simulation.target = "r0"
+    simulation.settle()
+    assert all(
+        simulation.pods[role] == [("r0", True)] * size for role, size in simulation.sizes.items()
+    )
 
 
 @given(worlds(events=("scale", *FAULTS)))
-def test_what_is_done_stays_as_it_is(drawn: tuple[World, list[str]]) -> None:
-    world, _ = drawn
-    world.happen("scale")
-    world.settle()
-    states = world.states()
-    step = plan_next_step(states, world.limits)
+def test_what_is_done_stays_as_it_is(drawn: tuple[RolloutSimulation, list[str]]) -> None:
+    simulation, _ = drawn
+    simulation.happen("scale")
+    simulation.settle()
+    states = simulation.states()
+    step = plan_next_step(states, simulation.limits)
     assert {role: (each.new, each.old) for role, each in step.items()} == {
-        role: (size, 0) for role, size in world.sizes.items()
+        role: (size, 0) for role, size in simulation.sizes.items()
     }
-    assert list(list_steps(states, world.limits)) == []
+    assert list(list_steps(states, simulation.limits)) == []
 
 
 @given(worlds(least=1))
-def test_revisions_told_apart_and_one_old_revision_agree(drawn: tuple[World, list[str]]) -> None:
-    world, _ = drawn
-    world.happen("retarget")
-    apart = world.states()
+def test_separate_revisions_and_one_old_revision_agree(
+    drawn: tuple[RolloutSimulation, list[str]],
+) -> None:
+    simulation, _ = drawn
+    simulation.happen("retarget")
+    apart = simulation.states()
     together = {role: replace(state, older={}) for role, state in apart.items()}
-    one, other = plan_next_step(apart, world.limits), plan_next_step(together, world.limits)
+    one, other = (
+        plan_next_step(apart, simulation.limits),
+        plan_next_step(together, simulation.limits),
+    )
     assert {r: (step.new, step.old) for r, step in one.items()} == {
         r: (step.new, step.old) for r, step in other.items()
     }

@@ -1,18 +1,18 @@
-"""The operator follows what gateways tell: more, fewer, none and back, in a cluster in memory."""
+"""The operator scales with the load of gateways: up, down, to zero and back, in memory."""
 
 import asyncio
 
 from cleave.controller.cluster.actions import Emit
 from cleave.manifests.labels import Manifest
 
-from tests.controller.test_convergence import World, condition, ready, world
-from tests.support.fake_cluster import by_hand
+from tests.controller.test_convergence import ControlPlane, condition, control_plane, ready
+from tests.support.fake_cluster import manual_placement
 
 
 class Gateways:
-    """What all gateways of a world tell."""
+    """What all gateways of a control plane report."""
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, here: ControlPlane) -> None:
         self.here = here
         self.requests = 0
         self.waiting = 0
@@ -55,15 +55,15 @@ class Gateways:
             here.turn()
 
 
-IDLE = {"scaling": {"idleS": 60}, "placement": by_hand(prefill=1, decode=2)}
+IDLE = {"scaling": {"idleS": 60}, "placement": manual_placement(prefill=1, decode=2)}
 
 
-def reasons(here: World) -> list[str]:
+def reasons(here: ControlPlane) -> list[str]:
     return [each.reason for each in here.cluster.events if isinstance(each, Emit)]
 
 
 def test_all_instances_go_without_requests_and_the_gateway_stays() -> None:
-    here = world(**IDLE)
+    here = control_plane(**IDLE)
     here.converge()
     gateways = Gateways(here)
     gateways.pass_time(45)
@@ -72,13 +72,13 @@ def test_all_instances_go_without_requests_and_the_gateway_stays() -> None:
     assert ready(here.cluster) == {"prefill": 0, "decode": 0}
     assert not here.cluster.pods()
     assert here.cluster.get("Deployment", "chat-gateway")
-    told = condition(here.cluster, "Ready")
-    assert (told["status"], told["reason"]) == ("True", "ScaledToZero")
+    reported = condition(here.cluster, "Ready")
+    assert (reported["status"], reported["reason"]) == ("True", "ScaledToZero")
     assert "Scaled" in reasons(here)
 
 
 def test_a_request_that_waits_brings_the_plan_back_and_keeps_it() -> None:
-    here = world(**IDLE)
+    here = control_plane(**IDLE)
     here.converge()
     gateways = Gateways(here)
     gateways.pass_time(120)
@@ -91,15 +91,15 @@ def test_a_request_that_waits_brings_the_plan_back_and_keeps_it() -> None:
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
 
 
-def test_instances_that_took_long_to_start_are_kept_for_a_second_try() -> None:
-    here = world(**IDLE)
+def test_slowly_started_instances_stay_for_a_second_attempt() -> None:
+    here = control_plane(**IDLE)
     here.converge()
     gateways = Gateways(here)
     gateways.pass_time(120)
     gateways.waiting = 1
     here.cluster.room = 0
     gateways.pass_time(120)
-    # Whoever asked has given up; nothing is ready yet.
+    # The clients have given up; nothing is ready yet.
     gateways.waiting = 0
     gateways.pass_time(120)
     assert here.cluster.pods()
@@ -111,7 +111,7 @@ def test_instances_that_took_long_to_start_are_kept_for_a_second_try() -> None:
 
 
 def test_requests_keep_instances_however_few_they_are() -> None:
-    here = world(**IDLE)
+    here = control_plane(**IDLE)
     here.converge()
     gateways = Gateways(here)
     for _ in range(10):
@@ -121,14 +121,14 @@ def test_requests_keep_instances_however_few_they_are() -> None:
 
 
 def test_a_new_operator_lets_them_sleep() -> None:
-    here = world(**IDLE)
+    here = control_plane(**IDLE)
     here.converge()
     Gateways(here).pass_time(120)
-    there = World(here.cluster)
-    there.deliver()
-    there.resync()
-    there.turn()
-    gateways = Gateways(there)
+    other_plane = ControlPlane(here.cluster)
+    other_plane.deliver()
+    other_plane.resync()
+    other_plane.turn()
+    gateways = Gateways(other_plane)
     gateways.pass_time(120)
     assert not here.cluster.pods()
     gateways.waiting = 1
@@ -136,7 +136,7 @@ def test_a_new_operator_lets_them_sleep() -> None:
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
 
 
-def planned(**scaling: int) -> tuple[World, Gateways]:
+def planned(**scaling: int) -> tuple[ControlPlane, Gateways]:
     """A deployment with a plan for 4 req/s that grows by a worker for each 4 req/s."""
     workload = {
         "rate": 4,
@@ -144,10 +144,10 @@ def planned(**scaling: int) -> tuple[World, Gateways]:
         "outputTokens": {"mean": 200, "p90": 400},
     }
     roles = [{"role": role, "maxReplicas": 8} for role in ("prefill", "decode")]
-    here = world(workload=workload, scaling={"roles": roles, "calmS": 120, **scaling})
+    here = control_plane(workload=workload, scaling={"roles": roles, "calmS": 120, **scaling})
     here.deliver()
     here.turn()
-    (question,) = here.asked
+    (question,) = here.plan_jobs
     here.controller.planner.get_result = lambda _: question.with_plan(plan(question.inputs_hash))  # type: ignore[method-assign]
     here.converge()
     return here, Gateways(here)
@@ -174,7 +174,7 @@ def test_a_deployment_wakes_while_the_planner_is_at_work() -> None:
     here, gateways = planned(idleS=60)
     gateways.pass_time(180)
     assert ready(here.cluster) == {"prefill": 0, "decode": 0}
-    # Another question, which nobody answers.
+    # Another planner request, without an answer.
     here.cluster.edit("LLMDeployment", "chat", slo={"ttftMs": 300, "tpotMs": 40})
     gateways.pass_time(15)
     assert condition(here.cluster, "PlanReady")["reason"] == "Planning"
@@ -203,8 +203,8 @@ def test_a_pause_of_what_traffic_would_scale_stays_ready() -> None:
     gateways.requests += 40 * 15
     gateways.pass_time(90, rate=12)
     assert ready(here.cluster) == {"prefill": 1, "decode": 2}
-    told = condition(here.cluster, "Ready")
-    assert (told["status"], told["reason"]) == ("True", "Serving")
+    reported = condition(here.cluster, "Ready")
+    assert (reported["status"], reported["reason"]) == ("True", "Serving")
     here.cluster.edit("LLMDeployment", "chat", paused=False)
     gateways.pass_time(60, rate=12)
     assert ready(here.cluster)["decode"] == 6
@@ -213,15 +213,15 @@ def test_a_pause_of_what_traffic_would_scale_stays_ready() -> None:
 def test_a_wave_as_long_as_the_calm_never_makes_instances_come_and_go() -> None:
     here, gateways = planned()
     gateways.pass_time(90, rate=12)
-    told = reasons(here).count("Scaled")
+    reported = reasons(here).count("Scaled")
     for _ in range(6):
         gateways.pass_time(45, rate=2)
         gateways.pass_time(60, rate=11)
     assert ready(here.cluster) == {"prefill": 3, "decode": 6}
-    assert reasons(here).count("Scaled") == told
+    assert reasons(here).count("Scaled") == reported
 
 
-def test_traffic_that_is_not_what_was_planned_for_is_told() -> None:
+def test_traffic_that_differs_from_the_plan_is_reported() -> None:
     here, gateways = planned()
     gateways.pass_time(300, rate=4)
     assert "PlanDrifted" not in reasons(here)

@@ -14,7 +14,7 @@ CHANGED = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
 
 
 class Counted(TrafficScraper[ResourceKey]):
-    """Gateways that have just told of these windows."""
+    """Gateways that have just reported these windows."""
 
     def __init__(self, windows: tuple[TrafficWindow, ...], is_minute: bool) -> None:
         super().__init__(lambda: NOW_S)
@@ -32,12 +32,14 @@ class Counted(TrafficScraper[ResourceKey]):
 
 
 async def look(
-    windows: tuple[TrafficWindow, ...], asked: LLMDeployment | None = None, is_minute: bool = False
+    windows: tuple[TrafficWindow, ...],
+    desired: LLMDeployment | None = None,
+    is_minute: bool = False,
 ) -> tuple[list[ResourceKey], int]:
-    """(Who is looked at again, how often gateways were asked.)"""
-    asked = asked or deployment()
+    """(Which keys are enqueued, how often gateways were polled.)"""
+    desired = desired or deployment()
     cache, again = ObjectCache(), list[ResourceKey]()
-    cache.upsert({**written(asked), "status": status(asked)})
+    cache.upsert({**written(desired), "status": status(desired)})
     cache.upsert(gateway())
     poller = TrafficPoller(cache, again.append, lambda: NOW_S)
     counted = Counted(windows, is_minute)
@@ -46,10 +48,10 @@ async def look(
     return again, counted.looks
 
 
-def written(asked: LLMDeployment) -> Manifest:
-    made: Manifest = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
-    made["metadata"]["resourceVersion"] = "1"
-    return made
+def written(desired: LLMDeployment) -> Manifest:
+    manifest: Manifest = desired.model_dump(mode="json", by_alias=True, exclude_none=True)
+    manifest["metadata"]["resourceVersion"] = "1"
+    return manifest
 
 
 def gateway() -> Manifest:
@@ -62,14 +64,14 @@ def gateway() -> Manifest:
     }
 
 
-async def test_a_change_is_taken_up_with_the_window_that_shows_it() -> None:
+async def test_a_change_is_recorded_with_the_window_that_shows_it() -> None:
     assert await look(CHANGED) == ([CHAT], 1)
 
 
-async def test_steady_traffic_is_taken_up_once_in_a_minute() -> None:
+async def test_steady_traffic_is_recorded_once_a_minute() -> None:
     assert await look(traffic(4)) == ([], 1)
     assert await look(traffic(4), is_minute=True) == ([CHAT], 1)
 
 
-async def test_gateways_are_not_asked_for_what_nobody_wants_to_know() -> None:
+async def test_gateways_are_not_polled_without_a_consumer() -> None:
     assert await look(CHANGED, deployment({"mode": "Off"})) == ([], 0)

@@ -154,13 +154,13 @@ class FakeEngine:
 
     def handoff(self, request: EngineRequest | None = None) -> dict:
         """Of a request; of the last one when none is given."""
-        told = (request or self.requests[-1]).headers["x-request-id"]
+        request_id = (request or self.requests[-1]).headers["x-request-id"]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [[2, 3, 4]],
             "remote_engine_id": self.boot_id,
-            "remote_request_id": f"cmpl-{told}-0-82a6113c",
+            "remote_request_id": f"cmpl-{request_id}-0-82a6113c",
             "remote_host": "127.0.0.1",
             "remote_port": 5601,
         }

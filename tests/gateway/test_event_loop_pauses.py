@@ -1,4 +1,4 @@
-"""A gateway that stands still itself blames nobody for it."""
+"""A gateway whose own event loop stalls blames no engine for it."""
 
 import asyncio
 import contextlib

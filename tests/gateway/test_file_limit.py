@@ -32,8 +32,8 @@ def test_a_limit_that_is_as_high_as_it_may_be_stays_and_nothing_is_said() -> Non
 
 
 @pytest.mark.parametrize("soft", [64, 900])
-def test_too_few_files_for_the_clients_are_told_with_the_remedy(soft: int) -> None:
-    *_, told, limits = run(soft, 900, 16_384)
-    assert told.startswith("900 files may be open, too few for --max-clients 16384")
-    assert "ulimit -Hn" in told
+def test_the_warning_about_too_few_files_names_the_remedy(soft: int) -> None:
+    *_, warning, limits = run(soft, 900, 16_384)
+    assert warning.startswith("900 files may be open, too few for --max-clients 16384")
+    assert "ulimit -Hn" in warning
     assert limits == "900 900"

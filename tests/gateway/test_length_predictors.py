@@ -28,24 +28,24 @@ def write(path: Path, score: Score) -> Path:
     return path
 
 
-def foretold_by(**options: Path) -> object:
+def predict_with(**options: Path) -> object:
     return GatewayServer(GatewayConfig(agents="", **options)).context.router.length_predictor
 
 
 def test_a_file_that_is_better_is_used(tmp_path) -> None:
     assert isinstance(
-        foretold_by(output_length_model=write(tmp_path / "l.json", BETTER)), RangeTree
+        predict_with(output_length_model=write(tmp_path / "l.json", BETTER)), RangeTree
     )
 
 
 def test_one_that_is_not_better_is_said_and_not_used(tmp_path, caplog) -> None:
     path = write(tmp_path / "l.json", MEAN)
-    assert isinstance(foretold_by(output_length_model=path), ConditionalMean)
+    assert isinstance(predict_with(output_length_model=path), ConditionalMean)
     assert f"{path} is not used: not better than the mean by prompt length" in caplog.text
 
 
 def test_without_a_file_the_mean_is_learnt() -> None:
-    assert isinstance(foretold_by(), ConditionalMean)
+    assert isinstance(predict_with(), ConditionalMean)
 
 
 async def test_a_request_is_entered_with_what_the_file_foretells(make_stage, tmp_path) -> None:
@@ -75,7 +75,7 @@ async def test_the_access_log_is_a_trace_to_train_from(
     monkeypatch.setattr(length_training, "MIN_REQUESTS", 2)
     answers, blurred = length_training.read_requests(path)
     assert blurred == 0
-    # Three tokens each, whatever is asked for; two of them are the second one's limit.
+    # Three tokens each at any limit; two of them are the second one's limit.
     assert answers.limits.tolist() == [0, 40]
     assert answers.output_tokens.tolist() == [3, 3]
     assert answers.prompt_tokens.tolist() == [(100 + len('""')) // 4 + 1] * 2

@@ -57,7 +57,7 @@ async def test_who_leaves_while_waiting_for_an_instance_is_forgotten(make_stage)
     assert not engine.requests
 
 
-async def test_an_instance_is_not_waited_for_any_longer_than_told(make_stage) -> None:
+async def test_the_wait_for_an_instance_respects_its_timeout(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, wake_s=0.3)
     stage.state(stage.engines["x"], state=agent_pb2.STATE_STARTING)
     response = await stage.ask(ASK)
@@ -66,7 +66,7 @@ async def test_an_instance_is_not_waited_for_any_longer_than_told(make_stage) ->
     await stage.until_idle()
 
 
-async def test_it_does_not_wait_for_a_model_that_nobody_knows(make_stage) -> None:
+async def test_it_does_not_wait_for_an_unknown_model(make_stage) -> None:
     stage = await make_stage({"x": "mixed"}, wake_s=60.0)
     assert (await stage.ask(ASK | {"model": "other"})).status == 404
 

@@ -120,8 +120,8 @@ def test_a_body_must_fit_into_what_may_be_received(capsys) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--port", "0", "--agents", "", "--max-body", "65MiB"])
     assert refused.value.code == 2
-    told = capsys.readouterr().err
-    assert "--max-partial 67108864 is below --max-body 68157440" in told
+    output = capsys.readouterr().err
+    assert "--max-partial 67108864 is below --max-body 68157440" in output
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_the_help_names_the_command_that_was_called(
     assert capsys.readouterr().out.startswith(f"usage: {program} [-h]")
 
 
-def test_a_taken_port_is_exit_code_1() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["--port", str(taken.getsockname()[1]), "--agents", ""]) == 1
+def test_an_occupied_port_is_exit_code_1() -> None:
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        assert main(["--port", str(occupied.getsockname()[1]), "--agents", ""]) == 1
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 @pytest.fixture
 def make_two(make_stage, tmp_path: Path) -> Iterator[Callable[..., Awaitable[list]]]:
-    """Makes both, each on a port of its own so that the test says who is asked."""
+    """Makes both, each on a port of its own so that the test chooses which one it calls."""
     shared_state = SharedGatewayState(2, tmp_path)
 
     async def make(roles: dict[str, str], **options: object) -> list:
@@ -31,11 +31,11 @@ async def test_each_sends_its_requests_where_the_other_has_sent_none(make_two) -
     two = await make_two({"x": "mixed", "y": "mixed"})
     first, second = two
     opened = first.hold()
-    asked = []
+    answers = []
     for number, stage in enumerate((first, second, second, first)):
         client = await stage.connect()
         client.send(ASK)
-        asked.append(client)
+        answers.append(client)
         await first.until(
             lambda sent=number + 1: sum(len(e.requests) for e in first.engines.values()) == sent,
             "it has arrived",
@@ -45,7 +45,7 @@ async def test_each_sends_its_requests_where_the_other_has_sent_none(make_two) -
     in_flight = [each["requests_in_flight"] for each in page["models"]["m"]["instances"]]
     assert in_flight == [2, 2]
     opened.set()
-    for client in asked:
+    for client in answers:
         assert (await client.read()).status == 200
 
 
@@ -56,15 +56,15 @@ async def test_a_tenants_limit_holds_for_both_together(make_two, tmp_path) -> No
     two = await make_two({"x": "mixed"}, api_keys=keys)
     first, second = two
     opened = first.hold()
-    asked = [await stage.connect() for stage in two]
-    for client in asked:
+    connections = [await stage.connect() for stage in two]
+    for client in connections:
         client.send(ASK, Authorization="Bearer s")
     await first.until(lambda: len(first.engines["x"].requests) == 2, "both run")
     for stage in two:
         refused = await stage.ask(ASK, Authorization="Bearer s")
         assert refused.error["code"] == "concurrency_limit"
     opened.set()
-    for client in asked:
+    for client in connections:
         assert (await client.read()).status == 200
     assert (await second.ask(ASK, Authorization="Bearer s")).status == 200
 
@@ -73,24 +73,24 @@ async def test_the_queue_limit_holds_for_both_together(make_two) -> None:
     two = await make_two({"x": "mixed"}, queue_limit=4)
     first, second = two
     opened = first.hold()
-    asked = []
+    answers = []
     for _ in range(4):
         await first.until(
             lambda: first.context.queue_limit > first.context.num_awaiting_first_byte,
             "there is room",
         )
-        asked.append(await first.connect())
-        asked[-1].send(ASK)
-        await first.until(lambda: len(first.engines["x"].requests) == len(asked), "it waits")
+        answers.append(await first.connect())
+        answers[-1].send(ASK)
+        await first.until(lambda: len(first.engines["x"].requests) == len(answers), "it waits")
     await first.until(lambda: first.context.queue_limit == 4, "all the room is used")
     await first.until(lambda: second.context.queue_limit == 1, "the other one has heard")
     assert (await first.ask(ASK)).error["code"] == "queue_full"
     opened.set()
-    for client in asked:
+    for client in answers:
         assert (await client.read()).status == 200
 
 
-async def test_metrics_are_those_of_both_whoever_is_asked(make_two) -> None:
+async def test_every_process_serves_the_metrics_of_both(make_two) -> None:
     two = await make_two({"x": "mixed"})
     for stage in two:
         assert (await stage.ask(ASK)).status == 200

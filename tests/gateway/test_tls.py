@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_stops_the_engine(stage, files: Files) -> Non
     assert stage.engines["d"].requests[0].cut
 
 
-async def test_without_it_nobody_is_heard(stage) -> None:
+async def test_without_the_key_no_report_is_accepted(stage) -> None:
     client = await stage.connect()
     client.send(ASK)
     assert await client.is_closed()

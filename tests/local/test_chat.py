@@ -46,9 +46,7 @@ async def test_pieces_are_shown_as_they_come_and_counted_by_the_engine(serve: An
         (b"", "127.0.0.1"),
     ],
 )
-async def test_an_answer_that_is_none_is_said_so(
-    serve: Answering, answer: bytes, complaint: str
-) -> None:
+async def test_an_empty_answer_is_reported(serve: Answering, answer: bytes, complaint: str) -> None:
     with pytest.raises(ChatError, match=complaint):
         await send_chat_request(await serve(answer), BODY, lambda _: None)
 

@@ -53,7 +53,7 @@ async def test_a_gateway_that_serves_needs_no_reason(serve: Serve) -> None:
         ({"status": "draining", "reasons": [], "models": {"m": "x" * 500}}, "draining"),
     ],
 )  # fmt: skip
-async def test_the_reasons_of_a_gateway_that_does_not_serve_are_told_in_words(
+async def test_the_reasons_of_an_unready_gateway_are_readable(
     serve: Serve, page: dict[str, object], reason: str
 ) -> None:
     assert await get_gateway_health(serve(503, json.dumps(page).encode())) == GatewayHealth(

@@ -41,7 +41,7 @@ def unplanned(monkeypatch) -> None:
     monkeypatch.setattr(plan_search, "plan", refuse)
 
 
-def test_what_is_stated_by_hand_comes_up_without_a_search(unplanned) -> None:
+def test_a_manual_placement_starts_without_a_search(unplanned) -> None:
     placement = decide_placement(
         deployment(workload=WORKLOAD, placement={"manual": [{"role": "mixed"}]})
     )
@@ -57,7 +57,7 @@ def test_without_a_workload_or_machines_it_is_the_smallest_pair(unplanned, spec)
     ]
 
 
-def test_a_workload_is_planned_and_the_job_tells_it(monkeypatch, answer, node: LocalNode) -> None:
+def test_a_workload_is_planned_and_the_job_reports_it(monkeypatch, answer, node: LocalNode) -> None:
     monkeypatch.setattr(plan_search, "plan", lambda *_: answer)
     chat = deployment(workload=WORKLOAD)
     placement = decide_placement(chat)
@@ -83,7 +83,7 @@ def test_what_cannot_hold_is_refused_with_the_nearest_slo(monkeypatch, infeasibl
     assert line.startswith(f"{infeasible.reason}; ")
 
 
-def test_a_trace_that_is_not_there_is_said_at_its_field(tmp_path: Path) -> None:
+def test_a_missing_trace_is_reported_at_its_field(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"^spec.workload: "):
         decide_placement(deployment(workload={"trace": {"path": "gone.csv"}}), tmp_path)
 

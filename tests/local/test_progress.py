@@ -34,15 +34,15 @@ def of(*pods: PodView) -> DeploymentSnapshot:
     return DeploymentSnapshot("chat", 1, "", pods)
 
 
-def test_states_unlike_ready_are_named_for_people() -> None:
+def test_states_other_than_ready_have_readable_names() -> None:
     row = InstanceRow("p", "prefill", "starting", restarts=1)
     shown = local_progress.build_progress(LOADING, row, "loading weights", 107.0)
     assert shown == PodProgress("p", "prefill", "loading", 7.0, "loading weights", 1)
 
 
 def test_the_last_failure_of_an_engine_goes_with_its_pod() -> None:
-    stated = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
-    health = agent_pb2.HealthResponse(registration=stated)
+    registration = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
+    health = agent_pb2.HealthResponse(registration=registration)
     row = status.build_row(LOADING, of(LOADING), health)
     assert row.last_failure == "engine ended with status 1: oh"
     shown = local_progress.build_progress(LOADING, row, "", 107.0)
@@ -116,7 +116,7 @@ def test_a_worker_whose_engine_never_stays_up_is_given_up(folder: StateFolder) -
     )
 
 
-async def test_a_supervisor_that_started_nothing_in_time_is_told(folder: StateFolder) -> None:
+async def test_a_supervisor_that_started_nothing_in_time_is_reported(folder: StateFolder) -> None:
     folder.get_log_path("supervisor").write_text("still importing\n")
     with folder.lock():
         folder.write(of())
@@ -131,7 +131,7 @@ def test_a_pod_that_only_its_agent_calls_ready_is_late_too(folder: StateFolder) 
     assert end.reason == "not ready within 1 s: p (ready)"
 
 
-def test_what_happens_to_pods_that_were_ready_is_told() -> None:
+def test_changes_of_pods_that_were_ready_are_reported() -> None:
     back = replace(READY, restarts=1, last_exit_code=137)
     looks = list(map(of, (READY, LOADING, back, back)))
     assert [local_progress.describe_changes(*pair) for pair in pairwise(looks)] == [
@@ -141,12 +141,12 @@ def test_what_happens_to_pods_that_were_ready_is_told() -> None:
     ]
 
 
-async def test_an_old_failure_is_told_once_when_an_agent_misses_an_answer(
+async def test_an_old_failure_is_reported_once_when_an_agent_misses_a_poll(
     folder: StateFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stated = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
-    health = agent_pb2.HealthResponse(registration=stated)
-    again = agent_pb2.HealthResponse(registration=stated)
+    registration = agent_pb2.Registration(restarts=2, last_failure="engine ended with status 1: oh")
+    health = agent_pb2.HealthResponse(registration=registration)
+    again = agent_pb2.HealthResponse(registration=registration)
     again.registration.restarts = 3
     answers = iter([health, None, None, health, again])
 

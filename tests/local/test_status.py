@@ -10,5 +10,5 @@ def test_an_agent_of_a_newer_version_has_a_row() -> None:
         registration=agent_pb2.Registration(instance="x", role=9, state=9)
     )
     pod = PodView("x", "decode", "127.0.0.1:1", 1, True, 0, "", None, 0.0)
-    told = build_row(pod, DeploymentSnapshot("d", 1, "http://127.0.0.1:2"), health)
-    assert (told.role, told.state) == ("unknown_9", "unknown_9")
+    row = build_row(pod, DeploymentSnapshot("d", 1, "http://127.0.0.1:2"), health)
+    assert (row.role, row.state) == ("unknown_9", "unknown_9")

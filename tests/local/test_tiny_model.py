@@ -23,7 +23,7 @@ def test_every_token_that_the_model_knows_has_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_same_model_is_made_every_time(tmp_path: Path) -> None:
+def test_the_same_model_is_built_every_time(tmp_path: Path) -> None:
     for name in "ab":
         tiny_model.build(tmp_path / name)
     files = {path.name for path in (tmp_path / "a").iterdir()}

@@ -55,9 +55,9 @@ def cached(source: str = "org/model", **cache) -> dict:
 )
 def test_what_needs_a_cluster_is_refused_with_its_field_and_a_remedy(spec, field) -> None:
     (fault,) = faults(**spec)
-    place, _, told = fault.partition(": ")
+    place, _, message = fault.partition(": ")
     assert place == field
-    assert ";" in told, "what is wrong; what to do"
+    assert ";" in message, "what is wrong; what to do"
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ async def test_a_supervisor_that_was_killed_does_not_count_as_running(
     await start_detached(job(), unseen(), 60)
 
 
-async def test_what_does_not_fit_is_said_before_anything_starts(
+async def test_a_placement_that_does_not_fit_is_reported_before_anything_starts(
     pod: PodBuilder, job: Callable[..., LaunchPlan], free_port: int
 ) -> None:
     big = {"resources": {"requests": {"memory": "10Gi", "cpu": 2}, "limits": {"cpu": 2}}}
@@ -213,7 +213,7 @@ async def test_what_does_not_fit_is_said_before_anything_starts(
     assert port == f"port {free_port} of 127.0.0.1 is in use; choose another with --port"
 
 
-def test_a_pod_that_cannot_be_read_is_said_before_anything_starts(
+def test_an_unreadable_pod_is_reported_before_anything_starts(
     pod: PodBuilder, job: Callable[..., LaunchPlan]
 ) -> None:
     with pytest.raises(DeploymentStartError, match="pod w: '1 GB' is not a quantity"):

@@ -47,7 +47,7 @@ def pool(deployment: MakeDeployment) -> MakePool:
 
 @pytest.fixture
 def pools_of() -> MakePools:
-    """Makes all pools of a deployment, on nodes of which nothing is known unless stated."""
+    """Makes all pools of a deployment, on nodes of which nothing is known unless given."""
 
     def make(deployment: LLMDeployment, *machines: NodeTopology) -> list[InstancePool]:
         return build_pools(deployment, choose_placement(deployment), *machines)

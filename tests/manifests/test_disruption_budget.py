@@ -13,18 +13,21 @@ def spread(pool, replicas: int, nodes: int):
     return pool.model_copy(update={"spec": pool.spec.model_copy(update=update)})
 
 
-@pytest.mark.parametrize(("replicas", "kept"), [(0, 0), (1, 0), (2, 1), (5, 4)])
-def test_one_instance_at_a_time(pool, replicas, kept) -> None:
+@pytest.mark.parametrize(("replicas", "min_available"), [(0, 0), (1, 0), (2, 1), (5, 4)])
+def test_one_instance_at_a_time(pool, replicas, min_available) -> None:
     budget = build_pool_budget(spread(pool(), replicas, nodes=1))
-    assert budget["spec"]["minAvailable"] == kept
+    assert budget["spec"]["minAvailable"] == min_available
     # Kubernetes would have to ask the pool's /scale.
     assert "maxUnavailable" not in budget["spec"]
     assert budget["metadata"]["name"] == "chat-decode"
 
 
-@pytest.mark.parametrize(("replicas", "kept"), [(0, 0), (1, 0), (2, 3), (5, 12)])
-def test_pods_of_an_instance_over_nodes_count_one_by_one(pool, replicas, kept) -> None:
-    assert build_pool_budget(spread(pool(), replicas, nodes=3))["spec"]["minAvailable"] == kept
+@pytest.mark.parametrize(("replicas", "min_available"), [(0, 0), (1, 0), (2, 3), (5, 12)])
+def test_pods_of_an_instance_over_nodes_count_one_by_one(pool, replicas, min_available) -> None:
+    assert (
+        build_pool_budget(spread(pool(), replicas, nodes=3))["spec"]["minAvailable"]
+        == min_available
+    )
 
 
 def test_it_speaks_of_all_pods_of_the_pool_and_of_no_other(pool) -> None:

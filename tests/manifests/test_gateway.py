@@ -50,7 +50,7 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
     ]
 
 
-def test_the_gateway_takes_the_address_it_is_told(deployment) -> None:
+def test_the_gateway_listens_on_its_configured_address(deployment) -> None:
     pod = build_gateway_pod(deployment(), host="127.0.0.1", port=9999, internal_port=9)
     gateway = container(pod)
     assert gateway["command"][3:7] == ["--host", "127.0.0.1", "--port", "9999"]
@@ -73,7 +73,7 @@ def test_the_gateway_is_confined_like_workers_are(deployment, pool) -> None:
     assert container(gateway)["securityContext"] == container(worker)["securityContext"]
 
 
-def test_in_a_cluster_there_are_two_unless_stated_and_one_more_while_they_are_replaced(
+def test_a_cluster_runs_two_gateways_by_default_and_one_more_during_a_rollout(
     deployment,
 ) -> None:
     spec = build_gateway_deployment(deployment())["spec"]
@@ -142,10 +142,10 @@ def test_trained_lengths_come_from_a_config_map(deployment) -> None:
 
 def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     chat = deployment(gateway={"tlsSecret": "chat-tls"})
-    made = build_gateway_deployment(chat)["spec"]["template"]
-    gateway = container(made)
+    template = build_gateway_deployment(chat)["spec"]["template"]
+    gateway = container(template)
     mount = gateway["volumeMounts"][-1]
-    assert made["spec"]["volumes"][-1]["secret"]["secretName"] == "chat-tls"
+    assert template["spec"]["volumes"][-1]["secret"]["secretName"] == "chat-tls"
     for flag, file in (("--tls-cert", "tls.crt"), ("--tls-key", "tls.key")):
         assert option(gateway["command"], flag) == f"{mount['mountPath']}/{file}"
     assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
@@ -155,7 +155,7 @@ def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     assert build_url(chat) == "https://chat.llm.svc/v1"
 
 
-def test_traces_and_the_access_log_are_asked_for(deployment) -> None:
+def test_traces_and_the_access_log_are_enabled(deployment) -> None:
     collector = "http://collector:4317"
     chat = deployment(gateway={"tracing": {"endpoint": collector}, "accessLog": True})
     line = container(build_gateway_pod(chat))["command"]
@@ -178,7 +178,7 @@ def test_an_endpoint_picker_is_a_second_port_of_the_service(deployment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "flags", "spoken"),
+    ("spec", "flags", "spoken"),
     [
         ({}, [], "http2"),
         ({"endpointPickerPlain": True}, ["--endpoint-picker-plain"], "kubernetes.io/h2c"),
@@ -190,18 +190,16 @@ def test_an_endpoint_picker_is_a_second_port_of_the_service(deployment) -> None:
     ],
     ids=["its own certificate", "without TLS", "a Secret's"],
 )
-def test_an_endpoint_picker_speaks_tls_unless_it_is_told_otherwise(
-    deployment, stated, flags, spoken
-) -> None:
-    chat = deployment(gateway={"endpointPicker": True, **stated})
-    made = build_gateway_deployment(chat)["spec"]["template"]
-    mounted = container(made)["volumeMounts"][-1]["mountPath"]
-    given = container(made)["command"]
+def test_an_endpoint_picker_uses_tls_by_default(deployment, spec, flags, spoken) -> None:
+    chat = deployment(gateway={"endpointPicker": True, **spec})
+    template = build_gateway_deployment(chat)["spec"]["template"]
+    mounted = container(template)["volumeMounts"][-1]["mountPath"]
+    given = container(template)["command"]
     after = given[given.index("--endpoint-picker-port") + 2 :]
     assert after == [flag.format(mounted) for flag in flags]
     assert build_gateway_service(chat)["spec"]["ports"][-1]["appProtocol"] == spoken
-    if "endpointPickerTlsSecret" in stated:
-        assert made["spec"]["volumes"][-1]["secret"]["secretName"] == "picker"
+    if "endpointPickerTlsSecret" in spec:
+        assert template["spec"]["volumes"][-1]["secret"]["secretName"] == "picker"
 
 
 def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> None:
@@ -209,20 +207,20 @@ def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> 
         deployment(gateway={"endpointPicker": True, "tlsSecret": "chat-tls"})
 
 
-def test_the_image_is_the_stated_one_or_cleaves_own_from_where_the_operator_says(
+def test_the_image_is_the_specified_one_or_the_operators_default(
     deployment,
 ) -> None:
     def image(**gateway: str) -> str:
-        made = build_gateway_deployment(
+        template = build_gateway_deployment(
             deployment(gateway=gateway), image_prefix="registry.example/"
         )
-        return container(made["spec"]["template"])["image"]
+        return container(template["spec"]["template"])["image"]
 
     assert image(image="mine:1") == "mine:1"
     assert image().startswith("registry.example/cleave-gateway:")
 
 
-def test_the_gateway_is_told_which_prompts_decode_instances_may_compute(deployment) -> None:
+def test_the_gateway_gets_the_prompt_limit_of_decode_instances(deployment) -> None:
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, whole_below_tokens=256)
     alone = container(build_gateway_pod(deployment(), plan=plan))["command"]
     assert ("--whole-below", "256") in pairwise(alone)
@@ -232,11 +230,11 @@ def test_the_gateway_is_told_which_prompts_decode_instances_may_compute(deployme
     assert "--whole-below" not in container(build_gateway_pod(deployment()))["command"]
 
 
-def test_the_gateway_is_told_which_prompts_are_moved_while_they_are_computed(deployment) -> None:
+def test_the_gateway_gets_the_prompt_limit_of_overlapped_prefill(deployment) -> None:
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, ahead_from_tokens=512)
     engine = {"connector": "Cleave", "transfer": "Auto"}
-    told = container(build_gateway_pod(deployment(engine=engine), plan=plan))["command"]
-    assert ("--ahead-from", "512") in pairwise(told)
+    command = container(build_gateway_pod(deployment(engine=engine), plan=plan))["command"]
+    assert ("--ahead-from", "512") in pairwise(command)
     for others in (
         build_gateway_pod(deployment(engine=engine)),
         build_gateway_pod(deployment(engine=engine | {"transfer": "PerLayer"}), plan=plan),

@@ -74,7 +74,7 @@ def test_followers_find_their_leader_by_name(spread_pool) -> None:
     assert option(worker["command"], "--leader") == "$(CLEAVE_LEADER):9000"
 
 
-def test_nobody_takes_a_follower_for_an_instance(spread_pool) -> None:
+def test_a_follower_is_not_selected_as_an_instance(spread_pool) -> None:
     pool = spread_pool()
     (follower,) = build_node_pods(pool, build_worker_pod(pool, "x"))
     labels = follower["metadata"]["labels"]
@@ -135,9 +135,9 @@ def test_emulated_engines_are_never_spread(spread_pool) -> None:
 
 
 def test_a_leader_worker_set_is_one_instance_that_is_replaced_as_a_whole(spread_pool) -> None:
-    made = build_leader_worker_set(spread_pool(), "x")
-    spec, group = made["spec"], made["spec"]["leaderWorkerTemplate"]
-    assert (made["metadata"]["name"], spec["replicas"], group["size"]) == ("x", 1, 2)
+    leader_worker_set = build_leader_worker_set(spread_pool(), "x")
+    spec, group = leader_worker_set["spec"], leader_worker_set["spec"]["leaderWorkerTemplate"]
+    assert (leader_worker_set["metadata"]["name"], spec["replicas"], group["size"]) == ("x", 1, 2)
     assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
@@ -157,7 +157,7 @@ def test_a_leader_worker_set_has_the_pods_that_there_would_be_without(spread_poo
     assert worker["resources"] == container(follower["spec"])["resources"]
 
 
-def test_a_set_cannot_send_its_followers_to_unlike_cells(spread_pool, pool) -> None:
+def test_a_set_cannot_place_its_followers_in_different_cells(spread_pool, pool) -> None:
     assert supports_leader_worker_set(spread_pool())
     assert supports_leader_worker_set(spread_pool(CLIQUE, cells=True))
     assert not supports_leader_worker_set(spread_pool(cells=True))

@@ -84,14 +84,14 @@ def test_a_default_that_is_written_out_leaves_the_revision(deployment) -> None:
     assert hash_revision(spelled_out) == hash_revision(deployment())
 
 
-def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
+def test_the_revision_follows_cleaves_version_unless_an_image_is_given(
     deployment, monkeypatch
 ) -> None:
-    stated = deployment(engine={"image": "registry.example/vllm:1"})
-    before = hash_revision(deployment()), hash_revision(stated)
+    declared = deployment(engine={"image": "registry.example/vllm:1"})
+    before = hash_revision(deployment()), hash_revision(declared)
     monkeypatch.setattr("cleave.distribution.get_version", lambda: "99.0")
     assert hash_revision(deployment()) != before[0]
-    assert hash_revision(stated) == before[1]
+    assert hash_revision(declared) == before[1]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_revision_follows_cleaves_version_unless_the_image_is_stated(
         {"engine": {"env": [{"name": "A"}]}},
     ],
 )
-def test_what_makes_kv_unlike_makes_another_revision(deployment, spec) -> None:
+def test_incompatible_kv_makes_another_revision(deployment, spec) -> None:
     assert hash_revision(deployment(**spec)) != hash_revision(deployment())
 
 
@@ -133,43 +133,54 @@ def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
     assert mixed.spec.revision == hash_revision(deployment())
 
 
-@pytest.mark.parametrize("stated", ["--max-num-seqs=7", "--max_num_seqs"])
-def test_limits_that_the_user_states_are_left_alone(deployment, stated) -> None:
+@pytest.mark.parametrize("limits", ["--max-num-seqs=7", "--max_num_seqs"])
+def test_limits_that_the_user_states_are_left_alone(deployment, limits) -> None:
     chat = deployment(
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]},
-        engine={"args": [stated]},
+        engine={"args": [limits]},
     )
     (mixed,) = build_pools(chat, choose_placement(chat))
-    assert mixed.spec.engine.args == ["--max-num-batched-tokens", "512", stated]
+    assert mixed.spec.engine.args == ["--max-num-batched-tokens", "512", limits]
 
 
-def test_status_tells_plan_predictions_and_at_most_three_alternatives(deployment, answer) -> None:
+def test_status_contains_plan_predictions_and_at_most_three_alternatives(
+    deployment, answer
+) -> None:
     placement = Placement(answer.selected.pools, answer.reason, answer)
-    told = build_selected_plan(deployment(), placement)
-    assert (told.verdict, told.gpus) == ("Disaggregate", answer.selected.gpus)
-    assert told.predicted.goodput == answer.selected.prediction.goodput
-    # 239.787...: four digits are told.
-    assert told.predicted.ttft_ms.p90 == 239.8
-    assert len(told.alternatives) == 3
-    assert SelectedPlan.model_validate_json(told.model_dump_json()) == told
+    selected_plan = build_selected_plan(deployment(), placement)
+    assert (selected_plan.verdict, selected_plan.gpus) == ("Disaggregate", answer.selected.gpus)
+    assert selected_plan.predicted.goodput == answer.selected.prediction.goodput
+    # 239.787...: four digits are written.
+    assert selected_plan.predicted.ttft_ms.p90 == 239.8
+    assert len(selected_plan.alternatives) == 3
+    assert SelectedPlan.model_validate_json(selected_plan.model_dump_json()) == selected_plan
 
 
 def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
-    told = build_selected_plan(chat, choose_placement(chat))
-    assert (told.verdict, told.predicted, told.alternatives) == (None, None, [])
-    assert told.reason == "set in spec.placement.manual"
-    assert told.pools == [ManualPool(role=Role.MIXED)]
-    assert told.algorithm == ""
+    selected_plan = build_selected_plan(chat, choose_placement(chat))
+    assert (selected_plan.verdict, selected_plan.predicted, selected_plan.alternatives) == (
+        None,
+        None,
+        [],
+    )
+    assert selected_plan.reason == "set in spec.placement.manual"
+    assert selected_plan.pools == [ManualPool(role=Role.MIXED)]
+    assert selected_plan.algorithm == ""
 
 
-def test_status_tells_pools_from_which_the_placement_can_be_made_again(deployment, answer) -> None:
-    told = build_selected_plan(
+def test_the_placement_can_be_rebuilt_from_the_pools_in_status(deployment, answer) -> None:
+    selected_plan = build_selected_plan(
         deployment(), Placement(answer.selected.pools, answer.reason, answer)
     )
-    assert (told.algorithm, len(told.pools)) == ("Algorithm 2", len(answer.selected.pools))
-    by_hand = [pool.model_dump(mode="json", exclude_none=True) for pool in told.pools]
-    again = choose_placement(deployment(placement={"manual": by_hand}))
+    assert (selected_plan.algorithm, len(selected_plan.pools)) == (
+        "Algorithm 2",
+        len(answer.selected.pools),
+    )
+    manual_placement = [
+        pool.model_dump(mode="json", exclude_none=True) for pool in selected_plan.pools
+    ]
+    again = choose_placement(deployment(placement={"manual": manual_placement}))
     assert [replace(pool, batching=None) for pool in answer.selected.pools] == list(again.pools)
 
 

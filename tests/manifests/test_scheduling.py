@@ -62,12 +62,12 @@ def test_without_a_template_pods_may_go_anywhere(pool) -> None:
     [("A100-SXM-80GB", "NVIDIA-A100-SXM4-80GB"), ("our-own-gpu", "our-own-gpu")],
 )
 def test_a_kind_of_gpu_asks_for_nodes_with_its_label(pool, gpu, label) -> None:
-    stated = pool(placement={"manual": [{"role": "decode", "gpu": gpu}]})
-    assert spec(stated)["nodeSelector"] == {"nvidia.com/gpu.product": label}
-    assert "nodeSelector" not in spec(stated, device="cpu")
+    declared = pool(placement={"manual": [{"role": "decode", "gpu": gpu}]})
+    assert spec(declared)["nodeSelector"] == {"nvidia.com/gpu.product": label}
+    assert "nodeSelector" not in spec(declared, device="cpu")
 
 
-def test_roles_may_be_on_unlike_gpus(deployment, pools_of) -> None:
+def test_roles_may_be_on_different_gpus(deployment, pools_of) -> None:
     manual = [{"role": "prefill", "gpu": "H100"}, {"role": "decode", "gpu": "A100-80GB"}]
     prefill, decode = pools_of(deployment(placement={"manual": manual}))
     assert [spec(pool)["nodeSelector"]["nvidia.com/gpu.product"] for pool in (prefill, decode)] == [
@@ -77,20 +77,20 @@ def test_roles_may_be_on_unlike_gpus(deployment, pools_of) -> None:
 
 
 def test_a_selector_by_hand_comes_before_the_kind_of_gpu(pool) -> None:
-    stated = pool(
+    declared = pool(
         placement={"manual": [{"role": "decode", "gpu": "H100"}]},
         template={"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"}},
     )
-    assert spec(stated)["nodeSelector"] == {
+    assert spec(declared)["nodeSelector"] == {
         "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"
     }
 
 
 def test_emulated_engines_run_on_any_node(pool) -> None:
-    stated = pool(
+    declared = pool(
         placement={"manual": [{"role": "decode", "gpu": "H100"}]}, engine={"type": "Emulated"}
     )
-    assert "nodeSelector" not in spec(stated)
+    assert "nodeSelector" not in spec(declared)
 
 
 def test_instances_that_may_be_anywhere_had_better_be_near_each_other(pool) -> None:
@@ -155,8 +155,8 @@ def test_the_first_pod_of_a_cell_can_be_scheduled(deployment, pools_of) -> None:
     # Kubernetes lets a pod that asks for its own like be the first of them.
     prefill, _ = pools_of(deployment(placement=cells()))
     pod = build_worker_pod(prefill, "x", cell=3)
-    _, wanted = required(pod["spec"])
-    assert wanted.items() <= pod["metadata"]["labels"].items()
+    _, term = required(pod["spec"])
+    assert term.items() <= pod["metadata"]["labels"].items()
     assert pod["metadata"]["labels"]["cleave.dev/cell"] == "3"
 
 

@@ -1,4 +1,4 @@
-"""Scheduling as workers are told it."""
+"""Scheduling arguments of workers."""
 
 import json
 
@@ -12,7 +12,7 @@ from cleave.policy.prompt_order import PrefillOrder
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import RoleSchedulingConfig, parse
 
-STATED = {
+DECLARED = {
     "order": "ShortestFirst",
     "sortedPrompts": 8,
     "longPromptTokens": 512,
@@ -22,10 +22,10 @@ STATED = {
 }
 
 
-def test_each_role_is_told_what_its_phases_need() -> None:
-    told = parse(json.dumps(build_scheduling_args(Scheduling.model_validate(STATED))))
+def test_each_role_gets_the_settings_of_its_phases() -> None:
+    parsed = parse(json.dumps(build_scheduling_args(Scheduling.model_validate(DECLARED))))
     prompts = RoleSchedulingConfig(PrefillOrder.SJF, 8, long_prefill_token_threshold=512)
-    assert told == {
+    assert parsed == {
         agent_pb2.ROLE_PREFILL: RoleSchedulingConfig(
             PrefillOrder.SJF, 8, max_num_batched_tokens=4096, long_prefill_token_threshold=512
         ),
@@ -42,18 +42,18 @@ def test_each_role_is_told_what_its_phases_need() -> None:
     }
 
 
-def test_what_is_not_stated_is_as_the_engine_does_it() -> None:
+def test_omitted_fields_follow_the_engines_defaults() -> None:
     assert set(parse(json.dumps(build_scheduling_args(Scheduling()))).values()) == {
         RoleSchedulingConfig()
     }
 
 
-def test_workers_are_told_on_their_command_line_and_only_when_it_is_stated(deployment) -> None:
-    plain, chat = deployment(), deployment(engine={"scheduling": STATED})
-    for given, is_told in ((plain, False), (chat, True)):
+def test_workers_get_the_flag_only_when_the_field_is_set(deployment) -> None:
+    plain, chat = deployment(), deployment(engine={"scheduling": DECLARED})
+    for given, is_passed in ((plain, False), (chat, True)):
         pool = build_pools(given, choose_placement(given))[0]
         line = build_agent_command(pool, "w-0")
-        assert ("--scheduling" in line) is is_told
+        assert ("--scheduling" in line) is is_passed
     assert json.loads(line[line.index("--scheduling") + 1]) == build_scheduling_args(
         chat.spec.engine.scheduling
     )

@@ -5,7 +5,7 @@ import pytest
 from cleave.manifests.worker import build_agent_command, build_worker_pod
 
 
-def made(pool, model):
+def build_pod(pool, model):
     pod = build_worker_pod(pool(model=model), 0)
     (worker,) = pod["spec"]["containers"]
     return pod, worker
@@ -35,13 +35,13 @@ def hub(worker) -> str | None:
     ],
 )
 def test_every_mount_has_its_volume(pool, model) -> None:
-    pod, worker = made(pool, model)
+    pod, worker = build_pod(pool, model)
     mounts = [mount["name"] for mount in worker["volumeMounts"]]
     assert mounts == [volume["name"] for volume in pod["spec"]["volumes"]]
 
 
 def test_shared_memory_is_as_large_as_memory(pool) -> None:
-    pod, worker = made(pool, "org/model")
+    pod, worker = build_pod(pool, "org/model")
     volume = next(each for each in pod["spec"]["volumes"] if each["name"] == "shm")
     mount = next(each for each in worker["volumeMounts"] if each["name"] == "shm")
     assert volume["emptyDir"] == {"medium": "Memory"}
@@ -49,13 +49,13 @@ def test_shared_memory_is_as_large_as_memory(pool) -> None:
 
 
 def test_without_a_cache_nothing_outlives_the_pod(pool) -> None:
-    pod, worker = made(pool, "org/model")
+    pod, worker = build_pod(pool, "org/model")
     assert all("emptyDir" in volume for volume in pod["spec"]["volumes"])
     assert hub(worker) is None
 
 
 def test_a_model_in_a_folder_is_mounted_where_it_lies(pool) -> None:
-    volume, mount = model_volume(*made(pool, "/models/llama"))
+    volume, mount = model_volume(*build_pod(pool, "/models/llama"))
     assert volume["hostPath"] == {"path": "/models/llama", "type": "Directory"}
     assert mount == {"name": "model", "mountPath": "/models/llama", "readOnly": True}
     assert loaded(pool, "/models/llama") == "/models/llama"
@@ -63,23 +63,23 @@ def test_a_model_in_a_folder_is_mounted_where_it_lies(pool) -> None:
 
 def test_a_folder_of_the_node_may_lie_elsewhere_than_the_model_says(pool) -> None:
     model = {"source": "/llama", "cache": {"hostPath": {"path": "/mnt/disk/llama"}}}
-    volume, mount = model_volume(*made(pool, model))
+    volume, mount = model_volume(*build_pod(pool, model))
     assert volume["hostPath"] == {"path": "/mnt/disk/llama", "type": "Directory"}
     assert (mount["mountPath"], loaded(pool, model)) == ("/llama", "/llama")
 
 
-def test_downloads_are_kept_in_a_folder_of_the_node(pool) -> None:
+def test_downloads_are_cached_in_a_folder_of_the_node(pool) -> None:
     model = {"source": "org/model", "cache": {"hostPath": {"path": "/var/models"}}}
-    pod, worker = made(pool, model)
+    pod, worker = build_pod(pool, model)
     volume, mount = model_volume(pod, worker)
     assert volume["hostPath"] == {"path": "/var/models", "type": "DirectoryOrCreate"}
     assert mount == {"name": "model", "mountPath": "/var/models"}
     assert (hub(worker), loaded(pool, model)) == ("/var/models", "org/model")
 
 
-def test_downloads_are_kept_in_a_volume(pool) -> None:
+def test_downloads_are_cached_in_a_volume(pool) -> None:
     model = {"source": "org/model", "cache": {"persistentVolumeClaim": {"claimName": "models"}}}
-    pod, worker = made(pool, model)
+    pod, worker = build_pod(pool, model)
     volume, mount = model_volume(pod, worker)
     assert volume["persistentVolumeClaim"] == {"claimName": "models"}
     assert "readOnly" not in mount
@@ -89,14 +89,14 @@ def test_downloads_are_kept_in_a_volume(pool) -> None:
 def test_a_volume_that_is_only_read_is_mounted_so(pool) -> None:
     claim = {"claimName": "models", "readOnly": True}
     model = {"source": "org/model", "cache": {"persistentVolumeClaim": claim}}
-    volume, mount = model_volume(*made(pool, model))
+    volume, mount = model_volume(*build_pod(pool, model))
     assert volume["persistentVolumeClaim"] == claim
     assert mount["readOnly"] is True
 
 
 def test_a_folder_may_be_a_volume(pool) -> None:
     model = {"source": "/llama", "cache": {"persistentVolumeClaim": {"claimName": "models"}}}
-    pod, worker = made(pool, model)
+    pod, worker = build_pod(pool, model)
     _, mount = model_volume(pod, worker)
     assert mount == {"name": "model", "mountPath": "/llama", "readOnly": True}
     assert hub(worker) is None
@@ -105,7 +105,7 @@ def test_a_folder_may_be_a_volume(pool) -> None:
 @pytest.mark.parametrize(("source", "folder"), [("org/model", "/model"), ("/llama", "/llama")])
 def test_a_model_in_an_image_is_loaded_from_where_it_is_mounted(pool, source, folder) -> None:
     model = {"source": source, "revision": "v2", "cache": {"image": {"reference": "llama:1"}}}
-    volume, mount = model_volume(*made(pool, model))
+    volume, mount = model_volume(*build_pod(pool, model))
     assert volume["image"] == {"reference": "llama:1"}
     assert mount == {"name": "model", "mountPath": folder, "readOnly": True}
     assert loaded(pool, model) == folder
@@ -116,9 +116,9 @@ def test_a_model_in_an_image_is_loaded_from_where_it_is_mounted(pool, source, fo
 
 def test_a_users_own_hub_folder_comes_before_the_caches(pool) -> None:
     cache = {"hostPath": {"path": "/var/models"}}
-    stated = pool(
+    declared = pool(
         model={"source": "org/model", "cache": cache},
         engine={"env": [{"name": "HF_HOME", "value": "/mine"}]},
     )
-    (worker,) = build_worker_pod(stated, 0)["spec"]["containers"]
+    (worker,) = build_worker_pod(declared, 0)["spec"]["containers"]
     assert [each["value"] for each in worker["env"] if each["name"] == "HF_HOME"] == ["/mine"]

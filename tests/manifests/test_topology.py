@@ -27,20 +27,22 @@ def nodes(one, *others, room: int = 8, **machines) -> int:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "taken"),
+    ("tensor", "pipeline", "expected_nodes"),
     [
         (8, 1, 1),
         (8, 2, 2),
         (4, 2, 1),
-        (4, 3, 3),  # two stages here and one there would be unlike shares
+        (4, 3, 3),  # two stages on one node and one on another would be different shares
         (4, 4, 2),
         (16, 1, 2),
         (12, 1, 2),
         (2, 7, 7),  # seven stages are shared alike by one or seven
     ],
 )
-def test_an_instance_takes_the_fewest_nodes_that_share_it_alike(tensor, pipeline, taken) -> None:
-    assert nodes(pool(tensor, pipeline)) == taken
+def test_an_instance_takes_the_fewest_nodes_that_share_it_alike(
+    tensor, pipeline, expected_nodes
+) -> None:
+    assert nodes(pool(tensor, pipeline)) == expected_nodes
 
 
 def test_nothing_is_spread_where_nothing_is_known_of_nodes() -> None:
@@ -72,7 +74,7 @@ def test_a_cell_in_a_clique_is_not_bound_to_a_node() -> None:
     assert nodes(prefill, decode, room=4, domain=CLIQUE) == 1
 
 
-def test_as_many_cells_as_fit_a_node_are_taken_together() -> None:
+def test_as_many_cells_as_fit_a_node_are_grouped() -> None:
     prefill, decode = pool(1, per_cell=2, role=Role.PREFILL), pool(1, per_cell=1)
     assert count_cells_per_node((prefill, decode), NodeTopology({H100: 8})) == 2
     assert count_cells_per_node((prefill, decode), NodeTopology({H100: 2})) == 1
@@ -94,15 +96,15 @@ def test_where_a_cell_ends_is_not_known_of_cliques_unknown_nodes_and_plans_witho
     room=st.integers(1, 16),
 )
 def test_every_node_gets_equally_many_ranks_and_no_more_than_it_has(tensor, pipeline, room) -> None:
-    taken = nodes(pool(tensor, pipeline), room=room)
-    ranks, rest = divmod(tensor * pipeline, taken)
+    occupied = nodes(pool(tensor, pipeline), room=room)
+    ranks, rest = divmod(tensor * pipeline, occupied)
     assert rest == 0
     assert ranks <= room
     assert ranks % tensor == 0 or tensor % ranks == 0
 
 
 @pytest.mark.parametrize(
-    ("taken", "wanted", "found"),
+    ("occupied", "expected", "found"),
     [
         ([], 3, [0, 0, 1]),
         ([0, 0, 1, 1], 1, [2]),
@@ -112,17 +114,17 @@ def test_every_node_gets_equally_many_ranks_and_no_more_than_it_has(tensor, pipe
         ([5], 0, []),
     ],
 )
-def test_new_instances_fill_the_first_cells_that_lack_one(taken, wanted, found) -> None:
-    assert assign_cells(taken, 2, wanted) == found
+def test_new_instances_fill_the_first_cells_that_lack_one(occupied, expected, found) -> None:
+    assert assign_cells(occupied, 2, expected) == found
 
 
 @given(
-    taken=st.lists(st.integers(0, 20), max_size=30),
+    occupied=st.lists(st.integers(0, 20), max_size=30),
     per_cell=st.integers(1, 4),
-    wanted=st.integers(0, 30),
+    expected=st.integers(0, 30),
 )
-def test_no_cell_gets_more_than_belong_there(taken, per_cell, wanted) -> None:
-    found = assign_cells(taken, per_cell, wanted)
-    assert len(found) == wanted
+def test_no_cell_gets_more_than_belong_there(occupied, per_cell, expected) -> None:
+    found = assign_cells(occupied, per_cell, expected)
+    assert len(found) == expected
     for cell in found:
-        assert [*taken, *found].count(cell) <= per_cell
+        assert [*occupied, *found].count(cell) <= per_cell

@@ -31,7 +31,7 @@ def test_a_connector_is_named_where_it_is_not_vllms_own(pool) -> None:
     assert "--transfer" not in line
 
 
-def test_the_time_of_a_transfer_is_told_where_it_is_not_after_the_prefill(pool) -> None:
+def test_the_transfer_mode_is_given_when_it_is_not_the_default(pool) -> None:
     line = build_agent_command(pool(engine={"connector": "Cleave", "transfer": "PerLayer"}), "x")
     assert option(line, "--transfer") == "perlayer"
 
@@ -70,7 +70,7 @@ def test_the_command_line_is_the_agents(pool) -> None:
     ]
 
 
-def test_the_agent_is_told_the_cell_of_its_pod_if_it_has_one(pool) -> None:
+def test_the_agent_gets_the_cell_of_its_pod(pool) -> None:
     assert option(container(build_worker_pod(pool(), 0, cell=0))["command"], "--cell") == "0"
     assert "--cell" not in container(build_worker_pod(pool(), 0))["command"]
 
@@ -131,7 +131,7 @@ def test_pods_learn_their_address_and_where_the_agents_are(pool) -> None:
     ]
 
 
-def test_what_pods_are_told_of_themselves_nobody_may_state_otherwise(pool) -> None:
+def test_the_environment_set_by_cleave_cannot_be_overridden(pool) -> None:
     found = container(build_worker_pod(pool(), 0))["env"]
     assert {each["name"] for each in found} <= set(RESERVED_ENV)
 
@@ -203,12 +203,12 @@ def test_pods_share_no_parts_that_one_could_change_for_all(pool) -> None:
     assert json.dumps(second) == before
 
 
-def test_the_image_comes_from_where_the_operator_says_unless_it_is_stated(pool) -> None:
+def test_the_image_is_the_operators_default_unless_given(pool) -> None:
     prefix = "registry.example/team/"
     own = container(build_worker_pod(pool(), 0, image_prefix=prefix))["image"]
     assert own.startswith("registry.example/team/cleave-worker-cuda:")
-    stated = pool(engine={"image": "vllm:1"})
-    assert container(build_worker_pod(stated, 0, image_prefix=prefix))["image"] == "vllm:1"
+    declared = pool(engine={"image": "vllm:1"})
+    assert container(build_worker_pod(declared, 0, image_prefix=prefix))["image"] == "vllm:1"
 
 
 def test_a_key_comes_from_a_secret(pool) -> None:

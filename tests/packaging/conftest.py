@@ -41,7 +41,7 @@ def render(helm: str, chart: Path) -> Render:
 
     def run(*values: str, namespace: str = "cleave-system", release: str = "cleave") -> Any:
         sets = [part for value in values for part in ("--set", value)]
-        told = subprocess.run(
+        completed = subprocess.run(
             [
                 *(helm, "template", release, str(chart), "--namespace", namespace),
                 *("--kube-version", "1.30.0", *sets),
@@ -51,7 +51,7 @@ def render(helm: str, chart: Path) -> Render:
             timeout=60,
             check=True,
         )
-        return [found for found in yaml.safe_load_all(told.stdout) if found]
+        return [found for found in yaml.safe_load_all(completed.stdout) if found]
 
     return run
 

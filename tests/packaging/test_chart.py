@@ -32,8 +32,8 @@ def operator(manifests):
 
 def test_the_chart_is_of_this_version(chart) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    stated = yaml.safe_load((chart / "Chart.yaml").read_text())
-    assert stated["version"] == stated["appVersion"] == project["version"]
+    chart_file = yaml.safe_load((chart / "Chart.yaml").read_text())
+    assert chart_file["version"] == chart_file["appVersion"] == project["version"]
 
 
 def test_the_schema_knows_every_value(chart) -> None:
@@ -52,10 +52,10 @@ def test_the_schema_knows_every_value(chart) -> None:
 
 
 def test_helm_finds_nothing_to_complain_about(helm, chart) -> None:
-    told = subprocess.run(
+    completed = subprocess.run(
         [helm, "lint", "--strict", str(chart)], capture_output=True, text=True, timeout=60
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_plain_manifests_are_what_the_chart_renders(helm, scripts) -> None:
     assert scripts.render(helm) == (ROOT / "manifests" / "cleave.yaml").read_text()
 
 
-def test_the_crds_come_with_the_release_unless_told_otherwise(render) -> None:
+def test_the_crds_come_with_the_release_by_default(render) -> None:
     crds = find(render(), "CustomResourceDefinition")
     assert {each["metadata"]["annotations"]["helm.sh/resource-policy"] for each in crds} == {"keep"}
     assert len(crds) == 2
@@ -136,7 +136,7 @@ def test_two_releases_share_no_name(render) -> None:
     assert not names("cleave", "a") & names("other", "b")
 
 
-def test_what_nodes_do_not_tell_of_themselves_reaches_the_planner(render, tmp_path) -> None:
+def test_configured_node_facts_reach_the_planner(render, tmp_path) -> None:
     manifests = render(
         "planning.network.kind=Ethernet",
         "planning.network.bandwidthGbps=25",
@@ -155,7 +155,7 @@ def test_what_nodes_do_not_tell_of_themselves_reaches_the_planner(render, tmp_pa
     assert "--cluster=/etc/cleave/planning/cluster.yaml" in operator(manifests)["args"]
 
 
-def test_nodes_without_gpus_compute_on_cores_when_told_so(render) -> None:
+def test_nodes_without_gpus_compute_on_cores_when_configured(render) -> None:
     assert "--device=cpu" in operator(render("workers.device=cpu"))["args"]
 
 
@@ -217,10 +217,10 @@ def test_the_guides_policy_lets_prometheus_reach_the_port_of_engines_only(render
 
 
 @pytest.mark.parametrize("isolated", ["true", "false"])
-def test_who_turns_pod_monitors_on_is_told_that_workers_are_closed(
+def test_enabled_pod_monitors_print_a_note_on_worker_network_policies(
     helm, chart, tmp_path, isolated: str
 ) -> None:
-    told = subprocess.run(
+    output = subprocess.run(
         [
             *(helm, "install", "cleave", str(chart), "--dry-run=client"),
             *("--set", f"metrics.podMonitor.enabled=true,networkPolicy.workers={isolated}"),
@@ -231,6 +231,6 @@ def test_who_turns_pod_monitors_on_is_told_that_workers_are_closed(
         check=True,
         env={"HOME": str(tmp_path), "KUBECONFIG": "/dev/null"},
     ).stdout
-    notes = told.partition("NOTES:")[2]
+    notes = output.partition("NOTES:")[2]
     assert notes
     assert ("Prometheus does not reach engines yet" in notes) is (isolated == "true")

@@ -47,7 +47,7 @@ def test_every_module_that_is_compiled_is_there(module: str) -> None:
     assert find_path(module).exists()
 
 
-def test_whatever_inherits_from_compiled_classes_is_compiled_as_well() -> None:
+def test_subclasses_of_compiled_classes_are_compiled() -> None:
     left_out = []
     for path in (ROOT / "operator" / "cleave").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT / "operator").with_suffix("").parts)

@@ -168,7 +168,7 @@ def test_a_container_answers_on_its_pods_address_and_where_port_forward_dials(
 
 
 @pytest.mark.parametrize("program", ["operator", "gateway", "worker", "follower"])
-def test_a_container_that_is_told_to_end_while_it_starts_ends_at_once(
+def test_a_container_that_is_terminated_during_its_start_ends_at_once(
     specs: dict[str, Manifest], start: Callable[..., Started], program: str
 ) -> None:
     process, main = start_in_pod(specs[program], start)

@@ -83,9 +83,9 @@ def test_the_image_for_gpus_installs_the_packages_for_rdma() -> None:
 
 def test_the_operators_machine_code_is_for_the_cpu_that_it_asks_for() -> None:
     (warming,) = [line for line in stages()["build-operator"][1] if "simulator.warm" in line]
-    asked = "NUMBA_CPU_NAME=generic"
-    assert asked in warming
-    assert f"ENV {asked}" in stages()["operator"][1]
+    setting = "NUMBA_CPU_NAME=generic"
+    assert setting in warming
+    assert f"ENV {setting}" in stages()["operator"][1]
     assert "XDG_CACHE_HOME=/opt/cleave/share" in warming, "below the prefix of its Python"
 
 

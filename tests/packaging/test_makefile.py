@@ -44,6 +44,6 @@ def test_an_environment_that_has_vllm_keeps_it(clone) -> None:
 def test_help_has_every_rule_that_says_what_it_does(clone) -> None:
     done = subprocess.run(["make", "help"], cwd=clone, capture_output=True, text=True, check=True)
     listed = [line.split()[0] for line in done.stdout.splitlines()]
-    told = re.findall(r"^([\w-]+):.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert listed == told
+    documented = re.findall(r"^([\w-]+):.* ## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed == documented
     assert {"run", "test", "e2e", "setup"} <= {*listed}

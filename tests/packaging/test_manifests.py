@@ -107,7 +107,7 @@ def test_the_operator_binds_one_role_which_reads_addresses_only(plain) -> None:
     }
 
 
-def test_whatever_the_operator_watches_it_may_list_and_watch(plain) -> None:
+def test_the_operator_may_list_and_watch_all_it_watches(plain) -> None:
     granted = {
         key: verbs for role in plain if "rules" in role for key, verbs in rights(role).items()
     }
@@ -173,17 +173,17 @@ def test_the_manifests_bring_their_namespace_which_allows_restricted_pods_only(p
 
 @pytest.mark.parametrize("folder", ["charts/cleave/files/crds", "manifests"])
 def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder) -> None:
-    wanted = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").iterdir())]
+    expected = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").iterdir())]
     carried = [
         document
         for path in sorted((ROOT / folder).glob("*.yaml"))
         for document in yaml.safe_load_all(path.read_text())
         if document["kind"] == "CustomResourceDefinition"
     ]
-    assert len(carried) == len(wanted) == 2
-    for there, want in zip(carried, wanted, strict=True):
-        assert there["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
-        assert there == want
+    assert len(carried) == len(expected) == 2
+    for carried_one, want in zip(carried, expected, strict=True):
+        assert carried_one["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert carried_one == want
 
 
 def test_removing_the_operators_manifest_keeps_the_crds(plain) -> None:
@@ -211,7 +211,7 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
             "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
         }
     )
-    made = {
+    built = {
         isolates: {
             action.manifest["kind"]
             for action in reconcile(
@@ -226,18 +226,18 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
         }
         for isolates in (True, False)
     }
-    assert made[True] - made[False] == {"NetworkPolicy"}
+    assert built[True] - built[False] == {"NetworkPolicy"}
 
 
-def test_without_helm_manifests_are_kept_as_long_as_the_chart_is(
+def test_without_helm_the_manifests_stay_while_the_chart_is_unchanged(
     scripts, chart, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(scripts, "find_helm", lambda: None)
     shutil.copytree(chart, tmp_path / "chart")
     monkeypatch.setattr(scripts, "_CHART", tmp_path / "chart")
     assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 0
-    there = (ROOT / "manifests" / "cleave.yaml").read_text()
-    assert (tmp_path / "manifests" / "cleave.yaml").read_text() == there
+    committed = (ROOT / "manifests" / "cleave.yaml").read_text()
+    assert (tmp_path / "manifests" / "cleave.yaml").read_text() == committed
 
     values = tmp_path / "chart" / "values.yaml"
     values.write_text(values.read_text().replace("replicas: 2", "replicas: 3"))

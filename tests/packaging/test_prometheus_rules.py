@@ -1,5 +1,5 @@
-"""Records and alerts of the chart, asked of Prometheus' own engine: silent when all is well, and
-each fires when what it is for happens."""
+"""Records and alerts of the chart, evaluated by Prometheus' own engine: silent when all is well,
+and each fires when its cause occurs."""
 
 import json
 import re
@@ -113,11 +113,11 @@ def find_firing(program: str, rules: list[dict[str, Any]], series: Series) -> se
     alerts = {rule["alert"]: rule["expr"] for rule in rules if "alert" in rule}
     name = re.compile("|".join(map(re.escape, sorted(records, key=len, reverse=True))))
     queries = [name.sub(lambda m: records[m[0]], expr) for expr in alerts.values()]
-    asked = {"pages": scrape(series), "queries": queries, "at": HOURS * 3600.0}
-    told = subprocess.run(
-        [program], input=json.dumps(asked), capture_output=True, text=True, check=True
+    request = {"pages": scrape(series), "queries": queries, "at": HOURS * 3600.0}
+    completed = subprocess.run(
+        [program], input=json.dumps(request), capture_output=True, text=True, check=True
     )
-    answers = dict(zip(alerts, json.loads(told.stdout), strict=True))
+    answers = dict(zip(alerts, json.loads(completed.stdout), strict=True))
     faults = {alert: answer["error"] for alert, answer in answers.items() if "error" in answer}
     assert not faults
     return {alert for alert, answer in answers.items() if answer["samples"]}
@@ -149,7 +149,7 @@ def test_operators_that_are_all_gone_are_noticed(program, rules) -> None:
     assert "CleaveOperatorDoesNotLead" in find_firing(program, rules, gone)
 
 
-def test_a_fleet_that_is_at_zero_because_nobody_asks_is_none_that_is_gone(program, rules) -> None:
+def test_a_fleet_scaled_to_zero_raises_no_alert(program, rules) -> None:
     gone = {name: value for name, value in ILL["CleaveFleetIsGone"].items() if value is None}
     assert find_firing(program, rules, WELL | gone) == set()
 
@@ -168,7 +168,7 @@ def test_dashboards_and_rules_name_only_metrics_that_there_are(rules) -> None:
     assert {re.sub("_bucket$", "", name) for name in named} <= known
 
 
-def test_the_share_that_must_be_in_time_is_stated_in_values(render) -> None:
+def test_the_attainment_target_comes_from_the_values(render) -> None:
     values = "metrics.rules.enabled=true", "metrics.rules.attainment=0.99"
     (rule,) = [each for each in render(*values) if each["kind"] == "PrometheusRule"]
     assert "3 * (1 - 0.99)" in rule["spec"]["groups"][0]["rules"][5]["expr"]

@@ -78,15 +78,23 @@ def install(wheel, tmp_path_factory):
     """Makes an environment of the wheel and extras; returns its `cleave` in a folder."""
 
     def make(*extras: str):
-        made = tmp_path_factory.mktemp("environment")
+        environment_folder = tmp_path_factory.mktemp("environment")
         named = [word for extra in extras for word in ("--extra", extra)]
         uv(
             *("sync", "--quiet", "--frozen", "--no-dev", "--no-install-project", *named),
             *("--python", sys.executable),
-            UV_PROJECT_ENVIRONMENT=str(made),
+            UV_PROJECT_ENVIRONMENT=str(environment_folder),
         )
-        uv("pip", "install", "--quiet", "--no-deps", "--python", str(made), str(wheel))
-        return runner(made, tmp_path_factory.mktemp("folder"))
+        uv(
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--python",
+            str(environment_folder),
+            str(wheel),
+        )
+        return runner(environment_folder, tmp_path_factory.mktemp("folder"))
 
     return make
 
@@ -149,23 +157,23 @@ def test_the_distribution_requires_only_what_an_index_can_have() -> None:
         *extras
     }
     for requirement in requirements:
-        stated = requirement.partition(";")[0]
-        assert not re.search(r"[+@]", stated), "no local version, no address"
-        assert not stated.startswith("cleave"), "extras within extras are resolved"
+        specifier = requirement.partition(";")[0]
+        assert not re.search(r"[+@]", specifier), "no local version, no address"
+        assert not specifier.startswith("cleave"), "extras within extras are resolved"
 
 
 def test_every_extra_resolves_from_the_index_by_the_wheel_alone(wheel, tmp_path) -> None:
-    locked, wanted = tmp_path / "locked.txt", tmp_path / "wanted.in"
+    locked, requirements = tmp_path / "locked.txt", tmp_path / "wanted.in"
     uv(
         *("export", "--quiet", "--frozen", "--all-extras", "--no-dev", "--no-emit-project"),
         *("--no-hashes", "--output-file", str(locked)),
     )
     extras = ",".join(importlib.metadata.metadata("cleave-serving").get_all("Provides-Extra"))
-    wanted.write_text(f"cleave-serving[{extras}] @ {wheel.as_uri()}\n")
+    requirements.write_text(f"cleave-serving[{extras}] @ {wheel.as_uri()}\n")
     # Without the repository's settings, whose overrides no wheel carries.
     found = uv(
         *("pip", "compile", "--quiet", "--no-config", "--no-annotate"),
-        *("--constraints", str(locked), str(wanted)),
+        *("--constraints", str(locked), str(requirements)),
     )
     assert re.search(r"^vllm==", found, re.MULTILINE)
 

@@ -39,8 +39,8 @@ def write(tmp_path: Path, **header: object) -> Cluster:
 
 
 def test_it_is_what_the_planner_asks_for() -> None:
-    asked: Estimator = of("opt-13b")
-    assert asked.estimate(A100, 1, 1) is not None
+    built: Estimator = of("opt-13b")
+    assert built.estimate(A100, 1, 1) is not None
 
 
 def test_published_fits_answer_for_opt_on_a100() -> None:
@@ -68,13 +68,13 @@ def test_the_roofline_answers_where_nothing_was_measured(name: str, gpu: str) ->
 
 def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
     cluster = write(tmp_path)
-    asked = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
-    found = known(asked.estimate(A100, 1, 1))
+    built = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
+    found = known(built.estimate(A100, 1, 1))
     assert found.confidence.kind is LatencySource.MEASURED
     assert found.kv_capacity_tokens == 60_000
     # The profile says nothing of two GPUs; of two stages it does.
-    assert known(asked.estimate(A100, 2, 1)).confidence.kind is LatencySource.FITTED
-    staged = known(asked.estimate(A100, 1, 2))
+    assert known(built.estimate(A100, 2, 1)).confidence.kind is LatencySource.FITTED
+    staged = known(built.estimate(A100, 1, 2))
     assert staged.confidence.kind is LatencySource.MEASURED
     assert staged.timing.stages == 2
 
@@ -82,18 +82,18 @@ def test_a_measured_profile_comes_first(tmp_path: Path) -> None:
 def test_a_profile_of_another_model_or_device_is_left_aside(tmp_path: Path) -> None:
     for header in ({"model": "opt-66b"}, {"device": "H100"}):
         cluster = write(tmp_path, **header)
-        asked = estimator.build_estimator(
+        built = estimator.build_estimator(
             model_shape.load_shape("opt-13b"), cluster, folder=tmp_path
         )
-        assert known(asked.estimate(A100, 1, 1)).confidence.kind is LatencySource.FITTED
+        assert known(built.estimate(A100, 1, 1)).confidence.kind is LatencySource.FITTED
 
 
 def test_operators_serve_the_sizes_that_were_measured(tmp_path: Path) -> None:
     operators = measured_profiles.operators()
     cluster = write(tmp_path, device="h100", prefill=(), decode=(), mixed=(), operators=operators)
-    asked = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
-    assert known(asked.estimate(H100, 2, 1)).confidence.source.startswith("operators by vllm")
-    assert known(asked.estimate(H100, 4, 1)).confidence.kind is LatencySource.ROOFLINE
+    built = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
+    assert known(built.estimate(H100, 2, 1)).confidence.source.startswith("operators by vllm")
+    assert known(built.estimate(H100, 4, 1)).confidence.kind is LatencySource.ROOFLINE
 
 
 def test_quantised_weights_do_not_get_the_published_times() -> None:
@@ -127,8 +127,8 @@ def test_a_power_cap_slows_published_prompts_as_published() -> None:
 
 
 def test_the_peak_is_that_of_all_gpus_in_the_precision_of_the_products() -> None:
-    asked = of("llama-3.1-8b")
-    assert known(asked.estimate(A100, 2, 2)).peak_flops == pytest.approx(4 * 312e12)
+    built = of("llama-3.1-8b")
+    assert known(built.estimate(A100, 2, 2)).peak_flops == pytest.approx(4 * 312e12)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +144,22 @@ def test_the_peak_is_that_of_all_gpus_in_the_precision_of_the_products() -> None
 def test_no_answer_has_its_reason(
     name: str, gpu: str, tensor: int, stages: int, reason: str
 ) -> None:
-    asked = of(name)
-    assert asked.estimate(gpu, tensor, stages) is None
-    assert reason in str(asked.explain_unsupported(gpu, tensor, stages))
+    built = of(name)
+    assert built.estimate(gpu, tensor, stages) is None
+    assert reason in str(built.explain_unsupported(gpu, tensor, stages))
 
 
 @pytest.mark.parametrize(
     "name", ["opt-66b", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3", "bloom"]
 )
 def test_every_answer_is_usable(name: str) -> None:
-    asked = of(name, max_model_len=1024)
+    built = of(name, max_model_len=1024)
     for gpu in (A100, H100):
         for tensor in (1, 2, 4, 8):
             for stages in (1, 2, 3, 4):
-                found = asked.estimate(gpu, tensor, stages)
+                found = built.estimate(gpu, tensor, stages)
                 if found is None:
-                    assert asked.explain_unsupported(gpu, tensor, stages)
+                    assert built.explain_unsupported(gpu, tensor, stages)
                     continue
                 assert found.timing.stages == stages
                 assert found.kv_capacity_tokens > 0
@@ -173,12 +173,14 @@ def test_every_answer_is_usable(name: str) -> None:
                 assert min(found.power_watts, found.cost_per_hour, found.flops_per_token) > 0
 
 
-def test_answers_are_kept() -> None:
-    asked = of("llama-3.1-8b")
-    assert asked.estimate(H100, 2, 1) is asked.estimate(H100, 2, 1)
+def test_results_are_cached() -> None:
+    built = of("llama-3.1-8b")
+    assert built.estimate(H100, 2, 1) is built.estimate(H100, 2, 1)
 
 
-def test_unusable_profiles_are_told_with_their_place_in_the_cluster_file(tmp_path: Path) -> None:
+def test_unusable_profiles_are_reported_with_their_place_in_the_cluster_file(
+    tmp_path: Path,
+) -> None:
     cluster = CLUSTER.model_copy(update={"profiles": ["none.yaml"]})
     with pytest.raises(ManifestError, match=r"profiles\[0\]: .*none\.yaml: No such file"):
         estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)

@@ -72,10 +72,10 @@ def test_an_instance_without_streams_gains_nothing() -> None:
 
 @given(
     prompt=st.integers(1, 32_768),
-    made=st.integers(0, 8_192),
+    generated=st.integers(0, 8_192),
     block=st.integers(1, 256),
 )
-def test_what_is_cached_never_makes_it_dearer(prompt: int, made: int, block: int) -> None:
-    residents = ResidentLoad(1, prompt, made, 1)
+def test_what_is_cached_never_makes_it_dearer(prompt: int, generated: int, block: int) -> None:
+    residents = ResidentLoad(1, prompt, generated, 1)
     one = compute_resume_cost(TIMING, residents, replace(KEEPING, block_tokens=block))
     assert 0 < one.prefix_cached_ms <= one.recompute_ms

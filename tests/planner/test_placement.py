@@ -48,7 +48,7 @@ def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_rea
     )
 
 
-def test_a_placement_by_hand_is_taken_as_it_is_in_the_order_of_roles() -> None:
+def test_a_manual_placement_is_used_unchanged_in_the_order_of_roles() -> None:
     placement = choose_placement(
         deployment(
             ManualPool(role=Role.MIXED),
@@ -99,8 +99,8 @@ def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_
 
 
 def test_a_profile_in_a_file_is_looked_for_beside_the_manifest() -> None:
-    stated = deployment(engine=emulated_by("own.yaml"))
-    moved = resolve_paths(stated, Path("/manifests"))
+    declared = deployment(engine=emulated_by("own.yaml"))
+    moved = resolve_paths(declared, Path("/manifests"))
     assert moved.spec.engine.emulation.latency == "/manifests/own.yaml"
     assert resolve_paths(moved, Path("/elsewhere")) == moved
     named = deployment(engine=emulated_by("vllm/opt-13b/tp1"))

@@ -43,16 +43,16 @@ def test_one_request_per_second_is_not_worth_splitting() -> None:
 
 
 def test_the_selected_plan_holds_the_rate_and_its_prediction_hangs_together() -> None:
-    for asked in (known_problems.blog(rate=10.0), known_problems.problem(policies=Policies())):
-        plan = best(plan_search.plan(asked))
+    for problem in (known_problems.blog(rate=10.0), known_problems.problem(policies=Policies())):
+        plan = best(plan_search.plan(problem))
         seen = plan.prediction
         low, high = seen.goodput_interval
         assert seen.attainment >= 0.9
         assert low <= seen.goodput <= high
-        assert seen.goodput >= asked.rate * 0.97
+        assert seen.goodput >= problem.rate * 0.97
         assert seen.ttft_ms.p50 <= seen.ttft_ms.p90 <= seen.ttft_ms.p99
         assert seen.tpot_ms.p50 <= seen.tpot_ms.p90 <= seen.tpot_ms.p99
-        assert plan.score == pytest.approx(min(seen.goodput, asked.rate) / plan.gpus)
+        assert plan.score == pytest.approx(min(seen.goodput, problem.rate) / plan.gpus)
         assert plan.pools[0].max_num_seqs is not None
 
 
@@ -63,8 +63,8 @@ def test_predicted_percentiles_and_attainment_agree() -> None:
 
 
 def test_an_slo_that_nothing_meets_is_refused_and_the_nearest_one_is_not() -> None:
-    asked = known_problems.problem(slo=Slo(ttft_ms=20, tpot_ms=10))
-    answer = plan_search.plan(asked)
+    problem = known_problems.problem(slo=Slo(ttft_ms=20, tpot_ms=10))
+    answer = plan_search.plan(problem)
     assert answer.verdict is PlanVerdict.INFEASIBLE
     assert answer.selected is None
     assert answer.reason.startswith("infeasible: no plan meets TTFT 20.0 ms and TPOT 10.0 ms")
@@ -79,10 +79,10 @@ def test_an_slo_that_nothing_meets_is_refused_and_the_nearest_one_is_not() -> No
 
 
 def test_too_few_gpus_are_said_with_what_they_serve_and_how_many_it_would_take() -> None:
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         known_problems.chat(rate=60.0), supplies=(known_problems.nodes(1),)
     )
-    answer = plan_search.plan(asked)
+    answer = plan_search.plan(problem)
     assert answer.verdict is PlanVerdict.INFEASIBLE
     assert "is more than 8 GPUs serve" in answer.reason
     assert "about 11 GPUs" in answer.what_would_change
@@ -90,7 +90,7 @@ def test_too_few_gpus_are_said_with_what_they_serve_and_how_many_it_would_take()
     assert answer.alternatives[0].prediction.goodput < 60
 
 
-def test_targets_in_seconds_are_asked_about_and_their_thousandfold_is_found() -> None:
+def test_for_targets_in_seconds_their_thousandfold_is_suggested() -> None:
     answer = plan_search.plan(known_problems.problem(slo=Slo(ttft_ms=0.4, tpot_ms=0.03)))
     assert answer.nearest_slo is not None
     assert answer.nearest_slo.scale > 100
@@ -100,10 +100,10 @@ def test_targets_in_seconds_are_asked_about_and_their_thousandfold_is_found() ->
 
 def test_where_no_multiple_was_found_to_hold_no_single_remedy_is_promised() -> None:
     slo = Slo(ttft_ms=20, tpot_ms=10)
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         known_problems.chat(rate=500.0), slo, supplies=(known_problems.nodes(1),)
     )
-    answer = plan_search.plan(asked)
+    answer = plan_search.plan(problem)
     assert answer.nearest_slo is None
     assert answer.reason.endswith("no multiple of this SLO was found that 8 GPUs hold at this rate")
     assert answer.what_would_change == (
@@ -113,20 +113,24 @@ def test_where_no_multiple_was_found_to_hold_no_single_remedy_is_promised() -> N
 
 
 @pytest.mark.parametrize("ask", [Disaggregation.ALWAYS, Disaggregation.NEVER])
-def test_what_is_asked_of_disaggregation_is_done_and_said(ask: Disaggregation) -> None:
+def test_the_disaggregation_mode_is_followed_and_reported(ask: Disaggregation) -> None:
     for rate in (1.0, 10.0):
-        asked = known_problems.blog(rate=rate)
+        problem = known_problems.blog(rate=rate)
         answer = plan_search.plan(
-            known_problems.problem(asked.demand, asked.slo, planning=Planning(disaggregation=ask))
+            known_problems.problem(
+                problem.demand, problem.slo, planning=Planning(disaggregation=ask)
+            )
         )
         assert best(answer).is_disaggregated == (ask is Disaggregation.ALWAYS)
         assert f"disaggregation: {ask.value} was requested" in answer.reason
 
 
-def test_the_best_colocated_plan_stands_beside_even_when_splitting_was_asked_for() -> None:
-    asked = known_problems.blog(rate=10.0)
+def test_the_best_colocated_plan_is_reported_even_when_splitting_is_required() -> None:
+    problem = known_problems.blog(rate=10.0)
     planning = Planning(disaggregation=Disaggregation.ALWAYS)
-    answer = plan_search.plan(known_problems.problem(asked.demand, asked.slo, planning=planning))
+    answer = plan_search.plan(
+        known_problems.problem(problem.demand, problem.slo, planning=planning)
+    )
     assert any(not plan.is_disaggregated for plan in answer.alternatives)
 
 
@@ -134,8 +138,8 @@ def test_a_slow_network_keeps_kv_in_its_node_and_a_fast_one_does_not() -> None:
     always = Planning(disaggregation=Disaggregation.ALWAYS)
     slow = known_problems.nodes(2, network=known_problems.SLOW_NETWORK, gpus_per_node=4)
     algorithms = {
-        name: best(plan_search.plan(asked)).algorithm
-        for name, asked in {
+        name: best(plan_search.plan(problem)).algorithm
+        for name, problem in {
             "slow": known_problems.problem(supplies=(slow,), planning=always),
             "fast": known_problems.problem(
                 supplies=(known_problems.nodes(2, gpus_per_node=4),), planning=always
@@ -151,7 +155,7 @@ def test_a_slow_network_keeps_kv_in_its_node_and_a_fast_one_does_not() -> None:
     assert algorithms == {"slow": "Algorithm 2", "fast": "Algorithm 1", "told": "Algorithm 1"}
 
 
-def unlike(objective: Objective) -> Problem:
+def mixed_problem(objective: Objective) -> Problem:
     """H100: prompts in half the time, decoding hardly faster, 1.5 times the price."""
     return known_problems.problem(
         known_problems.blog().demand.with_rate(60.0),
@@ -162,9 +166,9 @@ def unlike(objective: Objective) -> Problem:
     )
 
 
-def test_unlike_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least() -> None:
+def test_different_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least() -> None:
     # Splitwise, section VI: H100 for prompts, A100 for tokens (Splitwise-HA).
-    plan = best(plan_search.plan(unlike(Objective.COST)))
+    plan = best(plan_search.plan(mixed_problem(Objective.COST)))
     assert {pool.role: pool.gpu for pool in plan.pools} == {
         Role.PREFILL: "H100",
         Role.DECODE: "A100",
@@ -172,8 +176,8 @@ def test_unlike_gpus_for_prefill_and_decode_are_chosen_where_they_cost_least() -
     assert plan.score == pytest.approx(60 / plan.prediction.cost_per_hour)
 
 
-def test_unlike_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phases() -> None:
-    asked = known_problems.problem(
+def test_different_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phases() -> None:
+    problem = known_problems.problem(
         known_problems.chat(rate=60.0),
         supplies=(
             known_problems.nodes(1, gpus_per_node=1),
@@ -181,14 +185,14 @@ def test_unlike_gpus_fill_the_nodes_where_one_kind_has_no_room_for_both_phases()
         ),
         planning=Planning(disaggregation=Disaggregation.ALWAYS),
     )
-    answer = plan_search.plan(asked)
+    answer = plan_search.plan(problem)
     (split,) = (plan for plan in answer.alternatives if plan.is_disaggregated)
     assert {pool.gpu for pool in split.pools} == {"A100", "H100"}
     assert split.prediction.goodput > 5
 
 
 def test_the_objective_decides() -> None:
-    plans = {each: best(plan_search.plan(unlike(each))) for each in Objective}
+    plans = {each: best(plan_search.plan(mixed_problem(each))) for each in Objective}
     least_gpus, cheapest = plans[Objective.GOODPUT_PER_GPU], plans[Objective.COST]
     least_power = plans[Objective.POWER]
     assert least_gpus.gpus <= min(cheapest.gpus, least_power.gpus)
@@ -196,9 +200,9 @@ def test_the_objective_decides() -> None:
     assert least_power.prediction.power_watts <= least_gpus.prediction.power_watts
 
 
-def test_limits_on_gpus_are_kept() -> None:
-    asked = known_problems.problem(known_problems.chat(rate=20.0), planning=Planning(max_gpus=5))
-    for plan in (answer := plan_search.plan(asked)).alternatives:
+def test_limits_on_gpus_are_respected() -> None:
+    problem = known_problems.problem(known_problems.chat(rate=20.0), planning=Planning(max_gpus=5))
+    for plan in (answer := plan_search.plan(problem)).alternatives:
         assert plan.gpus <= 5
     assert answer.selected is None or answer.selected.gpus <= 5
 
@@ -236,31 +240,31 @@ def test_many_gpus_take_simulation_in_proportion_to_the_rate_and_not_a_gpu_too_m
 
 
 def test_a_model_that_fits_nowhere_is_one_fault_with_the_miss() -> None:
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         model="opt-66b", supplies=(known_problems.nodes(1, gpus_per_node=1),)
     )
     with pytest.raises(PlanError) as raised:
-        plan_search.plan(asked)
+        plan_search.plan(problem)
     (fault,) = raised.value.faults
     assert fault.startswith("spec.model: opt-66b: ")
 
 
 def test_an_objective_without_prices_is_one_fault_with_the_remedy() -> None:
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         planning=Planning(objective=Objective.COST),
         kinds=(("A100", known_problems.Kind(price_per_hour=0.0)),),
     )
     with pytest.raises(PlanError) as raised:
-        plan_search.plan(asked)
+        plan_search.plan(problem)
     assert raised.value.faults == (
         "spec.planning.objective: Cost needs the price of A100; set it, or choose GoodputPerGPU",
     )
 
 
-def test_notes_of_whoever_asks_come_back_as_warnings() -> None:
-    asked = known_problems.problem()
-    noted = type(asked)(
-        **{name: getattr(asked, name) for name in asked.__slots__ if name != "notes"},
+def test_notes_of_the_caller_are_returned_as_warnings() -> None:
+    problem = known_problems.problem()
+    noted = type(problem)(
+        **{name: getattr(problem, name) for name in problem.__slots__ if name != "notes"},
         notes=("few requests",),
     )
     assert "few requests" in plan_search.plan(noted).warnings

@@ -34,11 +34,13 @@ def test_instances_are_numbered_prefill_first(problem) -> None:
 
 
 def test_pools_without_limits_have_the_engines_defaults(problem) -> None:
-    made = build_fleet(problem, PAIR)
-    engine = made.prefill[0].engine
+    default_fleet = build_fleet(problem, PAIR)
+    engine = default_fleet.prefill[0].engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (256, 2048)
-    stated = build_fleet(problem, [replace(PAIR[0], max_num_seqs=7, max_num_batched_tokens=99)])
-    engine = stated.decode[0].engine
+    limited_fleet = build_fleet(
+        problem, [replace(PAIR[0], max_num_seqs=7, max_num_batched_tokens=99)]
+    )
+    engine = limited_fleet.decode[0].engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (7, 99)
 
 
@@ -123,6 +125,6 @@ def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
             build_fleet(problem, [PlannedPool(Role.MIXED, 1, gpu=gpu)])
 
 
-def test_emulated_instances_run_whatever_gpu_is_stated(problem) -> None:
+def test_emulated_instances_run_on_any_declared_gpu(problem) -> None:
     pools = [PlannedPool(Role.MIXED, 2, gpu="H100")]
     assert build_fleet(problem, pools).mixed[0].replicas == 2

@@ -46,14 +46,14 @@ def cluster(text: str = "nodes: [{count: 4, gpu: A100-SXM-80GB}]") -> Cluster:
 
 
 def test_the_question_carries_traffic_targets_and_machines() -> None:
-    asked = problem_from_cluster.build_problem(deployment(), cluster(), seed=3)
-    (supply,) = asked.supplies
+    problem = problem_from_cluster.build_problem(deployment(), cluster(), seed=3)
+    (supply,) = problem.supplies
     assert (supply.gpu, supply.num_nodes, supply.gpus_per_node) == ("A100-SXM-80GB", 4, 8)
-    assert asked.max_gpus == 32
-    assert asked.rate == 4
-    assert asked.seed == 3
-    assert asked.shape.name == "opt-13b"
-    assert asked.demand.max_model_len == 2048
+    assert problem.max_gpus == 32
+    assert problem.rate == 4
+    assert problem.seed == 3
+    assert problem.shape.name == "opt-13b"
+    assert problem.demand.max_model_len == 2048
 
 
 def test_it_can_be_answered() -> None:
@@ -63,34 +63,36 @@ def test_it_can_be_answered() -> None:
 
 
 def test_equal_groups_are_one_and_labels_are_names() -> None:
-    asked = problem_from_cluster.build_problem(
+    problem = problem_from_cluster.build_problem(
         deployment(),
         cluster(
             "nodes: [{gpu: A100-SXM-80GB}, {gpu: NVIDIA-A100-SXM4-80GB, count: 2}, "
             "{gpu: A100-SXM-80GB, gpusPerNode: 4}]"
         ),
     )
-    assert [(s.num_nodes, s.gpus_per_node) for s in asked.supplies] == [(3, 8), (1, 4)]
+    assert [(s.num_nodes, s.gpus_per_node) for s in problem.supplies] == [(3, 8), (1, 4)]
 
 
 def test_a_limit_on_a_kind_is_spent_over_its_groups_in_order() -> None:
     choices = {"gpus": [{"type": "A100-SXM-80GB", "max": 10}]}
-    asked = problem_from_cluster.build_problem(
+    problem = problem_from_cluster.build_problem(
         deployment(planning=choices),
         cluster(
             "nodes: [{gpu: A100-SXM-80GB}, {gpu: A100-SXM-80GB, gpusPerNode: 4}, "
             "{gpu: H100-SXM-80GB}]"
         ),
     )
-    assert [supply.max_gpus for supply in asked.supplies] == [8, 2]
+    assert [supply.max_gpus for supply in problem.supplies] == [8, 2]
 
 
-def test_a_model_length_below_the_models_own_cuts_requests_and_is_told() -> None:
+def test_a_model_length_below_the_models_own_cuts_requests_and_is_reported() -> None:
     model = {"source": "facebook/opt-13b", "maxModelLen": 540}
     lengths = {**WORKLOAD, "promptTokens": {"mean": 400, "p90": 800}}
-    asked = problem_from_cluster.build_problem(deployment(model=model, workload=lengths), cluster())
-    assert asked.demand.max_model_len == 540
-    assert any("longer than the model's 540 tokens" in note for note in asked.notes)
+    problem = problem_from_cluster.build_problem(
+        deployment(model=model, workload=lengths), cluster()
+    )
+    assert problem.demand.max_model_len == 540
+    assert any("longer than the model's 540 tokens" in note for note in problem.notes)
 
 
 @pytest.mark.parametrize(
@@ -128,35 +130,37 @@ def test_what_is_wrong_in_the_cluster_is_one_line_with_its_path(
 
 
 def test_a_model_that_fits_on_no_gpu_says_by_how_much() -> None:
-    asked = problem_from_cluster.build_problem(
+    problem = problem_from_cluster.build_problem(
         deployment(model="meta-llama/Llama-3.1-405B"), cluster("nodes: [{gpu: A10G}]")
     )
     with pytest.raises(PlanError, match=r"^spec.model: .*does not fit: .* GiB of weights"):
-        plan_search.plan(asked)
+        plan_search.plan(problem)
 
 
 def test_kv_between_pods_of_one_node_takes_the_network_and_not_nvlink() -> None:
     slow = "network: {kind: Ethernet, bandwidthGbps: 25}"
-    asked = problem_from_cluster.build_problem(
+    problem = problem_from_cluster.build_problem(
         deployment(), cluster(f"{{nodes: [{{gpu: A100-SXM-80GB}}], {slow}}}")
     )
-    one = next(each for each in list_candidates(asked) if each.gpus == 1)
-    pair = known_problems.split(asked, one, 1, one, 1)
+    one = next(each for each in list_candidates(problem) if each.gpus == 1)
+    pair = known_problems.split(problem, one, 1, one, 1)
     # 25 Gbit/s, of which TCP gets 36 %; NVLink of an A100 would be 300 GB/s.
     for draft in (pair, replace(pair, is_in_node=True)):
         assert drafts.select_link(draft).effective_gb_per_s == pytest.approx(25 / 8 * 0.36)
     # 512 tokens of OPT-13B are 419 MB.
-    moved = drafts.build_transfer(asked, pair)
+    moved = drafts.build_transfer(problem, pair)
     assert moved.latency_ms + 512 * moved.token_ms == pytest.approx(373, rel=0.01)
 
 
-def test_scheduling_that_is_stated_is_simulated() -> None:
-    stated = {"order": "ShortestFirst", "sortedPrompts": 4, "admission": "ReserveDynamic"}
-    asked = problem_from_cluster.build_problem(deployment(engine={"scheduling": stated}), cluster())
-    (candidate, *_) = list_candidates(asked)
+def test_declared_scheduling_is_simulated() -> None:
+    declared = {"order": "ShortestFirst", "sortedPrompts": 4, "admission": "ReserveDynamic"}
+    problem = problem_from_cluster.build_problem(
+        deployment(engine={"scheduling": declared}), cluster()
+    )
+    (candidate, *_) = list_candidates(problem)
     for instance in (
-        build_prefill_instance(asked, candidate),
-        build_decode_instance(asked, candidate),
+        build_prefill_instance(problem, candidate),
+        build_decode_instance(problem, candidate),
     ):
         engine = instance.engine
         assert (engine.order, engine.prefill_sched_batch) == (PrefillOrder.SJF, 4)

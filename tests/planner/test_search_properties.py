@@ -62,32 +62,32 @@ def best(answer: PlanningResult) -> Plan:
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_other_requests_are_served_in_time_too(name: str) -> None:
-    asked, plan = PROBLEMS[name], best(answered(name))
-    draft = to_candidate_placement(asked, plan.pools, plan.algorithm)
+    problem, plan = PROBLEMS[name], best(answered(name))
+    draft = to_candidate_placement(problem, plan.pools, plan.algorithm)
     long = Precision(min_requests=20_000, lifetimes=10.0)
-    trials, rate = Trials(asked.demand, seed=4711, precision=long), asked.rate / draft.copies
-    targets = known_problems.targets(asked)
+    trials, rate = Trials(problem.demand, seed=4711, precision=long), problem.rate / draft.copies
+    targets = known_problems.targets(problem)
     span = trials.compute_span(rate, targets)
-    shares = trials.measure_shares(build_cell_fleet(asked, draft), rate, targets, span)
-    assert shares.both >= asked.slo.attainment - 0.015
+    shares = trials.measure_shares(build_cell_fleet(problem, draft), rate, targets, span)
+    assert shares.both >= problem.slo.attainment - 0.015
 
 
 @pytest.mark.parametrize("name", ["chat", "blog", "long prompts"])
 def test_twice_the_rate_never_takes_fewer_gpus(name: str) -> None:
-    asked = PROBLEMS[name]
-    doubled = plan_search.plan(replace(asked, demand=asked.demand.with_rate(2 * asked.rate)))
+    problem = PROBLEMS[name]
+    doubled = plan_search.plan(replace(problem, demand=problem.demand.with_rate(2 * problem.rate)))
     assert best(doubled).gpus >= best(answered(name)).gpus
 
 
 @pytest.mark.parametrize("name", ["tight", "blog", "long answers"])
 def test_targets_half_as_strict_never_take_more_gpus(name: str) -> None:
-    asked = PROBLEMS[name]
+    problem = PROBLEMS[name]
     slo = Slo(
-        ttft_ms=2 * asked.slo.ttft_ms,
-        tpot_ms=2 * asked.slo.tpot_ms,
-        attainment=asked.slo.attainment,
+        ttft_ms=2 * problem.slo.ttft_ms,
+        tpot_ms=2 * problem.slo.tpot_ms,
+        attainment=problem.slo.attainment,
     )
-    assert best(plan_search.plan(replace(asked, slo=slo))).gpus <= best(answered(name)).gpus
+    assert best(plan_search.plan(replace(problem, slo=slo))).gpus <= best(answered(name)).gpus
 
 
 @pytest.mark.parametrize("objective", list(Objective))
@@ -100,11 +100,11 @@ def test_one_more_kind_of_gpu_never_makes_the_best_plan_worse(objective: Objecti
     )
     other = replace(one, supplies=BOTH)
 
-    def taken(asked: Problem) -> float:
-        plan = best(plan_search.plan(asked))
-        return to_candidate_placement(asked, plan.pools, plan.algorithm).get_resources(objective)
+    def measure_cost(problem: Problem) -> float:
+        plan = best(plan_search.plan(problem))
+        return to_candidate_placement(problem, plan.pools, plan.algorithm).get_resources(objective)
 
-    assert taken(other) <= taken(one)
+    assert measure_cost(other) <= measure_cost(one)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -93,12 +93,12 @@ def test_alone_a_request_joins_when_all_of_it_fits() -> None:
 
 @given(batches)
 def test_the_peak_is_the_most_that_any_step_holds(batch: list[tuple[int, int]]) -> None:
-    held, left = np.array([h for h, _ in batch]), np.array([n for _, n in batch])
+    resident, left = np.array([h for h, _ in batch]), np.array([n for _, n in batch])
     steps = range(max(n for _, n in batch) + 1)
     by_step = [sum(h + step for h, n in batch if step <= n) for step in steps]
-    assert find_peak(held, left) == max(by_step)
+    assert find_peak(resident, left) == max(by_step)
 
 
-def test_who_was_preempted_up_to_the_limit_is_spared_and_without_a_limit_nobody_is() -> None:
+def test_requests_preempted_up_to_the_limit_are_spared_and_none_without_a_limit() -> None:
     assert [is_protected(times, 2) for times in range(4)] == [False, False, True, True]
     assert not any(is_protected(times, 0) for times in range(4))

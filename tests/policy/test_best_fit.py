@@ -76,10 +76,10 @@ def test_arrays_give_what_numbers_give() -> None:
 def test_the_peak_of_sorted_requests_is_that_of_unsorted_ones(
     requests: list[tuple[int, int]],
 ) -> None:
-    held, left = np.array(requests).T
+    resident, left = np.array(requests).T
     in_order = sorted(requests, key=lambda each: -each[1])
-    peak = find_sorted_peak([held for held, _ in in_order], [left for _, left in in_order])
-    assert peak == find_peak(held.copy(), left.copy())
+    peak = find_sorted_peak([resident for resident, _ in in_order], [left for _, left in in_order])
+    assert peak == find_peak(resident.copy(), left.copy())
 
 
 PACKING = BestFitModel(FIT, ttft_ms=210.0, tpot_ms=30.0)
@@ -102,9 +102,9 @@ def test_a_prompt_is_computed_only_where_it_keeps_the_ttft_target() -> None:
 
 
 def test_the_fullest_that_keeps_what_runs_is_the_best_fit() -> None:
-    def find(*kept: int) -> int:
+    def find(*open_instances: int) -> int:
         fullness = np.array([1.0, 3.0, -1.0, 2.0, 3.0])
-        return find_best_fit(fullness, lambda slot, *_: slot in kept, None, False)
+        return find_best_fit(fullness, lambda slot, *_: slot in open_instances, None, False)
 
     assert [find(0, 1, 2, 3, 4), find(0, 3), find(0), find(2), find()] == [1, 3, 0, -1, -1]
 

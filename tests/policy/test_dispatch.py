@@ -47,7 +47,7 @@ class Column(ScoreColumn):
 
 
 def least_pair(*columns: Column) -> tuple[int, int]:
-    """By the shorter way, having asked the longer one, too."""
+    """The result of the fast search, compared with the full one."""
     chosen = choose_least_pair(*columns)
     by_purpose = dict(zip((TO_PREFILL, TO_DECODE, TO_WHOLE), columns, strict=False))
 
@@ -120,7 +120,7 @@ def test_closing_slots_leaves_the_original_untouched() -> None:
 
 
 @given(st.lists(tokens, max_size=50))
-def test_whatever_is_found_is_open_and_nothing_open_is_less(values: list[float]) -> None:
+def test_the_least_open_instance_is_found(values: list[float]) -> None:
     slot = find_least(scores(*values))
     open_values = [value for value in values if value < INF]
     if slot == NONE:
@@ -137,20 +137,20 @@ def test_a_draw_stays_below_its_count_and_gives_a_seed_for_the_next(seed: int, c
 
 
 def test_random_dispatch_takes_every_open_instance_about_as_often() -> None:
-    seed, taken = 7, [0] * 4
+    seed, picks = 7, [0] * 4
     for _ in range(3_000):
         slot, seed = sample_least(scores(5, INF, 900, 70), 1, seed)
-        taken[slot] += 1
-    assert taken[1] == 0
-    assert all(abs(count - 1_000) < 120 for count in (taken[0], *taken[2:]))
+        picks[slot] += 1
+    assert picks[1] == 0
+    assert all(abs(count - 1_000) < 120 for count in (picks[0], *picks[2:]))
 
 
-def test_of_two_choices_the_less_pending_is_taken_and_the_most_pending_never() -> None:
-    seed, taken = 7, [0] * 4
+def test_of_two_choices_the_less_pending_is_picked_and_the_most_pending_never() -> None:
+    seed, picks = 7, [0] * 4
     for _ in range(3_000):
         slot, seed = sample_least(scores(10, 20, 30, 40), 2, seed)
-        taken[slot] += 1
-    assert taken[0] > taken[1] > taken[2] > taken[3] == 0
+        picks[slot] += 1
+    assert picks[0] > picks[1] > picks[2] > picks[3] == 0
 
 
 def test_a_sample_falls_back_to_the_least_of_all_when_all_are_closed_or_in_doubt() -> None:
@@ -171,11 +171,11 @@ def test_a_heavy_decode_goes_where_the_ratio_of_heavy_to_light_is_least() -> Non
     heaviness = scores(
         compute_heavy_ratio(8, 2), compute_heavy_ratio(2, 8), compute_heavy_ratio(5, 5)
     )
-    seed, taken = 3, set()
+    seed, pairs = 3, set()
     for _ in range(200):
         slot, seed = sample_least_heavy(scores(1, 3, 2), scores(9, 9, 9), heaviness, 5, seed)
-        taken.add(slot)
-    assert taken == {1, 2}, "of two drawn ones the first is never the lighter"
+        pairs.add(slot)
+    assert pairs == {1, 2}, "of two drawn ones the first is never the lighter"
 
 
 def test_only_instances_with_room_are_drawn_while_there_are_any() -> None:
@@ -194,7 +194,7 @@ def pair(prefill, decode, weight: float = 0.1, crossing: float = 100) -> tuple[i
     return first, find_least(restrict_to_cell(decode, PAIRS, first)) if first != NONE else NONE
 
 
-def test_a_pair_stays_in_its_cell_whoever_is_idle_elsewhere() -> None:
+def test_a_pair_stays_in_its_cell_despite_idle_instances_elsewhere() -> None:
     assert pair(scores(10, INF, 20, INF), scores(INF, 50, INF, 0)) == (0, 1)
 
 
@@ -224,7 +224,7 @@ def test_decode_instances_in_doubt_count_as_gone_while_others_are_heard() -> Non
     st.lists(tokens, min_size=4, max_size=4),
     st.lists(st.integers(0, 3), min_size=4, max_size=4),
 )
-def test_with_cells_whatever_is_open_is_found_and_cells_are_left_only_where_they_lack_decode(
+def test_with_cells_an_open_instance_is_found_and_cells_are_left_only_where_they_lack_decode(
     prefill: list[float], decode: list[float], cells: list[int]
 ) -> None:
     weighed = add_cell_costs(scores(*prefill), scores(*decode), np.array(cells), 0.1, 100)

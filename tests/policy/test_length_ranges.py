@@ -1,4 +1,4 @@
-"""A trained tree of output lengths, asked as a router asks."""
+"""A trained tree of output lengths, queried as a router does."""
 
 import bisect
 
@@ -37,11 +37,11 @@ def chain(bounds: list[int]) -> RangeTree:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "limit", "foretold"),
+    ("prompt", "limit", "predicted"),
     [(100, 0, 20), (101, 0, 40), (101, 51, 51), (101, 900, 600), (100, 900, 20)],
 )
-def test_a_request_gets_the_mean_of_its_leaf(prompt, limit, foretold) -> None:
-    assert RangeTree(TWO_FEATURES).predict(prompt, limit) == foretold
+def test_a_request_gets_the_mean_of_its_leaf(prompt, limit, predicted) -> None:
+    assert RangeTree(TWO_FEATURES).predict(prompt, limit) == predicted
 
 
 def test_a_limit_is_never_exceeded() -> None:

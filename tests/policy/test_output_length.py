@@ -14,7 +14,7 @@ def taught(*answers: tuple[int, int], first: float = 256) -> ConditionalMean:
     return lengths
 
 
-def test_before_any_answer_the_given_length_is_foretold() -> None:
+def test_before_any_answer_the_given_length_is_predicted() -> None:
     assert taught(first=300).predict(1_000) == 300
 
 
@@ -23,7 +23,7 @@ def test_a_limit_is_never_exceeded() -> None:
     assert lengths.predict(100, 50) == 50
 
 
-def test_prompts_of_unlike_length_have_means_of_their_own() -> None:
+def test_prompts_of_different_length_have_separate_means() -> None:
     lengths = taught(*[(100, 40), (5_000, 800)] * 200)
     assert lengths.predict(100) == pytest.approx(40, rel=0.5)
     assert lengths.predict(5_000) == pytest.approx(800, rel=0.1)
@@ -52,7 +52,7 @@ def test_old_answers_fade() -> None:
     assert lengths.predict(100) == pytest.approx(400, rel=0.02)
 
 
-def test_one_that_outran_its_prediction_is_taken_to_need_as_much_again() -> None:
+def test_a_request_beyond_its_prediction_is_predicted_to_need_as_much_again() -> None:
     assert estimate_remaining(100, 40) == 60
     assert estimate_remaining(100, 100) == 100
     assert estimate_remaining(100, 250) == 100

@@ -62,7 +62,7 @@ def test_engines_that_are_gone_are_forgotten() -> None:
     assert list(index.find(hash_blocks(text("a")))) == []
 
 
-def test_what_is_cached_is_taken_off_the_queue() -> None:
+def test_cached_tokens_are_subtracted_from_the_queue() -> None:
     found = [(4, {"p2"}), (1, {"p1", "p2"})]
     slots = {"p1": 0, "p2": 1, "p3": 2}
     cached = 4 * TOKENS_PER_BLOCK

@@ -22,13 +22,13 @@ from cleave.policy.queue_model import (
 amounts = st.integers(0, 1_000_000)
 
 
-def test_a_router_that_alone_sends_requests_is_told_less_often() -> None:
+def test_a_router_that_alone_sends_requests_gets_fewer_reports() -> None:
     assert choose_report_interval_ms(INTERVAL_MS, 1) == MAX_INTERVAL_MS
     assert choose_report_interval_ms(INTERVAL_MS, 2) == INTERVAL_MS
     assert choose_report_interval_ms(INTERVAL_MS, 0) == INTERVAL_MS
 
 
-def test_nobody_is_told_more_often_than_asked() -> None:
+def test_no_watcher_gets_reports_more_often_than_requested() -> None:
     assert choose_report_interval_ms(400, 1) == MAX_INTERVAL_MS
     assert choose_report_interval_ms(60_000, 1) == 60_000
 
@@ -59,7 +59,7 @@ def test_a_report_of_own_work_alone_adds_nothing(own: int, later: int) -> None:
 
 @given(st.lists(st.tuples(amounts, st.booleans()), max_size=60), amounts)
 def test_books_come_back_to_zero_and_leave_what_others_had(steps, others: int) -> None:
-    """Whatever the order of dispatches, releases and reports."""
+    """In any order of dispatches, releases and reports."""
     book, open_requests = OutstandingTokens(), []
     for tokens, release_one in steps:
         book.add(tokens)
@@ -90,7 +90,7 @@ def draw_lengths(seed: int, count: int = 600) -> list[float]:
 
 
 @pytest.mark.parametrize(("prompt_ms", "token_ms"), [(10.0, 0.1), (0.0, 0.02), (80.0, 0.5)])
-def test_what_every_prompt_takes_is_told_apart_from_what_its_tokens_take(
+def test_time_per_prompt_is_separated_from_time_per_token(
     prompt_ms: float, token_ms: float
 ) -> None:
     queue = teach([(tokens, prompt_ms + token_ms * tokens) for tokens in draw_lengths(1)])
@@ -99,7 +99,7 @@ def test_what_every_prompt_takes_is_told_apart_from_what_its_tokens_take(
     assert queue.upper_token_ms == pytest.approx(token_ms, rel=0.06)
 
 
-def test_without_other_lengths_all_is_taken_for_the_tokens_time() -> None:
+def test_without_other_lengths_all_time_counts_as_token_time() -> None:
     queue = teach([(500.0, 60.0)] * 300)
     assert queue.predict_ms(500.0, 1.0) == pytest.approx(60.0, rel=1e-3)
     assert queue.token_ms == pytest.approx(60.0 / 500.0, rel=0.02)
@@ -117,7 +117,7 @@ def test_prompts_of_one_pass_are_not_mistaken_for_prompts_that_take_no_time() ->
 
 
 def test_the_less_lengths_explain_the_later_a_queue_is_said_to_be_through() -> None:
-    """Of a prompt that should be through by now nobody knows how much is left."""
+    """The rest of an overdue prompt is unknown."""
     rng, margins = random.Random(3), []
     for error in (0.0, 0.1, 0.3):
         answers = [
@@ -139,7 +139,7 @@ def test_the_less_lengths_explain_the_later_a_queue_is_said_to_be_through() -> N
         max_size=60,
     )
 )
-def test_whatever_prompts_take_times_are_finite_and_right_on_the_whole(answers) -> None:
+def test_times_are_finite_and_right_on_average_for_any_prompts(answers) -> None:
     sums = DEFAULT_SUMS
     for tokens, ms in answers:
         sums = add_completion(sums, tokens, ms)

@@ -1,4 +1,4 @@
-"""Pools that lend each other instances: who goes, who comes back, and that nobody flaps."""
+"""Role flipping between pools: which instances flip, which return, and that none flaps."""
 
 import math
 from itertools import pairwise
@@ -77,7 +77,7 @@ def test_kv_of_prompts_that_wait_is_not_there_yet() -> None:
     assert role_flipping.compute_computed_share(0.0, 0.0) == 1.0
 
 
-def test_without_pressure_everybody_stays() -> None:
+def test_without_pressure_no_instance_flips() -> None:
     manager = Manager(fleet())
     manager.set(0, 0.9)
     assert manager.run(600) == []
@@ -98,13 +98,13 @@ def test_full_decode_instances_get_help_from_the_shortest_prompt_queue() -> None
     assert manager.run(2) == [(1, MIXED)]
 
 
-def test_nobody_is_lent_by_those_who_need_help_themselves() -> None:
+def test_a_pressed_role_lends_no_instance() -> None:
     manager = Manager(fleet())
     manager.members["wait_ms"], manager.members["use"] = 500.0, 2.0
     assert manager.run(600) == []
 
 
-def test_more_are_lent_one_by_one_and_some_are_kept() -> None:
+def test_more_instances_flip_one_by_one_and_some_stay() -> None:
     manager = Manager(fleet(decode=3), TERMS._replace(min_decode=1))
     for _ in range(10):
         manager.set(0, 3.0)
@@ -123,7 +123,7 @@ def test_they_come_home_when_it_has_been_calm_and_nothing_of_others_waits() -> N
     assert manager.run(1) == [(2, DECODE)]
 
 
-def test_a_short_calm_brings_nobody_home() -> None:
+def test_a_short_calm_returns_no_instance() -> None:
     manager = Manager(fleet())
     manager.set(0, 2.0)
     manager.run(10)
@@ -151,7 +151,7 @@ def test_who_has_nothing_to_do_at_home_is_lent_for_good_and_missed_later() -> No
     assert (2, DECODE) in back, "relief is not waited for when the home is in need"
 
 
-def test_closed_instances_are_neither_asked_nor_counted() -> None:
+def test_closed_instances_are_neither_flipped_nor_counted() -> None:
     manager = Manager(fleet(decode=3))
     manager.members["is_open"][2] = 0
     manager.members["use"][4] = 0.1
@@ -180,7 +180,7 @@ def test_a_fleet_that_is_all_closed_decides_nothing() -> None:
     assert manager.run(100) == []
 
 
-def test_where_nobody_lends_any_more_who_is_away_comes_home_after_a_while() -> None:
+def test_instances_return_after_a_while_when_flipping_stops() -> None:
     manager = Manager(fleet(prefill=1, decode=3, mixed=1))
     role_flipping.record_role(manager.members, 2, MIXED, 1_000.0)
     role_flipping.record_role(manager.members, 3, PREFILL, 2_000.0)
@@ -211,7 +211,7 @@ pressures = st.tuples(st.sampled_from([0.0, 0.4, 0.8, 1.5]), st.sampled_from([0.
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(pressures, st.integers(1, 90)), min_size=1, max_size=60))
-def test_whatever_comes_flips_are_bounded_and_both_sides_are_served(
+def test_under_any_load_flips_are_bounded_and_both_roles_serve(
     history: list[tuple[tuple[float, float], int]],
 ) -> None:
     manager = Manager(fleet(prefill=2, decode=3))
@@ -232,22 +232,22 @@ shares = st.sampled_from([0.0, 0.04, 0.4, 0.8, 1.5, 4.0])
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(shares, shares), min_size=4, max_size=4), st.integers(1, 400))
-def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
+def test_checking_only_on_changes_misses_nothing(
     loads: list[tuple[float, float]], before_s: int
 ) -> None:
     """Prompts that wait get on; what holds KV stays, and so does who is there."""
     terms = TERMS._replace(wait_ms=60_000.0)
-    each_second, seldom = Manager(fleet(), terms), Manager(fleet(), terms)
-    for manager in (each_second, seldom):
+    each_second, less_often = Manager(fleet(), terms), Manager(fleet(), terms)
+    for manager in (each_second, less_often):
         manager.set(0, 1.5)
         manager.run(before_s)
     waits_ms = np.array([prompts for prompts, _ in loads]) * terms.wait_ms
     start_ms, skipped = each_second.now_ms, 0
-    for manager in (each_second, seldom):
+    for manager in (each_second, less_often):
         manager.members["use"] = [decodes * TERMS.full_usage for _, decodes in loads]
         quiet_until_ms = 0.0
         while manager.now_ms < start_ms + 600 * SECOND_MS:
-            if manager is seldom and manager.now_ms + 2 * SECOND_MS < quiet_until_ms:
+            if manager is less_often and manager.now_ms + 2 * SECOND_MS < quiet_until_ms:
                 manager.now_ms += SECOND_MS
                 skipped += 1
                 continue
@@ -256,11 +256,11 @@ def test_nothing_is_missed_by_who_looks_only_when_there_may_be_something_new(
             if not manager.run():
                 known = manager.members, manager.watch, manager.terms, manager.now_ms
                 quiet_until_ms = role_flipping.compute_next_check_ms(*known)
-    assert seldom.flips == each_second.flips
+    assert less_often.flips == each_second.flips
     assert skipped > 0
     for name in ("role", "since_ms", "min_flip_ms", "idle_ms"):
-        assert list(seldom.members[name]) == list(each_second.members[name])
-    assert seldom.watch.tolist() == each_second.watch.tolist()
+        assert list(less_often.members[name]) == list(each_second.members[name])
+    assert less_often.watch.tolist() == each_second.watch.tolist()
 
 
 def _find_most_flips(hours: float) -> float:

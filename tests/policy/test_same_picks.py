@@ -1,4 +1,4 @@
-"""Router and simulator pick the same instances, whatever has happened, under every policy.
+"""Router and simulator pick the same instances after any history, under every policy.
 
 Both supply what they know to `policy`. Each history is a random fleet and random arrivals, answers,
 ends, losses, flips of roles and lost instances; after each arrival both must have picked alike.
@@ -82,7 +82,7 @@ def compiled() -> Callable[..., None]:
 
 
 class Known:
-    """Predicts what it is told."""
+    """Predicts the given lengths."""
 
     tokens = 0
 
@@ -143,7 +143,7 @@ class History:
             self.register(i)
 
     def register(self, i: int) -> None:
-        stated = agent_pb2.Registration(
+        registration = agent_pb2.Registration(
             instance=f"i{i:02}",
             model="m",
             boot_id=f"boot{i}",
@@ -154,7 +154,7 @@ class History:
             kv_blocks_total=self.blocks,
             kv_path=agent_pb2.KvPath(verified=True),
         )
-        event = agent_pb2.WatchEvent(registration=stated)
+        event = agent_pb2.WatchEvent(registration=registration)
         self.router.registry.on_event(f"agent{i}", event, self.now_s)
 
     def step(self) -> None:
@@ -207,7 +207,7 @@ class History:
             self.router.registry.on_disconnect(f"agent{i}")
         elif not is_closed[i]:
             self.register(i)
-        # An agent that is lost tells of its role when it is back.
+        # A lost agent reports its role when it is back.
         self.simulate(FLIP, i, roles[i])
 
     def simulate(self, kind: int, which: int, role: int = NONE) -> None:

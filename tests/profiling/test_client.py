@@ -19,7 +19,7 @@ async def test_a_stream_has_a_time_for_each_token(serve: Callable[..., Awaitable
     assert sum(seen) == 7 + 2, "tokens, usage and the end mark"
 
 
-async def test_an_error_of_the_engine_is_told_in_its_words(
+async def test_an_engine_error_is_reported_verbatim(
     serve: Callable[..., Awaitable],
 ) -> None:
     running = await serve()
@@ -67,7 +67,7 @@ async def test_an_engine_that_hangs_is_given_up(serve: Callable[..., Awaitable])
         await OpenAIClient(running.url, "m", timeout_s=0.2).complete([9] * 20, 2)
 
 
-async def test_nobody_there_is_one_line() -> None:
+async def test_a_refused_connection_is_one_line() -> None:
     with pytest.raises(ProfilingError, match=r"http://127.0.0.1:9 cannot be reached"):
         await OpenAIClient("http://127.0.0.1:9").get("/version")
 

@@ -7,7 +7,7 @@ from cleave.profiling.engine_info import count_requests, inspect_engine, read_co
 from cleave.profiling.errors import ProfilingError
 
 
-async def test_an_engine_tells_its_facts(serve: Callable[..., Awaitable]) -> None:
+async def test_the_facts_of_an_engine_are_read(serve: Callable[..., Awaitable]) -> None:
     running = await serve()
     facts = await inspect_engine(OpenAIClient(running.url), None)
     assert (facts.model, facts.source, facts.engine) == ("m", "opt-13b", "emulated")

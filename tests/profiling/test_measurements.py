@@ -25,7 +25,7 @@ def test_first_tokens_that_come_together_are_of_one_pass() -> None:
     assert [(size, round(s, 3)) for size, s in group_by_iteration(ends)] == [(3, 0.501), (1, 0.499)]
 
 
-def test_prompts_are_never_asked_twice() -> None:
+def test_prompts_are_never_sent_twice() -> None:
     rng = random.Random(1)
     assert len({tuple(draw_prompt(rng, 16)) for _ in range(1000)}) == 1000
 

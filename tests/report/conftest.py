@@ -76,7 +76,7 @@ def subject() -> ReportInput:
 
 
 @pytest.fixture
-def made(subject: ReportInput, answer: PlanningResult) -> LoadStudy:
+def study(subject: ReportInput, answer: PlanningResult) -> LoadStudy:
     return run_study(subject, answer, QueueBench())
 
 

@@ -28,7 +28,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Opened:
-    """A page with all that it said and asked for."""
+    """A page with its console messages and its requests."""
 
     def __init__(self, browser: Browser, file: Path, **options: object) -> None:
         self.context = browser.new_context(offline=True, **options)
@@ -50,9 +50,9 @@ class Opened:
 
 
 @pytest.fixture
-def file(tmp_path: Path, made: LoadStudy) -> Path:
+def file(tmp_path: Path, study: LoadStudy) -> Path:
     path = tmp_path / "report.html"
-    path.write_text(render_page(made), encoding="utf-8")
+    path.write_text(render_page(study), encoding="utf-8")
     return path
 
 

@@ -35,17 +35,19 @@ sizes = st.sampled_from([1, 2, 4, 8])
 
 @given(st.integers(1, 6), sizes, st.integers(1, 4), st.integers(1, 6), sizes)
 def test_every_gpu_is_placed_once_and_no_node_is_overfull(p, tensor, stages, d, other) -> None:
-    made = plan(pool(Role.PREFILL, p, tensor, stages), pool(Role.DECODE, d, other, 1))
-    nodes = lay_out(made, (NodeShape("X", 64, 8),))
-    assert sum(segment.gpus for node in nodes for segment in node.segments) == made.gpus
+    laid_out_plan = plan(pool(Role.PREFILL, p, tensor, stages), pool(Role.DECODE, d, other, 1))
+    nodes = lay_out(laid_out_plan, (NodeShape("X", 64, 8),))
+    assert sum(segment.gpus for node in nodes for segment in node.segments) == laid_out_plan.gpus
     assert all(node.free >= 0 for node in nodes)
     names = [(s.role, s.instance, s.stage) for node in nodes for s in node.segments]
     assert len(set(names)) == len(names) == p * stages + d
 
 
 def test_under_algorithm_2_the_same_stage_of_both_phases_shares_a_node() -> None:
-    made = plan(pool(Role.PREFILL, 2, 4, 2), pool(Role.DECODE, 2, 2, 2), algorithm="Algorithm 2")
-    nodes = lay_out(made, (NodeShape("X", 4, 8),))
+    laid_out_plan = plan(
+        pool(Role.PREFILL, 2, 4, 2), pool(Role.DECODE, 2, 2, 2), algorithm="Algorithm 2"
+    )
+    nodes = lay_out(laid_out_plan, (NodeShape("X", 4, 8),))
     assert len(nodes) == 4
     for node in nodes:
         assert [s.role for s in node.segments] == [Role.PREFILL, Role.DECODE]
@@ -53,8 +55,8 @@ def test_under_algorithm_2_the_same_stage_of_both_phases_shares_a_node() -> None
 
 
 def test_pools_go_to_the_kind_of_gpu_they_were_planned_for() -> None:
-    made = plan(pool(Role.PREFILL, 1, 2, 1, "H100"), pool(Role.DECODE, 1, 2, 1, "A100"))
-    nodes = lay_out(made, (NodeShape("A100", 1, 8), NodeShape("H100", 1, 8)))
+    laid_out_plan = plan(pool(Role.PREFILL, 1, 2, 1, "H100"), pool(Role.DECODE, 1, 2, 1, "A100"))
+    nodes = lay_out(laid_out_plan, (NodeShape("A100", 1, 8), NodeShape("H100", 1, 8)))
     assert [(node.gpu, node.segments[0].role) for node in nodes] == [
         ("A100", Role.DECODE),
         ("H100", Role.PREFILL),

@@ -16,7 +16,7 @@ from cleave.report.load_study import (
 )
 
 
-def test_goodput_is_where_the_line_between_two_rates_crosses_the_goal() -> None:
+def test_goodput_is_where_the_line_between_two_rates_crosses_the_target() -> None:
     assert interpolate_goodput((1.0, 2.0, 3.0), (1.0, 0.95, 0.85), 0.9) == pytest.approx(2.5)
 
 
@@ -44,21 +44,23 @@ def test_the_other_kind_is_shown_however_far_down_it_is(answer) -> None:
     assert select_plans(replace(answer, alternatives=(*many, colocated)))[-1] is colocated
 
 
-def test_every_plan_is_swept_from_idle_to_overload(made) -> None:
-    assert len(made.sweeps) == 1 + len(made.result.alternatives)
-    for sweep in made.sweeps:
+def test_every_plan_is_swept_from_idle_to_overload(study) -> None:
+    assert len(study.sweeps) == 1 + len(study.result.alternatives)
+    for sweep in study.sweeps:
         assert sweep.rates == pytest.approx([f * sweep.plan.prediction.goodput for f in LOADS])
         assert sweep.attainment[0] > sweep.attainment[-1]
 
 
-def test_attainment_by_scale_at_the_asked_slo_is_the_attainment(made) -> None:
-    asked = SCALES.index(1.0)
-    for sweep in made.sweeps:
-        assert sweep.attainment_by_scale[:, asked, asked] == pytest.approx(sweep.attainment)
+def test_attainment_by_scale_at_the_declared_slo_is_the_attainment(study) -> None:
+    declared_index = SCALES.index(1.0)
+    for sweep in study.sweeps:
+        assert sweep.attainment_by_scale[:, declared_index, declared_index] == pytest.approx(
+            sweep.attainment
+        )
 
 
-def test_attainment_never_falls_when_a_target_is_relaxed(made) -> None:
-    for sweep in made.sweeps:
+def test_attainment_never_falls_when_a_target_is_relaxed(study) -> None:
+    for sweep in study.sweeps:
         for axis in (1, 2):
             assert np.all(np.diff(sweep.attainment_by_scale, axis=axis) >= 0)
 

@@ -35,35 +35,35 @@ def data(html: str):
     return json.loads(re.search(r'id="data">(.*?)</script>', html).group(1))
 
 
-def test_nothing_is_loaded_from_anywhere(made) -> None:
-    reader = Reader(render_page(made))
+def test_nothing_is_loaded_from_anywhere(study) -> None:
+    reader = Reader(render_page(study))
     assert reader.links == ["data:,"]
     assert reader.open == []
 
 
-def test_the_file_stays_below_three_megabytes(made) -> None:
-    assert len(render_page(made).encode()) < 3_000_000
+def test_the_file_stays_below_three_megabytes(study) -> None:
+    assert len(render_page(study).encode()) < 3_000_000
 
 
-def test_the_page_says_verdict_reason_change_and_warnings(made) -> None:
-    html = render_page(made)
-    for text in (made.result.reason, made.result.what_would_change, *made.result.warnings):
+def test_the_page_says_verdict_reason_change_and_warnings(study) -> None:
+    html = render_page(study)
+    for text in (study.result.reason, study.result.what_would_change, *study.result.warnings):
         assert text in html
     assert "disaggregate</span>" in html
 
 
-def test_names_from_outside_stay_text(made) -> None:
+def test_names_from_outside_stay_text(study) -> None:
     evil = '</script><img src=x onerror="alert(1)">'
-    subject = replace(made.report_input, deployment=evil, model=evil, traffic=evil)
-    answer = replace(made.result, reason=evil, warnings=(evil,))
-    html = render_page(replace(made, report_input=subject, result=answer))
+    subject = replace(study.report_input, deployment=evil, model=evil, traffic=evil)
+    answer = replace(study.result, reason=evil, warnings=(evil,))
+    html = render_page(replace(study, report_input=subject, result=answer))
     assert evil not in html
     assert Reader(html).links == ["data:,"]
 
 
-def test_every_point_of_the_sliders_is_inside(made) -> None:
-    held = data(render_page(made))["whatIf"]
-    assert len(held["points"]) == len(held["copies"]) == len(compute_what_if(made).points)
+def test_every_point_of_the_sliders_is_inside(study) -> None:
+    points = data(render_page(study))["whatIf"]
+    assert len(points["points"]) == len(points["copies"]) == len(compute_what_if(study).points)
 
 
 def test_an_infeasible_answer_names_the_nearest_slo_and_draws_nothing(subject, infeasible) -> None:

@@ -5,6 +5,7 @@ Each test names what breaks its rule. CONTRIBUTING.md, "Names", gives the reason
 
 import ast
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -41,6 +42,18 @@ ALLOWED = {
     "draw": "what a chart does",
 }
 """Standard terms that contain a banned word."""
+
+_BANNED_IN_TESTS = """
+asked door doors foretold goal goals nobody stated tell tells told unlike wanted whatever
+"""
+BANNED_IN_TESTS = frozenset(_BANNED_IN_TESTS.split())
+"""Banned in every identifier outside the packages: locals, parameters, helpers and tests, too."""
+
+ALLOWED_IN_TESTS = {
+    "foretold_by": "a column and JSON key of benchmarks/lengths",
+    "of_stated": "a JSON key of benchmarks/kv/limited_bandwidth.py",
+}
+"""Identifiers that are part of an output's format."""
 
 SHARED_CLASS_NAMES: set[str] = set()
 """Public class names that may stand in two modules."""
@@ -146,6 +159,22 @@ def test_no_class_or_function_has_a_private_word() -> None:
         for where, node in iter_definitions(module, (ast.ClassDef, *FUNCTIONS)):
             if find_banned(node.name):
                 wrong.append(where)
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "e2e", "scripts"])
+def test_no_identifier_outside_the_packages_has_a_private_word(folder: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        with tokenize.open(path) as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if (
+                    token.type == tokenize.NAME
+                    and token.string not in ALLOWED_IN_TESTS
+                    and BANNED_IN_TESTS.intersection(split_words(token.string))
+                ):
+                    where = f"{path.relative_to(ROOT).as_posix()}:{token.start[0]}"
+                    wrong.append(f"{where} {token.string}")
     assert not wrong
 
 

@@ -17,7 +17,7 @@ State = Callable[..., agent_pb2.WatchEvent]
 
 
 @pytest.fixture
-def stated() -> State:
+def make_event() -> State:
     """Makes a registration; the boot id is the name with a suffix unless given."""
 
     def make(name: str, role: str, *, verified: bool = True, **fields: object):
@@ -63,12 +63,12 @@ def registry() -> InstanceRegistry:
 
 
 @pytest.fixture
-def fleet_of(registry: InstanceRegistry, stated: State) -> Callable[..., InstanceRegistry]:
+def fleet_of(registry: InstanceRegistry, make_event: State) -> Callable[..., InstanceRegistry]:
     """A registry with `name=role` instances, each at an address of its own name."""
 
     def make(**roles: str) -> InstanceRegistry:
         for name, role in roles.items():
-            registry.on_event(name, stated(name, role), 0.0)
+            registry.on_event(name, make_event(name, role), 0.0)
         return registry
 
     return make

@@ -23,13 +23,13 @@ KEEPING = [
 
 
 @pytest.fixture
-def routed(stated, clock):
+def routed(make_event, clock):
     """A router over `name=role` instances that serve adapters."""
 
     def make(policy: DispatchPolicy, roles: dict[str, str], *adapters: str) -> Router:
         registry = InstanceRegistry(policy)
         for name, role in roles.items():
-            registry.on_event(name, stated(name, role, adapters=adapters), 0.0)
+            registry.on_event(name, make_event(name, role, adapters=adapters), 0.0)
         return Router(registry, clock=clock, seed=5)
 
     return make
@@ -50,38 +50,38 @@ def test_an_adapter_is_served_by_the_instances_of_its_base(routed) -> None:
     assert serve(router, "sql")[0] in ("p1", "p2")
 
 
-def test_an_adapter_that_nobody_serves_is_an_unknown_model(routed) -> None:
+def test_an_adapter_without_instances_is_an_unknown_model(routed) -> None:
     with pytest.raises(UnknownModel):
         serve(routed(DispatchPolicy.SHORTEST_WAIT, FOUR, "sql"), "law")
 
 
-def test_a_revision_serves_what_all_of_it_that_has_answered_serve(registry, stated) -> None:
-    registry.on_event("p", stated("p", "prefill", adapters=["sql", "law"]), 0.0)
-    registry.on_event("d", stated("d", "decode", adapters=["sql"]), 0.0)
-    starting = stated("e", "decode", state=agent_pb2.STATE_STARTING)
+def test_a_revision_serves_what_all_of_it_that_has_answered_serve(registry, make_event) -> None:
+    registry.on_event("p", make_event("p", "prefill", adapters=["sql", "law"]), 0.0)
+    registry.on_event("d", make_event("d", "decode", adapters=["sql"]), 0.0)
+    starting = make_event("e", "decode", state=agent_pb2.STATE_STARTING)
     registry.on_event("e", starting, 0.0)
     assert set(registry.models) == {"m", "sql"}
 
 
-def test_a_new_revision_alone_gets_what_the_old_one_lacks(registry, stated) -> None:
-    registry.on_event("a", stated("a", "mixed"), 0.0)
-    registry.on_event("b", stated("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
+def test_a_new_revision_alone_gets_what_the_old_one_lacks(registry, make_event) -> None:
+    registry.on_event("a", make_event("a", "mixed"), 0.0)
+    registry.on_event("b", make_event("b", "mixed", revision="r2", adapters=["sql"]), 0.0)
     router = Router(registry)
     assert {serve(router, "sql") for _ in range(8)} == {(None, "b")}
     assert {serve(router, "m")[1] for _ in range(8)} == {"a", "b"}
 
 
-def test_an_adapter_outlives_the_restart_of_all_engines(registry, stated) -> None:
+def test_an_adapter_outlives_the_restart_of_all_engines(registry, make_event) -> None:
     for name in ("a", "b"):
         fields = {"adapters": ["sql"], "state": agent_pb2.STATE_STARTING, "boot_id": "new"}
-        registry.on_event(name, stated(name, "mixed", **fields), 0.0)
+        registry.on_event(name, make_event(name, "mixed", **fields), 0.0)
     with pytest.raises(NoInstance):
         Router(registry).pick("sql", 100)
 
 
-def test_a_model_goes_before_an_adapter_of_its_name(registry, stated) -> None:
-    registry.on_event("a", stated("a", "mixed", adapters=["sql"]), 0.0)
-    registry.on_event("b", stated("b", "mixed", model="sql", deployment="other"), 0.0)
+def test_a_model_goes_before_an_adapter_of_its_name(registry, make_event) -> None:
+    registry.on_event("a", make_event("a", "mixed", adapters=["sql"]), 0.0)
+    registry.on_event("b", make_event("b", "mixed", model="sql", deployment="other"), 0.0)
     assert serve(Router(registry), "sql") == (None, "b")
 
 
@@ -106,10 +106,10 @@ def test_an_adapter_goes_elsewhere_when_staying_costs_more(routed, policy: Dispa
 
 @pytest.mark.parametrize(("slots", "homes"), [(1, 1), (2, 2), (3, 2)])
 def test_adapters_that_all_fit_are_treated_like_their_model(
-    registry, stated, slots: int, homes: int
+    registry, make_event, slots: int, homes: int
 ) -> None:
     for name in ("a", "b"):
-        event = stated(name, "mixed", adapters=["sql", "law"], max_adapters=slots)
+        event = make_event(name, "mixed", adapters=["sql", "law"], max_adapters=slots)
         registry.on_event(name, event, 0.0)
     router = Router(registry)
     assert len({serve(router, "sql") for _ in range(8)}) == homes
@@ -143,7 +143,7 @@ def test_a_session_goes_before_its_adapter(routed) -> None:
     assert set(sessions) == {"p1", "p2"}
 
 
-def test_kv_of_one_adapter_is_not_taken_for_that_of_another(routed) -> None:
+def test_kv_of_one_adapter_does_not_match_another(routed) -> None:
     router = routed(DispatchPolicy.PREFIX_AWARE, FOUR, "sql", "law")
     text = b"x" * BLOCK_BYTES * 4
     for model, todo in (("m", 500), ("sql", 500), ("sql", 0), ("law", 500), ("m", 0)):

@@ -18,7 +18,7 @@ from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 
 class FakeAgent(agent_pb2_grpc.AgentServicer):
-    """States what it is told, then reports until silenced."""
+    """Sends its registration, then reports until silenced."""
 
     def __init__(self, registration: agent_pb2.WatchEvent) -> None:
         self.registration = registration
@@ -37,14 +37,14 @@ class FakeAgent(agent_pb2_grpc.AgentServicer):
         await self._server.stop(0)
 
     async def Watch(self, request, context):  # noqa: N802
-        stated = None
+        declared = None
         self.routers.add(request.router)
         while True:
-            if self.registration is not stated:
-                stated = self.registration
-                yield stated
+            if self.registration is not declared:
+                declared = self.registration
+                yield declared
             if not self.silent:
-                boot_id = stated.registration.boot_id
+                boot_id = declared.registration.boot_id
                 yield agent_pb2.WatchEvent(load=agent_pb2.LoadReport(boot_id=boot_id))
             await asyncio.sleep(0.05)
 
@@ -71,8 +71,8 @@ def is_open(registry: InstanceRegistry, name: str) -> bool:
     return name in registry.instances and registry.instances[name].selectable
 
 
-async def test_agents_are_followed_as_they_come_and_go(tmp_path, registry, stated) -> None:
-    one, two = FakeAgent(stated("p", "prefill")), FakeAgent(stated("d", "decode"))
+async def test_agents_are_followed_as_they_come_and_go(tmp_path, registry, make_event) -> None:
+    one, two = FakeAgent(make_event("p", "prefill")), FakeAgent(make_event("d", "decode"))
     await one.start()
     await two.start()
     agents = tmp_path / "agents"
@@ -90,8 +90,10 @@ async def test_agents_are_followed_as_they_come_and_go(tmp_path, registry, state
     await two.stop()
 
 
-async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(registry, stated) -> None:
-    agents = [FakeAgent(stated(name, "mixed")) for name in ("one", "two", "gone")]
+async def test_a_start_waits_for_agents_that_are_there_and_not_for_others(
+    registry, make_event
+) -> None:
+    agents = [FakeAgent(make_event(name, "mixed")) for name in ("one", "two", "gone")]
     for agent in agents:
         await agent.start()
     await agents[2].stop()
@@ -112,23 +114,23 @@ async def test_a_start_does_not_wait_long_for_an_agent_that_says_nothing(
             assert not registry.instances
 
 
-async def test_an_agent_that_dies_is_suspended_and_followed_again(registry, stated) -> None:
-    agent = FakeAgent(stated("d", "decode"))
+async def test_an_agent_that_dies_is_suspended_and_followed_again(registry, make_event) -> None:
+    agent = FakeAgent(make_event("d", "decode"))
     await agent.start()
     async with watching(f"127.0.0.1:{agent.port}", registry):
         await until(lambda: is_open(registry, "d"), "followed")
         await agent.stop()
         await until(lambda: not is_open(registry, "d"), "suspended")
         assert "d" in registry.instances
-        again = FakeAgent(stated("d", "decode", boot_id="second"))
+        again = FakeAgent(make_event("d", "decode", boot_id="second"))
         await again.start(agent.port)
         await until(lambda: is_open(registry, "d"), "open again")
         assert registry.instances["d"].target.boot_id == "second"
     await again.stop()
 
 
-async def test_a_silent_agent_is_doubted_until_it_speaks(registry, stated) -> None:
-    agent = FakeAgent(stated("d", "decode"))
+async def test_a_silent_agent_is_doubted_until_it_speaks(registry, make_event) -> None:
+    agent = FakeAgent(make_event("d", "decode"))
     await agent.start()
     async with watching(f"127.0.0.1:{agent.port}", registry):
         await until(lambda: is_open(registry, "d"), "followed")
@@ -141,12 +143,12 @@ async def test_a_silent_agent_is_doubted_until_it_speaks(registry, stated) -> No
     await agent.stop()
 
 
-async def test_a_new_registration_is_taken_over(registry, stated) -> None:
-    agent = FakeAgent(stated("d", "decode"))
+async def test_a_new_registration_replaces_the_old_one(registry, make_event) -> None:
+    agent = FakeAgent(make_event("d", "decode"))
     await agent.start()
     async with watching(f"127.0.0.1:{agent.port}", registry):
         await until(lambda: is_open(registry, "d"), "followed")
-        agent.registration = stated("d", "decode", state=agent_pb2.STATE_DRAINING)
+        agent.registration = make_event("d", "decode", state=agent_pb2.STATE_DRAINING)
         await until(lambda: not is_open(registry, "d"), "closed")
     await agent.stop()
 
@@ -156,8 +158,8 @@ async def test_a_malformed_source_is_refused_at_once(registry) -> None:
         await AgentWatcher("nowhere", registry, time.monotonic).start()
 
 
-async def test_every_fleet_follows_under_a_name_of_its_own(registry, stated) -> None:
-    agent = FakeAgent(stated("d", "decode"))
+async def test_every_fleet_follows_under_a_name_of_its_own(registry, make_event) -> None:
+    agent = FakeAgent(make_event("d", "decode"))
     await agent.start()
     source = f"127.0.0.1:{agent.port}"
     async with watching(source, registry), watching(source, InstanceRegistry()):

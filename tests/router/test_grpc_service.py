@@ -40,7 +40,7 @@ async def test_a_whole_request_has_no_prefill_target(stub, fleet_of) -> None:
     assert not picked.HasField("prefill")
 
 
-async def test_errors_are_told_apart_by_their_codes(stub, fleet_of) -> None:
+async def test_errors_are_classified_by_their_codes(stub, fleet_of) -> None:
     fleet_of(d="decode")
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
         await stub.Pick(router_pb2.PickRequest(model="other"))

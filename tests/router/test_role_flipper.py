@@ -1,4 +1,4 @@
-"""The role flipper over a registry: who decides, what agents are told, and what becomes of it."""
+"""The role flipper over a registry: who decides, what agents get, and the result."""
 
 from collections.abc import Callable
 
@@ -34,10 +34,10 @@ class Agents:
             raise grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, empty, empty, "no")
         if self.silent:
             return
-        stated = agent_pb2.Registration()
-        stated.CopyFrom(self.registry.instances[flip.instance].registration)
-        stated.role, stated.epoch = flip.role, flip.epoch
-        event = agent_pb2.WatchEvent(registration=stated)
+        registration = agent_pb2.Registration()
+        registration.CopyFrom(self.registry.instances[flip.instance].registration)
+        registration.role, registration.epoch = flip.role, flip.epoch
+        event = agent_pb2.WatchEvent(registration=registration)
         self.registry.on_event(flip.agent, event, self.clock.now_s)
 
 
@@ -68,10 +68,10 @@ Manage = Callable[..., Managed]
 
 
 @pytest.fixture
-def manage(registry: InstanceRegistry, clock: Clock, stated) -> Manage:
+def manage(registry: InstanceRegistry, clock: Clock, make_event) -> Manage:
     def make(flipping: FlippingMode = FlippingMode.AUTO, **roles: str) -> Managed:
         for name, role in (roles or {"p": "prefill", "d1": "decode", "d2": "decode"}).items():
-            registry.on_event(name, stated(name, role, epoch=1, home=_role(role)), clock.now_s)
+            registry.on_event(name, make_event(name, role, epoch=1, home=_role(role)), clock.now_s)
         return Managed(registry, clock, flipping)
 
     return make
@@ -112,11 +112,11 @@ async def test_advice_is_given_once_and_not_followed(
     assert [flip.instance for flip in managed.noted] == ["d1"]
 
 
-async def test_switched_off_it_lends_nobody_and_calls_home_who_was_lent(
-    manage: Manage, registry: InstanceRegistry, loaded, stated
+async def test_when_off_it_flips_no_instance_and_returns_flipped_ones(
+    manage: Manage, registry: InstanceRegistry, loaded, make_event
 ) -> None:
     managed = manage(FlippingMode.OFF)
-    lent = stated("d1", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
+    lent = make_event("d1", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
     registry.on_event("d1", lent, managed.clock.now_s)
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(290) == [], "somebody may try it by hand"
@@ -152,20 +152,20 @@ async def test_an_order_that_is_refused_is_given_again_after_a_rest(
 
 
 async def test_instances_without_a_verified_path_are_left_alone(
-    manage: Manage, registry: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, make_event
 ) -> None:
     managed = manage(p="prefill", d="decode")
     home = agent_pb2.ROLE_DECODE
-    registry.on_event("d", stated("d", "decode", verified=False, epoch=1, home=home), 100.0)
+    registry.on_event("d", make_event("d", "decode", verified=False, epoch=1, home=home), 100.0)
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(30) == []
 
 
 async def test_an_instance_that_states_no_role_is_left_alone(
-    manage: Manage, registry: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, make_event
 ) -> None:
     managed = manage()
-    event = stated("a", "decode", epoch=1)
+    event = make_event("a", "decode", epoch=1)
     event.registration.role = agent_pb2.ROLE_UNSPECIFIED
     registry.on_event("a", event, managed.clock.now_s)
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
@@ -180,13 +180,13 @@ async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
     manage: Manage,
     registry: InstanceRegistry,
     loaded,
-    stated,
+    make_event,
     caplog,
     flipping: FlippingMode,
     odd,
 ) -> None:
     managed = manage(flipping)
-    event = stated("a", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
+    event = make_event("a", "mixed", epoch=2, home=agent_pb2.ROLE_DECODE)
     event.registration.MergeFrom(agent_pb2.Registration(**odd))
     registry.on_event("a", event, managed.clock.now_s)
     assert await managed.run(400) == [], "not the odd one"
@@ -197,23 +197,23 @@ async def test_an_instance_that_states_what_no_order_can_follow_is_left_alone(
 
 
 async def test_what_is_known_of_an_instance_survives_the_coming_of_others(
-    manage: Manage, registry: InstanceRegistry, loaded, stated
+    manage: Manage, registry: InstanceRegistry, loaded, make_event
 ) -> None:
     managed = manage()
     registry.on_event("p", loaded("p", prompt=WAITING), managed.clock.now_s)
     assert await managed.run(2) == [("d1", "mixed", 2)]
-    registry.on_event("a", stated("a", "decode", epoch=1, home=agent_pb2.ROLE_DECODE), 100.0)
+    registry.on_event("a", make_event("a", "decode", epoch=1, home=agent_pb2.ROLE_DECODE), 100.0)
     registry.on_event("p", loaded("p"), managed.clock.now_s)
     orders = await managed.run(60)
     assert ("d1", "decode", 3) in orders
 
 
-async def test_instances_with_adapters_are_told_once(
-    manage: Manage, registry: InstanceRegistry, loaded, stated
+async def test_instances_with_adapters_are_logged_once(
+    manage: Manage, registry: InstanceRegistry, loaded, make_event
 ) -> None:
     managed = manage()
     for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
-        event = stated(name, role, epoch=1, home=_role(role), adapters=["tone", "terse"])
+        event = make_event(name, role, epoch=1, home=_role(role), adapters=["tone", "terse"])
         registry.on_event(name, event, managed.clock.now_s)
     assert sorted(registry.models) == ["m", "terse", "tone"]
     managed.agents.silent = True

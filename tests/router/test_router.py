@@ -36,7 +36,7 @@ def test_while_no_instance_answers_no_model_is_unknown(fleet_of) -> None:
         Router(fleet_of()).pick("m", 1)
 
 
-def test_an_unknown_model_is_told_apart_from_a_busy_one(fleet_of) -> None:
+def test_an_unknown_model_differs_from_a_busy_one(fleet_of) -> None:
     router = Router(fleet_of(p="prefill"), FallbackPolicy.NEVER)
     with pytest.raises(UnknownModel, match="gpt-9"):
         router.pick("gpt-9", 1)
@@ -75,7 +75,7 @@ def test_of_queues_of_equal_tokens_the_one_with_fewer_prompts_is_through_first(f
     assert many[3] == first, "150 ms are less than three times 69"
 
 
-def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(fleet_of, loaded) -> None:
+def test_prompt_times_are_not_learnt_on_busy_instances(fleet_of, loaded) -> None:
     now = 0.0
     registry = fleet_of(p="prefill", d="decode")
     router = Router(registry, clock=lambda: now)
@@ -95,9 +95,7 @@ def test_where_others_are_at_work_nobody_learns_how_long_a_prompt_takes(fleet_of
     assert queue.token_ms > 5 * DEFAULT_TOKEN_MS
 
 
-def test_what_only_others_have_sent_is_taken_as_begun_when_it_was_reported(
-    fleet_of, loaded
-) -> None:
+def test_work_of_other_routers_counts_from_its_report(fleet_of, loaded) -> None:
     now = 50.0
     registry = fleet_of(p1="prefill", p2="prefill", d="decode")
     router = Router(registry, clock=lambda: now)
@@ -199,20 +197,20 @@ def test_what_failed_the_request_is_excluded(fleet_of) -> None:
         router.pick("m", 1, excluded={"p1", "p2"})
 
 
-def test_unlike_revisions_and_deployments_never_pair(registry, stated) -> None:
-    registry.on_event("p", stated("p", "prefill", revision="r1"), 0)
-    registry.on_event("d", stated("d", "decode", revision="r2"), 0)
-    registry.on_event("d2", stated("d2", "decode", deployment="other"), 0)
+def test_different_revisions_and_deployments_never_pair(registry, make_event) -> None:
+    registry.on_event("p", make_event("p", "prefill", revision="r1"), 0)
+    registry.on_event("d", make_event("d", "decode", revision="r2"), 0)
+    registry.on_event("d2", make_event("d2", "decode", deployment="other"), 0)
     with pytest.raises(NoInstance):
         Router(registry, FallbackPolicy.NEVER).pick("m", 1)
-    registry.on_event("d3", stated("d3", "decode", revision="r1"), 0)
+    registry.on_event("d3", make_event("d3", "decode", revision="r1"), 0)
     assert names(Router(registry).pick("m", 1)) == ("p", "d3")
 
 
 @pytest.mark.parametrize("unverified", ["p", "d"])
-def test_an_untested_kv_path_carries_no_hand_off(registry, stated, unverified) -> None:
-    registry.on_event("p", stated("p", "prefill", verified=unverified != "p"), 0)
-    registry.on_event("d", stated("d", "decode", verified=unverified != "d"), 0)
+def test_an_untested_kv_path_carries_no_hand_off(registry, make_event, unverified) -> None:
+    registry.on_event("p", make_event("p", "prefill", verified=unverified != "p"), 0)
+    registry.on_event("d", make_event("d", "decode", verified=unverified != "d"), 0)
     assert names(Router(registry).pick("m", 1)) == (None, "d")
     with pytest.raises(NoInstance, match="KV path not verified"):
         Router(registry, FallbackPolicy.NEVER).pick("m", 1)
@@ -221,16 +219,16 @@ def test_an_untested_kv_path_carries_no_hand_off(registry, stated, unverified) -
 @pytest.mark.parametrize(
     "state", [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_DRAINING]
 )
-def test_only_ready_instances_are_picked(registry, stated, state) -> None:
-    registry.on_event("d1", stated("d1", "decode", state=state), 0)
-    registry.on_event("d2", stated("d2", "decode"), 0)
+def test_only_ready_instances_are_picked(registry, make_event, state) -> None:
+    registry.on_event("d1", make_event("d1", "decode", state=state), 0)
+    registry.on_event("d2", make_event("d2", "decode"), 0)
     router = Router(registry)
     assert {names(router.pick("m", 1)) for _ in range(4)} == {(None, "d2")}
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1", "nonsense"])
-def test_an_instance_without_an_address_is_not_picked(registry, stated, url: str) -> None:
-    event = stated("d", "decode")
+def test_an_instance_without_an_address_is_not_picked(registry, make_event, url: str) -> None:
+    event = make_event("d", "decode")
     event.registration.engine_url = url
     registry.on_event("d", event, 0)
     with pytest.raises(NoInstance):
@@ -257,12 +255,10 @@ def test_a_doubted_instance_comes_before_the_last_resort_and_after_all_others(fl
     ],
     ids=["a prefill", "a decode", "every prefill", "all"],
 )
-def test_an_instance_in_doubt_is_taken_after_all_that_are_not(
-    registry, stated, silent, expected
-) -> None:
+def test_an_instance_in_doubt_is_picked_last(registry, make_event, silent, expected) -> None:
     for name in ("p1", "p2", "d1", "d2"):
         role = "prefill" if name.startswith("p") else "decode"
-        registry.on_event(name, stated(name, role), 0.0 if name in silent else 5.0)
+        registry.on_event(name, make_event(name, role), 0.0 if name in silent else 5.0)
     registry.update_connectivity(5.0)
     router = Router(registry)
     assert names(router.pick("m", 10)) == expected
@@ -271,9 +267,9 @@ def test_an_instance_in_doubt_is_taken_after_all_that_are_not(
         assert not {name for pick in picks for name in pick} & silent, "however long the queues"
 
 
-def test_instances_in_doubt_share_the_load(registry, stated) -> None:
+def test_instances_in_doubt_share_the_load(registry, make_event) -> None:
     for name in ("d1", "d2"):
-        registry.on_event(name, stated(name, "decode"), 0.0)
+        registry.on_event(name, make_event(name, "decode"), 0.0)
     registry.update_connectivity(5.0)
     router = Router(registry)
     assert [names(router.pick("m", 10))[1] for _ in range(4)] == ["d1", "d2", "d1", "d2"]
@@ -281,42 +277,44 @@ def test_instances_in_doubt_share_the_load(registry, stated) -> None:
 
 @pytest.mark.parametrize("silent", ["p", "d"])
 @pytest.mark.parametrize("verified", [True, False])
-def test_a_mixed_instance_comes_before_a_split_in_doubt(registry, stated, silent, verified) -> None:
+def test_a_mixed_instance_comes_before_a_split_in_doubt(
+    registry, make_event, silent, verified
+) -> None:
     for name, role in {"p": "prefill", "d": "decode"}.items():
-        registry.on_event(name, stated(name, role), 0.0 if name == silent else 5.0)
-    registry.on_event("x", stated("x", "mixed", verified=verified), 5.0)
+        registry.on_event(name, make_event(name, role), 0.0 if name == silent else 5.0)
+    registry.on_event("x", make_event("x", "mixed", verified=verified), 5.0)
     registry.update_connectivity(5.0)
     picked = names(Router(registry).pick("m", 10))
     assert silent not in picked
     assert "x" in picked
 
 
-def test_a_mixed_instance_in_doubt_comes_after_a_split(registry, stated) -> None:
+def test_a_mixed_instance_in_doubt_comes_after_a_split(registry, make_event) -> None:
     for name, role in {"p": "prefill", "d": "decode"}.items():
-        registry.on_event(name, stated(name, role), 5.0)
-    registry.on_event("x", stated("x", "mixed"), 0.0)
+        registry.on_event(name, make_event(name, role), 5.0)
+    registry.on_event("x", make_event("x", "mixed"), 0.0)
     registry.update_connectivity(5.0)
     router = Router(registry)
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p", "d")}
 
 
 @pytest.mark.parametrize("silent", ["p1", "d1"])
-def test_a_revision_in_doubt_comes_after_one_that_is_not(registry, stated, silent) -> None:
+def test_a_revision_in_doubt_comes_after_one_that_is_not(registry, make_event, silent) -> None:
     for name, role in {"p1": "prefill", "d1": "decode", "p2": "prefill", "d2": "decode"}.items():
         heard_at = 0.0 if name == silent else 5.0
-        registry.on_event(name, stated(name, role, revision=name[1:]), heard_at)
+        registry.on_event(name, make_event(name, role, revision=name[1:]), heard_at)
     registry.update_connectivity(5.0)
     router = Router(registry)
     assert {names(router.pick("m", 1_000)) for _ in range(3)} == {("p2", "d2")}
 
 
-def make_revisions(registry, stated, **counts: tuple[int, int]) -> None:
+def make_revisions(registry, make_event, **counts: tuple[int, int]) -> None:
     """`revision=(prefill, decode)` instances, named p-REVISION-0 and so on."""
     for revision, (prefill, decode) in counts.items():
         for role, count in (("prefill", prefill), ("decode", decode)):
             for n in range(count):
                 name = f"{role[0]}-{revision}-{n}"
-                registry.on_event(name, stated(name, role, revision=revision), 0)
+                registry.on_event(name, make_event(name, role, revision=revision), 0)
 
 
 def share_of(router: Router, revision: str, picks: list) -> float:
@@ -324,8 +322,8 @@ def share_of(router: Router, revision: str, picks: list) -> float:
     return len(chosen) / len(picks)
 
 
-def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(registry, stated) -> None:
-    make_revisions(registry, stated, old=(3, 3), new=(1, 1))
+def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(registry, make_event) -> None:
+    make_revisions(registry, make_event, old=(3, 3), new=(1, 1))
     router, picks = Router(registry), []
     for _ in range(400):
         picks.append(router.pick("m", 100, 100))
@@ -338,12 +336,12 @@ def test_revisions_side_by_side_take_turns_when_idle_each_by_its_size(registry, 
     [((1, 1), 0.2, 0.3), ((2, 1), 0.2, 0.4), ((1, 3), 0.2, 0.35), ((3, 3), 0.45, 0.55)],
 )
 def test_a_revision_gets_what_its_scarcer_phase_can_carry(
-    registry, stated, new: tuple[int, int], least: float, most: float
+    registry, make_event, new: tuple[int, int], least: float, most: float
 ) -> None:
     """Beside three pairs of the old one, under load: each turn brings a request, each prefill
     instance computes a third of one, streams last 160 turns.
     """
-    make_revisions(registry, stated, old=(3, 3), new=new)
+    make_revisions(registry, make_event, old=(3, 3), new=new)
     router, picks = Router(registry), []
     queues: dict[str, list] = {}
     for turn in range(2_000):
@@ -358,16 +356,16 @@ def test_a_revision_gets_what_its_scarcer_phase_can_carry(
 
 
 def test_an_empty_new_revision_does_not_draw_more_prompts_than_it_can_take(
-    registry, stated, loaded
+    registry, make_event, loaded
 ) -> None:
-    make_revisions(registry, stated, old=(1, 1), new=(1, 1))
+    make_revisions(registry, make_event, old=(1, 1), new=(1, 1))
     registry.on_event("d-old-0", loaded("d-old-0", blocks_used=900), 0)
     router = Router(registry)
     picks = [router.pick("m", 500, 200) for _ in range(12)]
     assert 0.5 < share_of(router, "new", picks) < 1
 
 
-def test_the_obstacle_tells_a_silent_instance_from_a_lost_one(fleet_of) -> None:
+def test_the_obstacle_distinguishes_a_silent_instance_from_a_lost_one(fleet_of) -> None:
     registry = fleet_of(d1="decode", d2="decode")
     registry.update_connectivity(11.0)
     registry.on_disconnect("d2")
@@ -383,14 +381,14 @@ def test_the_obstacle_is_named_and_empty_when_there_is_none(fleet_of) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_in_flight_after_any_history(registry, stated, loaded, seed: int) -> None:
+def test_nothing_is_in_flight_after_any_history(registry, make_event, loaded, seed: int) -> None:
     """Dispatches, releases, reports, restarts, flips and losses in any order."""
     rng = random.Random(seed)
     router, open_picks = Router(registry), []
     fleet = [f"i{n}" for n in range(6)]
     boots = dict.fromkeys(fleet, 0)
     for name in fleet:
-        registry.on_event(name, stated(name, rng.choice(["prefill", "decode", "mixed"])), 0)
+        registry.on_event(name, make_event(name, rng.choice(["prefill", "decode", "mixed"])), 0)
     for step in range(400):
         name = rng.choice(fleet)
         event = rng.random()
@@ -407,7 +405,7 @@ def test_nothing_is_in_flight_after_any_history(registry, stated, loaded, seed: 
         elif event < 0.9:
             boots[name] += rng.random() < 0.5
             role = rng.choice(["prefill", "decode", "mixed"])
-            registry.on_event(name, stated(name, role, boot_id=f"boot{boots[name]}"), step)
+            registry.on_event(name, make_event(name, role, boot_id=f"boot{boots[name]}"), step)
         elif event < 0.95:
             registry.on_disconnect(name)
         else:

@@ -17,13 +17,13 @@ from tests.support.doubles import Clock
 
 
 @pytest.fixture
-def routed(stated, clock):
+def routed(make_event, clock):
     """A router with a policy over `name=role` instances."""
 
     def make(policy: DispatchPolicy, rules: RoutingRules | None = None, **roles: str) -> Router:
         registry = InstanceRegistry(policy)
         for name, role in roles.items():
-            registry.on_event(name, stated(name, role), 0.0)
+            registry.on_event(name, make_event(name, role), 0.0)
         return Router(registry, rules=rules, clock=clock, seed=5)
 
     return make
@@ -75,7 +75,7 @@ def test_no_policy_picks_what_is_excluded(routed, policy: DispatchPolicy) -> Non
         router.pick("m", 100, colocated=True, excluded=set(FOUR))
 
 
-def test_round_robin_takes_turns_whatever_the_load(routed) -> None:
+def test_round_robin_ignores_load(routed) -> None:
     router = routed(DispatchPolicy.ROUND_ROBIN, **FOUR)
     router.pick("m", 1_000_000)
     assert prefills(router, 4) == {"p1": 2, "p2": 2}
@@ -126,13 +126,13 @@ def test_a_cached_beginning_draws_a_prompt_until_the_queue_costs_more(routed) ->
     assert router.pick("m", 8 * TOKENS_PER_BLOCK, text=text).prefill.instance == other
 
 
-def test_an_engine_that_restarts_has_cached_nothing(routed, stated) -> None:
+def test_an_engine_that_restarts_has_cached_nothing(routed, make_event) -> None:
     router = routed(DispatchPolicy.PREFIX_AWARE, **FOUR)
     text = b"x" * BLOCK_BYTES * 8
     pick = router.pick("m", 1_000, text=text)
     name = pick.prefill.instance
     router.release(pick)
-    router.registry.on_event(name, stated(name, "prefill", boot_id="another"), 0.0)
+    router.registry.on_event(name, make_event(name, "prefill", boot_id="another"), 0.0)
     again = router.pick("m", 1_000, text=text)
     assert again._prefill_entry[2] == 1_000
 
@@ -254,16 +254,18 @@ def test_a_router_left_alone_has_all_instances(routed) -> None:
 
 
 @pytest.fixture
-def celled(routed, stated):
-    """Like `routed`, with the instances of FOUR in two cells, and what else is stated of them."""
+def celled(routed, make_event):
+    """Like `routed`, with the instances of FOUR in two cells, and further fields of them."""
 
     def make(
-        policy: DispatchPolicy, rules: RoutingRules | None = None, **told: dict[str, object]
+        policy: DispatchPolicy,
+        rules: RoutingRules | None = None,
+        **router_fields: dict[str, object],
     ) -> Router:
         router = routed(policy, rules, **FOUR)
         for name, role in FOUR.items():
-            fields = {"cell": name[-1], **told.get(name, {})}
-            router.registry.on_event(name, stated(name, role, **fields), 0.0)
+            fields = {"cell": name[-1], **router_fields.get(name, {})}
+            router.registry.on_event(name, make_event(name, role, **fields), 0.0)
         return router
 
     return make
@@ -299,7 +301,7 @@ def test_routers_that_share_a_fleet_keep_pairs_in_their_cell(celled) -> None:
 
 
 @pytest.mark.parametrize("policy", list(DispatchPolicy))
-def test_hand_offs_leave_a_cell_that_has_no_decode_instance_and_are_told_apart(
+def test_handoffs_leave_a_cell_without_decode_instance_and_are_counted(
     celled, policy: DispatchPolicy
 ) -> None:
     router = celled(policy, d1=DRAINS, p2=DRAINS)
@@ -351,7 +353,7 @@ CACHED = CachedPrompt("p2-boot", 300)
 
 
 @pytest.mark.parametrize("policy", list(DispatchPolicy))
-def test_a_prompt_that_was_computed_before_goes_back_whatever_the_policy(routed, policy) -> None:
+def test_a_prompt_that_was_computed_before_goes_back_under_any_policy(routed, policy) -> None:
     router = routed(policy, **FOUR)
     assert prefills(router, 3, cached=CachedPrompt("p2-boot", 100_000)) == {"p2": 3}
 
@@ -372,7 +374,7 @@ def test_only_what_is_not_cached_counts_as_load(routed) -> None:
 
 
 @pytest.mark.parametrize("excluded", [{"p2"}, {"p2", "d1"}])
-def test_nobody_goes_back_to_an_instance_that_is_excluded(routed, excluded) -> None:
+def test_an_excluded_instance_gets_no_returning_prompt(routed, excluded) -> None:
     router = routed(DispatchPolicy.SHORTEST_WAIT, **FOUR)
     assert prefills(router, 2, cached=CACHED, excluded=excluded) == {"p1": 2}
 

@@ -31,13 +31,13 @@ class Together:
 
     def __init__(
         self,
-        stated: Callable[..., agent_pb2.WatchEvent],
+        make_event: Callable[..., agent_pb2.WatchEvent],
         policy: DispatchPolicy,
         fleet: dict[str, str],
     ) -> None:
         self.table = build_table(PROCESSES)
         self.now = 100.0
-        self._stated, self._policy, self._roles = stated, policy, fleet
+        self._make_event, self._policy, self._roles = make_event, policy, fleet
         self._boots = {name: f"{name}-1" for name in fleet}
         self.routers = [self.start(process) for process in range(PROCESSES)]
         self.under_way: list[list[Pick]] = [[] for _ in self.routers]
@@ -45,7 +45,7 @@ class Together:
     def start(self, process: int) -> Router:
         registry = InstanceRegistry(self._policy, SharedLoad(self.table.for_process(process)))
         for name, role in self._roles.items():
-            event = self._stated(name, role, boot_id=self._boots[name])
+            event = self._make_event(name, role, boot_id=self._boots[name])
             registry.on_event(name, event, self.now)
         return SharedRouter(registry, clock=lambda: self.now, seed=1)
 
@@ -69,7 +69,7 @@ class Together:
     def reboot(self, name: str, boot: int) -> None:
         self._boots[name] = f"{name}-{boot + 2}"
         for router in self.routers:
-            event = self._stated(name, self._roles[name], boot_id=self._boots[name])
+            event = self._make_event(name, self._roles[name], boot_id=self._boots[name])
             router.registry.on_event(name, event, self.now)
 
     def in_flight(self, name: str, process: int = 0) -> SharedInFlightLoad:
@@ -84,17 +84,17 @@ class Together:
 
 
 @pytest.fixture
-def together(stated) -> Iterator[Callable[..., Together]]:
-    made: list[Together] = []
+def together(make_event) -> Iterator[Callable[..., Together]]:
+    fleets: list[Together] = []
 
     def make(
         policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT, fleet: dict[str, str] = FLEET
     ) -> Together:
-        made.append(Together(stated, policy, fleet))
-        return made[-1]
+        fleets.append(Together(make_event, policy, fleet))
+        return fleets[-1]
 
     yield make
-    for each in made:
+    for each in fleets:
         each.table.close()
 
 
@@ -104,7 +104,7 @@ def test_each_process_sees_at_once_what_the_others_have_sent(together) -> None:
     assert fleet.pick(2, 10).reason == "mixed"
 
 
-def test_idle_instances_are_taken_in_turn_over_all_processes(together) -> None:
+def test_idle_instances_are_picked_in_turn_over_all_processes(together) -> None:
     """Each begins with the first otherwise, and the last ones never get anything."""
     for policy in (
         DispatchPolicy.ROUND_ROBIN,
@@ -162,7 +162,7 @@ def test_who_chooses_at_the_same_time_as_a_sibling_chooses_again(together, monke
 
 
 @pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
-def test_what_the_door_saw_serves_no_pick_after_a_change(together, roles) -> None:
+def test_the_admission_check_is_not_reused_after_a_change(together, roles) -> None:
     fleet = together(fleet=roles)
     fleet.pick(0, 10)
     fleet.score_table(0).find_shortest_queue()
@@ -219,13 +219,13 @@ def find_first(pick: Pick) -> str:
     return (pick.prefill or pick.decode).instance
 
 
-def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(stated) -> None:
+def test_more_boots_than_there_is_room_for_share_a_row_and_are_served(make_event) -> None:
     table = build_table(1)
     for number in range(MAX_BOOTS - 2):
         assert table.for_process(0).claim(b"%d" % number) is not None
     registry = InstanceRegistry(shared_load=SharedLoad(table.for_process(0)))
     for name in ("a", "b"):
-        registry.on_event(name, stated(name, "mixed"), 0.0)
+        registry.on_event(name, make_event(name, "mixed"), 0.0)
     router = SharedRouter(registry, clock=lambda: 1.0, seed=1)
     picks = [router.pick("m", 100) for _ in range(4)]
     for name in ("a", "b"):
@@ -284,8 +284,10 @@ ACTIONS = st.lists(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(actions=ACTIONS)
-def test_sums_are_never_negative_and_all_processes_agree(stated, policy, roles, actions) -> None:
-    fleet = Together(stated, policy, roles)
+def test_sums_are_never_negative_and_all_processes_agree(
+    make_event, policy, roles, actions
+) -> None:
+    fleet = Together(make_event, policy, roles)
     try:
         for boot, (action, process, number) in enumerate(actions):
             fleet.now += 0.01
@@ -332,12 +334,12 @@ def check(fleet: Together, names: Collection[str]) -> None:
 
 
 @pytest.mark.parametrize("roles", [FLEET, MANY], ids=["few", "many"])
-def test_together_they_choose_as_one_would(stated, roles) -> None:
+def test_together_they_choose_as_one_would(make_event, roles) -> None:
     """The same requests through one router and through three that share load accounting."""
-    fleet = Together(stated, DispatchPolicy.SHORTEST_WAIT, roles)
+    fleet = Together(make_event, DispatchPolicy.SHORTEST_WAIT, roles)
     registry = InstanceRegistry()
     for name, role in roles.items():
-        registry.on_event(name, stated(name, role), fleet.now)
+        registry.on_event(name, make_event(name, role), fleet.now)
     alone = Router(registry, clock=lambda: fleet.now, seed=1)
     rng = random.Random(5)
     under_way: list[tuple[int, Pick, Pick]] = []

@@ -1,4 +1,4 @@
-"""Who may judge others by a clock, and when."""
+"""When a process may call another one overdue."""
 
 import asyncio
 import time
@@ -62,15 +62,15 @@ def test_what_a_check_awaits_is_no_pause(clock: Clock) -> None:
     assert (timer.is_reliable, timer.stall_s) == (True, 0.0)
 
 
-@pytest.mark.parametrize(("held_s", "overdue"), [(0.0, False), (2 * MIN_STALL_S, True)])
+@pytest.mark.parametrize(("blocked_s", "overdue"), [(0.0, False), (2 * MIN_STALL_S, True)])
 async def test_a_time_out_is_overdue_only_when_the_loop_was_held_up(
-    held_s: float, overdue: bool
+    blocked_s: float, overdue: bool
 ) -> None:
     limit = asyncio.timeout(0.01)
 
     async def wait() -> None:
         async with limit:
-            asyncio.get_running_loop().call_soon(time.sleep, held_s)
+            asyncio.get_running_loop().call_soon(time.sleep, blocked_s)
             await asyncio.sleep(5)
 
     with pytest.raises(TimeoutError):

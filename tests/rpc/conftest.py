@@ -51,14 +51,14 @@ class FakeApiServer:
         await asyncio.sleep(0)
 
     def put(self, item: dict, kind: str = "MODIFIED") -> None:
-        """Store a slice and tell watchers."""
+        """Store a slice and notify watchers."""
         self.slices[item["metadata"]["name"]] = item
-        self.tell({"type": kind, "object": item})
+        self.send({"type": kind, "object": item})
 
     def delete(self, name: str) -> None:
-        self.tell({"type": "DELETED", "object": self.slices.pop(name)})
+        self.send({"type": "DELETED", "object": self.slices.pop(name)})
 
-    def tell(self, event: object) -> None:
+    def send(self, event: object) -> None:
         """Send watchers an event, in two pieces that fit no border."""
         line = json.dumps(event).encode() + b"\n"
         for piece in (line[:7], line[7:]):

@@ -61,7 +61,7 @@ async def test_a_service_needs_a_way_to_the_cluster(monkeypatch) -> None:
             await look("endpoints:prod/workers:9000")
 
 
-async def test_a_server_that_is_away_is_told_from_one_that_knows_nobody(server) -> None:
+async def test_an_unavailable_server_differs_from_an_empty_list(server) -> None:
     assert await list_agents("endpoints:prod/workers:9000") == frozenset()
     await server.stop()
     with pytest.raises(AgentSourceUnreachable):
@@ -85,7 +85,7 @@ async def test_a_service_is_followed_from_the_first_question_on(server, make_sli
     await until(lambda: not server.is_watched, "it lets go")
 
 
-async def test_other_sources_are_asked_each_time(tmp_path: Path) -> None:
+async def test_other_sources_are_queried_each_time(tmp_path: Path) -> None:
     agents = AgentDiscovery(f"file:{tmp_path / 'agents'}")
     assert await agents.list_addresses() == frozenset()
     (tmp_path / "agents").write_text("127.0.0.1:9000")

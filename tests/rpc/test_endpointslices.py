@@ -43,7 +43,7 @@ async def test_a_list_names_every_endpoint_ready_or_not(server, make_slice) -> N
     assert "Authorization: Bearer secret\r\n" in server.headers[0]
 
 
-async def test_a_refusal_is_told_in_the_servers_words(server) -> None:
+async def test_a_refusal_is_reported_in_the_servers_words(server) -> None:
     server.status = 403
     with pytest.raises(ApiServerError, match="403: not for you"):
         await list_endpoints(WORKERS)
@@ -57,7 +57,7 @@ async def test_a_refusal_is_told_in_the_servers_words(server) -> None:
         {"addressType": "IPv4", "endpoints": None},
     ],
 )
-def test_a_slice_may_name_nobody(item: dict) -> None:
+def test_a_slice_may_be_empty(item: dict) -> None:
     assert parse_slice(item, 9000) == frozenset()
 
 
@@ -70,7 +70,7 @@ async def test_changes_are_followed_without_another_list(server, make_slice, unt
         await until(lambda: len(watcher.addresses) == 2, "a new slice")
         server.put(make_slice("one", "10.0.0.1", "10.0.0.3"))
         await until(lambda: len(watcher.addresses) == 3, "a changed slice")
-        server.tell({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
+        server.send({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
         server.delete("one")
         await until(lambda: watcher.addresses == {"10.0.0.2:9000"}, "a slice that is gone")
         assert (server.lists, server.watches) == (1, 1)
@@ -103,7 +103,7 @@ async def test_a_watch_that_fails_is_begun_again(server, make_slice, until, even
     async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
         server.slices["one"] = make_slice("one", "10.0.0.1")
-        server.tell(event)
+        server.send(event)
         await until(lambda: watcher.addresses == {"10.0.0.1:9000"}, "a new list")
 
 
@@ -119,7 +119,7 @@ async def test_what_was_known_stays_while_the_server_is_away(server, make_slice,
         await until(lambda: watcher.addresses == {"10.0.0.2:9000"}, "it has come back")
 
 
-async def test_a_refused_follower_asks_less_and_less_often(server, until) -> None:
+async def test_a_refused_watcher_backs_off(server, until) -> None:
     server.status = 403
     async with watching():
         await asyncio.sleep(0.5)

@@ -114,7 +114,7 @@ def test_without_access_the_remedy_is_named(tmp_path, env: dict[str, str], said:
         ({"server": "https://x", "certificate-authority-data": "?"}, {}, "not base64"),
     ],
 )
-def test_a_kubeconfig_that_cannot_be_used_is_told_in_a_line(
+def test_an_unusable_kubeconfig_is_reported_in_a_line(
     tmp_path, cluster: dict, user: dict, said: str
 ) -> None:
     with pytest.raises(AccessError, match=said):

@@ -26,7 +26,7 @@ def test_a_reader_sees_what_the_writer_stored(tmp_path: Path) -> None:
     assert replace(seen, sampled_ns=0) == LOAD
 
 
-def test_a_page_that_nobody_wrote_reads_as_no_load(tmp_path: Path) -> None:
+def test_an_unwritten_page_reads_as_no_load(tmp_path: Path) -> None:
     with LoadPage(tmp_path / "load") as reader:
         assert reader.read() == LoadSnapshot()
 

@@ -12,9 +12,9 @@ from cleave.shm.table import SharedTable
 
 @pytest.fixture
 def table() -> Iterator[SharedTable]:
-    made = SharedTable(4, 3, own=2, common=2)
-    yield made
-    made.close()
+    new_table = SharedTable(4, 3, own=2, common=2)
+    yield new_table
+    new_table.close()
 
 
 def test_a_key_has_the_same_row_in_all_processes(table) -> None:
@@ -23,7 +23,7 @@ def test_a_key_has_the_same_row_in_all_processes(table) -> None:
     assert table.for_process(1).claim(b"two") != rows[0]
 
 
-def test_a_row_that_nobody_needs_any_more_is_had_by_another_key_with_nothing_in_it(table) -> None:
+def test_a_released_row_is_reused_empty_by_another_key(table) -> None:
     first, second = table.for_process(0), table.for_process(1)
     row = first.claim(b"old")
     assert second.claim(b"old") == row

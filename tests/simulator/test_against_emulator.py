@@ -29,7 +29,7 @@ class Emulated:
 
 
 @dataclass
-class World:
+class EmulatedFleet:
     engines: list[Emulated]
     now: float = 0.0
     events: list[tuple[float, int, int, object]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class World:
 
 def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, np.ndarray, int]:
     """First token and end of each request, and how many were preempted."""
-    world = World(
+    fleet = EmulatedFleet(
         [
             Emulated(
                 EmulatedScheduler(
@@ -103,24 +103,24 @@ def emulate(trace: Trace, engines: list[SimulatedEngine]) -> tuple[np.ndarray, n
     )
     split = len(engines) == 2
     hand_off = RemotePrefill("", "", "", 0, ()) if split else None
-    world.requests = {}
+    fleet.requests = {}
     rows = zip(trace.arrival_ms, trace.prompt_tokens, trace.output_tokens, strict=True)
     for number, (arrival, prompt, output) in enumerate(rows):
         name, tokens = str(number), array("I", range(prompt))
         whole = EngineRequest(name, tokens, int(output), ignore_eos=True, handoff=hand_off)
-        world.requests[name] = whole
+        fleet.requests[name] = whole
         entry = (
             EngineRequest(name, tokens, 1, ignore_eos=True, do_remote_decode=True)
             if split
             else whole
         )
-        world.at(arrival, 0, lambda r=entry: world.submit(world.engines[0], r))
-    world.run()
+        fleet.at(arrival, 0, lambda r=entry: fleet.submit(fleet.engines[0], r))
+    fleet.run()
     names = [str(number) for number in range(len(trace))]
     return (
-        np.array([world.first[name] for name in names]),
-        np.array([world.end[name] for name in names]),
-        sum(engine.scheduler.num_preemptions for engine in world.engines),
+        np.array([fleet.first[name] for name in names]),
+        np.array([fleet.end[name] for name in names]),
+        sum(engine.scheduler.num_preemptions for engine in fleet.engines),
     )
 
 
@@ -145,10 +145,12 @@ def test_a_mixed_instance_batches_as_the_emulated_engine_does(
 
 @pytest.mark.parametrize("budget", [64, 512, 8192])
 @pytest.mark.parametrize(
-    ("held", "room"), [(66_144, 66_144), (1_200, 66_144), (66_144, 3_000), (1_200, 2_000)]
+    ("num_held", "room"), [(66_144, 66_144), (1_200, 66_144), (66_144, 3_000), (1_200, 2_000)]
 )
-def test_a_pair_hands_over_as_two_emulated_engines_do(held: int, room: int, budget: int) -> None:
-    prefill = SimulatedEngine(OPT_13B, held, max_num_batched_tokens=budget)
+def test_a_pair_hands_over_as_two_emulated_engines_do(
+    num_held: int, room: int, budget: int
+) -> None:
+    prefill = SimulatedEngine(OPT_13B, num_held, max_num_batched_tokens=budget)
     decode = SimulatedEngine(OPT_13B, room, max_num_batched_tokens=budget)
     transfer = SimulatedTransfer(is_shared=False, latency_ms=LATENCY_MS, token_ms=TOKEN_MS)
     trace = draw_trace(150, 3.0, seed=budget)

@@ -179,10 +179,10 @@ def check_passes(slow: Reference) -> None:
 
 
 def check_tokens(slow: Reference, fast: SimulationResult) -> None:
-    """Who ended has made all tokens, and nobody who ended holds KV."""
+    """A finished request has all its tokens and holds no KV."""
     ended = ~np.isnan(fast.end_ms)
     if slow.of("decode", "mixed"):
-        assert [request.made == request.output for request in slow.requests] == list(ended)
+        assert [request.generated == request.output for request in slow.requests] == list(ended)
     assert list(fast.outcome == 0) == list(ended)
     if ended.all():
         assert not fast.instances.kv_final_tokens.any()

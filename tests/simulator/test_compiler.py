@@ -29,7 +29,7 @@ def test_compiled_policy_gives_what_the_plain_function_gives(
     assert [path.suffix for path in tmp_path.rglob("*.nbi")] == [".nbi"]
 
 
-def test_without_a_folder_to_write_to_the_code_is_kept_elsewhere(
+def test_without_a_writable_folder_the_code_is_cached_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "file"

@@ -82,7 +82,7 @@ def test_one_request_takes_what_the_latency_model_says() -> None:
     outcome = simulate(disaggregated(), Trace(np.array([0.0]), np.array([320]), np.array([3])))
     prefill = OPT_13B.predict_prefill_ms([320])
     pulled = prefill + 1.0 + 320 * 0.01
-    passes = [OPT_13B.predict_decode_ms(1, 320 + made) for made in range(3)]
+    passes = [OPT_13B.predict_decode_ms(1, 320 + generated) for generated in range(3)]
     assert outcome.prefill_end_ms[0] == pytest.approx(prefill)
     assert outcome.transfer_end_ms[0] == pytest.approx(pulled)
     assert outcome.ttft_ms[0] == pytest.approx(pulled + passes[0])
@@ -98,7 +98,7 @@ def test_the_first_token_counts_from_the_prefill_instance_where_the_paper_counts
 
 
 def test_prefill_memory_is_the_queue_before_a_full_decode_instance() -> None:
-    """Pull: the prefill instance starts no prompt while its memory holds what nobody pulled."""
+    """Pull: the prefill instance starts no prompt while its memory holds unpulled KV."""
     prefill = dataclasses.replace(PREFILL, kv_capacity_tokens=512, max_num_batched_tokens=160)
     decode = dataclasses.replace(ENGINE, kv_capacity_tokens=208)
     fleet = SimulatedFleet((SimulatedPool(prefill, 1),), (SimulatedPool(decode, 1),))
@@ -162,7 +162,7 @@ def test_dispatch_is_paid_before_the_prompt_and_before_the_pull() -> None:
 def test_a_decode_fleet_begins_with_computed_prompts() -> None:
     fleet = SimulatedFleet(decode=(SimulatedPool(ENGINE, 1),), first_token_by_decode=False)
     outcome = simulate(fleet, Trace(np.array([4.0]), np.array([100]), np.array([3])))
-    expected = sum(OPT_13B.predict_decode_ms(1, 101 + made) for made in range(2))
+    expected = sum(OPT_13B.predict_decode_ms(1, 101 + generated) for generated in range(2))
     assert outcome.ttft_ms[0] == 0
     assert outcome.tpot_ms[0] == pytest.approx(expected / 2)
     assert outcome.prefill_instance[0] == -1
@@ -200,7 +200,7 @@ def test_random_dispatch_follows_the_seed() -> None:
     assert counts.min() > 900
 
 
-def test_a_late_choice_waits_less_than_a_turn_taken_blindly() -> None:
+def test_a_late_choice_waits_less_than_round_robin() -> None:
     trace = draw_trace(3000, 25, seed=3)
     fleet = SimulatedFleet((SimulatedPool(PREFILL, 4),), dispatch=DispatchPolicy.ROUND_ROBIN)
     late = dataclasses.replace(fleet, defers_dispatch=True)
@@ -381,7 +381,7 @@ def test_short_prompts_are_computed_where_they_decode_while_prefill_is_busy() ->
     assert after.ttft_ms.mean() < before.ttft_ms.mean()
 
 
-def test_outputs_are_taken_as_predicted_until_they_end() -> None:
+def test_outputs_count_as_predicted_until_they_end() -> None:
     trace = draw_trace(300, 12)
     same = dataclasses.replace(trace, predicted_tokens=trace.output_tokens)
     wrong = dataclasses.replace(trace, predicted_tokens=trace.output_tokens[::-1].copy())

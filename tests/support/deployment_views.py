@@ -26,8 +26,8 @@ from tests.support.fake_cluster import chat
 from tests.support.traffic_windows import PERIOD_S, count, draw
 
 NOW_S = 1_700_000_000.0
-THERE = build_inventory([])
-STATED = {"rate": 4, "promptTokens": {"mean": 300}, "outputTokens": {"mean": 30}}
+INVENTORY = build_inventory([])
+DECLARED = {"rate": 4, "promptTokens": {"mean": 300}, "outputTokens": {"mean": 30}}
 POOLS = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1}]
 MORE = [{"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 3}]
 INTERVAL_S = 300
@@ -35,7 +35,7 @@ INTERVAL_S = 300
 
 def deployment(replan: Manifest | None = None, **spec: Any) -> LLMDeployment:
     planning = {**spec.pop("planning", {}), "replan": replan or {}}
-    manifest = chat(**{"workload": STATED, "planning": planning, **spec})
+    manifest = chat(**{"workload": DECLARED, "planning": planning, **spec})
     meta = {**manifest["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
     meta["finalizers"] = ["cleave.dev/drain"]
     return LLMDeployment.model_validate({**manifest, "metadata": meta})
@@ -58,7 +58,7 @@ def status(
         "lastTransitionTime": format_timestamp(settled_s),
     }
     return {
-        "plan": plan(PlanInputs(deployment_object, THERE).hash_with(None)),
+        "plan": plan(PlanInputs(deployment_object, INVENTORY).hash_with(None)),
         "conditions": [condition],
         **more,
     }
@@ -91,7 +91,13 @@ def view(deployment_object: LLMDeployment, status: Manifest, **fields: Any) -> D
     pools = make_pools(deployment_object, read_placement(status["plan"]))
     drift = update_drift(DriftState(), deployment_object, status, fields.get("windows", ()))
     return DeploymentView(
-        deployment_object, THERE, NOW_S, status=status, pools=tuple(pools), drift=drift, **fields
+        deployment_object,
+        INVENTORY,
+        NOW_S,
+        status=status,
+        pools=tuple(pools),
+        drift=drift,
+        **fields,
     )
 
 
@@ -108,7 +114,7 @@ def reviewed(
     assert question.review is not None
     at = format_timestamp(question.review.at_s)
     prediction = CurrentPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
-    model_hash = PlanInputs(deployment_object, THERE).model_hash
+    model_hash = PlanInputs(deployment_object, INVENTORY).model_hash
     correction = None if decode == 1 else LatencyCorrection(decode=decode, of=model_hash)
     result = ReviewResult(verdict, "because", holds, "it holds", prediction, correction)
     return replace(question, review_result=result, plan=plan("", pools) if pools else None)

@@ -23,7 +23,7 @@ class Answering:
     """HTTP servers on loopback, each with one fixed response to all requests, valid or not."""
 
     def __init__(self) -> None:
-        self.asked: list[bytes] = []
+        self.requests: list[bytes] = []
         """The heads of all received requests, in order."""
         self._servers: list[asyncio.Server] = []
         self._served: set[asyncio.Task[None] | None] = set()
@@ -37,7 +37,7 @@ class Answering:
                 head = await reader.readexactly(1)
                 if head != _TLS:
                     head += await reader.readuntil(b"\r\n\r\n")
-                self.asked.append(head)
+                self.requests.append(head)
                 length = re.search(rb"(?i)content-length: *(\d+)", head)
                 await reader.readexactly(int(length[1]) if length else 0)
                 for piece in pieces:

@@ -51,8 +51,8 @@ class SmallCluster:
         return [each for (k, _, _), each in sorted(self.objects.items()) if k == kind]
 
     def edit(self, kind: str, name: str, **spec: Any) -> None:
-        there = self.objects[kind, "default", name]
-        self._changed({**there, "spec": {**there["spec"], **spec}})
+        existing = self.objects[kind, "default", name]
+        self._changed({**existing, "spec": {**existing["spec"], **spec}})
 
     def remove(self, kind: str, name: str) -> None:
         """Delete an object as `kubectl delete` does."""
@@ -68,16 +68,16 @@ class SmallCluster:
                 case Apply(manifest):
                     answers.append(("seen", self._apply(manifest)))
                 case Create(manifest):
-                    there = self.objects.get(_place(manifest))
-                    answers.append(("seen", there or self._apply(manifest)))
+                    existing = self.objects.get(_place(manifest))
+                    answers.append(("seen", existing or self._apply(manifest)))
                 case Delete():
                     answers += self._delete(action)
                 case Repurpose(target):
-                    if not self.refuses_orders and (there := self._same(target)):
-                        answers.append(("seen", self._repurpose(there, action)))
+                    if not self.refuses_orders and (existing := self._same(target)):
+                        answers.append(("seen", self._repurpose(existing, action)))
                 case PatchStatus(target, status):
-                    if there := self._same(target):
-                        written = self._changed({**there, "status": status}, is_spec=False)
+                    if existing := self._same(target):
+                        written = self._changed({**existing, "status": status}, is_spec=False)
                         answers.append(("seen", written))
                 case SetFinalizers(target, finalizers, _):
                     answers += self._set_finalizers(target, finalizers)
@@ -148,14 +148,14 @@ class SmallCluster:
         self.run_gateways()
 
     def _same(self, target: ObjectReference) -> Manifest | None:
-        there = self.objects.get((target.kind, target.namespace, target.name))
-        if there is None or (target.uid and there["metadata"]["uid"] != target.uid):
+        existing = self.objects.get((target.kind, target.namespace, target.name))
+        if existing is None or (target.uid and existing["metadata"]["uid"] != target.uid):
             return None
-        return there
+        return existing
 
     def _apply(self, manifest: Manifest) -> Manifest:
-        there = self.objects.get(_place(manifest))
-        if there is None:
+        existing = self.objects.get(_place(manifest))
+        if existing is None:
             meta = {
                 "generation": 0,
                 **manifest["metadata"],
@@ -163,20 +163,22 @@ class SmallCluster:
                 "creationTimestamp": format_timestamp(self.now_s),
             }
             return self._changed({**manifest, "metadata": meta})
-        meta = {**there["metadata"], **manifest["metadata"]}
-        return self._changed({**there, **manifest, "metadata": meta})
+        meta = {**existing["metadata"], **manifest["metadata"]}
+        return self._changed({**existing, **manifest, "metadata": meta})
 
     def _delete(self, action: Delete) -> list[tuple[str, Manifest]]:
-        there = self._same(action.target)
-        if there is None:
+        existing = self._same(action.target)
+        if existing is None:
             return []
-        if there["metadata"].get("finalizers") or (there["kind"] == "Pod" and action.grace_s != 0):
-            if "deletionTimestamp" in there["metadata"]:
-                return [("seen", there)]
-            meta = {**there["metadata"], "deletionTimestamp": format_timestamp(self.now_s)}
-            return [("seen", self._changed({**there, "metadata": meta}))]
-        self._gone(there)
-        return [("gone", there)]
+        if existing["metadata"].get("finalizers") or (
+            existing["kind"] == "Pod" and action.grace_s != 0
+        ):
+            if "deletionTimestamp" in existing["metadata"]:
+                return [("seen", existing)]
+            meta = {**existing["metadata"], "deletionTimestamp": format_timestamp(self.now_s)}
+            return [("seen", self._changed({**existing, "metadata": meta}))]
+        self._gone(existing)
+        return [("gone", existing)]
 
     def _repurpose(self, pod: Manifest, order: Repurpose) -> Manifest:
         """Apply a merge patch: maps are merged, lists replaced."""
@@ -192,20 +194,20 @@ class SmallCluster:
     def _set_finalizers(
         self, target: ObjectReference, finalizers: tuple[str, ...]
     ) -> list[tuple[str, Manifest]]:
-        there = self._same(target)
-        if there is None:
+        existing = self._same(target)
+        if existing is None:
             return []
-        meta = {**there["metadata"], "finalizers": list(finalizers)}
+        meta = {**existing["metadata"], "finalizers": list(finalizers)}
         if not finalizers and "deletionTimestamp" in meta:
-            self._gone(there)
-            return [("gone", there)]
-        return [("seen", self._changed({**there, "metadata": meta}, is_spec=False))]
+            self._gone(existing)
+            return [("gone", existing)]
+        return [("seen", self._changed({**existing, "metadata": meta}, is_spec=False))]
 
     def _gone(self, manifest: Manifest) -> None:
         """Remove an object and all that it owns, as the garbage collector does."""
         if self.objects.pop(_place(manifest), None) is None:
             return
-        self._tell("DELETED", manifest)
+        self._notify("DELETED", manifest)
         uid = manifest["metadata"]["uid"]
         for each in list(self.objects.values()):
             owners = each["metadata"].get("ownerReferences", ())
@@ -213,19 +215,19 @@ class SmallCluster:
                 self._gone(each)
 
     def _changed(self, manifest: Manifest, *, is_spec: bool = True) -> Manifest:
-        there = self.objects.get(_place(manifest))
+        existing = self.objects.get(_place(manifest))
         meta = dict(manifest["metadata"])
-        if is_spec and (there is None or there.get("spec") != manifest.get("spec")):
+        if is_spec and (existing is None or existing.get("spec") != manifest.get("spec")):
             meta["generation"] = meta.get("generation", 0) + 1
         manifest = copy.deepcopy({**manifest, "metadata": meta})
-        if there is not None and _content(there) == _content(manifest):
-            return there
+        if existing is not None and _content(existing) == _content(manifest):
+            return existing
         manifest["metadata"]["resourceVersion"] = self._next("")
         self.objects[_place(manifest)] = manifest
-        self._tell("MODIFIED" if there else "ADDED", manifest)
+        self._notify("MODIFIED" if existing else "ADDED", manifest)
         return manifest
 
-    def _tell(self, kind: str, manifest: Manifest) -> None:
+    def _notify(self, kind: str, manifest: Manifest) -> None:
         for watcher in self.watchers:
             watcher(kind, copy.deepcopy(manifest))
 
@@ -267,7 +269,7 @@ def chat(**spec: Any) -> Manifest:
     }
 
 
-def by_hand(**replicas: int) -> Manifest:
+def manual_placement(**replicas: int) -> Manifest:
     """A manual placement; `replicas`: instances by role."""
     return {"manual": [{"role": role, "replicas": n} for role, n in replicas.items()]}
 

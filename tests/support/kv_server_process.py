@@ -34,7 +34,7 @@ def caches(fill: int, shape: ParallelShape = ALONE, rank: int = 0) -> list[torch
     return tensors
 
 
-def kept_as(
+def register_kv(
     boot_id: str, tensors: list[torch.Tensor], shape: ParallelShape = ALONE, rank: int = 0
 ) -> RegisteredKv:
     memory, planes = register_tensors(tensors, BLOCKS)
@@ -43,7 +43,7 @@ def kept_as(
 
 
 class OwnerProcess:
-    """One server process; `tell` sends a command and waits for the response."""
+    """One server process; `command` sends a command and waits for the response."""
 
     def __init__(self, **settings: object) -> None:
         self.boot_id = str(settings.setdefault("boot_id", "boot-p"))
@@ -55,7 +55,7 @@ class OwnerProcess:
         )
         self.port = self._answer()["port"]
 
-    def tell(self, do: str, **order: object) -> dict[str, Any]:
+    def command(self, do: str, **order: object) -> dict[str, Any]:
         assert self.process.stdin
         self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
         self.process.stdin.flush()
@@ -66,7 +66,7 @@ class OwnerProcess:
     ) -> Handoff:
         """Register the finished prefill of a prompt; return its handoff."""
         digest = compute_prompt_digest(tokens)
-        self.tell("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
+        self.command("hold", id=request_id, epoch=epoch, digest=digest, blocks=blocks)
         return Handoff(
             self.boot_id, request_id, epoch, digest, len(tokens), (("127.0.0.1", self.port),)
         )
@@ -87,10 +87,10 @@ def main() -> None:
     owner_module._PREFILL_WAIT_S = 0.5
     shape, rank = msgspec.convert(settings.get("shape", {}), ParallelShape), settings.get("rank", 0)
     tensors = caches(1000, shape, rank)
-    kept = kept_as(settings["boot_id"], tensors, shape, rank)
-    shared = share_memory(kept.memory) if settings.get("shared", True) else ()
+    registered = register_kv(settings["boot_id"], tensors, shape, rank)
+    shared = share_memory(registered.memory) if settings.get("shared", True) else ()
     leases = BlockLeases(settings.get("lease_s", 60.0), settings.get("reading_s", 60.0))
-    owner = KvServer(kept, leases, shared, 0, settings.get("transfer_s", 30.0))
+    owner = KvServer(registered, leases, shared, 0, settings.get("transfer_s", 30.0))
     say({"port": owner.port})
     for line in sys.stdin:
         order = json.loads(line)

@@ -135,7 +135,7 @@ class Reference:
             request.prefill_end = request.arrival
             request.remote = True
             if not self.fleet.first_token_by_decode:
-                request.made = 1
+                request.generated = 1
                 request.first_token = request.arrival
                 if request.output == 1:
                     self.finish(request, request.arrival)
@@ -437,11 +437,11 @@ class Reference:
         for request in slot.decoding:
             i.keep(request, request.todo, self.now)
         for request in slot.decoding:
-            request.made += 1
+            request.generated += 1
             i.decode_tokens += 1
             if math.isnan(request.first_token):
                 request.first_token = self.now
-            if request.made == request.output:
+            if request.generated == request.output:
                 slot.members.remove(request)
                 self.leave(i, request)
         for request in slot.prompts:
@@ -466,9 +466,9 @@ class Reference:
         if request.prefill is i:
             by_decode = self.of("decode", "mixed") and self.fleet.first_token_by_decode
             if not by_decode:
-                request.made = 1
+                request.generated = 1
                 request.first_token = self.now
-            if request.made == request.output or not self.of("decode", "mixed"):
+            if request.generated == request.output or not self.of("decode", "mixed"):
                 self.leave(i, request)
                 return
             i.running -= 1
@@ -477,12 +477,12 @@ class Reference:
             request.blocks = request.kv = request.computed = 0
             self.at(self.now + self.fleet.dispatch_ms, HANDOFF, request)
             return
-        request.made += 1
+        request.generated += 1
         if math.isnan(request.first_token):
             request.first_token = self.now
         if not request.prefill and math.isnan(request.transfer_start):
             request.transfer_start = request.transfer_end = self.now
-        if request.made == request.output:
+        if request.generated == request.output:
             self.leave(i, request)
         else:
             slot.members.append(request)

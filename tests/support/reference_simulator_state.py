@@ -19,7 +19,7 @@ class Request:
     prompt: int
     output: int
     predicted: int
-    made: int = 0
+    generated: int = 0
     computed: int = 0
     blocks: int = 0
     kv: int = 0
@@ -38,15 +38,17 @@ class Request:
 
     @property
     def todo(self) -> int:
-        return self.prompt + self.made
+        return self.prompt + self.generated
 
     @property
     def left(self) -> int:
-        return self.output - self.made
+        return self.output - self.generated
 
     def predict_remaining(self, capacity: int) -> int:
         """Predicted remaining output, or the full prediction beyond it; at most the capacity."""
-        left = self.predicted - self.made if self.made < self.predicted else self.predicted
+        left = (
+            self.predicted - self.generated if self.generated < self.predicted else self.predicted
+        )
         return min(left, capacity - self.todo + 1)
 
 
@@ -182,5 +184,5 @@ def find_peak(requests: list[tuple[int, int]]) -> int:
     """Peak of the held tokens, by simulating every step; the last token is never written."""
     peak = 0
     for step in range(max(left for _, left in requests)):
-        peak = max(peak, sum(held + step for held, left in requests if step < left))
+        peak = max(peak, sum(resident + step for resident, left in requests if step < left))
     return peak

@@ -16,11 +16,11 @@ from cleave_worker.transfer.sharding import ParallelShape, find_sources
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.shared_memory import share_memory
 
-from tests.support.kv_server_process import ALONE, LAYOUT, caches, kept_as
+from tests.support.kv_server_process import ALONE, LAYOUT, caches, register_kv
 
 BOUND_S = 60.0
 DIGEST = "d"
-THERE = (3, 9, 4, 5)
+OWNER_BLOCKS = (3, 9, 4, 5)
 HERE = (7, 6, 8, 1)
 WHOLE = Progress(4, 4, 0)
 
@@ -31,29 +31,33 @@ class PrefillRank:
     def __init__(self, shape: ParallelShape = ALONE, rank: int = 0) -> None:
         self.tensors = caches(0, shape, rank)
         self._computed = caches(1000, shape, rank)
-        kept = kept_as("boot-p", self.tensors, shape, rank)
+        registered = register_kv("boot-p", self.tensors, shape, rank)
         self.holds = BlockLeases(BOUND_S, BOUND_S)
-        self.asked = threading.Semaphore(0)
+        self.pull_requested = threading.Semaphore(0)
         """Released at each request for progress."""
         self._follow = self.holds.wait_for_progress
         self.holds.wait_for_progress = self._note  # type: ignore[method-assign]
-        self.owner = server.KvServer(kept, self.holds, share_memory(kept.memory), 0, BOUND_S)
+        self.owner = server.KvServer(
+            registered, self.holds, share_memory(registered.memory), 0, BOUND_S
+        )
 
     def _note(self, *args: object, **kwargs: bool) -> object:
-        self.asked.release()
+        self.pull_requested.release()
         return self._follow(*args, **kwargs)  # type: ignore[arg-type]
 
     def begin(self, epoch: int = 1) -> None:
-        self.holds.begin_prefill("theirs", PrefillInProgress(epoch, DIGEST, len(THERE), "name"))
+        self.holds.begin_prefill(
+            "theirs", PrefillInProgress(epoch, DIGEST, len(OWNER_BLOCKS), "name")
+        )
 
     def compute(self, *steps: Progress) -> None:
         """Write the KV that each step completes, and only that, then report the progress."""
         for step in steps:
-            for number, block in enumerate(THERE):
+            for number, block in enumerate(OWNER_BLOCKS):
                 final = len(self.tensors) if number < step.blocks_done else step.layers_done
                 for layer in range(final if number < step.blocks_started else 0):
                     self.tensors[layer][block] = self._computed[layer][block]
-            known = THERE[: max(step.blocks_done, step.blocks_started)]
+            known = OWNER_BLOCKS[: max(step.blocks_done, step.blocks_started)]
             self.holds.update_progress("theirs", known, step)
 
     def steps_by_layer(self) -> list[Progress]:
@@ -63,7 +67,7 @@ class PrefillRank:
         return [*steps, WHOLE]
 
     def end(self, epoch: int = 1) -> None:
-        self.holds.grant("theirs", FinishedPrefill(epoch, DIGEST, THERE))
+        self.holds.grant("theirs", FinishedPrefill(epoch, DIGEST, OWNER_BLOCKS))
 
     def handoff(self, **changed: object) -> Handoff:
         """A handoff before the prefill has finished, with the address of this rank alone."""
@@ -125,7 +129,7 @@ class Decode:
         self.shape = shape
         self.tensors = [caches(0, shape, rank) for rank in range(shape.num_ranks)]
         self.readers = [
-            client.KvClient(kept_as(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
+            client.KvClient(register_kv(boot_id, one, shape, rank), ways, BOUND_S, check_bytes=True)
             for rank, one in enumerate(self.tensors)
         ]
         self.followers = [layerwise_client.LayerwiseClient(one, patience_s) for one in self.readers]
@@ -144,7 +148,7 @@ class Decode:
         """Whether exactly the prompt's blocks were copied."""
         computed, expected = caches(1000, self.shape, rank), caches(0, self.shape, rank)
         for own, layer in zip(expected, computed, strict=True):
-            own[list(HERE)] = layer[list(THERE)]
+            own[list(HERE)] = layer[list(OWNER_BLOCKS)]
         return all(map(torch.equal, self.tensors[rank], expected))
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def test_poisson_arrivals_have_dispersion_one_and_bursty_ones_that_of_their_gaps
     assert bursty.dispersion == pytest.approx(4, rel=0.25)
 
 
-def test_waves_are_told_though_gaps_alone_look_harmless() -> None:
+def test_waves_are_reported_though_gaps_alone_look_harmless() -> None:
     rng = np.random.default_rng(3)
     mean_gaps = np.where(np.arange(8000) // 400 % 2, 0.15, 0.3)
     diagnosis = characterize(with_gaps(rng.exponential(mean_gaps)))
@@ -79,7 +79,7 @@ def test_waves_are_told_though_gaps_alone_look_harmless() -> None:
     assert said(diagnosis, "arrivals come in waves")
 
 
-def test_a_rate_that_drifts_is_told_with_its_peak() -> None:
+def test_a_rate_that_drifts_is_reported_with_its_peak() -> None:
     rng = np.random.default_rng(3)
     diagnosis = characterize(with_gaps(rng.exponential(np.linspace(0.5, 0.05, 5000))))
     assert diagnosis.arrivals is not None
@@ -88,7 +88,7 @@ def test_a_rate_that_drifts_is_told_with_its_peak() -> None:
     assert said(diagnosis, "times the mean rate: to hold the SLO there, plan for")
 
 
-def test_lengths_that_hang_together_are_told() -> None:
+def test_correlated_lengths_are_reported() -> None:
     trace = drawn()
     copied = Trace(trace.arrival_ms, trace.prompt_tokens, trace.prompt_tokens // 4 + 1)
     diagnosis = characterize(copied)
@@ -106,7 +106,7 @@ def test_two_kinds_of_requests_are_no_log_normal() -> None:
     assert diagnosis.prompts_above == ((512, 0.5), (2048, 0.5), (8192, 0.0), (32768, 0.0))
 
 
-def test_few_requests_are_told_with_the_error_of_their_mean() -> None:
+def test_few_requests_are_reported_with_the_error_of_their_mean() -> None:
     assert said(characterize(drawn(100)), "only 100 requests: the mean prompt is known to +-")
     assert not said(characterize(drawn(1000)), "only")
 
@@ -135,7 +135,7 @@ def test_requests_without_arrivals_are_described_by_their_lengths() -> None:
         fit_workload(at_once)
 
 
-def test_a_plan_is_told_what_was_cut_and_what_its_recording_lacks() -> None:
+def test_a_plan_contains_what_was_cut_and_what_its_recording_lacks() -> None:
     demand = workload.build_from_trace(drawn(200))
     assert len(list_remarks(demand, 100_000)) == 1
     cut, few = list_remarks(demand, 1000)
@@ -149,7 +149,7 @@ def test_a_plan_is_told_what_was_cut_and_what_its_recording_lacks() -> None:
     lengths=st.lists(st.integers(1, 10**7), min_size=1, max_size=60),
     gaps=st.lists(st.floats(0, 1e4), min_size=60, max_size=60),
 )
-def test_whatever_was_recorded_can_be_described_and_fitted(lengths, gaps) -> None:
+def test_any_recording_can_be_described_and_fitted(lengths, gaps) -> None:
     tokens = np.array(lengths)
     trace = Trace(np.cumsum(gaps)[: len(tokens)], tokens, tokens[::-1].copy())
     diagnosis = characterize(trace)

@@ -63,20 +63,20 @@ def test_a_gateway_that_has_gone_is_not_waited_for() -> None:
     assert list(after.last_counters) == [A]
 
 
-def test_nobody_answers_and_nothing_changes() -> None:
+def test_without_answers_nothing_changes() -> None:
     before = look(CounterSum(), 0.0, a=page(10))
     assert before.add(frozenset({A}), {}, 500.0) is before
 
 
 def test_what_is_under_way_is_summed_and_targets_are_one_gateways() -> None:
-    there = {"in_flight": 2, "waiting": 1, "ttft_target_ms": 400}
-    total = look(CounterSum(), 0.0, a=page(1, **there), b=page(1, **there))
+    fields = {"in_flight": 2, "waiting": 1, "ttft_target_ms": 400}
+    total = look(CounterSum(), 0.0, a=page(1, **fields), b=page(1, **fields))
     assert total.counts is not None
     assert (total.counts.in_flight, total.counts.waiting) == (4, 2)
     assert total.counts.ttft_target_ms == 400
 
 
-def test_unlike_bounds_are_added_where_both_are_known() -> None:
+def test_different_bounds_are_added_where_both_are_known() -> None:
     fine = Buckets((0.1, 0.2, float("inf")), (1, 2, 4))
     one = replace(page(0), ttft=Buckets((0.1, 0.2, float("inf")), (0, 0, 0)))
     two = replace(page(0), ttft=Buckets((0.2, float("inf")), (0, 0)))

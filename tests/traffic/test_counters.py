@@ -72,7 +72,7 @@ def test_a_gateways_page_is_read_as_it_is_written(metrics: GatewayMetrics) -> No
     assert counts.started_s > 0
 
 
-def test_without_targets_nothing_is_judged() -> None:
+def test_without_targets_no_attainment_is_computed() -> None:
     metrics = GatewayMetrics()
     metrics.requests["m", "ok"] += 1
     before, after = GatewayCounters(), parse_metrics_page(write_page(metrics), 2.0)
@@ -165,7 +165,7 @@ def test_counts_of_another_start_are_no_part_of_a_window() -> None:
     assert (traffic.window_s, traffic.requests_per_s) == (2.0, 2.0)
 
 
-def test_what_is_kept_has_a_bound_and_still_covers_the_window() -> None:
+def test_stored_samples_are_bounded_and_cover_the_window() -> None:
     rng, at_s = random.Random(3), 0.0
     history = CounterHistory(60.0)
     for step_s in itertools.chain((0.2,) * 2_000, (rng.uniform(0.2, 30) for _ in range(500))):

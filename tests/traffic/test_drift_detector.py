@@ -68,7 +68,7 @@ def test_twice_the_rate_is_seen_soon(rate: float, periods: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_when_it_began_is_told(seed: int) -> None:
+def test_the_begin_of_a_change_is_reported(seed: int) -> None:
     first = move(CONVERSATION.build_demand(10.0), CONVERSATION.build_demand(20.0), seed)[0]
     assert first.since_s / PERIOD_S == pytest.approx(CALM, abs=1)
 
@@ -108,15 +108,15 @@ def test_silence_is_a_change_of_the_rate_alone() -> None:
     assert str(changes[0]).endswith(" to 0 req/s")
 
 
-def test_a_plan_made_for_other_traffic_is_told_from_the_first_windows_on() -> None:
-    stated = Workload(
+def test_a_plan_for_other_traffic_is_reported_from_the_first_windows_on() -> None:
+    declared = Workload(
         rate=10,
         prompt_tokens=LengthDistribution(mean=300, p90=600),
         output_tokens=LengthDistribution(mean=220, p90=440),
     )
     _, changes = follow(
         draw(CONVERSATION.build_demand(10.0), 10),
-        DriftDetector(TrafficReference.from_workload(stated)),
+        DriftDetector(TrafficReference.from_workload(declared)),
     )
     assert changes[0].quantity is Quantity.PROMPT_TOKENS
     assert changes[0].before == 300

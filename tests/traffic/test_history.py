@@ -55,7 +55,7 @@ def test_columns_may_stand_in_any_order_among_others(tmp_path) -> None:
     assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([7, 8], [5, 6])
 
 
-def test_json_lines_are_read_whatever_else_they_hold(tmp_path) -> None:
+def test_json_lines_are_read_with_extra_fields(tmp_path) -> None:
     file = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]},
@@ -88,7 +88,7 @@ def test_requests_may_arrive_together(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ("nan,5,5", "trace.csv:3: arrival_s 'nan': not a number"),
         ("inf,5,5", "trace.csv:3: arrival_s 'inf': not a number"),
@@ -104,14 +104,14 @@ def test_requests_may_arrive_together(tmp_path) -> None:
         ("2,5," + "x" * 1000, "trace.csv:3: output_tokens 'xxxx"),
     ],
 )
-def test_a_bad_line_is_told_with_its_number_value_and_remedy(tmp_path, row, told) -> None:
+def test_a_bad_line_is_reported_with_its_number_value_and_remedy(tmp_path, row, message) -> None:
     line = fault(tmp_path / "trace.csv", f"{PLAIN}\n1,5,5\n{row}\n9,5,5\n")
-    assert line.startswith(told)
+    assert line.startswith(message)
     assert len(line) < 200
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ("{", "trace.jsonl:2: not a JSON object: "),
         ("[1, 2]", "trace.jsonl:2: not a JSON object: [1, 2]"),
@@ -127,12 +127,14 @@ def test_a_bad_line_is_told_with_its_number_value_and_remedy(tmp_path, row, told
         ("[" * 100_000, "trace.jsonl:2: not a JSON object: "),
     ],
 )
-def test_a_bad_json_line_is_told_likewise(tmp_path, row, told) -> None:
+def test_a_bad_json_line_is_reported_with_its_number_value_and_remedy(
+    tmp_path, row, message
+) -> None:
     good = '{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 2}'
-    assert fault(tmp_path / "trace.jsonl", f"{good}\n{row}\n").startswith(told)
+    assert fault(tmp_path / "trace.jsonl", f"{good}\n{row}\n").startswith(message)
 
 
-def test_dates_that_do_not_go_together_are_told(tmp_path) -> None:
+def test_inconsistent_dates_are_reported(tmp_path) -> None:
     header = "timestamp,prompt_tokens,output_tokens"
     for second in ("2024-05-10 10:00:00+00:00", "tomorrow"):
         line = fault(tmp_path / "t.csv", f"{header}\n2024-05-10 09:00:00,1,1\n{second},1,1\n")
@@ -183,7 +185,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, rows) -> None:
     assert np.array_equal(trace.output_tokens, outputs)
 
 
-def test_a_trace_that_cannot_be_written_is_told(tmp_path) -> None:
+def test_a_trace_that_cannot_be_written_is_reported(tmp_path) -> None:
     trace = Trace(np.zeros(1), np.ones(1, np.int64), np.ones(1, np.int64))
     with pytest.raises(HistoryError, match="cannot be written"):
         history.write_trace(tmp_path / "absent" / "t.csv", trace)
@@ -193,9 +195,9 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path) -> None:
 def test_any_text_is_met_with_an_answer_or_one_line(tmp_path_factory, content) -> None:
     file = tmp_path_factory.mktemp("any") / "t.csv"
     file.write_text(f"{PLAIN}\n{content}", encoding="utf-8", errors="replace")
-    told = ""
+    message = ""
     try:
         history.read_trace(file)
     except HistoryError as error:
-        told = str(error)
-    assert "\n" not in told
+        message = str(error)
+    assert "\n" not in message

@@ -1,4 +1,4 @@
-"""A classifier of output lengths: trained, judged, kept in a file."""
+"""A classifier of output lengths: trained, evaluated, stored in a file."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def random_lengths(tmp_path: Path) -> Path:
     return record(tmp_path / "trace.jsonl", prompts, outputs)
 
 
-def test_what_prompts_tell_is_learnt_and_found_better(two_kinds) -> None:
+def test_informative_prompts_are_learnt_and_found_better(two_kinds) -> None:
     found = train(two_kinds, prompt_error=0)
     assert found.tree.predict(600) == pytest.approx(80, abs=2)
     assert found.tree.predict(900) == pytest.approx(720, abs=2)
@@ -54,7 +54,7 @@ def test_what_prompts_tell_is_learnt_and_found_better(two_kinds) -> None:
     assert (found.trained_on, found.judged_by) == (2_100, 900)
 
 
-def test_where_prompts_tell_nothing_it_is_found_no_better(random_lengths) -> None:
+def test_uninformative_prompts_are_found_no_better(random_lengths) -> None:
     found = train(random_lengths)
     assert not found.scores.is_better
     assert found.scores.comparison.startswith("not better than the mean by prompt length")
@@ -83,7 +83,7 @@ def test_prompts_are_blurred_like_those_that_gateways_estimate(two_kinds) -> Non
     assert train(two_kinds).scores.classifier.accuracy[0] < 1
 
 
-def test_estimates_of_the_gateway_itself_are_taken_as_they_are(tmp_path) -> None:
+def test_estimates_of_the_gateway_are_used_unchanged(tmp_path) -> None:
     estimates = np.full(NUM, 77)
     trace = record(
         tmp_path / "t.jsonl",
@@ -96,7 +96,7 @@ def test_estimates_of_the_gateway_itself_are_taken_as_they_are(tmp_path) -> None
     assert error == 0
 
 
-def test_limits_tell_as_well_and_what_they_cut_is_left_out(tmp_path) -> None:
+def test_limits_inform_as_well_and_what_they_cut_is_left_out(tmp_path) -> None:
     limits = np.tile([100, 1_000, 0], 1_000)
     # Every fourth answer is cut by its limit.
     outputs = np.where(limits == 100, 50, 500)
@@ -122,13 +122,13 @@ def test_every_leaf_foretells_the_mean_of_those_that_came_to_it(random_lengths) 
         assert found.tokens[leaf] == pytest.approx(np.mean(outputs), abs=0.06)
 
 
-def test_a_trace_that_is_too_short_is_told(tmp_path) -> None:
+def test_a_trace_that_is_too_short_is_reported(tmp_path) -> None:
     trace = record(tmp_path / "t.jsonl", [10] * 999, [10] * 999)
     with pytest.raises(LengthsError, match=r"t\.jsonl: 999 requests ended .* 1,000 are needed"):
         train(trace)
 
 
-def test_a_limit_that_is_no_number_is_told_with_its_line(tmp_path) -> None:
+def test_a_limit_that_is_no_number_is_reported_with_its_line(tmp_path) -> None:
     limits: list[object] = [None] * NUM
     limits[7] = -3
     trace = tmp_path / "t.jsonl"
@@ -138,16 +138,16 @@ def test_a_limit_that_is_no_number_is_told_with_its_line(tmp_path) -> None:
         read_requests(trace)
 
 
-def test_the_mean_is_judged_as_a_gateway_learns_it() -> None:
+def test_the_mean_is_evaluated_as_a_gateway_learns_it() -> None:
     answers = CompletedRequests(
         np.full(1_200, 50), np.zeros(1_200, dtype=np.int64), np.full(1_200, 90)
     )
-    foretold = length_scores.predict_by_mean(answers)
-    assert (foretold[: length_scores.IN_FLIGHT_REQUESTS] == length_scores.INITIAL_TOKENS).all()
+    predicted = length_scores.predict_by_mean(answers)
+    assert (predicted[: length_scores.IN_FLIGHT_REQUESTS] == length_scores.INITIAL_TOKENS).all()
     taught = ConditionalMean(length_scores.INITIAL_TOKENS)
     taught.observe(50, 90)
-    assert foretold[length_scores.IN_FLIGHT_REQUESTS + 1] == taught.predict(50)
-    assert foretold[-1] == pytest.approx(90)
+    assert predicted[length_scores.IN_FLIGHT_REQUESTS + 1] == taught.predict(50)
+    assert predicted[-1] == pytest.approx(90)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_file_foretells_what_was_written(two_kinds, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"format": 2}, "format 2 instead of 1"),
         ({"below": []}, "nodes are incomplete"),
@@ -187,7 +187,7 @@ def test_a_file_foretells_what_was_written(two_kinds, tmp_path) -> None:
         ({"scores": None}, "Expected `object`"),
     ],
 )
-def test_a_damaged_file_is_told_at_once(tmp_path, change, told) -> None:
+def test_a_damaged_file_is_reported_at_once(tmp_path, change, message) -> None:
     half = Score([0.5] * 3, 1, 0)
     whole = length_file.LengthFile(
         *(1, "t.csv", 10, 5, 0.2, length_file.Scores(half, half, half)),
@@ -200,12 +200,12 @@ def test_a_damaged_file_is_told_at_once(tmp_path, change, told) -> None:
     with pytest.raises(LengthsError) as caught:
         length_file.read_length_file(path)
     assert str(caught.value).startswith(f"{path}: not a file of trained lengths: ")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).endswith("make it with cleave lengths train")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"x" * (2 << 20)])
-def test_what_is_no_such_file_is_told_in_a_line(tmp_path, content) -> None:
+def test_a_file_of_another_kind_is_reported_in_a_line(tmp_path, content) -> None:
     (tmp_path / "lengths.json").write_bytes(content)
     with pytest.raises(
         LengthsError, match=r"^.*lengths\.json: not a file of trained lengths: [^\n]*$"
@@ -213,12 +213,12 @@ def test_what_is_no_such_file_is_told_in_a_line(tmp_path, content) -> None:
         length_file.read_length_file(tmp_path / "lengths.json")
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path) -> None:
+def test_a_missing_file_is_reported(tmp_path) -> None:
     with pytest.raises(LengthsError, match=r"none\.json: cannot be read: No such file"):
         length_file.read_length_file(tmp_path / "none.json")
 
 
-def test_without_scikit_learn_it_is_told_what_to_install(two_kinds, monkeypatch) -> None:
+def test_without_scikit_learn_the_error_names_what_to_install(two_kinds, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.tree", None)
     with pytest.raises(LengthsError, match="needs the extra lengths: make setup"):
         length_training.train(two_kinds)

@@ -123,7 +123,7 @@ def fault(server: Server) -> str:
     return str(caught.value)
 
 
-def test_nothing_recorded_is_told_with_what_to_look_for(server) -> None:
+def test_the_error_for_an_empty_recording_names_what_to_look_for(server) -> None:
     server.prompts = []
     assert "holds no vllm:request_prompt_tokens_bucket in these 3600 s" in fault(server)
     server.prompts = vector({"10": "0", "+Inf": "0"})
@@ -138,7 +138,7 @@ def test_nothing_recorded_is_told_with_what_to_look_for(server) -> None:
     assert "holds no rate of vllm:request_success_total" in fault(server)
 
 
-def test_answers_that_are_not_prometheus_are_told(server) -> None:
+def test_answers_that_are_not_prometheus_are_reported(server) -> None:
     server.raw = lambda: b"<html>"
     assert "/api/v1/query answered 200, not as Prometheus does" in fault(server)
     server.raw = lambda: b'{"status": "success", "data": {"result": [{"value": [1, 2]}]}}'
@@ -164,12 +164,12 @@ def test_an_endless_answer_is_cut(server, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "prometheus:9090", "http://", "http://[::1"])
-def test_an_address_that_is_none_is_told(url) -> None:
+def test_an_invalid_address_is_reported(url) -> None:
     with pytest.raises(HistoryError, match="Prometheus: "):
         prometheus.read_traffic(url, END_S, 3600)
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     with pytest.raises(HistoryError, match=r"Prometheus at http://127\.0\.0\.1:1"):
         prometheus.read_traffic("http://127.0.0.1:1", END_S, 3600)
 

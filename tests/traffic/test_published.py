@@ -63,7 +63,7 @@ def test_every_workload_says_what_is_known_and_what_is_assumed() -> None:
     assert len(set(published.list_names())) == len(published.WORKLOADS)
 
 
-def test_names_are_found_whatever_their_case_and_a_wrong_one_is_told() -> None:
+def test_names_are_found_in_any_case_and_a_wrong_one_is_reported() -> None:
     assert published.get_workload("Chat_1M").name == "chat-1m"
     with pytest.raises(DemandError, match="did you mean longbench"):
         published.get_workload("longbnch")

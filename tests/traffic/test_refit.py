@@ -25,20 +25,20 @@ def windows(name: str, rate: float, num: int, burstiness: float = 1.0) -> list[T
 
 
 @pytest.mark.parametrize("name", ["azure-code", "azure-conversation", "sharegpt"])
-def test_what_came_is_stated_again(name: str) -> None:
+def test_observed_traffic_becomes_the_declared_workload(name: str) -> None:
     demand = get_workload(name).build_demand(10.0)
     drawn = demand.draw(20_000)
     found = refit(windows(name, 10.0, 120))
     assert found.rate == pytest.approx(10.0, rel=0.05)
-    for stated, tokens in (
+    for fitted, tokens in (
         (found.prompt_tokens, drawn.prompt_tokens),
         (found.output_tokens, drawn.output_tokens),
     ):
-        assert stated is not None
-        assert stated.mean == pytest.approx(np.mean(tokens), rel=0.06)
+        assert fitted is not None
+        assert fitted.mean == pytest.approx(np.mean(tokens), rel=0.06)
         # No log-normal distribution has a higher one than 2.27 means.
-        wanted = min(np.percentile(tokens, 90), 2.27 * stated.mean)
-        assert stated.p90 == pytest.approx(wanted, rel=0.12)
+        expected = min(np.percentile(tokens, 90), 2.27 * fitted.mean)
+        assert fitted.p90 == pytest.approx(expected, rel=0.12)
 
 
 @pytest.mark.parametrize("name", ["azure-code", "azure-conversation"])

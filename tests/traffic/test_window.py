@@ -76,7 +76,7 @@ CALM = tuple((100.0, 100.0 + each % 3) for each in range(10))
     ],
     ids=["the first minute", "a backlog drains", "a queue grows"],
 )
-def test_latencies_tell_of_the_traffic_once_what_was_there_before_has_gone(before, left) -> None:
+def test_latencies_describe_the_traffic_once_earlier_requests_are_gone(before, left) -> None:
     windows = serve(*before, *CALM)
     assert list_settled(windows, 60) == windows[-left:]
 
@@ -97,7 +97,7 @@ def test_there_is_no_window_of_nothing() -> None:
     assert TrafficWindow(1.0, 1.0, 0.0).attainment is None
 
 
-def test_buckets_of_unlike_gateways_are_added_where_both_know() -> None:
+def test_buckets_of_different_gateways_are_added_where_both_know() -> None:
     coarse = Buckets((1.0, math.inf), (3.0, 4.0), 5.0)
     fine = Buckets((0.5, 1.0, math.inf), (1.0, 2.0, 2.0), 1.0)
     assert coarse + fine == Buckets((0.5, 1.0, math.inf), (1.0, 5.0, 6.0), 6.0)

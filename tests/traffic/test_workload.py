@@ -37,7 +37,7 @@ def recorded() -> Trace:
     )
 
 
-def test_drawn_lengths_have_the_stated_mean_and_90th_percentile(chat) -> None:
+def test_drawn_lengths_have_the_declared_mean_and_90th_percentile(chat) -> None:
     trace = chat.draw(200_000)
     assert np.mean(trace.prompt_tokens) == pytest.approx(700, rel=0.01)
     assert np.percentile(trace.prompt_tokens, 90) == pytest.approx(1400, rel=0.01)
@@ -92,7 +92,7 @@ def test_what_is_drawn_belongs_to_the_caller(chat) -> None:
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])
-def test_gaps_have_the_stated_coefficient_of_variation(burstiness) -> None:
+def test_gaps_have_the_declared_coefficient_of_variation(burstiness) -> None:
     gaps = np.diff(workload.build_fixed(10, 10, 2.0, burstiness).draw(100_000).arrival_ms)
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness, rel=0.03)
 
@@ -121,7 +121,7 @@ def test_lengths_are_at_least_one_and_within_the_model(lengths, limit, seed) -> 
     assert (trace.prompt_tokens + trace.output_tokens).max() <= limit
 
 
-def test_the_share_that_does_not_fit_the_model_is_told(recorded) -> None:
+def test_the_share_that_does_not_fit_the_model_is_reported(recorded) -> None:
     demand = workload.resample_trace(recorded, 1.0)
     assert demand.compute_share_longer_than(54) == pytest.approx(0.2, abs=0.02)
     assert demand.compute_share_longer_than(55) == 0

@@ -23,19 +23,19 @@ class ClockedScheduler(Scheduler):
         super().__init__(*args, **settings)
         folder = Path(os.environ[FOLDER])
         self._file = (folder / f"{os.getpid()}.csv").open("a", buffering=1)
-        self._held = None
+        self._pending = None
         self._updated_s = 0.0
 
     def schedule(self, *args, **settings):
         now_s = time.monotonic()
-        if self._held:
-            begin_s, what = self._held
+        if self._pending:
+            begin_s, what = self._pending
             end_s = now_s if now_s - self._updated_s < PAUSE_S else self._updated_s
             self._file.write(f"{begin_s:.6f},{end_s:.6f},{what}\n")
-            self._held = None
+            self._pending = None
         output = super().schedule(*args, **settings)
         if output.total_num_scheduled_tokens:
-            self._held = now_s, ",".join(map(str, describe(output)))
+            self._pending = now_s, ",".join(map(str, describe(output)))
         return output
 
     def update_from_output(self, *args, **settings):

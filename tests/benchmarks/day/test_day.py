@@ -69,8 +69,8 @@ def test_what_failed_or_was_never_answered_is_not_attained(module, day) -> None:
     first[1] = end[1] = np.inf
     first[2] = end[2] = 1e6
     seen = scoring.Seen(first, end, np.zeros(count), ("request 0: lost",), 0.5)
-    told = scoring.Told(flips=3, replans=2, instance_s=3_600.0)
-    result = scoring.judge("both", day, seen, 0.5, told)
+    counts = scoring.ReportedCounts(flips=3, replans=2, instance_s=3_600.0)
+    result = scoring.score("both", day, seen, 0.5, counts)
     assert (result.failed, result.unanswered, result.attained) == (1, 1, count - 3)
     assert result.instance_hours == 2.0, "of the trace's clock, which is twice as fast"
     assert [phase.attainment for phase in result.phases[1:]] == [1.0] * 4
@@ -84,7 +84,7 @@ def test_results_are_read_as_they_were_written(module, day, tmp_path: Path) -> N
     again = scoring.read_seen(tmp_path / "seen.npz")
     assert again.faults == seen.faults
     assert np.array_equal(again.end_ms, seen.end_ms)
-    result = scoring.judge("both", day, seen, 0.5, scoring.Told(0, 0, 0.0))
+    result = scoring.score("both", day, seen, 0.5, scoring.ReportedCounts(0, 0, 0.0))
     environment.write_json(tmp_path / "both.json", asdict(result))
     assert scoring.read_result(tmp_path / "both.json") == result
 
@@ -102,7 +102,7 @@ def test_every_mode_is_a_deployment_that_the_api_takes(module, day, lengths) -> 
     assert deployment.say(pools) == "2P 1D"
 
 
-def test_the_picture_tells_shares_of_what_arrived(module, day, tmp_path: Path) -> None:
+def test_the_chart_shows_shares_of_arrived_requests(module, day, tmp_path: Path) -> None:
     scoring, chart = module("scoring"), module("chart")
     ones = np.ones(len(day.trace))
     late = np.where(day.phase_of == 0, 1.0, 1e6)

@@ -42,7 +42,7 @@ def test_equal_sides_differ_in_nothing(module: Import) -> None:
         seen(load, *times),
         [Said(*times)],
         compare.Slo(250.0, 100.0),
-        module("iteration_times").Pace(),
+        module("iteration_times").PassScale(),
     )
     assert found.attainment == (0.5, 0.5)
     assert (found.points, found.worst_points, found.failed) == (0.0, 0.0, 0)
@@ -57,7 +57,7 @@ def test_errors_are_the_simulators(module: Import) -> None:
         seen(load, [100.0] * 4, [10.0] * 4),
         [Said([110.0] * 4, [9.0] * 4)],
         compare.Slo(105.0, 100.0),
-        module("iteration_times").Pace(),
+        module("iteration_times").PassScale(),
     )
     assert found.attainment == (1.0, 0.0)
     assert found.points == -100
@@ -73,7 +73,7 @@ def test_attainment_is_the_mean_of_draws_and_latencies_those_of_the_first(module
         seen(load, [100.0] * 4, [10.0] * 4),
         [Said([100.0] * 4, [10.0] * 4), Said([100.0, 100.0, 100.0, 200.0], [10.0] * 4)],
         compare.Slo(150.0, 100.0),
-        module("iteration_times").Pace(),
+        module("iteration_times").PassScale(),
     )
     assert found.attainment == (1.0, 0.875)
     assert found.chance_points == pytest.approx(12.5)
@@ -99,7 +99,7 @@ def test_a_failed_request_meets_no_target_and_spoils_no_percentile(module: Impor
         seen(load, [100.0, nan, 100.0, 100.0], [10.0] * 4, "request 1: gone"),
         [Said([100.0] * 4, [10.0] * 4)],
         compare.Slo(1000.0, 1000.0),
-        module("iteration_times").Pace(),
+        module("iteration_times").PassScale(),
     )
     assert found.attainment == (0.75, 1.0)
     assert found.failed == 1
@@ -120,7 +120,7 @@ def test_lengths_are_scaled_and_what_is_too_long_is_left_out(
     assert lengths.output_tokens.tolist() == [10, 10]
 
 
-def test_arrivals_are_taken_as_they_were_sent(module: Import) -> None:
+def test_arrivals_are_read_as_sent(module: Import) -> None:
     load = module("load")
     planned = Trace(np.array([0.0, 10.0]), np.array([5, 6]), np.array([7, 8]))
     late = load.Seen(
@@ -142,16 +142,16 @@ def test_another_rate_is_the_same_requests_stretched(module: Import) -> None:
     assert fast.arrival_ms[0] == 0
 
 
-def test_dispatch_expects_the_mean_of_such_prompts_or_what_is_asked_for(module: Import) -> None:
+def test_dispatch_predicts_the_mean_of_such_prompts_or_the_requested_length(module: Import) -> None:
     arrivals = module("arrivals")
     lengths = arrivals.Lengths(np.tile([40, 500], 200), np.tile([10, 200], 200))
-    asked = Trace(np.zeros(3), np.array([40, 500, 500]), np.array([90, 90, 900]))
-    foreseen = arrivals.foresee(asked, lengths)
+    sent_trace = Trace(np.zeros(3), np.array([40, 500, 500]), np.array([90, 90, 900]))
+    foreseen = arrivals.foresee(sent_trace, lengths)
     assert foreseen.output_tokens.tolist() == [90, 90, 900]
     assert foreseen.predicted_tokens == pytest.approx([10, 90, 200], abs=8)
 
 
-def test_a_kept_load_comes_back_as_it_was(module: Import, tmp_path: Path) -> None:
+def test_a_saved_load_is_restored_unchanged(module: Import, tmp_path: Path) -> None:
     recordings, load = module("recordings"), module("load")
     file = tmp_path / "load.npz"
     before = seen(load, [1.0, float("nan")], [2.0, 3.0], "request 1: gone")
@@ -174,7 +174,7 @@ def test_the_way_is_shared_by_the_ways_and_pulls_lie_on_a_line(module: Import) -
     assert not found.is_shared
 
 
-async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> None:
+async def test_load_is_sent_on_schedule_despite_failures(module: Import) -> None:
     load = module("load")
     heads: list[float] = []
     loop = asyncio.get_running_loop()
@@ -205,7 +205,7 @@ async def test_load_is_offered_when_it_is_due_whatever_fails(module: Import) -> 
     assert 0 <= offered.busy_share <= 1
 
 
-def test_only_the_cases_asked_for_are_run(module: Import) -> None:
+def test_only_the_requested_cases_are_run(module: Import) -> None:
     run = module("run")
     options = run.parse_arguments(["emulated", "--cases", "1P1D,2M"])
     assert [each.case.name for each in run.choose_subjects(options)] == ["1P1D", "2M"]

@@ -35,8 +35,8 @@ def served(prompt: float, decode: float, pull_ms: float) -> list[list[float]]:
     return rows
 
 
-def test_the_pace_of_passes_is_found(module: Import) -> None:
-    found = module("iteration_times").find_pace(np.array(served(1.1, 1.3, 4.0)), TIMING)
+def test_the_pass_scale_is_fitted(module: Import) -> None:
+    found = module("iteration_times").fit_pass_scale(np.array(served(1.1, 1.3, 4.0)), TIMING)
     assert found.prompt == pytest.approx(1.1)
     assert found.decode == pytest.approx(1.3)
     assert found.pull_ms == pytest.approx(3.0)
@@ -45,21 +45,23 @@ def test_the_pace_of_passes_is_found(module: Import) -> None:
 
 def test_passes_that_never_occurred_take_what_was_profiled(module: Import) -> None:
     iteration_times = module("iteration_times")
-    assert iteration_times.find_pace(np.empty((0, 7)), TIMING) == iteration_times.Pace()
+    assert iteration_times.fit_pass_scale(np.empty((0, 7)), TIMING) == iteration_times.PassScale()
     prompts = np.array([each for each in served(1.1, 1.0, 0.0) if each[iteration_times.BATCH] == 0])
-    assert iteration_times.find_pace(prompts, TIMING).decode == 1.0
-    assert iteration_times.find_pace(prompts, TIMING).prompt == pytest.approx(1.1)
+    assert iteration_times.fit_pass_scale(prompts, TIMING).decode == 1.0
+    assert iteration_times.fit_pass_scale(prompts, TIMING).prompt == pytest.approx(1.1)
 
 
-def test_a_timing_at_a_pace_takes_as_long_as_the_passes_did(module: Import) -> None:
-    slow = module("iteration_times").Pace(prompt=1.1, decode=1.3).apply(TIMING)
+def test_a_scaled_timing_takes_as_long_as_the_passes_did(module: Import) -> None:
+    slow = module("iteration_times").PassScale(prompt=1.1, decode=1.3).apply(TIMING)
     assert slow.predict_prefill_ms([40, 9]) == pytest.approx(
         TIMING.predict_prefill_ms([40, 9]) * 1.1
     )
     assert slow.predict_decode_ms(5, 400) == pytest.approx(TIMING.predict_decode_ms(5, 400) * 1.3)
 
 
-def test_only_whole_passes_of_the_time_asked_for_are_read(module: Import, tmp_path: Path) -> None:
+def test_only_whole_passes_within_the_requested_time_are_read(
+    module: Import, tmp_path: Path
+) -> None:
     one, late = (",".join(map(str, row(begin, 5.0, [], 1, 9))) for begin in (10.0, 30.0))
     (tmp_path / "17.csv").write_text(f"{one}\n{late}\n12.0,12.0")
     (tmp_path / "18.csv").write_text(f"{one}\n")

@@ -24,8 +24,8 @@ def test_a_request_that_takes_too_long_ends_its_way_with_a_line_and_no_other(
 
     def ask_all(_: None, way: str, transfer: str, count: int) -> dict[str, object]:
         if transfer == "Pull":
-            asked = httpx.Request("POST", "http://engine/v1/completions")
-            raise httpx.ReadTimeout("timed out", request=asked)
+            request = httpx.Request("POST", "http://engine/v1/completions")
+            raise httpx.ReadTimeout("timed out", request=request)
         return {"transfer": transfer, "wrong": 0}
 
     monkeypatch.setattr(faults, "deployed", deployed)
@@ -39,7 +39,7 @@ def test_a_request_that_takes_too_long_ends_its_way_with_a_line_and_no_other(
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit, match="True"):
         faults.main()
-    told = capsys.readouterr()
-    (line,) = told.err.splitlines()
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
     assert line.startswith("gloo, Pull: http://engine/v1/completions took longer than 60 s")
-    assert '"transfer": "Push"' in told.out
+    assert '"transfer": "Push"' in output.out

@@ -31,10 +31,10 @@ def test_prompts_come_after_they_are_computed_and_meanwhile(
         closing(overlap.Mover(opened, way, way.value)) as mover,
     ):
         for mode in overlap.Mode:
-            for region in opened.kept.memory.regions:
+            for region in opened.registered.memory.regions:
                 region.zero_()
             mover.visible_ms(TOKENS, mode, TOKENS // 2, 0.1)
-            assert all(bool(region.all()) for region in opened.kept.memory.regions), mode
+            assert all(bool(region.all()) for region in opened.registered.memory.regions), mode
 
 
 def test_scattered_blocks_are_all_blocks(module: Import) -> None:
@@ -44,7 +44,7 @@ def test_scattered_blocks_are_all_blocks(module: Import) -> None:
     assert sorted(blocks) == pair.blocks_of(512, scattered=False) == list(range(32))
 
 
-def test_where_there_is_no_gpu_it_is_said(
+def test_a_missing_gpu_is_reported(
     module: Import, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -18,17 +18,23 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_only_requests_that_trained_nothing_are_foretold(module, data) -> None:
-    told = module("predictions").foretell(data, "conversation", 0.0)
-    assert len(told.answers) == len(told.mean) == len(told.tree) == len(told.low) == 600
-    assert np.abs(told.tree - told.answers.output_tokens).max() < 40
-    assert np.abs(told.mean - told.answers.output_tokens).min() > 200
-    assert set(told.low.tolist()) == {1, 600}
+def test_only_requests_outside_the_training_set_are_predicted(module, data) -> None:
+    predictions = module("predictions").predict_outputs(data, "conversation", 0.0)
+    assert (
+        len(predictions.answers)
+        == len(predictions.mean)
+        == len(predictions.tree)
+        == len(predictions.low)
+        == 600
+    )
+    assert np.abs(predictions.tree - predictions.answers.output_tokens).max() < 40
+    assert np.abs(predictions.mean - predictions.answers.output_tokens).min() > 200
+    assert set(predictions.low.tolist()) == {1, 600}
 
 
 def test_admission_by_each_way_serves_the_same_requests(module, data) -> None:
-    told = module("predictions").foretell(data, "conversation", 0.0)
-    rows = list(module("effects").admissions(told, quick=True))
+    predictions = module("predictions").predict_outputs(data, "conversation", 0.0)
+    rows = list(module("effects").admissions(predictions, quick=True))
     greedy = [row for row in rows if row["admission"] == "GREEDY"]
     assert [row["gain"] for row in greedy] == [0]
     ways = {row["foretold_by"] for row in rows} - {"any"}

@@ -18,7 +18,7 @@ def test_each_plan_comes_after_its_change_was_seen_and_its_instances_have_starte
         )
         for count in (2, 4)
     ]
-    day = virtual_fleet.World(
+    day = virtual_fleet.VirtualFleet(
         days.draw(phases, 900.0), problem.slo, replanning.to_fleet(problem, plans[0])
     )
     (step,) = delayed_oracle.wait_for(day, problem, plans, [0.0, 900.0, 1_800.0])

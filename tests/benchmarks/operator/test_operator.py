@@ -36,15 +36,15 @@ def test_a_percentile_is_a_value_that_was_seen(
 
 def test_what_is_applied_is_a_valid_deployment(trial: ModuleType) -> None:
     case = trial.Case("x", deployments=1, prefill=2, decode=8, limit_s=1)
-    made = LLMDeployment.model_validate(trial.manifest("chat-0", case))
-    assert [(entry.role, entry.replicas) for entry in made.spec.placement.manual] == [
+    resource = LLMDeployment.model_validate(trial.manifest("chat-0", case))
+    assert [(entry.role, entry.replicas) for entry in resource.spec.placement.manual] == [
         ("prefill", 2),
         ("decode", 8),
     ]
     assert case.pods == 10
 
 
-def test_a_pod_counts_once_when_it_is_made_and_once_when_it_is_ready(trial: ModuleType) -> None:
+def test_a_pod_counts_once_when_created_and_once_when_ready(trial: ModuleType) -> None:
     seen = trial.Sightings()
     meta = {"uid": "u", "labels": {"cleave.dev/deployment": "chat-0"}}
     new = {"metadata": meta}

@@ -29,7 +29,7 @@ def test_the_shortest_first_wait_less_than_the_longest_first() -> None:
 
 
 def test_who_knows_the_outputs_preempts_less() -> None:
-    trace = gains_measured.make_unlike(burst("sharegpt", 100))
+    trace = gains_measured.make_lengths_distinct(burst("sharegpt", 100))
     preemptions = {}
     for admission in Admission:
         engine = replace(ENGINE, admission=admission, max_num_batched_tokens=2_048)
@@ -38,7 +38,7 @@ def test_who_knows_the_outputs_preempts_less() -> None:
     assert preemptions[Admission.GREEDY] > preemptions[Admission.RESERVE_DYNAMIC]
 
 
-def test_ranges_are_right_as_often_as_stated() -> None:
+def test_ranges_have_the_declared_accuracy() -> None:
     outputs = np.arange(0, 2_000, dtype=np.int64)
     low, half = (
         gains_measured.predict(outputs, 1.0, 0.0),

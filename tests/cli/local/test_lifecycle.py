@@ -85,7 +85,7 @@ def test_ctrl_c_ends_what_runs_in_the_foreground(
     assert state.list_running() == []
 
 
-def test_an_engine_that_fails_is_told_at_once_by_up_and_kept_in_status(
+def test_up_reports_a_failed_engine_at_once_and_status_keeps_it(
     cleave: Cleave, manifest: Path, port: str, state_root: Path
 ) -> None:
     command = [sys.executable, "-m", "cleave.cli.main", "up", "-f", str(manifest), "--port", port]
@@ -103,9 +103,9 @@ def test_an_engine_that_fails_is_told_at_once_by_up_and_kept_in_status(
             failure = "engine ended with status 137"
             assert any(line.startswith(f"chat-prefill-0: {failure}") for line in up.stdout)
             (found,) = json.loads(cleave("status", "-o", "json").stdout)
-            told = {row["instance"]: row["last_failure"] for row in found["instances"]}
-            assert told.pop("chat-prefill-0").startswith(failure)
-            assert set(told.values()) == {""}
+            failures = {row["instance"]: row["last_failure"] for row in found["instances"]}
+            assert failures.pop("chat-prefill-0").startswith(failure)
+            assert set(failures.values()) == {""}
             assert f"chat-prefill-0: last failure: {failure}" in cleave("status").stdout
             up.send_signal(signal.SIGINT)
             assert up.wait(60) == 0

@@ -45,7 +45,7 @@ def test_where_there_is_no_terminal_each_change_is_a_line() -> None:
     assert out.getvalue() == "p  loading  0 s\np  ready  3 s\n"
 
 
-def test_nobody_waits_longer_than_15_s_for_a_line() -> None:
+def test_a_line_is_printed_at_least_every_15_s() -> None:
     out, now = io.StringIO(), 0.0
     lines = LineProgress(Console(file=out, width=80), lambda: now)
     for second in range(50):

@@ -80,10 +80,15 @@ def test_another_image_replaces_pairs(cli: CliRunner, tmp_path: Path) -> None:
         (2, 1, 3, 1),
         (2, 0, 3, 0),
     ]
-    told = json.loads(result.stdout)
-    assert told["revision"] == {"from": hash_revision(load(old)), "to": hash_revision(load(new))}
-    assert min(step["capacity"] for step in told["steps"]) == 1
-    assert told["steps"][1]["roles"]["prefill"] == {"new": 1, "old": 2, "started": 1, "stopped": 0}
+    output = json.loads(result.stdout)
+    assert output["revision"] == {"from": hash_revision(load(old)), "to": hash_revision(load(new))}
+    assert min(step["capacity"] for step in output["steps"]) == 1
+    assert output["steps"][1]["roles"]["prefill"] == {
+        "new": 1,
+        "old": 2,
+        "started": 1,
+        "stopped": 0,
+    }
 
 
 def test_the_table_has_a_line_per_step(cli: CliRunner, tmp_path: Path) -> None:
@@ -117,8 +122,8 @@ def test_instances_that_could_change_pools_instead_are_spoken_of(
 ) -> None:
     old = manifest(tmp_path, "old")
     swapped = [{"role": "prefill", "replicas": 3}, {"role": "decode", "replicas": 2}]
-    told = run(cli, manifest(tmp_path, "new", swapped), "--from", old)
-    assert "without a restart" in told.stdout
+    result = run(cli, manifest(tmp_path, "new", swapped), "--from", old)
+    assert "without a restart" in result.stdout
     other = run(cli, manifest(tmp_path, "other", swapped, image="new:2"), "--from", old)
     assert "without a restart" not in other.stdout
     more = [{"role": "prefill", "replicas": 3}, {"role": "decode", "replicas": 3}]
@@ -136,7 +141,7 @@ def test_other_roles_come_before_the_old_ones_go(cli: CliRunner, tmp_path: Path)
     ]
 
 
-def test_nothing_to_do_is_said(cli: CliRunner, tmp_path: Path) -> None:
+def test_an_empty_rollout_is_reported(cli: CliRunner, tmp_path: Path) -> None:
     old = manifest(tmp_path, "old")
     result = run(cli, old, "--from", old)
     assert result.exit_code == 0
@@ -197,7 +202,7 @@ def test_a_planned_deployment_is_planned(cli: CliRunner, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--from", "{old}"], "--dry-run: is required"),
         (["--dry-run"], "--from: is required, because {new} has no status"),
@@ -210,7 +215,7 @@ def test_a_planned_deployment_is_planned(cli: CliRunner, tmp_path: Path) -> None
     ],
 )
 def test_faults_are_one_line(
-    cli: CliRunner, tmp_path: Path, arguments: list[str], told: str
+    cli: CliRunner, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     paths = {name: manifest(tmp_path, name) for name in ("old", "new", "other")}
     paths["other"].write_text(paths["other"].read_text().replace("name: chat", "name: other"))
@@ -218,7 +223,7 @@ def test_faults_are_one_line(
     result = cli.invoke(app, ["rollout", "-f", str(paths["new"]), *line])
     assert result.exit_code == 2, result.output
     (fault,) = result.stderr.splitlines()
-    assert fault.startswith(f"error: {told.format(**paths)}")
+    assert fault.startswith(f"error: {message.format(**paths)}")
 
 
 def test_a_plan_without_machines_is_refused(cli: CliRunner, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def _no_simulation(monkeypatch) -> None:
     monkeypatch.setattr(growth, "fit_growth", refuse)
 
 
-def test_a_loss_is_told_anew_and_from_checkpoints_with_what_those_take() -> None:
+def test_a_loss_is_reported_with_recomputation_and_checkpoint_costs() -> None:
     anew, restored, pays = (
         next(line for line in explained("A100-SXM-80GB").splitlines() if text in line)
         for text in ("recomputed", "from checkpoints", "save GPU time")
@@ -50,5 +50,5 @@ def test_a_loss_is_told_anew_and_from_checkpoints_with_what_those_take() -> None
     assert "only if an instance is lost at least every" in pays
 
 
-def test_of_unknown_gpus_nothing_is_told_of_losses() -> None:
+def test_losses_are_not_reported_for_unknown_gpus() -> None:
     assert "recovery" not in explained("unheard-of")

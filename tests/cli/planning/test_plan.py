@@ -38,7 +38,7 @@ def said(monkeypatch, answer):
     """The planner's answers, replaced by one made by hand."""
     questions = []
 
-    def told(reply=answer):
+    def run_plan(reply=answer):
         def plan(problem, progress=None):
             questions.append(problem)
             if progress:
@@ -48,7 +48,7 @@ def said(monkeypatch, answer):
         monkeypatch.setattr(plan_search, "plan", plan)
         return questions
 
-    return told
+    return run_plan
 
 
 def run(cli: CliRunner, file: Path, *options: str):
@@ -69,16 +69,16 @@ def test_the_verdict_comes_first_and_the_selected_plan_is_marked(cli, file, said
     assert f"warning: {answer.warnings[0]}" in lines
 
 
-def test_as_many_plans_are_shown_as_asked(cli, file, said) -> None:
+def test_the_requested_number_of_plans_is_shown(cli, file, said) -> None:
     said()
     rows = [line for line in run(cli, file, "--top", "2").stdout.splitlines() if "fitted" in line]
     assert len(rows) == 2
     assert len(json.loads(run(cli, file, "--top", "2", "-o", "json").stdout)["alternatives"]) == 1
 
 
-def test_json_holds_aladdins_laws_where_explanations_are_asked_for(cli, file) -> None:
-    told = json.loads(run(cli, file, "-o", "json", "--explain").stdout)
-    assert told["aladdin"]["workers"]["k5"] > 0
+def test_json_contains_aladdins_laws_with_explain(cli, file) -> None:
+    output = json.loads(run(cli, file, "-o", "json", "--explain").stdout)
+    assert output["aladdin"]["workers"]["k5"] > 0
     assert "aladdin" not in json.loads(run(cli, file, "-o", "json").stdout)
 
 
@@ -90,9 +90,9 @@ def test_wide_adds_interval_limits_algorithm_and_source(cli, file, said) -> None
         assert text not in run(cli, file).stdout
 
 
-def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> None:
-    told = run(cli, file.with_name("plan.yaml"), "--explain", "--slo-tpot", "22").stdout
-    facts = dict(line.split(maxsplit=1) for line in told.splitlines() if line[:1].isalpha())
+def test_explain_shows_the_question_and_the_assumptions_of_the_answer(cli, file) -> None:
+    output = run(cli, file.with_name("plan.yaml"), "--explain", "--slo-tpot", "22").stdout
+    facts = dict(line.split(maxsplit=1) for line in output.splitlines() if line[:1].isalpha())
     assert facts["input"].startswith(
         "opt-13b, 4.00 req/s, 90 % within TTFT 400 ms and TPOT 22.0 ms"
     )
@@ -100,9 +100,9 @@ def test_explain_says_what_was_asked_and_what_the_answer_rests_on(cli, file) -> 
     assert facts["machines"].startswith("1 x 4 emulated GPU; at most 4 GPUs in use")
     assert facts["network"].startswith("InfiniBand, about 200 Gbit/s")
     assert facts["prefill"].startswith("batches as vLLM does today, at most 256 requests")
-    assert "(DistServe, Eq. 1-2)" in told
-    assert "rounded up, times 1P tp1 + 2D tp1" in told
-    assert "best for decode: 1 x emulated GPU" in told
+    assert "(DistServe, Eq. 1-2)" in output
+    assert "rounded up, times 1P tp1 + 2D tp1" in output
+    assert "best for decode: 1 x emulated GPU" in output
     assert "distserve/opt-13b/tp1" in facts["latency"]
 
 
@@ -127,8 +127,8 @@ def test_infeasible_is_exit_code_1_and_names_the_nearest_slo(cli, file, said, in
     assert done.exit_code == 1
     first = done.stdout.splitlines()[0]
     assert first == "infeasible: no plan meets TTFT 20 ms; nearest SLO that holds is TTFT 180 ms"
-    held = json.loads(run(cli, file, "-o", "json").stdout)
-    assert (held["verdict"], held["selected"]) == ("Infeasible", None)
+    output = json.loads(run(cli, file, "-o", "json").stdout)
+    assert (output["verdict"], output["selected"]) == ("Infeasible", None)
     assert "placement" not in yaml.safe_load(run(cli, file, "-o", "yaml").stdout)["spec"]
 
 
@@ -146,12 +146,12 @@ def test_the_question_may_differ_from_the_file(cli, file, said) -> None:
 
 
 def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_path) -> None:
-    stated = load(MANIFEST.replace("rate: 4", "rate: 4, burstiness: 2"))
-    asked = apply_overrides(stated, Overrides(trace=tmp_path / "t.csv", rate=3))
-    traffic = asked.spec.workload
+    declared = load(MANIFEST.replace("rate: 4", "rate: 4, burstiness: 2"))
+    overridden = apply_overrides(declared, Overrides(trace=tmp_path / "t.csv", rate=3))
+    traffic = overridden.spec.workload
     assert (traffic.trace.path, traffic.rate) == (str(tmp_path / "t.csv"), 3)
     assert (traffic.prompt_tokens, traffic.burstiness) == (None, 2)
-    replayed = apply_overrides(stated, Overrides(trace=tmp_path / "t.csv"))
+    replayed = apply_overrides(declared, Overrides(trace=tmp_path / "t.csv"))
     assert replayed.spec.workload.burstiness is None
 
 
@@ -209,8 +209,8 @@ def test_a_real_search_plans_emulated_engines_and_writes_the_page(cli, file, tmp
     report = tmp_path / "plan.html"
     done = run(cli, file, "-o", "json", "--report", str(report))
     assert done.exit_code == 0, done.stderr
-    held = json.loads(done.stdout)
-    chosen = held["selected"]
+    output = json.loads(done.stdout)
+    chosen = output["selected"]
     assert chosen["predicted"]["attainment"] >= 0.9
     assert chosen["gpus"] <= 4
     page = report.read_text()
@@ -218,7 +218,7 @@ def test_a_real_search_plans_emulated_engines_and_writes_the_page(cli, file, tmp
     assert "the emulated engine" in page
 
 
-def test_a_page_that_cannot_be_written_is_said_before_the_search(cli, file, said) -> None:
+def test_an_unwritable_page_is_reported_before_the_search(cli, file, said) -> None:
     questions = said()
     done = run(cli, file, "--report", "/absent/folder/plan.html")
     assert (done.exit_code, questions) == (2, [])

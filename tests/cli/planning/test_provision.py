@@ -67,7 +67,7 @@ def test_the_table_names_machines_and_slowdowns(cli: CliRunner, files: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "message"),
     [
         (["--goal", "throughput"], 2, "--goal throughput: set --max-power or --max-cost"),
         (
@@ -80,9 +80,9 @@ def test_the_table_names_machines_and_slowdowns(cli: CliRunner, files: tuple[str
     ],
 )
 def test_faults_are_one_line(
-    cli: CliRunner, files: tuple[str, ...], options: list[str], code: int, told: str
+    cli: CliRunner, files: tuple[str, ...], options: list[str], code: int, message: str
 ) -> None:
     result = run(cli, *files, *options)
     assert result.exit_code == code, result.output
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {told}")
+    assert line.startswith(f"error: {message}")

@@ -1,4 +1,4 @@
-"""`cleave simulate`: figures of a stated placement."""
+"""`cleave simulate`: figures of a given placement."""
 
 import csv
 import io
@@ -34,7 +34,7 @@ def run(cli: CliRunner, file: Path, *options: str):
     return cli.invoke(app, ["simulate", "-f", str(file), "--requests", "400", *options])
 
 
-def test_the_table_tells_attainment_latencies_stages_and_instances(cli, file) -> None:
+def test_the_table_shows_attainment_latencies_stages_and_instances(cli, file) -> None:
     done = run(cli, file)
     assert done.exit_code == 0
     assert "400 requests at 4.00 req/s: " in done.stdout
@@ -76,7 +76,7 @@ def test_the_question_may_differ_from_the_file(cli, file) -> None:
     assert quick["rate"] == 9
 
 
-def test_a_trace_takes_the_place_of_stated_lengths(cli, file, tmp_path) -> None:
+def test_a_trace_replaces_declared_lengths(cli, file, tmp_path) -> None:
     trace = tmp_path / "trace.csv"
     lines = [f"{i * 0.5},{100 + i},{10 + i}" for i in range(20)]
     trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *lines]) + "\n")

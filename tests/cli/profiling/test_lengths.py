@@ -44,7 +44,7 @@ def test_another_trace_judges_the_file(cli, trace, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("train", "none.csv", "-o", "x.json"), "none.csv: cannot be read"),
         (("train", "{trace}", "-o", "no/folder/x.json"), "no/folder/x.json: cannot be written"),
@@ -52,8 +52,8 @@ def test_another_trace_judges_the_file(cli, trace, tmp_path) -> None:
         (("evaluate", "{trace}", "--with", "{trace}"), "not a file of trained lengths"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_and_exit_code_2(cli, trace, arguments, told) -> None:
+def test_what_cannot_be_used_is_one_line_and_exit_code_2(cli, trace, arguments, message) -> None:
     result = run(cli, *(each.format(trace=trace) for each in arguments))
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1

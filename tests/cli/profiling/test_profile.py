@@ -55,9 +55,9 @@ def test_a_profile_is_written_shown_and_can_be_run(
     assert named_profiles.load_profile(str(file)).kv_capacity_tokens == found.kv_capacity_tokens
 
     words += ["-o", "json", "--tensor-parallel-size", "2"]
-    told = json.loads(cli.invoke(app, words).stdout)
-    assert told["file"] == str(file)
-    assert told["profile"]["tensorParallelSize"] == 2
+    output = json.loads(cli.invoke(app, words).stdout)
+    assert output["file"] == str(file)
+    assert output["profile"]["tensorParallelSize"] == 2
 
 
 def test_points_that_scatter_are_named_and_nothing_is_written_unless_forced(

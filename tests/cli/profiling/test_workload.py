@@ -65,7 +65,7 @@ def test_a_recording_that_distributions_do_not_describe_is_to_be_replayed(
         (["--burstiness", "3"], {"burstiness": 3.0}),
     ],
 )
-def test_distributions_are_stated_where_they_are_asked_for(
+def test_distributions_are_printed_on_request(
     cli: CliRunner, recording: Path, options: list[str], expected: dict
 ) -> None:
     spec = block(run(cli, recording, "-o", "yaml", *options))
@@ -112,10 +112,10 @@ def test_traffic_of_a_prometheus_server_is_described(
 ) -> None:
     lengths = Quantiles((0, 0.5, 1), (10, 100, 2000))
     rates = np.array([1.0, 5.0])
-    asked = []
+    queries = []
 
     def read(*arguments: object) -> PrometheusTraffic:
-        asked.append(arguments)
+        queries.append(arguments)
         return PrometheusTraffic(np.arange(2.0), rates, lengths, lengths, 1234.0, 0.02)
 
     monkeypatch.setattr(prometheus, "read_traffic", read)
@@ -124,12 +124,12 @@ def test_traffic_of_a_prometheus_server_is_described(
     assert block(result)["rate"] == 3
     assert "1,234 requests, 3 per second and 5 at the peak" in result.stdout
     assert "2.0% of requests are longer than the last bucket" in result.stdout
-    ((url, _, window_s, model),) = asked
+    ((url, _, window_s, model),) = queries
     assert (url, window_s, model) == ("http://p:9090", 6 * 3600, "chat")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "give either a file or a name, or --prometheus URL"),
         (["chat-1m", "--prometheus", "http://p"], "give either a file or a name"),
@@ -143,15 +143,15 @@ def test_traffic_of_a_prometheus_server_is_described(
     ],
 )
 def test_bad_input_is_exit_code_2_with_one_line(
-    cli: CliRunner, arguments: list[str], told: str
+    cli: CliRunner, arguments: list[str], message: str
 ) -> None:
     result = run(cli, *arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {told}")
+    assert line.startswith(f"error: {message}")
 
 
-def test_a_fault_in_a_recording_is_told_with_its_line(cli: CliRunner, tmp_path: Path) -> None:
+def test_a_fault_in_a_recording_is_reported_with_its_line(cli: CliRunner, tmp_path: Path) -> None:
     file = tmp_path / "bad.csv"
     file.write_text("arrival_s,prompt_tokens,output_tokens\n1,2,3\n2,x,3\n")
     result = run(cli, file)
@@ -162,7 +162,9 @@ def test_a_fault_in_a_recording_is_told_with_its_line(cli: CliRunner, tmp_path: 
 
 
 @pytest.mark.parametrize("rate", ["-1", "1e300"])
-def test_a_rate_that_no_deployment_has_is_told(cli: CliRunner, recording: Path, rate: str) -> None:
+def test_a_rate_that_no_deployment_has_is_reported(
+    cli: CliRunner, recording: Path, rate: str
+) -> None:
     result = run(cli, recording, "--rate", rate)
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
@@ -174,7 +176,7 @@ def test_names_are_completed() -> None:
     assert complete_published("azure") == ["azure-code", "azure-conversation"]
 
 
-def test_an_error_of_the_server_is_told(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_error_is_reported(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*arguments: object) -> PrometheusTraffic:
         raise HistoryError("Prometheus at http://p: no answer in 15 s")
 

@@ -41,7 +41,10 @@ class Gateway:
         registry = CollectorRegistry()
         registry.register(GatewayCollector(self.metrics))
         ProcessCollector(registry=registry)
-        self.pages = {"/fleet": lambda: msgspec.json.encode(FLEET), "/metrics": self._tell}
+        self.pages = {
+            "/fleet": lambda: msgspec.json.encode(FLEET),
+            "/metrics": self._render_metrics,
+        }
         self._registry = registry
         self._port = 0
         self.start()
@@ -50,7 +53,7 @@ class Gateway:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    def _tell(self) -> bytes:
+    def _render_metrics(self) -> bytes:
         self.metrics.requests["m", "ok"] += 1
         self.metrics.slo_results["m", ""] += 1
         self.metrics.models["m"].ttft["prefill"].observe(0.15)
@@ -101,16 +104,16 @@ def test_once_is_one_table_with_what_happened_between_two_looks(
 
 
 def test_programs_get_an_object(cli: CliRunner, gateway: Gateway) -> None:
-    asked = ["top", "chat", "--gateway", f"{gateway.url}/", "--once", "--interval", "0.2"]
-    done = cli.invoke(app, [*asked, "-o", "json"])
+    arguments = ["top", "chat", "--gateway", f"{gateway.url}/", "--once", "--interval", "0.2"]
+    done = cli.invoke(app, [*arguments, "-o", "json"])
     assert done.exit_code == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    told = json.loads(line)
-    assert told["deployments"] == ["chat"]
-    assert told["slo"] == {"ttft_ms": 400, "tpot_ms": 40}
-    assert told["minute"]["slo_attainment"] == 1.0
-    assert told["minute"]["tpot_p50_ms"] is None
-    assert [each["home"] for each in told["instances"]] == ["prefill", "decode"]
+    output = json.loads(line)
+    assert output["deployments"] == ["chat"]
+    assert output["slo"] == {"ttft_ms": 400, "tpot_ms": 40}
+    assert output["minute"]["slo_attainment"] == 1.0
+    assert output["minute"]["tpot_p50_ms"] is None
+    assert [each["home"] for each in output["instances"]] == ["prefill", "decode"]
 
 
 def test_of_a_deployment_on_this_machine_the_gateway_is_known(
@@ -152,14 +155,16 @@ def test_what_cannot_be_watched_is_a_line_and_a_code(
     assert said in done.stderr
 
 
-def test_the_port_of_clients_is_told_apart(cli: CliRunner, gateway: Gateway) -> None:
+def test_the_client_port_is_recognized(cli: CliRunner, gateway: Gateway) -> None:
     del gateway.pages["/fleet"]
     done = cli.invoke(app, ["top", "--gateway", gateway.url])
     assert done.exit_code == 1
     assert "/fleet answers 404; --gateway needs its internal port, 8081" in done.stderr
 
 
-def test_another_server_and_another_deployment_are_told(cli: CliRunner, gateway: Gateway) -> None:
+def test_another_server_and_another_deployment_are_reported(
+    cli: CliRunner, gateway: Gateway
+) -> None:
     done = cli.invoke(app, ["top", "llama", "--gateway", gateway.url])
     assert (done.exit_code, "serves chat, not llama" in done.stderr) == (1, True)
     gateway.pages["/metrics"] = lambda: b"<html>"
@@ -208,8 +213,8 @@ def test_the_terminal_is_left_as_it_was(
             os.close(ours)
 
 
-def read_until(terminal: int, seen: bytes, wanted: bytes) -> bytes:
-    while wanted not in seen:
-        assert select.select([terminal], [], [], PATIENCE_S)[0], f"not shown: {wanted!r}"
+def read_until(terminal: int, seen: bytes, expected: bytes) -> bytes:
+    while expected not in seen:
+        assert select.select([terminal], [], [], PATIENCE_S)[0], f"not shown: {expected!r}"
         seen += os.read(terminal, 1 << 16)
     return seen

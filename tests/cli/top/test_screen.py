@@ -86,7 +86,7 @@ def test_after_one_look_there_are_no_rates_but_the_instances() -> None:
     assert build_document(view)["now"] is None
 
 
-def test_an_instance_away_from_home_is_marked_and_its_change_is_told() -> None:
+def test_a_flipped_instance_is_marked_and_its_change_is_shown() -> None:
     watcher = ViewBuilder()
     watcher.update(FleetStatus(PAIR), count(0.0, 0), NOON)
     away = replace_instance(PAIR[1], role="mixed")
@@ -107,12 +107,12 @@ def test_only_the_last_changes_are_remembered() -> None:
     assert view.changes[0].at == NOON + 99
 
 
-def test_gateways_that_do_not_tell_homes_mark_nothing(view: TopView) -> None:
+def test_gateways_without_home_roles_mark_no_instance(view: TopView) -> None:
     old = FleetStatus(tuple(replace_instance(each, home="") for each in PAIR))
     assert find(draw(replace(view, fleet=old)), "chat-decode-0")[1] == "decode"
 
 
-def test_why_an_instance_is_not_ready_is_told(view: TopView) -> None:
+def test_the_reason_an_instance_is_not_ready_is_shown(view: TopView) -> None:
     page = FleetStatus(
         (
             make_instance("a", state="starting", reason="engine lost: exit code 1"),

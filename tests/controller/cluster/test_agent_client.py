@@ -14,21 +14,21 @@ class Agent(agent_pb2_grpc.AgentServicer):
     """Takes newer orders; `outruns` times somebody else is faster."""
 
     def __init__(self, outruns: int = 0) -> None:
-        self.stated = agent_pb2.Registration(
+        self.registration = agent_pb2.Registration(
             role=agent_pb2.ROLE_MIXED, home=agent_pb2.ROLE_DECODE, epoch=4, boot_id="b"
         )
         self.outruns = outruns
         self.orders: list[agent_pb2.SetRoleRequest] = []
 
     async def Health(self, request, context):  # noqa: N802
-        return agent_pb2.HealthResponse(registration=self.stated)
+        return agent_pb2.HealthResponse(registration=self.registration)
 
     async def SetRole(self, request, context):  # noqa: N802
         self.orders.append(request)
         if self.outruns:
             self.outruns -= 1
-            self.stated.epoch += 1
-        if request.epoch <= self.stated.epoch:
+            self.registration.epoch += 1
+        if request.epoch <= self.registration.epoch:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "epoch is not newer")
         return agent_pb2.SetRoleResponse()
 
@@ -45,10 +45,10 @@ class Served:
 
 @pytest.fixture
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    made = Served(Agent(getattr(request, "param", 0)))
-    await made.server.start()
-    yield made
-    await made.server.stop(0)
+    server = Served(Agent(getattr(request, "param", 0)))
+    await server.server.start()
+    yield server
+    await server.server.stop(0)
 
 
 async def test_the_order_is_lasting_and_newer_than_the_agents_own(served: Served) -> None:
@@ -57,7 +57,7 @@ async def test_the_order_is_lasting_and_newer_than_the_agents_own(served: Served
     assert (order.role, order.epoch, order.lasting) == (agent_pb2.ROLE_PREFILL, 5, True)
 
 
-async def test_an_agent_that_is_at_home_there_is_told_nothing(served: Served) -> None:
+async def test_an_agent_already_in_its_role_gets_no_call(served: Served) -> None:
     await set_configured_role(served.address, Role.DECODE)
     assert not served.agent.orders
 
@@ -75,8 +75,8 @@ async def test_an_agent_that_keeps_refusing_is_left_alone(served: Served) -> Non
     assert len(served.agent.orders) == 2
 
 
-async def test_an_agent_with_the_last_epoch_there_is_is_told_nothing(served: Served) -> None:
-    served.agent.stated.epoch = 2**64 - 1
+async def test_an_agent_with_the_highest_epoch_gets_no_call(served: Served) -> None:
+    served.agent.registration.epoch = 2**64 - 1
     with pytest.raises(AgentError, match=r"epoch exhausted .*; delete the pod"):
         await set_configured_role(served.address, Role.PREFILL)
     assert not served.agent.orders

@@ -11,7 +11,7 @@ CHAT = ResourceKey("LLMDeployment", "default", "chat")
 POOL = ResourceKey("InstancePool", "default", "chat-decode")
 
 
-def made(manifest: Manifest, version: int = 1, uid: str = "u1", **meta: Any) -> Manifest:
+def build_object(manifest: Manifest, version: int = 1, uid: str = "u1", **meta: Any) -> Manifest:
     own = {**manifest["metadata"], "uid": uid, "resourceVersion": str(version), **meta}
     return {**manifest, "metadata": own}
 
@@ -20,7 +20,7 @@ def pool(version: int = 1, uid: str = "p1") -> Manifest:
     spec = {"deployment": "chat", "role": "decode", "revision": "a", "model": "org/model"}
     meta = {"name": "chat-decode", "namespace": "default"}
     kind = {"apiVersion": "cleave.dev/v1alpha1", "kind": "InstancePool"}
-    return made({**kind, "metadata": meta, "spec": spec}, version, uid)
+    return build_object({**kind, "metadata": meta, "spec": spec}, version, uid)
 
 
 def pod(version: int = 1, uid: str = "i1", name: str = "chat-decode-x", **status: Any) -> Manifest:
@@ -33,12 +33,12 @@ def pod(version: int = 1, uid: str = "i1", name: str = "chat-decode-x", **status
     }
     meta = {"name": name, "namespace": "default", "labels": labels}
     kind = {"apiVersion": "v1", "kind": "Pod"}
-    return made({**kind, "metadata": meta, "spec": {}, "status": status}, version, uid)
+    return build_object({**kind, "metadata": meta, "spec": {}, "status": status}, version, uid)
 
 
 def filled() -> ObjectCache:
     cache = ObjectCache()
-    cache.upsert(made(chat()))
+    cache.upsert(build_object(chat()))
     cache.upsert(pool())
     return cache
 
@@ -60,7 +60,7 @@ def test_a_pod_that_changes_pools_concerns_both_and_belongs_to_the_new_one() -> 
     assert [each.pool for each in cache.list_pods(CHAT)] == ["chat-prefill"]
 
 
-def test_a_change_that_means_nothing_concerns_nobody() -> None:
+def test_an_irrelevant_change_enqueues_nothing() -> None:
     cache = filled()
     cache.upsert(pod())
     assert cache.upsert(pod(version=2, hostIP="10.1.1.1")) == set()
@@ -105,24 +105,24 @@ def test_pools_belong_to_their_deployment_until_they_go() -> None:
     assert cache.list_pools(CHAT) == []
 
 
-def test_a_nodes_heartbeat_concerns_nobody_and_its_gpus_concern_all() -> None:
+def test_a_node_heartbeat_enqueues_nothing_and_a_gpu_change_enqueues_all() -> None:
     cache = filled()
-    assert cache.upsert(made(node(), 1, "n1")) == {CHAT, POOL}
-    assert cache.upsert(made(node(), 2, "n1")) == set()
-    assert cache.upsert(made(node(gpus=4), 3, "n1")) == {CHAT, POOL}
-    assert cache.delete(made(node(), 4, "n1")) == {CHAT, POOL}
+    assert cache.upsert(build_object(node(), 1, "n1")) == {CHAT, POOL}
+    assert cache.upsert(build_object(node(), 2, "n1")) == set()
+    assert cache.upsert(build_object(node(gpus=4), 3, "n1")) == {CHAT, POOL}
+    assert cache.delete(build_object(node(), 4, "n1")) == {CHAT, POOL}
 
 
 def test_a_node_that_fails_concerns_the_pools_that_have_pods_there() -> None:
     cache = filled()
-    cache.upsert(made(node(), 1, "n1"))
-    down = made(node(), 2, "n1")
+    cache.upsert(build_object(node(), 1, "n1"))
+    down = build_object(node(), 2, "n1")
     down["status"] = {**down["status"], "conditions": [{"type": "Ready", "status": "False"}]}
     assert cache.upsert(down) == set()
-    there = pod()
-    there["spec"] = {"nodeName": "n1"}
-    cache.upsert(there)
-    assert cache.upsert(made(node(), 3, "n1")) == {POOL}
+    existing = pod()
+    existing["spec"] = {"nodeName": "n1"}
+    cache.upsert(existing)
+    assert cache.upsert(build_object(node(), 3, "n1")) == {POOL}
 
 
 def test_children_are_found_by_their_owner() -> None:
@@ -133,10 +133,12 @@ def test_children_are_found_by_their_owner() -> None:
         "kind": "Service",
         "metadata": {"name": "chat", "namespace": "default"},
     }
-    there = made(service, 1, "s1", ownerReferences=[owner], annotations={"cleave.dev/applied": "x"})
-    assert cache.upsert(there) == {CHAT}
+    existing = build_object(
+        service, 1, "s1", ownerReferences=[owner], annotations={"cleave.dev/applied": "x"}
+    )
+    assert cache.upsert(existing) == {CHAT}
     assert cache.get_children("u1")["Service", "chat"].applied == "x"
-    assert cache.delete(there) == {CHAT}
+    assert cache.delete(existing) == {CHAT}
     assert not cache.get_children("u1")
 
 
@@ -151,9 +153,9 @@ def test_gateways_are_known_by_address() -> None:
     assert cache.list_gateways(CHAT) == ()
 
 
-def test_a_faulty_resource_is_kept_with_its_faults() -> None:
+def test_a_faulty_resource_is_stored_with_its_faults() -> None:
     cache = ObjectCache()
-    assert cache.upsert(made(chat(slo={"ttftMs": "soon", "tpotMs": 1}))) == {CHAT}
+    assert cache.upsert(build_object(chat(slo={"ttftMs": "soon", "tpotMs": 1}))) == {CHAT}
     seen = cache.get(CHAT)
     assert seen is not None
     assert seen.resource is None

@@ -181,7 +181,7 @@ class TestPersistence:
         assert [0.75 * p <= s <= 1.25 * p for p, s in zip((0.2, 0.4, 0.8), pauses, strict=True)]
         assert pauses == sorted(pauses)
 
-    async def test_it_waits_as_long_as_it_is_asked_to_within_bounds(self) -> None:
+    async def test_it_waits_for_the_requested_time_within_bounds(self) -> None:
         slow = KubeApiError(429, "TooManyRequests", "later", retry_after_s=3)
         slower = KubeApiError(429, "TooManyRequests", "later", retry_after_s=600)
         _, pauses = await self.call(slow, slower, {})

@@ -1,4 +1,4 @@
-"""Conditions: since when, and what people are told."""
+"""Conditions: their transition times and messages."""
 
 from cleave.controller.cluster.actions import Emit, ObjectReference
 from cleave.controller.cluster.conditions import ConditionState, build_events, is_true, merge
@@ -25,7 +25,7 @@ def test_the_unknown_is_neither_true_nor_false() -> None:
     assert not is_true([written], "KVPathVerified")
 
 
-def test_people_are_told_of_changes_once() -> None:
+def test_events_report_each_change_once() -> None:
     before = merge([], [NOT_READY], 1, now_s=0)
     assert list(build_events(CHAT, before, [READY])) == [Emit(CHAT, "Ready", READY.message)]
     assert list(build_events(CHAT, merge(before, [READY], 1, now_s=1), [READY])) == []
@@ -70,7 +70,7 @@ def test_a_roll_out_is_no_warning_and_the_loss_of_service_is_one() -> None:
     ]
 
 
-def test_the_end_of_an_outage_is_told_once() -> None:
+def test_the_end_of_an_outage_is_reported_once() -> None:
     lost = [
         ConditionState(kind, False, "DecodeNotReady", "0 of 2") for kind in ("Ready", "Available")
     ]
@@ -88,7 +88,7 @@ def test_the_planner_at_work_is_no_bad_news() -> None:
     assert not planning.is_warning
 
 
-def test_of_all_progress_only_a_roll_out_is_told_its_begin_and_its_end() -> None:
+def test_progress_events_report_only_begin_and_end_of_a_rollout() -> None:
     moving, rolling, done = (
         ConditionState("Progressing", True, "Scaling", "decode instances start or end"),
         ConditionState(

@@ -38,10 +38,10 @@ class Server:
 
     def __init__(self, *answers: Manifest | KubeApiError) -> None:
         self.answers = list(answers)
-        self.asked: list[tuple[str, str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, str, dict[str, Any]]] = []
 
     async def request(self, method: str, path: str, **options: Any) -> Manifest:
-        self.asked.append((method, path, options))
+        self.requests.append((method, path, options))
         answer = self.answers.pop(0) if self.answers else {"metadata": {"name": "x"}}
         if isinstance(answer, KubeApiError):
             raise answer
@@ -85,7 +85,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_apply_is_forced_under_the_operators_name() -> None:
     hands = Hands(POD)
     await hands.executor.carry_out([Apply(POD)])
-    ((method, path, options),) = hands.server.asked
+    ((method, path, options),) = hands.server.requests
     assert (method, path) == ("PATCH", "/api/v1/namespaces/llm/pods/chat-decode-1")
     assert options["content_type"] == "application/apply-patch+yaml"
     assert options["query"] == {"fieldManager": "cleave", "force": "true"}
@@ -103,56 +103,56 @@ def service(uid: str, deployment: str = "chat", applied: str = "x") -> Manifest:
     return {"apiVersion": "v1", "kind": "Service", "metadata": meta}
 
 
-async def test_what_was_never_seen_is_looked_for_before_it_is_made() -> None:
+async def test_an_uncached_object_is_read_before_it_is_created() -> None:
     hands = Hands(KubeApiError(404, "NotFound", "none"), service("u1"))
     await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
-    assert [method for method, _, _ in hands.server.asked] == ["GET", "PATCH"]
+    assert [method for method, _, _ in hands.server.requests] == ["GET", "PATCH"]
 
 
-async def test_what_is_there_as_it_should_be_is_not_written_again() -> None:
+async def test_an_unchanged_object_is_not_written_again() -> None:
     hands = Hands(service("u1"))
     await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
-    assert [method for method, _, _ in hands.server.asked] == ["GET"]
+    assert [method for method, _, _ in hands.server.requests] == ["GET"]
     assert hands.seen == [service("u1")]
 
 
 @pytest.mark.parametrize("theirs", [service("u9", ""), service("u9", "chat-workers")])
-async def test_what_belongs_to_somebody_else_is_never_taken(theirs: Manifest) -> None:
+async def test_objects_of_another_owner_are_never_adopted(theirs: Manifest) -> None:
     hands = Hands(theirs)
     with pytest.raises(NameTakenError, match="Service chat exists already"):
         await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
-    assert len(hands.server.asked) == 1
+    assert len(hands.server.requests) == 1
 
 
-async def test_a_conflict_over_what_was_never_seen_is_somebody_elses_object() -> None:
+async def test_a_conflict_over_an_uncached_object_means_another_owner() -> None:
     hands = Hands(
         KubeApiError(409, "Conflict", 'conflict with "helm" using apps/v1: .spec.selector')
     )
     budget = {**service("u1"), "kind": "PodDisruptionBudget"}
     with pytest.raises(NameTakenError, match="helm"):
         await hands.executor.carry_out([Apply(budget, is_new=True)])
-    ((_, _, options),) = hands.server.asked
+    ((_, _, options),) = hands.server.requests
     assert options["query"]["force"] == "false"
 
 
 async def test_pools_by_hand_share_what_one_deployment_would_have() -> None:
     hands = Hands(service("u9", applied="other"), service("u1"))
     await hands.executor.carry_out([Apply(service("u1"), is_new=True)])
-    assert [method for method, _, _ in hands.server.asked] == ["GET", "PATCH"]
+    assert [method for method, _, _ in hands.server.requests] == ["GET", "PATCH"]
 
 
-async def test_a_pod_that_was_made_before_is_taken_as_it_is() -> None:
-    there = {**POD, "spec": {"nodeName": "n1"}}
-    hands = Hands(KubeApiError(409, "AlreadyExists", "it is there"), there)
+async def test_an_existing_pod_is_adopted_unchanged() -> None:
+    existing = {**POD, "spec": {"nodeName": "n1"}}
+    hands = Hands(KubeApiError(409, "AlreadyExists", "it is there"), existing)
     await hands.executor.carry_out([Create(POD)])
-    assert hands.seen == [there]
+    assert hands.seen == [existing]
 
 
 async def test_a_deletion_names_the_very_object_and_its_end_is_no_error() -> None:
     hands = Hands(KubeApiError(404, "NotFound", "gone"))
     target = ObjectReference("Pod", "llm", "chat-decode-1", "u7")
     await hands.executor.carry_out([Delete(target, grace_s=1)])
-    ((method, path, options),) = hands.server.asked
+    ((method, path, options),) = hands.server.requests
     assert (method, path) == ("DELETE", "/api/v1/namespaces/llm/pods/chat-decode-1")
     assert options["body"]["preconditions"] == {"uid": "u7"}
     assert options["body"]["gracePeriodSeconds"] == 1
@@ -169,7 +169,7 @@ async def test_another_object_of_the_name_is_left_alone() -> None:
 async def test_a_status_goes_to_the_status_of_the_very_object() -> None:
     hands = Hands()
     await hands.executor.carry_out([PatchStatus(POOL, {"ready": 1})])
-    ((_, path, options),) = hands.server.asked
+    ((_, path, options),) = hands.server.requests
     assert path == "/apis/cleave.dev/v1alpha1/namespaces/llm/instancepools/chat-decode/status"
     assert options["body"]["metadata"]["uid"] == "u1"
     assert options["body"]["status"] == {"ready": 1}
@@ -179,7 +179,7 @@ async def test_finalizers_are_set_only_on_what_was_seen() -> None:
     hands = Hands(KubeApiError(409, "Conflict", "changed"))
     with pytest.raises(StaleError):
         await hands.executor.carry_out([SetFinalizers(POOL, ("a",), "12")])
-    ((_, _, options),) = hands.server.asked
+    ((_, _, options),) = hands.server.requests
     assert options["body"] == {"metadata": {"finalizers": ["a"], "resourceVersion": "12"}}
 
 
@@ -187,51 +187,51 @@ async def test_errors_that_pass_are_tried_again_and_others_are_not() -> None:
     busy = KubeApiError(429, "TooManyRequests", "later", retry_after_s=0)
     hands = Hands(busy, KubeApiError(503, "Unavailable", "later"), POD)
     await hands.executor.carry_out([Apply(POD)])
-    assert len(hands.server.asked) == 3
+    assert len(hands.server.requests) == 3
     hands = Hands(KubeApiError(422, "Invalid", "no"))
     with pytest.raises(KubeApiError, match="422"):
         await hands.executor.carry_out([Apply(POD)])
-    assert len(hands.server.asked) == 1
+    assert len(hands.server.requests) == 1
 
 
 async def test_tries_are_bounded() -> None:
     hands = Hands(*[KubeApiError(500, "InternalError", "no")] * 9)
     with pytest.raises(KubeApiError, match="500"):
         await hands.executor.carry_out([Apply(POD)])
-    assert len(hands.server.asked) == 5
+    assert len(hands.server.requests) == 5
 
 
 async def test_nothing_is_written_without_the_lease() -> None:
     hands = Hands(may_write=False)
     with pytest.raises(NotLeadingError):
         await hands.executor.carry_out([Apply(POD)])
-    assert not hands.server.asked
+    assert not hands.server.requests
 
 
 async def test_what_comes_after_a_failure_is_not_done() -> None:
     hands = Hands(KubeApiError(403, "Forbidden", "no"))
     with pytest.raises(KubeApiError):
         await hands.executor.carry_out([Apply(POD), PatchStatus(POOL, {})])
-    assert len(hands.server.asked) == 1
+    assert len(hands.server.requests) == 1
 
 
-async def test_what_is_alike_is_done_whatever_becomes_of_one_of_it() -> None:
+async def test_the_other_actions_of_a_kind_run_when_one_fails() -> None:
     hands = Hands(KubeApiError(403, "Forbidden", "no"))
     with pytest.raises(KubeApiError):
         await hands.executor.carry_out([Apply(POD), Apply(POD)])
     assert hands.seen
 
 
-async def test_an_event_that_nobody_takes_stops_nothing() -> None:
+async def test_an_event_that_is_rejected_stops_nothing() -> None:
     hands = Hands(KubeApiError(403, "Forbidden", "no"), POD)
     await hands.executor.carry_out([Emit(POOL, "Ready", "it is"), Apply(POD)])
-    assert len(hands.server.asked) == 2
+    assert len(hands.server.requests) == 2
 
 
 async def test_questions_and_waits_are_not_its_affair() -> None:
     hands = Hands()
     await hands.executor.carry_out([RequestPlan(PlanJob("a")), Requeue(3)])
-    assert not hands.server.asked
+    assert not hands.server.requests
     assert not hands.metrics.actions
 
 
@@ -244,29 +244,32 @@ MOVE = Repurpose(
 )
 
 
-async def test_an_instance_is_told_its_role_before_its_pod_says_so() -> None:
+async def test_an_instance_gets_its_role_before_its_pod_is_labelled() -> None:
     hands = Hands(POD)
     await hands.executor.carry_out([MOVE])
     assert hands.orders == [("10.0.0.1:9000", Role.PREFILL)]
-    (method, path, options), (_, _, told) = hands.server.asked
+    (method, path, options), (_, _, sent_options) = hands.server.requests
     assert (method, path) == ("PATCH", "/api/v1/namespaces/llm/pods/chat-decode-1")
     assert options["content_type"] == "application/merge-patch+json"
     assert options["body"]["metadata"] == {"labels": {"cleave.dev/role": "prefill"}, "uid": "i1"}
-    assert told["body"]["reason"] == "Repurposed"
+    assert sent_options["body"]["reason"] == "Repurposed"
     assert hands.seen == [POD]
 
 
-async def test_a_pod_whose_agent_refuses_stays_as_it_is_and_people_are_told() -> None:
+async def test_a_pod_whose_agent_refuses_is_unchanged_and_an_event_reports_it() -> None:
     hands = Hands(refusal="it drains")
     await hands.executor.carry_out([MOVE])
-    ((_, path, told),) = hands.server.asked
+    ((_, path, sent_options),) = hands.server.requests
     assert path == "/api/v1/namespaces/llm/events"
-    assert (told["body"]["reason"], told["body"]["type"]) == ("NotRepurposed", "Warning")
-    assert "it drains" in told["body"]["message"]
+    assert (sent_options["body"]["reason"], sent_options["body"]["type"]) == (
+        "NotRepurposed",
+        "Warning",
+    )
+    assert "it drains" in sent_options["body"]["message"]
     assert hands.metrics.actions == {("Repurpose", "failed"): 1}
 
 
-async def test_no_agent_is_told_anything_without_the_lease() -> None:
+async def test_no_agent_is_called_without_the_lease() -> None:
     hands = Hands(may_write=False)
     with pytest.raises(NotLeadingError):
         await hands.executor.carry_out([MOVE])

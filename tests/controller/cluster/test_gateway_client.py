@@ -1,4 +1,4 @@
-"""When gateways are asked, and for how long an answer counts."""
+"""When gateways are polled, and how long an answer stays valid."""
 
 import pytest
 
@@ -11,12 +11,12 @@ GATEWAYS = ("10.0.0.1",)
 
 class Gateways:
     def __init__(self) -> None:
-        self.asked: list[list[str]] = []
+        self.requests: list[list[str]] = []
         self.now_s = 0.0
         self.answer = {"a": FleetInstance("a", selectable=True, kv_path=KvPath(verified=True))}
 
     async def ask(self, urls):
-        self.asked.append(list(urls))
+        self.requests.append(list(urls))
         return self.answer
 
 
@@ -35,9 +35,9 @@ async def test_an_answer_counts_until_other_instances_are_ready(
 ) -> None:
     assert "a" in await client.get_or_refresh("chat", GATEWAYS, READY)
     await client.get_or_refresh("chat", GATEWAYS, READY)
-    assert len(gateways.asked) == 1
+    assert len(gateways.requests) == 1
     await client.get_or_refresh("chat", GATEWAYS, READY | {"b"})
-    assert len(gateways.asked) == 2
+    assert len(gateways.requests) == 2
 
 
 async def test_an_answer_counts_for_a_while_and_a_partial_one_shorter(
@@ -47,16 +47,16 @@ async def test_an_answer_counts_for_a_while_and_a_partial_one_shorter(
     assert client.get_retry_delay_s("chat") is None
     gateways.now_s = 44
     await client.get_or_refresh("chat", GATEWAYS, READY)
-    assert len(gateways.asked) == 1
+    assert len(gateways.requests) == 1
     gateways.now_s, gateways.answer = 46, {"a": FleetInstance("a", selectable=True)}
     await client.get_or_refresh("chat", GATEWAYS, READY)
     assert client.get_retry_delay_s("chat") == 1
     gateways.now_s = 48
     await client.get_or_refresh("chat", GATEWAYS, READY)
-    assert len(gateways.asked) == 3
+    assert len(gateways.requests) == 3
 
 
-async def test_gateways_are_asked_again_soon_until_they_send_requests_to_all(
+async def test_gateways_are_polled_soon_until_they_route_to_all_instances(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
     gateways.answer = {"a": FleetInstance("a", kv_path=KvPath(verified=True))}
@@ -69,12 +69,12 @@ async def test_gateways_are_asked_again_soon_until_they_send_requests_to_all(
     assert client.get_retry_delay_s("chat") is None
 
 
-async def test_nobody_is_asked_where_there_is_nobody(
+async def test_without_addresses_nothing_is_queried(
     client: GatewayClient[str], gateways: Gateways
 ) -> None:
     assert await client.get_or_refresh("chat", (), READY) is None
     assert await client.get_or_refresh("chat", GATEWAYS, frozenset()) is None
-    assert not gateways.asked
+    assert not gateways.requests
 
 
 async def test_gateways_that_do_not_answer_have_said_nothing_new(
@@ -92,4 +92,4 @@ async def test_a_decision_may_want_to_know_what_is_true_now(
     gateways.now_s = 10
     await client.get_fresh("chat", ("fd00::1",))
     await client.get_fresh("chat", GATEWAYS)
-    assert gateways.asked[1:] == [["http://[fd00::1]:8081"]]
+    assert gateways.requests[1:] == [["http://[fd00::1]:8081"]]

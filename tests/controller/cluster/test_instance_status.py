@@ -18,20 +18,23 @@ def page(*instances: FleetInstance) -> bytes:
     return msgspec.json.encode(FleetStatus(instances))
 
 
-def told(body: bytes, status: int = 200) -> bytes:
+def describe_body(body: bytes, status: int = 200) -> bytes:
     return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
 
 
-async def test_what_the_replicas_say_becomes_one_view(serve: Answering) -> None:
+async def test_the_reports_of_replicas_are_merged(serve: Answering) -> None:
     one = FleetInstance(
         "d-0", contact="heard", num_running=3, report_age_s=0.5, requests_in_flight=2
     )
     two = FleetInstance(
         "d-0", contact="heard", num_running=4, report_age_s=0.1, requests_in_flight=1
     )
-    urls = [await serve(told(page(one))), await serve(told(page(two, FleetInstance("p-0"))))]
+    urls = [
+        await serve(describe_body(page(one))),
+        await serve(describe_body(page(two, FleetInstance("p-0")))),
+    ]
     seen = await fetch_instances(urls)
-    assert all(head.startswith(b"GET /fleet HTTP/1.1\r\n") for head in serve.asked)
+    assert all(head.startswith(b"GET /fleet HTTP/1.1\r\n") for head in serve.requests)
     assert list(seen) == ["d-0", "p-0"]
     assert (seen["d-0"].num_running, seen["d-0"].requests_in_flight) == (4, 3)
 
@@ -40,11 +43,11 @@ async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answe
     urls = [
         "http://127.0.0.1:1",
         await serve(stay=True),
-        await serve(told(b"{")),
-        await serve(told(b'{"instances": [{}]}')),
-        await serve(told(b'{"instances": 7}')),
-        await serve(told(page(FleetInstance("x")), 503)),
-        await serve(told(page(FleetInstance("p-0")))),
+        await serve(describe_body(b"{")),
+        await serve(describe_body(b'{"instances": [{}]}')),
+        await serve(describe_body(b'{"instances": 7}')),
+        await serve(describe_body(page(FleetInstance("x")), 503)),
+        await serve(describe_body(page(FleetInstance("p-0")))),
     ]
     assert list(await fetch_instances(urls, timeout_s=0.5)) == ["p-0"]
     assert await fetch_instances(urls[:5], timeout_s=0.5) is None
@@ -52,7 +55,9 @@ async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answe
 
 
 async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering) -> None:
-    url = await serve(told(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}'))
+    url = await serve(
+        describe_body(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}')
+    )
     assert await fetch_instances([url]) == {"p-0": FleetInstance("p-0")}
 
 
@@ -63,7 +68,7 @@ def test_a_gateway_that_has_lost_an_agent_is_believed_last() -> None:
         assert merge(FleetStatus((view,)) for view in views)["d-0"].state == "draining"
 
 
-def test_what_a_gateway_has_just_sent_counts_before_the_engine_tells_of_it() -> None:
+def test_requests_just_sent_by_a_gateway_count_before_the_engine_reports_them() -> None:
     assert count_requests(FleetInstance("d", num_running=2, num_waiting=3)) == 5
     assert count_requests(FleetInstance("d", num_running=1, requests_in_flight=4)) == 4
     assert count_requests(FleetInstance("d")) == 0
@@ -94,13 +99,15 @@ UNTOLD = KvPath(True, "nixl", 8.4, detail=f"{MOVED} 0 s")
     ],
 )
 def test_the_kv_paths_become_one_sentence(paths: list[KvPath], verified: int, message: str) -> None:
-    told = summarize_kv_paths(FleetInstance(f"i{n}", kv_path=path) for n, path in enumerate(paths))
-    assert (told.verified, told.total, told.message) == (verified, len(paths), message)
+    summary = summarize_kv_paths(
+        FleetInstance(f"i{n}", kv_path=path) for n, path in enumerate(paths)
+    )
+    assert (summary.verified, summary.total, summary.message) == (verified, len(paths), message)
 
 
 def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
-    told = summarize_kv_paths([FleetInstance("p-0", state="starting", reason="engine starts")])
-    assert told.message == "1 of 1 instances are not verified: p-0: engine starts"
+    summary = summarize_kv_paths([FleetInstance("p-0", state="starting", reason="engine starts")])
+    assert summary.message == "1 of 1 instances are not verified: p-0: engine starts"
 
 
 def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -> None:
@@ -110,4 +117,4 @@ def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -
 
 
 async def test_a_gateway_that_knows_no_instance_has_answered(serve: Answering) -> None:
-    assert await fetch_instances([await serve(told(page()))]) == {}
+    assert await fetch_instances([await serve(describe_body(page()))]) == {}

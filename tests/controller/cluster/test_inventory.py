@@ -23,7 +23,7 @@ def test_without_gpus_there_is_no_cluster() -> None:
     assert build_inventory([ObservedNode("a", True, True)]).cluster is None
 
 
-def test_numbers_and_kinds_are_told_apart() -> None:
+def test_numbers_and_kinds_are_distinguished() -> None:
     one, two = build_inventory([node("a")]), build_inventory([node("a"), node("b")])
     assert one.node_kinds_hash == two.node_kinds_hash
     assert one.node_counts_hash != two.node_counts_hash
@@ -35,7 +35,7 @@ def test_a_node_that_fails_for_a_while_changes_nothing() -> None:
     assert build_inventory([down]) == build_inventory([node("a")])
 
 
-def test_the_network_is_taken_for_fast_only_where_all_nodes_say_so() -> None:
+def test_the_network_counts_as_fast_only_when_all_nodes_declare_it() -> None:
     slow = build_inventory([node("a", has_rdma=True), node("b")]).cluster
     fast = build_inventory([node("a", has_rdma=True), node("b", has_rdma=True)]).cluster
     assert slow is not None
@@ -45,10 +45,10 @@ def test_the_network_is_taken_for_fast_only_where_all_nodes_say_so() -> None:
 
 
 def test_settings_say_what_nodes_do_not() -> None:
-    stated = Cluster.model_validate(
+    declared = Cluster.model_validate(
         {"nodes": [{"gpu": "none"}], "network": {"bandwidthGbps": 400}, "profiles": ["/p.yaml"]}
     )
-    found = build_inventory([node("a")], stated)
+    found = build_inventory([node("a")], declared)
     assert found.cluster is not None
     assert found.cluster.network.bandwidth_gbps == 400
     assert found.cluster.profiles == ["/p.yaml"]

@@ -99,7 +99,7 @@ async def test_who_resigns_is_followed_at_once(leases: Leases, clock: Clock) -> 
     assert leases.lease["spec"]["leaseTransitions"] == 2
 
 
-async def test_nobody_writes_while_the_api_server_is_away_and_the_leader_goes_on_after(
+async def test_no_writes_during_an_api_server_outage_and_the_leader_resumes_after(
     leases: Leases, clock: Clock
 ) -> None:
     one = candidate("one", leases, clock)
@@ -125,9 +125,7 @@ async def test_two_that_see_the_same_free_lease_do_not_both_get_it(
         await one._replace_lease(one._build_lease(seen))
 
 
-async def test_a_writer_that_was_slow_counts_from_before_it_asked(
-    leases: Leases, clock: Clock
-) -> None:
+async def test_a_slow_renewal_counts_from_before_its_request(leases: Leases, clock: Clock) -> None:
     class Slow(Leases):
         async def request(self, *args: Any, **options: Any) -> Manifest:
             clock.now_s += 2.5

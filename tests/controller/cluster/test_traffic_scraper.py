@@ -1,4 +1,4 @@
-"""Windows of traffic from gateways' pages: bounded, and whatever the gateways do."""
+"""Windows of traffic from gateways' pages: bounded, under any behaviour of the gateways."""
 
 import asyncio
 
@@ -84,7 +84,7 @@ async def test_a_page_of_something_else_is_no_answer(
     assert other.get_windows("chat") == ()
 
 
-async def test_the_last_minute_is_told_and_a_bounded_number_of_windows_kept(
+async def test_the_last_minute_is_reported_and_a_bounded_number_of_windows_stored(
     scraper: TrafficScraper[str], gateways: Gateways
 ) -> None:
     for _ in range(MAX_WINDOWS + 9):

@@ -1,4 +1,4 @@
-"""The work queue: each key once at a time, later when asked, with back-off after failures."""
+"""The work queue: each key once at a time, later on request, with back-off after failures."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def queue(clock: Clock) -> WorkQueue[str]:
     return WorkQueue(clock)
 
 
-async def taken(queue: WorkQueue[str]) -> str | None:
+async def take_one(queue: WorkQueue[str]) -> str | None:
     try:
         async with asyncio.timeout(0.01):
             return await queue.take()
@@ -23,35 +23,35 @@ async def taken(queue: WorkQueue[str]) -> str | None:
         return None
 
 
-async def test_a_key_that_is_asked_for_twice_is_taken_once(queue: WorkQueue[str]) -> None:
+async def test_a_key_that_is_enqueued_twice_is_handled_once(queue: WorkQueue[str]) -> None:
     queue.add("a")
     queue.add("a")
-    assert await taken(queue) == "a"
-    assert await taken(queue) is None
+    assert await take_one(queue) == "a"
+    assert await take_one(queue) is None
 
 
-async def test_keys_are_taken_in_their_order(queue: WorkQueue[str]) -> None:
+async def test_keys_are_handled_in_their_order(queue: WorkQueue[str]) -> None:
     for key in ("b", "a", "b", "c"):
         queue.add(key)
-    assert [await taken(queue) for _ in range(3)] == ["b", "a", "c"]
+    assert [await take_one(queue) for _ in range(3)] == ["b", "a", "c"]
 
 
 async def test_a_key_that_is_being_worked_on_waits_for_its_end(queue: WorkQueue[str]) -> None:
     queue.add("a")
-    await taken(queue)
+    await take_one(queue)
     queue.add("a")
-    assert await taken(queue) is None
+    assert await take_one(queue) is None
     queue.mark_done("a")
-    assert await taken(queue) == "a"
+    assert await take_one(queue) == "a"
     queue.mark_done("a")
-    assert await taken(queue) is None
+    assert await take_one(queue) is None
 
 
 async def test_a_key_is_due_after_its_delay(queue: WorkQueue[str], clock: Clock) -> None:
     queue.add_after("a", 5)
-    assert await taken(queue) is None
+    assert await take_one(queue) is None
     clock.now_s = 5
-    assert await taken(queue) == "a"
+    assert await take_one(queue) == "a"
 
 
 async def test_the_earlier_of_two_delays_counts_and_the_later_is_forgotten(
@@ -61,10 +61,10 @@ async def test_the_earlier_of_two_delays_counts_and_the_later_is_forgotten(
     queue.add_after("a", 3)
     queue.add_after("a", 6)
     clock.now_s = 3
-    assert await taken(queue) == "a"
+    assert await take_one(queue) == "a"
     queue.mark_done("a")
     clock.now_s = 20
-    assert await taken(queue) is None
+    assert await take_one(queue) is None
 
 
 async def test_failures_back_off_up_to_a_bound_and_success_forgets_them(
@@ -81,7 +81,7 @@ async def test_what_is_forgotten_is_not_due_any_more(queue: WorkQueue[str], cloc
     queue.add_after("a", 1)
     queue.forget("a")
     clock.now_s = 2
-    assert await taken(queue) is None
+    assert await take_one(queue) is None
 
 
 async def test_a_waiting_worker_wakes_up_for_a_new_key(queue: WorkQueue[str]) -> None:

@@ -13,10 +13,10 @@ from cleave.controller.deployment.placement import PlacementDecision, decide
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.manifests.labels import Manifest
 
-from tests.support.fake_cluster import by_hand, chat
+from tests.support.fake_cluster import chat, manual_placement
 
 WORKLOAD = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
-THERE = build_inventory([ObservedNode("n1", True, True, gpu="H100", num_gpus=8)])
+INVENTORY = build_inventory([ObservedNode("n1", True, True, gpu="H100", num_gpus=8)])
 MORE = build_inventory([ObservedNode(f"n{i}", True, True, gpu="H100", num_gpus=8) for i in (1, 2)])
 OTHER = build_inventory([ObservedNode("n1", True, True, gpu="A100", num_gpus=8)])
 
@@ -32,24 +32,24 @@ def plan(inputs_digest: str, replicas: int = 3) -> Manifest:
 
 
 def ask(
-    asked: LLMDeployment,
+    desired: LLMDeployment,
     status: Manifest | None = None,
-    there: Inventory = THERE,
+    inventory: Inventory = INVENTORY,
     outcome: PlanJob | None = None,
     is_limited: bool = False,
 ) -> PlacementDecision:
-    return decide(PlanInputs(asked, there), status or {}, outcome, is_limited=is_limited)
+    return decide(PlanInputs(desired, inventory), status or {}, outcome, is_limited=is_limited)
 
 
-def told(decision: PlacementDecision) -> tuple[bool | None, str]:
+def read_condition(decision: PlacementDecision) -> tuple[bool | None, str]:
     return decision.conditions[0].status, decision.conditions[0].reason
 
 
-def test_what_is_stated_by_hand_is_in_force() -> None:
-    decision = ask(deployment(placement=by_hand(prefill=2, decode=1), workload=WORKLOAD))
+def test_a_manual_placement_is_applied() -> None:
+    decision = ask(deployment(placement=manual_placement(prefill=2, decode=1), workload=WORKLOAD))
     assert decision.placement is not None
     assert decision.placement.count_replicas(Role.PREFILL) == 2
-    assert told(decision) == (True, "Manual")
+    assert read_condition(decision) == (True, "Manual")
     assert decision.plan_request is None
 
 
@@ -57,7 +57,7 @@ def test_without_traffic_the_smallest_pair_comes_up_and_no_plan_is_claimed() -> 
     decision = ask(deployment())
     assert decision.placement is not None
     assert [pool.replicas for pool in decision.placement.pools] == [1, 1]
-    assert told(decision) == (False, "NotPlanned")
+    assert read_condition(decision) == (False, "NotPlanned")
     assert "spec.workload" in decision.conditions[0].message
 
 
@@ -70,7 +70,7 @@ def test_a_model_that_the_planner_does_not_know_gets_the_smallest_pair_and_the_r
             (Role.DECODE, 1),
         ]
         assert decision.plan_request is None
-        assert told(decision) == (False, "ModelUnknown")
+        assert read_condition(decision) == (False, "ModelUnknown")
         message = decision.conditions[0].message
         for part in (model, "one GPU each", "is not known", "config.json", "spec.placement.manual"):
             assert part in message
@@ -83,11 +83,11 @@ def test_of_an_unknown_model_nothing_is_advised_and_what_runs_stays() -> None:
     advisory = {"workload": WORKLOAD, "planning": {"mode": "Advisory"}, "model": "org/new"}
     alone = ask(deployment(**advisory), {"plan": plan("before")})
     assert (alone.placement, alone.plan_request) == (None, None)
-    assert told(alone) == (False, "ModelUnknown")
-    stated = ask(deployment(**advisory, placement=by_hand(prefill=2, decode=1)))
-    assert stated.placement is not None
-    assert stated.placement.count_replicas(Role.PREFILL) == 2
-    assert told(stated) == (True, "Manual")
+    assert read_condition(alone) == (False, "ModelUnknown")
+    manual_result = ask(deployment(**advisory, placement=manual_placement(prefill=2, decode=1)))
+    assert manual_result.placement is not None
+    assert manual_result.placement.count_replicas(Role.PREFILL) == 2
+    assert read_condition(manual_result) == (True, "Manual")
 
 
 def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:
@@ -95,15 +95,15 @@ def test_a_pair_that_vllm_cannot_pair_is_not_brought_up() -> None:
         {"role": "prefill", "parallelism": {"tensor": 8}},
         {"role": "decode", "parallelism": {"tensor": 4}},
     ]
-    asked = deployment(model="Qwen/Qwen3-30B-A3B", placement={"manual": pools})
-    decision = ask(asked, {"plan": plan("before")})
+    desired = deployment(model="Qwen/Qwen3-30B-A3B", placement={"manual": pools})
+    decision = ask(desired, {"plan": plan("before")})
     assert (decision.placement, decision.plan) == (None, plan("before"))
-    assert told(decision) == (False, "Faulty")
+    assert read_condition(decision) == (False, "Faulty")
     assert "spec.engine.connector Cleave" in decision.conditions[0].message
 
 
-def test_advice_hides_no_fault_of_what_is_stated() -> None:
-    # vLLM's connector pairs no such sizes, whatever the model.
+def test_advice_hides_no_fault_of_a_manual_placement() -> None:
+    # vLLM's connector pairs no such sizes for any model.
     pools = [
         {"role": "prefill", "parallelism": {"tensor": 2}},
         {"role": "decode", "parallelism": {"tensor": 3}},
@@ -112,108 +112,110 @@ def test_advice_hides_no_fault_of_what_is_stated() -> None:
     for model in ("Qwen/Qwen3-30B-A3B", "org/new"):
         decision = ask(deployment(model=model, placement={"manual": pools}, **advisory))
         assert (decision.placement, decision.plan_request) == (None, None)
-        assert told(decision) == (False, "Faulty")
+        assert read_condition(decision) == (False, "Faulty")
 
 
-def test_the_planner_is_asked_once_and_what_runs_stays_meanwhile() -> None:
-    asked = deployment(workload=WORKLOAD)
+def test_the_planner_is_called_once_and_running_pools_stay() -> None:
+    desired = deployment(workload=WORKLOAD)
     running = {"plan": plan("another")}
-    decision = ask(asked, running)
+    decision = ask(desired, running)
     assert decision.placement is None
     assert decision.plan == running["plan"]
     assert decision.plan_request == PlanJob(
-        PlanInputs(asked, THERE).hash_with(None), THERE.node_counts_hash
+        PlanInputs(desired, INVENTORY).hash_with(None), INVENTORY.node_counts_hash
     )
-    assert told(decision) == (False, "Planning")
+    assert read_condition(decision) == (False, "Planning")
 
 
 def test_an_answer_is_in_force_and_stays_so_from_status_alone() -> None:
-    asked = deployment(workload=WORKLOAD)
-    question = ask(asked).plan_request
+    desired = deployment(workload=WORKLOAD)
+    question = ask(desired).plan_request
     assert question is not None
-    answered = ask(asked, outcome=question.with_plan(plan(question.inputs_hash)))
+    answered = ask(desired, outcome=question.with_plan(plan(question.inputs_hash)))
     assert answered.placement is not None
     assert answered.placement.count_replicas(Role.MIXED) == 3
-    assert told(answered) == (True, "Planned")
-    kept = ask(asked, {"plan": answered.plan})
-    assert kept.placement == answered.placement
-    assert kept.plan_request is None
+    assert read_condition(answered) == (True, "Planned")
+    unchanged = ask(desired, {"plan": answered.plan})
+    assert unchanged.placement == answered.placement
+    assert unchanged.plan_request is None
 
 
 def test_an_answer_to_another_question_does_not_count() -> None:
-    asked = deployment(workload=WORKLOAD)
-    decision = ask(asked, outcome=PlanJob("other").with_plan(plan("other")))
+    desired = deployment(workload=WORKLOAD)
+    decision = ask(desired, outcome=PlanJob("other").with_plan(plan("other")))
     assert decision.placement is None
     assert decision.plan_request is not None
 
 
 def test_more_nodes_are_no_reason_to_plan_anew_and_other_gpus_are() -> None:
-    asked = deployment(workload=WORKLOAD)
-    status = {"plan": plan(PlanInputs(asked, THERE).hash_with(None))}
-    assert ask(asked, status, MORE).plan_request is None
-    assert ask(asked, status, OTHER).plan_request is not None
+    desired = deployment(workload=WORKLOAD)
+    status = {"plan": plan(PlanInputs(desired, INVENTORY).hash_with(None))}
+    assert ask(desired, status, MORE).plan_request is None
+    assert ask(desired, status, OTHER).plan_request is not None
 
 
 def test_more_nodes_are_a_reason_where_no_plan_was_found_or_pods_find_no_room() -> None:
-    asked = deployment(workload=WORKLOAD)
-    question = ask(asked).plan_request
+    desired = deployment(workload=WORKLOAD)
+    question = ask(desired).plan_request
     assert question is not None
     nothing = question.as_infeasible("needs 40 GPUs, has 8")
-    refused = ask(asked, outcome=nothing)
-    assert told(refused) == (False, "Infeasible")
+    refused = ask(desired, outcome=nothing)
+    assert read_condition(refused) == (False, "Infeasible")
     assert refused.conditions[1].status is False
     assert "spec.placement.manual" in refused.conditions[0].message
     assert refused.plan_request is None
-    assert ask(asked, there=MORE, outcome=nothing).plan_request is not None
+    assert ask(desired, inventory=MORE, outcome=nothing).plan_request is not None
     planned = question.with_plan(plan(question.inputs_hash))
-    assert ask(asked, there=MORE, outcome=planned, is_limited=False).plan_request is None
-    assert ask(asked, there=MORE, outcome=planned, is_limited=True).plan_request is not None
-    assert ask(asked, there=THERE, outcome=planned, is_limited=True).plan_request is None
+    assert ask(desired, inventory=MORE, outcome=planned, is_limited=False).plan_request is None
+    assert ask(desired, inventory=MORE, outcome=planned, is_limited=True).plan_request is not None
+    assert ask(desired, inventory=INVENTORY, outcome=planned, is_limited=True).plan_request is None
 
 
 def test_an_infeasible_edit_keeps_what_runs() -> None:
-    asked = deployment(workload=WORKLOAD)
-    question = ask(asked).plan_request
+    desired = deployment(workload=WORKLOAD)
+    question = ask(desired).plan_request
     assert question is not None
     running = {"plan": plan("before")}
-    refused = ask(asked, running, outcome=question.as_infeasible("no"))
+    refused = ask(desired, running, outcome=question.as_infeasible("no"))
     assert refused.placement is None
     assert refused.plan == running["plan"]
 
 
-def test_faults_are_told_and_not_asked_again() -> None:
-    asked = deployment(workload=WORKLOAD)
-    question = ask(asked).plan_request
+def test_faults_are_reported_and_not_planned_again() -> None:
+    desired = deployment(workload=WORKLOAD)
+    question = ask(desired).plan_request
     assert question is not None
-    faulty = ask(asked, outcome=question.with_faults(["spec.model.source: unknown"]))
-    assert told(faulty) == (False, "Faulty")
+    faulty = ask(desired, outcome=question.with_faults(["spec.model.source: unknown"]))
+    assert read_condition(faulty) == (False, "Faulty")
     assert faulty.conditions[0].message == "spec.model.source: unknown"
     assert faulty.plan_request is None
 
 
-def test_advice_is_told_and_changes_nothing() -> None:
-    asked = deployment(
+def test_advice_is_reported_and_changes_nothing() -> None:
+    desired = deployment(
         workload=WORKLOAD,
         planning={"mode": "Advisory"},
-        placement=by_hand(prefill=1, decode=1),
+        placement=manual_placement(prefill=1, decode=1),
     )
-    first = ask(asked)
+    first = ask(desired)
     assert first.placement is not None
     assert first.plan_request is not None
-    advised = ask(asked, outcome=first.plan_request.with_plan(plan(first.plan_request.inputs_hash)))
+    advised = ask(
+        desired, outcome=first.plan_request.with_plan(plan(first.plan_request.inputs_hash))
+    )
     assert advised.placement == first.placement
     assert advised.advice == plan(first.plan_request.inputs_hash)
-    assert told(advised) == (True, "Advised")
-    again = ask(asked, {"advice": advised.advice})
+    assert read_condition(advised) == (True, "Advised")
+    again = ask(desired, {"advice": advised.advice})
     assert again.plan_request is None
     assert again.advice == advised.advice
 
 
 def test_advice_alone_brings_nothing_up() -> None:
-    asked = deployment(workload=WORKLOAD, planning={"mode": "Advisory"})
-    question = ask(asked).plan_request
+    desired = deployment(workload=WORKLOAD, planning={"mode": "Advisory"})
+    question = ask(desired).plan_request
     assert question is not None
-    decision = ask(asked, outcome=question.with_plan(plan(question.inputs_hash)))
+    decision = ask(desired, outcome=question.with_plan(plan(question.inputs_hash)))
     assert decision.placement is None
     assert decision.advice is not None
 
@@ -223,9 +225,9 @@ def test_the_engines_environment_and_image_change_no_plan() -> None:
     engine = {"type": "vLLM", "image": "mine", "env": [{"name": "A", "value": "1"}]}
     args = {"type": "vLLM", "args": ["--max-num-seqs", "4"]}
 
-    def hash_of(spec: LLMDeployment, inventory: Inventory = THERE) -> str:
+    def hash_of(spec: LLMDeployment, inventory: Inventory = INVENTORY) -> str:
         return PlanInputs(spec, inventory).hash_with(None)
 
     assert hash_of(plain) == hash_of(deployment(workload=WORKLOAD, engine=engine))
     assert hash_of(plain) != hash_of(deployment(workload=WORKLOAD, engine=args))
-    assert hash_of(plain) == hash_of(plain, replace(THERE, node_counts_hash="other"))
+    assert hash_of(plain) == hash_of(plain, replace(INVENTORY, node_counts_hash="other"))

@@ -19,15 +19,15 @@ from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import hash_revision
 from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance, KvPath
 
-from tests.controller.deployment.test_reconcile import both, deployment, made_pools, pods, view
-from tests.controller.test_convergence import World, condition, happen, world
-from tests.support.fake_cluster import by_hand, chat
+from tests.controller.deployment.test_reconcile import both, build_pools, deployment, pods, view
+from tests.controller.test_convergence import ControlPlane, condition, control_plane, happen
+from tests.support.fake_cluster import chat, manual_placement
 
-PAIR = {"placement": by_hand(prefill=1, decode=2)}
+PAIR = {"placement": manual_placement(prefill=1, decode=2)}
 TRAFFIC = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
 
 
-def state(here: World, kind: str = "Ready") -> tuple[str, str]:
+def state(here: ControlPlane, kind: str = "Ready") -> tuple[str, str]:
     """Status and reason of a condition of the generation that there is."""
     found = here.cluster.get("LLMDeployment", "chat")
     said = condition(here.cluster, kind)
@@ -36,11 +36,11 @@ def state(here: World, kind: str = "Ready") -> tuple[str, str]:
     return said["status"], said["reason"]
 
 
-def model(here: World) -> str:
+def model(here: ControlPlane) -> str:
     return str(here.cluster.get("LLMDeployment", "chat")["status"]["model"])
 
 
-def look(here: World, turns: int = 4) -> None:
+def look(here: ControlPlane, turns: int = 4) -> None:
     """The operator works; nothing else in the cluster moves."""
     for _ in range(turns):
         here.deliver()
@@ -48,7 +48,7 @@ def look(here: World, turns: int = 4) -> None:
         here.turn()
 
 
-def records(here: World) -> list[Manifest]:
+def records(here: ControlPlane) -> list[Manifest]:
     """Every version of the deployment from now on."""
     seen: list[Manifest] = []
     here.cluster.watchers.append(
@@ -68,7 +68,7 @@ def is_ready(found: Manifest) -> bool:
 
 
 def test_a_changed_model_is_ready_when_its_instances_have_replaced_all_others() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     assert state(here) == ("True", "Serving")
     here.cluster.edit("LLMDeployment", "chat", model="facebook/opt-66b")
@@ -87,7 +87,7 @@ def test_a_changed_model_is_ready_when_its_instances_have_replaced_all_others() 
 
 
 def test_a_changed_template_is_rolled_out_before_it_is_ready() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     here.cluster.edit("LLMDeployment", "chat", template={"drainTimeoutS": 30})
     look(here)
@@ -98,7 +98,7 @@ def test_a_changed_template_is_rolled_out_before_it_is_ready() -> None:
 
 
 def test_changed_gateways_are_rolled_out_before_it_is_ready() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     here.cluster.edit("LLMDeployment", "chat", routing={"policy": "RoundRobin"})
     look(here)
@@ -111,7 +111,7 @@ def test_changed_gateways_are_rolled_out_before_it_is_ready() -> None:
 
 
 def test_an_edit_that_changes_nothing_that_runs_never_ends_ready() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     seen = records(here)
     here.cluster.edit("LLMDeployment", "chat", rollout={"maxSurge": 3})
@@ -122,9 +122,9 @@ def test_an_edit_that_changes_nothing_that_runs_never_ends_ready() -> None:
 
 
 def test_more_instances_by_an_edit_are_awaited_and_those_by_scale_are_not() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
-    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=1, decode=3))
+    here.cluster.edit("LLMDeployment", "chat", placement=manual_placement(prefill=1, decode=3))
     look(here)
     assert state(here) == ("False", "Scaling")
     here.converge()
@@ -135,9 +135,9 @@ def test_more_instances_by_an_edit_are_awaited_and_those_by_scale_are_not() -> N
     assert condition(here.cluster, "Progressing")["reason"] == "Scaling"
 
 
-def autoscaled() -> World:
+def autoscaled() -> ControlPlane:
     """A deployment whose autoscaler asks for more decode instances than there is room for."""
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     here.cluster.room = 3
     here.cluster.edit("InstancePool", "chat-decode", replicas=6, owner="Autoscaler")
@@ -162,7 +162,7 @@ def test_an_edit_does_not_wait_for_instances_that_an_autoscaler_asks_for() -> No
 
 
 def test_a_status_from_before_generations_were_remembered_stays_ready() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     here.cluster.room = 2
     here.cluster.lose(here.cluster.pods()[0])
@@ -177,7 +177,7 @@ def test_a_status_from_before_generations_were_remembered_stays_ready() -> None:
 
 
 def test_a_first_roll_out_is_ready_when_all_instances_are() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.cluster.room = 2
     for _ in range(6):
         here.cluster.settle()
@@ -190,7 +190,7 @@ def test_a_first_roll_out_is_ready_when_all_instances_are() -> None:
 
 
 def test_lost_instances_leave_a_generation_rolled_out() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     prefill, decode = (
         [p for p in here.cluster.pods() if p["metadata"]["labels"]["cleave.dev/role"] == role]
@@ -210,7 +210,7 @@ def test_lost_instances_leave_a_generation_rolled_out() -> None:
 
 
 def test_a_change_while_paused_is_not_ready_and_a_pause_alone_is() -> None:
-    here = world(**PAIR)
+    here = control_plane(**PAIR)
     here.converge()
     here.cluster.edit("LLMDeployment", "chat", paused=True)
     look(here)
@@ -225,11 +225,11 @@ def test_a_change_while_paused_is_not_ready_and_a_pause_alone_is() -> None:
     assert state(here) == ("True", "Serving")
 
 
-def planned(**spec: Any) -> World:
+def planned(**spec: Any) -> ControlPlane:
     """A deployment with the plan that the planner has answered."""
-    here = world(workload=TRAFFIC, **spec)
+    here = control_plane(workload=TRAFFIC, **spec)
     look(here, 2)
-    question = here.asked[-1]
+    question = here.plan_jobs[-1]
     answers = here.controller.planner._results
     answers[ResourceKey("LLMDeployment", "default", "chat")] = question.with_plan(
         {
@@ -259,7 +259,7 @@ def test_a_spec_without_a_plan_that_holds_is_not_ready() -> None:
     look(here)
     answers = here.controller.planner._results
     key = ResourceKey("LLMDeployment", "default", "chat")
-    answers[key] = here.asked[-1].as_infeasible("no plan meets the targets")
+    answers[key] = here.plan_jobs[-1].as_infeasible("no plan meets the targets")
     look(here)
     assert state(here) == ("False", "Infeasible")
     assert state(here, "Available") == ("True", "Serving")
@@ -278,8 +278,8 @@ def test_advice_is_never_awaited_and_a_change_that_advice_does_not_apply_is_not_
 
 def serving(**spec: Any) -> DeploymentView:
     """A deployment of which everything is there and ready, and nothing remembered."""
-    asked = deployment(**spec)
-    applied = [each.manifest for each in reconcile(view(asked)) if isinstance(each, Apply)]
+    desired = deployment(**spec)
+    applied = [each.manifest for each in reconcile(view(desired)) if isinstance(each, Apply)]
     children = {
         (each["kind"], each["metadata"]["name"]): ObservedChild(
             each["kind"],
@@ -293,10 +293,10 @@ def serving(**spec: Any) -> DeploymentView:
         for each in applied
         if each["kind"] != "InstancePool"
     }
-    pools = made_pools(asked)
+    pools = build_pools(desired)
     whole = {"observedGeneration": 0, "conditions": [{"type": "Ready", "status": "True"}]}
     status = dict.fromkeys((Role.PREFILL, Role.DECODE), whole)
-    return view(asked, pools=pools, pods=pods(pools), children=children, pool_status=status)
+    return view(desired, pools=pools, pods=pods(pools), children=children, pool_status=status)
 
 
 def test_it_is_ready_at_the_first_look_at_which_all_is_there() -> None:
@@ -347,7 +347,9 @@ def test_where_requests_have_to_be_split_the_kv_path_has_to_be_verified() -> Non
 @given(seed=st.integers(0, 10_000))
 def test_no_generation_is_ready_before_instances_of_its_revision_were(seed: int) -> None:
     rng = random.Random(seed)
-    here = world(placement=by_hand(prefill=rng.randint(1, 3), decode=rng.randint(1, 3)))
+    here = control_plane(
+        placement=manual_placement(prefill=rng.randint(1, 3), decode=rng.randint(1, 3))
+    )
     cluster = here.cluster
     revisions: dict[int, str] = {}
     served: dict[str, set[str]] = {}

@@ -23,23 +23,23 @@ from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 
-from tests.support.fake_cluster import by_hand, chat
+from tests.support.fake_cluster import chat, manual_placement
 
 NOW_S = 1_000_000.0
 FIXED = ["chat-discovery", "chat-discovery", "chat-workers", "chat", "chat-gateway", "chat-gateway"]
 
 
 def deployment(deleted: str = "", finalizers: tuple[str, ...] = ("cleave.dev/drain",), **spec: Any):
-    made = chat(**{"placement": by_hand(prefill=1, decode=2), **spec})
-    meta = {**made["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
+    resource = chat(**{"placement": manual_placement(prefill=1, decode=2), **spec})
+    meta = {**resource["metadata"], "uid": "u1", "resourceVersion": "7", "generation": 2}
     meta["finalizers"] = list(finalizers)
     if deleted:
         meta["deletionTimestamp"] = deleted
-    return LLMDeployment.model_validate({**made, "metadata": meta})
+    return LLMDeployment.model_validate({**resource, "metadata": meta})
 
 
-def view(asked: LLMDeployment, **fields: Any) -> DeploymentView:
-    return DeploymentView(asked, build_inventory([]), NOW_S, **fields)
+def view(desired: LLMDeployment, **fields: Any) -> DeploymentView:
+    return DeploymentView(desired, build_inventory([]), NOW_S, **fields)
 
 
 def names(actions: list[Action], kind: str = "") -> list[str]:
@@ -57,8 +57,8 @@ def pool(manifest: Manifest, **spec: Any) -> InstancePool:
     return InstancePool.model_validate(whole)
 
 
-def made_pools(asked: LLMDeployment, **spec: Any) -> tuple[InstancePool, ...]:
-    applied = [e.manifest for e in reconcile(view(asked)) if isinstance(e, Apply)]
+def build_pools(desired: LLMDeployment, **spec: Any) -> tuple[InstancePool, ...]:
+    applied = [e.manifest for e in reconcile(view(desired)) if isinstance(e, Apply)]
     return tuple(pool(each, **spec) for each in applied if each["kind"] == "InstancePool")
 
 
@@ -96,13 +96,13 @@ def rollouts(actions: list[Action]) -> dict[str, dict[str, int] | None]:
     }
 
 
-def test_first_of_all_a_deployment_is_kept_from_going_without_a_drain() -> None:
+def test_a_deployment_gets_its_finalizer_first() -> None:
     action, *_ = reconcile(view(deployment(finalizers=())))
     assert isinstance(action, SetFinalizers)
     assert action.finalizers == ("cleave.dev/drain",)
 
 
-def test_everything_is_made_in_one_go_and_told_first() -> None:
+def test_everything_is_created_in_one_pass_after_the_status() -> None:
     actions = reconcile(view(deployment()))
     assert isinstance(actions[0], PatchStatus)
     assert names(actions) == [*FIXED, "chat-prefill", "chat-decode"]
@@ -114,9 +114,9 @@ def test_everything_is_made_in_one_go_and_told_first() -> None:
     assert rollouts(actions) == {"chat-prefill": None, "chat-decode": None}
 
 
-def test_what_is_there_as_it_was_applied_is_left_alone() -> None:
-    asked = deployment()
-    first = reconcile(view(asked))
+def test_an_applied_object_is_not_written_again() -> None:
+    desired = deployment()
+    first = reconcile(view(desired))
     children = {
         (m["kind"], m["metadata"]["name"]): ObservedChild(
             m["kind"], "default", m["metadata"]["name"], "x",
@@ -125,8 +125,8 @@ def test_what_is_there_as_it_was_applied_is_left_alone() -> None:
         for m in (e.manifest for e in first if isinstance(e, Apply))
         if m["kind"] != "InstancePool"
     }  # fmt: skip
-    pools = made_pools(asked)
-    here = view(asked, children=children, pools=pools, status=status_of(first))
+    pools = build_pools(desired)
+    here = view(desired, children=children, pools=pools, status=status_of(first))
     again = reconcile(here)
     assert {type(each) for each in again} <= {PatchStatus, Emit}
     gateway = children["Deployment", "chat-gateway"]
@@ -136,7 +136,7 @@ def test_what_is_there_as_it_was_applied_is_left_alone() -> None:
 
 def test_a_new_revision_moves_all_roles_together() -> None:
     before = deployment()
-    pools = made_pools(before)
+    pools = build_pools(before)
     after = deployment(engine={"type": "Emulated", "args": ["--seed", "1"]})
     actions = reconcile(view(after, pools=pools, pods=pods(pools)))
     steps = rollouts(actions)
@@ -148,11 +148,11 @@ def test_a_new_revision_moves_all_roles_together() -> None:
 
 
 def test_a_number_that_is_another_owners_stays() -> None:
-    asked = deployment()
-    pools = made_pools(asked, owner="Autoscaler", replicas=9)
+    desired = deployment()
+    pools = build_pools(desired, owner="Autoscaler", replicas=9)
     after = deployment(engine={"type": "Emulated", "args": ["--seed", "1"]})
     for actions in (
-        reconcile(view(asked, pools=pools, pods=pods(pools))),
+        reconcile(view(desired, pools=pools, pods=pods(pools))),
         reconcile(view(after, pools=pools, pods=pods(pools))),
     ):
         for each in actions:
@@ -164,13 +164,13 @@ def test_a_number_that_is_another_owners_stays() -> None:
 
 
 def test_the_plans_number_is_put_right() -> None:
-    asked = deployment()
-    pools = made_pools(asked)
+    desired = deployment()
+    pools = build_pools(desired)
     other = tuple(
         each.model_copy(update={"spec": each.spec.model_copy(update={"replicas": 7})})
         for each in pools
     )
-    actions = reconcile(view(asked, pools=other))
+    actions = reconcile(view(desired, pools=other))
     assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
 
 
@@ -178,30 +178,30 @@ def set_back(actions: list[Action]) -> list[Emit]:
     return [e for e in actions if isinstance(e, Emit) and e.reason == "ReplicasSetBack"]
 
 
-def test_whoever_scales_a_pool_of_the_plan_is_told_why_it_comes_to_nothing() -> None:
-    asked = deployment()
-    pools = made_pools(asked)
-    first = status_of(reconcile(view(asked)))
+def test_a_reverted_scale_of_a_planned_pool_is_explained() -> None:
+    desired = deployment()
+    pools = build_pools(desired)
+    first = status_of(reconcile(view(desired)))
     decode = next(each for each in pools if each.spec.role is Role.DECODE)
     scaled = decode.model_copy(update={"spec": decode.spec.model_copy(update={"replicas": 7})})
-    (told,) = set_back(reconcile(view(asked, pools=(scaled,), status=first)))
-    assert (told.target.kind, told.target.name) == ("InstancePool", "chat-decode")
-    assert told.message.startswith("replicas: 7 set back to 2, the plan's number")
-    # A plan that has changed is nobody's fault.
-    more = deployment(placement=by_hand(prefill=1, decode=3))
+    (reported,) = set_back(reconcile(view(desired, pools=(scaled,), status=first)))
+    assert (reported.target.kind, reported.target.name) == ("InstancePool", "chat-decode")
+    assert reported.message.startswith("replicas: 7 set back to 2, the plan's number")
+    # A plan that has changed is no user error.
+    more = deployment(placement=manual_placement(prefill=1, decode=3))
     assert not set_back(reconcile(view(more, pools=pools, status=first)))
 
 
 def test_a_dropped_role_is_emptied_and_then_deleted() -> None:
-    before = made_pools(deployment())
-    asked = deployment(placement=by_hand(mixed=2))
-    actions = reconcile(view(asked, pools=before, pods=pods(before)))
+    before = build_pools(deployment())
+    desired = deployment(placement=manual_placement(mixed=2))
+    actions = reconcile(view(desired, pools=before, pods=pods(before)))
     assert names(actions, "InstancePool") == ["chat-mixed", "chat-prefill", "chat-decode"]
-    kept = rollouts(actions)
-    assert kept["chat-prefill"] is not None
-    assert kept["chat-prefill"]["new"] == 1
+    unchanged = rollouts(actions)
+    assert unchanged["chat-prefill"] is not None
+    assert unchanged["chat-prefill"]["new"] == 1
     assert not [each for each in actions if isinstance(each, Delete)]
-    empty = reconcile(view(asked, pools=before))
+    empty = reconcile(view(desired, pools=before))
     assert [each.target.name for each in empty if isinstance(each, Delete)] == [
         "chat-prefill",
         "chat-decode",
@@ -209,31 +209,31 @@ def test_a_dropped_role_is_emptied_and_then_deleted() -> None:
 
 
 def test_pools_go_first_and_the_deployment_when_they_have() -> None:
-    pools = made_pools(deployment())
-    asked = deployment(deleted="1970-01-12T13:46:40Z")
-    actions = reconcile(view(asked, pools=pools))
+    pools = build_pools(deployment())
+    desired = deployment(deleted="1970-01-12T13:46:40Z")
+    actions = reconcile(view(desired, pools=pools))
     deleted = [each.target.name for each in actions if isinstance(each, Delete)]
     assert deleted == ["chat-prefill", "chat-decode"]
     assert not any(isinstance(each, SetFinalizers) for each in actions)
-    (last,) = reconcile(view(asked))
+    (last,) = reconcile(view(desired))
     assert isinstance(last, SetFinalizers)
     assert last.finalizers == ()
 
 
-def test_while_paused_it_only_tells() -> None:
+def test_while_paused_only_the_status_is_written() -> None:
     actions = reconcile(view(deployment(paused=True)))
     assert [each for each in actions if isinstance(each, Apply | RequestPlan)] == []
     assert condition(actions, "Progressing") == ("False", "Paused")
 
 
 def test_it_serves_when_every_role_and_a_gateway_are_ready() -> None:
-    asked = deployment()
-    pools = made_pools(asked)
+    desired = deployment()
+    pools = build_pools(desired)
     gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=1)
-    there = {("Deployment", "chat-gateway"): gateway}
+    existing = {("Deployment", "chat-gateway"): gateway}
     # Its present generation was rolled out before.
     status = {"rolledOutGeneration": 2}
-    ready = view(asked, pools=pools, pods=pods(pools), children=there, status=status)
+    ready = view(desired, pools=pools, pods=pods(pools), children=existing, status=status)
     assert both(ready) == [("True", "Serving")] * 2
     assert both(replace(ready, children={})) == [("False", "GatewayNotReady")] * 2
     some = replace(ready, pods=ready.pods[:2])
@@ -250,14 +250,14 @@ def both(here: DeploymentView) -> list[tuple[str, str]]:
     return [condition(actions, kind) for kind in ("Ready", "Available")]
 
 
-def test_a_pair_of_unlike_revisions_serves_nothing() -> None:
-    asked = deployment()
-    pools = made_pools(asked)
+def test_a_pair_of_different_revisions_serves_nothing() -> None:
+    desired = deployment()
+    pools = build_pools(desired)
     gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=1)
-    there = {("Deployment", "chat-gateway"): gateway}
+    existing = {("Deployment", "chat-gateway"): gateway}
     prefill, *decode = pods(pools)
     mixed_up = (replace(prefill, revision="other"), *decode)
-    here = view(asked, pools=pools, pods=mixed_up, children=there)
+    here = view(desired, pools=pools, pods=mixed_up, children=existing)
     assert condition(reconcile(here), "Available") == ("False", "NoPairReady")
     one = replace(prefill, name="x", role=Role.MIXED)
     assert condition(reconcile(replace(here, pods=(*mixed_up, one))), "Available")[0] == "True"
@@ -265,7 +265,7 @@ def test_a_pair_of_unlike_revisions_serves_nothing() -> None:
 
 def scaled(**counts: int) -> DeploymentView:
     """A deployment that was rolled out, and whose pools somebody has scaled since."""
-    asked = deployment()
+    desired = deployment()
     pools = tuple(
         each.model_copy(
             update={
@@ -274,12 +274,12 @@ def scaled(**counts: int) -> DeploymentView:
                 )
             }
         )
-        for each in made_pools(asked)
+        for each in build_pools(desired)
     )
     gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=2)
-    there = {("Deployment", "chat-gateway"): gateway}
+    existing = {("Deployment", "chat-gateway"): gateway}
     status = {"rolledOutGeneration": 2}
-    return view(asked, pools=pools, pods=pods(pools), children=there, status=status)
+    return view(desired, pools=pools, pods=pods(pools), children=existing, status=status)
 
 
 def test_a_role_that_is_scaled_to_zero_is_not_needed_where_the_other_may_do_both_phases() -> None:
@@ -294,11 +294,11 @@ def test_a_role_that_is_scaled_to_zero_is_not_needed_where_the_other_may_do_both
 
 
 def test_another_revision_within_a_generation_that_was_rolled_out_leaves_it_ready() -> None:
-    asked = deployment()
-    pools = made_pools(asked)
+    desired = deployment()
+    pools = build_pools(desired)
     gateway = ObservedChild("Deployment", "default", "chat-gateway", "g", "x", ready=2)
     old = tuple(replace(pod, revision="older") for pod in pods(pools))
-    here = view(asked, pools=pools, pods=old, children={("Deployment", "chat-gateway"): gateway})
+    here = view(desired, pools=pools, pods=old, children={("Deployment", "chat-gateway"): gateway})
     assert condition(reconcile(here), "Ready") == ("False", "RollingOut")
     before = replace(here, status={"rolledOutGeneration": 2})
     assert condition(reconcile(before), "Ready") == ("True", "Serving")
@@ -306,42 +306,42 @@ def test_another_revision_within_a_generation_that_was_rolled_out_leaves_it_read
 
 
 def test_the_kv_path_is_what_the_gateways_say() -> None:
-    asked = deployment()
-    pools = made_pools(asked)
-    here = view(asked, pools=pools, pods=pods(pools))
+    desired = deployment()
+    pools = build_pools(desired)
+    here = view(desired, pools=pools, pods=pods(pools))
     assert condition(reconcile(here), "KVPathVerified") == ("Unknown", "NotReported")
     good = KvPath(verified=True, transport="nixl over tcp", detail="p -> d: 1.2 MB for 9 tokens")
     known = {each.name: FleetInstance(each.name, kv_path=good) for each in here.pods}
-    told = reconcile(replace(here, instances=known))
-    assert condition(told, "KVPathVerified") == ("True", "Verified")
-    message = next(c for c in status_of(told)["conditions"] if c["type"] == "KVPathVerified")
+    reported = reconcile(replace(here, instances=known))
+    assert condition(reported, "KVPathVerified") == ("True", "Verified")
+    message = next(c for c in status_of(reported)["conditions"] if c["type"] == "KVPathVerified")
     assert "nixl over tcp, p -> d: 1.2 MB for 9 tokens" in message["message"]
     bad = {**known, here.pods[0].name: FleetInstance(here.pods[0].name)}
     assert condition(reconcile(replace(here, instances=bad)), "KVPathVerified")[0] == "False"
 
 
 def test_what_its_pools_say_is_passed_on() -> None:
-    asked = deployment()
+    desired = deployment()
     limited = {
         "type": "ScalingLimited",
         "status": "True",
         "reason": "Unschedulable",
         "message": "no",
     }
-    here = view(asked, pool_status={Role.DECODE: {"conditions": [limited]}})
+    here = view(desired, pool_status={Role.DECODE: {"conditions": [limited]}})
     assert condition(reconcile(here), "ScalingLimited") == ("True", "Unschedulable")
 
 
-def test_a_fault_is_told() -> None:
+def test_a_fault_is_reported() -> None:
     assert condition(reconcile(view(deployment(), fault="quota")), "Degraded") == ("True", "Failed")
 
 
 def test_a_model_that_the_planner_does_not_know_is_deployed_and_the_condition_says_how() -> None:
     workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
-    asked = deployment(
+    desired = deployment(
         placement=None, model="openai/gpt-oss-120b", engine={"type": "vLLM"}, workload=workload
     )
-    actions = reconcile(view(asked))
+    actions = reconcile(view(desired))
     assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]
     assert not [each for each in actions if isinstance(each, RequestPlan)]
     (patch,) = (each for each in actions if isinstance(each, PatchStatus))

@@ -20,19 +20,19 @@ from cleave.manifests.pool import build_pools as make_pools
 from cleave.planner.placement import choose_placement
 from cleave.rpc.fleet_status import FleetInstance
 
-from tests.controller.test_convergence import World, ready, world
-from tests.support.fake_cluster import by_hand, chat
+from tests.controller.test_convergence import ControlPlane, control_plane, ready
+from tests.support.fake_cluster import chat, manual_placement
 
 
 def pool(role: Role, replicas: int, **spec: Any) -> InstancePool:
     meta = {"name": f"chat-{role}", "namespace": "default", "uid": f"p-{role}"}
-    told = {"deployment": "chat", "role": str(role), "revision": "a", "model": "org/model"}
+    labels = {"deployment": "chat", "role": str(role), "revision": "a", "model": "org/model"}
     return InstancePool.model_validate(
         {
             "apiVersion": "cleave.dev/v1alpha1",
             "kind": "InstancePool",
             "metadata": meta,
-            "spec": {**told, "replicas": replicas, **spec},
+            "spec": {**labels, "replicas": replicas, **spec},
         }
     )
 
@@ -45,20 +45,20 @@ def pools(**spec: Any) -> Any:
 
 
 def pods(of: InstancePool, **fields: Any) -> list[ObservedPod]:
-    told = {"ready": True, "ip": "10.0.0.1", "template": apply.hash_template(of), "load": 1.0}
-    told |= fields
+    pod_fields = {"ready": True, "ip": "10.0.0.1", "template": apply.hash_template(of), "load": 1.0}
+    pod_fields |= fields
     return [
-        ObservedPod(f"{of.name}-{n}", f"u{n}", of.spec.role, "a", pool=of.name, **told)
+        ObservedPod(f"{of.name}-{n}", f"u{n}", of.spec.role, "a", pool=of.name, **pod_fields)
         for n in range(of.spec.replicas)
     ]
 
 
-def everybody(there: dict[Role, InstancePool], **fields: Any) -> list[ObservedPod]:
-    return [pod for each in there.values() for pod in pods(each, **fields)]
+def everybody(current: dict[Role, InstancePool], **fields: Any) -> list[ObservedPod]:
+    return [pod for each in current.values() for pod in pods(each, **fields)]
 
 
-def chosen(there: Any, goals: Any, **fields: Any) -> list[tuple[str, Role]]:
-    found = repurpose.choose_changes(everybody(there, **fields), goals, there)
+def chosen(current: Any, desired: Any, **fields: Any) -> list[tuple[str, Role]]:
+    found = repurpose.choose_changes(everybody(current, **fields), desired, current)
     return [(change.pod.name, change.role) for change in found]
 
 
@@ -66,21 +66,21 @@ count = pools()
 
 
 def test_one_too_many_here_goes_where_one_is_missing() -> None:
-    there, goals = count(prefill=1, decode=3), count(prefill=2, decode=2)
-    ((name, role),) = chosen(there, goals)
+    current, desired = count(prefill=1, decode=3), count(prefill=2, decode=2)
+    ((name, role),) = chosen(current, desired)
     assert name.startswith("chat-decode")
     assert role is Role.PREFILL
 
 
 def test_the_emptiest_one_moves() -> None:
-    there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
-    busy, idle = pods(there[Role.DECODE])
-    everyone = [*pods(there[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
-    (change,) = repurpose.choose_changes(everyone, goals, there)
+    current, desired = count(prefill=1, decode=2), count(prefill=2, decode=1)
+    busy, idle = pods(current[Role.DECODE])
+    everyone = [*pods(current[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
+    (change,) = repurpose.choose_changes(everyone, desired, current)
     assert change.pod.name == idle.name
 
 
-def test_a_role_that_only_shrinks_gives_nobody_away() -> None:
+def test_a_role_that_only_shrinks_moves_no_instance() -> None:
     assert chosen(count(prefill=1, decode=3), count(prefill=1, decode=1)) == []
 
 
@@ -97,22 +97,22 @@ def test_no_more_move_than_are_missing() -> None:
         {"revision": "b"},
     ],
 )
-def test_what_is_made_otherwise_does_not_move(spec: dict[str, Any]) -> None:
-    there = count(prefill=1, decode=3)
-    goals = {Role.PREFILL: pool(Role.PREFILL, 2, **spec), Role.DECODE: pool(Role.DECODE, 2)}
-    assert chosen(there, goals) == []
+def test_instances_of_another_template_do_not_move(spec: dict[str, Any]) -> None:
+    current = count(prefill=1, decode=3)
+    desired = {Role.PREFILL: pool(Role.PREFILL, 2, **spec), Role.DECODE: pool(Role.DECODE, 2)}
+    assert chosen(current, desired) == []
 
 
 @pytest.mark.parametrize(("engine", "alike"), [({}, False), ({"scheduling": {}}, True)])
-def test_engines_that_follow_their_role_are_alike_whatever_limits_the_roles_have(
+def test_engines_that_follow_their_role_are_equal_under_any_role_limits(
     engine: dict[str, Any], alike: bool
 ) -> None:
     limits = [
         {"role": "prefill", "maxNumSeqs": 256, "maxNumBatchedTokens": 8192},
         {"role": "decode", "maxNumSeqs": 512, "maxNumBatchedTokens": 2048},
     ]
-    asked = chat(placement={"manual": limits}, engine={"type": "Emulated", **engine})
-    deployment = LLMDeployment.model_validate(asked)
+    resource = chat(placement={"manual": limits}, engine={"type": "Emulated", **engine})
+    deployment = LLMDeployment.model_validate(resource)
     prefill, decode = make_pools(deployment, choose_placement(deployment))
     assert repurpose.are_compatible(prefill, decode) is alike
 
@@ -126,65 +126,68 @@ def test_what_is_bound_to_its_place_does_not_move(spec: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [{"ready": False}, {"ip": ""}, {"template": "older"},
                                     {"deleting": True}, {"phase": "Failed"}])  # fmt: skip
-def test_an_instance_that_cannot_be_told_does_not_move(fields: dict[str, Any]) -> None:
+def test_an_unreachable_instance_does_not_move(fields: dict[str, Any]) -> None:
     assert chosen(count(prefill=1, decode=3), count(prefill=2, decode=2), **fields) == []
 
 
-def test_nobody_moves_while_revisions_change() -> None:
-    there, goals = count(prefill=1, decode=3), count(prefill=2, decode=2)
-    everyone = [*everybody(there), replace(pods(there[Role.DECODE])[0], name="x", revision="old")]
-    assert repurpose.choose_changes(everyone, goals, there) == []
+def test_no_instance_moves_while_revisions_change() -> None:
+    current, desired = count(prefill=1, decode=3), count(prefill=2, decode=2)
+    everyone = [
+        *everybody(current),
+        replace(pods(current[Role.DECODE])[0], name="x", revision="old"),
+    ]
+    assert repurpose.choose_changes(everyone, desired, current) == []
 
 
 counts = st.fixed_dictionaries({str(role): st.integers(0, 6) for role in Role})
 
 
 @given(counts, counts)
-def test_moves_bring_every_pool_closer_and_none_past_its_goal(
-    now: dict[str, int], goal: dict[str, int]
+def test_moves_bring_every_pool_closer_and_none_past_its_target(
+    now: dict[str, int], desired_counts: dict[str, int]
 ) -> None:
-    there, goals = count(**now), count(**goal)
-    everyone = everybody(there)
-    changes = repurpose.choose_changes(everyone, goals, there)
+    current, desired = count(**now), count(**desired_counts)
+    everyone = everybody(current)
+    changes = repurpose.choose_changes(everyone, desired, current)
     after = Counter(pod.role for pod in repurpose.apply_changes(everyone, changes))
     assert len({change.pod.name for change in changes}) == len(changes)
     for role in Role:
-        low, high = sorted((now[role], goal[role]))
+        low, high = sorted((now[role], desired_counts[role]))
         assert low <= after[role] <= high
     # What could move has moved: nothing is left over here and missing there.
-    over = any(after[role] > goal[role] for role in Role)
-    short = any(after[role] < goal[role] for role in Role)
+    over = any(after[role] > desired_counts[role] for role in Role)
+    short = any(after[role] < desired_counts[role] for role in Role)
     assert not (over and short)
 
 
 def test_an_order_names_the_pod_its_agent_and_its_new_owner() -> None:
-    there, goals = count(prefill=1, decode=2), count(prefill=2, decode=1)
-    changes = repurpose.choose_changes(everybody(there), goals, there)
-    (order,) = repurpose.build_actions(changes, there)
+    current, desired = count(prefill=1, decode=2), count(prefill=2, decode=1)
+    changes = repurpose.choose_changes(everybody(current), desired, current)
+    (order,) = repurpose.build_actions(changes, current)
     assert order.agent == "10.0.0.1:9000"
     assert order.role is Role.PREFILL
     meta = order.metadata
     assert meta["labels"] == {"cleave.dev/pool": "chat-prefill", "cleave.dev/role": "prefill"}
-    assert meta["annotations"]["cleave.dev/template"] == apply.hash_template(goals[Role.PREFILL])
+    assert meta["annotations"]["cleave.dev/template"] == apply.hash_template(desired[Role.PREFILL])
     assert [owner["uid"] for owner in meta["ownerReferences"]] == ["p-prefill"]
 
 
-def test_an_agent_that_takes_itself_for_something_else_is_told() -> None:
-    there = count(prefill=1, decode=1)
+def test_an_agent_with_another_role_gets_a_call() -> None:
+    current = count(prefill=1, decode=1)
     known = {
         "chat-decode-0": FleetInstance("chat-decode-0", role="prefill", home="prefill"),
         # Lent, not moved.
         "chat-prefill-0": FleetInstance("chat-prefill-0", role="mixed", home="prefill"),
     }
-    (order,) = repurpose.correct_roles(everybody(there), known, there)
+    (order,) = repurpose.correct_roles(everybody(current), known, current)
     assert order.target.name == "chat-decode-0"
     assert order.role is Role.DECODE
     assert not order.metadata
 
 
-def moved_world(before: Manifest, after: Manifest) -> tuple[World, set[str], int]:
-    """A settled world, its pods, and how long its log was before the edit; edited and settled."""
-    here = world(placement=before)
+def moved_control_plane(before: Manifest, after: Manifest) -> tuple[ControlPlane, set[str], int]:
+    """A control plane after an edit has settled, its pods before, and its log length before."""
+    here = control_plane(placement=before)
     here.converge()
     uids = {pod["metadata"]["uid"] for pod in here.cluster.pods()}
     length = len(here.cluster.log)
@@ -194,7 +197,9 @@ def moved_world(before: Manifest, after: Manifest) -> tuple[World, set[str], int
 
 
 def test_counts_that_move_from_one_role_to_the_other_restart_nothing() -> None:
-    here, uids, length = moved_world(by_hand(prefill=1, decode=3), by_hand(prefill=2, decode=2))
+    here, uids, length = moved_control_plane(
+        manual_placement(prefill=1, decode=3), manual_placement(prefill=2, decode=2)
+    )
     assert ready(here.cluster) == {"prefill": 2, "decode": 2}
     assert {pod["metadata"]["uid"] for pod in here.cluster.pods()} == uids
     done = here.cluster.log[length:]
@@ -203,7 +208,9 @@ def test_counts_that_move_from_one_role_to_the_other_restart_nothing() -> None:
 
 
 def test_a_plan_without_hand_offs_keeps_all_instances() -> None:
-    here, uids, length = moved_world(by_hand(prefill=1, decode=2), by_hand(mixed=3))
+    here, uids, length = moved_control_plane(
+        manual_placement(prefill=1, decode=2), manual_placement(mixed=3)
+    )
     assert ready(here.cluster) == {"mixed": 3}
     assert {pod["metadata"]["uid"] for pod in here.cluster.pods()} == uids
     gone = [each for each in here.cluster.log[length:] if isinstance(each, Delete)]
@@ -211,17 +218,19 @@ def test_a_plan_without_hand_offs_keeps_all_instances() -> None:
 
 
 def test_a_name_that_has_moved_away_is_not_given_twice() -> None:
-    here, uids, _ = moved_world(by_hand(prefill=1, decode=3), by_hand(prefill=2, decode=2))
-    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=2, decode=4))
+    here, uids, _ = moved_control_plane(
+        manual_placement(prefill=1, decode=3), manual_placement(prefill=2, decode=2)
+    )
+    here.cluster.edit("LLMDeployment", "chat", placement=manual_placement(prefill=2, decode=4))
     here.converge()
     assert ready(here.cluster) == {"prefill": 2, "decode": 4}
     assert {pod["metadata"]["uid"] for pod in here.cluster.pods()} > uids
 
 
 def test_an_instance_whose_agent_refuses_is_replaced() -> None:
-    here = world(placement=by_hand(prefill=1, decode=3))
+    here = control_plane(placement=manual_placement(prefill=1, decode=3))
     here.converge()
     here.cluster.refuses_orders = True
-    here.cluster.edit("LLMDeployment", "chat", placement=by_hand(prefill=2, decode=2))
+    here.cluster.edit("LLMDeployment", "chat", placement=manual_placement(prefill=2, decode=2))
     here.converge()
     assert ready(here.cluster) == {"prefill": 2, "decode": 2}

@@ -35,8 +35,8 @@ def plan(
         "costPerHour": 0, "powerWatts": 0, "trust": "", **LATENCIES,
     }  # fmt: skip
     pools = [{"role": "prefill", "replicas": prefill}, {"role": "decode", "replicas": decode}]
-    told = {"revision": "a", "reason": "", "gpus": prefill + decode, "pools": pools}
-    return SelectedPlan.model_validate({**told, "predicted": predicted, "growth": law})
+    pool_status = {"revision": "a", "reason": "", "gpus": prefill + decode, "pools": pools}
+    return SelectedPlan.model_validate({**pool_status, "predicted": predicted, "growth": law})
 
 
 def terms(most: int = 100, **fields: Any) -> Scaling:
@@ -69,14 +69,14 @@ def test_bounds_are_kept_role_by_role() -> None:
         {"role": "prefill", "minReplicas": 2, "maxReplicas": 3},
         {"role": "decode", "maxReplicas": 5},
     ]
-    asked = Scaling.model_validate({"roles": roles})
-    assert compute_replicas(asked, plan(), 0.0) == {P: 2, D: 1}
-    assert compute_replicas(asked, plan(), 40.0) == {P: 3, D: 5}
+    scaling = Scaling.model_validate({"roles": roles})
+    assert compute_replicas(scaling, plan(), 0.0) == {P: 2, D: 1}
+    assert compute_replicas(scaling, plan(), 40.0) == {P: 3, D: 5}
 
 
 def test_a_role_that_is_not_named_keeps_the_plans_number() -> None:
-    asked = Scaling.model_validate({"roles": [{"role": "decode", "maxReplicas": 9}]})
-    assert compute_replicas(asked, plan(), 16.0) == {P: 1, D: 8}
+    scaling = Scaling.model_validate({"roles": [{"role": "decode", "maxReplicas": 9}]})
+    assert compute_replicas(scaling, plan(), 16.0) == {P: 1, D: 8}
 
 
 @given(st.floats(0, 1000), st.floats(0, 1000), st.integers(1, 5), st.integers(1, 5))
@@ -107,24 +107,26 @@ def test_fewer_stay_when_every_minute_has_been_calm_for_long_enough() -> None:
     assert scale(terms(), plan(), NOW, demand(rate=3.9, peak=3.9)) == {P: 1, D: 2}
 
 
-def test_a_peak_brings_nobody_back() -> None:
+def test_a_peak_repurposes_no_instance() -> None:
     assert scale(terms(), plan(), {P: 1, D: 2}, demand(rate=3.9, peak=40.0)) == {P: 1, D: 2}
 
 
-def test_a_few_requests_are_not_taken_for_the_traffic_of_every_minute() -> None:
+def test_a_few_requests_do_not_count_as_steady_traffic() -> None:
     # 6 req/s are needed to know a minute; in a calm of five, a fifth of that.
-    asked, law = terms(calmS=300), plan(goodput=40.0, workers=10, prefill=10, decode=20,
+    scaling, law = terms(calmS=300), plan(goodput=40.0, workers=10, prefill=10, decode=20,
                                         lowestRate=60.0)  # fmt: skip
     now = {P: 10, D: 20}
-    assert scale(asked, law, now, demand(rate=1.0, peak=1.0)) == compute_replicas(asked, law, 12.0)
+    assert scale(scaling, law, now, demand(rate=1.0, peak=1.0)) == compute_replicas(
+        scaling, law, 12.0
+    )
 
 
-def test_nothing_changes_while_nobody_tells_of_the_traffic() -> None:
+def test_nothing_changes_while_no_traffic_is_reported() -> None:
     assert scale(terms(), plan(), NOW, None) == NOW
     assert scale(terms(), plan(), {}, None) == {P: 1, D: 2}
 
 
-def test_the_plans_number_stays_where_nobody_asked_for_more() -> None:
+def test_the_planned_count_stays_without_autoscaling() -> None:
     assert scale(Scaling(), plan(), {P: 9, D: 9}, demand(rate=99.0)) == {P: 1, D: 2}
 
 
@@ -138,20 +140,20 @@ IDLE = {"idleS": 60}
 NONE = {P: 0, D: 0}
 
 
-def test_all_go_after_the_stated_time_without_a_request() -> None:
-    asked = terms(**IDLE)
-    assert scale(asked, plan(), NOW, demand(0, 0, in_flight=0, quiet_s=59)) != NONE
-    assert scale(asked, plan(), NOW, demand(0, 0, in_flight=0, quiet_s=60)) == NONE
-    assert scale(asked, plan(), NOW, demand(0, 0, in_flight=1, quiet_s=60)) != NONE
+def test_all_instances_go_after_the_configured_idle_time() -> None:
+    scaling = terms(**IDLE)
+    assert scale(scaling, plan(), NOW, demand(0, 0, in_flight=0, quiet_s=59)) != NONE
+    assert scale(scaling, plan(), NOW, demand(0, 0, in_flight=0, quiet_s=60)) == NONE
+    assert scale(scaling, plan(), NOW, demand(0, 0, in_flight=1, quiet_s=60)) != NONE
 
 
 def test_the_first_request_brings_them_back() -> None:
-    asked = terms(**IDLE)
-    assert scale(asked, plan(), NONE, demand(0, 0, in_flight=0, quiet_s=1)) == NONE
-    assert scale(asked, plan(), NONE, demand(0, 0, in_flight=1, quiet_s=0)) == {P: 1, D: 1}
+    scaling = terms(**IDLE)
+    assert scale(scaling, plan(), NONE, demand(0, 0, in_flight=0, quiet_s=1)) == NONE
+    assert scale(scaling, plan(), NONE, demand(0, 0, in_flight=1, quiet_s=0)) == {P: 1, D: 1}
     # Without a law it is the plan that comes back.
     bare = plan().model_copy(update={"growth": None})
-    assert scale(asked, bare, NONE, demand(0, 0, in_flight=1)) == {P: 1, D: 2}
+    assert scale(scaling, bare, NONE, demand(0, 0, in_flight=1)) == {P: 1, D: 2}
 
 
 def test_they_sleep_on_while_no_gateway_answers_and_wake_when_the_field_goes() -> None:
@@ -202,12 +204,12 @@ def test_a_known_peak_lasts_from_its_beginning_for_so_long(moment: str, rate: fl
 
 
 def test_a_known_peak_has_what_it_needs_before_the_traffic_comes() -> None:
-    asked = terms(**IDLE)
+    scaling = terms(**IDLE)
     quiet = demand(0, 0, in_flight=0, quiet_s=999)
-    assert scale(asked, plan(), NONE, quiet, min_rate=7.9) == NOW
-    assert scale(asked, plan(), NONE, None, min_rate=7.9) == NOW
-    assert scale(asked, plan(), {P: 1, D: 2}, demand(12.0), min_rate=7.9) == {P: 3, D: 6}
-    assert scale(asked, plan(), NOW, demand(1.0, 1.0), min_rate=7.9) == NOW
+    assert scale(scaling, plan(), NONE, quiet, min_rate=7.9) == NOW
+    assert scale(scaling, plan(), NONE, None, min_rate=7.9) == NOW
+    assert scale(scaling, plan(), {P: 1, D: 2}, demand(12.0), min_rate=7.9) == {P: 3, D: 6}
+    assert scale(scaling, plan(), NOW, demand(1.0, 1.0), min_rate=7.9) == NOW
 
 
 @settings(max_examples=25)
@@ -218,18 +220,18 @@ def test_a_known_peak_has_what_it_needs_before_the_traffic_comes() -> None:
     low=st.floats(0, 10),
     calm_s=st.sampled_from([120, 300, 900]),
 )
-def test_whatever_the_wave_an_instance_that_came_stays_for_a_calm(
+def test_an_added_instance_stays_for_the_calm_period_under_any_wave(
     period_s: int, share: float, high: float, low: float, calm_s: int
 ) -> None:
     """An hour of a square wave, looked at every 15 s; windows are kept for half an hour."""
-    asked, windows, now = terms(calmS=calm_s), deque[TrafficWindow](maxlen=128), dict[Role, int]()
+    scaling, windows, now = terms(calmS=calm_s), deque[TrafficWindow](maxlen=128), dict[Role, int]()
     came_s = -math.inf
     for end_s in range(15, 3600, 15):
         seconds = range(end_s - 15, end_s)
         arrived = sum(high if each % period_s < share * period_s else low for each in seconds)
         windows.append(window(end_s, arrived))
         seen = measure_demand(tuple(windows), calm_s, in_flight=1, idle_s=0)
-        then = dict(scale(asked, plan(), now, seen))
+        then = dict(scale(scaling, plan(), now, seen))
         if any(then[role] > count for role, count in now.items()):
             came_s = end_s
         elif then != now and now:

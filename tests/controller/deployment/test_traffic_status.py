@@ -1,4 +1,4 @@
-"""Traffic in status: what it says, and how seldom."""
+"""Traffic in status: its values, and how often it is written."""
 
 from dataclasses import replace
 
@@ -12,46 +12,46 @@ LATER_S = 61.0
 
 
 def seen(rate: float = 4) -> DeploymentView:
-    asked = deployment()
-    return replace(view(asked, status(asked)), traffic=join_windows(ask(rate, 60)))
+    desired = deployment()
+    return replace(view(desired, status(desired)), traffic=join_windows(ask(rate, 60)))
 
 
-def test_rates_lengths_and_latencies_are_told() -> None:
-    told = report_traffic(seen())
-    assert told is not None
-    assert told["windowS"] == 60
-    assert 2 < told["rate"] < 6
-    assert 250 < told["promptTokens"]["mean"] < 350
-    assert 25 < told["outputTokens"]["mean"] < 35
-    assert "ttftMs" not in told
+def test_rates_lengths_and_latencies_are_reported() -> None:
+    reported = report_traffic(seen())
+    assert reported is not None
+    assert reported["windowS"] == 60
+    assert 2 < reported["rate"] < 6
+    assert 250 < reported["promptTokens"]["mean"] < 350
+    assert 25 < reported["outputTokens"]["mean"] < 35
+    assert "ttftMs" not in reported
 
 
-def test_no_request_is_told_as_such() -> None:
+def test_zero_requests_are_reported_as_such() -> None:
     nothing = replace(seen(), traffic=TrafficWindow(NOW_S, 60.0, 0.0))
-    told = report_traffic(nothing)
-    assert told is not None
-    assert told["rate"] == 0
-    assert "promptTokens" not in told
+    reported = report_traffic(nothing)
+    assert reported is not None
+    assert reported["rate"] == 0
+    assert "promptTokens" not in reported
 
 
-def test_it_is_told_at_most_once_a_minute_and_only_when_it_has_moved() -> None:
+def test_traffic_is_reported_at_most_once_a_minute_and_only_on_change() -> None:
     first = seen()
-    told = report_traffic(first)
-    doubled = replace(seen(8), status={**first.status, "observed": told})
-    assert report_traffic(replace(doubled, now_s=NOW_S + 30)) == told
+    reported = report_traffic(first)
+    doubled = replace(seen(8), status={**first.status, "observed": reported})
+    assert report_traffic(replace(doubled, now_s=NOW_S + 30)) == reported
     moved = report_traffic(replace(doubled, now_s=NOW_S + LATER_S))
     assert moved is not None
     assert moved["rate"] > 6
     same = replace(first, status=doubled.status, now_s=NOW_S + LATER_S)
-    assert report_traffic(same) == told
+    assert report_traffic(same) == reported
 
 
-def test_what_is_not_known_any_more_stays_told() -> None:
-    told = report_traffic(seen())
-    silent = replace(seen(), traffic=None, status={"observed": told})
-    assert report_traffic(silent) == told
+def test_values_that_are_no_longer_known_stay_reported() -> None:
+    reported = report_traffic(seen())
+    silent = replace(seen(), traffic=None, status={"observed": reported})
+    assert report_traffic(silent) == reported
 
 
-def test_who_does_not_watch_tells_nothing() -> None:
+def test_without_a_poller_no_traffic_is_reported() -> None:
     off = deployment({"mode": "Off"})
     assert report_traffic(replace(seen(), deployment=off)) is None

@@ -40,8 +40,8 @@ def pool(finalizers: tuple[str, ...] = ("cleave.dev/drain",), deleted: str = "",
     )
 
 
-def pod(name: str, asked: InstancePool, **fields: Any) -> ObservedPod:
-    made = ObservedPod(
+def pod(name: str, desired: InstancePool, **fields: Any) -> ObservedPod:
+    observed = ObservedPod(
         name=name,
         uid=f"uid-{name}",
         role=Role.DECODE,
@@ -50,16 +50,16 @@ def pod(name: str, asked: InstancePool, **fields: Any) -> ObservedPod:
         namespace="llm",
         deployment="chat",
         pool="chat-decode",
-        template=apply.hash_template(asked),
+        template=apply.hash_template(desired),
         node="n1",
         instance=name,
     )
-    return replace(made, **fields)
+    return replace(observed, **fields)
 
 
-def view(asked: InstancePool, *pods: ObservedPod, **fields: Any) -> PoolView:
+def view(desired: InstancePool, *pods: ObservedPod, **fields: Any) -> PoolView:
     nodes = {"n1": ObservedNode("n1", ready=True, schedulable=True)}
-    return PoolView(asked, NOW_S, pods=pods, nodes=nodes, **fields)
+    return PoolView(desired, NOW_S, pods=pods, nodes=nodes, **fields)
 
 
 def pods_only(actions: list[Action]) -> list[tuple[str, str]]:
@@ -71,73 +71,73 @@ def pods_only(actions: list[Action]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def test_first_of_all_a_pool_is_kept_from_going_without_a_drain() -> None:
+def test_a_pool_gets_its_finalizer_first() -> None:
     action, *_ = reconcile(view(pool(finalizers=("other",))))
     assert isinstance(action, SetFinalizers)
     assert action.finalizers == ("other", "cleave.dev/drain")
     assert action.version == "7"
 
 
-def test_missing_instances_are_made_with_names_that_follow_from_the_pool() -> None:
-    asked = pool()
-    first = pods_only(reconcile(view(asked)))
+def test_missing_instances_are_created_with_names_derived_from_the_pool() -> None:
+    desired = pool()
+    first = pods_only(reconcile(view(desired)))
     assert [kind for kind, _ in first] == ["create", "create"]
-    assert first == pods_only(reconcile(view(asked)))
-    there = pod(first[0][1], asked, ready=False)
-    assert pods_only(reconcile(view(asked, there))) == [first[1]]
+    assert first == pods_only(reconcile(view(desired)))
+    existing = pod(first[0][1], desired, ready=False)
+    assert pods_only(reconcile(view(desired, existing))) == [first[1]]
 
 
-def test_pods_belong_to_the_pool_and_carry_what_they_were_made_from() -> None:
-    asked = pool()
-    made = next(each for each in reconcile(view(asked)) if isinstance(each, Create))
-    meta = made.manifest["metadata"]
+def test_pods_have_the_pool_as_owner_and_the_template_hash() -> None:
+    desired = pool()
+    created = next(each for each in reconcile(view(desired)) if isinstance(each, Create))
+    meta = created.manifest["metadata"]
     assert meta["ownerReferences"][0]["uid"] == "p1"
     assert meta["ownerReferences"][0]["controller"] is True
-    assert meta["annotations"] == {"cleave.dev/template": apply.hash_template(asked)}
+    assert meta["annotations"] == {"cleave.dev/template": apply.hash_template(desired)}
 
 
 def test_too_many_instances_lose_the_emptiest() -> None:
-    asked = pool(replicas=1)
-    pods = [pod(name, asked, load=load) for name, load in (("a", 4.0), ("b", 1.0), ("c", 2.0))]
-    assert pods_only(reconcile(view(asked, *pods))) == [("delete", "b"), ("delete", "c")]
+    desired = pool(replicas=1)
+    pods = [pod(name, desired, load=load) for name, load in (("a", 4.0), ("b", 1.0), ("c", 2.0))]
+    assert pods_only(reconcile(view(desired, *pods))) == [("delete", "b"), ("delete", "c")]
 
 
 def test_an_instance_that_goes_counts_no_more() -> None:
-    asked = pool()
-    going = pod("a", asked, deleting=True)
-    assert len(pods_only(reconcile(view(asked, going, pod("b", asked))))) == 1
+    desired = pool()
+    going = pod("a", desired, deleting=True)
+    assert len(pods_only(reconcile(view(desired, going, pod("b", desired))))) == 1
 
 
 def test_a_pod_that_has_ended_is_replaced() -> None:
-    asked = pool()
-    done = pods_only(reconcile(view(asked, pod("a", asked, phase="Failed"), pod("b", asked))))
+    desired = pool()
+    done = pods_only(reconcile(view(desired, pod("a", desired, phase="Failed"), pod("b", desired))))
     assert done[0] == ("delete", "a")
     assert [kind for kind, _ in done] == ["delete", "create"]
 
 
 def test_another_template_is_rolled_out_one_by_one() -> None:
-    asked = pool()
-    old = [pod(name, asked, template="other") for name in "ab"]
-    first = pods_only(reconcile(view(asked, *old)))
+    desired = pool()
+    old = [pod(name, desired, template="other") for name in "ab"]
+    first = pods_only(reconcile(view(desired, *old)))
     assert [kind for kind, _ in first] == ["create"]
-    new = pod(first[0][1], asked, ready=False)
-    assert pods_only(reconcile(view(asked, *old, new))) == []
-    then = pods_only(reconcile(view(asked, *old, replace(new, ready=True))))
+    new = pod(first[0][1], desired, ready=False)
+    assert pods_only(reconcile(view(desired, *old, new))) == []
+    then = pods_only(reconcile(view(desired, *old, replace(new, ready=True))))
     assert [kind for kind, _ in then] == ["delete"]
 
 
 def test_while_the_deployment_rolls_out_its_numbers_count() -> None:
-    asked = pool(rollout={"new": 1, "old": 1, "older": {"o1": 0, "o2": 1}})
-    old = [pod(name, asked, revision=name[:2]) for name in ("o1-a", "o2-a", "o2-b")]
-    done = pods_only(reconcile(view(asked, *old)))
+    desired = pool(rollout={"new": 1, "old": 1, "older": {"o1": 0, "o2": 1}})
+    old = [pod(name, desired, revision=name[:2]) for name in ("o1-a", "o2-a", "o2-b")]
+    done = pods_only(reconcile(view(desired, *old)))
     assert [kind for kind, _ in done] == ["create", "delete", "delete"]
     assert [name[:2] for kind, name in done if kind == "delete"] == ["o1", "o2"]
 
 
 def test_a_lost_nodes_pods_are_forgotten_after_their_grace_and_not_before() -> None:
-    asked = pool(replicas=1)
+    desired = pool(replicas=1)
     lost = {"n1": ObservedNode("n1", ready=False, schedulable=True)}
-    here = view(asked, pod("b", asked), pod("a", asked, deleting=True, deleted_s=NOW_S + 5))
+    here = view(desired, pod("b", desired), pod("a", desired, deleting=True, deleted_s=NOW_S + 5))
     assert pods_only(reconcile(replace(here, nodes=lost))) == []
     late = replace(here, nodes=lost, now_s=NOW_S + 6)
     deleted = [each for each in reconcile(late) if isinstance(each, Delete)]
@@ -149,92 +149,96 @@ def test_a_lost_nodes_pods_are_forgotten_after_their_grace_and_not_before() -> N
 
 @pytest.mark.parametrize(("policy", "grace_s"), [("Drain", None), ("Immediate", 1)])
 def test_a_pool_that_goes_drains_its_pods_first(policy: str, grace_s: int | None) -> None:
-    asked = pool(deleted="1970-01-12T13:46:40Z", deletionPolicy=policy)
-    here = view(asked, pod("a", asked))
+    desired = pool(deleted="1970-01-12T13:46:40Z", deletionPolicy=policy)
+    here = view(desired, pod("a", desired))
     (deleted,) = [each for each in reconcile(here) if isinstance(each, Delete)]
     assert (deleted.target.uid, deleted.grace_s) == ("uid-a", grace_s)
     assert not any(isinstance(each, SetFinalizers) for each in reconcile(here))
-    (last,) = reconcile(view(asked))
+    (last,) = reconcile(view(desired))
     assert isinstance(last, SetFinalizers)
     assert last.finalizers == ()
 
 
 def test_a_pool_goes_in_the_end_even_if_its_pods_do_not() -> None:
-    asked = pool(deleted="1970-01-12T13:46:40Z")
-    late = replace(view(asked, pod("a", asked, deleting=True)), now_s=NOW_S + 700)
+    desired = pool(deleted="1970-01-12T13:46:40Z")
+    late = replace(view(desired, pod("a", desired, deleting=True)), now_s=NOW_S + 700)
     assert any(isinstance(each, SetFinalizers) for each in reconcile(late))
 
 
 def test_a_pool_is_ready_when_all_its_instances_are_of_its_present_spec() -> None:
-    asked = pool()
-    old, new = [pod(name, asked, template="other") for name in "ab"], [pod("c", asked)]
+    desired = pool()
+    old, new = [pod(name, desired, template="other") for name in "ab"], [pod("c", desired)]
     for pods, expected in (
         (old, ("False", "RollingOut")),
         (old[:1] + new, ("False", "RollingOut")),
         (new, ("False", "NotReady")),
-        ([*new, pod("d", asked)], ("True", "Ready")),
+        ([*new, pod("d", desired)], ("True", "Ready")),
     ):
-        (status,) = [e.status for e in reconcile(view(asked, *pods)) if isinstance(e, PatchStatus)]
+        (status,) = [
+            e.status for e in reconcile(view(desired, *pods)) if isinstance(e, PatchStatus)
+        ]
         ready = next(each for each in status["conditions"] if each["type"] == "Ready")
         assert (ready["status"], ready["reason"]) == expected
         assert ready["observedGeneration"] == status["observedGeneration"] == 3
 
 
 def test_status_counts_what_is_and_is_written_once() -> None:
-    asked = pool()
-    here = view(asked, pod("a", asked), pod("b", asked, ready=False))
+    desired = pool()
+    here = view(desired, pod("a", desired), pod("b", desired, ready=False))
     (written,) = [each for each in reconcile(here) if isinstance(each, PatchStatus)]
-    told = written.status
-    assert {k: told[k] for k in ("replicas", "ready", "serving", "updated")} == {
+    reported = written.status
+    assert {k: reported[k] for k in ("replicas", "ready", "serving", "updated")} == {
         "replicas": 2, "ready": 1, "serving": 1, "updated": 2,
     }  # fmt: skip
-    assert told["selector"] == "cleave.dev/pool=chat-decode,cleave.dev/component=worker"
-    assert told["observedGeneration"] == 3
-    again = reconcile(replace(here, status=told, now_s=NOW_S + 50))
+    assert reported["selector"] == "cleave.dev/pool=chat-decode,cleave.dev/component=worker"
+    assert reported["observedGeneration"] == 3
+    again = reconcile(replace(here, status=reported, now_s=NOW_S + 50))
     assert not [each for each in again if isinstance(each, PatchStatus)]
 
 
-def test_a_pool_that_is_as_it_should_be_wants_nothing() -> None:
-    asked = pool()
-    here = view(asked, pod("a", asked), pod("b", asked))
+def test_a_converged_pool_needs_no_action() -> None:
+    desired = pool()
+    here = view(desired, pod("a", desired), pod("b", desired))
     first = reconcile(here)
     child = next(each for each in first if hasattr(each, "manifest")).manifest
     digest = child["metadata"]["annotations"]["cleave.dev/applied"]
-    there = ObservedChild("PodDisruptionBudget", "llm", child["metadata"]["name"], "b1", digest)
+    existing = ObservedChild("PodDisruptionBudget", "llm", child["metadata"]["name"], "b1", digest)
     status = next(each.status for each in first if isinstance(each, PatchStatus))
-    settled = replace(here, children={(there.kind, there.name): there}, status=status)
+    settled = replace(here, children={(existing.kind, existing.name): existing}, status=status)
     assert reconcile(settled) == []
 
 
 class TestSeveralNodes:
     """An instance of two pods: a leader and a follower."""
 
-    asked = pool(
+    desired = pool(
         replicas=1,
         nodes=2,
         parallelism={"tensor": 16},
         engine={"type": "vLLM"},
     )
 
-    def test_the_leader_is_made_first_and_the_follower_once_it_has_an_identity(self) -> None:
-        ((_, leader),) = pods_only(reconcile(view(self.asked)))
-        there = pod(leader, self.asked, ready=False)
-        (made,) = [each for each in reconcile(view(self.asked, there)) if isinstance(each, Create)]
-        assert made.manifest["metadata"]["name"] == f"{leader}-1"
-        assert made.manifest["metadata"]["ownerReferences"][0]["uid"] == f"uid-{leader}"
+    def test_the_leader_is_created_first_and_the_follower_once_it_has_an_identity(self) -> None:
+        ((_, leader),) = pods_only(reconcile(view(self.desired)))
+        existing = pod(leader, self.desired, ready=False)
+        (created,) = [
+            each for each in reconcile(view(self.desired, existing)) if isinstance(each, Create)
+        ]
+        assert created.manifest["metadata"]["name"] == f"{leader}-1"
+        assert created.manifest["metadata"]["ownerReferences"][0]["uid"] == f"uid-{leader}"
 
     def test_it_is_ready_when_both_are(self) -> None:
-        leader = pod("a", self.asked)
-        follower = pod("a-1", self.asked, instance="a", is_multi_node_worker=True, ready=False)
+        leader = pod("a", self.desired)
+        follower = pod("a-1", self.desired, instance="a", is_multi_node_worker=True, ready=False)
         for is_ready in (False, True):
-            here = view(self.asked, leader, replace(follower, ready=is_ready))
+            here = view(self.desired, leader, replace(follower, ready=is_ready))
             (status,) = [e.status for e in reconcile(here) if isinstance(e, PatchStatus)]
             assert (status["replicas"], status["ready"]) == (1, int(is_ready))
 
     def test_where_one_goes_both_go_and_another_instance_comes(self) -> None:
-        leader = pod("a", self.asked)
-        follower = pod("a-1", self.asked, instance="a", is_multi_node_worker=True, phase="Failed")
-        done = pods_only(reconcile(view(self.asked, leader, follower)))
+        leader = pod("a", self.desired)
+        follower = pod("a-1", self.desired, instance="a", is_multi_node_worker=True, phase="Failed")
+        done = pods_only(reconcile(view(self.desired, leader, follower)))
         assert done[:2] == [("delete", "a"), ("delete", "a-1")]
         assert [kind for kind, _ in done[2:]] == ["create"]
 
@@ -242,25 +246,25 @@ class TestSeveralNodes:
 class TestSets:
     """The same where LeaderWorkerSet is installed."""
 
-    asked = TestSeveralNodes.asked
+    desired = TestSeveralNodes.desired
     settings = OperatorSettings(has_leader_worker_sets=True)
 
     def test_a_set_makes_the_whole_instance(self) -> None:
-        here = view(self.asked, settings=self.settings)
-        (made,) = [each.manifest for each in reconcile(here) if isinstance(each, Create)]
-        assert made["kind"] == "LeaderWorkerSet"
-        assert made["metadata"]["ownerReferences"][0]["uid"] == "p1"
-        group = made["spec"]["leaderWorkerTemplate"]
+        here = view(self.desired, settings=self.settings)
+        (created,) = [each.manifest for each in reconcile(here) if isinstance(each, Create)]
+        assert created["kind"] == "LeaderWorkerSet"
+        assert created["metadata"]["ownerReferences"][0]["uid"] == "p1"
+        group = created["spec"]["leaderWorkerTemplate"]
         for part in ("leaderTemplate", "workerTemplate"):
             marks = group[part]["metadata"]["annotations"]
-            assert marks == {"cleave.dev/template": apply.hash_template(self.asked)}
+            assert marks == {"cleave.dev/template": apply.hash_template(self.desired)}
 
     def test_its_pods_are_an_instance_and_go_with_it(self) -> None:
         pods = [
-            pod("x-0", self.asked, set_name="x", instance="x-0"),
-            pod("x-0-1", self.asked, set_name="x", instance="x-0", is_multi_node_worker=True),
+            pod("x-0", self.desired, set_name="x", instance="x-0"),
+            pod("x-0-1", self.desired, set_name="x", instance="x-0", is_multi_node_worker=True),
         ]
-        here = view(self.asked, *pods, settings=self.settings)
+        here = view(self.desired, *pods, settings=self.settings)
         assert pods_only(reconcile(here)) == []
         none = pool(replicas=0, nodes=2, parallelism={"tensor": 16}, engine={"type": "vLLM"})
         (deleted,) = [
@@ -270,10 +274,10 @@ class TestSets:
         ]
         assert (deleted.target.kind, deleted.target.name) == ("LeaderWorkerSet", "x")
 
-    def test_its_name_is_taken(self) -> None:
-        here = view(self.asked, settings=self.settings)
+    def test_the_name_of_an_existing_pod_is_skipped(self) -> None:
+        here = view(self.desired, settings=self.settings)
         ((_, first),) = pods_only(reconcile(here))
-        gone = pod(f"{first}-0", self.asked, set_name=first, instance=f"{first}-0", deleting=True)
+        gone = pod(f"{first}-0", self.desired, set_name=first, instance=f"{first}-0", deleting=True)
         ((_, again),) = [
             each
             for each in pods_only(reconcile(replace(here, pods=(gone,))))
@@ -283,23 +287,25 @@ class TestSets:
 
 
 def test_cells_are_filled_before_new_ones_are_begun() -> None:
-    asked = pool(replicas=3, colocation={"perCell": 2})
-    there = pod("a", asked, cell=0)
-    made = [each.manifest for each in reconcile(view(asked, there)) if isinstance(each, Create)]
-    assert [each["metadata"]["labels"]["cleave.dev/cell"] for each in made] == ["0", "1"]
+    desired = pool(replicas=3, colocation={"perCell": 2})
+    existing = pod("a", desired, cell=0)
+    created = [
+        each.manifest for each in reconcile(view(desired, existing)) if isinstance(each, Create)
+    ]
+    assert [each["metadata"]["labels"]["cleave.dev/cell"] for each in created] == ["0", "1"]
 
 
 def test_instances_that_replace_others_of_their_revision_do_not_ask_for_their_nodes() -> None:
-    asked = pool(replicas=2, colocation={"perCell": 2})
-    old = [pod(name, asked, cell=0, template="old") for name in ("a", "b")]
-    made = [each.manifest for each in reconcile(view(asked, *old)) if isinstance(each, Create)]
-    assert [each["metadata"]["labels"]["cleave.dev/cell"] for each in made] == ["1"]
+    desired = pool(replicas=2, colocation={"perCell": 2})
+    old = [pod(name, desired, cell=0, template="old") for name in ("a", "b")]
+    created = [each.manifest for each in reconcile(view(desired, *old)) if isinstance(each, Create)]
+    assert [each["metadata"]["labels"]["cleave.dev/cell"] for each in created] == ["1"]
 
 
-def test_names_are_never_those_that_are_taken() -> None:
-    asked = pool()
-    some = pool_pods.generate_names(asked, (), 5)
+def test_new_names_never_collide() -> None:
+    desired = pool()
+    some = pool_pods.generate_names(desired, (), 5)
     assert len(set(some)) == 5
-    more = pool_pods.generate_names(asked, some, 5)
+    more = pool_pods.generate_names(desired, some, 5)
     assert not set(some) & set(more)
     assert all(len(name) <= 63 for name in more)

@@ -31,7 +31,7 @@ def test_the_emptiest_goes() -> None:
     assert chosen(pod("busy", load=7), pod("quiet", load=2), pod("busier", load=9)) == ["quiet"]
 
 
-def test_one_whose_load_nobody_knows_is_taken_for_busy() -> None:
+def test_an_instance_of_unknown_load_counts_as_busy() -> None:
     assert chosen(pod("unknown"), pod("busy", load=100)) == ["busy"]
 
 
@@ -53,7 +53,7 @@ def test_what_goes_already_is_not_chosen_again() -> None:
     assert chosen(going, pod("staying"), count=2) == ["staying"]
 
 
-def test_nobody_is_chosen_when_nobody_has_to_go() -> None:
+def test_no_victim_is_chosen_when_none_is_needed() -> None:
     assert chosen(pod("only"), count=0) == []
     assert chosen(*map(pod, "abcde"), count=-3) == []
 

@@ -36,13 +36,13 @@ def last_probe(
 
 
 def decide(
-    wanted: int,
+    desired: int,
     *pods: ObservedPod,
     last: CapacityProbe | None = None,
     now_s: float = NOW_S,
     nodes="n1",
 ) -> SchedulingLimit:
-    return compute_limit(wanted, pods, now_s=now_s, timeout_s=TIMEOUT_S, nodes=nodes, last=last)
+    return compute_limit(desired, pods, now_s=now_s, timeout_s=TIMEOUT_S, nodes=nodes, last=last)
 
 
 def names(found: SchedulingLimit) -> list[str]:
@@ -58,7 +58,7 @@ def test_a_pod_may_wait_for_a_node_for_its_time() -> None:
     assert found == SchedulingLimit(requeue_after_s=20.0)
 
 
-def test_a_pod_that_nobody_has_tried_to_place_is_left_alone() -> None:
+def test_a_pod_not_yet_considered_by_the_scheduler_is_left_alone() -> None:
     unseen = waiting("b", why="")
     assert decide(2, placed("a"), unseen) == SchedulingLimit()
 
@@ -86,7 +86,7 @@ def test_a_lost_instance_is_replaced_meanwhile() -> None:
     assert decide(4, placed("a"), last=last_probe(NOW_S + 30)).max_instances == 2
 
 
-def test_the_next_trial_may_have_them_all_and_is_still_told() -> None:
+def test_the_next_trial_may_have_them_all_and_is_still_reported() -> None:
     found = decide(4, placed("a"), placed("b"), last=last_probe(NOW_S))
     assert found.max_instances is None
     assert found.reason.endswith("; being tried again")
@@ -150,7 +150,7 @@ def test_pods_that_go_or_are_over_count_for_nothing() -> None:
     assert decide(1, placed("a"), going, over) == SchedulingLimit()
 
 
-def test_what_most_of_them_wait_for_is_told() -> None:
+def test_the_most_frequent_obstacle_is_reported() -> None:
     other = "0/2 nodes are available: 2 node(s) had untolerated taint."
     pods = [placed("a"), waiting("b", why=other), waiting("c"), waiting("d")]
     assert WHY.rstrip(".") in decide(4, *pods).reason
@@ -173,21 +173,21 @@ trials = st.none() | st.builds(
 
 
 @given(st.integers(0, 8), pods, trials)
-def test_a_decision_that_was_carried_out_is_not_taken_again(
-    wanted: int, found: list[ObservedPod], last: CapacityProbe | None
+def test_an_executed_decision_is_not_repeated(
+    desired: int, found: list[ObservedPod], last: CapacityProbe | None
 ) -> None:
-    first = decide(wanted, *found, last=last)
+    first = decide(desired, *found, last=last)
     left = [pod for pod in found if pod not in first.evict]
-    second = decide(wanted, *left, last=first.probe)
+    second = decide(desired, *left, last=first.probe)
     assert second.evict == ()
     assert second.max_instances is None or second.max_instances == first.max_instances
 
 
 @given(st.integers(0, 8), pods, trials)
 def test_instances_with_a_node_are_never_given_up(
-    wanted: int, found: list[ObservedPod], last: CapacityProbe | None
+    desired: int, found: list[ObservedPod], last: CapacityProbe | None
 ) -> None:
-    decided = decide(wanted, *found, last=last)
+    decided = decide(desired, *found, last=last)
     assert not any(pod.scheduled for pod in decided.evict)
     assert len(decided.evict) < max(1, len(found))
     assert bool(decided.reason) == (decided.probe is not None or decided.reason.endswith("a node"))

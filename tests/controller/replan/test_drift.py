@@ -47,7 +47,7 @@ def test_before_the_fleet_settles_nothing_is_compared() -> None:
     assert find_change(PLANNED_FOR, DOUBLED, NOW_S - 10) is None
 
 
-def test_nothing_is_compared_with_traffic_that_nobody_stated() -> None:
+def test_undeclared_traffic_is_not_compared() -> None:
     assert find_change(None, DOUBLED, NOW_S - 900) is None
 
 
@@ -103,7 +103,7 @@ def test_traffic_that_has_just_changed_is_known_better_each_minute() -> None:
     assert not DriftState().has_recent_change(seen_s, 300)
 
 
-def test_what_ends_before_a_change_of_lengths_is_seen_tells_of_the_traffic_before() -> None:
+def test_requests_that_end_before_a_detected_change_belong_to_the_traffic_before() -> None:
     settled_s = NOW_S - 900
     rate = TrafficChange(NOW_S - 15, NOW_S - 60, Quantity.RATE, 4, 8)
     lengths = TrafficChange(NOW_S - 15, NOW_S - 60, Quantity.PROMPT_TOKENS, 300, 900)
@@ -114,7 +114,7 @@ def test_what_ends_before_a_change_of_lengths_is_seen_tells_of_the_traffic_befor
     assert find_current_start_s(DOUBLED, known, settled_s) == NOW_S - 120
 
 
-def test_a_fleet_that_has_settled_since_tells_of_itself_alone() -> None:
+def test_a_settled_fleet_is_measured_alone() -> None:
     change = TrafficChange(NOW_S - 120, NOW_S - 165, Quantity.RATE, 4, 8)
     assert find_current_start_s(DOUBLED, change, NOW_S - 60) == NOW_S - 60
     assert (
@@ -124,7 +124,7 @@ def test_a_fleet_that_has_settled_since_tells_of_itself_alone() -> None:
     assert find_current_start_s(DOUBLED, None, NOW_S - 300) == NOW_S - 300
 
 
-def test_latencies_tell_of_the_traffic_once_requests_of_before_have_ended() -> None:
+def test_latencies_describe_the_traffic_once_earlier_requests_have_ended() -> None:
     since_s = NOW_S - 300
     assert find_settle_s((), None, since_s, 60) == 60
     assert find_settle_s(DOUBLED, None, since_s, 60) == 60

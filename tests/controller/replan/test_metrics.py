@@ -22,28 +22,28 @@ def condition(kind: str, status: str) -> Manifest:
 
 
 def test_predictions_stand_beside_what_was_seen() -> None:
-    told = series(
+    exported = series(
         {
             "observed": {"attainment": 0.7, "ttftMs": {"p50": 200, "p90": 500, "p99": 900}},
             "prediction": {"attainment": 0.9, "ttftMs": {"p50": 100, "p90": 250}, "error": 1.0},
         }
     )
-    assert told["attainment"] == {("predicted",): 0.9, ("observed",): 0.7}
-    assert told["latency_seconds"] == {
+    assert exported["attainment"] == {("predicted",): 0.9, ("observed",): 0.7}
+    assert exported["latency_seconds"] == {
         ("ttft", "0.5", "predicted"): 0.1,
         ("ttft", "0.9", "predicted"): 0.25,
         ("ttft", "0.5", "observed"): 0.2,
         ("ttft", "0.9", "observed"): 0.5,
     }
-    assert told["prediction_error"] == {(): 1.0}
+    assert exported["prediction_error"] == {(): 1.0}
 
 
 def test_conditions_and_corrections_are_numbers() -> None:
     conditions = [condition("PlanDrifted", "True"), condition("PredictionHolds", "False")]
-    told = series({"conditions": conditions, "correction": {"prefill": 1.5}})
-    assert told["plan_drifted"] == {(): 1}
-    assert told["prediction_holds"] == {(): 0}
-    assert told["correction"] == {("prefill",): 1.5, ("decode",): 1.0}
+    exported = series({"conditions": conditions, "correction": {"prefill": 1.5}})
+    assert exported["plan_drifted"] == {(): 1}
+    assert exported["prediction_holds"] == {(): 0}
+    assert exported["correction"] == {("prefill",): 1.5, ("decode",): 1.0}
 
 
 def test_what_is_not_known_has_no_series() -> None:

@@ -31,12 +31,12 @@ def test_a_question_without_gpus_is_answered_with_what_is_missing() -> None:
 
 
 def test_a_plan_says_how_it_grows_where_instances_are_to_follow_the_rate() -> None:
-    asked = {"workload": WORKLOAD, "planning": {"maxGPUs": 4}}
-    alone = run_planner(text(**asked), None, QUESTION)
+    spec = {"workload": WORKLOAD, "planning": {"maxGPUs": 4}}
+    alone = run_planner(text(**spec), None, QUESTION)
     assert alone.plan is not None
     assert "growth" not in alone.plan
     roles = [{"role": pool["role"], "maxReplicas": 9} for pool in alone.plan["pools"]]
-    said = run_planner(text(**asked, scaling={"roles": roles}), None, QUESTION)
+    said = run_planner(text(**spec, scaling={"roles": roles}), None, QUESTION)
     assert said.plan is not None
     assert said.plan["growth"]["workers"] >= 1
 
@@ -63,10 +63,10 @@ class Answers:
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
-        self.asked: list[str] = []
+        self.questions: list[str] = []
 
     async def __call__(self, _deployment: Any, _cluster: Any, question: PlanJob) -> PlanJob:
-        self.asked.append(question.inputs_hash)
+        self.questions.append(question.inputs_hash)
         await self.release.wait()
         return question.as_infeasible("no")
 
@@ -76,16 +76,16 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_same_question_is_asked_once_and_another_one_replaces_it() -> None:
+async def test_the_same_question_is_submitted_once_and_another_one_replaces_it() -> None:
     answered: list[str] = []
     client: PlannerClient[str] = PlannerClient(answered.append)
     answers = Answers()
     client._run_in_process = answers  # type: ignore[method-assign]
-    asked = validate(chat(workload=WORKLOAD))
+    desired = validate(chat(workload=WORKLOAD))
     for inputs in ("one", "one", "two"):
-        client.submit("chat", asked, None, PlanJob(inputs))
+        client.submit("chat", desired, None, PlanJob(inputs))
         await settle()
-    assert answers.asked == ["one", "two"]
+    assert answers.questions == ["one", "two"]
     answers.release.set()
     await settle()
     assert answered == ["chat"]
@@ -101,17 +101,17 @@ async def test_a_plan_waits_for_one_look_at_what_runs_and_not_for_many() -> None
     client: PlannerClient[str] = PlannerClient(lambda _: None)
     answers = Answers()
     client._run_in_process = answers  # type: ignore[method-assign]
-    asked = validate(chat(workload=WORKLOAD))
+    desired = validate(chat(workload=WORKLOAD))
     review = PlanReview(0.0, (), "", (), ReplanSettings())
     for number in range(3):
         look = replace(QUESTION, inputs_hash=f"look {number}", review=review)
-        client.submit(f"chat-{number}", asked, None, look)
+        client.submit(f"chat-{number}", desired, None, look)
     await settle()
-    client.submit("new", asked, None, QUESTION)
+    client.submit("new", desired, None, QUESTION)
     await settle()
     answers.release.set()
     await settle()
-    assert answers.asked[:2] == ["look 0", "digest"]
+    assert answers.questions[:2] == ["look 0", "digest"]
     await client.close()
 
 

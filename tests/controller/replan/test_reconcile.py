@@ -1,4 +1,4 @@
-"""When the planner is asked about what runs, and what is said until it answers."""
+"""When the running plan is reviewed, and what status says until the planner answers."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 
 from tests.support.deployment_views import (
     INTERVAL_S,
+    INVENTORY,
     NOW_S,
-    THERE,
     ask,
     deployment,
     plan,
@@ -24,7 +24,7 @@ from tests.support.deployment_views import (
     traffic,
     view,
 )
-from tests.support.fake_cluster import by_hand
+from tests.support.fake_cluster import manual_placement
 
 
 def said(found: ReplanOutcome, kind: str = "PlanDrifted") -> tuple[bool | None, str]:
@@ -33,8 +33,8 @@ def said(found: ReplanOutcome, kind: str = "PlanDrifted") -> tuple[bool | None, 
 
 
 def test_traffic_as_planned_is_looked_at_once_in_an_interval() -> None:
-    asked = deployment()
-    found = reconcile_plan(view(asked, status(asked), windows=traffic(4)))
+    desired = deployment()
+    found = reconcile_plan(view(desired, status(desired), windows=traffic(4)))
     assert found.plan_request is not None
     review = found.plan_request.review
     assert review is not None
@@ -46,33 +46,37 @@ def test_traffic_as_planned_is_looked_at_once_in_an_interval() -> None:
     assert found.plan_request.fitted_inputs is not None
     assert found.plan_request.fitted_inputs.workload.rate == pytest.approx(4, rel=0.15)
     assert said(found) == (None, "NotCompared")
-    told = status(
-        asked, prediction={"at": format_timestamp(NOW_S - INTERVAL_S + 9), "attainment": 1}
+    reported = status(
+        desired, prediction={"at": format_timestamp(NOW_S - INTERVAL_S + 9), "attainment": 1}
     )
-    assert reconcile_plan(view(asked, told, windows=traffic(4))).plan_request is None
-    told = status(asked, prediction={"at": format_timestamp(NOW_S - INTERVAL_S), "attainment": 1})
-    assert reconcile_plan(view(asked, told, windows=traffic(4))).plan_request is not None
+    assert reconcile_plan(view(desired, reported, windows=traffic(4))).plan_request is None
+    reported = status(
+        desired, prediction={"at": format_timestamp(NOW_S - INTERVAL_S), "attainment": 1}
+    )
+    assert reconcile_plan(view(desired, reported, windows=traffic(4))).plan_request is not None
 
 
 def test_an_interval_that_ends_within_a_change_is_a_little_longer() -> None:
-    asked = deployment()
+    desired = deployment()
     windows = traffic(4, 600, NOW_S - 30) + traffic(8, 30)
-    due = status(asked, prediction={"at": format_timestamp(NOW_S - INTERVAL_S), "attainment": 1})
-    found = reconcile_plan(view(asked, due, windows=windows))
+    due = status(desired, prediction={"at": format_timestamp(NOW_S - INTERVAL_S), "attainment": 1})
+    found = reconcile_plan(view(desired, due, windows=windows))
     assert found.plan_request is None
     assert found.events == ()
     late = {"at": format_timestamp(NOW_S - INTERVAL_S - MAX_DEFERRAL_S), "attainment": 1}
     assert (
-        reconcile_plan(view(asked, status(asked, prediction=late), windows=windows)).plan_request
+        reconcile_plan(
+            view(desired, status(desired, prediction=late), windows=windows)
+        ).plan_request
         is not None
     )
 
 
-def test_a_change_is_told_and_looked_at_at_once() -> None:
-    asked = deployment()
-    told = status(asked, prediction={"at": format_timestamp(NOW_S - 100), "attainment": 1})
+def test_a_change_is_reported_and_reviewed_at_once() -> None:
+    desired = deployment()
+    reported = status(desired, prediction={"at": format_timestamp(NOW_S - 100), "attainment": 1})
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
-    found = reconcile_plan(view(asked, told, windows=windows))
+    found = reconcile_plan(view(desired, reported, windows=windows))
     assert said(found) == (True, "TrafficChanged")
     assert [event.reason for event in found.events] == ["PlanDrifted"]
     assert found.plan_request is not None
@@ -81,33 +85,35 @@ def test_a_change_is_told_and_looked_at_at_once() -> None:
     assert found.plan_request.fitted_inputs.workload.rate == pytest.approx(12, rel=0.2)
 
 
-def test_a_change_after_which_the_plan_was_kept_is_looked_at_again_soon() -> None:
-    asked = deployment()
+def test_an_unplanned_change_is_reviewed_again_soon() -> None:
+    desired = deployment()
     windows = traffic(4, 600, NOW_S - 150) + traffic(12, 150)
     for age_s, is_due in ((INTERVAL_S / 5, True), (INTERVAL_S / 5 - 2, False)):
-        told = status(asked, prediction={"at": format_timestamp(NOW_S - age_s), "attainment": 1})
+        reported = status(
+            desired, prediction={"at": format_timestamp(NOW_S - age_s), "attainment": 1}
+        )
         assert (
-            reconcile_plan(view(asked, told, windows=windows)).plan_request is not None
+            reconcile_plan(view(desired, reported, windows=windows)).plan_request is not None
         ) is is_due
-        calm = reconcile_plan(view(asked, told, windows=traffic(4)))
+        calm = reconcile_plan(view(desired, reported, windows=traffic(4)))
         assert calm.plan_request is None
 
 
 def test_a_change_is_urgent_until_it_has_been_looked_at() -> None:
-    asked = deployment()
+    desired = deployment()
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
-    told = status(asked)
-    state = update_drift(DriftState(), asked, told, windows)
-    assert is_urgent(state, asked, told)
-    assert not is_urgent(DriftState(), asked, told)
-    looked = {**told, "prediction": {"at": format_timestamp(NOW_S), "attainment": 1}}
-    assert not is_urgent(state, asked, looked)
-    by_hands = deployment(placement=by_hand(prefill=1, decode=1))
-    assert not is_urgent(state, by_hands, told)
+    reported = status(desired)
+    state = update_drift(DriftState(), desired, reported, windows)
+    assert is_urgent(state, desired, reported)
+    assert not is_urgent(DriftState(), desired, reported)
+    looked = {**reported, "prediction": {"at": format_timestamp(NOW_S), "attainment": 1}}
+    assert not is_urgent(state, desired, looked)
+    by_hands = deployment(placement=manual_placement(prefill=1, decode=1))
+    assert not is_urgent(state, by_hands, reported)
 
 
-def test_a_change_that_was_told_is_not_told_again() -> None:
-    asked = deployment()
+def test_a_reported_change_is_not_reported_again() -> None:
+    desired = deployment()
     said_before = {
         "type": "PlanDrifted",
         "status": "False",
@@ -115,79 +121,80 @@ def test_a_change_that_was_told_is_not_told_again() -> None:
         "message": "it stays",
         "lastTransitionTime": format_timestamp(NOW_S - 100),
     }
-    told = status(asked, prediction={"at": format_timestamp(NOW_S), "attainment": 1})
-    told["conditions"].append(said_before)
+    reported = status(desired, prediction={"at": format_timestamp(NOW_S), "attainment": 1})
+    reported["conditions"].append(said_before)
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
-    found = reconcile_plan(view(asked, told, windows=windows))
+    found = reconcile_plan(view(desired, reported, windows=windows))
     assert said(found) == (False, "Kept")
     assert not found.events
     assert found.plan_request is None
 
 
-def test_nothing_is_asked_while_the_fleet_changes_or_the_planner_is_at_work() -> None:
-    asked = deployment()
-    told = status(asked)
-    told["conditions"][0]["status"] = "True"
-    assert reconcile_plan(view(asked, told, windows=traffic(12))).plan_request is None
-    told = status(asked)
+def test_nothing_is_submitted_while_the_fleet_changes_or_the_planner_is_busy() -> None:
+    desired = deployment()
+    reported = status(desired)
+    reported["conditions"][0]["status"] = "True"
+    assert reconcile_plan(view(desired, reported, windows=traffic(12))).plan_request is None
+    reported = status(desired)
     busy = PlanJob("any")
     assert (
         reconcile_plan(
-            replace(view(asked, told, windows=traffic(12)), pending_plan=busy)
+            replace(view(desired, reported, windows=traffic(12)), pending_plan=busy)
         ).plan_request
         is None
     )
 
 
 def test_what_was_seen_before_the_fleet_settled_does_not_count() -> None:
-    asked = deployment()
+    desired = deployment()
     windows = traffic(12, 600, NOW_S - 30) + traffic(4, 30)
     assert (
-        reconcile_plan(view(asked, status(asked, NOW_S - 30), windows=windows)).plan_request is None
+        reconcile_plan(view(desired, status(desired, NOW_S - 30), windows=windows)).plan_request
+        is None
     )
 
 
-def test_what_is_as_planned_waits_until_the_model_can_be_judged() -> None:
-    asked = deployment()
-    assert reconcile_plan(view(asked, status(asked), windows=ask(4))).plan_request is None
+def test_traffic_as_planned_waits_until_the_model_can_be_checked() -> None:
+    desired = deployment()
+    assert reconcile_plan(view(desired, status(desired), windows=ask(4))).plan_request is None
     # What has changed may be too much for what runs, and cannot wait.
-    assert reconcile_plan(view(asked, status(asked), windows=ask(12))).plan_request is not None
+    assert reconcile_plan(view(desired, status(desired), windows=ask(12))).plan_request is not None
 
 
 def test_too_few_requests_say_nothing() -> None:
-    asked = deployment()
-    assert reconcile_plan(view(asked, status(asked), windows=traffic(0.1))).plan_request is None
+    desired = deployment()
+    assert reconcile_plan(view(desired, status(desired), windows=traffic(0.1))).plan_request is None
 
 
 @pytest.mark.parametrize(
     "spec",
     [
         {"replan": {"mode": "Off"}},
-        {"placement": by_hand(prefill=1, decode=1)},
+        {"placement": manual_placement(prefill=1, decode=1)},
         {"paused": True},
         {"model": "org/unheard-of", "engine": {"type": "vLLM"}},
     ],
     ids=["off", "by hand", "paused", "unknown model"],
 )
 def test_some_plans_do_not_follow_traffic(spec: dict) -> None:
-    asked = deployment(**spec)
-    assert reconcile_plan(view(asked, status(asked), windows=traffic(12))).plan_request is None
+    desired = deployment(**spec)
+    assert reconcile_plan(view(desired, status(desired), windows=traffic(12))).plan_request is None
 
 
 @pytest.mark.parametrize(
     "spec", [{"replan": {"mode": "Advisory"}}, {"planning": {"mode": "Advisory"}}], ids=str
 )
-def test_advice_is_asked_for_where_nothing_is_to_be_applied(spec: dict) -> None:
-    asked = deployment(**spec)
-    question = reconcile_plan(view(asked, status(asked), windows=traffic(12))).plan_request
+def test_in_advisory_mode_a_review_is_submitted(spec: dict) -> None:
+    desired = deployment(**spec)
+    question = reconcile_plan(view(desired, status(desired), windows=traffic(12))).plan_request
     assert question is not None
     assert question.review is not None
     assert question.review.settings.is_advisory
 
 
 def test_what_others_scale_is_looked_at_as_it_is_and_not_changed() -> None:
-    asked = deployment()
-    seen = view(asked, status(asked), windows=traffic(12))
+    desired = deployment()
+    seen = view(desired, status(desired), windows=traffic(12))
     manual = seen.pools[1].spec.model_copy(update={"owner": "Manual", "replicas": 5})
     pools = (seen.pools[0], seen.pools[1].model_copy(update={"spec": manual}))
     question = reconcile_plan(replace(seen, pools=pools)).plan_request
@@ -197,13 +204,13 @@ def test_what_others_scale_is_looked_at_as_it_is_and_not_changed() -> None:
 
 
 def test_a_start_costs_what_the_quickest_took() -> None:
-    asked = deployment()
+    desired = deployment()
     pods = tuple(
         ObservedPod(f"p{n}", f"u{n}", Role.DECODE, "a", True, created_s=100.0, ready_s=100.0 + took)
         for n, took in enumerate((900.0, 42.0))
     )
     question = reconcile_plan(
-        view(asked, status(asked), windows=traffic(12), pods=pods)
+        view(desired, status(desired), windows=traffic(12), pods=pods)
     ).plan_request
     assert question is not None
     assert question.review is not None
@@ -211,49 +218,54 @@ def test_a_start_costs_what_the_quickest_took() -> None:
 
 
 def test_a_correction_counts_for_the_engine_that_it_was_learnt_of() -> None:
-    asked = deployment()
-    right = LatencyCorrection(prefill=2, decode=1.5, of=PlanInputs(asked, THERE).model_hash)
-    told = status(asked, correction=right.model_dump(mode="json"))
-    found = reconcile_plan(view(asked, told, windows=traffic(12)))
+    desired = deployment()
+    right = LatencyCorrection(prefill=2, decode=1.5, of=PlanInputs(desired, INVENTORY).model_hash)
+    reported = status(desired, correction=right.model_dump(mode="json"))
+    found = reconcile_plan(view(desired, reported, windows=traffic(12)))
     assert found.correction == right
     assert found.plan_request is not None
     assert found.plan_request.fitted_inputs is not None
     assert found.plan_request.fitted_inputs.correction == right
     other = deployment(engine={"type": "Emulated", "emulated": {"timeScale": 2.0}})
     assert (
-        reconcile_plan(view(other, {**told, "plan": plan("x")}, windows=traffic(12))).correction
+        reconcile_plan(view(other, {**reported, "plan": plan("x")}, windows=traffic(12))).correction
         is None
     )
 
 
-def test_a_look_that_failed_is_told_and_taken_again_later() -> None:
-    asked = deployment()
-    question = reconcile_plan(view(asked, status(asked), windows=traffic(4))).plan_request
+def test_a_failed_review_is_reported_and_repeated_later() -> None:
+    desired = deployment()
+    question = reconcile_plan(view(desired, status(desired), windows=traffic(4))).plan_request
     assert question is not None
     failed = question.with_faults(["the planner has ended"])
-    found = reconcile_plan(view(asked, status(asked), windows=traffic(4), plan_result=failed))
+    found = reconcile_plan(view(desired, status(desired), windows=traffic(4), plan_result=failed))
     assert said(found, "PredictionHolds") == (None, "NotCompared")
     assert found.conditions[1].message == "the planner has ended"
     assert found.plan_request is None
     later = replace(
         view(
-            asked, status(asked), windows=traffic(4, end_s=NOW_S + INTERVAL_S), plan_result=failed
+            desired,
+            status(desired),
+            windows=traffic(4, end_s=NOW_S + INTERVAL_S),
+            plan_result=failed,
         ),
         now_s=NOW_S + INTERVAL_S,
     )
     assert reconcile_plan(later).plan_request is not None
 
 
-def test_without_stated_traffic_it_is_learnt() -> None:
-    asked = deployment(workload=None)
-    question = reconcile_plan(view(asked, status(asked), windows=traffic(12))).plan_request
+def test_without_declared_traffic_it_is_learnt() -> None:
+    desired = deployment(workload=None)
+    question = reconcile_plan(view(desired, status(desired), windows=traffic(12))).plan_request
     assert question is not None
     assert question.fitted_inputs is not None
     assert question.fitted_inputs.workload.rate == pytest.approx(12, rel=0.2)
 
 
-def test_a_status_that_nobody_can_read_is_taken_for_none() -> None:
-    asked = deployment()
-    found = reconcile_plan(view(asked, status(asked, basis={"workload": "nonsense"}, correction=7)))
+def test_an_unreadable_status_counts_as_none() -> None:
+    desired = deployment()
+    found = reconcile_plan(
+        view(desired, status(desired, basis={"workload": "nonsense"}, correction=7))
+    )
     assert found.fitted_inputs is None
     assert found.correction is None

@@ -14,10 +14,10 @@ from cleave.planner.replan.revision import ReplanVerdict
 from tests.support.deployment_views import ask, deployment, status, traffic, view
 
 
-def look(asked: LLMDeployment, rate: float) -> PlanJob:
-    question = reconcile_plan(view(asked, status(asked), windows=ask(rate))).plan_request
+def look(desired: LLMDeployment, rate: float) -> PlanJob:
+    question = reconcile_plan(view(desired, status(desired), windows=ask(rate))).plan_request
     assert question is not None
-    return run_planner(asked.model_dump_json(exclude_none=True), None, question)
+    return run_planner(desired.model_dump_json(exclude_none=True), None, question)
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,16 @@ def overloaded() -> PlanJob:
     return look(deployment(planning={"maxGPUs": 6}), 60)
 
 
-def test_a_fleet_that_is_too_small_is_told_to_grow(overloaded: PlanJob) -> None:
-    told = overloaded.review_result
-    assert told is not None
-    assert told.verdict is ReplanVerdict.APPLY
+def test_a_fleet_that_is_too_small_is_enlarged(overloaded: PlanJob) -> None:
+    result = overloaded.review_result
+    assert result is not None
+    assert result.verdict is ReplanVerdict.APPLY
     assert overloaded.plan is not None
     assert sum(pool["replicas"] for pool in overloaded.plan["pools"]) > 2
-    assert told.reason in overloaded.plan["reason"]
-    # No answer was measured: there was nothing to judge the model by.
-    assert told.is_accurate is None
-    assert told.prediction.attainment < 0.5
+    assert result.reason in overloaded.plan["reason"]
+    # No answer was measured: the model cannot be checked.
+    assert result.is_accurate is None
+    assert result.prediction.attainment < 0.5
 
 
 def test_advice_has_the_same_plan(overloaded: PlanJob) -> None:
@@ -48,33 +48,33 @@ def test_advice_has_the_same_plan(overloaded: PlanJob) -> None:
 
 def test_what_runs_is_compared_with_what_it_would_be_planned_as(overloaded: PlanJob) -> None:
     """The plan that was found, running, is the best one."""
-    asked = deployment(planning={"maxGPUs": 6})
-    told = status(asked)
+    desired = deployment(planning={"maxGPUs": 6})
+    result = status(desired)
     assert overloaded.plan is not None
-    told["plan"] = {**told["plan"], **overloaded.plan, "inputs": told["plan"]["inputs"]}
-    question = reconcile_plan(view(asked, told, windows=ask(60))).plan_request
+    result["plan"] = {**result["plan"], **overloaded.plan, "inputs": result["plan"]["inputs"]}
+    question = reconcile_plan(view(desired, result, windows=ask(60))).plan_request
     assert question is not None
-    again = run_planner(asked.model_dump_json(exclude_none=True), None, question)
+    again = run_planner(desired.model_dump_json(exclude_none=True), None, question)
     assert again.review_result is not None
     assert again.review_result.verdict is ReplanVerdict.KEEP
     assert again.plan is None
 
 
 def test_what_cannot_be_simulated_is_a_fault() -> None:
-    asked = deployment(engine={"type": "vLLM"})
-    question = reconcile_plan(view(asked, status(asked), windows=traffic(4))).plan_request
+    desired = deployment(engine={"type": "vLLM"})
+    question = reconcile_plan(view(desired, status(desired), windows=traffic(4))).plan_request
     assert question is not None
-    failed = run_planner(asked.model_dump_json(exclude_none=True), None, question)
+    failed = run_planner(desired.model_dump_json(exclude_none=True), None, question)
     assert failed.review_result is None
     assert "no node has GPUs" in failed.faults[0]
 
 
-def test_a_plan_is_made_for_what_was_seen_with_the_corrected_model() -> None:
-    asked = deployment(planning={"maxGPUs": 6})
-    question = reconcile_plan(view(asked, status(asked), windows=ask(30))).plan_request
+def test_the_corrected_model_plans_for_the_observed_traffic() -> None:
+    desired = deployment(planning={"maxGPUs": 6})
+    question = reconcile_plan(view(desired, status(desired), windows=ask(30))).plan_request
     assert question is not None
     plain = replace(question, review=None)
-    text = asked.model_dump_json(exclude_none=True)
+    text = desired.model_dump_json(exclude_none=True)
     first = run_planner(text, None, plain)
     assert question.fitted_inputs is not None
     slow = LatencyCorrection(prefill=1.5, decode=1.5, of=question.model_hash)

@@ -30,7 +30,7 @@ def running(**replicas: int) -> dict[Role, RoleState]:
     return {Role(role): RoleState(n, old=n, old_ready=n) for role, n in replicas.items()}
 
 
-def kept(step: Mapping[Role, RolloutStep]) -> dict[str, tuple[int, int]]:
+def describe_step(step: Mapping[Role, RolloutStep]) -> dict[str, tuple[int, int]]:
     return {str(role): (each.new, each.old) for role, each in step.items()}
 
 
@@ -51,7 +51,7 @@ def test_roles_of_one_size_move_together() -> None:
     assert way(running(prefill=2, decode=2)) == [counts * 2 for counts in both]
 
 
-def test_roles_of_unlike_size_move_in_proportion() -> None:
+def test_roles_of_different_size_move_in_proportion() -> None:
     assert way(running(prefill=2, decode=6)) == [
         (1, 2, 1, 6),
         (1, 2, 1, 5),
@@ -118,7 +118,7 @@ def test_without_a_free_gpu_the_only_decode_instance_takes_the_others_with_it() 
 def test_what_may_be_missing_is_counted_in_the_larger_role() -> None:
     limits = RolloutLimits(max_surge=1, max_unavailable=1)
     step = plan_next_step(running(prefill=2, decode=6), limits)
-    assert kept(step) == {"prefill": (1, 2), "decode": (1, 5)}
+    assert describe_step(step) == {"prefill": (1, 2), "decode": (1, 5)}
 
 
 def test_nothing_goes_before_the_new_pair_is_whole() -> None:
@@ -126,31 +126,33 @@ def test_nothing_goes_before_the_new_pair_is_whole() -> None:
         P: RoleState(2, old=2, old_ready=2, new=1, new_ready=1),
         D: RoleState(2, old=2, old_ready=2, new=1, new_ready=0),
     }
-    assert kept(plan_next_step(roles, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
+    assert describe_step(plan_next_step(roles, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
 
 
 def test_no_role_begins_before_the_others_have_a_place() -> None:
     # Two decode instances drain still: a new prefill instance would wait for a partner.
     roles = {P: RoleState(2, old=2, old_ready=2), D: RoleState(2, old=1, old_ready=1, leaving=2)}
-    assert kept(plan_next_step(roles, LIMITS)) == {"prefill": (0, 2), "decode": (0, 1)}
+    assert describe_step(plan_next_step(roles, LIMITS)) == {"prefill": (0, 2), "decode": (0, 1)}
 
 
 def test_instances_that_drain_hold_their_places() -> None:
     roles = {M: RoleState(3, old=2, old_ready=2, new=1, new_ready=1, leaving=1)}
-    assert kept(plan_next_step(roles, LIMITS)) == {"mixed": (1, 2)}
-    assert kept(plan_next_step({M: replace(roles[M], leaving=0)}, LIMITS)) == {"mixed": (2, 2)}
+    assert describe_step(plan_next_step(roles, LIMITS)) == {"mixed": (1, 2)}
+    assert describe_step(plan_next_step({M: replace(roles[M], leaving=0)}, LIMITS)) == {
+        "mixed": (2, 2)
+    }
 
 
 def test_a_role_that_lost_its_old_instances_does_not_run_ahead() -> None:
     roles = {P: RoleState(8), D: RoleState(8, old=8, old_ready=8)}
-    assert kept(plan_next_step(roles, LIMITS)) == {"prefill": (3, 0), "decode": (1, 8)}
+    assert describe_step(plan_next_step(roles, LIMITS)) == {"prefill": (3, 0), "decode": (1, 8)}
     strict = replace(LIMITS, max_skew=0.0)
-    assert kept(plan_next_step(roles, strict)) == {"prefill": (1, 0), "decode": (1, 8)}
+    assert describe_step(plan_next_step(roles, strict)) == {"prefill": (1, 0), "decode": (1, 8)}
 
 
-def test_a_new_revision_that_fails_is_taken_back_in_one_step() -> None:
+def test_a_failing_revision_is_rolled_back_in_one_step() -> None:
     broken = {role: RoleState(3, new=3, new_ready=3, old=1, old_ready=0) for role in (P, D)}
-    assert kept(plan_next_step(broken, LIMITS)) == {"prefill": (3, 0), "decode": (3, 0)}
+    assert describe_step(plan_next_step(broken, LIMITS)) == {"prefill": (3, 0), "decode": (3, 0)}
 
 
 def test_an_old_revision_that_fails_is_replaced_too() -> None:
@@ -160,7 +162,7 @@ def test_an_old_revision_that_fails_is_replaced_too() -> None:
 
 def test_old_prefill_instances_without_decode_instances_go_at_once() -> None:
     roles = {P: RoleState(3, old=3, old_ready=3), D: RoleState(3, old=0)}
-    assert kept(plan_next_step(roles, LIMITS))["prefill"] == (1, 0)
+    assert describe_step(plan_next_step(roles, LIMITS))["prefill"] == (1, 0)
 
 
 def test_old_decode_instances_without_prefill_instances_go_one_by_one() -> None:
@@ -169,11 +171,11 @@ def test_old_decode_instances_without_prefill_instances_go_one_by_one() -> None:
     assert [step[2:] for step in way(roles)] == [(1, 3), (1, 2), (2, 2), (2, 1), (3, 1), (3, 0)]
 
 
-def test_fewer_are_wanted_while_the_revision_changes() -> None:
+def test_fewer_are_desired_while_the_revision_changes() -> None:
     assert way({M: RoleState(2, old=4, old_ready=4)})[0] == (0, 2)
 
 
-def test_more_are_wanted_while_the_revision_changes() -> None:
+def test_more_are_desired_while_the_revision_changes() -> None:
     assert way({M: RoleState(4, old=2, old_ready=2)}) == [(3, 2), (3, 1), (4, 1), (4, 0)]
 
 
@@ -182,7 +184,7 @@ def test_a_scale_change_alone_takes_one_step() -> None:
     assert way(roles) == [(3, 0, 2, 0)]
 
 
-def test_a_role_that_is_not_wanted_any_more_serves_until_the_others_can() -> None:
+def test_a_removed_role_serves_until_the_others_can() -> None:
     roles = {
         P: RoleState(0, new=2, new_ready=2),
         D: RoleState(0, old=2, old_ready=2),
@@ -191,7 +193,7 @@ def test_a_role_that_is_not_wanted_any_more_serves_until_the_others_can() -> Non
     assert way(roles) == [(2, 0, 0, 2, 3, 0), (0, 0, 0, 0, 3, 0)]
 
 
-def test_nothing_wanted_means_nothing_kept() -> None:
+def test_zero_desired_means_zero_left() -> None:
     roles = {P: RoleState(0, old=2, old_ready=2), D: RoleState(0, new=2, new_ready=2)}
     assert way(roles) == [(0, 0, 0, 0)]
 
@@ -207,7 +209,7 @@ def test_of_two_old_revisions_the_one_without_partners_goes_first() -> None:
     }
     step = plan_next_step(roles, LIMITS)
     assert [step[role].older for role in (P, D)] == [{"a": 3, "b": 0}] * 2
-    assert kept(step) == {"prefill": (0, 3), "decode": (0, 3)}
+    assert describe_step(step) == {"prefill": (0, 3), "decode": (0, 3)}
 
 
 def test_of_two_old_revisions_the_one_that_is_worth_more_stays() -> None:
@@ -225,7 +227,7 @@ def test_instances_that_are_not_ready_for_a_moment_stay_with_their_partners() ->
         P: RoleState(2, old=2, old_ready=2, new=1, new_ready=1),
         D: RoleState(6, old=5, old_ready=3, new=1, new_ready=1),
     }
-    step = kept(plan_next_step(roles, LIMITS))
+    step = describe_step(plan_next_step(roles, LIMITS))
     assert (step["prefill"][1], step["decode"][1]) == (2, 5)
 
 
@@ -243,13 +245,13 @@ def test_a_third_revision_waits_for_what_is_on_its_way() -> None:
             older={"a": InstanceCount(4, 4), "b": InstanceCount(2, 2)},
         ),
     }
-    assert kept(plan_next_step(draining, LIMITS)) == {"prefill": (0, 3), "decode": (0, 6)}
+    assert describe_step(plan_next_step(draining, LIMITS)) == {"prefill": (0, 3), "decode": (0, 6)}
     pairs = {"a": InstanceCount(1, 1), "b": InstanceCount(1, 1)}
     starting = {
         P: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
         D: RoleState(2, old=2, old_ready=2, new=1, older=pairs),
     }
-    assert kept(plan_next_step(starting, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
+    assert describe_step(plan_next_step(starting, LIMITS)) == {"prefill": (1, 2), "decode": (1, 2)}
 
 
 def test_a_third_revision_finds_its_place_at_the_least_cost() -> None:
@@ -277,17 +279,17 @@ def test_capacity_counts_pairs_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "told"),
+    ("limits", "message"),
     [
         ({"max_surge": 0, "max_unavailable": 0}, "must not both be 0"),
         ({"max_surge": -1, "max_unavailable": 1}, "maxSurge: must be at least 0 (got -1)"),
         ({"max_skew": float("nan")}, "maxSkew: must be a number"),
     ],
 )
-def test_limits_that_allow_nothing_are_refused(limits: dict[str, float], told: str) -> None:
+def test_limits_that_allow_nothing_are_refused(limits: dict[str, float], message: str) -> None:
     with pytest.raises(RolloutError) as raised:
         RolloutLimits(**limits)  # type: ignore[arg-type]
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

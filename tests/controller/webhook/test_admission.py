@@ -81,7 +81,7 @@ def test_a_status_that_is_older_than_the_types_is_not_looked_at() -> None:
     assert not check_resource(resource, None).faults
 
 
-def test_pools_are_judged_too() -> None:
+def test_pools_are_validated_too() -> None:
     assert not check_resource(pool(), None).faults
     assert check_resource(pool(role="prefil"), None).faults == (
         "spec.role: must be one of prefill, decode, mixed; did you mean prefill? (got 'prefil')",
@@ -100,8 +100,8 @@ def test_what_is_no_review_is_no_question(body) -> None:
 
 
 def test_what_today_s_nodes_lack_is_a_warning() -> None:
-    stated = {"manual": [{"role": "mixed", "gpu": "H100-SXM-80GB"}]}
-    said = review_admission(review(deployment(placement=stated)), CLUSTER)["response"]
+    placement = {"manual": [{"role": "mixed", "gpu": "H100-SXM-80GB"}]}
+    said = review_admission(review(deployment(placement=placement)), CLUSTER)["response"]
     assert said["allowed"]
     (warning,) = said["warnings"]
     assert warning == (

@@ -21,23 +21,23 @@ def test_a_new_certificate_is_good_for_its_names() -> None:
 
 
 def test_the_tls_library_takes_it(tmp_path: Path) -> None:
-    made = issue(NAMES, datetime.now(UTC))
-    (tmp_path / "crt").write_text(made.cert_chain)
-    (tmp_path / "key").write_text(made.key)
+    certificate = issue(NAMES, datetime.now(UTC))
+    (tmp_path / "crt").write_text(certificate.cert_chain)
+    (tmp_path / "key").write_text(certificate.key)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tmp_path / "crt", tmp_path / "key")
-    client = ssl.create_default_context(cadata=made.ca_bundle)
+    client = ssl.create_default_context(cadata=certificate.ca_bundle)
     assert client.cert_store_stats()["x509_ca"] == 1
 
 
 def test_it_is_renewed_a_month_before_its_end() -> None:
-    made = issue(NAMES, NOW)
-    check(made, NAMES, NOW + timedelta(days=59))
+    certificate = issue(NAMES, NOW)
+    check(certificate, NAMES, NOW + timedelta(days=59))
     with pytest.raises(CertificateError, match="ends at 2026-07-30"):
-        check(made, NAMES, NOW + timedelta(days=61))
+        check(certificate, NAMES, NOW + timedelta(days=61))
 
 
-def test_it_is_made_anew_when_the_service_has_another_name() -> None:
+def test_it_is_reissued_when_the_service_is_renamed() -> None:
     with pytest.raises(CertificateError, match=r"is not for other\.svc"):
         check(issue(NAMES, NOW), (*NAMES, "other.svc"), NOW)
 
@@ -55,7 +55,7 @@ def test_an_authority_that_signed_something_else_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "-----BEGIN CERTIFICATE-----\nx\n"])
-def test_what_is_no_certificate_is_said_to_be_none(text: str) -> None:
+def test_an_invalid_certificate_is_recognized(text: str) -> None:
     good = issue(NAMES, NOW)
     with pytest.raises(CertificateError, match="holds no certificate"):
         check(ServingCertificate(good.ca_bundle, text, good.key), NAMES, NOW)
@@ -77,8 +77,8 @@ def test_authorities_that_have_ended_are_forgotten() -> None:
 
 
 def test_a_secret_gives_back_what_was_put_into_it() -> None:
-    made = issue(NAMES, NOW)
-    assert certificates.from_secret({"data": certificates.to_secret(made)}) == made
+    certificate = issue(NAMES, NOW)
+    assert certificates.from_secret({"data": certificates.to_secret(certificate)}) == certificate
 
 
 @pytest.mark.parametrize(

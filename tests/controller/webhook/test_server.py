@@ -56,12 +56,12 @@ def rotator(shelf, *, issues=True, now=NOW, names=NAMES) -> CertificateRotator:
     return CertificateRotator(shelf, names, issues_certificate=issues, now=lambda: now)
 
 
-async def test_an_empty_secret_is_filled_and_the_api_server_told_whom_to_trust() -> None:
+async def test_an_empty_secret_is_filled_and_the_ca_bundle_is_written() -> None:
     shelf = Shelf()
-    made = await rotator(shelf).rotate()
-    certificates.check(made, NAMES, NOW)
-    assert certificates.from_secret(shelf.secret) == made
-    assert base64.b64decode(shelf.bundles[0]).decode() == made.ca_bundle
+    rotated = await rotator(shelf).rotate()
+    certificates.check(rotated, NAMES, NOW)
+    assert certificates.from_secret(shelf.secret) == rotated
+    assert base64.b64decode(shelf.bundles[0]).decode() == rotated.ca_bundle
 
 
 async def test_nothing_is_written_while_the_certificate_is_good() -> None:
@@ -81,17 +81,17 @@ async def test_it_is_renewed_before_its_end() -> None:
 
 async def test_operators_that_start_together_show_one_certificate() -> None:
     shelf = Shelf()
-    made = await asyncio.gather(*(rotator(shelf).rotate() for _ in range(4)))
-    assert len(set(made)) == 1
+    rotated = await asyncio.gather(*(rotator(shelf).rotate() for _ in range(4)))
+    assert len(set(rotated)) == 1
     assert shelf.writes == 1
 
 
-async def test_a_bundle_that_somebody_emptied_is_written_again() -> None:
+async def test_an_emptied_bundle_is_written_again() -> None:
     shelf = Shelf()
     await rotator(shelf).rotate()
     shelf.bundles = ["", ""]
-    made = await rotator(shelf).rotate()
-    assert [base64.b64decode(each).decode() for each in shelf.bundles] == [made.ca_bundle] * 2
+    rotated = await rotator(shelf).rotate()
+    assert [base64.b64decode(each).decode() for each in shelf.bundles] == [rotated.ca_bundle] * 2
 
 
 async def test_cert_managers_secret_is_read_and_never_written() -> None:
@@ -143,7 +143,7 @@ async def serving(shelf, monkeypatch) -> AsyncIterator[tuple[str, WebhookServer]
 
 
 def trusting(shelf) -> ssl.SSLContext:
-    """As the API server trusts: what the configuration holds, and nobody else."""
+    """As the API server trusts: only the CA of the configuration."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=base64.b64decode(shelf.bundles[0]).decode())
     return context
@@ -185,7 +185,7 @@ async def test_what_is_no_question_is_answered_400(monkeypatch, body) -> None:
         assert answer.status == 400
 
 
-async def test_an_api_server_that_is_away_at_the_start_is_asked_again(monkeypatch) -> None:
+async def test_an_unavailable_api_server_is_retried_at_the_start(monkeypatch) -> None:
     shelf = Shelf()
     shelf.faults = [CertificateStoreError("away"), CertificateStoreError("away")]
     async with serving(shelf, monkeypatch) as (_, served):

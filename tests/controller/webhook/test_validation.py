@@ -1,4 +1,4 @@
-"""Faults hold whatever nodes come; warnings speak of the nodes there are."""
+"""Faults are independent of nodes; warnings concern the current nodes."""
 
 import json
 
@@ -109,7 +109,7 @@ def test_of_a_model_of_unknown_size_the_same_is_a_warning() -> None:
     assert find(model="somebody/something-new", placement=turned) == ValidationFindings()
 
 
-def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
+def test_a_model_of_unknown_size_is_valid_and_its_defaults_are_reported() -> None:
     unknown = "somebody/something-new"
     for cluster in (None, A100):
         found = find(cluster, model=unknown, workload=WORKLOAD)
@@ -119,8 +119,10 @@ def test_a_model_of_unknown_size_is_no_fault_and_what_it_gets_is_told() -> None:
         assert "one prefill and one decode instance of one GPU each" in said
         assert remedy.startswith("spec.placement.manual: ")
     assert find(model=unknown) == ValidationFindings()
-    by_hand = manual(parallel("mixed", tensor=3))
-    assert find(model=unknown, workload=WORKLOAD, placement=by_hand) == ValidationFindings()
+    manual_placement = manual(parallel("mixed", tensor=3))
+    assert (
+        find(model=unknown, workload=WORKLOAD, placement=manual_placement) == ValidationFindings()
+    )
 
 
 def test_a_folder_of_the_nodes_is_not_looked_for_here(tmp_path) -> None:
@@ -186,10 +188,10 @@ def test_an_instance_over_several_nodes_is_none() -> None:
     assert find(A100, placement=manual(parallel("mixed", tensor=16))) == ValidationFindings()
 
 
-def test_nodes_of_the_wanted_kind_count() -> None:
+def test_nodes_of_the_requested_kind_count() -> None:
     mixed = Cluster(nodes=[*A100.nodes, NodeGroup(gpu="H100-SXM-80GB", gpus_per_node=4)])
-    wanted = manual(parallel("mixed", tensor=8, gpu="H100-SXM-80GB"))
-    (warning,) = find(mixed, placement=wanted).warnings
+    placement = manual(parallel("mixed", tensor=8, gpu="H100-SXM-80GB"))
+    (warning,) = find(mixed, placement=placement).warnings
     assert "takes 8 GPUs, all nodes together have 4 x H100-SXM-80GB now" in warning
 
 

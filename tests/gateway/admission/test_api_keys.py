@@ -50,7 +50,7 @@ def test_a_secret_that_is_gone_leaves_its_keys(tmp_path: Path) -> None:
         read_api_keys(path)
 
 
-def test_without_a_file_everybody_is_served() -> None:
+def test_without_a_key_file_every_client_is_served() -> None:
     file = ApiKeysFile(None)
     file.refresh()
     assert file.keys.accepts(None)

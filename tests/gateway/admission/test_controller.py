@@ -36,7 +36,7 @@ class Gate:
         await type(engine).answer(engine, request, writer)
 
 
-async def test_without_tenants_the_door_is_open(single) -> None:
+async def test_without_tenants_no_key_is_required(single) -> None:
     assert single.context.admission.is_disabled
     await single.ask(ASK)
 
@@ -50,9 +50,7 @@ async def test_without_tenants_the_door_is_open(single) -> None:
     ],
     ids=str,
 )
-async def test_above_its_limit_a_tenant_is_told_when_to_come_back(
-    make_stage, tmp_path, limit, code
-) -> None:
+async def test_above_its_limit_a_tenant_gets_retry_after(make_stage, tmp_path, limit, code) -> None:
     keys = write_tenants(
         tmp_path, {"name": "small", "keys": ["s"], **limit}, {"name": "big", "keys": ["b"]}
     )
@@ -171,7 +169,7 @@ async def test_who_waits_is_let_in_once_others_requests_have_ended(
 
 
 @pytest.mark.interpreted
-async def test_nobody_waits_for_ever(make_stage, tmp_path, monkeypatch) -> None:
+async def test_every_wait_has_a_bound(make_stage, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 1.0)
     keys = write_tenants(tmp_path, {"name": "a", "keys": ["a"]})
     stage = await make_stage({"x": "mixed"}, api_keys=keys, first_byte_s=0.4, response_s=20.0)
@@ -195,7 +193,7 @@ async def teach(stage, seconds_per_token: float) -> None:
 
 
 @pytest.mark.parametrize("late", [LateRequestPolicy.REFUSE, LateRequestPolicy.SERVE])
-async def test_what_would_be_late_is_refused_early_where_that_is_wanted(make_stage, late) -> None:
+async def test_a_late_request_is_refused_early_when_configured(make_stage, late) -> None:
     stage = await make_stage({"x": "mixed"}, ttft_slo_ms=500, late_policy=late)
     gate = Gate()
     if late is LateRequestPolicy.REFUSE:

@@ -1,4 +1,4 @@
-"""What is foretold of first tokens."""
+"""Predictions of the time to the first token."""
 
 import random
 
@@ -30,12 +30,12 @@ def test_a_slower_fleet_is_noticed() -> None:
     assert model.predict_s(1_000) == pytest.approx(0.3, rel=0.05)
 
 
-def test_equal_lengths_tell_a_slope_nevertheless() -> None:
+def test_equal_lengths_give_a_slope_nevertheless() -> None:
     model = learn(0.0001, 0.0, [1_000.0] * 100)
     assert model.predict_s(2_000) == pytest.approx(0.2)
 
 
-def test_with_little_known_nobody_is_late() -> None:
+def test_with_few_samples_no_request_is_predicted_late() -> None:
     model = learn(1.0, 0.0, [10.0] * int(MIN_SAMPLES - 5))
     assert model.predict_s(1_000) is None
     assert model.compute_tokens_within(1.0) is None

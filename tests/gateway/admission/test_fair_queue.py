@@ -21,7 +21,7 @@ def test_one_tenant_is_served_in_order() -> None:
     assert serve(queue, 4) == ["a", "b", "c", None]
 
 
-def test_a_flood_does_not_hold_up_a_tenant_that_asks_seldom() -> None:
+def test_a_flood_does_not_delay_a_tenant_with_few_requests() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
         queue.push(f"flood{number}", "loud", 10, deadline=NEVER)
@@ -80,7 +80,7 @@ moves = st.lists(
 
 
 @given(moves)
-def test_everybody_is_served_once_and_nothing_is_left(pushes) -> None:
+def test_every_request_is_served_once_and_the_queue_is_empty(pushes) -> None:
     queue: FairQueue[int] = FairQueue()
     waiting = set()
     for number, (tenant, cost, priority, then_pop) in enumerate(pushes):

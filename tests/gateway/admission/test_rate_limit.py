@@ -23,9 +23,9 @@ def test_more_than_a_minutes_worth_waits_for_a_full_bucket_not_for_ever() -> Non
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 40)), max_size=60))
-def test_never_more_than_the_allowance_and_a_minutes_worth(asked) -> None:
+def test_never_more_than_the_allowance_and_a_minutes_worth(requests) -> None:
     bucket, now, used = TokenBucket(120, 0.0), 0.0, 0.0
-    for pause, amount in asked:
+    for pause, amount in requests:
         now += pause
         if not bucket.compute_wait_s(amount, now):
             bucket.consume(amount, now)

@@ -13,9 +13,9 @@ from cleave.shm.table import SharedTable
 
 @pytest.fixture
 def table() -> Iterator[SharedTable]:
-    made = SharedTable(2, 2, own=1, common=4)
-    yield made
-    made.close()
+    new_table = SharedTable(2, 2, own=1, common=4)
+    yield new_table
+    new_table.close()
 
 
 def open_all(table: SharedTable, limits: TenantLimits, now: float = 1.0) -> list[SharedTenantUsage]:

@@ -51,7 +51,7 @@ def test_a_plain_list_is_one_tenant_without_limits(tmp_path) -> None:
 
 
 @pytest.mark.interpreted
-def test_no_key_is_to_be_found_in_what_is_kept(tmp_path) -> None:
+def test_no_stored_value_contains_a_key(tmp_path) -> None:
     keys = read(tmp_path, "plain-key\n")
     assert "plain-key" not in repr(keys.__dict__)
 

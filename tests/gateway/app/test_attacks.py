@@ -36,7 +36,7 @@ def count_written(connection) -> int:
     return connection.transport.get_write_buffer_size()
 
 
-async def test_requests_wait_until_the_answers_before_them_are_taken(single) -> None:
+async def test_requests_wait_until_earlier_answers_are_read(single) -> None:
     client = await single.connect()
     client.writer.transport.pause_reading()
     connection = await find_connection(single)
@@ -322,9 +322,7 @@ async def test_half_a_head_does_not_keep_a_place(make_stage) -> None:
     assert (await stage.ask(None, "/health")).status == 200
 
 
-async def test_the_liveness_page_tells_whether_deadlines_are_kept(
-    make_stage, internal_port
-) -> None:
+async def test_the_liveness_page_reports_missed_deadlines(make_stage, internal_port) -> None:
     stage = await make_stage({}, internal_port=internal_port)
     assert (await stage.ask(None, "/livez")).status == 404, "it is no client's business"
     stage.gateway.port = internal_port

@@ -104,7 +104,7 @@ async def test_a_chunked_body_is_read(single) -> None:
     assert single.engines["x"].requests[0].body == ASK
 
 
-async def test_the_body_is_asked_for_when_the_client_expects_that(single) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(single) -> None:
     client = await single.connect()
     raw = client.build(ASK, Expect="100-continue")
     head, _, body = raw.partition(b"\r\n\r\n")
@@ -114,7 +114,7 @@ async def test_the_body_is_asked_for_when_the_client_expects_that(single) -> Non
     assert (await client.read()).status == 200
 
 
-async def test_no_body_is_asked_for_that_will_be_refused(single) -> None:
+async def test_a_refused_request_gets_no_100_continue(single) -> None:
     client = await single.connect()
     head = client.build(ASK, "/nowhere", Expect="100-continue").partition(b"\r\n\r\n")[0]
     client.writer.write(head + b"\r\n\r\n")

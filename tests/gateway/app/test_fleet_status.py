@@ -1,4 +1,4 @@
-"""What the operator is told of the fleet, and that nobody else is."""
+"""What the operator reads of the fleet, and that other clients cannot."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from cleave.rpc.v1 import agent_pb2
 
 @pytest.fixture
 async def stage(make_stage, internal_port):
-    """A gateway with keys, asked at its internal port."""
+    """A gateway with keys, queried at its internal port."""
     stage = await make_stage({"p": "prefill", "d": "decode"}, internal_port=internal_port)
     stage.gateway.port = internal_port
     return stage
@@ -24,7 +24,7 @@ async def read_page(stage) -> FleetStatus:
     return msgspec.json.decode(response.body, type=FleetStatus)
 
 
-async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
+async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None:
     kv_path = agent_pb2.KvPath(
         verified=True, transport="nixl over tcp", transfer_ms=3.5, bytes_per_s=1.2e9
     )
@@ -37,9 +37,9 @@ async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
     pick = stage.context.router.pick("m", 100, 20)
     page = await read_page(stage)
     assert [instance.name for instance in page.instances] == ["d", "p"]
-    told = page.instances[0]
-    assert 1.5 <= told.report_age_s < 60
-    assert msgspec.structs.replace(told, report_age_s=0.0) == FleetInstance(
+    first_instance = page.instances[0]
+    assert 1.5 <= first_instance.report_age_s < 60
+    assert msgspec.structs.replace(first_instance, report_age_s=0.0) == FleetInstance(
         name="d",
         deployment="d",
         model="m",
@@ -61,13 +61,13 @@ async def test_every_instance_is_told_with_its_load_and_kv_path(stage) -> None:
     stage.context.router.release(pick)
 
 
-async def test_why_an_instance_is_not_ready_is_told_in_bounded_words(stage) -> None:
+async def test_the_reason_an_instance_is_not_ready_is_bounded(stage) -> None:
     starting = agent_pb2.STATE_STARTING
     stage.state(stage.engines["p"], state=starting, reason="engine lost: " + "x" * 9_000)
-    told = (await read_page(stage)).instances[1]
-    assert (told.state, told.selectable) == ("starting", False)
-    assert told.reason.startswith("engine lost: xxx")
-    assert len(told.reason) <= 300
+    instance = (await read_page(stage)).instances[1]
+    assert (instance.state, instance.selectable) == ("starting", False)
+    assert instance.reason.startswith("engine lost: xxx")
+    assert len(instance.reason) <= 300
 
 
 async def test_a_page_holds_so_many_instances_and_counts_the_rest(stage, monkeypatch) -> None:

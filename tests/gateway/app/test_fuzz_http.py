@@ -1,4 +1,4 @@
-"""Whatever bytes a client sends: engines get whole, clear requests, and the gateway lives on.
+"""Under any bytes from a client, engines get whole, clear requests, and the gateway survives.
 
 Requests are made from a grammar, in pipelines, cut anywhere. What is clear must reach the engine as
 it is; what two parsers could read differently must be refused, with all that follows it. What the
@@ -85,7 +85,7 @@ class Engine:
         return True
 
 
-class World:
+class FuzzedGateway:
     """A gateway before one engine."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
@@ -166,11 +166,11 @@ async def read_statuses(reader: asyncio.StreamReader, expected: int | None) -> l
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def gateway() -> Iterator[FuzzedGateway]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        made = World(runner)
-        yield made
-        made.run(made.stop())
+        fuzzed_gateway = FuzzedGateway(runner)
+        yield fuzzed_gateway
+        fuzzed_gateway.run(fuzzed_gateway.stop())
 
 
 # --- the grammar ---
@@ -206,7 +206,7 @@ others = st.lists(st.tuples(names, values), max_size=5).map(
 
 @st.composite
 def clear_framing(draw: st.DrawFn, body: bytes) -> tuple[list[bytes], bytes]:
-    """The lines that tell a body's length, and the body as it goes over the wire."""
+    """The header lines with a body's length, and the body as it goes over the wire."""
     before, after = draw(spaces), draw(spaces)
     if draw(st.booleans()):
         name = draw(in_any_case(b"content-length"))
@@ -273,7 +273,7 @@ ambiguous = st.sampled_from([(k, i) for k, raws in AMBIGUOUS.items() for i in ra
 """Where it is found; some are too long to be shown."""
 follower = build([b"content-length: " + LENGTH], BODY)
 NOISE = b"\0" * 70_000
-"""Longer than any body may be, so that whatever is still open ends in it."""
+"""Longer than any body may be, so that every open request ends in it."""
 pieces_of = st.lists(st.integers(0, 3_000), max_size=12)
 
 
@@ -288,41 +288,46 @@ def cut(raw: bytes, places: list[int]) -> list[bytes]:
 
 @settings(THOROUGH, max_examples=4 * settings.default.max_examples)
 @given(st.lists(clear() | answered_here(), min_size=1, max_size=6), pieces_of)
-def test_clear_requests_reach_the_engine_as_they_are(world: World, sent, places) -> None:
-    statuses = world.send(cut(b"".join(one.raw for one in sent), places), len(sent))
+def test_clear_requests_reach_the_engine_as_they_are(gateway: FuzzedGateway, sent, places) -> None:
+    statuses = gateway.send(cut(b"".join(one.raw for one in sent), places), len(sent))
     assert statuses == [one.status for one in sent]
-    assert world.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
-    assert not world.engine.faults
+    assert gateway.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
+    assert not gateway.engine.faults
 
 
 @settings(THOROUGH, max_examples=2 * settings.default.max_examples)
 @given(refused_by_head(), pieces_of)
-def test_a_body_that_is_not_read_is_no_request(world: World, refused, places) -> None:
+def test_a_body_that_is_not_read_is_no_request(gateway: FuzzedGateway, refused, places) -> None:
     """Either all of it was there, and the next request is answered; or the connection ends."""
-    status, *others = world.send([*cut(refused.raw + follower, places), NOISE], None)
+    status, *others = gateway.send([*cut(refused.raw + follower, places), NOISE], None)
     assert status == refused.status
-    assert (others, world.engine.prompts) in (([], []), ([200, 400], [json.loads(BODY)["prompt"]]))
+    assert (others, gateway.engine.prompts) in (
+        ([], []),
+        ([200, 400], [json.loads(BODY)["prompt"]]),
+    )
 
 
 @settings(THOROUGH, max_examples=4 * settings.default.max_examples)
 @given(st.lists(clear() | answered_here(), max_size=2), ambiguous, pieces_of)
-def test_the_ambiguous_is_refused_with_all_that_follows(world: World, sent, bad, places) -> None:
+def test_the_ambiguous_is_refused_with_all_that_follows(
+    gateway: FuzzedGateway, sent, bad, places
+) -> None:
     kind, index = bad
     raw = b"".join([*(one.raw for one in sent), AMBIGUOUS[kind][index], follower, follower])
-    *statuses, refusal = world.send(cut(raw, places), None)
+    *statuses, refusal = gateway.send(cut(raw, places), None)
     assert refusal in REFUSALS
     assert statuses == [one.status for one in sent]
-    assert world.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
-    assert not world.engine.faults
+    assert gateway.engine.prompts == [one.prompt for one in sent if one.prompt is not None]
+    assert not gateway.engine.faults
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_every_known_ambiguity_is_refused(world: World, kind: str) -> None:
+def test_every_known_ambiguity_is_refused(gateway: FuzzedGateway, kind: str) -> None:
     for raw in AMBIGUOUS[kind]:
-        statuses = world.send([raw + follower], None)
+        statuses = gateway.send([raw + follower], None)
         assert len(statuses) == 1, (raw[:300], statuses)
         assert statuses[0] in REFUSALS, raw[:300]
-        assert world.engine.prompts == [], raw[:300]
+        assert gateway.engine.prompts == [], raw[:300]
 
 
 @st.composite
@@ -344,11 +349,11 @@ def spoilt(draw: st.DrawFn) -> bytes:
 
 @settings(THOROUGH, max_examples=4 * settings.default.max_examples)
 @given(spoilt(), pieces_of)
-def test_no_spoilt_bytes_break_anything(world: World, caplog, raw, places) -> None:
+def test_no_spoilt_bytes_break_anything(gateway: FuzzedGateway, caplog, raw, places) -> None:
     with caplog.at_level(logging.WARNING):
-        statuses = world.send([*cut(raw, places), NOISE], None)
+        statuses = gateway.send([*cut(raw, places), NOISE], None)
     assert set(statuses) <= {200, 404, 405, *REFUSALS}
-    assert not world.engine.faults
+    assert not gateway.engine.faults
     assert not caplog.records
 
 

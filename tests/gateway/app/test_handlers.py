@@ -43,7 +43,7 @@ async def test_models_are_those_of_the_fleet(pair) -> None:
         (b"", "/v1/chat/completions", 400),
     ],
 )
-async def test_what_is_not_served_is_told_in_openais_shape(pair, body, path, status) -> None:
+async def test_an_unknown_path_is_an_openai_error(pair, body, path, status) -> None:
     client = await pair.connect()
     response = await client.ask(body, path)
     assert response.status == status
@@ -71,7 +71,7 @@ async def test_head_is_answered_without_a_body(pair, path: str, status: int, all
     assert (await client.ask(ASK)).status == 200
 
 
-async def test_a_wrong_method_is_told_the_right_one(pair) -> None:
+async def test_a_wrong_method_error_names_the_allowed_one(pair) -> None:
     assert (await pair.ask(None, "/v1/completions")).headers["allow"] == "POST"
     assert (await pair.ask(ASK, "/v1/models")).headers["allow"] == "GET, HEAD"
 
@@ -108,7 +108,7 @@ async def test_anything_else_does_not(locked, value: str) -> None:
 KEY = {"Authorization": "Bearer secret-1"}
 
 
-async def test_a_probe_needs_no_key_and_is_told_no_more_than_it_needs(locked) -> None:
+async def test_a_probe_needs_no_key_and_gets_no_details(locked) -> None:
     known = await locked.ask(None, "/health", **KEY)
     assert known.json()["models"]["m"]["ready"]
     response = await locked.ask(None, "/health")
@@ -123,8 +123,8 @@ async def test_metrics_and_names_are_for_those_with_a_key(locked) -> None:
     assert (response.status, response.error["code"]) == (401, "invalid_api_key")
     assert b'model="m"' in (await locked.ask(None, "/metrics", **KEY)).body
     for path, options, names in (("/openapi.json", {}, None), ("/openapi.json", KEY, ["m"])):
-        told = (await locked.ask(None, path, **options)).json()
-        assert told["components"]["schemas"]["ModelName"].get("examples") == names
+        answer = (await locked.ask(None, path, **options)).json()
+        assert answer["components"]["schemas"]["ModelName"].get("examples") == names
 
 
 @pytest.mark.parametrize(("tenants", "status"), [(["one"], 200), (["one", "two"], 403)])

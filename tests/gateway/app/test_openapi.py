@@ -39,8 +39,8 @@ async def test_anybody_can_ask_for_it(make_stage, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     stage = await make_stage({"x": "mixed"}, api_keys=keys)
-    told = (await stage.ask(None, "/openapi.json")).json()
-    assert told == json.loads(json.dumps(DESCRIBED))
+    document = (await stage.ask(None, "/openapi.json")).json()
+    assert document == json.loads(json.dumps(DESCRIBED))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ async def test_answers_are_as_described(single, body, path: str, status: int) ->
     response = await single.ask(body, path)
     item = DESCRIBED["paths"].get(path) or DESCRIBED["paths"]["/v1/models/{model}"]
     (operation,) = item.values()
-    told = operation["responses"][str(response.status)]
-    schema = told["content"]["application/json"]["schema"]
+    documented = operation["responses"][str(response.status)]
+    schema = documented["content"]["application/json"]["schema"]
     assert response.status == status
     Draft202012Validator(schema | {"components": DESCRIBED["components"]}).validate(response.json())

@@ -20,17 +20,17 @@ def answer(body: bytes, status: int = 200, kind: str = "application/json"):
 async def test_one_instance_answers_and_nothing_is_changed(pair, path: bytes) -> None:
     body = b'{"data": [ 1.50 ], "usage": {"prompt_tokens": 4, "completion_tokens": null}}'
     pair.engines["d"].script = answer(body)
-    asked = {"model": "m", "input": "hello", "max_output_tokens": 7}
-    response = await pair.ask(asked | HAND_OFF, path.decode())
+    response_request = {"model": "m", "input": "hello", "max_output_tokens": 7}
+    response = await pair.ask(response_request | HAND_OFF, path.decode())
     assert (response.status, response.body) == (200, body)
     assert not pair.engines["p"].requests
     (request,) = pair.engines["d"].requests
-    assert (request.path, request.body) == (path.decode(), asked)
+    assert (request.path, request.body) == (path.decode(), response_request)
     assert pair.context.metrics.requests == {("m", "ok"): 1}
     await pair.until_idle()
 
 
-async def test_a_page_that_the_engine_lacks_is_told_apart_from_one_that_nobody_has(single) -> None:
+async def test_a_path_the_engine_lacks_differs_from_an_unknown_path(single) -> None:
     single.engines["x"].script = answer(b'{"detail":"Not Found"}', 404)
     response = await single.ask({"model": "m", "input": "a"}, "/v1/embeddings")
     assert (response.status, response.error["code"]) == (501, "not_offered_by_engine")
@@ -53,7 +53,9 @@ async def test_where_one_model_is_served_it_need_not_be_named(make_stage) -> Non
     assert (await stage.ask({"prompt": "a"}, "/v1/completions")).status == 400
 
 
-async def test_a_stream_of_another_kind_passes_and_its_break_is_told_in_its_way(single) -> None:
+async def test_another_kind_of_stream_passes_and_its_break_is_reported_in_its_format(
+    single,
+) -> None:
     engine = single.engines["x"]
     event = b'event: content_block_delta\ndata: {"type": "content_block_delta"}\n\n'
 
@@ -69,16 +71,16 @@ async def test_a_stream_of_another_kind_passes_and_its_break_is_told_in_its_way(
             writer.transport.abort()
 
     engine.script = stream
-    asked = {"model": "m", "messages": [], "max_tokens": 5, "stream": True}
-    response = await single.ask(asked, "/v1/messages")
+    body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True}
+    response = await single.ask(body, "/v1/messages")
     assert (response.status, response.body) == (200, event * 2)
-    response = await single.ask(asked, "/v1/messages")
-    told = response.events[-1]
-    assert told.startswith(b"event: error\ndata: ")
+    response = await single.ask(body, "/v1/messages")
+    last_event = response.events[-1]
+    assert last_event.startswith(b"event: error\ndata: ")
     await single.until_idle()
 
 
-async def test_a_failed_call_is_made_again_elsewhere(make_stage) -> None:
+async def test_a_failed_call_is_retried_elsewhere(make_stage) -> None:
     stage = await make_stage({"a": "mixed", "b": "mixed"})
     for engine in stage.engines.values():
         engine.script = answer(b'{"tokens": [1]}')
@@ -88,7 +90,7 @@ async def test_a_failed_call_is_made_again_elsewhere(make_stage) -> None:
     assert statuses == [200] * 4
 
 
-async def test_one_model_can_be_asked_for_by_its_name(pair) -> None:
+async def test_a_single_model_can_be_requested_by_its_name(pair) -> None:
     pair.state(pair.engines["p"], model="org/name")
     pair.state(pair.engines["d"], model="org/name")
     for name in ("org/name", "org%2Fname"):

@@ -27,9 +27,9 @@ async def test_every_page_shows_it(odd, internal_port: int) -> None:
     stage, fields = odd
     words = dict.fromkeys(fields, "unknown_9")
     health = (await stage.ask(None, "/health")).json()
-    told = next(each for each in health["models"]["m"]["instances"] if each["name"] == "y")
-    assert told["role"] == words.get("role", "mixed")
-    assert told["state"] == words.get("state", "ready")
+    instance = next(each for each in health["models"]["m"]["instances"] if each["name"] == "y")
+    assert instance["role"] == words.get("role", "mixed")
+    assert instance["state"] == words.get("state", "ready")
     stage.gateway.port = internal_port
     metrics = await stage.ask(None, "/metrics")
     role, state = words.get("role", "mixed"), words.get("state", "ready")
@@ -37,9 +37,9 @@ async def test_every_page_shows_it(odd, internal_port: int) -> None:
     line = f'cleave_gateway_instances{{model="m",role="{role}",state="{state}"}}'
     assert line in metrics.body.decode()
     page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetStatus)
-    told = page.instances[1]
-    assert (told.role, told.state) == (role, state)
-    assert told.home == words.get("home", role)
+    instance = page.instances[1]
+    assert (instance.role, instance.state) == (role, state)
+    assert instance.home == words.get("home", role)
 
 
 @pytest.mark.parametrize("odd", ["role", "state", "all"], indirect=True)
@@ -59,6 +59,10 @@ async def test_numbers_that_json_does_not_have_leave_the_page_readable(
     stage.context.router.registry.on_event("x", agent_pb2.WatchEvent(load=load), 0.0)
     stage.gateway.port = internal_port
     page = msgspec.json.decode((await stage.ask(None, "/fleet")).body, type=FleetStatus)
-    (told,) = page.instances
-    assert (told.kv_cache_usage, told.kv_path.transfer_ms, told.kv_path.bytes_per_s) == (0, 0, 0)
+    (instance,) = page.instances
+    assert (
+        instance.kv_cache_usage,
+        instance.kv_path.transfer_ms,
+        instance.kv_path.bytes_per_s,
+    ) == (0, 0, 0)
     assert (await stage.ask(None, "/metrics")).status == 200

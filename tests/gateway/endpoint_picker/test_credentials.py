@@ -60,8 +60,8 @@ async def ask(port: int, trusted: bytes | None, name: str = "") -> int:
             channel = grpc.aio.secure_channel(address, proof, options=options)
         await stack.enter_async_context(channel)
         request = health_pb2.HealthCheckRequest(service="readiness")
-        asked = health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_S)
-        return (await asked).status
+        check = health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_S)
+        return (await check).status
 
 
 async def shown(port: int) -> bytes:
@@ -134,7 +134,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--endpoint-picker-cert", "tls.crt"], "give both or neither"),
         (
@@ -143,7 +143,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_together_are_refused(flags, told, capsys) -> None:
+def test_options_that_do_not_fit_together_are_refused(flags, message, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--agents", "", *flags])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The endpoint picker over a real gRPC channel, told what Envoy tells, in its order.
+"""The endpoint picker over a real gRPC channel, with the messages of Envoy in their order.
 
 e2e/test_envoy.py has a real Envoy.
 """
@@ -45,7 +45,7 @@ def find_port() -> int:
 
 
 @pytest.fixture
-async def asked(make_stage):
+async def make_picker_stage(make_stage):
     """Makes a stage with a picker; what it gives makes a Proxy for each request."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -70,8 +70,10 @@ async def asked(make_stage):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_whole_request_goes_to_an_instance_and_is_in_its_books(asked, mode) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_whole_request_goes_to_an_instance_and_is_in_its_books(
+    make_picker_stage, mode
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy(mode)
     placed = await proxy.ask()
     assert placed.endpoints == [stage.endpoint_of("x"), stage.address]
@@ -86,8 +88,10 @@ async def test_a_whole_request_goes_to_an_instance_and_is_in_its_books(asked, mo
     assert stage.context.metrics.requests["m", "ok"] == 1
 
 
-async def test_the_prompt_leaves_the_books_with_the_first_bytes_of_the_answer(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_the_prompt_leaves_the_books_with_the_first_bytes_of_the_answer(
+    make_picker_stage,
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.ask({**ASK, "stream": True})
     in_flight = stage.context.router.registry.instances["x"].in_flight
@@ -102,8 +106,8 @@ async def test_the_prompt_leaves_the_books_with_the_first_bytes_of_the_answer(as
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_can_be_split_goes_to_the_gateway_as_it_came(asked, mode) -> None:
-    stage = await asked({"p": "prefill", "d": "decode"})
+async def test_what_can_be_split_goes_to_the_gateway_as_it_came(make_picker_stage, mode) -> None:
+    stage = await make_picker_stage({"p": "prefill", "d": "decode"})
     proxy = stage.proxy(mode)
     raw = json.dumps({**ASK, "kv_transfer_params": {}}).encode()
     placed = await proxy.ask(raw)
@@ -114,14 +118,14 @@ async def test_what_can_be_split_goes_to_the_gateway_as_it_came(asked, mode) -> 
     assert stage.is_idle()
 
 
-async def test_what_cannot_be_split_goes_to_a_decode_instance(asked) -> None:
-    stage = await asked({"p": "prefill", "d": "decode"})
+async def test_what_cannot_be_split_goes_to_a_decode_instance(make_picker_stage) -> None:
+    stage = await make_picker_stage({"p": "prefill", "d": "decode"})
     placed = await stage.proxy().ask({**ASK, "n": 2})
     assert placed.endpoints[0] == stage.endpoint_of("d")
 
 
-async def test_by_default_everything_goes_to_the_gateway_piece_by_piece(asked) -> None:
-    stage = await asked({"x": "mixed"}, direct=False)
+async def test_by_default_everything_goes_to_the_gateway_piece_by_piece(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, direct=False)
     proxy = stage.proxy()
     await proxy.head()
     assert Placed(await proxy.hear()).endpoints == [stage.address]
@@ -134,8 +138,10 @@ async def test_by_default_everything_goes_to_the_gateway_piece_by_piece(asked) -
 
 
 @pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL])
-async def test_where_the_proxy_keeps_the_body_the_gateway_is_named_without_it(asked, mode) -> None:
-    stage = await asked({"x": "mixed"}, direct=False)
+async def test_where_the_proxy_keeps_the_body_the_gateway_is_named_without_it(
+    make_picker_stage, mode
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, direct=False)
     proxy = stage.proxy(mode)
     await proxy.head()
     assert Placed(await proxy.hear()).endpoints == [stage.address]
@@ -151,8 +157,8 @@ async def test_where_the_proxy_keeps_the_body_the_gateway_is_named_without_it(as
     ],
     ids=["models", "embeddings", "unknown"],
 )
-async def test_what_is_no_completion_goes_to_the_gateway(asked, head) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_what_is_no_completion_goes_to_the_gateway(make_picker_stage, head) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.head(**head)
     assert Placed(await proxy.hear()).endpoints == [stage.address]
@@ -160,8 +166,8 @@ async def test_what_is_no_completion_goes_to_the_gateway(asked, head) -> None:
     assert await proxy.is_left_alone()
 
 
-async def test_a_body_that_ends_with_trailers_is_placed_as_well(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_body_that_ends_with_trailers_is_placed_as_well(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.head()
     await proxy.send(request_body=pb.HttpBody(body=json.dumps(ASK).encode()))
@@ -172,30 +178,32 @@ async def test_a_body_that_ends_with_trailers_is_placed_as_well(asked) -> None:
     assert (await proxy.hear()).HasField("request_trailers")
 
 
-async def test_engines_see_neither_the_hand_off_nor_the_request_id_of_clients(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_engines_see_neither_the_hand_off_nor_the_request_id_of_clients(
+    make_picker_stage,
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     body = {**ASK, "stream": True, "kv_transfer_params": {"remote_engine_id": "b"}}
     placed = await stage.proxy().ask(body, **{"x-request-id": "mine"})
     assert json.loads(placed.body) == {**ASK, "stream": True}
     assert placed.headers["x-request-id"] not in ("", "mine")
 
 
-async def test_long_bodies_come_back_in_pieces_that_proxies_take(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_long_bodies_come_back_in_pieces_that_proxies_take(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     body = {**ASK, "prompt": "x" * (2 * CHUNK_BYTES)}
     placed = await stage.proxy().ask(body)
     assert json.loads(placed.body) == body
 
 
-async def test_the_length_of_a_buffered_body_is_stated_anew(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_the_content_length_of_a_buffered_body_is_rewritten(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     placed = await stage.proxy(BUFFERED).ask({**ASK, "kv_transfer_params": {}})
     assert placed.headers["content-length"] == str(len(placed.body))
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_bad_body_is_refused_in_the_form_of_openai(asked, mode) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_bad_body_is_refused_in_the_form_of_openai(make_picker_stage, mode) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     placed = await stage.proxy(mode).ask(b"[]")
     status, error = placed.refused
     assert status == 400
@@ -204,15 +212,15 @@ async def test_a_bad_body_is_refused_in_the_form_of_openai(asked, mode) -> None:
     assert stage.is_idle()
 
 
-async def test_an_unknown_model_is_refused_with_404(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_an_unknown_model_is_refused_with_404(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     status, error = (await stage.proxy().ask({**ASK, "model": "other"})).refused
     assert (status, error["code"]) == (404, "model_not_found")
     await stage.until_idle()
 
 
-async def test_without_an_instance_a_request_is_refused_with_503(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_without_an_instance_a_request_is_refused_with_503(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     stage.context.router.registry.on_disconnect("x")
     placed = await stage.proxy().ask()
     status, error = placed.refused
@@ -221,13 +229,15 @@ async def test_without_an_instance_a_request_is_refused_with_503(asked) -> None:
     await stage.until_idle()
 
 
-async def test_where_requests_may_wait_for_an_instance_they_do_so_at_the_gateway(asked) -> None:
-    stage = await asked({}, wake_s=5.0)
+async def test_where_requests_may_wait_for_an_instance_they_do_so_at_the_gateway(
+    make_picker_stage,
+) -> None:
+    stage = await make_picker_stage({}, wake_s=5.0)
     assert (await stage.proxy().ask()).endpoints == [stage.address]
 
 
-async def test_a_full_queue_refuses_with_429(asked) -> None:
-    stage = await asked({"x": "mixed"}, queue_limit=1)
+async def test_a_full_queue_refuses_with_429(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, queue_limit=1)
     first = stage.proxy()
     await first.ask()
     placed = await stage.proxy().ask()
@@ -238,10 +248,10 @@ async def test_a_full_queue_refuses_with_429(asked) -> None:
     assert (await stage.proxy().ask()).endpoints
 
 
-async def test_a_tenant_above_its_limit_is_refused_with_429(asked, tmp_path) -> None:
+async def test_a_tenant_above_its_limit_is_refused_with_429(make_picker_stage, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 1}\n")
-    stage = await asked({"x": "mixed"}, api_keys=keys)
+    stage = await make_picker_stage({"x": "mixed"}, api_keys=keys)
     known = {"authorization": "Bearer secret"}
     first = stage.proxy()
     assert (await first.ask(**known)).endpoints[0] == stage.endpoint_of("x")
@@ -251,15 +261,17 @@ async def test_a_tenant_above_its_limit_is_refused_with_429(asked, tmp_path) -> 
     assert (await stage.proxy().ask(**known)).endpoints
 
 
-async def test_without_a_key_the_gateway_is_named_which_refuses(asked, tmp_path) -> None:
+async def test_without_a_key_the_gateway_is_named_which_refuses(
+    make_picker_stage, tmp_path
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    stage = await asked({"x": "mixed"}, api_keys=keys)
+    stage = await make_picker_stage({"x": "mixed"}, api_keys=keys)
     assert (await stage.proxy().ask()).endpoints == [stage.address]
 
 
-async def test_a_body_above_the_limit_is_refused_with_413(asked) -> None:
-    stage = await asked({"x": "mixed"}, max_body_bytes=100)
+async def test_a_body_above_the_limit_is_refused_with_413(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, max_body_bytes=100)
     proxy = stage.proxy()
     await proxy.head()
     await proxy.send(request_body=pb.HttpBody(body=b"x" * 101))
@@ -268,31 +280,33 @@ async def test_a_body_above_the_limit_is_refused_with_413(asked) -> None:
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "text"])
-async def test_only_endpoints_that_the_proxy_allows_are_named(asked, as_text) -> None:
-    stage = await asked({"a": "mixed", "b": "mixed", "c": "mixed"})
+async def test_only_endpoints_that_the_proxy_allows_are_named(make_picker_stage, as_text) -> None:
+    stage = await make_picker_stage({"a": "mixed", "b": "mixed", "c": "mixed"})
     subset = [stage.endpoint_of("b"), "10.0.0.1:80"]
     for _ in range(3):
         placed = await stage.proxy().ask(subset=",".join(subset) if as_text else subset)
         assert placed.endpoints == [stage.endpoint_of("b")]
 
 
-async def test_where_the_gateway_is_not_allowed_nothing_is_split(asked) -> None:
-    stage = await asked({"p": "prefill", "d": "decode"})
+async def test_where_the_gateway_is_not_allowed_nothing_is_split(make_picker_stage) -> None:
+    stage = await make_picker_stage({"p": "prefill", "d": "decode"})
     placed = await stage.proxy().ask(subset=[stage.endpoint_of("d"), stage.endpoint_of("p")])
     assert placed.endpoints == [stage.endpoint_of("d")]
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "gateway"])
-async def test_where_nothing_of_ours_is_allowed_the_answer_is_503(asked, direct) -> None:
-    stage = await asked({"x": "mixed"}, direct=direct)
+async def test_where_nothing_of_ours_is_allowed_the_answer_is_503(
+    make_picker_stage, direct
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, direct=direct)
     proxy = stage.proxy()
     await proxy.head(subset=[])
     await proxy.body(json.dumps(ASK).encode())
     assert Placed(await proxy.hear()).refused[0] == 503
 
 
-async def test_a_proxy_that_vanishes_leaves_nothing_in_the_books(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_proxy_that_vanishes_leaves_nothing_in_the_books(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     for phase in ("asked", "answered"):
         proxy = stage.proxy()
         await proxy.ask()
@@ -305,8 +319,8 @@ async def test_a_proxy_that_vanishes_leaves_nothing_in_the_books(asked) -> None:
     assert stage.context.metrics.requests["m", "cancelled"] == 2
 
 
-async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) -> None:
-    stage = await asked({"x": "mixed"}, response_s=0.3)
+async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, response_s=0.3)
     proxy = stage.proxy()
     await proxy.ask()
     await stage.until_idle()
@@ -316,25 +330,25 @@ async def test_a_request_of_which_nothing_more_is_heard_leaves_the_books(asked) 
 
 @pytest.mark.interpreted
 async def test_a_request_that_waits_past_its_deadline_is_answered(
-    asked, tmp_path, monkeypatch
+    make_picker_stage, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(controller, "BACKLOG_LIMIT_TOKENS", 0.0)
     keys = tmp_path / "keys"
     keys.write_text("tenants:\n- {name: t, keys: [secret], maxConcurrent: 9}\n")
-    stage = await asked({"x": "mixed"}, api_keys=keys, response_s=0.3)
+    stage = await make_picker_stage({"x": "mixed"}, api_keys=keys, response_s=0.3)
     status, error = (await stage.proxy().ask(authorization="Bearer secret")).refused
     assert (status, error["code"]) == (504, "engine_timeout")
     await stage.until_idle()
 
 
-async def test_a_queue_that_siblings_have_filled_refuses_as_well(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_queue_that_siblings_have_filled_refuses_as_well(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     stage.context.queue_limit = 0
     assert (await stage.proxy().ask()).refused[0] == 429
 
 
-async def test_a_request_that_does_not_go_on_is_given_up(asked) -> None:
-    stage = await asked({"x": "mixed"}, idle_s=0.2)
+async def test_a_request_that_does_not_go_on_is_given_up(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, idle_s=0.2)
     proxy = stage.proxy()
     await proxy.head()
     with pytest.raises(grpc.aio.AioRpcError) as given_up:
@@ -342,8 +356,8 @@ async def test_a_request_that_does_not_go_on_is_given_up(asked) -> None:
     assert given_up.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_proxy_that_does_not_tell_of_answers_ends_them_with_its_stream(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_without_response_events_a_request_ends_with_its_stream(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy(DUPLEX, NONE)
     await proxy.ask()
     await proxy.send(response_headers=headers_of({":status": "200"}, False))
@@ -354,8 +368,8 @@ async def test_a_proxy_that_does_not_tell_of_answers_ends_them_with_its_stream(a
 
 
 @pytest.mark.interpreted
-async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_lengths_are_learnt_from_usage_or_else_from_events(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     lengths = stage.context.router.length_predictor
     learnt = []
     lengths.observe = lambda prompt, output: learnt.append(output)
@@ -371,8 +385,10 @@ async def test_lengths_are_learnt_from_usage_or_else_from_events(asked) -> None:
 
 
 @pytest.mark.interpreted
-async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(
+    make_picker_stage,
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     stage.context.router.length_predictor.observe = lambda *_: pytest.fail("learnt from an error")
     for _ in range(3):
         proxy = stage.proxy()
@@ -382,8 +398,10 @@ async def test_nothing_is_learnt_from_errors_and_their_instance_is_doubted(asked
     assert stage.context.metrics.requests["m", "failed"] == 3
 
 
-async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_first(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_first(
+    make_picker_stage,
+) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.ask()
     await proxy.send(
@@ -394,7 +412,7 @@ async def test_a_request_that_another_endpoint_served_leaves_the_books_of_the_fi
     assert stage.context.router.registry.instances["x"].in_flight.num_requests == 0
     assert await proxy.pass_on(b'{"usage":{"completion_tokens":3}}', True)
     await stage.until_idle()
-    # It is told by who served it.
+    # The response headers name the endpoint that served it.
     assert sum(stage.context.metrics.requests.values()) == 0
     assert stage.context.metrics.models["m"].output_tokens == 0
 
@@ -405,8 +423,8 @@ def served_by(address: str) -> pb.Metadata:
     return metadata
 
 
-async def test_a_proxy_that_only_watches_is_left_alone(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_a_proxy_that_only_watches_is_left_alone(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.send(
         request_headers=headers_of({":method": "POST"}, False), observability_mode=True
@@ -414,16 +432,16 @@ async def test_a_proxy_that_only_watches_is_left_alone(asked) -> None:
     assert await proxy.is_left_alone()
 
 
-async def test_picks_follow_instances_that_come_and_go(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_picks_follow_instances_that_come_and_go(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     await stage.proxy().ask()
     stage.context.router.registry.remove_agent("x")
     await stage.add("y", "mixed")
     assert (await stage.proxy().ask()).endpoints[0] == stage.endpoint_of("y")
 
 
-async def test_health_is_told_as_the_protocol_names_it(asked) -> None:
-    stage = await asked({})
+async def test_health_follows_the_grpc_protocol(make_picker_stage) -> None:
+    stage = await make_picker_stage({})
     stub = health_pb2_grpc.HealthStub(stage.channel)
 
     async def check(service: str) -> int:
@@ -449,8 +467,8 @@ async def test_health_is_told_as_the_protocol_names_it(asked) -> None:
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_health_can_be_watched(asked) -> None:
-    stage = await asked({})
+async def test_health_can_be_watched(make_picker_stage) -> None:
+    stage = await make_picker_stage({})
     stub = health_pb2_grpc.HealthStub(stage.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -459,8 +477,8 @@ async def test_health_can_be_watched(asked) -> None:
     watch.cancel()
 
 
-async def test_who_watches_health_does_not_keep_a_gateway_from_ending(asked) -> None:
-    stage = await asked({"x": "mixed"}, drain_s=600.0)
+async def test_who_watches_health_does_not_keep_a_gateway_from_ending(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"}, drain_s=600.0)
     stub = health_pb2_grpc.HealthStub(stage.channel)
     watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -484,8 +502,8 @@ async def test_a_picker_cannot_name_a_gateway_that_speaks_https() -> None:
         await EndpointPickerServer(GatewayContext(config, router, ApiKeys(None))).start(0, 8080)
 
 
-async def test_at_its_end_a_gateway_waits_for_answers_that_pass_by_it(asked) -> None:
-    stage = await asked({"x": "mixed"})
+async def test_at_its_end_a_gateway_waits_for_answers_that_pass_by_it(make_picker_stage) -> None:
+    stage = await make_picker_stage({"x": "mixed"})
     proxy = stage.proxy()
     await proxy.ask()
     ending = asyncio.create_task(stage.gateway.stop())
@@ -498,5 +516,5 @@ async def test_at_its_end_a_gateway_waits_for_answers_that_pass_by_it(asked) -> 
     assert stage.context.metrics.requests["m", "ok"] == 1
 
 
-def test_nothing_is_offered_unless_it_is_asked_for() -> None:
+def test_the_endpoint_picker_is_off_by_default() -> None:
     assert GatewayConfig(agents="").endpoint_picker_port == 0

@@ -12,7 +12,7 @@ from cleave.rpc.v1 import agent_pb2
 
 BLOCK_TOKENS = 16
 NO_PORT = 1
-"""Nobody listens there."""
+"""A port without a listener."""
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS], ids=["chat", "completion"])
@@ -27,10 +27,10 @@ async def fleet(make_fleet):
 
 def ask(path: str, **fields: Any) -> dict[str, Any]:
     prompt = "tell me a story " * 20
-    asked = (
+    request = (
         {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
     )
-    return STREAM | asked | fields
+    return STREAM | request | fields
 
 
 def read(response) -> tuple[dict[int, str], list[dict[str, Any]]]:
@@ -86,8 +86,8 @@ async def test_a_client_that_asks_for_ids_gets_each_of_them_once(fleet, path, to
     def ids_of(events: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
         choices = [choice for event in events for choice in event["choices"]]
         prompts = [part.get("prompt_token_ids") for part in (*events, *choices)]
-        made = [number for choice in choices for number in choice.get("token_ids") or ()]
-        return made, [prompt for prompt in prompts if prompt]
+        token_ids = [number for choice in choices for number in choice.get("token_ids") or ()]
+        return token_ids, [prompt for prompt in prompts if prompt]
 
     _, undisturbed = read(await stage.ask(body, path))
     _, events = await ask_and_lose(fleet, body, path, tokens)
@@ -101,8 +101,8 @@ async def test_the_rest_of_an_answer_is_not_generated_twice(fleet, path) -> None
     stage, engines = fleet
     engines["d1"].engine.faults.drop = 20
     read(await stage.ask(ask(path, temperature=0.7), path))
-    made = engines["d2"].engine.metrics.generation_tokens
-    assert made == STREAM["max_tokens"] - 20
+    num_generated = engines["d2"].engine.metrics.generation_tokens
+    assert num_generated == STREAM["max_tokens"] - 20
 
 
 @PATHS
@@ -276,11 +276,11 @@ async def test_kv_that_is_gone_is_computed_anew_and_the_client_sees_nothing(
         engine.send_json(writer, engine.prefill_answer() | {"kv_transfer_params": handoff})
 
     prompt = "word " * 100
-    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    fields = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     pair.engines["p"].script = offer_what_is_gone
     pair.state(pair.engines["d"], engine_url=decode_url)
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    response = await pair.ask({"model": "m", "max_tokens": 4, "stream": stream} | asked, path)
+    response = await pair.ask({"model": "m", "max_tokens": 4, "stream": stream} | fields, path)
     assert response.status == 200
     assert b"error" not in response.body
     assert pair.context.metrics.retries == {("decode", "status"): 1}

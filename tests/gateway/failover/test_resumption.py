@@ -1,4 +1,4 @@
-"""What another engine is asked when a stream has lost its own."""
+"""The request to another engine when a stream has lost its own."""
 
 import json
 from collections.abc import Callable
@@ -24,10 +24,10 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def read(**fields: Any):
-    asked = {"model": "m", "prompt": "hi", "stream": True, **fields}
+    request = {"model": "m", "prompt": "hi", "stream": True, **fields}
     if "messages" in fields:
-        del asked["prompt"]
-    return parse_completion(json.dumps(asked).encode())
+        del request["prompt"]
+    return parse_completion(json.dumps(request).encode())
 
 
 def see(*tokens: tuple[str, int], chat: bool = False, **last: Any) -> Transcript:
@@ -50,7 +50,7 @@ def at_depth(frames: int, call: Callable[[], Any]) -> Any:
     return at_depth(frames - 1, call) if frames else call()
 
 
-def told(choice: dict[str, Any]) -> bytes:
+def build_event(choice: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps({"id": "c", "choices": [{"index": 0, **choice}]}).encode()
 
 
@@ -65,14 +65,14 @@ def body_of(planned: Resumption) -> dict[str, Any]:
 
 
 def test_prompt_and_tokens_so_far_become_the_prompt() -> None:
-    asked = {
+    request = {
         "max_tokens": 10,
         "min_tokens": 5,
         "temperature": 0.7,
         "top_p": 0.9,
         "ignore_eos": True,
     }
-    planned = resume(read(**asked), see(("a", 21), ("b", 22)))
+    planned = resume(read(**request), see(("a", 21), ("b", 22)))
     assert planned.mode == "continued"
     assert body_of(planned) == {
         "model": "m",
@@ -88,8 +88,8 @@ def test_prompt_and_tokens_so_far_become_the_prompt() -> None:
 
 
 def test_a_chat_goes_on_as_a_completion() -> None:
-    asked = read(messages=MESSAGES, max_completion_tokens=10, chat_template_kwargs={"x": 1})
-    planned = resume(asked, see(("a", 21), chat=True), CHAT_PATH)
+    request = read(messages=MESSAGES, max_completion_tokens=10, chat_template_kwargs={"x": 1})
+    planned = resume(request, see(("a", 21), chat=True), CHAT_PATH)
     assert planned.path == COMPLETIONS_PATH
     assert body_of(planned) == {
         "model": "m",
@@ -105,8 +105,8 @@ def test_a_chat_goes_on_as_a_completion() -> None:
 )
 def test_without_a_limit_the_apis_own_counts(path: bytes, left: int) -> None:
     chat = path == CHAT_PATH
-    asked = read(messages=MESSAGES) if chat else read()
-    planned = resume(asked, see(("a", 21), chat=chat), path)
+    request = read(messages=MESSAGES) if chat else read()
+    planned = resume(request, see(("a", 21), chat=chat), path)
     assert body_of(planned)["max_tokens"] == left
 
 
@@ -163,25 +163,25 @@ def test_values_that_ask_for_nothing_bind_nothing(fields: dict[str, Any]) -> Non
 
 
 def test_a_client_may_ask_for_ids_itself_and_may_refuse_them() -> None:
-    asked = read(return_token_ids=True)
-    assert (asked.has_token_ids, asked.return_token_ids) == (True, True)
-    assert resume(asked, see(("a", 21))).mode == "continued"
+    request = read(return_token_ids=True)
+    assert (request.has_token_ids, request.return_token_ids) == (True, True)
+    assert resume(request, see(("a", 21))).mode == "continued"
     assert not read(return_token_ids=False).has_token_ids
     assert not read(return_token_ids=None).return_token_ids
 
 
-def test_a_client_that_asked_for_ids_sees_each_once_though_its_text_came_later() -> None:
+def test_a_client_that_requested_ids_gets_each_once_though_its_text_came_later() -> None:
     seen = see(("a", 21), ("", 22))
     for _ in range(2):  # The engine that goes on is lost as well.
         planned = resume(read(return_token_ids=True), seen)
         assert body_of(planned)["prompt"] == [11, 12, 13, 21]
         rest = [{"text": "", "token_ids": [22]}, {"text": "é", "token_ids": [23]}]
-        turned = [planned.splice.rewrite(told(choice)) for choice in rest]
+        turned = [planned.splice.rewrite(build_event(choice)) for choice in rest]
         assert b'"token_ids":[]' in turned[0]
         assert b'"token_ids":[23]' in turned[1]
     other = resume(read(return_token_ids=True), seen).splice
     with pytest.raises(SpliceError, match="otherwise"):
-        other.rewrite(told({"text": "b", "token_ids": [29]}))
+        other.rewrite(build_event({"text": "b", "token_ids": [29]}))
 
 
 def test_without_ids_only_a_repeatable_answer_goes_on() -> None:
@@ -201,18 +201,18 @@ def test_what_the_engine_parses_is_not_continued_as_text(part: str) -> None:
 
 def test_a_prompt_with_pictures_is_more_than_its_tokens() -> None:
     content = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x"}}]
-    asked = read(messages=[{"role": "user", "content": content}], temperature=0)
-    assert resume(asked, see(("a", 21), chat=True), CHAT_PATH).mode == "replayed"
-    asked = read(messages=[{"role": "user", "content": content[:1]}], temperature=0)
-    assert resume(asked, see(("a", 21), chat=True), CHAT_PATH).mode == "continued"
+    request = read(messages=[{"role": "user", "content": content}], temperature=0)
+    assert resume(request, see(("a", 21), chat=True), CHAT_PATH).mode == "replayed"
+    request = read(messages=[{"role": "user", "content": content[:1]}], temperature=0)
+    assert resume(request, see(("a", 21), chat=True), CHAT_PATH).mode == "continued"
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
 def test_an_answer_of_which_only_the_end_is_missing_is_ended_here(chat: bool) -> None:
     path = CHAT_PATH if chat else COMPLETIONS_PATH
     fields = {"messages": MESSAGES} if chat else {}
-    asked = read(**fields, max_tokens=2, stream_options={"include_usage": True})
-    ending = plan_resumption(path, asked, see(("a", 21), ("b", 22), chat=chat), PROMPT_IDS, 100)
+    request = read(**fields, max_tokens=2, stream_options={"include_usage": True})
+    ending = plan_resumption(path, request, see(("a", 21), ("b", 22), chat=chat), PROMPT_IDS, 100)
     assert isinstance(ending, StreamEnding)
     last, usage, done = ending.events.split(b"\n\n")[:-1]
     assert json.loads(last[6:])["choices"][0]["finish_reason"] == "length"
@@ -230,7 +230,7 @@ def test_an_answer_that_is_finished_needs_no_engine() -> None:
     assert ending == StreamEnding(b"data: [DONE]\n\n")
 
 
-def test_a_stream_that_has_said_nothing_is_simply_asked_again() -> None:
+def test_a_stream_without_output_is_simply_retried() -> None:
     seen = see(chat=True)
     assert resume(read(messages=MESSAGES, stop=["x"]), seen, CHAT_PATH).mode == "replayed"
 

@@ -11,7 +11,7 @@ from cleave.gateway.proxy import attempt
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
 STREAMED = STREAM | {"return_token_ids": True}
-"""As an engine is asked."""
+"""A request as an engine gets it."""
 
 
 async def fail(engine, request, writer) -> None:
@@ -59,7 +59,7 @@ LATE_FAILURES = {
     "at once": [ROLE + build_error(500)],
 }
 FAILURES = [fail, hang_up, hang, garble]
-# A decode side that only refuses is asked once more, a lost one is not.
+# A decode side that only refuses is retried once, a lost one is not.
 
 
 @pytest.fixture
@@ -190,11 +190,11 @@ async def test_a_hand_off_of_the_wrong_boot_is_thrown_away(pair, handoff) -> Non
 
 
 async def test_a_hand_off_of_another_request_is_thrown_away(pair) -> None:
-    kept = []
+    answers = []
 
     async def answer_with_an_earlier_one(engine, request, writer):
-        kept.append(engine.prefill_answer(request))
-        engine.send_json(writer, kept[0])
+        answers.append(engine.prefill_answer(request))
+        engine.send_json(writer, answers[0])
 
     pair.engines["p"].script = answer_with_an_earlier_one
     assert [(await pair.ask(ASK)).status for _ in range(2)] == [200, 200]
@@ -216,8 +216,8 @@ async def test_kv_of_which_the_lease_may_have_ended_is_not_used(pair, body, monk
 
     pair.engines["d"].script = stand_still
     assert (await pair.ask(body)).status == 200
-    asked = ["kv_transfer_params" in request.body for request in pair.engines["d"].requests]
-    assert asked == [True, False]
+    has_handoff = ["kv_transfer_params" in request.body for request in pair.engines["d"].requests]
+    assert has_handoff == [True, False]
     assert pair.context.metrics.handoffs == {"used": 1, "failed": 1}
     await pair.until_idle()
 
@@ -383,7 +383,7 @@ async def test_half_an_event_reaches_no_client(single) -> None:
 
 
 @pytest.mark.parametrize("moment", ["prefill", "first token", "mid-stream"])
-async def test_a_client_that_leaves_stops_whatever_runs_for_it(pair, moment: str) -> None:
+async def test_a_client_disconnect_stops_its_engine_requests(pair, moment: str) -> None:
     async def go_on(engine, request, writer):
         if moment == "prefill" or (moment == "first token" and not request.is_prefill):
             await asyncio.sleep(600)

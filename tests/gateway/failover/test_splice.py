@@ -80,10 +80,10 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 
 
 @given(words, st.lists(st.integers(0, 4), max_size=10), st.integers(0, 30), st.integers(1, 2))
-def test_a_replay_adds_what_is_missing_however_its_events_are_cut(made, sizes, place, n) -> None:
+def test_a_replay_adds_what_is_missing_however_its_events_are_cut(outputs, sizes, place, n) -> None:
     """Seen: a part of the first run's events. Replayed: the same text in other pieces."""
-    text = "".join(made)
-    first = [event(chat(piece, [1], index)) for piece in made for index in range(n)]
+    text = "".join(outputs)
+    first = [event(chat(piece, [1], index)) for piece in outputs for index in range(n)]
     seen = transcript(event({"index": 0, "delta": {"role": "assistant"}}), *first[:place])
     known = {i: c.texts.get(("delta", "content"), "") for i, c in seen.choices.items()}
     again = [event(chat(piece, [1], index)) for piece in cut(text, sizes) for index in range(n)]
@@ -142,7 +142,7 @@ def test_the_prompts_ids_come_with_a_replay_if_they_have_not_come_before(seen: b
     assert ("prompt_token_ids" in turned["choices"][0]) is not seen
 
 
-def test_usage_is_told_once() -> None:
+def test_usage_is_reported_once() -> None:
     usage = event(usage={"prompt_tokens": 1})
     assert turn_all(ReplayedStream(transcript(event(chat("a")))), usage)
     assert turn_all(ReplayedStream(transcript(event(chat("a")), usage)), usage) == []

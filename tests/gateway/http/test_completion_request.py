@@ -332,7 +332,7 @@ def test_a_large_body_is_read_alike_in_slices_and_at_once(fields: dict[str, obje
 def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str) -> None:
     body = HOSTILE[name]
 
-    def judge(read_it: Callable[[], object]) -> tuple[int, str | None] | None:
+    def read_outcome(read_it: Callable[[], object]) -> tuple[int, str | None] | None:
         try:
             read_it()
         except GatewayError as error:
@@ -340,8 +340,8 @@ def test_a_hostile_body_is_refused_alike_in_slices_and_at_once(name: str) -> Non
         return None
 
     found, _ = scan(body)
-    at_once = judge(lambda: parse_completion(body))
-    assert judge(lambda: parse_completion(body, found)) == at_once
+    at_once = read_outcome(lambda: parse_completion(body))
+    assert read_outcome(lambda: parse_completion(body, found)) == at_once
 
 
 @pytest.mark.parametrize("prompt", ["a, b", [1, 2, 3]])

@@ -44,10 +44,10 @@ def limiter(clock: Clock) -> ConnectionLimiter:
 
 
 def connect(limiter: ConnectionLimiter, address: str, *since: float) -> list[Fake]:
-    made = [Fake(each) for each in since]
-    for one in made:
+    connections = [Fake(each) for each in since]
+    for one in connections:
         assert limiter.admit(one, (address, 1))
-    return made
+    return connections
 
 
 def test_with_room_an_address_may_have_all(limiter: ConnectionLimiter) -> None:
@@ -130,7 +130,7 @@ def test_a_new_connection_costs_the_same_however_many_are_open(
     assert len(limiter) == 1_024
 
 
-def test_a_full_port_is_told_once_a_minute(
+def test_a_full_port_is_logged_once_a_minute(
     limiter: ConnectionLimiter, clock: Clock, caplog
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -154,6 +154,6 @@ def test_a_machine_is_one_address(address: str, counted: str) -> None:
     assert get_address_group((address, 1)) == counted
 
 
-def test_networks_are_told_apart() -> None:
+def test_networks_are_distinguished() -> None:
     assert get_address_group(("2001:db8:0:1::5", 1)) != get_address_group(("2001:db8:0:2::5", 1))
     assert get_address_group(None) == get_address_group("") == ""

@@ -74,7 +74,7 @@ def test_a_list_has_the_elements_that_msgspec_finds(value, space, ascii_only, si
     st.lists(st.tuples(st.integers(0, 200), st.sampled_from(b'{}[],:"\\ a1')), max_size=3),
     SLICES,
 )
-def test_whatever_is_valid_json_is_split_alike_and_the_rest_ends_in_an_error_of_msgspec(
+def test_valid_json_is_split_alike_and_the_rest_is_an_error_of_msgspec(
     value, changes, size
 ) -> None:
     text = bytearray(write(value, " ", True))

@@ -1,4 +1,4 @@
-"""How much of a request is kept, whatever its client sends; test_smuggling.py has the framing."""
+"""How much of a request is buffered at most; test_smuggling.py tests the framing."""
 
 import tracemalloc
 from http import HTTPStatus
@@ -85,14 +85,14 @@ def test_a_body_in_small_reads_takes_its_own_size(reader: RequestParser) -> None
     try:
         for _ in range(100_000):
             reader.feed(b"abc")
-        taken = tracemalloc.get_traced_memory()[0]
+        allocated_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     assert reader.buffered_bytes == 300_000
-    assert taken < 400_000
+    assert allocated_bytes < 400_000
 
 
-def test_the_head_is_looked_at_before_any_of_the_body_is_kept() -> None:
+def test_the_head_is_checked_before_the_body_is_buffered() -> None:
     seen: list[bytes] = []
 
     def check(request: HttpRequest) -> GatewayError | None:

@@ -55,9 +55,9 @@ def test_many_are_not_held_back_until_then() -> None:
 
 def test_what_is_for_a_connection_that_was_cut_is_dropped_and_nothing_else() -> None:
     batcher, sent, _ = build()
-    gone, there = Wire("gone", sent), Wire("there", sent)
+    gone, open_wire = Wire("gone", sent), Wire("there", sent)
     batcher.write(gone, b"1")
-    batcher.write(there, b"2")
+    batcher.write(open_wire, b"2")
     gone.cut = True
     batcher.flush()
     assert sent == [("there", b"2")]

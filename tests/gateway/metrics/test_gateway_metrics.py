@@ -33,7 +33,7 @@ async def read_page(stage) -> str:
     return (await stage.ask(path="/metrics")).body.decode()
 
 
-async def test_latencies_are_told_by_role(make_stage) -> None:
+async def test_latencies_are_exported_by_role(make_stage) -> None:
     stage = await make_stage({"p": "prefill", "d": "decode"})
     await stage.ask(STREAM)
     # One stream in eight has its gaps timed.
@@ -46,7 +46,7 @@ async def test_latencies_are_told_by_role(make_stage) -> None:
     assert page.count("cleave_gateway_ttft_seconds_count") == 1
 
 
-async def test_an_instance_of_both_phases_is_told_as_such(single) -> None:
+async def test_an_instance_of_both_phases_is_exported_as_such(single) -> None:
     await single.ask(STREAM)
     page = await read_page(single)
     assert 'cleave_gateway_ttft_seconds_count{model="m",role="mixed"} 1.0' in page
@@ -60,7 +60,7 @@ async def test_tokens_that_were_handed_over_are_counted(pair, single) -> None:
     assert 'cleave_gateway_handoff_tokens_total{model="m"} 0.0' in await read_page(single)
 
 
-async def test_instances_are_told_by_role_and_state_also_where_none_is_ready(pair) -> None:
+async def test_instances_are_exported_by_role_and_state_even_when_none_is_ready(pair) -> None:
     pair.state(pair.engines["p"], state=agent_pb2.STATE_DRAINING)
     page = await read_page(pair)
     name = "cleave_gateway_instances"
@@ -69,7 +69,7 @@ async def test_instances_are_told_by_role_and_state_also_where_none_is_ready(pai
     assert f'{name}{{model="m",role="decode",state="ready"}} 1.0' in page
 
 
-async def test_lengths_are_told_of_requests_that_were_answered(pair) -> None:
+async def test_lengths_are_exported_for_answered_requests(pair) -> None:
     await pair.ask(ASK)
     await pair.ask(ASK | {"model": "nobody"})
     page = await read_page(pair)

@@ -18,9 +18,9 @@ from cleave.gateway.shared_state import SharedGatewayState
 
 @pytest.fixture
 def shared_state(tmp_path: Path):
-    made = SharedGatewayState(2, tmp_path)
-    yield made
-    made.close()
+    shared = SharedGatewayState(2, tmp_path)
+    yield shared
+    shared.close()
 
 
 def count(metrics: GatewayMetrics, times: int) -> None:
@@ -67,11 +67,11 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(shared_state) 
     assert page["cleave_gateway_requests_in_flight", ()] == 7
 
 
-def test_nothing_that_was_told_goes_down_when_a_process_is_killed(shared_state) -> None:
+def test_no_counter_decreases_when_a_process_is_killed(shared_state) -> None:
     first, second = shared_state.for_process(0), shared_state.for_process(1)
     dying, other = GatewayMetrics(), GatewayMetrics()
     count(dying, 5)
-    told = scrape(dying, first)
+    scraped = scrape(dying, first)
     count(dying, 2)
     shared_state.clear_process(0)
     after = scrape(other, second)
@@ -80,7 +80,7 @@ def test_nothing_that_was_told_goes_down_when_a_process_is_killed(shared_state) 
     count(successor, 1)
     later = scrape(successor, first)
     name = "cleave_gateway_requests_total", ("m", "ok")
-    assert (told[name], after[name], later[name]) == (5, 5, 6)
+    assert (scraped[name], after[name], later[name]) == (5, 5, 6)
     assert later["cleave_gateway_ttft_seconds_count", ("m", "mixed")] == 6
     assert successor.streams == 6
 

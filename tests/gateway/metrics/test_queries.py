@@ -29,7 +29,7 @@ PANELS = [
 ]
 """Of Grafana's dashboards."""
 GRAFANA = {"$model": ".*", "$__rate_interval": "5m"}
-SELDOM = {
+EMPTY_PANELS = {
     "pools: Not ready",
     "pools: Flips in an hour",
     "pools: KV lost",
@@ -48,7 +48,7 @@ MINUTE_S = 60.0
 
 
 class Watched:
-    """A fleet that has been through something, and what scrapes of it have told so far."""
+    """A fleet with a history, and what scrapes of it have returned so far."""
 
     def __init__(self, stage, engines, internal_port: int) -> None:
         self.stage = stage
@@ -110,13 +110,13 @@ async def watched(make_fleet, internal_port, tmp_path):
 async def test_the_guide_names_only_metrics_and_labels_that_there_are(watched) -> None:
     known = watched.list_labels()
     # Of counters without a series only the family's name is there.
-    told = known.keys() | {f"{name}_total" for name in known}
-    assert {*NAMES.findall(GUIDE)} <= told
+    exported = known.keys() | {f"{name}_total" for name in known}
+    assert {*NAMES.findall(GUIDE)} <= exported
     for name, matchers in SELECTORS.findall(GUIDE):
         labels = known.get(name) or known.get(f"{name}_count") or set()
-        stated = {re.split("[=!]", part)[0].strip() for part in matchers.split(",")}
-        # What happens seldom has no series yet.
-        assert not labels or stated <= labels, name
+        label_names = {re.split("[=!]", part)[0].strip() for part in matchers.split(",")}
+        # What happens rarely has no series yet.
+        assert not labels or label_names <= labels, name
 
 
 def evaluate(watched: Watched, queries: list[str]) -> list[dict]:
@@ -126,11 +126,11 @@ def evaluate(watched: Watched, queries: list[str]) -> list[dict]:
     )
     if found.returncode:
         pytest.skip("Prometheus' query engine is not here; scripts/promql builds it")
-    asked = json.dumps({"pages": watched.pages, "queries": queries, "at": watched.now})
-    told = subprocess.run(
-        [found.stdout.strip()], input=asked, capture_output=True, text=True, check=True
+    request = json.dumps({"pages": watched.pages, "queries": queries, "at": watched.now})
+    completed = subprocess.run(
+        [found.stdout.strip()], input=request, capture_output=True, text=True, check=True
     )
-    return json.loads(told.stdout)
+    return json.loads(completed.stdout)
 
 
 async def test_every_query_of_the_guide_is_answered(watched) -> None:
@@ -163,10 +163,10 @@ async def test_every_panel_of_the_dashboards_is_answered(watched) -> None:
     for (title, query), answer in zip(PANELS, evaluate(watched, queries), strict=True):
         assert "error" not in answer, query
         is_operators = "cleave_operator_" in query
-        assert answer["samples"] or title in SELDOM or is_operators, f"{title}: {query}"
+        assert answer["samples"] or title in EMPTY_PANELS or is_operators, f"{title}: {query}"
 
 
-async def test_attainment_is_told_also_where_nothing_meets_the_targets(
+async def test_attainment_is_exported_even_when_no_request_meets_the_targets(
     make_fleet, internal_port
 ) -> None:
     roles = {"p1": "prefill", "d1": "decode"}

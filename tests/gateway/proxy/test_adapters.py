@@ -22,7 +22,7 @@ async def test_adapters_are_listed_with_the_model_that_they_change(pair) -> None
     assert set((await pair.ask(None, "/health")).json()["models"]) == {"m"}
 
 
-async def test_both_engines_are_asked_for_the_adapter(pair) -> None:
+async def test_both_engines_get_the_adapter_name(pair) -> None:
     for engine in pair.engines.values():
         pair.state(engine, adapters=["sql"])
     assert (await pair.ask(ASK | {"model": "sql"})).status == 200

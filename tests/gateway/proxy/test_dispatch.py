@@ -27,8 +27,8 @@ async def test_a_session_keeps_its_prefill_instance(make_stage) -> None:
 
 async def test_headers_of_other_names_are_no_sessions(make_stage) -> None:
     stage = await make_stage(FLEET, session_header="X-Session")
-    kept = await prefills(stage, [{"prompt": "hello"}] * 4, **{"x-sessioN-id": "one"})
-    assert kept == {"p1": 2, "p2": 2}
+    same_session = await prefills(stage, [{"prompt": "hello"}] * 4, **{"x-sessioN-id": "one"})
+    assert same_session == {"p1": 2, "p2": 2}
 
 
 async def test_a_conversation_goes_back_to_where_its_beginning_was_computed(make_stage) -> None:

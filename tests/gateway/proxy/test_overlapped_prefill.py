@@ -1,4 +1,4 @@
-"""Prefill and decode engine asked at once: who is told what, and what each loss leads to."""
+"""Prefill and decode engine called at once: what each gets, and the effect of each loss."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ def gate(engine) -> asyncio.Event:
     return opened
 
 
-async def test_both_engines_are_asked_at_once_and_know_one_name(ahead) -> None:
+async def test_both_engines_are_called_at_once_with_one_request_id(ahead) -> None:
     opened = gate(ahead.engines["p"])
     asking = asyncio.create_task(ahead.ask(ASK | {"stream": True}))
     prefill, decode = ahead.engines["p"], ahead.engines["d"]
@@ -67,7 +67,7 @@ async def test_the_answer_is_the_decode_engines_whichever_comes_first(ahead, str
     for number, late in enumerate(("p", "d"), start=1):
         opened = gate(ahead.engines[late])
         asking = asyncio.create_task(ahead.ask(ASK | {"stream": stream}))
-        # Neither answer may come before both are asked.
+        # Neither answer may come before both are called.
         await ahead.until(
             lambda number=number: {len(engine.requests) for engine in engines} == {number},
             "both are asked",
@@ -81,7 +81,7 @@ async def test_the_answer_is_the_decode_engines_whichever_comes_first(ahead, str
     assert {len(engine.requests) for engine in engines} == {2}
 
 
-async def test_a_prefill_that_hands_over_is_counted_as_asked_ahead(ahead) -> None:
+async def test_an_overlapped_prefill_is_counted_at_its_handoff(ahead) -> None:
     opened = gate(ahead.engines["d"])
     asking = asyncio.create_task(ahead.ask(ASK))
     await ahead.until(lambda: ahead.context.metrics.handoffs == {"ahead": 1}, "it is counted")
@@ -91,12 +91,12 @@ async def test_a_prefill_that_hands_over_is_counted_as_asked_ahead(ahead) -> Non
 
 
 @pytest.mark.parametrize(
-    "told", [{"from_tokens": 1000}, {"free": 0}, {"waiting": 1}], ids=["short", "full", "queue"]
+    "message", [{"from_tokens": 1000}, {"free": 0}, {"waiting": 1}], ids=["short", "full", "queue"]
 )
 async def test_the_prompt_waits_in_the_prefill_engine_where_the_other_could_not_begin(
-    pair, told
+    pair, message
 ) -> None:
-    offer(pair, **told)
+    offer(pair, **message)
     assert (await pair.ask(ASK)).status == 200
     assert pair.engines["d"].requests[0].body["kv_transfer_params"] == pair.engines["p"].handoff()
     assert pair.context.metrics.handoffs == {"used": 1}
@@ -125,7 +125,7 @@ async def test_a_lost_prefill_ends_the_decode_and_another_one_is_tried(
     stage = await make_stage({"p": "prefill", "d": "decode", "e": "decode"})
     offer(stage)
     stage.engines["p"].script = script
-    held = [gate(stage.engines[name]) for name in "de"]
+    gates = [gate(stage.engines[name]) for name in "de"]
     asking = asyncio.create_task(stage.ask(ASK))
     decodes = [stage.engines["d"], stage.engines["e"]]
 
@@ -134,7 +134,7 @@ async def test_a_lost_prefill_ends_the_decode_and_another_one_is_tried(
 
     await stage.until(cut, "the decode engine that waited is let go")
     assert stage.context.metrics.retries == {("prefill", cause): 1}
-    for opened in held:
+    for opened in gates:
         opened.set()
     assert (await asking).status == 200
     whole = [r for engine in decodes for r in engine.requests if "kv_transfer_params" not in r.body]
@@ -180,12 +180,12 @@ async def test_the_prefill_engines_refusal_goes_to_the_client(ahead) -> None:
     await ahead.until_idle()
 
 
-@pytest.mark.parametrize(("limit", "asked_ahead"), [(0, 0), (1, 1), (1000, 0)])
+@pytest.mark.parametrize(("limit", "num_overlapped"), [(0, 0), (1, 1), (1000, 0)])
 async def test_workers_that_leave_the_choice_follow_the_gateways_limit(
-    make_stage, limit: int, asked_ahead: int
+    make_stage, limit: int, num_overlapped: int
 ) -> None:
     stage = await make_stage({"p": "prefill", "d": "decode"}, ahead_from_tokens=limit)
     offer(stage, from_tokens=0)
     assert (await stage.ask(ASK)).status == 200
     await stage.until_idle()
-    assert stage.context.metrics.handoffs["ahead"] == asked_ahead
+    assert stage.context.metrics.handoffs["ahead"] == num_overlapped

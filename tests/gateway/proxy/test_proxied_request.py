@@ -114,7 +114,7 @@ async def test_an_engines_own_refusal_passes_unchanged(pair) -> None:
     await pair.until_idle()
 
 
-async def test_a_refusal_that_quotes_the_hand_off_is_told_in_own_words(pair) -> None:
+async def test_a_refusal_that_quotes_the_handoff_is_rewritten(pair) -> None:
     async def quote(engine, request, writer):
         engine.send_json(writer, {"error": {"message": str(request.body)}}, status=400)
 

@@ -103,7 +103,7 @@ def test_of_other_answers_nothing_is_known_and_all_passes() -> None:
     assert relay(opaque=True).forward(whole, True) == whole
 
 
-def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
+def test_the_prompts_ids_are_hidden_from_the_client_but_not_lost() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6,7],"token_ids":[8]}]}\n\n'
     stream = SseRelay(HEAD, False, 0.0, has_token_ids=True)
     sent = stream.forward(first[:30], False) + stream.forward(first[30:], False)
@@ -111,21 +111,21 @@ def test_the_prompts_ids_are_kept_from_the_client_but_not_lost() -> None:
     assert stream.prompt_ids == b"5,6,7"
 
 
-def test_a_client_that_asked_for_ids_gets_them() -> None:
+def test_a_client_that_requested_ids_gets_them() -> None:
     first = b'data: {"choices":[{"text":"a","prompt_token_ids":[5,6]}]}\n\n'
     stream = relay(has_token_ids=True, return_token_ids=True)
     assert stream.forward(first, False) == first
     assert stream.prompt_ids == b"5,6"
 
 
-def test_a_break_is_told_after_the_last_whole_event() -> None:
+def test_a_break_is_reported_after_the_last_whole_event() -> None:
     stream = relay()
     stream.forward(event("one") + b'data: {"half', False)
-    told = stream.build_error_end(build_engine_error(502, "gone"))
-    assert json.loads(told.removeprefix(b"data: "))["error"]["message"] == "gone"
+    error_end = stream.build_error_end(build_engine_error(502, "gone"))
+    assert json.loads(error_end.removeprefix(b"data: "))["error"]["message"] == "gone"
 
 
-def test_long_streams_are_kept_as_text() -> None:
+def test_long_streams_are_stored_as_text() -> None:
     stream = relay()
     for _ in range(3 * COMPACTION_MASK):
         stream.forward(event("ab", token_ids=[1]), False)

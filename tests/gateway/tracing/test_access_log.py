@@ -48,13 +48,13 @@ async def test_a_request_is_a_line(make_stage, lines) -> None:
     assert "error" not in line
 
 
-async def test_it_is_off_unless_asked_for(pair, lines) -> None:
+async def test_it_is_off_by_default(pair, lines) -> None:
     await pair.ask(STREAM)
     await pair.ask({}, path="/nothing")
     assert lines() == []
 
 
-async def test_what_no_engine_was_asked_for_is_a_line_too(make_stage, lines) -> None:
+async def test_a_request_that_reached_no_engine_is_logged_too(make_stage, lines) -> None:
     stage = await make_stage(PAIR, access_log=True)
     await stage.ask(path="/v1/models")
     await stage.ask({"prompt": PROMPT})
@@ -62,8 +62,8 @@ async def test_what_no_engine_was_asked_for_is_a_line_too(make_stage, lines) -> 
     client = await stage.connect()
     client.writer.write(b"not HTTP at all\r\n\r\n")
     await client.read()
-    told = [(line["message"], line["outcome"]) for line in lines()]
-    assert told == [
+    logged = [(line["message"], line["outcome"]) for line in lines()]
+    assert logged == [
         ("GET /v1/models 200", "ok"),
         ("POST /v1/completions 400", "refused"),
         ("POST - 404", "refused"),
@@ -78,7 +78,7 @@ async def test_probes_and_scrapes_are_no_lines(make_stage, lines) -> None:
     assert lines() == []
 
 
-async def test_a_failure_says_what_the_client_was_told(make_stage, lines) -> None:
+async def test_a_failure_is_logged_with_the_clients_error(make_stage, lines) -> None:
     stage = await make_stage({"x": "mixed"}, access_log=True)
 
     async def fail(engine, request, writer):
@@ -93,7 +93,7 @@ async def test_a_failure_says_what_the_client_was_told(make_stage, lines) -> Non
 
 
 async def quote(engine, request, writer) -> None:
-    """Refuses, with all that it was told."""
+    """Refuses, and quotes the request."""
     engine.send_json(writer, {"error": {"message": request.raw.decode()}}, status=400)
 
 
@@ -118,7 +118,7 @@ async def garble_handoff(engine, request, writer) -> None:
 
 
 @pytest.mark.parametrize("script", [None, quote, break_down, break_off, garble, garble_handoff])
-async def test_no_log_tells_prompts_keys_or_bodies(make_stage, caplog, tmp_path, script) -> None:
+async def test_no_log_contains_prompts_keys_or_bodies(make_stage, caplog, tmp_path, script) -> None:
     caplog.set_level(logging.DEBUG)
     keys = tmp_path / "keys"
     keys.write_text(KEY)

@@ -37,7 +37,7 @@ def collector():
 
 @pytest.fixture
 def make_traced(make_stage, collector):
-    """Stages that trace everything to a collector, unless told otherwise."""
+    """Stages that trace everything to a collector by default."""
 
     async def make(roles: dict[str, str], **options: object):
         stage = await make_stage(
@@ -48,19 +48,19 @@ def make_traced(make_stage, collector):
     return make
 
 
-async def until_told(stage, collector, num_requests: int = 1) -> None:
-    def told() -> bool:
+async def wait_until_exported(stage, collector, num_requests: int = 1) -> None:
+    def is_exported() -> bool:
         servers = [span for span in collector.spans if span.name.startswith("POST")]
         return len(servers) == num_requests
 
-    await stage.until(told, "the spans of all requests have come")
+    await stage.until(is_exported, "the spans of all requests have come")
 
 
 async def test_a_split_stream_is_one_tree_from_the_client_to_both_engines(make_traced) -> None:
     stage, collector = await make_traced(PAIR, trace_sample_ratio=0.0)
     answer = await stage.ask(STREAM, traceparent=TRACEPARENT, x_request_id="mine")
     assert answer.status == 200
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     server, attempt = collector.only("POST /v1/completions"), collector.only("attempt")
     prefill, decode = collector.only("prefill"), collector.only("decode")
     assert {span.trace_id for span in collector.spans} == {TRACE.to_bytes(16)}
@@ -70,13 +70,16 @@ async def test_a_split_stream_is_one_tree_from_the_client_to_both_engines(make_t
     assert collector.children(prefill) == []
     assert collector.children(decode) == ["kv_transfer"]
     assert not any(span.status.code for span in collector.spans)
-    told = read(server)
-    assert told["http.response.status_code"] == 200
-    assert told["gen_ai.operation.name"] == "text_completion"
-    assert told["gen_ai.request.model"] == "m"
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (7, 3)
-    assert (told["cleave.request_id"], told["cleave.outcome"]) == ("mine", "ok")
-    assert told["gen_ai.response.time_to_first_chunk"] > 0
+    server_fields = read(server)
+    assert server_fields["http.response.status_code"] == 200
+    assert server_fields["gen_ai.operation.name"] == "text_completion"
+    assert server_fields["gen_ai.request.model"] == "m"
+    assert (
+        server_fields["gen_ai.usage.input_tokens"],
+        server_fields["gen_ai.usage.output_tokens"],
+    ) == (7, 3)
+    assert (server_fields["cleave.request_id"], server_fields["cleave.outcome"]) == ("mine", "ok")
+    assert server_fields["gen_ai.response.time_to_first_chunk"] > 0
     assert [event.name for event in server.events] == ["first_token"]
     assert read(attempt)["cleave.dispatch.reason"] == "disaggregated"
     assert read(prefill)["cleave.instance"] == "p"
@@ -88,7 +91,7 @@ async def test_a_split_stream_is_one_tree_from_the_client_to_both_engines(make_t
 async def test_spans_lie_within_their_parents(make_traced) -> None:
     stage, collector = await make_traced(PAIR)
     await stage.ask(STREAM)
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     spans = {span.span_id: span for span in collector.spans}
     for span in spans.values():
         assert span.start_time_unix_nano <= span.end_time_unix_nano
@@ -101,11 +104,11 @@ async def test_spans_lie_within_their_parents(make_traced) -> None:
 async def test_engines_hear_of_the_span_that_calls_them(make_traced) -> None:
     stage, collector = await make_traced(PAIR)
     await stage.ask(STREAM)
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     for phase, name in (("prefill", "p"), ("decode", "d")):
         span, (request,) = collector.only(phase), stage.engines[name].requests
-        told = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
-        assert request.headers["traceparent"] == told
+        expected_header = f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
+        assert request.headers["traceparent"] == expected_header
 
 
 @pytest.fixture
@@ -117,17 +120,17 @@ def make_ahead(make_traced):
         for engine in stage.engines.values():
             stage.state(engine, kv_port=5601, kv_block_size=16)
             load = agent_pb2.LoadReport(boot_id=engine.boot_id, kv_blocks_free=100, sampled_ns=1)
-            told = agent_pb2.WatchEvent(load=load)
-            stage.context.router.registry.on_event(engine.name, told, 1e12)
+            event = agent_pb2.WatchEvent(load=load)
+            stage.context.router.registry.on_event(engine.name, event, 1e12)
         return stage, collector
 
     return make
 
 
-async def test_engines_that_are_asked_at_once_are_two_legs_of_one_attempt(make_ahead) -> None:
+async def test_engines_called_at_once_are_two_legs_of_one_attempt(make_ahead) -> None:
     stage, collector = await make_ahead(PAIR)
     await stage.ask(STREAM)
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     assert collector.children(collector.only("attempt")) == ["prefill", "decode"]
     for phase, name in (("prefill", "p"), ("decode", "d")):
         span, (request,) = collector.only(phase), stage.engines[name].requests
@@ -151,7 +154,7 @@ async def test_of_two_legs_at_once_the_one_that_failed_says_so(make_ahead) -> No
     stage.engines["p"].script, stage.engines["d"].script = fail, follow
     assert (await stage.ask(STREAM)).status == 200
     hold.set()
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     first, _ = collector.find("attempt")
     assert "instance p answered with status 500" in first.status.message
     legs = [*collector.find("prefill"), *collector.find("decode")]
@@ -168,7 +171,7 @@ async def test_a_retry_is_a_second_attempt_and_the_first_says_what_failed(make_t
 
     stage.engines["p1"].script = fail
     assert (await stage.ask(ASK)).status == 200
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     first, second = collector.find("attempt")
     assert first.status.code == ERROR
     assert read(first)["error.type"] == "status"
@@ -193,13 +196,13 @@ async def test_a_stream_that_goes_on_elsewhere_says_how(make_traced) -> None:
     answer = await stage.ask(STREAM)
     assert answer.status == 200
     assert answer.events[-1] == b"data: [DONE]"
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     first, second = collector.find("attempt")
     assert read(first)["error.type"] == "lost"
     assert read(second)["cleave.recovery"] == "replayed"
     assert collector.children(second) == ["whole"]
-    lost, taken_up = collector.find("whole")
-    assert (read(lost)["cleave.instance"], read(taken_up)["cleave.instance"]) == ("d1", "d2")
+    lost, resumed = collector.find("whole")
+    assert (read(lost)["cleave.instance"], read(resumed)["cleave.instance"]) == ("d1", "d2")
 
 
 async def test_a_stream_that_is_continued_is_one_trace_over_both_pairs(
@@ -209,10 +212,10 @@ async def test_a_stream_that_is_continued_is_one_trace_over_both_pairs(
     stage, engines = await make_fleet(roles, otlp_endpoint=collector[1], trace_sample_ratio=1.0)
     engines["d1"].engine.faults.drop = 5
     assert (await stage.ask(STREAM | {"max_tokens": 12, "ignore_eos": True})).status == 200
-    await until_told(stage, collector[0])
-    told = [read(span) for span in collector[0].find("attempt")]
-    assert [each.get("cleave.recovery") for each in told] == [None, "continued"]
-    assert [each["cleave.decode.instance"] for each in told] == ["d1", "d2"]
+    await wait_until_exported(stage, collector[0])
+    attempts = [read(span) for span in collector[0].find("attempt")]
+    assert [each.get("cleave.recovery") for each in attempts] == [None, "continued"]
+    assert [each["cleave.decode.instance"] for each in attempts] == ["d1", "d2"]
     assert len(collector[0].find("kv_transfer")) == 2
     server = collector[0].only("POST /v1/completions")
     assert read(server)["gen_ai.usage.output_tokens"] == 12
@@ -227,7 +230,7 @@ async def test_what_no_engine_can_answer_is_an_error_of_the_server(make_traced) 
     stage.engines["x"].script = fail
     answer = await stage.ask(ASK)
     assert answer.status >= 500
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     server = collector.only("POST /v1/completions")
     assert server.status.code == ERROR
     assert read(server)["http.response.status_code"] == answer.status
@@ -244,7 +247,7 @@ async def test_a_client_that_leaves_is_no_error(make_traced) -> None:
     client.send(ASK)
     await stage.until(lambda: bool(stage.engines["x"].requests), "it is asked")
     client.close()
-    await until_told(stage, collector)
+    await wait_until_exported(stage, collector)
     server = collector.only("POST /v1/completions")
     assert (server.status.code, read(server)["cleave.outcome"]) == (0, "cancelled")
 
@@ -254,17 +257,17 @@ async def test_a_client_that_leaves_is_no_error(make_traced) -> None:
     [(0.0, {}), (1.0, {"traceparent": TRACEPARENT[:-1] + "0"})],
     ids=["none", "the client says no"],
 )
-async def test_what_is_not_sampled_is_not_sent_and_engines_are_told_so(
+async def test_unsampled_spans_are_not_exported_and_engines_get_the_flag(
     make_traced, share, headers
 ) -> None:
     stage, collector = await make_traced(PAIR, trace_sample_ratio=share)
     for _ in range(3):
         assert (await stage.ask(STREAM, **headers)).status == 200
-    told = [
+    attributes = [
         request.headers["traceparent"] for e in stage.engines.values() for request in e.requests
     ]
-    assert len(told) == 6
-    assert all(each.endswith("-00") for each in told)
+    assert len(attributes) == 6
+    assert all(each.endswith("-00") for each in attributes)
     await stage.gateway.stop()
     assert collector.spans == []
     assert stage.context.metrics.spans == {"exported": 0, "failed": 0, "dropped": 0}
@@ -311,10 +314,10 @@ async def test_a_dead_collector_costs_spans_and_one_line_and_nothing_else(
     make_stage, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(recorder, "FLUSH_S", 0.2)
-    with socket.socket() as nobody:
+    with socket.socket() as closed:
         # Bound and not listening: connections are refused.
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.1")
         stage = await make_stage(PAIR, otlp_endpoint=url, trace_sample_ratio=1.0)
         counts = stage.context.metrics.spans
@@ -401,10 +404,10 @@ def test_without_the_library_the_option_is_refused_and_the_environment_only_warn
 
 def test_a_gateway_that_traces_nothing_imports_nothing_for_it() -> None:
     loaded = "import sys, cleave.gateway.main; print([m for m in sys.modules if 'telemetry' in m])"
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
     )
-    assert told.stdout.strip() == "[]"
+    assert completed.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("share", ["2", "-0.1", "nan", "much"])

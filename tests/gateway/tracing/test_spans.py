@@ -8,7 +8,7 @@ from cleave.gateway.tracing.traceparent import TraceContext
 
 
 @pytest.mark.parametrize(("secure", "scheme"), [(False, "http"), (True, "https")])
-def test_a_request_is_told_with_the_scheme_that_its_client_used(secure: bool, scheme: str) -> None:
+def test_a_span_has_the_scheme_of_the_client(secure: bool, scheme: str) -> None:
     trace = TraceContext(trace_id=1, parent_id=0, sampled=True)
     record = RequestRecord("r", "POST", "/v1/completions", "m", 1.0, trace=trace, secure=secure)
     record.end("ok", 2.0)

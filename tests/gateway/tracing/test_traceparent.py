@@ -1,4 +1,4 @@
-"""W3C trace context: who decides, and what engines are told."""
+"""W3C trace context: who decides on sampling, and what engines get."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ TRACE_IDS = st.integers(1, (1 << 128) - 1)
 
 
 @given(TRACE_IDS, IDS, st.booleans(), st.sampled_from([0.0, 1.0]))
-def test_what_is_written_is_read_again_whatever_the_share(trace_id, span_id, sampled, share):
+def test_a_written_header_is_read_back_at_any_sample_ratio(trace_id, span_id, sampled, share):
     line = TraceContext(trace_id, 7, sampled).format_header(span_id)
     assert line.endswith(b"\r\n")
     header = line.removeprefix(b"traceparent: ").strip()
@@ -34,9 +34,9 @@ def test_what_is_written_is_read_again_whatever_the_share(trace_id, span_id, sam
     ],
 )
 def test_a_trace_of_its_own_begins_where_the_header_is_none(header):
-    told = read_trace_context(header, 1.0)
-    assert (told.parent_id, told.sampled) == (0, True)
-    assert told.trace_id != 1
+    context = read_trace_context(header, 1.0)
+    assert (context.parent_id, context.sampled) == (0, True)
+    assert context.trace_id != 1
     assert not read_trace_context(header, 0.0).sampled
 
 
@@ -52,8 +52,8 @@ def test_the_share_is_what_is_sampled():
 
 def test_the_trace_id_decides_so_that_everybody_decides_alike():
     for _ in range(200):
-        told = read_trace_context(None, 0.5)
-        assert told.sampled == (told.trace_id & ((1 << 64) - 1) < 1 << 63)
+        context = read_trace_context(None, 0.5)
+        assert context.sampled == (context.trace_id & ((1 << 64) - 1) < 1 << 63)
 
 
 def test_span_ids_are_never_zero_and_fit():

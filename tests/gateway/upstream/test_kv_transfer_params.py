@@ -54,7 +54,7 @@ def test_a_hand_off_that_names_no_engine_is_refused(handoff: bytes) -> None:
         read_handoff(answer(handoff), "boot-1", REQUEST)
 
 
-def test_no_hand_off_is_told_apart_from_a_wrong_one() -> None:
+def test_no_handoff_differs_from_a_wrong_one() -> None:
     assert read_handoff(answer(b"null"), "boot-1", REQUEST) == (None, 7)
     assert read_handoff(b"{}", "boot-1", REQUEST) == (None, 0)
 
@@ -90,12 +90,12 @@ def test_an_answer_that_only_speaks_of_it_passes() -> None:
 
 
 @pytest.mark.parametrize("body", [b"not json", b"{}", b'{"usage":null}', b'{"usage":{"x":1}}'])
-def test_usage_is_zero_when_none_is_stated(body: bytes) -> None:
+def test_usage_is_zero_when_none_is_given(body: bytes) -> None:
     usage = read_usage(body)
     assert (usage.prompt_tokens, usage.completion_tokens or 0) == (0, 0)
 
 
-def test_an_event_that_holds_a_hand_off_is_told_from_text_that_speaks_of_one() -> None:
+def test_an_event_with_a_handoff_differs_from_text_that_mentions_one() -> None:
     assert contains_handoff(SECRET)
     for text in ('"kv_transfer_params":', "kv_transfer_params", 'x "kv_transfer_params": {}'):
         event = b"data: " + json.dumps({"text": text}).encode() + b"\n\n"

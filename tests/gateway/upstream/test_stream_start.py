@@ -15,7 +15,7 @@ WORD = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"one"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-def judge(start: bytes) -> StreamStart:
+def feed_start(start: bytes) -> StreamStart:
     return classify_start(start, skip_role_deltas(start))
 
 
@@ -27,50 +27,50 @@ def error(code: object) -> bytes:
 
 @pytest.mark.parametrize("start", [TOKEN, ROLE + WORD, ROLE + ROLE + WORD, DONE, b'data: {"id'])
 def test_a_token_begins_the_stream(start: bytes) -> None:
-    assert judge(start) is StreamStart.STARTED
+    assert feed_start(start) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize("start", [b"", ROLE, ROLE + ROLE], ids=["nothing", "one", "two"])
-def test_a_role_alone_tells_nothing(start: bytes) -> None:
-    assert judge(start) is StreamStart.PENDING
+def test_a_role_alone_is_not_a_handoff(start: bytes) -> None:
+    assert feed_start(start) is StreamStart.PENDING
 
 
 @pytest.mark.parametrize("code", [500, 503, "null", '"500"'])
 @pytest.mark.parametrize("before", [b"", ROLE, ROLE + ROLE], ids=["first", "role", "roles"])
 @pytest.mark.parametrize("after", [b"", DONE], ids=["alone", "done"])
 def test_an_error_before_any_token_is_a_failure(before, code, after) -> None:
-    assert judge(before + error(code) + after) is StreamStart.FAILED
+    assert feed_start(before + error(code) + after) is StreamStart.FAILED
 
 
 @pytest.mark.parametrize("before", [b"", ROLE], ids=["first", "role"])
 def test_an_error_cut_anywhere_is_one_once_it_is_whole(before) -> None:
     whole = before + error(500)
-    verdicts = [judge(whole[:end]) for end in range(len(before), len(whole))]
+    verdicts = [feed_start(whole[:end]) for end in range(len(before), len(whole))]
     assert set(verdicts) == {StreamStart.PENDING}
-    assert judge(whole) is StreamStart.FAILED
+    assert feed_start(whole) is StreamStart.FAILED
 
 
 @pytest.mark.parametrize("code", [400, 404, 422])
 def test_an_error_that_is_the_clients_fault_goes_to_the_client(code: int) -> None:
-    assert judge(error(code) + DONE) is StreamStart.STARTED
+    assert feed_start(error(code) + DONE) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize("content", [b'data: {"error": "boom"}\n\n', b'data: {"error": \xff}\n\n'])
 def test_an_error_in_another_shape_is_a_failure(content: bytes) -> None:
-    assert judge(content) is StreamStart.FAILED
+    assert feed_start(content) is StreamStart.FAILED
 
 
 def test_an_error_after_a_token_is_none_of_the_opening() -> None:
-    assert judge(TOKEN + error(500)) is StreamStart.STARTED
+    assert feed_start(TOKEN + error(500)) is StreamStart.STARTED
 
 
 def test_an_answer_that_speaks_of_errors_is_an_answer() -> None:
-    assert judge(TOKEN.replace(b"one", b'data: {\\"error\\": 500}')) is StreamStart.STARTED
+    assert feed_start(TOKEN.replace(b"one", b'data: {\\"error\\": 500}')) is StreamStart.STARTED
 
 
 def test_what_is_held_is_limited() -> None:
     endless = b'data: {"error": "' + b"x" * MAX_START_BYTES
-    assert judge(endless) is StreamStart.STARTED
+    assert feed_start(endless) is StreamStart.STARTED
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_what_was_looked_at_need_not_be_looked_at_again(whole: bytes) -> None:
 
 def test_a_role_that_says_something_begins_the_stream() -> None:
     says = ROLE.replace(b'"content":""', b'"content":"one"')
-    assert judge(says) is StreamStart.STARTED
-    assert judge(says + ROLE) is StreamStart.STARTED
+    assert feed_start(says) is StreamStart.STARTED
+    assert feed_start(says + ROLE) is StreamStart.STARTED

@@ -119,7 +119,7 @@ async def test_a_pod_without_a_free_core_is_refused_in_one_line(
     assert len(kubelet.list_pods()) == 2
 
 
-async def test_cores_are_shared_when_told_and_the_pod_is_told_too(
+async def test_cores_are_shared_when_configured_and_the_pod_gets_the_flag(
     tmp_path: Path, node: LocalNode, pod: PodBuilder, until: Until
 ) -> None:
     code = "import os; print(os.environ.get('CLEAVE_ALLOW_SHARED_CORES')); " + SLEEP
@@ -155,7 +155,7 @@ async def test_a_pod_that_ends_is_started_again_after_a_pause(
     await until(lambda: container(kubelet, "crash")["restartCount"] == 1)
 
 
-async def test_a_pod_whose_process_cannot_be_made_is_tried_again(
+async def test_a_pod_whose_process_cannot_be_started_is_retried(
     kubelet: Kubelet, pod: PodBuilder, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -243,7 +243,7 @@ async def test_a_container_that_fails_its_liveness_probe_is_restarted(
     await until(lambda: container(kubelet, "dead")["restartCount"] == 1)
 
 
-async def test_an_address_whose_port_is_taken_is_passed_over(
+async def test_an_address_whose_port_is_occupied_is_skipped(
     kubelet: Kubelet, pod: PodBuilder
 ) -> None:
     """Pods of a kubelet that died may still drain on their addresses."""

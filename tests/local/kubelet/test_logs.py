@@ -23,7 +23,7 @@ def test_the_tail_is_the_last_lines_that_say_something(tmp_path: Path) -> None:
     assert logs.tail(log, 2) == ["b", "c"]
 
 
-def test_the_tail_is_as_long_as_asked_and_made_of_whole_lines(tmp_path: Path) -> None:
+def test_the_tail_has_the_requested_length_and_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "p.log"
     lines = [f"{number} {'x' * 50}" for number in range(5000)]
     log.write_text("\n".join(lines) + "\n")

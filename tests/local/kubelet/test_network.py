@@ -14,11 +14,11 @@ def test_a_gateway_has_an_internal_port_far_from_its_own(port: int) -> None:
     assert 0 < found < 65_536
 
 
-def test_an_internal_port_that_somebody_has_is_not_taken() -> None:
+def test_an_occupied_internal_port_is_skipped() -> None:
     first = find_internal_port(8080)
-    with socket.socket() as taken:
-        taken.bind((HOST_IP, first))
-        taken.listen()
+    with socket.socket() as occupied:
+        occupied.bind((HOST_IP, first))
+        occupied.listen()
         second = find_internal_port(8080)
     assert second > first
     assert not find_busy_ports(HOST_IP, [second])

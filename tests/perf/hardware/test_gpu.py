@@ -11,7 +11,7 @@ OWN = Gpu("H100-SXM-80GB", 79.0, 3000, 900, None, None, 32, 500, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "expected"),
     [
         ("A100-SXM-80GB", "A100-SXM-80GB"),
         ("a100_sxm_80gb", "A100-SXM-80GB"),
@@ -24,8 +24,8 @@ OWN = Gpu("H100-SXM-80GB", 79.0, 3000, 900, None, None, 32, 500, 1.0)
         ("l40s", "L40S"),
     ],
 )
-def test_names_and_node_labels_are_found_in_any_case(name: str, meant: str) -> None:
-    assert find_gpu(name).name == meant
+def test_names_and_node_labels_are_found_in_any_case(name: str, expected: str) -> None:
+    assert find_gpu(name).name == expected
 
 
 def test_no_name_or_label_stands_for_two_gpus() -> None:
@@ -55,7 +55,7 @@ def test_an_own_description_comes_before_the_catalogue() -> None:
         ("", "known: "),
     ],
 )
-def test_an_unknown_gpu_is_met_with_what_may_be_meant(name: str, hint: str) -> None:
+def test_an_unknown_gpu_is_rejected_with_suggestions(name: str, hint: str) -> None:
     with pytest.raises(UnknownGpuError, match=f"unknown GPU '{name}'; {hint}") as raised:
         find_gpu(name)
     assert "\n" not in str(raised.value)

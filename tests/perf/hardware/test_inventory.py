@@ -31,9 +31,9 @@ def test_names_and_labels_of_one_gpu_are_one_kind() -> None:
 
 def test_a_gpu_of_ones_own_is_read_field_by_field() -> None:
     cluster = load_cluster(OWN)
-    wanted = Gpu("Trainer-X", 64, 2000, 400, None, None, 32, 500, 0)
-    assert list_gpus(cluster) == {"Trainer-X": wanted}
-    assert to_gpu(cluster.gpus[0]) == wanted
+    expected = Gpu("Trainer-X", 64, 2000, 400, None, None, 32, 500, 0)
+    assert list_gpus(cluster) == {"Trainer-X": expected}
+    assert to_gpu(cluster.gpus[0]) == expected
 
 
 def test_every_unknown_gpu_is_named_with_its_place_and_a_remedy() -> None:
@@ -53,18 +53,22 @@ def test_choices_narrow_down_and_set_prices_and_caps() -> None:
     assert gpu.dense_tflops < 989
 
 
-def test_every_fault_of_the_choices_is_told() -> None:
-    told = faults(
+def test_every_fault_of_the_choices_is_reported() -> None:
+    messages = faults(
         MIXED,
         GpuChoice(type="L40S"),
         GpuChoice(type="H1000"),
         GpuChoice(type="A100-80GB", power_cap_watts=100),
     )
-    assert told[0] == (
+    assert messages[0] == (
         "spec.planning.gpus[0].type: the cluster has no L40S; it has H100-SXM-80GB, A100-SXM-80GB"
     )
-    assert told[1].startswith("spec.planning.gpus[1].type: unknown GPU 'H1000'; did you mean H100")
-    assert told[2].startswith("spec.planning.gpus[2]: powerCapWatts 100 is below half of the 400 W")
+    assert messages[1].startswith(
+        "spec.planning.gpus[1].type: unknown GPU 'H1000'; did you mean H100"
+    )
+    assert messages[2].startswith(
+        "spec.planning.gpus[2]: powerCapWatts 100 is below half of the 400 W"
+    )
 
 
 def test_the_network_of_the_file_is_one_gpus_link() -> None:

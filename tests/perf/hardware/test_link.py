@@ -66,7 +66,7 @@ def test_sends_take_what_was_measured() -> None:
         assert far.compute_send_ms(size) == pytest.approx(ms, rel=0.20)
 
 
-def test_networks_are_stated_in_bits_and_computed_in_bytes() -> None:
+def test_networks_are_declared_in_bits_and_computed_in_bytes() -> None:
     assert build_network_link(A100, 200, 5).gb_per_s == 25
 
 
@@ -86,14 +86,14 @@ def test_bytes_through_the_hosts_are_slower_than_past_them() -> None:
     assert tcp.compute_send_ms(1e6) > rdma.compute_send_ms(1e6)
 
 
-def test_between_unlike_gpus_the_slower_side_counts() -> None:
+def test_between_different_gpus_the_slower_side_counts() -> None:
     fast, slow = build_network_link(H100, 400, 2), build_network_link(A100, 200, 5)
     assert (
         select_slower(fast, slow) == select_slower(slow, fast) == Link(LinkKind.INFINIBAND, 25, 5)
     )
 
 
-def test_one_gpu_reduces_with_nobody() -> None:
+def test_one_gpu_needs_no_all_reduce() -> None:
     assert build_node_link(A100).compute_all_reduce_ms(1e9, 1) == 0
 
 

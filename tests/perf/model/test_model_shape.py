@@ -127,7 +127,7 @@ def test_every_way_to_write_a_name_is_one_model(name: str, same: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct-AWQ", "llama-3.1-8b-fp8", "llama"])
-def test_a_quantised_copy_and_half_a_name_are_not_taken_for_the_model(name: str) -> None:
+def test_a_quantised_copy_and_half_a_name_do_not_match_the_model(name: str) -> None:
     with pytest.raises(UnknownModelError, match="known: opt-13b, "):
         model_shape.load_shape(name)
 
@@ -274,7 +274,7 @@ def test_kv_heads_and_mlp_must_divide_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({**LLAMA, "num_hidden_layers": 0}, "m: num_hidden_layers is 0; write a whole number"),
         ({**LLAMA, "hidden_size": -1}, "m: hidden_size is -1; write a whole number"),
@@ -312,8 +312,8 @@ def test_kv_heads_and_mlp_must_divide_too() -> None:
         (None, "m: holds no object"),
     ],
 )
-def test_every_fault_of_a_config_is_one_line(config: object, told: str) -> None:
-    assert told in refused(config)
+def test_every_fault_of_a_config_is_one_line(config: object, message: str) -> None:
+    assert message in refused(config)
 
 
 def test_a_config_inside_itself_is_refused() -> None:
@@ -323,7 +323,7 @@ def test_a_config_inside_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"hidden_size": ' + "9" * 5000 + "}", "hidden_size is 9999"),
@@ -333,12 +333,12 @@ def test_a_config_inside_itself_is_refused() -> None:
         ("null", "holds no object"),
     ],
 )
-def test_a_hostile_file_is_one_line_with_its_path(tmp_path: Path, text: str, told: str) -> None:
+def test_a_hostile_file_is_one_line_with_its_path(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnknownModelError) as raised:
         model_shape.load_shape(str(tmp_path))
     assert str(raised.value).startswith(f"{tmp_path}/config.json: ")
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -364,11 +364,11 @@ json_values = st.recursive(
 @given(field=st.sampled_from([*MIXTRAL, "quantization_config", "text_config"]), value=json_values)
 def test_any_value_in_any_field_gives_a_shape_or_one_line(field: str, value: object) -> None:
     try:
-        told = f"{model_shape.from_config('m', {**MIXTRAL, field: value}).parameters} parameters"
+        message = f"{model_shape.from_config('m', {**MIXTRAL, field: value}).parameters} parameters"
     except UnknownModelError as error:
-        told = str(error)
-    assert 0 < len(told) < 300
-    assert "\n" not in told
+        message = str(error)
+    assert 0 < len(message) < 300
+    assert "\n" not in message
 
 
 @given(

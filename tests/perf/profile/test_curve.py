@@ -43,9 +43,9 @@ def test_the_non_decreasing_fit_never_falls_and_keeps_the_sum(values: list[float
 
 
 @given(st.lists(st.floats(0.01, 1e3), min_size=3, max_size=3))
-def test_least_squares_finds_what_made_the_values(wanted: list[float]) -> None:
+def test_least_squares_recovers_the_coefficients(expected: list[float]) -> None:
     rows = [[1.0, n, n * n] for n in (100.0, 500.0, 1000.0, 4000.0)]
-    values = [sum(a * b for a, b in zip(row, wanted, strict=True)) for row in rows]
+    values = [sum(a * b for a, b in zip(row, expected, strict=True)) for row in rows]
     found = curve.solve_least_squares(rows, values)
     fitted = [sum(a * b for a, b in zip(row, found, strict=True)) for row in rows]
     assert fitted == pytest.approx(values, rel=1e-6)

@@ -15,7 +15,7 @@ from tests.support import measured_profiles
 TRUTH = measured_profiles.TRUTH
 
 
-def test_points_without_noise_give_back_what_made_them() -> None:
+def test_points_without_noise_recover_the_coefficients() -> None:
     timing = iteration_fit.to_timing(measured_profiles.from_fit())
     for prompts in ([64], [700], [2048], [512, 512], [300] * 4):
         assert timing.predict_prefill_ms(prompts) == pytest.approx(
@@ -27,7 +27,7 @@ def test_points_without_noise_give_back_what_made_them() -> None:
         )
 
 
-def test_batches_tell_the_attention_of_prompts_from_their_linear_layers() -> None:
+def test_batches_separate_the_attention_of_prompts_from_their_linear_layers() -> None:
     timing = iteration_fit.to_timing(measured_profiles.from_fit())
     assert timing.prompt_square_ms == pytest.approx(TRUTH.prompt_square_ms, rel=1e-3)
 
@@ -53,7 +53,7 @@ def test_the_error_is_that_of_the_worst_part() -> None:
     assert iteration_fit.assess_confidence(off).error == pytest.approx(0.5, abs=0.01)
 
 
-def test_two_points_have_no_error_to_tell() -> None:
+def test_two_points_have_no_error() -> None:
     few = measured_profiles.from_fit(
         prefill=(PrefillPoint(tokens=1, ms=1.0), PrefillPoint(tokens=100, ms=2.0)),
         decode=(
@@ -111,7 +111,7 @@ def any_profile(draw: st.DrawFn) -> MeasuredProfile:
 
 
 @given(any_profile(), st.integers(1, 40_000), st.integers(1, 600))
-def test_whatever_was_measured_longer_passes_are_never_shorter(
+def test_larger_passes_are_never_faster_under_any_measurement(
     found: MeasuredProfile, tokens: int, batch: int
 ) -> None:
     timing = iteration_fit.to_timing(found)

@@ -56,18 +56,20 @@ def test_a_model_that_cannot_use_all_gpus_by_tensors_uses_stages() -> None:
     assert (tensor * pipeline, tensor) == (8, 4)
 
 
-def test_a_model_that_fits_no_node_is_told_with_the_reason() -> None:
+def test_a_model_that_fits_no_node_is_reported_with_the_reason() -> None:
     small = Cluster(nodes=[NodeGroup(gpu="A10G", gpus_per_node=1)])
-    asked = problem("llama-2-70b", small)
-    asked = replace(asked, supplies=(replace(asked.supplies[0], gpus_per_node=1),))
+    machine_problem = problem("llama-2-70b", small)
+    machine_problem = replace(
+        machine_problem, supplies=(replace(machine_problem.supplies[0], gpus_per_node=1),)
+    )
     with pytest.raises(ProvisioningError, match="the model fits no type of node \\(1 x A10G: "):
-        machines.list_nodes(asked)
+        machines.list_nodes(machine_problem)
 
 
 def test_every_prompt_kind_meets_every_token_kind_and_stands_alone() -> None:
-    asked = problem()
-    found = machines.list_nodes(asked)
-    names = [pair.name for pair in machines.build_pairs(asked.shape, found, found)]
+    machine_problem = problem()
+    found = machines.list_nodes(machine_problem)
+    names = [pair.name for pair in machines.build_pairs(machine_problem.shape, found, found)]
     a100, h100 = "A100-SXM-80GB", "H100-SXM-80GB"
     assert names == [
         *(f"{a100} + {a100}", f"{a100} + {h100}", f"{h100} + {a100}", f"{h100} + {h100}"),
@@ -76,15 +78,18 @@ def test_every_prompt_kind_meets_every_token_kind_and_stands_alone() -> None:
 
 
 def test_the_slowest_machine_is_the_reference() -> None:
-    asked = problem()
-    assert machines.find_slowest(machines.list_nodes(asked), asked.demand).name == "A100-SXM-80GB"
+    machine_problem = problem()
+    assert (
+        machines.find_slowest(machines.list_nodes(machine_problem), machine_problem.demand).name
+        == "A100-SXM-80GB"
+    )
 
 
 def test_capped_machines_need_less_power_and_prompt_slower_but_decode_the_same() -> None:
-    asked = problem()
-    full = machines.list_nodes(asked)
-    held = machines.apply_power_cap(asked, full, CLUSTER, Path(), 0.5)
-    for one, other in zip(full, held, strict=True):
+    machine_problem = problem()
+    full = machines.list_nodes(machine_problem)
+    capped = machines.apply_power_cap(machine_problem, full, CLUSTER, Path(), 0.5)
+    for one, other in zip(full, capped, strict=True):
         timing, slow = one.machine.estimate.timing, other.machine.estimate.timing
         assert other.machine.name == f"{one.machine.name} at 50%"
         assert other.machine.estimate.power_watts == one.machine.estimate.power_watts / 2
@@ -93,18 +98,18 @@ def test_capped_machines_need_less_power_and_prompt_slower_but_decode_the_same()
         )
         assert slow.predict_decode_ms(8, 8000) == pytest.approx(timing.predict_decode_ms(8, 8000))
     with pytest.raises(ManifestError, match="is below half"):
-        machines.apply_power_cap(asked, full, CLUSTER, Path(), 0.3)
+        machines.apply_power_cap(machine_problem, full, CLUSTER, Path(), 0.3)
 
 
 def test_capped_token_machines_win_under_equal_power_as_in_splitwise() -> None:
     """Section VI-B, conversation: Splitwise-HHcap does better than HH and the baseline."""
-    asked = problem()
-    found = machines.list_nodes(asked)
-    held = machines.apply_power_cap(asked, found[1:], CLUSTER, Path(), 0.5)
-    pairs = machines.build_pairs(asked.shape, found[1:], (found[1], *held))
+    machine_problem = problem()
+    found = machines.list_nodes(machine_problem)
+    capped = machines.apply_power_cap(machine_problem, found[1:], CLUSTER, Path(), 0.5)
+    pairs = machines.build_pairs(machine_problem.shape, found[1:], (found[1], *capped))
     reference = found[0].machine.estimate.timing
     question = ProvisioningRequest(
-        asked.demand,
+        machine_problem.demand,
         pairs,
         reference,
         ProvisioningObjective.THROUGHPUT,

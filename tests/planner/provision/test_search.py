@@ -66,9 +66,9 @@ MIXED = MachinePair("baseline A", OLD, None)
 
 
 def question(
-    goal: ProvisioningObjective, pairs: tuple[MachinePair, ...], **settings: object
+    objective: ProvisioningObjective, pairs: tuple[MachinePair, ...], **settings: object
 ) -> ProvisioningRequest:
-    return replace(ProvisioningRequest(CHAT, pairs, OLD.estimate.timing, goal), **settings)
+    return replace(ProvisioningRequest(CHAT, pairs, OLD.estimate.timing, objective), **settings)
 
 
 def shape(design: ClusterDesign) -> tuple[str, int, int]:
@@ -76,19 +76,19 @@ def shape(design: ClusterDesign) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("goal", "pair"), [(ProvisioningObjective.COST, HA), (ProvisioningObjective.POWER, HHCAP)]
+    ("objective", "pair"), [(ProvisioningObjective.COST, HA), (ProvisioningObjective.POWER, HHCAP)]
 )
 def test_the_cheapest_cluster_is_that_of_the_full_grid(
-    goal: ProvisioningObjective, pair: MachinePair
+    objective: ProvisioningObjective, pair: MachinePair
 ) -> None:
     most, rate = 8, 12.0
-    asked = question(goal, (pair,), rate=rate, max_machines=most)
+    problem = question(objective, (pair,), rate=rate, max_machines=most)
     weight = (
         pair.compute_cost_per_hour
-        if goal is ProvisioningObjective.COST
+        if objective is ProvisioningObjective.COST
         else pair.compute_power_watts
     )
-    grid = PairSearch(asked, pair)
+    grid = PairSearch(problem, pair)
     holding = [
         (weight(prompts, tokens), prompts, tokens)
         for prompts in range(1, most + 1)
@@ -96,7 +96,7 @@ def test_the_cheapest_cluster_is_that_of_the_full_grid(
         if grid.holds(prompts, tokens, rate)
     ]
     assert 0 < len(holding) < most * most
-    edge = PairSearch(asked, pair)
+    edge = PairSearch(problem, pair)
     found = edge.find_cheapest()
     assert found is not None
     assert weight(found.num_prompt, found.num_token) == pytest.approx(min(holding)[0])
@@ -105,11 +105,11 @@ def test_the_cheapest_cluster_is_that_of_the_full_grid(
 
 def test_the_best_split_of_a_power_budget_is_that_of_all_splits() -> None:
     budget = 14.0
-    asked = question(
+    problem = question(
         ProvisioningObjective.THROUGHPUT, (HA,), max_power_watts=budget, max_machines=14
     )
-    (found,) = provision(asked)
-    everything = PairSearch(asked, HA)
+    (found,) = provision(problem)
+    everything = PairSearch(problem, HA)
     rates = {
         (prompts, tokens): everything.find_highest_rate(prompts, tokens, 0.0, bound * 1.05)
         for bound, prompts, tokens in everything.list_splits()
@@ -121,9 +121,9 @@ def test_the_best_split_of_a_power_budget_is_that_of_all_splits() -> None:
 
 
 def test_slowdowns_of_a_design_hold_and_one_machine_fewer_breaks_them() -> None:
-    asked = question(ProvisioningObjective.COST, (AA,), rate=10.0, max_machines=20)
-    (design,) = provision(asked)
-    search = PairSearch(asked, AA)
+    problem = question(ProvisioningObjective.COST, (AA,), rate=10.0, max_machines=20)
+    (design,) = provision(problem)
+    search = PairSearch(problem, AA)
     assert design.slowdowns.is_within(SPLITWISE_TABLE_VI)
     assert design.rate == 10
     assert not search.holds(design.num_prompt, design.num_token - 1, 10.0)
@@ -140,7 +140,7 @@ def test_capped_token_machines_save_power_and_no_throughput() -> None:
     assert capped.cost_per_hour == full.cost_per_hour
 
 
-def test_designs_are_ranked_by_the_goal() -> None:
+def test_designs_are_ranked_by_the_objective() -> None:
     pairs = (AA, HH, HA, HHCAP, MIXED)
     by_rate = provision(
         question(ProvisioningObjective.THROUGHPUT, pairs, max_power_watts=21.0, max_machines=24)
@@ -162,12 +162,12 @@ def test_mixed_machines_are_all_alike_and_fill_the_budget() -> None:
 
 def test_a_pair_that_cannot_meet_the_limits_is_left_out() -> None:
     impossible = Slowdowns(*(Percentiles(0.01, 0.01, 0.01),) * 3)
-    for goal, settings in (
+    for objective, settings in (
         (ProvisioningObjective.COST, {"rate": 2.0}),
         (ProvisioningObjective.THROUGHPUT, {"max_power_watts": 6.0}),
     ):
-        asked = question(goal, (AA,), limits=impossible, max_machines=4, **settings)
-        assert provision(asked) == ()
+        problem = question(objective, (AA,), limits=impossible, max_machines=4, **settings)
+        assert provision(problem) == ()
 
 
 def test_a_rate_beyond_all_machines_has_no_design() -> None:
@@ -177,32 +177,32 @@ def test_a_rate_beyond_all_machines_has_no_design() -> None:
 
 
 def test_both_budgets_count_at_once() -> None:
-    asked = question(
+    problem = question(
         ProvisioningObjective.THROUGHPUT,
         (HH,),
         max_power_watts=14.0,
         max_cost_per_hour=14.1,
         max_machines=20,
     )
-    (design,) = provision(asked)
+    (design,) = provision(problem)
     assert design.machines == 6
     assert design.cost_per_hour <= 14.1
 
 
 def test_answers_are_the_same_again() -> None:
-    asked = question(ProvisioningObjective.THROUGHPUT, (HA,), max_power_watts=8.0, max_machines=8)
-    assert provision(asked) == provision(asked)
+    problem = question(ProvisioningObjective.THROUGHPUT, (HA,), max_power_watts=8.0, max_machines=8)
+    assert provision(problem) == provision(problem)
 
 
-def test_progress_is_told_for_each_pair() -> None:
-    told: list[tuple[int, int, str]] = []
-    asked = question(ProvisioningObjective.COST, (AA, HA), rate=1.0, max_machines=4)
-    provision(asked, lambda *step: told.append(step))
-    assert told == [(0, 2, "AA"), (1, 2, "HA")]
+def test_progress_is_reported_for_each_pair() -> None:
+    progress: list[tuple[int, int, str]] = []
+    problem = question(ProvisioningObjective.COST, (AA, HA), rate=1.0, max_machines=4)
+    provision(problem, lambda *step: progress.append(step))
+    assert progress == [(0, 2, "AA"), (1, 2, "HA")]
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"pairs": ()}, "pairs: set at least one pair"),
         (
@@ -215,15 +215,15 @@ def test_progress_is_told_for_each_pair() -> None:
         ({"rate": 1.0, "max_machines": 0}, "max_machines 0: must be above 0"),
     ],
 )
-def test_a_question_without_an_answer_is_refused(settings: dict, told: str) -> None:
-    with pytest.raises(ProvisioningError, match=told):
+def test_a_question_without_an_answer_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ProvisioningError, match=message):
         provision(replace(question(ProvisioningObjective.COST, (AA,)), **settings))
 
 
 def test_a_demand_of_fixed_lengths_can_be_provisioned_for() -> None:
-    asked = replace(
+    problem = replace(
         question(ProvisioningObjective.COST, (AA,), rate=4.0, max_machines=10),
         demand=workload.build_fixed(1500, 13, 1.0),
     )
-    (design,) = provision(asked)
+    (design,) = provision(problem)
     assert design.num_prompt > design.num_token

@@ -12,7 +12,7 @@ from cleave.traffic.refit import to_demand
 from tests.support.simulated_traffic import Play, ask
 
 
-def judged(play: Play, **more) -> ModelAssessment:
+def assess_play(play: Play, **more) -> ModelAssessment:
     windows = play.serve(**more)
     problem = replace(play.problem, demand=to_demand(windows).with_max_model_len(2048))
     return assess(problem, play.running, windows, play.correction)
@@ -20,7 +20,7 @@ def judged(play: Play, **more) -> ModelAssessment:
 
 @pytest.mark.parametrize("shape", ["Always", "Never"])
 def test_a_model_that_is_right_holds_and_stays(shape: str) -> None:
-    found = judged(Play(ask(shape)))
+    found = assess_play(Play(ask(shape)))
     assert found.holds
     assert abs(found.error) < 0.2
     assert found.correction.prefill == pytest.approx(1.0, abs=0.08)
@@ -39,18 +39,18 @@ def test_a_model_that_is_right_holds_and_stays(shape: str) -> None:
     ],
     ids=str,
 )
-def test_a_model_that_is_wrong_is_told_and_mended_at_the_first_look(
+def test_a_wrong_model_is_reported_and_corrected_at_the_first_review(
     shape: str, truth: Correction
 ) -> None:
-    found = judged(Play(ask(shape, 9.0), truth))
+    found = assess_play(Play(ask(shape, 9.0), truth))
     assert not found.holds
     assert found.correction.prefill == pytest.approx(truth.prefill, rel=0.12)
     assert found.correction.decode == pytest.approx(truth.decode, rel=0.12)
     assert 2_000 < found.correction.num_requests < 3_000
 
 
-def test_each_figure_is_told_with_its_error() -> None:
-    found = judged(Play(ask("Always"), Correction(2.0, 1.0)))
+def test_each_figure_is_shown_with_its_error() -> None:
+    found = assess_play(Play(ask("Always"), Correction(2.0, 1.0)))
     ttft, tpot = found.comparisons[:2], found.comparisons[2:]
     assert [each.name for each in found.comparisons] == [
         "P50 TTFT", "P90 TTFT", "P50 TPOT", "P90 TPOT",
@@ -62,7 +62,7 @@ def test_each_figure_is_told_with_its_error() -> None:
 
 
 def test_where_decode_is_overloaded_prefill_is_left_alone() -> None:
-    found = judged(Play(ask("Always"), Correction(1.0, 2.0)))
+    found = assess_play(Play(ask("Always"), Correction(1.0, 2.0)))
     assert found.comparisons[0].error > 10
     assert found.correction.prefill == 1.0
     assert found.correction.decode == pytest.approx(2.0, rel=0.1)
@@ -70,7 +70,7 @@ def test_where_decode_is_overloaded_prefill_is_left_alone() -> None:
 
 def test_queues_of_an_overload_that_was_foreseen_are_no_error_of_the_model() -> None:
     play = Play(ask("Always"))
-    found = judged(play, demand=play.problem.demand.with_rate(40.0))
+    found = assess_play(play, demand=play.problem.demand.with_rate(40.0))
     assert found.attainment < 0.5
     assert found.holds
     assert found.correction.prefill == pytest.approx(1.0, abs=0.1)
@@ -78,15 +78,15 @@ def test_queues_of_an_overload_that_was_foreseen_are_no_error_of_the_model() -> 
 
 def test_a_model_wrong_by_more_than_a_step_is_mended_in_several() -> None:
     play = Play(ask("Never", 0.7), Correction(5.0, 5.0))
-    first = judged(play)
+    first = assess_play(play)
     assert first.correction.decode == pytest.approx(3.0, rel=0.02)
     play.correction = first.correction
-    assert judged(play).correction.decode == pytest.approx(5.0, rel=0.12)
+    assert assess_play(play).correction.decode == pytest.approx(5.0, rel=0.12)
 
 
 def test_factors_that_stand_at_a_limit_are_sought_within_it() -> None:
     patient = ask("Never", 0.2, slo={"ttftMs": 60_000, "tpotMs": 4_000})
-    found = judged(Play(patient, Correction(9.0, 2.0), correction=Correction(8.0, 1.0)))
+    found = assess_play(Play(patient, Correction(9.0, 2.0), correction=Correction(8.0, 1.0)))
     assert not found.holds
     assert found.correction.prefill == pytest.approx(9.0, rel=0.12)
     assert found.correction.decode == pytest.approx(2.0, rel=0.12)
@@ -114,7 +114,7 @@ def test_pools_that_lend_are_foreseen_to_lend() -> None:
 
 def test_what_fails_by_the_model_and_in_fact_says_nothing_of_the_model() -> None:
     play = Play(ask("Always"), Correction(1.2, 1.2))
-    found = judged(play, demand=play.problem.demand.with_rate(30.0))
+    found = assess_play(play, demand=play.problem.demand.with_rate(30.0))
     assert found.comparisons
     assert (found.holds, found.error, found.correction) == (True, None, NO_CORRECTION)
     assert found.reason == "latencies are changing, so the prediction is not assessed"
@@ -126,7 +126,7 @@ def test_a_model_that_is_too_slow_is_seen_where_more_is_attained_than_it_allows(
     play = Play(ask("Always"))
     play.running = replace(play.running, flipping=build_thresholds(800) if lends else None)
     play.correction = Correction(1.3, 1.3)
-    found = judged(play, demand=play.problem.demand.with_rate(20.0))
+    found = assess_play(play, demand=play.problem.demand.with_rate(20.0))
     assert found.attainment < 0.4
     assert not found.holds
     assert found.correction.prefill == pytest.approx(1.0, abs=0.08)

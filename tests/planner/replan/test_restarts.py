@@ -32,23 +32,23 @@ def test_other_limits_replace_every_instance() -> None:
 
 
 def test_spare_prefill_instances_become_decode_ones_with_the_limits_they_have() -> None:
-    kept = reduce_restarts(NOW, THEN, serve)
-    assert limits(kept) == [(256, 8192), (256, 8192)]
-    assert [pool.replicas for pool in kept] == [2, 3]
-    assert count_starts(NOW, kept) == 1
+    reduced = reduce_restarts(NOW, THEN, serve)
+    assert limits(reduced) == [(256, 8192), (256, 8192)]
+    assert [pool.replicas for pool in reduced] == [2, 3]
+    assert count_starts(NOW, reduced) == 1
 
 
-def test_limits_that_do_not_serve_are_not_kept() -> None:
-    asked = []
+def test_limits_that_do_not_serve_are_dropped() -> None:
+    calls = []
 
     def serves(pools: tuple[PlannedPool, ...], spared: int) -> bool:
-        asked.append((limits(pools), spared))
+        calls.append((limits(pools), spared))
         return limits(pools)[1] == (1024, 2048)
 
-    kept = reduce_restarts(NOW, THEN, serves)
-    assert limits(kept) == [(256, 8192), (1024, 2048)]
-    assert count_starts(NOW, kept) == 3
-    assert asked[0] == ([(256, 8192), (256, 8192)], 4), "who spares most is asked about first"
+    reduced = reduce_restarts(NOW, THEN, serves)
+    assert limits(reduced) == [(256, 8192), (1024, 2048)]
+    assert count_starts(NOW, reduced) == 3
+    assert calls[0] == ([(256, 8192), (256, 8192)], 4), "who spares most is asked about first"
     assert reduce_restarts(NOW, THEN, lambda *_: False) == THEN
 
 
@@ -80,10 +80,10 @@ def plans(draw: st.DrawFn) -> tuple[PlannedPool, ...]:
 
 @given(plans(), plans())
 def test_pools_stay_as_large_and_no_more_is_started(now, then) -> None:
-    kept = reduce_restarts(now, then, serve)
-    assert [(pool.role, pool.replicas) for pool in kept] == [(p.role, p.replicas) for p in then]
-    assert count_starts(now, kept) <= count_starts(now, then)
+    reduced = reduce_restarts(now, then, serve)
+    assert [(pool.role, pool.replicas) for pool in reduced] == [(p.role, p.replicas) for p in then]
+    assert count_starts(now, reduced) <= count_starts(now, then)
     grown = sum(pool.replicas for pool in then) - sum(pool.replicas for pool in now)
-    assert count_starts(now, kept) >= max(grown, 0)
+    assert count_starts(now, reduced) >= max(grown, 0)
     if count_kinds(now) == count_kinds(then):
-        assert kept == then
+        assert reduced == then

@@ -87,7 +87,7 @@ def test_what_holds_never_gives_way_to_what_hardly_does(problem) -> None:
     assert decided(problem, mixed(8, 0.99), mixed(2, 0.93)).verdict is ReplanVerdict.APPLY
 
 
-def test_what_is_seen_to_miss_more_than_predicted_gives_way_to_more_alone(problem) -> None:
+def test_a_fleet_that_misses_more_than_predicted_is_enlarged(problem) -> None:
     now = replace(mixed(5, 0.97), observed_attainment=0.8)
     found = decided(problem, now, mixed(5, 0.98, seqs=64))
     assert found.verdict is ReplanVerdict.KEEP
@@ -102,7 +102,7 @@ def test_what_is_seen_to_miss_more_than_predicted_gives_way_to_more_alone(proble
 
 
 def test_the_same_instances_are_no_other_plan(problem) -> None:
-    """Whatever they are called: emulated ones run on any kind of GPU."""
+    """With any name: emulated ones run on any kind of GPU."""
     now = mixed(3, 0.5)
     then = replace(mixed(3, 0.9), pools=(replace(now.pools[0], gpu=None),))
     assert decided(problem, now, then).reason == "the current plan is still the best"
@@ -126,8 +126,8 @@ def test_instances_that_are_only_added_cost_no_request(problem) -> None:
     assert (
         decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), ReplanSettings(start_s=1e6)).gain > 0
     )
-    kept = decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), ReplanSettings(start_s=1e6))
-    assert kept.verdict is ReplanVerdict.APPLY
+    decision = decided(problem, split(2, 2, 0.8), split(2, 3, 0.95), ReplanSettings(start_s=1e6))
+    assert decision.verdict is ReplanVerdict.APPLY
 
 
 def test_instances_that_only_change_pools_are_not_started(problem) -> None:
@@ -139,8 +139,10 @@ def test_instances_that_only_change_pools_are_not_started(problem) -> None:
     limited = split(3, 1, 0.8)
     prefill, decode = limited.pools
     limited = replace(limited, pools=(replace(prefill, max_num_seqs=8), decode))
-    kept = decided(problem, limited, split(2, 2, 0.95), slow)
-    assert kept.reason.startswith("the change would cost"), "their engines are started otherwise"
+    decision = decided(problem, limited, split(2, 2, 0.95), slow)
+    assert decision.reason.startswith("the change would cost"), (
+        "their engines are started otherwise"
+    )
     cells = tuple(replace(pool, per_cell=1) for pool in split(3, 1, 0.8).pools)
     tied = decided(problem, replace(split(3, 1, 0.8), pools=cells), split(2, 2, 0.95), slow)
     assert tied.verdict is ReplanVerdict.KEEP, "cells stay where they are"
@@ -196,7 +198,7 @@ def test_what_fails_badly_waits_for_nothing(problem) -> None:
     )
 
 
-def test_advice_is_told_and_not_applied(problem) -> None:
+def test_advice_is_reported_and_not_applied(problem) -> None:
     found = decided(problem, mixed(3, 0.6), mixed(5, 0.97), ReplanSettings(is_advisory=True))
     assert found.verdict is ReplanVerdict.PROPOSE
 
@@ -207,10 +209,10 @@ OUTLOOKS = st.builds(mixed, st.integers(1, 12), st.floats(0.0, 1.0))
 @given(OUTLOOKS, OUTLOOKS)
 def test_no_two_plans_follow_each_other_round(one: PlanForecast, other: PlanForecast) -> None:
     """With equal traffic: what was better in one direction is not in the other."""
-    asked = ask()
-    there, back = decided(asked, one, other), decided(asked, other, one)
-    assert ReplanVerdict.KEEP in (there.verdict, back.verdict)
-    assert there.reason
+    replan_problem = ask()
+    forward, back = decided(replan_problem, one, other), decided(replan_problem, other, one)
+    assert ReplanVerdict.KEEP in (forward.verdict, back.verdict)
+    assert forward.reason
     assert back.reason
 
 

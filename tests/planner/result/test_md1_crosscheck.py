@@ -13,13 +13,13 @@ from tests.support import known_problems
 
 
 def predicted(
-    asked: Problem, n: int = 1, m: int = 2, size: tuple[int, int] = (1, 1)
+    problem: Problem, n: int = 1, m: int = 2, size: tuple[int, int] = (1, 1)
 ) -> PredictedPlan:
     draft = known_problems.split(
-        asked, known_problems.of_size(asked, *size), n, known_problems.of_size(asked, 2), m
+        problem, known_problems.of_size(problem, *size), n, known_problems.of_size(problem, 2), m
     )
-    trials = Trials(asked.demand, precision=CONFIRMATION_PRECISION)
-    return predict(asked, trials, draft, known_problems.targets(asked), "Algorithm 1")
+    trials = Trials(problem.demand, precision=CONFIRMATION_PRECISION)
+    return predict(problem, trials, draft, known_problems.targets(problem), "Algorithm 1")
 
 
 def test_equal_prompts_on_one_instance_agree_with_the_formula() -> None:
@@ -29,17 +29,17 @@ def test_equal_prompts_on_one_instance_agree_with_the_formula() -> None:
         assert list(md1_crosscheck.list_disagreements(finalist)) == []
 
 
-def test_a_difference_is_told_with_both_figures() -> None:
+def test_a_difference_is_reported_with_both_figures() -> None:
     finalist = predicted(known_problems.blog(rate=8.0))
     late = replace(
         finalist,
         outcome=replace(finalist.outcome, prefill_end_ms=finalist.outcome.prefill_end_ms + 50),
     )
-    (told,) = md1_crosscheck.list_disagreements(late)
-    assert "by the M/D/1 formula" in told
+    (disagreement,) = md1_crosscheck.list_disagreements(late)
+    assert "by the M/D/1 formula" in disagreement
 
 
-def test_unlike_prompts_or_several_instances_are_not_checked() -> None:
+def test_prompts_of_different_length_or_several_instances_are_not_checked() -> None:
     assert (
         md1_crosscheck.compute_expected_prefill_ms(
             predicted(known_problems.problem(known_problems.chat(5.0)))

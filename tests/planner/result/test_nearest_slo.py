@@ -10,10 +10,10 @@ from cleave.planner.search.trials import Targets, Trials
 from tests.support import known_problems
 
 
-def scale(asked: Problem, ttft_ms: float, tpot_ms: float) -> float:
+def scale(problem: Problem, ttft_ms: float, tpot_ms: float) -> float:
     targets = Targets(ttft_ms, tpot_ms, 0.9)
     found = nearest_slo.find_nearest_slo(
-        asked, Trials(asked.demand), list_candidates(asked), targets
+        problem, Trials(problem.demand), list_candidates(problem), targets
     )
     assert found is not None
     assert (found.ttft_ms, found.tpot_ms) == (ttft_ms * found.scale, tpot_ms * found.scale)
@@ -21,8 +21,8 @@ def scale(asked: Problem, ttft_ms: float, tpot_ms: float) -> float:
 
 
 def test_twice_as_tight_an_slo_is_twice_as_far() -> None:
-    asked = known_problems.blog(rate=4.0)
-    assert scale(asked, 10, 2) == pytest.approx(2 * scale(asked, 20, 4), rel=0.12)
+    problem = known_problems.blog(rate=4.0)
+    assert scale(problem, 10, 2) == pytest.approx(2 * scale(problem, 20, 4), rel=0.12)
 
 
 def test_the_slo_found_is_near_the_fastest_passes_there_are() -> None:
@@ -31,17 +31,19 @@ def test_the_slo_found_is_near_the_fastest_passes_there_are() -> None:
 
 
 def test_a_rate_beyond_all_gpus_has_no_nearest_slo() -> None:
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         known_problems.chat(rate=500.0), supplies=(known_problems.nodes(1),)
     )
-    targets = known_problems.targets(asked)
+    targets = known_problems.targets(problem)
     assert (
-        nearest_slo.find_nearest_slo(asked, Trials(asked.demand), list_candidates(asked), targets)
+        nearest_slo.find_nearest_slo(
+            problem, Trials(problem.demand), list_candidates(problem), targets
+        )
         is None
     )
 
 
 def test_a_multiple_beyond_a_hundred_is_found_as_well() -> None:
-    # 400 ms and 30 ms, stated in seconds: a thousand times that holds with room.
+    # 400 ms and 30 ms, given in seconds: a thousand times that holds with room.
     found = scale(known_problems.blog(rate=1.0), 0.4, 0.03)
     assert 100 < found < 1000

@@ -15,7 +15,7 @@ GPU = "A100-SXM-80GB"
 SLO = Slo(ttft_ms=1000, tpot_ms=60)
 
 
-def asked(gpu: str = GPU):
+def build_problem(gpu: str = GPU):
     kinds = ((gpu, Kind()),)
     return problem(chat(8.0), SLO, policies=Policies(), supplies=(nodes(gpu=gpu),), kinds=kinds)
 
@@ -28,7 +28,7 @@ def planned(draft: CandidatePlacement, tpot_ms: float = 30.0) -> Plan:
 
 
 def test_streams_of_a_lost_decode_instance_are_shared_out_to_all_that_compute_prompts() -> None:
-    question = asked()
+    question = build_problem()
     single = of_size(question)
     alone, four = (
         compare_checkpoints(question, planned(split(question, single, n, single, 2)))
@@ -40,7 +40,7 @@ def test_streams_of_a_lost_decode_instance_are_shared_out_to_all_that_compute_pr
 
 
 def test_fewer_streams_are_lost_where_more_instances_decode() -> None:
-    question = asked()
+    question = build_problem()
     single = of_size(question)
     one, two = (
         compare_checkpoints(question, planned(split(question, single, 1, single, n)))
@@ -49,12 +49,12 @@ def test_fewer_streams_are_lost_where_more_instances_decode() -> None:
     assert one.host_bytes == pytest.approx(2 * two.host_bytes)
     streams = 8.0 * question.demand.mean_output_tokens * 0.030
     context = question.demand.mean_prompt_tokens + question.demand.mean_output_tokens / 2
-    kept = streams * context * question.shape.kv_bytes_per_token
-    assert one.host_bytes == pytest.approx(kept)
+    kv_bytes = streams * context * question.shape.kv_bytes_per_token
+    assert one.host_bytes == pytest.approx(kv_bytes)
 
 
 def test_mixed_instances_compute_what_the_lost_one_had() -> None:
-    question = asked()
+    question = build_problem()
     two, three = (
         compare_checkpoints(question, planned(whole(question, of_size(question), n)))
         for n in (2, 3)
@@ -63,6 +63,6 @@ def test_mixed_instances_compute_what_the_lost_one_had() -> None:
 
 
 def test_of_gpus_in_no_catalogue_nothing_is_said() -> None:
-    question = asked("unheard-of")
+    question = build_problem("unheard-of")
     single = of_size(question)
     assert compare_checkpoints(question, planned(split(question, single, 1, single, 1))) is None

@@ -15,18 +15,18 @@ def test_latencies_that_never_end_are_absent(answer) -> None:
     json.dumps(endless.model_dump(mode="json"), allow_nan=False)
 
 
-def test_the_document_holds_verdict_plan_and_as_many_alternatives_as_asked(answer) -> None:
-    held = build_document(answer, 2)
-    assert held["verdict"] == "Disaggregate"
-    assert [pool["role"] for pool in held["selected"]["pools"]] == ["prefill", "decode"]
-    assert len(held["alternatives"]) == 2
-    assert json.loads(json.dumps(held, allow_nan=False)) == held
+def test_the_document_contains_verdict_plan_and_the_requested_alternatives(answer) -> None:
+    document = build_document(answer, 2)
+    assert document["verdict"] == "Disaggregate"
+    assert [pool["role"] for pool in document["selected"]["pools"]] == ["prefill", "decode"]
+    assert len(document["alternatives"]) == 2
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
 def test_an_infeasible_answer_names_the_nearest_slo(infeasible) -> None:
-    held = build_document(infeasible, 5)
-    assert held["selected"] is None
-    assert held["nearestSlo"]["ttftMs"] == 180.0
+    document = build_document(infeasible, 5)
+    assert document["selected"] is None
+    assert document["nearestSlo"]["ttftMs"] == 180.0
 
 
 def test_the_placement_block_is_one_that_a_manifest_takes(answer) -> None:
@@ -45,8 +45,8 @@ def test_the_placement_block_is_one_that_a_manifest_takes(answer) -> None:
 
 
 def test_the_placement_block_keeps_kinds_of_gpu_but_not_the_emulated_one(answer) -> None:
-    stated = [pool["gpu"] for pool in build_manual_placement(answer.selected)["manual"]]
-    assert stated == ["A100-SXM-80GB", "A100-SXM-80GB"]
+    gpus = [pool["gpu"] for pool in build_manual_placement(answer.selected)["manual"]]
+    assert gpus == ["A100-SXM-80GB", "A100-SXM-80GB"]
     pools = tuple(replace(pool, gpu=EMULATED_GPU) for pool in answer.selected.pools)
     emulated = replace(answer.selected, pools=pools)
     assert all("gpu" not in pool for pool in build_manual_placement(emulated)["manual"])

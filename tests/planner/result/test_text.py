@@ -67,7 +67,7 @@ def test_a_pool_is_described_in_full() -> None:
         (LatencySource.MEASURED, None, "never compared with measured steps"),
     ],
 )
-def test_trust_tells_how_wrong_times_have_been_or_that_nobody_said(basis, error, text) -> None:
+def test_trust_shows_the_error_of_the_times_or_that_it_is_unknown(basis, error, text) -> None:
     assert describe_trust(Confidence(basis, "source", error)) == f"{basis} (source), {text}"
 
 
@@ -75,5 +75,5 @@ def test_a_label_names_the_kind_of_gpu_where_there_was_a_choice(answer) -> None:
     chosen = replace(answer.selected, is_gpu_chosen=True)
     assert format_plan(chosen) == "2P tp2 + 1D tp2 on A100-SXM-80GB"
     prefill, decode = chosen.pools
-    unlike = replace(chosen, pools=(replace(prefill, gpu="H100"), decode))
-    assert format_plan(unlike) == "2P tp2 on H100 + 1D tp2 on A100-SXM-80GB"
+    mixed_plan = replace(chosen, pools=(replace(prefill, gpu="H100"), decode))
+    assert format_plan(mixed_plan) == "2P tp2 on H100 + 1D tp2 on A100-SXM-80GB"

@@ -40,7 +40,7 @@ WORKERS = {gpus: opt_66b(gpus) for gpus in (2, 4, 8)}
 def test_the_best_size_is_the_largest_of_equation_6() -> None:
     tpot_ms = 60.0
     context = CHAT.mean_prompt_tokens + CHAT.mean_output_tokens / 2
-    by_hand = {}
+    expected_rates = {}
     for gpus, worker in WORKERS.items():
         batch = max(
             n
@@ -49,10 +49,10 @@ def test_the_best_size_is_the_largest_of_equation_6() -> None:
         )
         batch = min(batch, int(worker.kv_capacity_tokens / context))
         pass_ms = worker.timing.predict_decode_ms(batch, round(batch * context))
-        by_hand[gpus] = batch * 1000 / pass_ms / gpus
+        expected_rates[gpus] = batch * 1000 / pass_ms / gpus
     sizes = aladdin.rank_worker_sizes(WORKERS, CHAT, tpot_ms)
-    assert {size.gpus: size.tokens_per_s_per_gpu for size in sizes} == pytest.approx(by_hand)
-    assert sizes[0].gpus == max(by_hand, key=by_hand.__getitem__)
+    assert {size.gpus: size.tokens_per_s_per_gpu for size in sizes} == pytest.approx(expected_rates)
+    assert sizes[0].gpus == max(expected_rates, key=expected_rates.__getitem__)
 
 
 def test_little_memory_asks_for_more_gpus_per_worker_than_compute_alone() -> None:
@@ -97,7 +97,7 @@ def test_a_fitted_law_never_undercuts_a_count(k5: float, c5: float, rates: list[
         assert law.compute_workers(rate) >= count
 
 
-def test_a_fitted_law_finds_the_line_that_made_the_counts() -> None:
+def test_a_fitted_law_recovers_the_line_behind_the_counts() -> None:
     true = WorkerLaw(0.37, 0.8, 0.0)
     law = aladdin.fit_workers(
         {float(rate): true.compute_workers(rate) for rate in range(5, 200, 5)}
@@ -130,17 +130,17 @@ def test_workers_for_no_traffic_are_one_and_bad_rates_are_refused() -> None:
 )
 def test_counts_are_the_fewest_that_hold(needed: list[int], most: int) -> None:
     need = {float(at): count for at, count in enumerate(needed, 1)}
-    asked = []
+    calls = []
 
     def holds(workers: int, rate: float) -> bool:
-        asked.append(workers)
+        calls.append(workers)
         return workers >= need[rate]
 
     assert aladdin.count_workers(holds, list(need)[::-1], most) == need
-    assert max(asked) <= most
+    assert max(calls) <= most
 
 
-def test_a_rate_that_no_number_of_workers_holds_is_told() -> None:
+def test_a_rate_that_no_number_of_workers_sustains_is_reported() -> None:
     with pytest.raises(ScalingError, match="rate 3: 8 workers do not serve it"):
         aladdin.count_workers(lambda workers, rate: rate < 3, [1.0, 3.0], max_workers=8)
 

@@ -10,8 +10,8 @@ from cleave.planner.search.trials import Trials
 from tests.support import known_problems
 
 
-def choose(asked: Problem) -> AffinityChoice:
-    return affinity.choose_affinity(asked, Trials(asked.demand), list_candidates(asked))
+def choose(problem: Problem) -> AffinityChoice:
+    return affinity.choose_affinity(problem, Trials(problem.demand), list_candidates(problem))
 
 
 def test_infiniband_is_high_affinity_and_the_papers_25_gigabit_is_low() -> None:
@@ -37,7 +37,7 @@ def test_one_node_needs_no_network() -> None:
     assert choose(known_problems.problem(supplies=(slow,))).affinity is Affinity.HIGH
 
 
-def test_what_is_asked_for_is_done() -> None:
-    for asked in (Affinity.HIGH, Affinity.LOW):
-        choice = choose(known_problems.problem(planning=Planning(affinity=asked)))
-        assert choice == AffinityChoice(asked, f"{asked.value} affinity as requested")
+def test_an_explicit_choice_is_followed() -> None:
+    for mode in (Affinity.HIGH, Affinity.LOW):
+        choice = choose(known_problems.problem(planning=Planning(affinity=mode)))
+        assert choice == AffinityChoice(mode, f"{mode.value} affinity as requested")

@@ -12,10 +12,10 @@ from cleave.planner.search.candidate_placement import CandidatePlacement, Instan
 from tests.support import known_problems
 
 
-def pair(asked, n=1, m=1, **kinds) -> CandidatePlacement:
-    first = known_problems.of_size(asked, 2)
-    second = known_problems.of_size(asked, 1)
-    return known_problems.split(asked, first, n, second, m)
+def pair(problem, n=1, m=1, **kinds) -> CandidatePlacement:
+    first = known_problems.of_size(problem, 2)
+    second = known_problems.of_size(problem, 1)
+    return known_problems.split(problem, first, n, second, m)
 
 
 def test_a_draft_takes_gpus_money_and_power_of_all_its_cells() -> None:
@@ -26,10 +26,10 @@ def test_a_draft_takes_gpus_money_and_power_of_all_its_cells() -> None:
     assert draft.get_resources(Objective.GOODPUT_PER_GPU) == draft.gpus
 
 
-def test_instances_are_added_taken_away_and_joined_in_the_order_of_roles() -> None:
-    asked = known_problems.problem()
-    draft = pair(asked, 2, 1)
-    mixed = known_problems.whole(asked, known_problems.of_size(asked)).groups[0]
+def test_instances_are_added_removed_and_joined_in_the_order_of_roles() -> None:
+    problem = known_problems.problem()
+    draft = pair(problem, 2, 1)
+    mixed = known_problems.whole(problem, known_problems.of_size(problem)).groups[0]
     joined = draft.add_group(mixed).add_group(mixed)
     assert [(g.role, g.replicas) for g in joined.groups] == [
         (Role.PREFILL, 2),
@@ -40,9 +40,9 @@ def test_instances_are_added_taken_away_and_joined_in_the_order_of_roles() -> No
 
 
 def test_the_fleet_is_one_cell_and_the_pools_are_all_of_them() -> None:
-    asked = known_problems.problem()
-    draft = pair(asked, 2, 1).with_copies(3)
-    fleet = drafts.build_cell_fleet(asked, draft)
+    problem = known_problems.problem()
+    draft = pair(problem, 2, 1).with_copies(3)
+    fleet = drafts.build_cell_fleet(problem, draft)
     assert [pool.replicas for pool in (*fleet.prefill, *fleet.decode)] == [2, 1]
     pools = drafts.to_planned_pools(draft)
     assert [(pool.role, pool.replicas) for pool in pools] == [(Role.PREFILL, 6), (Role.DECODE, 3)]
@@ -51,11 +51,11 @@ def test_the_fleet_is_one_cell_and_the_pools_are_all_of_them() -> None:
     assert drafts.describe(draft) == "6 prefill (TP 2) + 3 decode (TP 1)"
 
 
-def test_pools_of_algorithm_2_tell_which_instances_share_a_node() -> None:
-    asked = known_problems.problem()
+def test_pools_of_algorithm_2_contain_which_instances_share_a_node() -> None:
+    problem = known_problems.problem()
     groups = (
-        *pair(asked, 2, 1).groups,
-        *known_problems.whole(asked, known_problems.of_size(asked)).groups,
+        *pair(problem, 2, 1).groups,
+        *known_problems.whole(problem, known_problems.of_size(problem)).groups,
     )
     cells = drafts.to_planned_pools(CandidatePlacement(groups, copies=3, is_in_node=True))
     assert [(pool.role, pool.replicas, pool.per_cell) for pool in cells] == [
@@ -68,10 +68,10 @@ def test_pools_of_algorithm_2_tell_which_instances_share_a_node() -> None:
 
 
 def test_kv_stays_on_the_nodes_links_when_one_node_holds_the_plan_or_algorithm_2_says_so() -> None:
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         supplies=(known_problems.nodes(4, network=known_problems.SLOW_NETWORK),)
     )
-    small, large = pair(asked), pair(asked, 6, 6)
+    small, large = pair(problem), pair(problem, 6, 6)
     assert drafts.select_link(small) == known_problems.NVLINK
     assert drafts.select_link(large) == known_problems.SLOW_NETWORK
     assert (
@@ -82,21 +82,23 @@ def test_kv_stays_on_the_nodes_links_when_one_node_holds_the_plan_or_algorithm_2
     assert drafts.select_link(pair(alone, 6, 6)) == known_problems.NVLINK
 
 
-def test_between_unlike_nodes_the_slower_network_counts() -> None:
+def test_between_different_nodes_the_slower_network_counts() -> None:
     fast = Link(LinkKind.INFINIBAND, 50.0)
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         supplies=(known_problems.nodes(2), known_problems.nodes(2, gpu="H100", network=fast)),
     )
-    first, second = asked.supplies
-    found = {each.supply: each for each in known_problems.list_candidates(asked) if each.gpus == 1}
-    draft = known_problems.split(asked, found[second], 1, found[first], 1)
+    first, second = problem.supplies
+    found = {
+        each.supply: each for each in known_problems.list_candidates(problem) if each.gpus == 1
+    }
+    draft = known_problems.split(problem, found[second], 1, found[first], 1)
     assert drafts.select_link(draft).gb_per_s == known_problems.INFINIBAND.gb_per_s
 
 
 def test_a_hand_off_takes_as_long_as_its_kv_over_the_links_of_the_smaller_side() -> None:
-    asked = known_problems.problem(supplies=(known_problems.nodes(4),))
-    draft = pair(asked, 6, 6)
-    moved = drafts.build_transfer(asked, draft)
+    problem = known_problems.problem(supplies=(known_problems.nodes(4),))
+    draft = pair(problem, 6, 6)
+    moved = drafts.build_transfer(problem, draft)
     # OPT-13B: 2 * 40 layers * 5,120 * 2 bytes per token, through one decode GPU.
     bytes_per_ms = known_problems.INFINIBAND.effective_gb_per_s * 1e6
     assert moved.token_ms == pytest.approx(819_200 / bytes_per_ms)
@@ -104,9 +106,9 @@ def test_a_hand_off_takes_as_long_as_its_kv_over_the_links_of_the_smaller_side()
 
 
 def test_mixed_instances_move_nothing() -> None:
-    asked = known_problems.problem()
-    draft = known_problems.whole(asked, known_problems.of_size(asked), 3)
-    assert drafts.build_transfer(asked, draft).token_ms == 0
+    problem = known_problems.problem()
+    draft = known_problems.whole(problem, known_problems.of_size(problem), 3)
+    assert drafts.build_transfer(problem, draft).token_ms == 0
     group = draft.groups[0]
     assert (
         draft.add_group(InstanceGroup(Role.MIXED, group.instance, 2)).count_replicas(Role.MIXED)
@@ -115,13 +117,13 @@ def test_mixed_instances_move_nothing() -> None:
 
 
 def test_prompts_gain_by_a_transfer_per_layer_from_a_power_of_two_of_tokens_on() -> None:
-    asked = known_problems.problem()
-    draft = pair(asked)
-    found = drafts.compute_ahead_from_tokens(asked, draft)
+    problem = known_problems.problem()
+    draft = pair(problem)
+    found = drafts.compute_ahead_from_tokens(problem, draft)
     assert found.bit_count() == 1
     prefill = draft.groups[0].instance.engine.timing
     moved = build_kv_transfer(
-        asked.shape,
+        problem.shape,
         drafts.select_link(draft),
         (2, 1),
         (1, 1),
@@ -131,7 +133,7 @@ def test_prompts_gain_by_a_transfer_per_layer_from_a_power_of_two_of_tokens_on()
     assert moved.compute_per_layer_ms(found // 4) > moved.compute_serialized_ms(found // 4)
     assert (
         drafts.compute_ahead_from_tokens(
-            asked, known_problems.whole(asked, known_problems.of_size(asked))
+            problem, known_problems.whole(problem, known_problems.of_size(problem))
         )
         == 0
     )

@@ -15,8 +15,8 @@ from tests.support import known_problems
 
 
 def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:
-    asked = known_problems.problem(supplies=(known_problems.nodes(2, gpus_per_node=4),))
-    found = list_sizes(asked, asked.supplies[0])
+    problem = known_problems.problem(supplies=(known_problems.nodes(2, gpus_per_node=4),))
+    found = list_sizes(problem, problem.supplies[0])
     assert max(tensor for tensor, _ in found) == 4
     assert (4, 2) in found
     assert (4, 3) not in found
@@ -26,8 +26,10 @@ def test_tensor_parallel_sizes_stay_in_a_node_and_stages_cross_nodes() -> None:
 
 
 def test_limits_on_nodes_and_gpus_bound_an_instance() -> None:
-    asked = known_problems.problem(planning=Planning(max_gpus=4))
-    assert max(tensor * pipeline for tensor, pipeline in list_sizes(asked, asked.supplies[0])) == 4
+    problem = known_problems.problem(planning=Planning(max_gpus=4))
+    assert (
+        max(tensor * pipeline for tensor, pipeline in list_sizes(problem, problem.supplies[0])) == 4
+    )
     capped = known_problems.problem(supplies=(known_problems.nodes(max_gpus=2),))
     assert set(list_sizes(capped, capped.supplies[0])) == {(1, 1), (1, 2), (2, 1)}
 
@@ -55,10 +57,10 @@ def test_distserves_prefill_batches_near_saturation_and_vllms_up_to_its_budget()
 
 
 def test_limits_on_requests_hold_for_every_pipeline_stage() -> None:
-    asked = known_problems.problem()
-    one, four = known_problems.of_size(asked, 1, 1), known_problems.of_size(asked, 1, 4)
+    problem = known_problems.problem()
+    one, four = known_problems.of_size(problem, 1, 1), known_problems.of_size(problem, 1, 4)
     for seqs in (
-        lambda each: build_mixed_instance(asked, each, Batching.VLLM).max_num_seqs,
-        lambda each: build_decode_instance(asked, each).max_num_seqs,
+        lambda each: build_mixed_instance(problem, each, Batching.VLLM).max_num_seqs,
+        lambda each: build_decode_instance(problem, each).max_num_seqs,
     ):
         assert seqs(four) == 4 * seqs(one)

@@ -28,8 +28,10 @@ def test_the_mean_context_counts_every_pass_once() -> None:
 
 
 def test_requests_of_one_token_bound_no_decoding() -> None:
-    asked = known_problems.problem()
-    engine = known_problems.whole(asked, known_problems.of_size(asked)).groups[0].instance.engine
+    problem = known_problems.problem()
+    engine = (
+        known_problems.whole(problem, known_problems.of_size(problem)).groups[0].instance.engine
+    )
     assert capacity_bound.compute_decode_rate(
         engine, LengthStatistics.from_trace(trace([10], [1]))
     ) == float("inf")
@@ -37,15 +39,15 @@ def test_requests_of_one_token_bound_no_decoding() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 1), (1, 4), (4, 2)])
 def test_an_overloaded_fleet_never_serves_more_than_its_bound(size: tuple[int, int]) -> None:
-    asked = known_problems.problem()
-    candidate = known_problems.of_size(asked, *size)
-    trials = Trials(asked.demand, precision=CONFIRMATION_PRECISION)
+    problem = known_problems.problem()
+    candidate = known_problems.of_size(problem, *size)
+    trials = Trials(problem.demand, precision=CONFIRMATION_PRECISION)
     for draft in (
-        known_problems.whole(asked, candidate),
-        known_problems.split(asked, candidate, 1, candidate, 1),
-        known_problems.split(asked, candidate, 2, candidate, 1),
+        known_problems.whole(problem, candidate),
+        known_problems.split(problem, candidate, 1, candidate, 1),
+        known_problems.split(problem, candidate, 2, candidate, 1),
     ):
-        fleet = build_cell_fleet(asked, draft)
+        fleet = build_cell_fleet(problem, draft)
         bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
         outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
         served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
@@ -61,10 +63,10 @@ def test_an_overloaded_fleet_never_serves_more_than_its_bound(size: tuple[int, i
 def test_no_request_is_faster_in_company_than_alone(
     rate: float, ttft_ms: float, tpot_ms: float, size: tuple[int, int]
 ) -> None:
-    asked = known_problems.problem()
-    draft = known_problems.whole(asked, known_problems.of_size(asked, *size))
-    sample = Trials(asked.demand).build_trace(300, rate)
-    outcome = simulate(build_cell_fleet(asked, draft), sample)
+    problem = known_problems.problem()
+    draft = known_problems.whole(problem, known_problems.of_size(problem, *size))
+    sample = Trials(problem.demand).build_trace(300, rate)
+    outcome = simulate(build_cell_fleet(problem, draft), sample)
     alone = capacity_bound.compute_unloaded_attainment(
         draft.groups[0].instance.engine, sample, ttft_ms, tpot_ms
     )
@@ -72,25 +74,25 @@ def test_no_request_is_faster_in_company_than_alone(
 
 
 def test_where_a_search_begins_is_near_where_it_ends() -> None:
-    asked = known_problems.blog()
-    trials = Trials(asked.demand)
-    candidate = known_problems.of_size(asked)
+    problem = known_problems.blog()
+    trials = Trials(problem.demand)
+    candidate = known_problems.of_size(problem)
     for draft, goodput in (
-        (known_problems.split(asked, candidate, 1, candidate, 1), 10.9),
-        (known_problems.whole(asked, candidate), 3.7),
+        (known_problems.split(problem, candidate, 1, candidate, 1), 10.9),
+        (known_problems.whole(problem, candidate), 3.7),
     ):
         likely = capacity_bound.estimate_rate(
-            build_cell_fleet(asked, draft), trials.get_lengths(), 40.0
+            build_cell_fleet(problem, draft), trials.get_lengths(), 40.0
         )
         assert goodput / 2.5 < likely < goodput * 2.5
 
 
 def test_a_tpot_target_that_no_pass_meets_leaves_nothing() -> None:
-    asked = known_problems.problem()
+    problem = known_problems.problem()
     engine = known_problems.split(
-        asked, known_problems.of_size(asked), 1, known_problems.of_size(asked), 1
+        problem, known_problems.of_size(problem), 1, known_problems.of_size(problem), 1
     )
-    lengths = Trials(asked.demand).get_lengths()
+    lengths = Trials(problem.demand).get_lengths()
     assert (
         capacity_bound.compute_decode_rate(engine.groups[1].instance.engine, lengths, tpot_ms=5.0)
         == 0

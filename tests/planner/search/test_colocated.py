@@ -18,30 +18,33 @@ from tests.support import known_problems
 
 
 def test_no_parallelism_batch_or_chunk_is_much_better_than_what_is_found() -> None:
-    asked = known_problems.blog(engine="vllm", policies=Policies())
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    found = [each for each in list_candidates(asked) if each.gpus <= 4]
-    rated = colocated.optimize(asked, trials, found, targets)
+    problem = known_problems.blog(engine="vllm", policies=Policies())
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    found = [each for each in list_candidates(problem) if each.gpus <= 4]
+    rated = colocated.optimize(problem, trials, found, targets)
     rates = []
     for candidate in found:
-        instance = build_mixed_instance(asked, candidate, Batching.VLLM)
+        instance = build_mixed_instance(problem, candidate, Batching.VLLM)
         for seqs in NUM_SEQS[::2]:
             for tokens in NUM_BATCHED_TOKENS[::2]:
                 limited = instance.with_limits(seqs, tokens)
                 draft = CandidatePlacement((InstanceGroup(known_problems.Role.MIXED, limited, 1),))
-                fleet = build_cell_fleet(asked, draft)
+                fleet = build_cell_fleet(problem, draft)
                 rates.append(goodput.find_goodput(trials, fleet, targets).rate / candidate.gpus)
     assert rated is not None
     assert rated.per_resource >= max(rates) * 0.97
 
 
-def test_every_policy_that_is_asked_for_is_tried() -> None:
+def test_every_requested_policy_is_tried() -> None:
     paged = Policies(mixed=(Batching.ORCA_PAGED, Batching.PREFILL_FIRST, Batching.VLLM))
     best = {}
     for policies in (paged, *(Policies(mixed=(each,)) for each in paged.mixed)):
-        asked = known_problems.blog(policies=policies)
+        problem = known_problems.blog(policies=policies)
         rated = colocated.optimize(
-            asked, Trials(asked.demand), list_candidates(asked)[:1], known_problems.targets(asked)
+            problem,
+            Trials(problem.demand),
+            list_candidates(problem)[:1],
+            known_problems.targets(problem),
         )
         assert rated is not None
         best[policies.mixed] = rated.per_resource
@@ -49,10 +52,10 @@ def test_every_policy_that_is_asked_for_is_tried() -> None:
 
 
 def test_at_a_low_rate_one_small_instance_is_enough() -> None:
-    asked = known_problems.blog(rate=1.0)
-    found = list_candidates(asked)
+    problem = known_problems.blog(rate=1.0)
+    found = list_candidates(problem)
     rated = colocated.find_smallest(
-        asked, Trials(asked.demand), found, known_problems.targets(asked)
+        problem, Trials(problem.demand), found, known_problems.targets(problem)
     )
     assert rated is not None
     assert rated.placement.gpus == 1
@@ -64,9 +67,12 @@ def test_the_configuration_of_another_workload_costs_more_and_the_own_one_nothin
         known_problems.problem(known_problems.chat(prompt=1200, output=400)),
     )
     drafts = []
-    for asked in (chat, long):
+    for problem in (chat, long):
         rated = colocated.optimize(
-            asked, Trials(asked.demand), list_candidates(asked), known_problems.targets(asked)
+            problem,
+            Trials(problem.demand),
+            list_candidates(problem),
+            known_problems.targets(problem),
         )
         assert rated is not None
         drafts.append(rated.placement)

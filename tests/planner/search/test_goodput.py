@@ -13,13 +13,17 @@ from cleave.simulator.fleet import SimulatedFleet
 from tests.support import known_problems
 
 
-def colocated(asked: Problem) -> SimulatedFleet:
-    return build_cell_fleet(asked, known_problems.whole(asked, known_problems.of_size(asked)))
+def colocated(problem: Problem) -> SimulatedFleet:
+    return build_cell_fleet(problem, known_problems.whole(problem, known_problems.of_size(problem)))
 
 
-def test_the_goal_is_met_at_the_goodput_and_missed_a_little_above() -> None:
-    asked = known_problems.problem()
-    trials, targets, fleet = Trials(asked.demand), known_problems.targets(asked), colocated(asked)
+def test_the_attainment_target_is_met_at_the_goodput_and_missed_above() -> None:
+    problem = known_problems.problem()
+    trials, targets, fleet = (
+        Trials(problem.demand),
+        known_problems.targets(problem),
+        colocated(problem),
+    )
     found = goodput.find_goodput(trials, fleet, targets)
     span = trials.compute_span(found.rate, targets)
     assert found.attainment >= 0.9
@@ -29,54 +33,54 @@ def test_the_goal_is_met_at_the_goodput_and_missed_a_little_above() -> None:
 
 @pytest.mark.parametrize(("ttft", "tpot"), [(1.5, 1.0), (1.0, 1.5), (2.0, 2.0)])
 def test_a_looser_slo_never_lowers_the_goodput(ttft: float, tpot: float) -> None:
-    asked = known_problems.blog()
-    trials, fleet = Trials(asked.demand), colocated(asked)
+    problem = known_problems.blog()
+    trials, fleet = Trials(problem.demand), colocated(problem)
     tight = goodput.find_goodput(trials, fleet, Targets(400, 40, 0.9))
     loose = goodput.find_goodput(trials, fleet, Targets(400 * ttft, 40 * tpot, 0.9))
     assert loose.rate >= tight.rate * 0.99
 
 
-def test_a_higher_attainment_goal_never_raises_the_goodput() -> None:
-    asked = known_problems.blog()
-    trials, fleet = Trials(asked.demand), colocated(asked)
+def test_a_higher_attainment_target_never_raises_the_goodput() -> None:
+    problem = known_problems.blog()
+    trials, fleet = Trials(problem.demand), colocated(problem)
     rates = [
-        goodput.find_goodput(trials, fleet, Targets(400, 40, goal)).rate
-        for goal in (0.8, 0.9, 0.99)
+        goodput.find_goodput(trials, fleet, Targets(400, 40, target)).rate
+        for target in (0.8, 0.9, 0.99)
     ]
     assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("engine", ["distserve", "vllm"])
 def test_a_thousand_requests_say_within_five_percent_what_ten_thousand_say(engine: str) -> None:
-    asked = known_problems.blog(engine=engine)
-    targets, fleet = known_problems.targets(asked), colocated(asked)
-    short = goodput.find_goodput(Trials(asked.demand), fleet, targets)
+    problem = known_problems.blog(engine=engine)
+    targets, fleet = known_problems.targets(problem), colocated(problem)
+    short = goodput.find_goodput(Trials(problem.demand), fleet, targets)
     long = goodput.find_goodput(
-        Trials(asked.demand, precision=CONFIRMATION_PRECISION), fleet, targets
+        Trials(problem.demand, precision=CONFIRMATION_PRECISION), fleet, targets
     )
     assert short.rate == pytest.approx(long.rate, rel=0.05)
 
 
 def test_targets_that_an_idle_instance_misses_give_no_goodput_and_take_no_simulation() -> None:
-    asked = known_problems.blog()
-    trials = Trials(asked.demand)
-    assert goodput.find_goodput(trials, colocated(asked), Targets(50, 40, 0.9)).rate == 0
+    problem = known_problems.blog()
+    trials = Trials(problem.demand)
+    assert goodput.find_goodput(trials, colocated(problem), Targets(50, 40, 0.9)).rate == 0
     assert trials.tally.trials == 0
 
 
 def test_a_fleet_that_holds_no_rate_under_any_seed_has_no_goodput() -> None:
-    asked = known_problems.blog()
+    problem = known_problems.blog()
     found = goodput.confirm_goodput(
-        Trials(asked.demand), colocated(asked), Targets(50, 40, 0.9), goodput.Goodput(1.0, 0.0)
+        Trials(problem.demand), colocated(problem), Targets(50, 40, 0.9), goodput.Goodput(1.0, 0.0)
     )
     assert (found.rate, found.interval) == (0, (0, 0))
 
 
 def test_a_fleet_that_fails_at_the_rate_to_beat_is_given_up_after_one_trial() -> None:
-    asked = known_problems.blog()
-    trials = Trials(asked.demand)
+    problem = known_problems.blog()
+    trials = Trials(problem.demand)
     found = goodput.find_goodput(
-        trials, colocated(asked), known_problems.targets(asked), at_least=6.0
+        trials, colocated(problem), known_problems.targets(problem), at_least=6.0
     )
     assert found.rate == 0
     assert found.attainment < 0.9
@@ -86,11 +90,13 @@ def test_a_fleet_that_fails_at_the_rate_to_beat_is_given_up_after_one_trial() ->
 def test_no_rate_above_what_memory_and_passes_allow_is_believed() -> None:
     # Requests that wait for memory miss a lax TPOT only after a long time: a short trial at a
     # rate that no instance can keep up with still looks good.
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), Targets(float("inf"), 1000, 0.9)
-    candidate = known_problems.of_size(asked)
-    decode = CandidatePlacement(known_problems.split(asked, candidate, 1, candidate, 1).groups[1:])
-    fleet = build_cell_fleet(asked, decode)
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), Targets(float("inf"), 1000, 0.9)
+    candidate = known_problems.of_size(problem)
+    decode = CandidatePlacement(
+        known_problems.split(problem, candidate, 1, candidate, 1).groups[1:]
+    )
+    fleet = build_cell_fleet(problem, decode)
     found = goodput.find_goodput(trials, fleet, targets)
     span = trials.compute_span(found.rate, targets)
     assert trials.measure_shares(fleet, found.rate * 1.05, targets, span).both >= 0.9
@@ -98,16 +104,16 @@ def test_no_rate_above_what_memory_and_passes_allow_is_believed() -> None:
 
 
 def test_the_interval_holds_the_mean_of_many_more_samples() -> None:
-    asked = known_problems.blog()
-    targets, fleet = known_problems.targets(asked), colocated(asked)
-    trials = Trials(asked.demand)
+    problem = known_problems.blog()
+    targets, fleet = known_problems.targets(problem), colocated(problem)
+    trials = Trials(problem.demand)
     first = goodput.find_goodput(trials, fleet, targets)
     found = goodput.confirm_goodput(
         trials.with_precision(CONFIRMATION_PRECISION), fleet, targets, first
     )
     others = [
         goodput.find_goodput_near(
-            Trials(asked.demand, 100 + seed, CONFIRMATION_PRECISION), fleet, targets, first.rate
+            Trials(problem.demand, 100 + seed, CONFIRMATION_PRECISION), fleet, targets, first.rate
         ).rate
         for seed in range(10)
     ]
@@ -119,9 +125,9 @@ def test_the_interval_holds_the_mean_of_many_more_samples() -> None:
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
-    asked = known_problems.problem()
-    fleet, targets = colocated(asked), known_problems.targets(asked)
-    one, other = (goodput.find_goodput(Trials(asked.demand, 3), fleet, targets) for _ in range(2))
+    problem = known_problems.problem()
+    fleet, targets = colocated(problem), known_problems.targets(problem)
+    one, other = (goodput.find_goodput(Trials(problem.demand, 3), fleet, targets) for _ in range(2))
     assert one == other
 
 
@@ -130,7 +136,7 @@ class Scripted(Trials):
     """Attainment as a function of the rate, without a simulation."""
 
     bands: list[tuple[float, float]] = field(default_factory=list)
-    """Rates between which the goal is met."""
+    """Rates between which the attainment target is met."""
 
     def measure_shares(self, fleet, rate, targets, span) -> Shares:
         met = 1.0 if any(low <= rate <= high for low, high in self.bands) else 0.0
@@ -139,20 +145,22 @@ class Scripted(Trials):
 
 @pytest.mark.parametrize("goodput_", [0.5, 2.0, 2.7, 3.3, 7.0])
 def test_bisection_finds_the_edge_wherever_it_lies(goodput_: float) -> None:
-    asked = known_problems.blog()
-    trials = Scripted(asked.demand, bands=[(0, goodput_)])
-    found = goodput.find_goodput(trials, colocated(asked), known_problems.targets(asked))
+    problem = known_problems.blog()
+    trials = Scripted(problem.demand, bands=[(0, goodput_)])
+    found = goodput.find_goodput(trials, colocated(problem), known_problems.targets(problem))
     assert found.rate == pytest.approx(goodput_, rel=0.011)
     assert found.rate <= goodput_
 
 
 def test_attainment_that_rises_again_with_the_rate_is_noticed() -> None:
-    asked = known_problems.blog()
-    trials = Scripted(asked.demand, bands=[(0, 2.0), (2.3, 2.45)])
-    found = goodput.find_goodput_near(trials, colocated(asked), known_problems.targets(asked), 2.0)
+    problem = known_problems.blog()
+    trials = Scripted(problem.demand, bands=[(0, 2.0), (2.3, 2.45)])
+    found = goodput.find_goodput_near(
+        trials, colocated(problem), known_problems.targets(problem), 2.0
+    )
     assert found.rate <= 2.0
-    fleet = colocated(asked)
-    assert not goodput._is_monotone(trials, fleet, known_problems.targets(asked), 2.0)
+    fleet = colocated(problem)
+    assert not goodput._is_monotone(trials, fleet, known_problems.targets(problem), 2.0)
     assert goodput._is_monotone(
-        Scripted(asked.demand, bands=[(0, 2.0)]), fleet, known_problems.targets(asked), 2
+        Scripted(problem.demand, bands=[(0, 2.0)]), fleet, known_problems.targets(problem), 2
     )

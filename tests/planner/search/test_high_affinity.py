@@ -18,10 +18,10 @@ from tests.support import known_problems
 def test_each_phase_is_the_best_of_all_that_an_exhaustive_search_tries(
     slo: tuple[float, float],
 ) -> None:
-    asked = known_problems.problem(supplies=(known_problems.nodes(1),))
-    trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    found = list_candidates(asked)
-    (phases,) = high_affinity.optimize(asked, trials, found, targets)
+    problem = known_problems.problem(supplies=(known_problems.nodes(1),))
+    trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
+    found = list_candidates(problem)
+    (phases,) = high_affinity.optimize(problem, trials, found, targets)
     for role, alone, rated in (
         (Role.PREFILL, targets.prefill_only, phases.prefill),
         (Role.DECODE, targets.decode_only, phases.decode),
@@ -29,7 +29,7 @@ def test_each_phase_is_the_best_of_all_that_an_exhaustive_search_tries(
         rates = [
             goodput.find_goodput(
                 trials,
-                build_cell_fleet(asked, high_affinity.build_single(asked, each, role)),
+                build_cell_fleet(problem, high_affinity.build_single(problem, each, role)),
                 alone,
             ).rate
             / each.gpus
@@ -44,10 +44,10 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
     # DistServe, section 3.1: intra-op shortens execution, which counts when the target is near it.
     sizes = []
     for ttft_ms in (75, 2000):
-        asked = known_problems.blog()
+        problem = known_problems.blog()
         targets = Targets(ttft_ms, 40, 0.9)
         (phases,) = high_affinity.optimize(
-            asked, Trials(asked.demand), list_candidates(asked), targets
+            problem, Trials(problem.demand), list_candidates(problem), targets
         )
         assert phases.prefill is not None
         sizes.append(phases.prefill.placement.groups[0].instance.candidate.parallelism.tensor)
@@ -56,33 +56,33 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
 
 
 def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None:
-    asked = known_problems.blog(rate=50.0)
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    phases = high_affinity.optimize(asked, trials, list_candidates(asked), targets)
-    ((prefill, decode),) = high_affinity.list_pairs(asked, phases)
+    problem = known_problems.blog(rate=50.0)
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    phases = high_affinity.optimize(problem, trials, list_candidates(problem), targets)
+    ((prefill, decode),) = high_affinity.list_pairs(problem, phases)
     draft = high_affinity.replicate(prefill, decode, 50.0)
     assert draft.count_replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
     assert draft.count_replicas(Role.DECODE) == math.ceil(50 / decode.goodput.rate)
 
 
 def test_a_phase_whose_target_no_instance_meets_has_no_instance() -> None:
-    asked = known_problems.blog()
+    problem = known_problems.blog()
     (phases,) = high_affinity.optimize(
-        asked, Trials(asked.demand), list_candidates(asked), Targets(400, 5, 0.9)
+        problem, Trials(problem.demand), list_candidates(problem), Targets(400, 5, 0.9)
     )
     assert phases.decode is None
     assert phases.prefill is not None
-    assert high_affinity.list_pairs(asked, [phases]) == []
+    assert high_affinity.list_pairs(problem, [phases]) == []
 
 
-def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
-    asked = known_problems.problem(
+def test_different_kinds_of_gpu_are_paired_in_every_way() -> None:
+    problem = known_problems.problem(
         supplies=(known_problems.nodes(1), known_problems.nodes(1, gpu="H100")),
         kinds=(("H100", known_problems.Kind(prompt=0.5, decode=0.8)),),
     )
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    phases = high_affinity.optimize(asked, trials, list_candidates(asked), targets)
-    pairs = high_affinity.list_pairs(asked, phases)
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    phases = high_affinity.optimize(problem, trials, list_candidates(problem), targets)
+    pairs = high_affinity.list_pairs(problem, phases)
     kinds = {
         tuple(
             group.instance.candidate.supply.gpu
@@ -95,11 +95,11 @@ def test_unlike_kinds_of_gpu_are_paired_in_every_way() -> None:
 
 
 def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_per_gpu() -> None:
-    asked = known_problems.blog(rate=1.0)
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    found = list_candidates(asked)
-    (efficient,) = high_affinity.optimize(asked, trials, found, targets)
-    (least,) = high_affinity.find_smallest(asked, trials, found, targets)
+    problem = known_problems.blog(rate=1.0)
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    found = list_candidates(problem)
+    (efficient,) = high_affinity.optimize(problem, trials, found, targets)
+    (least,) = high_affinity.find_smallest(problem, trials, found, targets)
     assert least.prefill is not None
     assert efficient.prefill is not None
     assert least.prefill.placement.groups[0].instance.candidate.parallelism == Parallelism()
@@ -107,12 +107,14 @@ def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_
 
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    wide = [known_problems.of_size(asked, 4)]
-    (prefill,) = high_affinity.optimize(asked, trials, wide, targets)
-    (decode,) = high_affinity.optimize(asked, trials, [known_problems.of_size(asked, 2)], targets)
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    wide = [known_problems.of_size(problem, 4)]
+    (prefill,) = high_affinity.optimize(problem, trials, wide, targets)
+    (decode,) = high_affinity.optimize(
+        problem, trials, [known_problems.of_size(problem, 2)], targets
+    )
     phases = [replace(prefill, decode=None), replace(decode, prefill=None)]
-    assert len(high_affinity.list_pairs(asked, phases)) == 1
-    few = replace(asked, shape=replace(asked.shape, num_kv_heads=2))
+    assert len(high_affinity.list_pairs(problem, phases)) == 1
+    few = replace(problem, shape=replace(problem.shape, num_kv_heads=2))
     assert high_affinity.list_pairs(few, phases) == []

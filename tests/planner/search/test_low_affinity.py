@@ -17,22 +17,22 @@ from tests.support import known_problems
 
 
 def test_both_phases_have_as_many_stages_and_their_segments_fit_one_node() -> None:
-    asked = known_problems.problem()
-    drafts = low_affinity.list_configurations(asked, list_candidates(asked), UNLIMITED)
+    problem = known_problems.problem()
+    drafts = low_affinity.list_configurations(problem, list_candidates(problem), UNLIMITED)
     assert drafts
     for draft in drafts:
         prefill, decode = (group.instance.candidate.parallelism for group in draft.groups)
         assert prefill.pipeline == decode.pipeline
         segment = sum(g.replicas * g.instance.candidate.parallelism.tensor for g in draft.groups)
         assert segment <= 8
-        assert asked.can_pair(prefill, decode)
+        assert problem.can_pair(prefill, decode)
         assert draft.is_in_node
 
 
 def test_which_tensor_sizes_are_paired_is_the_connectors_to_say() -> None:
     def paired(connector: Connector) -> set[tuple[int, ...]]:
-        asked = known_problems.problem(policies=replace(DISTSERVE_POLICIES, connector=connector))
-        drafts = low_affinity.list_configurations(asked, sized(asked, 2, 4, 5), MaxReplicas())
+        problem = known_problems.problem(policies=replace(DISTSERVE_POLICIES, connector=connector))
+        drafts = low_affinity.list_configurations(problem, sized(problem, 2, 4, 5), MaxReplicas())
         return {
             tuple(group.instance.candidate.parallelism.tensor for group in draft.groups)
             for draft in drafts
@@ -43,15 +43,15 @@ def test_which_tensor_sizes_are_paired_is_the_connectors_to_say() -> None:
     assert paired(Connector.CLEAVE) == alike | {(2, 5), (5, 2)}
 
 
-def sized(asked: Problem, *tensors: int) -> list[Candidate]:
+def sized(problem: Problem, *tensors: int) -> list[Candidate]:
     """Candidates that differ in their size only."""
-    like = known_problems.of_size(asked)
+    like = known_problems.of_size(problem)
     return [replace(like, parallelism=Parallelism(tensor=tensor)) for tensor in tensors]
 
 
 def test_the_papers_search_has_one_instance_of_each_phase() -> None:
-    asked = known_problems.problem()
-    drafts = low_affinity.list_configurations(asked, list_candidates(asked), MaxReplicas())
+    problem = known_problems.problem()
+    drafts = low_affinity.list_configurations(problem, list_candidates(problem), MaxReplicas())
     assert {group.replicas for draft in drafts for group in draft.groups} == {1}
     # Five pipeline sizes by nine pairs of tensor sizes, less those beyond 32 GPUs or 4 nodes.
     assert len(drafts) == 35
@@ -62,13 +62,13 @@ def test_the_papers_search_has_one_instance_of_each_phase() -> None:
 def test_the_cell_is_the_best_of_all_that_an_exhaustive_search_tries(
     slo: tuple[float, float], most: MaxReplicas
 ) -> None:
-    asked = known_problems.problem(supplies=(known_problems.nodes(1, gpus_per_node=4),))
-    trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    found = list_candidates(asked)
-    rated = low_affinity.optimize(asked, trials, found, targets, most)
+    problem = known_problems.problem(supplies=(known_problems.nodes(1, gpus_per_node=4),))
+    trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
+    found = list_candidates(problem)
+    rated = low_affinity.optimize(problem, trials, found, targets, most)
     rates = [
-        goodput.find_goodput(trials, build_cell_fleet(asked, draft), targets).rate / draft.gpus
-        for draft in low_affinity.list_configurations(asked, found, most)
+        goodput.find_goodput(trials, build_cell_fleet(problem, draft), targets).rate / draft.gpus
+        for draft in low_affinity.list_configurations(problem, found, most)
     ]
     assert rated is not None
     # Limits of a pass are tuned on top, so it may be better than all.
@@ -77,12 +77,12 @@ def test_the_cell_is_the_best_of_all_that_an_exhaustive_search_tries(
 
 def test_kv_never_crosses_the_network() -> None:
     # 25 Gbit/s would take most of this TTFT target for one prompt.
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         supplies=(known_problems.nodes(4, network=known_problems.SLOW_NETWORK),)
     )
     fast = known_problems.problem()
     rates = []
-    for each in (asked, fast):
+    for each in (problem, fast):
         rated = low_affinity.optimize(
             each,
             Trials(each.demand),
@@ -96,20 +96,20 @@ def test_kv_never_crosses_the_network() -> None:
 
 
 def test_at_a_low_rate_the_smallest_cell_takes_least() -> None:
-    asked = known_problems.problem(known_problems.chat(rate=1.0))
+    problem = known_problems.problem(known_problems.chat(rate=1.0))
     rated = low_affinity.find_smallest(
-        asked, Trials(asked.demand), list_candidates(asked), known_problems.targets(asked)
+        problem, Trials(problem.demand), list_candidates(problem), known_problems.targets(problem)
     )
     assert rated is not None
     assert rated.placement.gpus == 2
 
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
-    asked = known_problems.problem()
-    asked = replace(asked, shape=replace(asked.shape, num_kv_heads=2))
+    problem = known_problems.problem()
+    problem = replace(problem, shape=replace(problem.shape, num_kv_heads=2))
     sizes = {
         tuple(group.instance.candidate.parallelism.tensor for group in draft.groups)
-        for draft in low_affinity.list_configurations(asked, list_candidates(asked), UNLIMITED)
+        for draft in low_affinity.list_configurations(problem, list_candidates(problem), UNLIMITED)
     }
     assert {(2, 1), (4, 4), (2, 4)} <= sizes
     assert not {(4, 2), (4, 1)} & sizes

@@ -19,27 +19,29 @@ from tests.support import known_problems
 SLOS = [(200, 100), (400, 40), (120, 30)]
 
 
-def drafts(asked: Problem) -> list[CandidatePlacement]:
-    small = [each for each in list_candidates(asked) if each.gpus <= 8]
-    return [known_problems.whole(asked, each) for each in small] + [
-        known_problems.split(asked, one, 1, other, 1) for one in small[:4] for other in small[:4]
+def drafts(problem: Problem) -> list[CandidatePlacement]:
+    small = [each for each in list_candidates(problem) if each.gpus <= 8]
+    return [known_problems.whole(problem, each) for each in small] + [
+        known_problems.split(problem, one, 1, other, 1) for one in small[:4] for other in small[:4]
     ]
 
 
-def everything(asked: Problem, trials: Trials, targets: Targets) -> dict[CandidatePlacement, float]:
+def everything(
+    problem: Problem, trials: Trials, targets: Targets
+) -> dict[CandidatePlacement, float]:
     return {
-        draft: goodput.find_goodput(trials, build_cell_fleet(asked, draft), targets).rate
-        for draft in drafts(asked)
+        draft: goodput.find_goodput(trials, build_cell_fleet(problem, draft), targets).rate
+        for draft in drafts(problem)
     }
 
 
 @pytest.mark.parametrize("slo", SLOS)
 def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, float]) -> None:
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    entries = ranking.bound_placements(asked, trials, drafts(asked))
-    found = ranking.find_best(trials, entries, targets, make_resource_function(asked))
-    rates = everything(asked, trials, targets)
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
+    entries = ranking.bound_placements(problem, trials, drafts(problem))
+    found = ranking.find_best(trials, entries, targets, make_resource_function(problem))
+    rates = everything(problem, trials, targets)
     assert found is not None
     assert found.per_resource == pytest.approx(
         max(rate / draft.gpus for draft, rate in rates.items()), rel=0.015
@@ -51,11 +53,11 @@ def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, floa
 def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
     rate: float, slo: tuple[float, float]
 ) -> None:
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    entries = ranking.bound_placements(asked, trials, drafts(asked))
-    found = ranking.find_smallest(trials, entries, targets, make_resource_function(asked), rate)
-    rates = everything(asked, trials, targets)
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
+    entries = ranking.bound_placements(problem, trials, drafts(problem))
+    found = ranking.find_smallest(trials, entries, targets, make_resource_function(problem), rate)
+    rates = everything(problem, trials, targets)
     least = min(
         math.ceil(rate / served / 1.01) * draft.gpus for draft, served in rates.items() if served
     )
@@ -64,20 +66,21 @@ def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
 
 
 def test_skipping_saves_most_simulations() -> None:
-    asked = known_problems.problem()
+    problem = known_problems.problem()
     targets = Targets(200, 100, 0.9)
-    pruned, exhaustive = Trials(asked.demand), Trials(asked.demand)
-    entries = ranking.bound_placements(asked, pruned, drafts(asked))
-    ranking.find_best(pruned, entries, targets, make_resource_function(asked))
-    everything(asked, exhaustive, targets)
+    pruned, exhaustive = Trials(problem.demand), Trials(problem.demand)
+    entries = ranking.bound_placements(problem, pruned, drafts(problem))
+    ranking.find_best(pruned, entries, targets, make_resource_function(problem))
+    everything(problem, exhaustive, targets)
     assert pruned.tally.trials < exhaustive.tally.trials / 2
 
 
 def test_where_no_draft_meets_the_targets_there_is_no_best() -> None:
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), Targets(10, 5, 0.9)
-    entries = ranking.bound_placements(asked, trials, drafts(asked))
-    assert ranking.find_best(trials, entries, targets, make_resource_function(asked)) is None
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), Targets(10, 5, 0.9)
+    entries = ranking.bound_placements(problem, trials, drafts(problem))
+    assert ranking.find_best(trials, entries, targets, make_resource_function(problem)) is None
     assert (
-        ranking.find_smallest(trials, entries, targets, make_resource_function(asked), 5.0) is None
+        ranking.find_smallest(trials, entries, targets, make_resource_function(problem), 5.0)
+        is None
     )

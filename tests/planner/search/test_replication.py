@@ -15,129 +15,129 @@ from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
 from tests.support import known_problems
 
 
-def pair(asked: Problem, n: int, m: int) -> CandidatePlacement:
-    candidate = known_problems.of_size(asked)
-    return known_problems.split(asked, candidate, n, candidate, m)
+def pair(problem: Problem, n: int, m: int) -> CandidatePlacement:
+    candidate = known_problems.of_size(problem)
+    return known_problems.split(problem, candidate, n, candidate, m)
 
 
-def holds(asked: Problem, trials: Trials, draft: CandidatePlacement, load: TargetLoad) -> bool:
-    return ReplicaFitter(asked, trials, load).holds(draft)
+def holds(problem: Problem, trials: Trials, draft: CandidatePlacement, load: TargetLoad) -> bool:
+    return ReplicaFitter(problem, trials, load).holds(draft)
 
 
 @pytest.mark.parametrize("start", [(1, 1), (3, 3), (8, 2), (2, 8)])
 def test_a_fitted_plan_holds_the_rate_and_no_smaller_neighbour_does(start: tuple[int, int]) -> None:
-    asked = known_problems.problem(known_problems.chat(rate=25.0))
-    trials, load = Trials(asked.demand), TargetLoad(25.0, known_problems.targets(asked))
-    fitted = replication.fit_replicas(asked, trials, pair(asked, *start), load)
+    problem = known_problems.problem(known_problems.chat(rate=25.0))
+    trials, load = Trials(problem.demand), TargetLoad(25.0, known_problems.targets(problem))
+    fitted = replication.fit_replicas(problem, trials, pair(problem, *start), load)
     assert fitted is not None
-    assert holds(asked, trials, fitted, load)
+    assert holds(problem, trials, fitted, load)
     for role in (Role.PREFILL, Role.DECODE):
-        assert not holds(asked, trials, fitted.change_replicas({role: -1}), load)
+        assert not holds(problem, trials, fitted.change_replicas({role: -1}), load)
 
 
 def test_where_replicas_start_hardly_matters() -> None:
-    asked = known_problems.problem(known_problems.chat(rate=25.0))
-    trials, load = Trials(asked.demand), TargetLoad(25.0, known_problems.targets(asked))
+    problem = known_problems.problem(known_problems.chat(rate=25.0))
+    trials, load = Trials(problem.demand), TargetLoad(25.0, known_problems.targets(problem))
     sizes = set()
     for start in ((1, 1), (6, 6), (9, 2)):
-        fitted = replication.fit_replicas(asked, trials, pair(asked, *start), load)
+        fitted = replication.fit_replicas(problem, trials, pair(problem, *start), load)
         assert fitted is not None
         sizes.add(fitted.gpus)
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_rate_beyond_the_inventory_has_no_fit() -> None:
-    asked = known_problems.problem(known_problems.chat(rate=60.0), planning=Planning(max_gpus=4))
-    trials = Trials(asked.demand)
-    load = TargetLoad(60.0, known_problems.targets(asked))
-    assert replication.fit_replicas(asked, trials, pair(asked, 1, 1), load) is None
-    assert replication.fit_replicas(asked, trials, pair(asked, 5, 5), load) is None
+    problem = known_problems.problem(known_problems.chat(rate=60.0), planning=Planning(max_gpus=4))
+    trials = Trials(problem.demand)
+    load = TargetLoad(60.0, known_problems.targets(problem))
+    assert replication.fit_replicas(problem, trials, pair(problem, 1, 1), load) is None
+    assert replication.fit_replicas(problem, trials, pair(problem, 5, 5), load) is None
 
 
 def test_a_large_plan_has_no_instance_that_the_rate_is_held_without() -> None:
     # In alike cells of about CELL_GPUS the counts would be multiples of three.
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         known_problems.chat(rate=400.0), supplies=(known_problems.nodes(16),)
     )
-    trials, load = Trials(asked.demand), TargetLoad(400.0, known_problems.targets(asked))
-    fitted = replication.fit_replicas(asked, trials, pair(asked, 30, 60), load)
+    trials, load = Trials(problem.demand), TargetLoad(400.0, known_problems.targets(problem))
+    fitted = replication.fit_replicas(problem, trials, pair(problem, 30, 60), load)
     assert fitted is not None
     assert fitted.copies == 1
-    assert packing.has_room(asked, fitted)
+    assert packing.has_room(problem, fitted)
     long = trials.with_precision(CONFIRMATION_PRECISION)
-    assert holds(asked, long, fitted, load)
+    assert holds(problem, long, fitted, load)
     for role in (Role.PREFILL, Role.DECODE):
-        assert not holds(asked, long, fitted.change_replicas({role: -1}), load)
+        assert not holds(problem, long, fitted.change_replicas({role: -1}), load)
 
 
 def test_a_load_that_cells_have_no_room_for_is_fitted_whole() -> None:
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         known_problems.chat(rate=150.0),
         supplies=(known_problems.nodes(16),),
         planning=Planning(max_gpus=49),
     )
-    trials, load = Trials(asked.demand), TargetLoad(150.0, known_problems.targets(asked))
-    start = pair(asked, 25, 24)
-    assert not packing.has_room(asked, replication.divide_into_cells(start))
-    fitted = replication.fit_replicas(asked, trials, start, load)
+    trials, load = Trials(problem.demand), TargetLoad(150.0, known_problems.targets(problem))
+    start = pair(problem, 25, 24)
+    assert not packing.has_room(problem, replication.divide_into_cells(start))
+    fitted = replication.fit_replicas(problem, trials, start, load)
     assert fitted is not None
     assert fitted.gpus < 49
 
 
 def test_a_phase_that_is_far_too_small_grows_and_the_other_does_not() -> None:
     # With the queue for prompts endless, no request is in time however many instances decode.
-    asked = known_problems.problem(
+    problem = known_problems.problem(
         known_problems.chat(rate=60.0), supplies=(known_problems.nodes(8),)
     )
-    trials, load = Trials(asked.demand), TargetLoad(60.0, known_problems.targets(asked))
-    grown = ReplicaFitter(asked, trials, load).grow(pair(asked, 1, 12))
+    trials, load = Trials(problem.demand), TargetLoad(60.0, known_problems.targets(problem))
+    grown = ReplicaFitter(problem, trials, load).grow(pair(problem, 1, 12))
     assert grown is not None
     assert grown.count_replicas(Role.DECODE) <= 14
 
 
 def test_cells_in_nodes_that_are_full_become_more() -> None:
-    asked = known_problems.problem(supplies=(known_problems.nodes(4, gpus_per_node=2),))
-    trials, load = Trials(asked.demand), TargetLoad(12.0, known_problems.targets(asked))
-    cell = replace(pair(asked, 1, 1), is_in_node=True)
-    held = replication.confirm_replicas(asked, trials, cell, load)
-    assert held is not None
-    assert held.copies > 1
-    assert held.groups == cell.groups
+    problem = known_problems.problem(supplies=(known_problems.nodes(4, gpus_per_node=2),))
+    trials, load = Trials(problem.demand), TargetLoad(12.0, known_problems.targets(problem))
+    cell = replace(pair(problem, 1, 1), is_in_node=True)
+    replicas = replication.confirm_replicas(problem, trials, cell, load)
+    assert replicas is not None
+    assert replicas.copies > 1
+    assert replicas.groups == cell.groups
 
 
 def test_one_dispatcher_over_all_cells_serves_no_worse_than_one_cell_alone() -> None:
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    cell, four = pair(asked, 2, 3), pair(asked, 8, 12)
-    alone = simulate_shares(asked, trials, cell, TargetLoad(15.0, targets))
-    together = simulate_shares(asked, trials, four, TargetLoad(60.0, targets))
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    cell, four = pair(problem, 2, 3), pair(problem, 8, 12)
+    alone = simulate_shares(problem, trials, cell, TargetLoad(15.0, targets))
+    together = simulate_shares(problem, trials, four, TargetLoad(60.0, targets))
     assert together.both >= alone.both - 0.02
 
 
 def test_mixed_instances_stand_in_where_that_takes_less() -> None:
     # Colocated instances serve this workload better than split ones.
-    asked = known_problems.problem(known_problems.chat(rate=25.0))
-    trials, load = Trials(asked.demand), TargetLoad(25.0, known_problems.targets(asked))
-    spare = known_problems.whole(asked, known_problems.of_size(asked)).groups[0]
-    start = pair(asked, 4, 5)
-    apart = replication.fit_replicas(asked, trials, start, load)
-    together = replication.fit_replicas(asked, trials, start, load, spare)
+    problem = known_problems.problem(known_problems.chat(rate=25.0))
+    trials, load = Trials(problem.demand), TargetLoad(25.0, known_problems.targets(problem))
+    spare = known_problems.whole(problem, known_problems.of_size(problem)).groups[0]
+    start = pair(problem, 4, 5)
+    apart = replication.fit_replicas(problem, trials, start, load)
+    together = replication.fit_replicas(problem, trials, start, load, spare)
     assert apart is not None
     assert together is not None
     assert together.gpus <= apart.gpus
-    assert holds(asked, trials, together, load)
+    assert holds(problem, trials, together, load)
 
 
 def test_all_gpus_are_filled_in_the_ratio_that_serves_most() -> None:
-    asked = known_problems.problem(supplies=(known_problems.nodes(1),))
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    groups = pair(asked, 1, 1).groups
-    filled = replication.fill_gpus(asked, trials, groups, [5.0, 5.0], targets)
+    problem = known_problems.problem(supplies=(known_problems.nodes(1),))
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    groups = pair(problem, 1, 1).groups
+    filled = replication.fill_gpus(problem, trials, groups, [5.0, 5.0], targets)
     assert filled is not None
     assert filled.gpus == 8
     rates = {
         n: replication.goodput.find_goodput(
-            trials, replication.build_cell_fleet(asked, pair(asked, n, 8 - n)), targets
+            trials, replication.build_cell_fleet(problem, pair(problem, n, 8 - n)), targets
         ).rate
         for n in range(1, 8)
     }
@@ -145,23 +145,23 @@ def test_all_gpus_are_filled_in_the_ratio_that_serves_most() -> None:
 
 
 def test_a_cell_too_large_for_the_nodes_is_not_filled() -> None:
-    asked = known_problems.problem(planning=Planning(max_gpus=1))
+    problem = known_problems.problem(planning=Planning(max_gpus=1))
     one = known_problems.problem()
-    trials = Trials(asked.demand)
+    trials = Trials(problem.demand)
     groups = pair(one, 1, 1).groups
     assert (
-        replication.fill_gpus(asked, trials, groups, [5.0, 5.0], known_problems.targets(asked))
+        replication.fill_gpus(problem, trials, groups, [5.0, 5.0], known_problems.targets(problem))
         is None
     )
 
 
 def test_whole_cells_are_the_rate_by_the_goodput_rounded_up() -> None:
-    asked = known_problems.problem()
-    cell = pair(asked, 1, 1)
-    copies = replication.replicate_cell(asked, cell, 3.0, 10.0)
+    problem = known_problems.problem()
+    cell = pair(problem, 1, 1)
+    copies = replication.replicate_cell(problem, cell, 3.0, 10.0)
     assert copies is not None
     assert copies.copies == 4
-    exact = replication.replicate_cell(asked, cell, 2.5, 10.0)
+    exact = replication.replicate_cell(problem, cell, 2.5, 10.0)
     assert exact is not None
     assert exact.copies == 4
-    assert replication.replicate_cell(asked, cell, 0.1, 10.0) is None
+    assert replication.replicate_cell(problem, cell, 0.1, 10.0) is None

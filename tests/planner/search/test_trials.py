@@ -9,7 +9,7 @@ from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISI
 from tests.support import known_problems
 
 
-def test_the_drawn_rate_is_the_rate_that_was_asked_for() -> None:
+def test_the_drawn_rate_is_the_requested_rate() -> None:
     trace = Trials(known_problems.chat()).build_trace(1000, 7.0)
     assert trace.arrival_ms[-1] == pytest.approx(1000 / 7.0 * 1000)
 
@@ -52,9 +52,11 @@ def test_long_trials_are_longer_than_those_that_only_compare() -> None:
 
 
 def test_shares_are_those_of_the_counted_requests_and_all_simulated_ones_are_tallied() -> None:
-    asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), known_problems.targets(asked)
-    fleet = build_cell_fleet(asked, known_problems.whole(asked, known_problems.of_size(asked)))
+    problem = known_problems.problem()
+    trials, targets = Trials(problem.demand), known_problems.targets(problem)
+    fleet = build_cell_fleet(
+        problem, known_problems.whole(problem, known_problems.of_size(problem))
+    )
     span = trials.compute_span(6.0, targets)
     shares = trials.measure_shares(fleet, 6.0, targets, span)
     outcome = trials.simulate(fleet, 6.0, span)

@@ -112,10 +112,10 @@ class AgentProcess:
         """Wait until the registration satisfies a condition."""
         deadline = time.monotonic() + seconds
         while True:
-            told = self.health().registration
-            if condition(told):
-                return told
-            assert time.monotonic() < deadline, f"{told}\n{self.log.read_text()}"
+            registration = self.health().registration
+            if condition(registration):
+                return registration
+            assert time.monotonic() < deadline, f"{registration}\n{self.log.read_text()}"
             time.sleep(0.05)
 
     def descendants(self) -> list[int]:

@@ -22,12 +22,12 @@ FAST = ("--time-scale", "0.1")
 FAULTS = (*FAST, "--fault-injection")
 
 
-def ready(told: agent_pb2.Registration) -> bool:
-    return told.state == agent_pb2.STATE_READY
+def ready(registration: agent_pb2.Registration) -> bool:
+    return registration.state == agent_pb2.STATE_READY
 
 
-def proven(told: agent_pb2.Registration) -> bool:
-    return ready(told) and told.kv_path.verified
+def proven(registration: agent_pb2.Registration) -> bool:
+    return ready(registration) and registration.kv_path.verified
 
 
 def post(url: str, path: str, body: dict) -> tuple[int, dict]:
@@ -68,27 +68,31 @@ def in_background() -> Iterator[Callable[[Callable[[], object]], list]]:
 
 def test_two_workers_prove_their_kv_path_and_say_what_they_serve(pair) -> None:
     for agent in pair:
-        told = agent.health().registration
+        registration = agent.health().registration
         # About as many tokens as its model's length of 2,048 has room for, of 819,200 bytes each.
-        found = re.match(r"p-0 -> d-0: (\S+) MB for 1,[78]\d\d tokens in", told.kv_path.detail)
-        assert found, told.kv_path.detail
+        found = re.match(
+            r"p-0 -> d-0: (\S+) MB for 1,[78]\d\d tokens in", registration.kv_path.detail
+        )
+        assert found, registration.kv_path.detail
         assert float(found[1].replace(",", "")) >= 1700 * 0.8192
-        assert told.kv_path.transport == "emulated"
-        assert told.kv_path.transfer_ms > 0
-        assert told.kv_path.bytes_per_s > 0
-        assert told.engine == "emulated"
-        assert told.max_model_len > 0
-        assert told.kv_block_size == 16
-        assert told.kv_blocks_total > 0
-        assert told.reason == ""
+        assert registration.kv_path.transport == "emulated"
+        assert registration.kv_path.transfer_ms > 0
+        assert registration.kv_path.bytes_per_s > 0
+        assert registration.engine == "emulated"
+        assert registration.max_model_len > 0
+        assert registration.kv_block_size == 16
+        assert registration.kv_blocks_total > 0
+        assert registration.reason == ""
 
 
 def test_a_path_that_gives_the_right_tokens_without_a_byte_is_refused(agents) -> None:
     decode = agents.start("d-0", "decode", *EMULATED, engine_args=FAULTS)
-    url = decode.until(lambda told: told.state == agent_pb2.STATE_VERIFYING).engine_url
+    url = decode.until(
+        lambda registration: registration.state == agent_pb2.STATE_VERIFYING
+    ).engine_url
     post(url, "/emulator/faults", {"empty_handoff": 1000})
     prefill = agents.start("p-0", "prefill", *EMULATED, engine_args=FAULTS)
-    refused = prefill.until(lambda told: "KV test" in told.reason)
+    refused = prefill.until(lambda registration: "KV test" in registration.reason)
     assert refused.state == agent_pb2.STATE_VERIFYING
     assert not refused.kv_path.verified
     assert re.match(
@@ -102,9 +106,15 @@ def test_a_path_that_gives_the_right_tokens_without_a_byte_is_refused(agents) ->
 def test_a_worker_says_which_adapters_its_engine_serves(agents) -> None:
     adapters = ("--enable-lora", "--max-loras=2", "--lora-modules", "sql=/none", "law=/none")
     agent = agents.start("x-0", "mixed", *EMULATED, engine_args=(*FAST, *adapters))
-    told = agent.until(lambda told: bool(told.adapters))
-    assert (told.adapters, told.max_adapters, told.model) == (["sql", "law"], 2, "m")
-    status, answer = post(told.engine_url, "/v1/completions", {"model": "law", "prompt": "hello"})
+    registration = agent.until(lambda registration: bool(registration.adapters))
+    assert (registration.adapters, registration.max_adapters, registration.model) == (
+        ["sql", "law"],
+        2,
+        "m",
+    )
+    status, answer = post(
+        registration.engine_url, "/v1/completions", {"model": "law", "prompt": "hello"}
+    )
     assert (status, answer["model"]) == (200, "law")
 
 
@@ -113,7 +123,7 @@ def test_a_killed_engine_comes_back_under_another_boot_id_and_is_proven_again(pa
     before = prefill.health().registration
     engine = prefill.descendants()[-1]
     os.kill(engine, signal.SIGKILL)
-    after = prefill.until(lambda told: told.restarts == 1 and proven(told))
+    after = prefill.until(lambda registration: registration.restarts == 1 and proven(registration))
     assert after.boot_id != before.boot_id
     assert after.epoch == before.epoch
 
@@ -132,7 +142,7 @@ def test_a_killed_subreaper_takes_the_engine_along_and_both_come_back(pair, all_
     subreaper, engine = prefill.descendants()
     os.kill(subreaper, signal.SIGKILL)
     all_gone([subreaper, engine])
-    prefill.until(lambda told: told.restarts == 1 and proven(told))
+    prefill.until(lambda registration: registration.restarts == 1 and proven(registration))
 
 
 def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> None:
@@ -146,7 +156,7 @@ def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> 
             break
     family = decode.descendants()
     decode.process.terminate()
-    decode.until(lambda told: told.state == agent_pb2.STATE_DRAINING)
+    decode.until(lambda registration: registration.state == agent_pb2.STATE_DRAINING)
     assert decode.wait() == 0
     all_gone(family, seconds=0)
     status, answer = answers[0]
@@ -154,14 +164,14 @@ def test_sigterm_lets_running_requests_finish(pair, in_background, all_gone) -> 
     assert answer["usage"]["completion_tokens"] == 300
 
 
-def test_a_handoff_is_kept_until_it_is_pulled(pair) -> None:
+def test_a_handoff_is_held_until_it_is_pulled(pair) -> None:
     prefill, decode = pair
     order = {"do_remote_decode": True, "do_remote_prefill": False}
     body = {"model": "m", "prompt": "one two three " * 50, "max_tokens": 1}
     source = prefill.health().registration.engine_url
     _, answer = post(source, "/v1/completions", {**body, "kv_transfer_params": order})
     prefill.process.terminate()
-    prefill.until(lambda told: told.state == agent_pb2.STATE_DRAINING)
+    prefill.until(lambda registration: registration.state == agent_pb2.STATE_DRAINING)
     with pytest.raises(subprocess.TimeoutExpired):
         prefill.wait(1)
     target = decode.health().registration.engine_url
@@ -185,7 +195,7 @@ def test_a_second_signal_ends_a_drain_at_once(pair, in_background, all_gone) -> 
             break
     family = decode.descendants()
     decode.process.terminate()
-    decode.until(lambda told: told.state == agent_pb2.STATE_DRAINING)
+    decode.until(lambda registration: registration.state == agent_pb2.STATE_DRAINING)
     decode.process.terminate()
     assert decode.wait(10) == 1
     all_gone(family, seconds=0)
@@ -200,13 +210,15 @@ def test_a_drain_call_is_answered_before_the_agent_ends(pair) -> None:
 def test_a_corrupt_kv_path_keeps_workers_from_ready_until_it_is_mended(agents) -> None:
     patient = ("--peer-wait", "600")
     prefill = agents.start("p-0", "prefill", *EMULATED, *patient, engine_args=FAULTS)
-    told = prefill.until(lambda told: told.state == agent_pb2.STATE_VERIFYING)
-    assert post(told.engine_url, "/emulator/faults", {"wrong_kv": 10**6})[0] == 200
+    registration = prefill.until(
+        lambda registration: registration.state == agent_pb2.STATE_VERIFYING
+    )
+    assert post(registration.engine_url, "/emulator/faults", {"wrong_kv": 10**6})[0] == 200
     decode = agents.start("d-0", "decode", *EMULATED, *patient, engine_args=FAST)
     for agent in (prefill, decode):
-        broken = agent.until(lambda told: "other tokens" in told.reason)
+        broken = agent.until(lambda registration: "other tokens" in registration.reason)
         assert broken.state == agent_pb2.STATE_VERIFYING
-    assert post(told.engine_url, "/emulator/faults", {"wrong_kv": 0})[0] == 200
+    assert post(registration.engine_url, "/emulator/faults", {"wrong_kv": 0})[0] == 200
     prefill.until(proven)
     decode.until(proven)
 
@@ -216,7 +228,7 @@ def test_an_engine_that_stops_answering_is_replaced(agents) -> None:
     lone.until(ready)
     engine = lone.descendants()[-1]
     os.kill(engine, signal.SIGSTOP)
-    lone.until(lambda told: told.restarts == 1 and ready(told))
+    lone.until(lambda registration: registration.restarts == 1 and ready(registration))
     assert "/health: no answer within 1 s, 3 times in a row" in lone.log.read_text()
 
 
@@ -239,15 +251,17 @@ def test_an_engine_whose_loop_hangs_is_replaced_although_it_says_it_is_well(
         if event.load.num_running:
             break
     assert post(url, "/emulator/faults", {"hang": True})[0] == 200
-    lone.until(lambda told: told.restarts == 1 and ready(told))
+    lone.until(lambda registration: registration.restarts == 1 and ready(registration))
     assert "made no step for 1 s" in lone.log.read_text()
 
 
-def test_an_engine_that_cannot_start_is_tried_again_and_the_reason_is_told(agents) -> None:
+def test_an_engine_that_cannot_start_is_retried_and_the_reason_is_reported(agents) -> None:
     agent = agents.start("m-0", "mixed", *EMULATED, engine_args=("--no-such-flag",))
-    told = agent.until(lambda told: told.restarts >= 2)
-    assert told.state == agent_pb2.STATE_STARTING
-    assert "no-such-flag" in agent.until(lambda told: "status" in told.reason).reason
+    registration = agent.until(lambda registration: registration.restarts >= 2)
+    assert registration.state == agent_pb2.STATE_STARTING
+    assert (
+        "no-such-flag" in agent.until(lambda registration: "status" in registration.reason).reason
+    )
     agent.process.terminate()
     assert agent.wait() == 0
 
@@ -268,7 +282,7 @@ def test_roles_that_change_have_proven_the_other_way_already(pair) -> None:
     prefill, decode = pair
     for agent, role in ((prefill, agent_pb2.ROLE_DECODE), (decode, agent_pb2.ROLE_PREFILL)):
         agent.stub.SetRole(agent_pb2.SetRoleRequest(role=role, epoch=2), timeout=20)
-        told = agent.health().registration
-        assert (told.role, told.epoch) == (role, 2)
-        assert told.kv_path.verified
-        assert told.kv_path.detail.startswith("d-0 -> p-0: ")
+        registration = agent.health().registration
+        assert (registration.role, registration.epoch) == (role, 2)
+        assert registration.kv_path.verified
+        assert registration.kv_path.detail.startswith("d-0 -> p-0: ")

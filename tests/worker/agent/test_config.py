@@ -16,7 +16,7 @@ def test_everything_after_two_dashes_belongs_to_the_engine() -> None:
     assert config.address == "[::1]:9000"
 
 
-def test_a_pod_tells_name_address_and_peers_through_its_environment() -> None:
+def test_the_environment_of_a_pod_gives_name_address_and_peers() -> None:
     env = {"POD_IP": "10.0.0.7", "CLEAVE_POD_NAME": "w-1", "CLEAVE_AGENTS": "dns:workers:9000"}
     config = parse(REQUIRED, env)
     assert (config.name, config.address, config.peers) == (
@@ -24,14 +24,14 @@ def test_a_pod_tells_name_address_and_peers_through_its_environment() -> None:
     )  # fmt: skip
 
 
-def test_a_cell_is_stated_only_when_one_is_given() -> None:
+def test_a_cell_is_registered_only_when_one_is_given() -> None:
     own = [*REQUIRED, "--name", "w", "--host", "h"]
     assert parse(own, {}).cell == ""
     assert parse([*own, "--cell", "0"], {}).cell == "0"
 
 
 @pytest.mark.parametrize(
-    ("stated", "followed"),
+    ("flags", "followed"),
     [
         ([], False),
         (["--transfer", "perlayer"], False),
@@ -40,8 +40,8 @@ def test_a_cell_is_stated_only_when_one_is_given() -> None:
         (["--connector", "cleave", "--transfer", "push", "--tensor-parallel-size", "2"], True),
     ],
 )
-def test_kv_can_be_followed_only_with_the_own_connector(stated: list[str], followed: bool) -> None:
-    assert parse([*REQUIRED, "--name", "w", "--host", "h", *stated], {}).is_overlapped is followed
+def test_kv_can_be_followed_only_with_the_own_connector(flags: list[str], followed: bool) -> None:
+    assert parse([*REQUIRED, "--name", "w", "--host", "h", *flags], {}).is_overlapped is followed
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_malformed_list_is_refused(text: str) -> None:
         parse(text)
 
 
-def test_an_affinity_set_by_a_static_cpu_manager_is_taken_whole() -> None:
+def test_an_affinity_set_by_a_static_cpu_manager_is_used_whole() -> None:
     assert plan_cores("auto", frozenset({1, 3}), FOUR, True, 1) == CoreRequest((1, 3))
 
 
@@ -76,7 +76,7 @@ def test_ranks_share_the_cores_equally() -> None:
         build_omp_binding((0,), 2)
 
 
-def test_a_taken_core_is_refused_with_holder_and_remedy(
+def test_an_occupied_core_is_refused_with_holder_and_remedy(
     tmp_path: Path, holder: subprocess.Popen
 ) -> None:
     with pytest.raises(CoresError) as refused:
@@ -85,7 +85,9 @@ def test_a_taken_core_is_refused_with_holder_and_remedy(
         assert part in str(refused.value)
 
 
-def test_a_free_core_is_found_beside_a_taken_one(tmp_path: Path, holder: subprocess.Popen) -> None:
+def test_a_free_core_is_found_beside_an_occupied_one(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
     locks = CoreLocks(tmp_path, "w")
     assert locks.acquire(CoreRequest((0, 1), count=1), allow_shared=False) == (1,)
     locks.release()
@@ -101,7 +103,7 @@ def test_too_few_free_cores_are_refused_and_nothing_stays_locked(
     again.release()
 
 
-def test_cores_may_be_shared_when_told_so(tmp_path: Path, holder: subprocess.Popen) -> None:
+def test_cores_may_be_shared_when_configured(tmp_path: Path, holder: subprocess.Popen) -> None:
     locks = CoreLocks(tmp_path, "w")
     assert locks.acquire(CoreRequest((0,)), allow_shared=True) == (0,)
     assert locks.acquire(CoreRequest((0, 1), count=2), allow_shared=True) == (0, 1)

@@ -26,7 +26,7 @@ IDLE = LoadSnapshot()
 
 
 @pytest.mark.parametrize("load", [BUSY, HOLDS_KV, LoadSnapshot(num_waiting=1)])
-def test_work_and_kv_that_nobody_pulled_yet_keep_an_engine_alive(load: LoadSnapshot) -> None:
+def test_work_and_unpulled_kv_keep_an_engine_alive(load: LoadSnapshot) -> None:
     assert not is_idle(load)
 
 
@@ -40,7 +40,7 @@ async def test_work_that_arrives_in_the_quiet_period_ends_it() -> None:
     assert await drain(read, seconds=0.2, quiet=0.05, poll=0.001) == DrainResult(False, 3)
 
 
-async def test_a_drain_that_takes_too_long_tells_what_is_left() -> None:
+async def test_a_drain_that_takes_too_long_reports_what_is_left() -> None:
     assert await drain(reader(BUSY), 0.02, quiet=0.01, poll=0.001) == DrainResult(False, 3)
 
 

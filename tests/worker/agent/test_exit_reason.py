@@ -46,7 +46,7 @@ api_server.py: error: unrecognized arguments: --bogus
         ("", ""),
     ],
 )
-def test_the_cause_is_told_and_not_what_follows_from_it(output: str, cause: str) -> None:
+def test_the_cause_is_reported_and_not_what_follows_from_it(output: str, cause: str) -> None:
     words = ExitReason({}, clock=lambda: 0.0)
     for line in output.split("\n"):
         words.feed(line)
@@ -66,7 +66,7 @@ def test_an_error_of_long_ago_is_not_the_cause() -> None:
 
 
 @pytest.mark.parametrize("padding", ["", "x" * 280])
-def test_no_secret_of_its_environment_is_told(padding: str) -> None:
+def test_no_secret_of_its_environment_is_reported(padding: str) -> None:
     words = ExitReason({"HF_TOKEN": "hf_abcdefgh", "HOME": "/home/me", "API_KEY": "1"})
     words.feed(f"OSError: {padding} 401 for hf_abcdefgh of /home/me, 1 time")
     assert "hf_" not in words.describe()
@@ -86,14 +86,14 @@ def test_no_secret_of_its_environment_is_told(padding: str) -> None:
         ({}, ("--hf-token=hidden99",), "no hidden99"),
     ],
 )
-def test_no_secret_of_its_arguments_or_of_a_url_is_told(env, argv, said: str) -> None:
+def test_no_secret_of_its_arguments_or_of_a_url_is_reported(env, argv, said: str) -> None:
     words = ExitReason(env, argv)
     words.feed(f"OSError: {said}")
     assert "hidden99" not in words.describe()
     assert "***" in words.describe()
 
 
-def test_folders_and_what_is_no_secret_are_told() -> None:
+def test_folders_and_what_is_no_secret_are_reported() -> None:
     words = ExitReason({"PWD": "/models"}, ("--max-num-batched-tokens", "123456"))
     words.feed("OSError: /models/a: 123456, see https://host/a@b")
     assert words.describe() == "OSError: /models/a: 123456, see https://host/a@b"

@@ -16,8 +16,8 @@ from tests.support.doubles import Answering
     ],
 )
 async def test_a_body_comes_in_three_framings(serve: Answering, answer: bytes) -> None:
-    told = await http.request("GET", await serve(answer), seconds=10)
-    assert (told.status, told.body) == (200, b"hello")
+    response = await http.request("GET", await serve(answer), seconds=10)
+    assert (response.status, response.body) == (200, b"hello")
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ PROVEN = agent_pb2.KvPath(verified=True, transport="emulated", transfer_ms=1.5)
 def instance(config: AgentConfig, tmp_path: Path):
     with LoadPage(tmp_path / "load") as page:
         page.write(LoadSnapshot(num_running=3, kv_blocks_free=7, kv_blocks_total=9))
-        told = WorkerInstance(config)
-        told.start_boot("b1", "http://h:1", page)
-        yield told
+        worker = WorkerInstance(config)
+        worker.start_boot("b1", "http://h:1", page)
+        yield worker
 
 
 async def test_the_way_to_ready_leads_through_verifying(instance: WorkerInstance) -> None:
@@ -31,8 +31,12 @@ async def test_the_way_to_ready_leads_through_verifying(instance: WorkerInstance
     instance.mark_verified(PROVEN)
     seen.append(instance.state)
     assert seen == [agent_pb2.STATE_STARTING, agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY]
-    told = instance.copy_registration()
-    assert (told.reason, told.kv_path.verified, told.kv_blocks_total) == ("", True, 9)
+    registration = instance.copy_registration()
+    assert (registration.reason, registration.kv_path.verified, registration.kv_blocks_total) == (
+        "",
+        True,
+        9,
+    )
 
 
 def test_the_registration_names_the_cell(config: AgentConfig) -> None:
@@ -41,13 +45,13 @@ def test_the_registration_names_the_cell(config: AgentConfig) -> None:
 
 
 @pytest.mark.parametrize(("transfer", "tokens"), [("pull", 0), ("perlayer", 1), ("auto", 0)])
-def test_the_registration_tells_where_kv_can_be_followed_and_for_which_prompts(
+def test_the_registration_contains_the_layerwise_address_and_prompt_limit(
     config: AgentConfig, tmp_path: Path, transfer: str, tokens: int
 ) -> None:
-    told = WorkerInstance(replace(config, connector="cleave", transfer=transfer))
+    worker = WorkerInstance(replace(config, connector="cleave", transfer=transfer))
     with LoadPage(tmp_path / "load") as page:
-        told.start_boot("b1", "http://h:1", page, kv_port=5601)
-        registration = told.copy_registration()
+        worker.start_boot("b1", "http://h:1", page, kv_port=5601)
+        registration = worker.copy_registration()
     assert (registration.kv_port, registration.ahead_from_tokens) == (5601, tokens)
 
 
@@ -69,24 +73,28 @@ async def test_a_lost_engine_must_prove_its_kv_path_again(
     instance.mark_engine_lost("killed")
     with LoadPage(tmp_path / "second") as page:
         instance.start_boot("b2", "http://h:2", page)
-    told = instance.copy_registration()
-    assert (told.boot_id, told.restarts, told.kv_path.verified) == ("b2", 1, False)
+    registration = instance.copy_registration()
+    assert (registration.boot_id, registration.restarts, registration.kv_path.verified) == (
+        "b2",
+        1,
+        False,
+    )
 
 
-async def test_the_last_failure_of_an_engine_is_told_as_long_as_its_agent_lives(
+async def test_the_last_failure_of_an_engine_is_reported_as_long_as_its_agent_lives(
     instance: WorkerInstance, tmp_path: Path
 ) -> None:
     assert instance.copy_registration().last_failure == ""
     instance.mark_engine_lost("engine ended with status 1: OSError: no such model")
     with LoadPage(tmp_path / "second") as page:
         instance.start_boot("b2", "http://h:2", page)
-        told = instance.copy_registration()
-        assert told.reason == f"engine starts again: {told.last_failure}"
+        registration = instance.copy_registration()
+        assert registration.reason == f"engine starts again: {registration.last_failure}"
         instance.set_engine_info(FACTS)
     instance.mark_verified(PROVEN)
-    told = instance.copy_registration()
-    assert told.reason == ""
-    assert told.last_failure == "engine ended with status 1: OSError: no such model"
+    registration = instance.copy_registration()
+    assert registration.reason == ""
+    assert registration.last_failure == "engine ended with status 1: OSError: no such model"
 
 
 async def test_a_failed_test_keeps_a_new_worker_from_ready(instance: WorkerInstance) -> None:
@@ -102,13 +110,15 @@ async def test_a_failed_test_leaves_a_serving_worker_ready_but_unverified(
     instance.set_engine_info(FACTS)
     instance.mark_unverified("no peer yet")
     instance.mark_verification_failed("wrong tokens")
-    told = instance.copy_registration()
-    assert told.state == agent_pb2.STATE_READY
-    assert not told.kv_path.verified
-    assert told.kv_path.detail == "wrong tokens"
+    registration = instance.copy_registration()
+    assert registration.state == agent_pb2.STATE_READY
+    assert not registration.kv_path.verified
+    assert registration.kv_path.detail == "wrong tokens"
 
 
-async def test_adapters_are_stated_until_another_boot_has_others(instance: WorkerInstance) -> None:
+async def test_adapters_are_registered_until_another_boot_has_others(
+    instance: WorkerInstance,
+) -> None:
     instance.set_engine_info(replace(FACTS, adapters=("sql", "law")))
     instance.mark_engine_lost("killed")
     assert instance.copy_registration().adapters == ["sql", "law"]
@@ -121,9 +131,9 @@ async def test_nothing_leads_back_from_draining(instance: WorkerInstance) -> Non
     instance.set_engine_info(FACTS)
     instance.mark_verified(PROVEN)
     instance.mark_engine_lost("killed")
-    told = instance.copy_registration()
-    assert (told.state, told.reason) == (agent_pb2.STATE_DRAINING, "drains")
-    assert (told.restarts, told.last_failure) == (0, "")
+    registration = instance.copy_registration()
+    assert (registration.state, registration.reason) == (agent_pb2.STATE_DRAINING, "drains")
+    assert (registration.restarts, registration.last_failure) == (0, "")
 
 
 async def test_a_role_needs_a_newer_epoch_and_the_present_boot(instance: WorkerInstance) -> None:

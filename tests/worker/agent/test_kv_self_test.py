@@ -26,17 +26,17 @@ BLOCK, BYTES = 16, 1000
 
 
 class Engines:
-    """Both engines: the continuation is a function of the prompt unless told otherwise."""
+    """Both engines: the continuation is a function of the prompt by default."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict, dict]] = []
+        self.requests: list[tuple[str, dict, dict]] = []
         self.engine_id = "boot-p"
         self.hands_off = True
         self.decoded: Callable[[str], str] = lambda right: right
         self.status = 200
         self.prefill_ms = 1.0
         self.stream_end = "data: [DONE]\n\n"
-        self.tells = True
+        self.counts_bytes = True
         self.moved: Callable[[int], int] = lambda num_blocks: num_blocks
         """How many of a prompt's blocks are pulled."""
         self.others = iter(())
@@ -55,7 +55,7 @@ class Engines:
     ) -> http.EngineResponse:
         if method == "GET":
             return http.EngineResponse(200, self.metrics(), 1.0)
-        self.asked.append((url, payload, headers or {}))
+        self.requests.append((url, payload, headers or {}))
         right = payload["prompt"][:4]
         if url.startswith("http://d"):
             return self.decode(payload, right)
@@ -86,7 +86,7 @@ class Engines:
 
     def metrics(self) -> bytes:
         """Of a decode engine that pulls 2 MB/s, and has pulled before."""
-        if not self.tells:
+        if not self.counts_bytes:
             return b"vllm:num_requests_running 0\n"
         pulled = 10**6 + self.pulled_bytes
         labels = 'engine="0",model_name="m m"'
@@ -102,7 +102,7 @@ class Engines:
 
     def prompts(self) -> list[str]:
         """Of all hand-offs, in their order."""
-        return [body["prompt"] for url, body, _ in self.asked if url.startswith("http://d")]
+        return [body["prompt"] for url, body, _ in self.requests if url.startswith("http://d")]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ async def test_equal_tokens_and_bytes_in_proportion_pass_and_are_measured(engine
     assert (passed.num_bytes, passed.first_token_ms) == (2560 * BYTES, 12.5)
     assert passed.bytes_per_s == pytest.approx(2e6)
     assert passed.describe() == "2.56 MB for 2,560 tokens in 1.28 s, 0.002 GB/s"
-    prefill, decode, reference = engines.asked[-3:]
+    prefill, decode, reference = engines.requests[-3:]
     assert reference[1]["prompt"] == prefill[1]["prompt"] == decode[1]["prompt"]
     assert prefill[1]["max_tokens"] == 1
     assert prefill[1]["kv_transfer_params"]["do_remote_decode"] is True
@@ -158,12 +158,12 @@ async def test_bytes_of_a_part_of_the_long_prompt_fail(engines: Engines, most: i
 
 
 async def test_an_engine_that_counts_no_bytes_cannot_be_verified(engines: Engines) -> None:
-    engines.tells = False
+    engines.counts_bytes = False
     with pytest.raises(
         MissingCountersError, match="d counts no bytes of KV: its /metrics has neither"
     ):
         await run()
-    assert not engines.asked
+    assert not engines.requests
 
 
 async def test_others_handoffs_beside_the_test_fail_nothing(engines: Engines) -> None:
@@ -201,7 +201,7 @@ async def test_bytes_of_others_do_not_stand_for_kv_that_is_lost(engines: Engines
         await run()
 
 
-async def test_a_path_that_cuts_kv_off_unlike_a_busy_engine_fails(engines: Engines) -> None:
+async def test_a_path_that_truncates_kv_fails_and_a_busy_engine_does_not(engines: Engines) -> None:
     engines.moved = lambda num_blocks: min(num_blocks, 100)
     engines.lost_meanwhile = itertools.repeat(1)
     with pytest.raises(KvTestError, match="too few beside") as caught:
@@ -241,7 +241,7 @@ async def test_an_engine_without_kv_transfer_fails(engines: Engines) -> None:
         await run()
 
 
-async def test_an_error_of_the_decode_engine_is_told(engines: Engines) -> None:
+async def test_an_error_of_the_decode_engine_is_reported(engines: Engines) -> None:
     engines.status = 500
     with pytest.raises(KvTestError, match="d answered 500: no such KV"):
         await run()

@@ -21,13 +21,13 @@ ON_GPU = replace(BOOT, gpu=True, cores=())
 ConfigOf = Callable[..., AgentConfig]
 
 
-def option(told: Launch, name: str) -> str:
-    return told.argv[told.argv.index(name) + 1]
+def option(launch: Launch, name: str) -> str:
+    return launch.argv[launch.argv.index(name) + 1]
 
 
 def test_the_boot_id_is_the_engine_id_of_the_kv_transfer(config_of: ConfigOf) -> None:
-    told = build_engine_launch(config_of(engine="vllm"), BOOT, {})
-    assert json.loads(option(told, "--kv-transfer-config")) == {
+    launch = build_engine_launch(config_of(engine="vllm"), BOOT, {})
+    assert json.loads(option(launch, "--kv-transfer-config")) == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
         "kv_buffer_device": "cpu",
@@ -51,20 +51,20 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
     }
 
 
-def test_the_own_connector_is_told_how_much_kv_goes_at_a_time(config_of: ConfigOf) -> None:
+def test_the_own_connector_gets_the_transfer_size(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", connector="cleave", transfer="perchunk")
-    told = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
-    assert told["kv_connector_extra_config"]["pace"] == "chunk"
+    output = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
+    assert output["kv_connector_extra_config"]["pace"] == "chunk"
 
 
 def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> None:
     given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"checkpoints": {}}}')
     config = config_of(engine="vllm", connector="cleave", engine_args=given)
-    told = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
-    assert told["kv_connector"] == "CheckpointedConnector"
-    assert told["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpoint_connector"
-    assert told["kv_load_failure_policy"] == "recompute"
-    assert told["kv_connector_extra_config"] == {
+    output = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
+    assert output["kv_connector"] == "CheckpointedConnector"
+    assert output["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpoint_connector"
+    assert output["kv_load_failure_policy"] == "recompute"
+    assert output["kv_connector_extra_config"] == {
         "host": config.host,
         "port": 5601,
         "checkpoints": {},
@@ -72,39 +72,39 @@ def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> No
 
 
 def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
-    told = build_engine_launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
-    assert told.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"
-    assert told.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert told.env["HOME"] == "/h"
-    assert "--enforce-eager" in told.argv
+    launch = build_engine_launch(config_of(engine="vllm"), BOOT, {"HOME": "/h"})
+    assert launch.env["VLLM_CPU_OMP_THREADS_BIND"] == "2"
+    assert launch.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert launch.env["HOME"] == "/h"
+    assert "--enforce-eager" in launch.argv
 
 
 def test_stages_on_cpu_are_warmed_up_for_they_need_their_buffers(config_of: ConfigOf) -> None:
     config = replace(config_of(engine="vllm"), pipeline_parallel_size=2)
-    told = build_engine_launch(config, replace(BOOT, cores=(2, 3)), {})
-    assert "--enforce-eager" not in told.argv
-    assert json.loads(option(told, "--compilation-config")) == {"mode": 1, "backend": "eager"}
+    launch = build_engine_launch(config, replace(BOOT, cores=(2, 3)), {})
+    assert "--enforce-eager" not in launch.argv
+    assert json.loads(option(launch, "--compilation-config")) == {"mode": 1, "backend": "eager"}
 
 
 def test_vllm_on_a_gpu_gets_no_cpu_settings(config_of: ConfigOf) -> None:
-    told = build_engine_launch(config_of(engine="vllm"), ON_GPU, {})
-    assert not [name for name in told.env if name.startswith("VLLM_CPU")]
-    assert "--enforce-eager" not in told.argv
-    assert "kv_buffer_device" not in option(told, "--kv-transfer-config")
+    launch = build_engine_launch(config_of(engine="vllm"), ON_GPU, {})
+    assert not [name for name in launch.env if name.startswith("VLLM_CPU")]
+    assert "--enforce-eager" not in launch.argv
+    assert "kv_buffer_device" not in option(launch, "--kv-transfer-config")
 
 
 def test_vllm_on_a_gpu_without_nvcc_keeps_to_kernels_that_are_there(config_of: ConfigOf) -> None:
-    told = build_engine_launch(config_of(engine="vllm"), ON_GPU, {"CUDA_HOME": "/nonexistent"})
-    assert told.env["VLLM_USE_FLASHINFER_SAMPLER"] == told.env["VLLM_USE_DEEP_GEMM"] == "0"
-    assert option(told, "--gdn-prefill-backend") == "triton"
+    launch = build_engine_launch(config_of(engine="vllm"), ON_GPU, {"CUDA_HOME": "/nonexistent"})
+    assert launch.env["VLLM_USE_FLASHINFER_SAMPLER"] == launch.env["VLLM_USE_DEEP_GEMM"] == "0"
+    assert option(launch, "--gdn-prefill-backend") == "triton"
 
 
 def test_what_a_user_says_of_kernels_holds(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", engine_args=("--gdn-prefill-backend", "flashinfer"))
     env = {"CUDA_HOME": "/nonexistent", "VLLM_USE_FLASHINFER_SAMPLER": "1"}
-    told = build_engine_launch(config, ON_GPU, env)
-    assert told.env["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
-    assert told.argv[-1] == "flashinfer", "the last one counts"
+    launch = build_engine_launch(config, ON_GPU, env)
+    assert launch.env["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+    assert launch.argv[-1] == "flashinfer", "the last one counts"
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH"])
@@ -115,9 +115,9 @@ def test_vllm_on_a_gpu_with_nvcc_is_as_it_comes(
     nvcc.parent.mkdir()
     nvcc.touch(mode=0o755)
     place = nvcc.parent if variable == "PATH" else tmp_path
-    told = build_engine_launch(config_of(engine="vllm"), ON_GPU, {variable: str(place)})
-    assert not {name for name in told.env if name.startswith("VLLM_USE")}
-    assert "--gdn-prefill-backend" not in told.argv
+    launch = build_engine_launch(config_of(engine="vllm"), ON_GPU, {variable: str(place)})
+    assert not {name for name in launch.env if name.startswith("VLLM_USE")}
+    assert "--gdn-prefill-backend" not in launch.argv
 
 
 def test_requests_are_never_logged(config_of: ConfigOf) -> None:
@@ -127,25 +127,25 @@ def test_requests_are_never_logged(config_of: ConfigOf) -> None:
 
 
 def test_engine_and_kv_side_channel_listen_on_the_pods_address(config: AgentConfig) -> None:
-    told = build_engine_launch(config, BOOT, {})
-    assert option(told, "--host") == config.host
-    assert option(told, "--port") == "8001"
-    assert told.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == config.host
-    assert told.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
-    assert told.env["CLEAVE_LOAD_PAGE"] == "/run/x/load"
+    launch = build_engine_launch(config, BOOT, {})
+    assert option(launch, "--host") == config.host
+    assert option(launch, "--port") == "8001"
+    assert launch.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == config.host
+    assert launch.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5601"
+    assert launch.env["CLEAVE_LOAD_PAGE"] == "/run/x/load"
 
 
 def test_an_engine_without_terms_is_as_it_comes(config_of: ConfigOf) -> None:
-    told = build_engine_launch(config_of(engine="vllm"), BOOT, {})
-    assert "--scheduler-cls" not in told.argv
-    assert "CLEAVE_TERMS_PAGE" not in told.env
+    launch = build_engine_launch(config_of(engine="vllm"), BOOT, {})
+    assert "--scheduler-cls" not in launch.argv
+    assert "CLEAVE_TERMS_PAGE" not in launch.env
 
 
 def test_an_engine_with_terms_follows_their_page(config_of: ConfigOf) -> None:
     boot = replace(BOOT, scheduling_page=Path("/run/x/terms"))
-    told = build_engine_launch(config_of(engine="vllm"), boot, {})
-    assert option(told, "--scheduler-cls") == "cleave_worker.vllm.scheduler.make_scheduler"
-    assert told.env["CLEAVE_TERMS_PAGE"] == "/run/x/terms"
+    launch = build_engine_launch(config_of(engine="vllm"), boot, {})
+    assert option(launch, "--scheduler-cls") == "cleave_worker.vllm.scheduler.make_scheduler"
+    assert launch.env["CLEAVE_TERMS_PAGE"] == "/run/x/terms"
     with pytest.raises(LaunchError, match="exclude each other"):
         build_engine_launch(config_of(engine="vllm", engine_args=("--scheduler-cls=x",)), boot, {})
 
@@ -156,12 +156,12 @@ def test_the_users_kv_settings_are_merged_and_the_boot_id_wins(
 ) -> None:
     name, settings = "--kv-transfer-config", '{"engine_id": "x", "kv_load_failure_policy": "fail"}'
     given = (f"{name}={settings}",) if joined else (name, settings)
-    told = build_engine_launch(config_of(engine_args=("--seed", "1", *given)), BOOT, {})
-    merged = json.loads(option(told, name))
+    launch = build_engine_launch(config_of(engine_args=("--seed", "1", *given)), BOOT, {})
+    merged = json.loads(option(launch, name))
     assert merged["engine_id"] == "boot1"
     assert merged["kv_load_failure_policy"] == "fail"
-    assert [argument for argument in told.argv if argument.startswith(name)] == [name]
-    assert told.argv[-2:] == ("--seed", "1")
+    assert [argument for argument in launch.argv if argument.startswith(name)] == [name]
+    assert launch.argv[-2:] == ("--seed", "1")
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]"])

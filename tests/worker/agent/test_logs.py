@@ -6,7 +6,7 @@ EMULATED = ("--engine", "emulated", "--model", "opt-13b", "--served-model-name",
 
 
 def end(agent) -> str:
-    agent.until(lambda told: told.restarts >= 1)
+    agent.until(lambda registration: registration.restarts >= 1)
     agent.process.terminate()
     assert agent.wait() == 0
     return agent.log.read_text()

@@ -10,16 +10,16 @@ from cleave_worker.agent.peers import PeerAddresses, PeerScan, find_peer
 @pytest.fixture
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources that were looked up; a name ending in `away` cannot be."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def find_agents(source: str) -> frozenset[str]:
-        asked.append(source)
+        requests.append(source)
         if source.endswith("away"):
             raise OSError("away")
         return frozenset(("a:1", "b:1"))
 
     monkeypatch.setattr(peers, "list_agents", find_agents)
-    return asked
+    return requests
 
 
 async def test_ones_own_address_is_nobodys_peer(lookups: list[str]) -> None:
@@ -42,7 +42,7 @@ async def test_a_list_grows_old(lookups: list[str], monkeypatch: pytest.MonkeyPa
     assert len(lookups) == 2
 
 
-async def test_a_server_that_is_away_is_not_asked_more_often(lookups: list[str]) -> None:
+async def test_an_unavailable_server_is_not_queried_more_often(lookups: list[str]) -> None:
     addresses = PeerAddresses("endpoints:n/away", "a:1")
     with pytest.raises(OSError, match="away"):
         await addresses.get_addresses()

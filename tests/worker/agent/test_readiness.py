@@ -30,13 +30,13 @@ Script = Callable[[], object]
 
 @pytest.fixture
 def instance(config: AgentConfig) -> WorkerInstance:
-    told = WorkerInstance(config)
-    told.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
-    return told
+    unproven = WorkerInstance(config)
+    unproven.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
+    return unproven
 
 
 class Scene:
-    """Scripted sights and test results; notes what the instance said each time it was asked."""
+    """Scripted peers and test results; records what the instance registered at each call."""
 
     def __init__(
         self, instance: WorkerInstance, sights: list[PeerScan], results: list[str]
@@ -50,8 +50,8 @@ class Scene:
         """Why hand-offs the other way fail."""
 
     async def look(self) -> PeerScan:
-        told = self.instance.copy_registration()
-        self.states.append((told.state, told.reason or told.kv_path.detail))
+        registration = self.instance.copy_registration()
+        self.states.append((registration.state, registration.reason or registration.kv_path.detail))
         return self.sights.pop(0) if len(self.sights) > 1 else self.sights[0]
 
     async def test(self, peer: agent_pb2.Registration, flow: KvDirection) -> agent_pb2.KvPath:
@@ -112,7 +112,7 @@ async def test_a_role_that_changes_during_a_test_is_tested_for_next(
     assert instance.copy_registration().kv_path.verified
 
 
-async def test_what_a_role_needs_is_tested_before_it_is_taken_unless_it_is_proven(
+async def test_the_kv_path_of_a_role_is_tested_before_a_flip_unless_proven(
     config: AgentConfig, instance: WorkerInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(instance, [PEER], [])
@@ -133,7 +133,7 @@ async def test_what_a_role_needs_is_tested_before_it_is_taken_unless_it_is_prove
     assert instance.is_verified(KvDirection.IN)
 
 
-async def test_a_role_is_taken_where_engines_count_no_bytes(
+async def test_a_role_is_accepted_where_engines_count_no_bytes(
     config: AgentConfig, instance: WorkerInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(instance, [PEER], [])
@@ -206,7 +206,7 @@ async def test_without_a_source_of_peers_a_role_needs_no_test(
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_failed_test_is_told_and_tried_again(
+async def test_a_failed_test_is_reported_and_retried(
     config: AgentConfig, instance: WorkerInstance
 ) -> None:
     scene = Scene(instance, [PEER], ["wrong tokens", ""])
@@ -230,11 +230,11 @@ async def test_with_a_peer_that_counts_no_bytes_a_worker_is_ready_unverified_and
         while instance.state != agent_pb2.STATE_READY:
             await instance.wait_for_change()
     searching.cancel()
-    told = instance.copy_registration().kv_path
-    assert (told.verified, told.detail) == (False, "w-1 counts no bytes of KV")
+    kv_path = instance.copy_registration().kv_path
+    assert (kv_path.verified, kv_path.detail) == (False, "w-1 counts no bytes of KV")
 
 
-async def test_with_nobody_in_sight_a_worker_is_ready_unverified_and_goes_on_looking(
+async def test_without_peers_a_worker_is_ready_unverified_and_goes_on_looking(
     config: AgentConfig, instance: WorkerInstance
 ) -> None:
     scene = Scene(instance, [PeerScan()], [""])
@@ -281,8 +281,8 @@ async def test_without_a_source_of_peers_nothing_is_waited_for(
 
 
 def worker(name: str, role: int, **values: str) -> agent_pb2.Registration:
-    told = {"deployment": "d", "revision": "r1", "model": "m", **values}
-    return agent_pb2.Registration(instance=name, role=role, **told)
+    fields = {"deployment": "d", "revision": "r1", "model": "m", **values}
+    return agent_pb2.Registration(instance=name, role=role, **fields)
 
 
 P, D, M = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED

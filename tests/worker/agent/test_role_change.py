@@ -17,9 +17,7 @@ PREFILL, DECODE = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE
 SMALL = RoleSchedulingConfig(max_num_batched_tokens=8)
 
 
-async def test_the_engine_is_told_the_terms_of_each_role(
-    config: AgentConfig, tmp_path: Path
-) -> None:
+async def test_the_engine_gets_the_terms_of_each_role(config: AgentConfig, tmp_path: Path) -> None:
     instance = WorkerInstance(replace(config, scheduling={DECODE: SMALL}))
     with (
         LoadPage(tmp_path / "load") as load,
@@ -43,16 +41,16 @@ def test_an_emulated_engine_follows_its_role(agents) -> None:
         *("--scheduling", json.dumps({"decode": {"max_num_batched_tokens": 8}})),
         engine_args=("--time-scale", "0.01"),
     )
-    told = agent.until(lambda now: now.state == agent_pb2.STATE_READY)
-    boot = told.boot_id
+    registration = agent.until(lambda now: now.state == agent_pb2.STATE_READY)
+    boot = registration.boot_id
 
     starts = itertools.count(100)
 
     def passes() -> int:
         """How many a prompt of 64 tokens takes that is not cached."""
-        before = count_passes(told.engine_url)
-        complete(told.engine_url, [next(starts)] * 64)
-        return count_passes(told.engine_url) - before
+        before = count_passes(registration.engine_url)
+        complete(registration.engine_url, [next(starts)] * 64)
+        return count_passes(registration.engine_url) - before
 
     assert passes() == 1
     for epoch, (role, expected) in enumerate([(DECODE, 8), (PREFILL, 1), (DECODE, 8)], 2):

@@ -47,7 +47,7 @@ class Served:
         )
         return answer.status
 
-    async def until_probe_tells(self, service: str, status: int) -> None:
+    async def wait_for_probe(self, service: str, status: int) -> None:
         async with asyncio.timeout(SECONDS):
             while True:
                 if await self.probe(service) == status:
@@ -110,9 +110,9 @@ async def test_only_a_ready_instance_passes_the_readiness_probe(served: Served) 
     assert await served.probe("ready") == not_serving
     served.instance.set_engine_info(ServedEngineInfo("emulated", 2048, 16))
     served.instance.mark_unverified("no peer yet")
-    await served.until_probe_tells("ready", serving)
+    await served.wait_for_probe("ready", serving)
     served.instance.drain()
-    await served.until_probe_tells("ready", not_serving)
+    await served.wait_for_probe("ready", not_serving)
     assert await served.probe("") == serving
 
 
@@ -124,8 +124,10 @@ async def test_role_orders_are_refused_with_the_codes_of_the_contract(served: Se
     assert stale == grpc.StatusCode.FAILED_PRECONDITION
     other = await served.code_of_set_role(role=decode, epoch=6, boot_id="gone")
     assert other == grpc.StatusCode.ABORTED
-    told = (await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)).registration
-    assert (told.role, told.epoch) == (decode, 5)
+    registration = (
+        await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)
+    ).registration
+    assert (registration.role, registration.epoch) == (decode, 5)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +144,8 @@ async def test_orders_that_no_order_could_follow_are_refused(
     with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
         await served.stub.SetRole(agent_pb2.SetRoleRequest(**order), timeout=SECONDS)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    told = served.instance.copy_registration()
-    assert (told.role, told.epoch) == (agent_pb2.ROLE_PREFILL, 1)
+    registration = served.instance.copy_registration()
+    assert (registration.role, registration.epoch) == (agent_pb2.ROLE_PREFILL, 1)
     assert await served.code_of_set_role(role=2, epoch=2**20 + 1) == grpc.StatusCode.OK
 
 
@@ -175,7 +177,7 @@ async def is_watched(served: Served) -> bool:
     return event.HasField("registration")
 
 
-async def test_no_watcher_is_told_more_often_than_twenty_times_a_second(served: Served) -> None:
+async def test_no_watcher_gets_more_than_twenty_reports_a_second(served: Served) -> None:
     watch = served.stub.Watch(agent_pb2.WatchRequest(interval_ms=1, router=""), timeout=SECONDS)
     for _ in range(2):
         await watch.read()
@@ -190,16 +192,18 @@ async def test_a_lasting_order_changes_the_home_and_another_one_does_not(served:
     assert await served.code_of_set_role(role=home, epoch=5, lasting=True) == grpc.StatusCode.OK
     lent = agent_pb2.ROLE_MIXED
     assert await served.code_of_set_role(role=lent, epoch=6) == grpc.StatusCode.OK
-    told = (await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)).registration
-    assert (told.role, told.home) == (lent, home)
+    registration = (
+        await served.stub.Health(agent_pb2.HealthRequest(), timeout=SECONDS)
+    ).registration
+    assert (registration.role, registration.home) == (lent, home)
 
 
-async def test_a_role_whose_kv_path_cannot_be_proven_is_not_taken(served: Served) -> None:
+async def test_a_role_whose_kv_path_cannot_be_proven_is_not_accepted(served: Served) -> None:
     served.broken = "wrong tokens"
     order = {"role": agent_pb2.ROLE_DECODE, "epoch": 5}
     assert await served.code_of_set_role(**order) == grpc.StatusCode.UNAVAILABLE
-    told = served.instance.copy_registration()
-    assert (told.role, told.epoch) == (agent_pb2.ROLE_PREFILL, 1)
+    registration = served.instance.copy_registration()
+    assert (registration.role, registration.epoch) == (agent_pb2.ROLE_PREFILL, 1)
     served.broken = ""
     assert await served.code_of_set_role(**order) == grpc.StatusCode.OK
     # What is refused anyway needs no proof.
@@ -207,21 +211,21 @@ async def test_a_role_whose_kv_path_cannot_be_proven_is_not_taken(served: Served
     assert served.proven == [agent_pb2.ROLE_DECODE]
 
 
-async def test_a_drain_call_tells_what_is_left(served: Served) -> None:
-    told = await served.stub.Drain(agent_pb2.DrainRequest(timeout_ms=1500), timeout=SECONDS)
-    assert (told.empty, told.num_left) == (False, 4)
+async def test_a_drain_call_reports_what_is_left(served: Served) -> None:
+    drain = await served.stub.Drain(agent_pb2.DrainRequest(timeout_ms=1500), timeout=SECONDS)
+    assert (drain.empty, drain.num_left) == (False, 4)
     await served.stub.Drain(agent_pb2.DrainRequest(), timeout=SECONDS)
     assert served.drains == [1.5, None]
 
 
-async def test_a_taken_port_is_refused(served: Served, config: AgentConfig) -> None:
+async def test_an_occupied_port_is_refused(served: Served, config: AgentConfig) -> None:
     second = Served(config, config.address)
     with pytest.raises(OSError, match=str(config.port)):
         await second.server.start()
     await second.channel.close()
 
 
-async def test_who_alone_sends_requests_is_told_less_often(served: Served) -> None:
+async def test_a_watcher_that_alone_sends_requests_gets_fewer_reports(served: Served) -> None:
     async def time_reports(call) -> list[float]:
         """Seconds from one to the next."""
         times = []
@@ -248,11 +252,11 @@ async def test_routers_learn_how_many_they_are_and_which(served: Served) -> None
     def follow(router: str):
         return served.stub.Watch(agent_pb2.WatchRequest(interval_ms=10, router=router))
 
-    async def until(call, told: tuple[int, int]) -> None:
+    async def until(call, counts: tuple[int, int]) -> None:
         async with asyncio.timeout(SECONDS):
             while True:
                 load = (await call.read()).load
-                if (load.num_routers, load.router_rank) == told:
+                if (load.num_routers, load.router_rank) == counts:
                     return
 
     first, other = follow("a"), follow("")

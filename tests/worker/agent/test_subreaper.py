@@ -128,7 +128,7 @@ def test_an_engine_that_ignores_the_polite_end_is_killed_after_the_grace(
     all_gone(tree, seconds=0)
 
 
-def test_an_engine_that_ends_by_itself_leaves_nobody_behind(
+def test_an_engine_that_ends_by_itself_leaves_no_process_behind(
     start: Callable[..., subprocess.Popen],
     pids: Callable[[], list[int]],
     all_gone: Callable[..., None],
@@ -146,12 +146,12 @@ def test_the_engines_exit_status_is_passed_on(start: Callable[..., subprocess.Po
 
 
 def test_a_subreaper_whose_agent_is_gone_already_starts_nothing(tmp_path: Path) -> None:
-    made = tmp_path / "made"
+    created = tmp_path / "made"
     process = subprocess.run(
-        [*SUBREAPER, "--agent", "1", "--", "touch", str(made)], timeout=30, check=False
+        [*SUBREAPER, "--agent", "1", "--", "touch", str(created)], timeout=30, check=False
     )
     assert process.returncode == 128 + signal.SIGHUP
-    assert not made.exists()
+    assert not created.exists()
 
 
 def test_the_engine_runs_on_its_cores_with_ordinary_signals(
@@ -162,7 +162,7 @@ def test_the_engine_runs_on_its_cores_with_ordinary_signals(
         "import os, signal, sys; open(sys.argv[1], 'w').write(repr(("
         "os.sched_getaffinity(0), signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
     )
-    told = tmp_path / "told"
-    command = (sys.executable, "-c", code, str(told))
+    signalled = tmp_path / "told"
+    command = (sys.executable, "-c", code, str(signalled))
     assert start("--cores", str(core), command=command).wait(30) == 0
-    assert told.read_text() == repr(({core}, set()))
+    assert signalled.read_text() == repr(({core}, set()))

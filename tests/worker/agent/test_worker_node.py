@@ -42,7 +42,7 @@ class Leader:
         self.instance.start_boot(boot_id, "http://127.0.0.1:1", None)
 
     async def _prove(self, role: int) -> None:
-        """Nobody asks."""
+        """No request comes."""
 
     async def _drain(self, seconds: float | None) -> DrainResult:
         self.num_drains += 1
@@ -64,11 +64,11 @@ class Shares:
 
 @pytest.fixture
 async def leader(config: AgentConfig) -> AsyncIterator[Leader]:
-    made = Leader(AgentConfig(**{**_fields(config), "port": find_free_port(config.host)}))
-    await made.server.start()
-    yield made
-    made.instance.end()
-    await made.server.stop(0)
+    leader_node = Leader(AgentConfig(**{**_fields(config), "port": find_free_port(config.host)}))
+    await leader_node.server.start()
+    yield leader_node
+    leader_node.instance.end()
+    await leader_node.server.stop(0)
 
 
 def _fields(config: AgentConfig) -> dict:
@@ -83,13 +83,13 @@ def following(leader: Leader, lost: float = 60.0) -> WorkerNode:
 
 async def until(condition) -> None:
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - of another task, which tells nobody
+        while not condition():  # noqa: ASYNC110 - of another task, which sends no signal
             await asyncio.sleep(0.01)
 
 
 def test_a_share_is_a_part_of_vllm_with_the_leaders_engine_id(tmp_path: Path) -> None:
-    told = build_launch(parse(LINE), "boot1", tmp_path, True, {})
-    line = list(told.argv)
+    launch = build_launch(parse(LINE), "boot1", tmp_path, True, {})
+    line = list(launch.argv)
     assert line[line.index("-m") + 1] == "cleave_worker.vllm.headless"
     assert line[line.index("--model") + 1] == "org/model"
     assert json.loads(line[line.index("--kv-transfer-config") + 1])["engine_id"] == "boot1"
@@ -120,7 +120,7 @@ async def test_a_share_waits_for_the_leaders_engine_and_follows_it_to_the_next(
     assert await running == 0
 
 
-async def test_told_to_end_it_has_the_leader_drained_first(
+async def test_on_sigterm_the_leader_is_drained_first(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = Shares(monkeypatch, "import time; time.sleep(60)")

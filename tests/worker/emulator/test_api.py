@@ -27,19 +27,19 @@ async def events(server, body: dict, path: str = "/v1/completions") -> list:
 async def test_openais_client_streams_a_chat(serve) -> None:
     server = await serve()
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
-        asked = {
+        body = {
             "model": "m",
             "messages": [{"role": "user", "content": WORDS}],
             "max_completion_tokens": 12,
         }
         stream = await client.chat.completions.create(
-            **asked,
+            **body,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},
         )
         chunks = [chunk async for chunk in stream]
-        whole = await client.chat.completions.create(**asked, extra_body={"ignore_eos": True})
+        whole = await client.chat.completions.create(**body, extra_body={"ignore_eos": True})
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert text == whole.choices[0].message.content
@@ -284,12 +284,12 @@ async def test_iterations_last_as_long_as_the_latency_model_says(serve) -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
-async def test_token_ids_come_when_asked_for_and_go_on_where_they_end(serve, chat) -> None:
+async def test_token_ids_come_on_request_and_go_on_where_they_end(serve, chat) -> None:
     server = await serve()
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    asked = {"messages": [{"role": "user", "content": WORDS}]} if chat else {"prompt": WORDS}
+    body = {"messages": [{"role": "user", "content": WORDS}]} if chat else {"prompt": WORDS}
     more = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
-    *found, _ = await events(server, asked | more, path)
+    *found, _ = await events(server, body | more, path)
     first = found[0] if chat else found[0]["choices"][0]
     prompt = first["prompt_token_ids"]
     ids = [number for e in found for number in e["choices"][0].get("token_ids") or ()]
@@ -297,7 +297,7 @@ async def test_token_ids_come_when_asked_for_and_go_on_where_they_end(serve, cha
     texts = [e["choices"][0].get("text") or e["choices"][0]["delta"]["content"] for e in found]
     rest = {"prompt": prompt + ids[:4], "max_tokens": 2, "ignore_eos": True}
     assert await server.text(rest) == "".join(texts)[4 * len(" word") :]
-    tokenized = await server.post(asked, "/tokenize")
+    tokenized = await server.post(body, "/tokenize")
     assert tokenized[1]["tokens"] == prompt
     back = await server.post({"tokens": ids}, "/detokenize")
     assert back[1] == {"prompt": "".join(texts)}
@@ -333,8 +333,8 @@ async def test_a_seeds_draws_are_used_up_by_the_tokens_so_far(serve) -> None:
 async def test_a_stop_string_ends_the_answer_before_it(serve, chat) -> None:
     server = await serve()
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    asked = {"messages": [{"role": "user", "content": WORDS}]} if chat else {"prompt": WORDS}
-    body = asked | {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    request = {"messages": [{"role": "user", "content": WORDS}]} if chat else {"prompt": WORDS}
+    body = request | {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
     _, answer = await server.post(body, path)
     choice = answer["choices"][0]
     text = choice["message"]["content"] if chat else choice["text"]
@@ -363,7 +363,7 @@ async def test_log_probabilities_have_the_form_of_their_api(serve) -> None:
     parts = [event["choices"][0]["logprobs"] for event in found]
     assert {key: [x for part in parts for x in part[key]] for key in whole} == whole
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
-    asked = chat | {"logprobs": True, "top_logprobs": 1}
-    _, answer = await server.post(asked, "/v1/chat/completions")
+    requested = chat | {"logprobs": True, "top_logprobs": 1}
+    _, answer = await server.post(requested, "/v1/chat/completions")
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [len(entry["top_logprobs"]) for entry in entries] == [1, 1]

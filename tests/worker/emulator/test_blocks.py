@@ -3,12 +3,12 @@
 from cleave_worker.emulator.blocks import BlockPool
 
 
-def test_blocks_are_taken_once_and_come_back() -> None:
+def test_blocks_are_allocated_once_and_freed() -> None:
     pool = BlockPool(5, 4)
-    taken = pool.allocate(3)
-    assert len({*taken, *pool.allocate(2)}) == 5
+    allocated = pool.allocate(3)
+    assert len({*allocated, *pool.allocate(2)}) == 5
     assert pool.num_free == 0
-    pool.free(taken)
+    pool.free(allocated)
     assert pool.num_free == 3
 
 

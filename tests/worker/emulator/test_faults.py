@@ -23,7 +23,7 @@ async def clear(server) -> None:
         assert response.status == 200
 
 
-async def test_faults_are_closed_unless_asked_for(config) -> None:
+async def test_faults_are_off_by_default(config) -> None:
     engine = EmulatedEngine(config)
     await engine.start()
     async with TestClient(TestServer(EmulatorApi(engine).build_application())) as client:
@@ -75,7 +75,7 @@ async def hand_over(one, other, prompt: list[int]) -> tuple[int, str]:
     return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
 
 
-async def test_the_asked_number_of_handoffs_is_computed_wrong(serve) -> None:
+async def test_the_requested_number_of_handoffs_is_corrupted(serve) -> None:
     one, other = await serve("A"), await serve("B")
     await inject(one, wrong_kv=1)
     same = []

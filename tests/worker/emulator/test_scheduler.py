@@ -102,13 +102,13 @@ def deliver(scheduler: EmulatedScheduler, one: Sequence, rng: random.Random) -> 
         scheduler.recompute(one)
         return
     owner = make()
-    held = sequence(list(one.request.prompt), max_tokens=1, do_remote_decode=True)
-    owner.add(held)
+    finished = sequence(list(one.request.prompt), max_tokens=1, do_remote_decode=True)
+    owner.add(finished)
     run(owner)
     contents = owner.get_leased_contents("r")
     assert contents is not None
     first = one.cached_tokens // BLOCK
-    scheduler.load(one, [contents[block] for block in held.blocks[first:]])
+    scheduler.load(one, [contents[block] for block in finished.blocks[first:]])
 
 
 def test_sequences_start_in_order_of_arrival() -> None:
@@ -138,7 +138,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes() -> None:
     assert counts == [[1, 7], [1, 7], [1, 6], [1, 1]]
 
 
-def test_the_cost_of_a_step_tells_chunks_from_single_tokens() -> None:
+def test_the_cost_of_a_step_distinguishes_chunks_from_single_tokens() -> None:
     scheduler = make(tokens=64)
     scheduler.add(sequence([1] * 9, ignore_eos=True))
     scheduler.complete(scheduler.schedule())
@@ -215,12 +215,12 @@ def pulled(contents: list[int] | None = None, edit=None) -> list[int]:
     """Tokens of a prompt whose KV came from elsewhere."""
     prompt = list(range(22))
     owner = make()
-    held = sequence(prompt, max_tokens=1, do_remote_decode=True)
-    owner.add(held)
+    finished = sequence(prompt, max_tokens=1, do_remote_decode=True)
+    owner.add(finished)
     run(owner)
     found = owner.get_leased_contents("r")
     assert found is not None
-    contents = [found[block] for block in held.blocks]
+    contents = [found[block] for block in finished.blocks]
     reader = make()
     one = sequence(prompt, ignore_eos=True, handoff=HAND_OFF)
     reader.add(one)

@@ -111,9 +111,9 @@ def test_decoding_requests_are_let_in_by_what_all_will_hold() -> None:
         scheduler.complete(scheduler.schedule())
         second = add(scheduler, 8, max_tokens=20)
         while second.state is SequenceState.WAITING:
-            made = first.num_outputs
+            num_generated = first.num_outputs
             scheduler.complete(scheduler.schedule())
-        second_at[admission] = made
+        second_at[admission] = num_generated
         add(scheduler, 8, max_tokens=20)
         run(scheduler)
         preemptions[admission] = scheduler.num_preemptions
@@ -147,7 +147,7 @@ def test_preemption_spares_who_was_preempted_often() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_terms_that_change_at_any_time_lose_nobody_and_change_no_token(seed: int) -> None:
+def test_terms_that_change_at_any_time_lose_no_request_and_change_no_token(seed: int) -> None:
     rng = random.Random(seed)
     num_blocks = rng.randrange(14, 40)
     scheduler = make(

@@ -231,11 +231,11 @@ async def test_a_client_that_leaves_before_the_pull_frees_the_prefill_side(serve
 async def test_without_a_kv_connector_everything_is_computed_locally(serve, config) -> None:
     one = await serve("A")
     params = await one.prefill(PROMPT)
-    one.engine.side_channel, door = None, one.engine.side_channel
+    one.engine.side_channel, side_channel = None, one.engine.side_channel
     assert await one.text(with_params(params)) == await one.text(PROMPT)
     _, answer = await one.post(with_params({"do_remote_decode": True}, max_tokens=1))
     assert answer["kv_transfer_params"] is None
-    one.engine.side_channel = door
+    one.engine.side_channel = side_channel
 
 
 async def test_the_transfer_takes_as_long_as_its_bytes(serve) -> None:

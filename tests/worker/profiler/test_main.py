@@ -64,11 +64,11 @@ def test_experts_run_together_as_many_as_are_touched(
 
 
 def test_the_lm_head_is_split_over_the_vocabulary(shape, place: DeviceSpec) -> None:
-    made = {
+    operators = {
         op.name: tuple(op.build_run(3)(0).shape)
         for op in build_iteration_operators(Shard(shape, 2), place)
     }
-    assert made == {"embedding": (3, 64), "lm_head": (3, 64)}
+    assert operators == {"embedding": (3, 64), "lm_head": (3, 64)}
 
 
 def test_a_chunk_attends_to_what_is_cached_and_to_itself_up_to_each_row(
@@ -92,8 +92,8 @@ def test_a_chunk_attends_to_what_is_cached_and_to_itself_up_to_each_row(
 
 
 def test_decoding_makes_one_row_for_each_query_head(shape, place: DeviceSpec) -> None:
-    made = AttentionOperator(Shard(shape, 1), place).build_decode(batch=3, context_tokens=20)(0)
-    assert tuple(made.shape) == (3 * 2, 2, 16), "requests x KV heads, heads of a group, size"
+    inputs = AttentionOperator(Shard(shape, 1), place).build_decode(batch=3, context_tokens=20)(0)
+    assert tuple(inputs.shape) == (3 * 2, 2, 16), "requests x KV heads, heads of a group, size"
 
 
 def test_what_cannot_be_measured_is_refused(shape) -> None:
@@ -130,10 +130,10 @@ def test_repeats_become_a_median_and_the_distance_of_their_quartiles() -> None:
     assert (found.ms, found.spread_ms) == (3.0, 2.0)
 
 
-def test_the_clock_of_a_cpu_gives_as_many_times_as_asked() -> None:
-    taken = CpuClock().measure(lambda _: sum(range(1000)), 4)
-    assert len(taken) == 4
-    assert min(taken) > 0
+def test_the_clock_of_a_cpu_gives_the_requested_number_of_times() -> None:
+    times = CpuClock().measure(lambda _: sum(range(1000)), 4)
+    assert len(times) == 4
+    assert min(times) > 0
 
 
 # Tests of the agent kill every child of this process, multiprocessing's own helper too.

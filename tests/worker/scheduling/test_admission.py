@@ -37,11 +37,11 @@ def test_greedy_lets_the_blocks_decide() -> None:
     st.integers(1, 100),
     st.lists(st.integers(1, 200)),
 )
-def test_a_request_that_fits_alone_is_let_into_an_empty_engine_whatever_was_learnt(
-    admission: Admission, prompt: int, made: int, more: int, seen: list[int]
+def test_an_empty_engine_admits_a_request_that_fits_alone_after_any_history(
+    admission: Admission, prompt: int, generated: int, more: int, seen: list[int]
 ) -> None:
     admitting = EngineAdmission()
     for output in seen:
         admitting.learn(RequestLengths(prompt, output, 200))
-    request = RequestLengths(prompt, made, made + more)
-    assert admitting.may_join(admission, prompt + made + more - 1, request, list)
+    request = RequestLengths(prompt, generated, generated + more)
+    assert admitting.may_join(admission, prompt + generated + more - 1, request, list)

@@ -11,27 +11,27 @@ from cleave_worker.scheduling.window import SortedWindow
 
 
 def drain(queue: deque[int], window: SortedWindow[int]) -> list[int]:
-    taken = []
+    order_taken = []
     while queue:
         window.sort()
-        taken.append(queue.popleft())
+        order_taken.append(queue.popleft())
         window.record_pop()
-    return taken
+    return order_taken
 
 
 @pytest.mark.parametrize(
-    ("order", "taken"),
+    ("order", "order_taken"),
     [
         (PrefillOrder.FCFS, [5, 3, 4, 1, 2]),
         (PrefillOrder.SJF, [3, 4, 5, 1, 2]),
         (PrefillOrder.LJF, [5, 4, 3, 2, 1]),
     ],
 )
-def test_one_batch_is_sorted_at_a_time(order: PrefillOrder, taken: list[int]) -> None:
+def test_one_batch_is_sorted_at_a_time(order: PrefillOrder, order_taken: list[int]) -> None:
     queue = deque([5, 3, 4, 1, 2])
     window = SortedWindow(queue, int)
     window.set_order(order, 3)
-    assert drain(queue, window) == taken
+    assert drain(queue, window) == order_taken
 
 
 def test_who_comes_later_does_not_overtake_a_sorted_batch() -> None:
@@ -71,14 +71,14 @@ def test_another_order_holds_for_all_who_wait() -> None:
     st.integers(1, 12),
     st.sampled_from([PrefillOrder.SJF, PrefillOrder.LJF]),
 )
-def test_nobody_is_overtaken_by_more_than_a_batch(
+def test_no_request_is_overtaken_by_more_than_a_batch(
     lengths: list[int], batch: int, order: PrefillOrder
 ) -> None:
     prompts = [(length, number) for number, length in enumerate(lengths)]
     queue = deque(prompts)
     window = SortedWindow(queue, lambda prompt: prompt[0])
     window.set_order(order, batch)
-    taken = drain(queue, window)
-    assert sorted(taken) == sorted(prompts)
-    for place, (_, number) in enumerate(taken):
+    order_taken = drain(queue, window)
+    assert sorted(order_taken) == sorted(prompts)
+    for place, (_, number) in enumerate(order_taken):
         assert place // batch == number // batch

@@ -28,8 +28,8 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 def start_owner() -> Iterator[Callable[..., OwnerProcess]]:
     started: list[OwnerProcess] = []
 
-    def start(**told: object) -> OwnerProcess:
-        started.append(OwnerProcess(**told))
+    def start(**options: object) -> OwnerProcess:
+        started.append(OwnerProcess(**options))
         return started[-1]
 
     yield start

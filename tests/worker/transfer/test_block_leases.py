@@ -9,19 +9,19 @@ from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill
 from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 
 LONG_S = 60.0
-HELD = FinishedPrefill(epoch=7, prompt_digest="d", blocks=(4, 5, 6))
+FINISHED = FinishedPrefill(epoch=7, prompt_digest="d", blocks=(4, 5, 6))
 
 
 def reason_of(holds: BlockLeases, request_id: str = "r", **other: object) -> RefusalReason:
-    asked: dict[str, object] = {"epoch": 7, "prompt_digest": "d", "blocks": slice(0, 3)}
+    arguments: dict[str, object] = {"epoch": 7, "prompt_digest": "d", "blocks": slice(0, 3)}
     with pytest.raises(RefusedError) as caught:
-        holds.acquire(request_id, **(asked | other), wait_s=0.0)  # type: ignore[arg-type]
+        holds.acquire(request_id, **(arguments | other), wait_s=0.0)  # type: ignore[arg-type]
     return caught.value.reason
 
 
 def test_what_was_read_is_freed_once() -> None:
     holds = BlockLeases(LONG_S, LONG_S)
-    holds.grant("r", HELD)
+    holds.grant("r", FINISHED)
     assert holds.acquire("r", 7, "d", slice(1, 3), 0.0) == (5, 6)
     assert reason_of(holds) is RefusalReason.BUSY
     assert holds.take_freed() == set()
@@ -34,7 +34,7 @@ def test_what_was_read_is_freed_once() -> None:
 
 def test_what_does_not_match_is_refused_with_its_reason() -> None:
     holds = BlockLeases(LONG_S, LONG_S)
-    holds.grant("r", HELD)
+    holds.grant("r", FINISHED)
     assert reason_of(holds, epoch=6) is RefusalReason.EPOCH
     assert reason_of(holds, prompt_digest="e") is RefusalReason.PROMPT
     assert reason_of(holds, blocks=slice(1, 4)) is RefusalReason.MALFORMED
@@ -46,14 +46,14 @@ def test_what_does_not_match_is_refused_with_its_reason() -> None:
 
 def test_a_reader_that_is_early_waits_for_the_engine() -> None:
     holds = BlockLeases(LONG_S, LONG_S)
-    taken: list[tuple[int, ...]] = []
+    leased: list[tuple[int, ...]] = []
     early = threading.Thread(
-        target=lambda: taken.append(holds.acquire("r", 7, "d", slice(0, 1), LONG_S))
+        target=lambda: leased.append(holds.acquire("r", 7, "d", slice(0, 1), LONG_S))
     )
     early.start()
-    holds.grant("r", HELD)
+    holds.grant("r", FINISHED)
     early.join(LONG_S)
-    assert taken == [(4,)]
+    assert leased == [(4,)]
 
 
 def until_freed(holds: BlockLeases) -> set[str]:
@@ -64,9 +64,9 @@ def until_freed(holds: BlockLeases) -> set[str]:
     return freed
 
 
-def test_what_nobody_pulls_is_freed_when_the_lease_ends() -> None:
+def test_unpulled_blocks_are_freed_when_the_lease_ends() -> None:
     holds = BlockLeases(0.02, LONG_S)
-    holds.grant("r", HELD)
+    holds.grant("r", FINISHED)
     assert until_freed(holds) == {"r"}
     assert holds.num_expired == 1
     assert reason_of(holds) is RefusalReason.NOT_HELD
@@ -74,7 +74,7 @@ def test_what_nobody_pulls_is_freed_when_the_lease_ends() -> None:
 
 def test_a_reader_keeps_the_blocks_beyond_the_lease_but_not_for_ever() -> None:
     holds = BlockLeases(0.02, 0.3)
-    holds.grant("r", HELD)
+    holds.grant("r", FINISHED)
     holds.acquire("r", 7, "d", slice(0, 3), 0.0)
     assert until_freed(holds) == {"r"}
     assert not holds.release("r", 7), "what was read since is void"

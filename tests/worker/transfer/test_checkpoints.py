@@ -45,7 +45,7 @@ def test_each_rank_has_its_own(folder: Path) -> None:
     assert not opened(folder, rank=1).contains(KEY)
 
 
-def test_what_is_not_there_is_not_held(folder: Path) -> None:
+def test_missing_checkpoints_are_not_held(folder: Path) -> None:
     assert reason(opened(folder)) is RefusalReason.NOT_HELD
 
 
@@ -75,7 +75,7 @@ def test_no_changed_or_missing_byte_goes_unnoticed(folder: Path, data: st.DataOb
     store.drop([KEY])
 
 
-def test_a_write_that_was_cut_off_is_never_seen_and_is_swept_away(folder: Path) -> None:
+def test_a_truncated_write_is_never_read_and_is_removed(folder: Path) -> None:
     store = opened(folder)
     part = folder / f"{KEY}-0.1.part"
     part.write_bytes(b"half")
@@ -98,10 +98,10 @@ def test_no_more_is_written_than_allowed_and_dropping_makes_room(folder: Path) -
 
 def test_no_more_is_written_than_the_file_system_can_spare(folder: Path, monkeypatch) -> None:
     store = opened(folder)
-    told = os.statvfs(folder)
-    full = type(told)((*told[:2], 1000, 200, 120, *told[5:10]))
+    filesystem = os.statvfs(folder)
+    full = type(filesystem)((*filesystem[:2], 1000, 200, 120, *filesystem[5:10]))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
-    assert store.save(KEY, b"") is (120 * told.f_frsize > 125 * told.f_frsize)
+    assert store.save(KEY, b"") is (120 * filesystem.f_frsize > 125 * filesystem.f_frsize)
 
 
 @pytest.mark.parametrize("last", [0, 1, 2])
@@ -133,7 +133,7 @@ def test_dropping_what_one_does_not_use_takes_nothing_from_others(folder: Path) 
     assert writer.contains(KEY)
 
 
-def test_of_what_others_have_written_no_more_is_kept_than_allowed(folder: Path) -> None:
+def test_files_of_others_are_limited_as_well(folder: Path) -> None:
     writer, small = opened(folder), opened(folder, most=len(BODY))
     writer.save(KEY, BODY)
     assert small.save(KEY, BODY), "it is there"
@@ -142,7 +142,7 @@ def test_of_what_others_have_written_no_more_is_kept_than_allowed(folder: Path) 
     assert not small.contains(KEY)
 
 
-def test_what_nobody_says_is_in_use_is_removed(folder: Path) -> None:
+def test_unused_files_are_removed(folder: Path) -> None:
     living, dead = opened(folder), opened(folder)
     living.save(KEY, BODY)
     dead.save(OTHER, BODY)

@@ -24,7 +24,14 @@ from cleave_worker.transfer.sharding import ParallelShape, ShardPart, ShardSourc
 from cleave_worker.transfer.transport import Transport  # noqa: E402
 from cleave_worker.transfer.transports import shared_memory  # noqa: E402
 
-from tests.support.kv_server_process import BLOCKS, LAYERS, LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import (  # noqa: E402
+    BLOCKS,
+    LAYERS,
+    LAYOUT,
+    OwnerProcess,
+    caches,
+    register_kv,
+)
 
 Start = Callable[..., OwnerProcess]
 BOUND_S = 60.0
@@ -39,8 +46,8 @@ class Engine:
         self, *ways: Transport, check_bytes: bool = False, layout: KvLayout = LAYOUT
     ) -> None:
         self.tensors = caches(0)
-        kept = replace(kept_as("boot-d", self.tensors), layout=layout)
-        self.reader = client.KvClient(kept, ways or WAYS, BOUND_S, check_bytes=check_bytes)
+        registered = replace(register_kv("boot-d", self.tensors), layout=layout)
+        self.reader = client.KvClient(registered, ways or WAYS, BOUND_S, check_bytes=check_bytes)
 
     def pull(self, handoff: Handoff, blocks: list[int], first: int = 0) -> Transport:
         return self.reader.pull(handoff, handoff.prompt_digest, first, blocks)
@@ -61,14 +68,14 @@ def written(block: int) -> list[float]:
 
 @pytest.fixture
 def engines() -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
+    started: list[Engine] = []
 
     def make(*ways: Transport, **settings: object) -> Engine:
-        made.append(Engine(*ways, **settings))  # type: ignore[arg-type]
-        return made[-1]
+        started.append(Engine(*ways, **settings))  # type: ignore[arg-type]
+        return started[-1]
 
     yield make
-    for one in made:
+    for one in started:
         one.reader.close()
 
 
@@ -82,10 +89,10 @@ def test_blocks_arrive_where_they_belong_and_are_freed(
     owner, engine = start_owner(), engines(way, check_bytes=True)
     handoff = owner.hold("r", PROMPT, [3, 4, 9])
     assert engine.pull(handoff, [10, 11, 2]) is way
-    for there, here in ((3, 10), (4, 11), (9, 2)):
-        assert engine.values(here) == written(there)
+    for source, here in ((3, 10), (4, 11), (9, 2)):
+        assert engine.values(here) == written(source)
     assert engine.values(5) == caches_value(5), "no other block is touched"
-    assert owner.tell("freed") == {"freed": ["r"], "held": 0}
+    assert owner.command("freed") == {"freed": ["r"], "held": 0}
     (line,) = [line for line in caplog.messages if "GB/s" in line]
     assert line.startswith(f"KV from boot-p arrives over {way} at ")
 
@@ -102,7 +109,7 @@ def test_what_a_prefix_cache_has_is_not_pulled(
     assert engine.values(7) == written(9)
 
 
-def test_the_best_way_that_works_is_taken(start_owner: Start, engines: Make) -> None:
+def test_the_best_working_transport_is_used(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(shared=False), engines()
     assert engine.pull(owner.hold("r", PROMPT, [1]), [1]) is Transport.GLOO
 
@@ -186,7 +193,7 @@ def test_more_blocks_than_are_held_is_refused_and_the_connection_lives(
 def test_a_handoff_after_its_lease_is_refused(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(lease_s=0.01), engines()
     handoff = owner.hold("r", PROMPT, [3])
-    until(lambda: owner.tell("freed")["freed"])
+    until(lambda: owner.command("freed")["freed"])
     assert engine.refused(handoff, [3]) is RefusalReason.NOT_HELD
 
 
@@ -196,7 +203,7 @@ def test_heartbeats_keep_a_handoff(start_owner: Start, engines: Make) -> None:
 
     def beaten() -> bool:
         assert engine.reader.send_heartbeats([handoff]) == 0
-        return "s" in owner.tell("freed")["freed"]
+        return "s" in owner.command("freed")["freed"]
 
     until(beaten)
     engine.pull(handoff, [3])
@@ -219,7 +226,7 @@ def test_owners_that_are_gone_or_silent_do_not_end_the_heartbeats_of_others(
 def test_a_declined_handoff_is_freed_at_once(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(), engines()
     engine.reader.decline(owner.hold("r", PROMPT, [3]))
-    assert owner.tell("freed") == {"freed": ["r"], "held": 0}
+    assert owner.command("freed") == {"freed": ["r"], "held": 0}
 
 
 def test_what_was_read_after_the_owner_gave_it_up_is_void(
@@ -228,10 +235,10 @@ def test_what_was_read_after_the_owner_gave_it_up_is_void(
     owner, engine = start_owner(reading_s=0.01), engines()
     read = shared_memory.SharedMemoryLink.read
 
-    def late(link: shared_memory.SharedMemoryLink, *told: object) -> None:
-        until(lambda: owner.tell("freed")["freed"])
-        owner.tell("overwrite", block=3)
-        read(link, *told)  # type: ignore[arg-type]
+    def late(link: shared_memory.SharedMemoryLink, *args: object) -> None:
+        until(lambda: owner.command("freed")["freed"])
+        owner.command("overwrite", block=3)
+        read(link, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shared_memory.SharedMemoryLink, "read", late)
     assert engine.refused(owner.hold("r", PROMPT, [3]), [3]) is RefusalReason.LAPSED
@@ -251,7 +258,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(
 
     monkeypatch.setattr(client._RankConnection, "_transfer", damage)
     assert engine.refused(owner.hold("r", PROMPT, [3, 4]), [3, 4]) is RefusalReason.CHECKSUM
-    assert owner.tell("freed")["held"] == 0
+    assert owner.command("freed")["held"] == 0
 
 
 def test_an_owner_that_dies_while_it_sends_is_an_error(
@@ -261,10 +268,10 @@ def test_an_owner_that_dies_while_it_sends_is_an_error(
     engine.pull(owner.hold("first", PROMPT, [3]), [3])
     move = client._RankConnection._transfer
 
-    def bereaved(pair: client._RankConnection, *told: object) -> None:
-        owner.tell("die")
+    def bereaved(pair: client._RankConnection, *args: object) -> None:
+        owner.command("die")
         owner.process.wait(BOUND_S)
-        move(pair, *told)  # type: ignore[arg-type]
+        move(pair, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(client._RankConnection, "_transfer", bereaved)
     handoff = owner.hold("r", PROMPT, [4])
@@ -283,8 +290,8 @@ def test_an_owner_that_stands_still_costs_a_bounded_time(
     until(lambda: states_of(owner.process.pid) == {"T"})
     assert engine.refused(handoff, [4]) is RefusalReason.TIME_OUT
     os.kill(owner.process.pid, signal.SIGCONT)
-    # The reader has left, so that what it had asked for is free, whenever that is noticed.
-    until(lambda: owner.tell("freed")["held"] == 0)
+    # The reader has left, so what it had requested is freed once that is noticed.
+    until(lambda: owner.command("freed")["held"] == 0)
 
 
 def states_of(pid: int) -> set[str]:
@@ -293,9 +300,7 @@ def states_of(pid: int) -> set[str]:
     return {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}
 
 
-def test_a_connection_that_was_idle_too_long_is_made_again(
-    start_owner: Start, engines: Make
-) -> None:
+def test_a_connection_that_was_idle_too_long_is_reopened(start_owner: Start, engines: Make) -> None:
     owner, engine = start_owner(), engines()
     engine.pull(owner.hold("r", PROMPT, [3]), [3])
     (pair,) = engine.reader._connections.values()
@@ -351,7 +356,7 @@ def test_a_reader_that_leaves_in_the_middle_frees_what_it_read(
         )
         connection.send(pull, BOUND_S)
         assert isinstance(connection.receive(BOUND_S), protocol.PullResponse)
-    until(lambda: owner.tell("freed")["held"] == 0)
+    until(lambda: owner.command("freed")["held"] == 0)
 
 
 def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
@@ -367,7 +372,7 @@ def test_an_owner_that_could_not_accept_a_reader_serves_the_next(
     monkeypatch.setattr(socket.socket, "accept", scarce)
     holds = BlockLeases(BOUND_S, BOUND_S)
     holds.grant("r", FinishedPrefill(1, "d", (3,)))
-    owner = KvServer(kept_as("boot-p", caches(1000)), holds, (), 0, BOUND_S)
+    owner = KvServer(register_kv("boot-p", caches(1000)), holds, (), 0, BOUND_S)
     engine = engines()
     try:
         handoff = Handoff("boot-p", "r", 1, "d", 4, (("127.0.0.1", owner.port),))

@@ -1,4 +1,4 @@
-"""Hand-offs between engines of unlike shapes, every rank of the owner in a process of its own."""
+"""Handoffs between engines of different shapes, every rank of the owner in a process of its own."""
 
 import concurrent.futures
 import itertools
@@ -17,11 +17,11 @@ from cleave_worker.transfer.peers import find_remote_ranks  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
 from cleave_worker.transfer.transport import Transport  # noqa: E402
 
-from tests.support.kv_server_process import LAYOUT, OwnerProcess, caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import LAYOUT, OwnerProcess, caches, register_kv  # noqa: E402
 
 BOUND_S = 60.0
 PROMPT = [5, 6, 7, 8]
-THERE, HERE = [3, 4, 9], [10, 11, 2]
+OWNER_BLOCKS, HERE = [3, 4, 9], [10, 11, 2]
 STAGES = (0, 2)
 SHAPES = {
     "TP 2 to 1": (ParallelShape(2), ParallelShape(1)),
@@ -46,14 +46,14 @@ class Owners:
 
     def hold(self) -> Handoff:
         request_id = f"r{next(self._numbers)}"
-        handed = [rank.hold(request_id, PROMPT, THERE) for rank in self.ranks]
+        handed = [rank.hold(request_id, PROMPT, OWNER_BLOCKS) for rank in self.ranks]
         addresses = tuple(one.addresses[0] for one in handed)
         return msgspec.structs.replace(handed[0], addresses=addresses, shape=self.shape)
 
     def have_freed(self, handoff: Handoff) -> bool:
         """Whether all ranks have, or none; True or False."""
         for freed, rank in zip(self._freed, self.ranks, strict=True):
-            freed.update(rank.tell("freed")["freed"])
+            freed.update(rank.command("freed")["freed"])
         (same,) = {handoff.request_id in freed for freed in self._freed}
         return same
 
@@ -65,7 +65,7 @@ class Readers:
         self.shape = shape
         self.tensors = [caches(0, shape, rank) for rank in range(shape.num_ranks)]
         self.ranks = [
-            KvClient(kept_as("boot-d", one, shape, rank), [way], BOUND_S, check_bytes=True)
+            KvClient(register_kv("boot-d", one, shape, rank), [way], BOUND_S, check_bytes=True)
             for rank, one in enumerate(self.tensors)
         ]
 
@@ -88,25 +88,25 @@ class Readers:
         return all(self.has_what_was_written(rank) for rank in range(len(self.ranks)))
 
     def has_what_was_written(self, rank: int) -> bool:
-        """Everything of the blocks asked for, and of no other block anything."""
+        """Everything of the requested blocks, and nothing of any other block."""
         expected, untouched = caches(1000, self.shape, rank), caches(0, self.shape, rank)
         for layer, own in zip(expected, untouched, strict=True):
-            own[HERE] = layer[THERE]
+            own[HERE] = layer[OWNER_BLOCKS]
         return all(map(torch.equal, self.tensors[rank], untouched))
 
 
 @pytest.fixture(scope="module")
 def owning() -> Iterator[Callable[[ParallelShape], Owners]]:
     """The same processes for every test: each has to load torch."""
-    made: dict[ParallelShape, Owners] = {}
+    owners_by_shape: dict[ParallelShape, Owners] = {}
 
     def make(shape: ParallelShape) -> Owners:
-        if shape not in made:
-            made[shape] = Owners(shape)
-        return made[shape]
+        if shape not in owners_by_shape:
+            owners_by_shape[shape] = Owners(shape)
+        return owners_by_shape[shape]
 
     yield make
-    for engine in made.values():
+    for engine in owners_by_shape.values():
         for rank in engine.ranks:
             rank.end()
 
@@ -116,14 +116,14 @@ Own = Callable[[ParallelShape], Owners]
 
 @pytest.fixture
 def reading(way: Transport) -> Iterator[Callable[[ParallelShape], Readers]]:
-    made: list[Readers] = []
+    all_readers: list[Readers] = []
 
     def make(shape: ParallelShape) -> Readers:
-        made.append(Readers(shape, way))
-        return made[-1]
+        all_readers.append(Readers(shape, way))
+        return all_readers[-1]
 
     yield make
-    for one in made:
+    for one in all_readers:
         for rank in one.ranks:
             rank.close()
 
@@ -226,10 +226,10 @@ def test_another_number_of_heads_or_layers_is_refused_at_the_greeting(
     owning: Own, reading: Make
 ) -> None:
     owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
-    kept = readers.ranks[0]._kv
+    registered = readers.ranks[0]._kv
     for field, value in (("num_kv_heads", 4), ("num_layers", 9), ("block_size", 32)):
         other = msgspec.structs.replace(LAYOUT, **{field: value})
-        readers.ranks[0]._kv = replace(kept, layout=other)
+        readers.ranks[0]._kv = replace(registered, layout=other)
         assert readers.pull(owners.hold()) == [RefusalReason.LAYOUT]
 
 
@@ -249,7 +249,7 @@ def test_what_the_prefix_cache_has_is_not_pulled_from_any_rank(
     written = caches(1000)
     for own, old, new in zip(readers.tensors[0], before, written, strict=True):
         assert torch.equal(own[HERE[:2]], old[HERE[:2]])
-        assert torch.equal(own[HERE[2]], new[THERE[2]])
+        assert torch.equal(own[HERE[2]], new[OWNER_BLOCKS[2]])
 
 
 def until(condition: Callable[[], bool]) -> None:

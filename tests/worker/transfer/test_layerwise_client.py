@@ -25,7 +25,7 @@ from tests.support.slow_prefill import (  # noqa: E402
     BOUND_S,
     DIGEST,
     HERE,
-    THERE,
+    OWNER_BLOCKS,
     WHOLE,
     Decode,
     PrefillRank,
@@ -35,16 +35,16 @@ from tests.support.slow_prefill import (  # noqa: E402
 
 @pytest.fixture
 def prefill() -> Iterator[PrefillRank]:
-    made = PrefillRank()
-    yield made
-    made.owner.close()
+    prefill_rank = PrefillRank()
+    yield prefill_rank
+    prefill_rank.owner.close()
 
 
 @pytest.fixture(params=[Transport.SHARED_MEMORY, Transport.GLOO])
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
-    made = Decode(Transport(request.param))
-    yield made
-    made.close()
+    decode_rank = Decode(Transport(request.param))
+    yield decode_rank
+    decode_rank.close()
 
 
 LAYER_BY_LAYER = [Progress(0, 2, planes) for planes in range(1, LAYERS + 1)] + [
@@ -62,12 +62,12 @@ def test_kv_arrives_as_it_is_computed_and_is_freed_with_the_prefills_end(
     prefill: PrefillRank, decode: Decode, steps: list[Progress]
 ) -> None:
     following = decode.follow(prefill.handoff())
-    assert prefill.asked.acquire(timeout=BOUND_S), "it waits before the prefill has come"
+    assert prefill.pull_requested.acquire(timeout=BOUND_S), "it waits before the prefill has come"
     prefill.begin()
     for step in steps:
         prefill.compute(step)
         if step is not WHOLE:
-            assert prefill.asked.acquire(timeout=BOUND_S), "what came is taken at once"
+            assert prefill.pull_requested.acquire(timeout=BOUND_S), "what came is taken at once"
     assert following.result(BOUND_S)
     assert prefill.holds.take_freed() == set(), "the engine itself still works on it"
     prefill.end()
@@ -81,7 +81,7 @@ def test_what_a_prefix_cache_has_is_not_moved(prefill: PrefillRank, decode: Deco
     prefill.compute(*LAYER_BY_LAYER, WHOLE)
     assert following.result(BOUND_S)
     for layer, computed in zip(decode.tensors[0], caches(1000), strict=True):
-        assert torch.equal(layer[7], computed[THERE[3]])
+        assert torch.equal(layer[7], computed[OWNER_BLOCKS[3]])
 
 
 def test_a_prefill_that_ended_before_anybody_came_is_read_from_its_hold(
@@ -99,7 +99,7 @@ def test_waiting_for_one_prompt_keeps_no_other_of_the_same_owner_waiting(
 ) -> None:
     prefill.begin()
     following = decode.follow(prefill.handoff())
-    assert prefill.asked.acquire(timeout=BOUND_S)
+    assert prefill.pull_requested.acquire(timeout=BOUND_S)
     prefill.tensors[0][12] = 77
     prefill.holds.grant("other", FinishedPrefill(2, "o", (12,)))
     other = prefill.handoff(request_id="other", epoch=2, prompt_digest="o")
@@ -114,12 +114,12 @@ def test_a_prefill_that_is_given_up_is_refused_whenever_that_comes(
 ) -> None:
     prefill.begin()
     following = decode.follow(prefill.handoff())
-    assert prefill.asked.acquire(timeout=BOUND_S)
+    assert prefill.pull_requested.acquire(timeout=BOUND_S)
     prefill.compute(Progress(2, 2, 0))
-    assert prefill.asked.acquire(timeout=BOUND_S)
+    assert prefill.pull_requested.acquire(timeout=BOUND_S)
     prefill.holds.cancel("theirs")
     assert reason(following) is RefusalReason.NOT_HELD
-    # The same request computed anew is another hold, which nobody is told to be the first.
+    # The same request computed anew is another hold, which no reader takes for the first.
     assert reason(decode.follow(prefill.handoff())) is RefusalReason.NOT_HELD
     assert prefill.holds.take_freed() == set()
 
@@ -163,9 +163,9 @@ def test_only_one_may_follow_and_when_it_leaves_the_blocks_are_freed_at_the_end(
 ) -> None:
     prefill.begin()
     following = decode.follow(prefill.handoff())
-    assert prefill.asked.acquire(timeout=BOUND_S)
+    assert prefill.pull_requested.acquire(timeout=BOUND_S)
     prefill.compute(Progress(1, 1, 0))
-    assert prefill.asked.acquire(timeout=BOUND_S)
+    assert prefill.pull_requested.acquire(timeout=BOUND_S)
     assert reason(decode.follow(prefill.handoff())) is RefusalReason.BUSY
     prefill.compute(Progress(0, 0, 0))  # What no prefill says.
     assert reason(following) is RefusalReason.MALFORMED
@@ -191,7 +191,7 @@ def test_a_name_that_is_declined_before_its_prefill_comes_is_freed_at_its_end(
 def test_bytes_that_changed_on_their_way_are_refused(
     prefill: PrefillRank, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "compute_checksums", lambda *told: (1, 2, 3, 4))
+    monkeypatch.setattr(server, "compute_checksums", lambda *args: (1, 2, 3, 4))
     prefill.begin()
     prefill.compute(WHOLE)
     assert reason(decode.follow(prefill.handoff())) is RefusalReason.CHECKSUM
@@ -200,9 +200,9 @@ def test_bytes_that_changed_on_their_way_are_refused(
 def test_an_owner_that_dies_is_noticed(decode: Decode) -> None:
     process = OwnerProcess()
     handoff = handoff_of(process)
-    process.tell("begin", id="theirs", digest=DIGEST, num_blocks=4, name="name")
+    process.command("begin", id="theirs", digest=DIGEST, num_blocks=4, name="name")
     following = decode.follow(handoff)
-    process.tell("die")
+    process.command("die")
     assert reason(following) is RefusalReason.PEER_LOST
     process.end()
 
@@ -212,7 +212,7 @@ def handoff_of(process: OwnerProcess) -> Handoff:
 
 
 class Recorded:
-    """A point that the GPU comes to when told."""
+    """A point that the GPU reaches on command."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -225,9 +225,9 @@ def test_nothing_is_announced_before_the_gpu_has_computed_it() -> None:
     holds = BlockLeases(BOUND_S, BOUND_S)
     holds.begin_prefill("theirs", PrefillInProgress(1, DIGEST, 4, "name"))
     computed = Recorded()
-    holds.update_progress("theirs", THERE, WHOLE, computed)
+    holds.update_progress("theirs", OWNER_BLOCKS, WHOLE, computed)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(
+        future = pool.submit(
             holds.wait_for_progress,
             ConsumerRank("boot-d", 0, 1),
             "name",
@@ -236,6 +236,6 @@ def test_nothing_is_announced_before_the_gpu_has_computed_it() -> None:
             BOUND_S,
             is_repeat=False,
         )
-        assert not told.done()
+        assert not future.done()
         computed.reached.set()
-        assert told.result(BOUND_S).progress == WHOLE
+        assert future.result(BOUND_S).progress == WHOLE

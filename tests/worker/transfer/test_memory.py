@@ -24,8 +24,8 @@ def test_layers_of_one_allocation_share_a_region() -> None:
     assert len(memory.regions) == 1
     for layer, plane in enumerate(planes):
         for block in range(4):
-            bytes_there = memory.view(plane.get_range(block))
-            assert torch.equal(bytes_there.view(torch.float32), whole[block, layer])
+            source_bytes = memory.view(plane.get_range(block))
+            assert torch.equal(source_bytes.view(torch.float32), whole[block, layer])
 
 
 def test_a_layer_whose_blocks_are_scattered_is_refused() -> None:
@@ -55,21 +55,21 @@ def test_what_does_not_match_is_refused() -> None:
 
 
 @given(
-    there=st.permutations(range(12)),
+    source_blocks=st.permutations(range(12)),
     here=st.permutations(range(12)),
     count=st.integers(0, 12),
 )
 def test_copies_bring_every_block_to_its_place_and_nothing_else(
-    there: list[int], here: list[int], count: int
+    source_blocks: list[int], here: list[int], count: int
 ) -> None:
     source = torch.randint(0, 255, (96,), dtype=torch.uint8)
     target = torch.zeros(96, dtype=torch.uint8)
-    wanted = list(zip(there[:count], here[:count], strict=True))
-    for move in plan_copies([PLANE], there[:count], [PLANE], here[:count]):
+    desired = list(zip(source_blocks[:count], here[:count], strict=True))
+    for move in plan_copies([PLANE], source_blocks[:count], [PLANE], here[:count]):
         view = Memory([target]).view(move.local)
         view.copy_(Memory([source]).view(move.remote))
     expected = torch.zeros(96, dtype=torch.uint8)
-    for a, b in wanted:
+    for a, b in desired:
         expected[b * 8 : b * 8 + 8] = source[a * 8 : a * 8 + 8]
     assert torch.equal(target, expected)
-    assert sum(span.length for span in list_ranges([PLANE], there[:count])) == 8 * count
+    assert sum(span.length for span in list_ranges([PLANE], source_blocks[:count])) == 8 * count

@@ -12,23 +12,23 @@ PLANES = 4
 @st.composite
 def prefills(draw: st.DrawFn) -> list[Progress]:
     """What an owner announces: steps that end at some block, layer by layer or at once."""
-    told, blocks = [NO_PROGRESS], 0
+    updates, blocks = [NO_PROGRESS], 0
     for size in draw(st.lists(st.integers(0, 5), min_size=1, max_size=5)):
         if draw(st.booleans()):
-            told += [Progress(blocks, blocks + size, planes) for planes in range(1, PLANES + 1)]
+            updates += [Progress(blocks, blocks + size, planes) for planes in range(1, PLANES + 1)]
         blocks += size
-        told.append(Progress(blocks, blocks, 0))
-    return told
+        updates.append(Progress(blocks, blocks, 0))
+    return updates
 
 
 @given(prefills(), st.integers(0, PLANES - 1), st.integers(1, PLANES), st.data())
 def test_each_plane_of_each_block_is_moved_once_and_only_when_it_is_final(
-    told: list[Progress], first_plane: int, count: int, data: st.DataObject
+    updates: list[Progress], first_plane: int, count: int, data: st.DataObject
 ) -> None:
     count = min(count, PLANES - first_plane)
-    total = told[-1].blocks_done
+    total = updates[-1].blocks_done
     first = data.draw(st.integers(0, total))
-    heard = [one for one in told[:-1] if data.draw(st.booleans())] + told[-1:]
+    heard = [one for one in updates[:-1] if data.draw(st.booleans())] + updates[-1:]
     have, moved = Progress(first, first, 0), []
     for one in heard:
         now = one.clip_blocks(first, total).clip_layers(first_plane, count)

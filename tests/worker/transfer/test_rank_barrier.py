@@ -31,7 +31,7 @@ class Course:
     is_whole: bool = False
     has_ended: bool = False
     is_gone: bool = False
-    asked: set[ConsumerRank] = field(default_factory=set)
+    requested: set[ConsumerRank] = field(default_factory=set)
     done: set[ConsumerRank] = field(default_factory=set)
     has_left: bool = False
     freed: list[str] = field(default_factory=list)
@@ -53,11 +53,11 @@ class Course:
                 self.holds.cancel("theirs")
             case ("ask", rank) if rank not in self.done:
                 self.ask(rank)
-            case ("release", rank) if rank in self.asked - self.done:
+            case ("release", rank) if rank in self.requested - self.done:
                 self.done.add(rank)
-                held = self.is_whole and self.is_there
-                assert self.turns.release(rank, "theirs", 1) is held
-            case ("leave", rank) if rank in self.asked - self.done:
+                is_held = self.is_whole and self.is_present
+                assert self.turns.release(rank, "theirs", 1) is is_held
+            case ("leave", rank) if rank in self.requested - self.done:
                 self.done.add(rank)
                 self.has_left = True
                 self.turns.abandon("theirs", 1)
@@ -65,17 +65,17 @@ class Course:
         assert not self.freed or (self.freed == ["theirs"] and self.has_ended)
 
     def ask(self, rank: ConsumerRank) -> None:
-        again = rank in self.asked
+        again = rank in self.requested
         try:
             self.holds.wait_for_progress(rank, "name", "d", NO_PROGRESS, 0.0, is_repeat=again)
         except RefusedError:
-            assert not self.is_there
+            assert not self.is_present
         else:
-            assert self.is_there
-            self.asked.add(rank)
+            assert self.is_present
+            self.requested.add(rank)
 
     @property
-    def is_there(self) -> bool:
+    def is_present(self) -> bool:
         return not self.is_gone and not self.freed
 
 

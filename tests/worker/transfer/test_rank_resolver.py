@@ -42,17 +42,17 @@ Make = Callable[..., tuple[Prefill, Decode]]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[Prefill | Decode] = []
+    ranks: list[Prefill | Decode] = []
 
     def both(
         shapes: tuple[ParallelShape, ParallelShape], way: Transport = Transport.SHARED_MEMORY
     ) -> tuple[Prefill, Decode]:
         prefill, decode = Prefill(shapes[0]), Decode(way, shape=shapes[1])
-        made.extend((prefill, decode))
+        ranks.extend((prefill, decode))
         return prefill, decode
 
     yield both
-    for one in made:
+    for one in ranks:
         one.close()
 
 
@@ -62,7 +62,7 @@ def ahead(prefill: Prefill) -> Handoff:
 
 
 def freed_in_the_end(prefill: Prefill, ranks: list[int]) -> bool:
-    """Whether each of these ranks tells its engine so."""
+    """Whether each of these ranks reports this to its engine."""
     left, deadline = set(ranks), time.monotonic() + BOUND_S
     while left and time.monotonic() < deadline:
         left -= {rank for rank, freed in enumerate(prefill.freed()) if freed}
@@ -75,7 +75,7 @@ def compute_and_be_heard(prefill: Prefill, decode: Decode, steps: Steps) -> None
     for rank, num_followers in zip(prefill.ranks, prefill.num_followers(decode.shape), strict=True):
         for step in steps(rank):
             for _ in range(num_followers):
-                assert rank.asked.acquire(timeout=BOUND_S), "what came is taken at once"
+                assert rank.pull_requested.acquire(timeout=BOUND_S), "what came is taken at once"
             rank.compute(step)
 
 
@@ -122,9 +122,9 @@ def test_ranks_of_two_engines_never_follow_one_prefill(make: Make) -> None:
     other = Decode(Transport.SHARED_MEMORY, shape=TP_2, boot_id="boot-e")
     prefill.begin()
     following = decode.follow(ahead(prefill), rank=0)
-    assert prefill.ranks[0].asked.acquire(timeout=BOUND_S)
+    assert prefill.ranks[0].pull_requested.acquire(timeout=BOUND_S)
     prefill.ranks[0].compute(Progress(1, 1, 0))
-    assert prefill.ranks[0].asked.acquire(timeout=BOUND_S)
+    assert prefill.ranks[0].pull_requested.acquire(timeout=BOUND_S)
     assert reason(other.follow(ahead(prefill), rank=1)) is RefusalReason.BUSY
     other.close()
     prefill.ranks[0].compute(WHOLE)
@@ -167,9 +167,9 @@ def begun_and_heard(
     following = decode.follow_all(ahead(prefill))
     prefill.begin()
     for rank in prefill.ranks:
-        assert rank.asked.acquire(timeout=BOUND_S)
+        assert rank.pull_requested.acquire(timeout=BOUND_S)
         rank.compute(Progress(1, 1, 0))
-        assert rank.asked.acquire(timeout=BOUND_S)
+        assert rank.pull_requested.acquire(timeout=BOUND_S)
     return prefill, decode, following
 
 
@@ -240,20 +240,20 @@ def test_what_is_declined_before_it_comes_is_freed_at_every_rank(make: Make) -> 
         assert all(prefill.freed())
 
 
-def test_an_owner_is_asked_once_where_its_ranks_are(
+def test_the_ranks_of_an_owner_are_requested_once(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = make(ALIKE)
-    asked = []
+    calls = []
     ask = rank_resolver._request_ranks
     monkeypatch.setattr(
-        rank_resolver, "_request_ranks", lambda *told: asked.append(told) or ask(*told)
+        rank_resolver, "_request_ranks", lambda *args: calls.append(args) or ask(*args)
     )
     reader = decode.readers[1]
     for _ in range(2):
         (peer,) = reader.resolve_ranks(ahead(prefill))
         assert peer.address == ("127.0.0.1", prefill.ranks[1].owner.port)
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 def test_an_engine_that_does_not_know_its_ranks_yet_is_waited_for(

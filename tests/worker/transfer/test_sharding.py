@@ -1,4 +1,4 @@
-"""Who takes what from whom: every byte of every rank's KV, once, whatever the two shapes."""
+"""Which rank reads what from which: every byte of every rank's KV, once, for any two shapes."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def test_every_rank_gets_all_that_it_should_hold_and_each_byte_once(
     heads, ours, theirs = pair
     whole = torch.randint(1, 1 << 30, (LAYERS, BLOCKS, heads, TOKENS, STATE), dtype=torch.int32)
     owners = [rank_of(theirs, rank, whole, packed[0]) for rank in range(theirs.num_ranks)]
-    wanted, filled = list(range(count)), here[:count]
+    owner_blocks, filled = list(range(count)), here[:count]
     for number in range(ours.num_ranks):
         reader = rank_of(ours, number, torch.zeros_like(whole), packed[1])
         touched: Counter[tuple[int, int]] = Counter()
@@ -91,32 +91,32 @@ def test_every_rank_gets_all_that_it_should_hold_and_each_byte_once(
             if source.part is None:
                 continue
             owner = owners[source.rank]
-            there = owner.cut(source.part, heads)
+            owner_regions = owner.cut(source.part, heads)
             own = reader.cut(source.part, heads)
-            copies = list(plan_copies(there, wanted, own, filled))
+            copies = list(plan_copies(owner_regions, owner_blocks, own, filled))
             reader.memory.copy_from(owner.memory, ((to, come) for come, to in copies))
             for _, to in copies:
                 touched.update((to.region, at) for at in range(to.offset, to.offset + to.length))
-            assert_same_order(owner, there, wanted, reader, own, filled)
+            assert_same_order(owner, owner_regions, owner_blocks, reader, own, filled)
         assert set(touched.values()) == {1}
         expected = rank_of(ours, number, whole, packed[1])
         for got, should in zip(reader.layers, expected.layers, strict=True):
             for block in range(count):
-                assert torch.equal(got[filled[block]], should[wanted[block]])
+                assert torch.equal(got[filled[block]], should[owner_blocks[block]])
             assert not got[list(set(range(BLOCKS)) - set(filled))].any(), "no other block"
         assert len(touched) == sum(layer[filled].nbytes for layer in expected.layers)
 
 
 def assert_same_order(
     owner: Rank,
-    there: tuple[LayerRegion, ...],
-    wanted: list[int],
+    source: tuple[LayerRegion, ...],
+    expected: list[int],
     reader: Rank,
     own: tuple[LayerRegion, ...],
     filled: list[int],
 ) -> None:
     """What a two-sided link sends is what is received, byte for byte in this order."""
-    sent = torch.cat([owner.memory.view(span) for span in list_ranges(there, wanted)])
+    sent = torch.cat([owner.memory.view(span) for span in list_ranges(source, expected)])
     assert torch.equal(sent, torch.cat([reader.memory.view(s) for s in list_ranges(own, filled)]))
 
 
@@ -172,7 +172,7 @@ def test_equal_stages_turn_to_each_other_and_unequal_ones_by_layers() -> None:
     ]
 
 
-def test_of_copies_one_is_read_and_the_other_told_that_it_is_not_wanted() -> None:
+def test_one_of_two_copies_is_read_and_the_other_is_declined() -> None:
     end = ParallelShape().get_layer_range(0).stop
     assert find_sources(ParallelShape(1), 0, ParallelShape(2), 1) == (
         ShardSource(0, ShardPart(0, end, 0, 1), 1),
@@ -199,10 +199,12 @@ def test_of_copies_one_is_read_and_the_other_told_that_it_is_not_wanted() -> Non
         (ParallelShape(1, (0, 2, 2)), 8, "must ascend from 0"),
     ],
 )
-def test_shapes_that_no_engine_has_are_told(shape: ParallelShape, heads: int, fault: str) -> None:
-    told = shape.find_fault(heads)
-    assert fault in told
-    assert bool(told) is bool(fault)
+def test_shapes_that_no_engine_has_are_reported(
+    shape: ParallelShape, heads: int, fault: str
+) -> None:
+    message = shape.find_fault(heads)
+    assert fault in message
+    assert bool(message) is bool(fault)
 
 
 def test_what_a_rank_does_not_hold_cannot_be_cut_from_it() -> None:

@@ -79,13 +79,13 @@ def test_a_group_moves_scattered_spans_larger_than_a_piece(
 ) -> None:
     source, target = random_memory(), empty_memory()
     sender, receiver = met(pool, source, target)
-    there = [ByteRange(0, 5, 10 << 20), ByteRange(0, 15 << 20, 3), ByteRange(0, 1, 2)]
+    owner_ranges = [ByteRange(0, 5, 10 << 20), ByteRange(0, 15 << 20, 3), ByteRange(0, 1, 2)]
     here = [ByteRange(0, 7, 5), ByteRange(0, 100, 10 << 20)]
     for _ in range(2):
-        sending = pool.submit(sender.send, there, BOUND_S)
+        sending = pool.submit(sender.send, owner_ranges, BOUND_S)
         receiver.receive(here, BOUND_S)
         sending.result(BOUND_S)
-    sent = torch.cat([source.view(span) for span in there])
+    sent = torch.cat([source.view(span) for span in owner_ranges])
     assert torch.equal(torch.cat([target.view(span) for span in here]), sent)
 
 
@@ -127,7 +127,7 @@ def test_less_than_expected_is_an_error(pool: concurrent.futures.ThreadPoolExecu
     sending.exception(BOUND_S)
 
 
-def test_nobody_at_the_meeting_is_an_error_within_the_bound() -> None:
+def test_a_missing_peer_at_the_rendezvous_is_an_error_within_the_bound() -> None:
     meeting = torch_distributed.Rendezvous(HOST, 0.5)
     with pytest.raises(LinkError, match="no gloo group"):
         meeting.create_link(empty_memory(), Transport.GLOO, HOST, 0.5)

@@ -34,17 +34,19 @@ print(before, may_use_tiles())
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="this processor has no AMX tiles"
 )
-@pytest.mark.parametrize(("env", "told"), [({ENV: "/dev/null"}, "False True"), ({}, "False False")])
-def test_tiles_are_lent_to_engines_of_agents(env: dict[str, str], told: str) -> None:
+@pytest.mark.parametrize(
+    ("env", "expected"), [({ENV: "/dev/null"}, "False True"), ({}, "False False")]
+)
+def test_tiles_are_lent_to_engines_of_agents(env: dict[str, str], expected: str) -> None:
     plain = {key: value for key, value in os.environ.items() if key != ENV}
-    asked = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _ASK], env=plain | env, capture_output=True, text=True, check=True
     )
-    assert asked.stdout.split("\n")[-2] == told
+    assert completed.stdout.split("\n")[-2] == expected
 
 
 @pytest.mark.parametrize(("lent", "lines"), [(True, 0), (False, 1)])
-def test_a_refusal_is_told(
+def test_a_refusal_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lent: bool, lines: int
 ) -> None:
     monkeypatch.setenv(ENV, "/dev/null")

@@ -9,7 +9,7 @@ from cleave_worker.vllm.cpu_affinity import restrict_cpu_topology, restrict_node
 
 
 @pytest.mark.parametrize(
-    ("nodes", "own", "kept"),
+    ("nodes", "own", "expected"),
     [
         ([[0, 1, 2, 3]], {1}, [[1]]),
         ([[0, 1], [2, 3]], {1, 2, 3}, [[1], [2, 3]]),
@@ -19,9 +19,9 @@ from cleave_worker.vllm.cpu_affinity import restrict_cpu_topology, restrict_node
     ],
 )
 def test_only_own_cores_remain(
-    nodes: list[list[int]], own: set[int], kept: list[list[int]]
+    nodes: list[list[int]], own: set[int], expected: list[list[int]]
 ) -> None:
-    assert restrict_nodes(nodes, own) == kept
+    assert restrict_nodes(nodes, own) == expected
 
 
 def test_vllm_itself_sees_own_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,11 @@ def choices(env: Mapping[str, str]) -> dict[str, dict[str, object]]:
         engine="vllm",
         host="127.0.0.1",
     )
-    told = build_engine_launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
-    arguments = told.argv[told.argv.index(MODULE) + 1 :]
+    launch = build_engine_launch(config, Boot("boot", 8001, 5601, Path("/dev/null"), gpu=True), env)
+    arguments = launch.argv[launch.argv.index(MODULE) + 1 :]
     done = subprocess.run(
         [sys.executable, CHOICES, *arguments],
-        env=told.env,
+        env=launch.env,
         capture_output=True,
         text=True,
         timeout=500,

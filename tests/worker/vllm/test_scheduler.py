@@ -90,8 +90,8 @@ def step(scheduler: Any) -> dict[str, int]:
     counts: dict[str, int] = dict(output.num_scheduled_tokens)
     names = list(counts)
     sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
-    made = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled)
-    scheduler.update_from_output(output, made)
+    runner_output = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, sampled)
+    scheduler.update_from_output(output, runner_output)
     return counts
 
 
@@ -174,7 +174,7 @@ def test_reserving_admission_prevents_preemption(make: Make) -> None:
 def test_answers_that_end_early_are_learnt_from(make: Make) -> None:
     from vllm.v1.request import RequestStatus
 
-    # Told to end at 400, they end after two tokens.
+    # With a limit of 400, they end after two tokens.
     scheduler = make(num_blocks=41)
     scheduler.apply_scheduling(RoleSchedulingConfig(admission=Admission.RESERVE_STATIC))
     for turn in range(40):

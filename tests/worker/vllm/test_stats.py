@@ -78,7 +78,7 @@ def test_every_step_is_stored_and_deferred_requests_count_as_waiting(
     assert load.kv_cache_usage == 0.25
 
 
-def test_waiting_prompts_are_taken_to_be_as_long_as_recent_ones(
+def test_waiting_prompts_are_assumed_as_long_as_recent_ones(
     stats: ModuleType, page: LoadPage
 ) -> None:
     logger = stats.LoadPageStatLogger(CONFIG)

@@ -1,4 +1,4 @@
-"""The doors of vLLM that our scheduler goes through are where they were.
+"""The interfaces of vLLM that our scheduler uses are unchanged.
 
 When a test fails here after an upgrade, read what vLLM does now before anything is adapted.
 """
@@ -61,7 +61,7 @@ def test_the_queue_of_waiting_requests_has_the_methods_that_ours_has(scheduler: 
 @pytest.mark.parametrize(
     ("line", "times"),
     [
-        # The queue is asked whether it is empty in one place, just before its first is looked at.
+        # One place checks whether the queue is empty, just before it reads the first request.
         ("request_queue = self.waiting", 1),
         ("if not request_queue or input_budget <= draft_slots:", 1),
         ("request = request_queue.peek_request()", 1),
@@ -78,7 +78,7 @@ def test_vllms_loop_looks_where_it_looked(scheduler: ModuleType, line: str, time
     assert inspect.getsource(scheduler.Scheduler.schedule).count(line) == times, line
 
 
-def test_nobody_else_asks_whether_requests_wait(scheduler: ModuleType) -> None:
+def test_no_other_caller_checks_for_waiting_requests(scheduler: ModuleType) -> None:
     source = inspect.getsource(scheduler)
     for question in ("if self.waiting", "not self.waiting", "bool(self.waiting"):
         assert question not in source

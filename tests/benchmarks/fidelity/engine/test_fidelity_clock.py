@@ -53,8 +53,8 @@ def output(new: dict[str, int], cached: dict[str, int], counts: dict[str, int], 
 
 def test_a_pass_is_described_as_the_simulator_counts_it(clock: ModuleType) -> None:
     # A chunk behind 100 tokens, one whole prompt, two that decode, and a pull of three blocks.
-    held = output({"a": 100, "b": 0}, {"c": 40, "d": 9}, {"a": 50, "b": 20, "c": 1, "d": 1})
-    assert clock.describe(held) == (70, 150**2 - 100**2 + 400, 2, 41 + 10, 0)
+    first_output = output({"a": 100, "b": 0}, {"c": 40, "d": 9}, {"a": 50, "b": 20, "c": 1, "d": 1})
+    assert clock.describe(first_output) == (70, 150**2 - 100**2 + 400, 2, 41 + 10, 0)
     pulling = output({}, {"c": 40}, {"c": 1}, e=SimpleNamespace(local_block_ids=([4, 5, 9],)))
     assert clock.describe(pulling) == (0, 0, 1, 41, 3)
 

@@ -18,7 +18,7 @@ from cleave_worker.transfer.transport import LinkError, Transport  # noqa: E402
 from cleave_worker.transfer.transports import nixl  # noqa: E402
 from cleave_worker.transfer.transports.nixl_buffers import CHUNK_BYTES, StagingBuffers  # noqa: E402
 
-from tests.support.kv_server_process import OwnerProcess, caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import OwnerProcess, caches, register_kv  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("over_tcp")
 BOUND_S = 60.0
@@ -40,9 +40,9 @@ def ours() -> Memory:
 @pytest.fixture
 def link(theirs: Memory, ours: Memory) -> Iterator[nixl.NixlLink]:
     served = nixl.RegisteredRegions(PEER, theirs)
-    made = linked(ours, arrivals(), served)
-    yield made
-    made.close()
+    nixl_link = linked(ours, arrivals(), served)
+    yield nixl_link
+    nixl_link.close()
 
 
 def linked(ours: Memory, own: StagingBuffers, served: nixl.RegisteredRegions) -> nixl.NixlLink:
@@ -68,8 +68,8 @@ def test_scattered_spans_are_read_and_nothing_else_is_touched(
     link: nixl.NixlLink, theirs: Memory, ours: Memory
 ) -> None:
     expected = [region.clone() for region in ours.regions]
-    for there, here in MOVES:
-        expected[here.region][here.offset : here.offset + here.length] = theirs.view(there)
+    for source, here in MOVES:
+        expected[here.region][here.offset : here.offset + here.length] = theirs.view(source)
     for _ in range(2):
         link.read(iter(MOVES), BOUND_S)
     assert all(map(torch.equal, ours.regions, expected))
@@ -81,8 +81,8 @@ def test_scattered_spans_are_written_and_nothing_else_is_touched(
     for region in ours.regions:
         region.random_(1, 255)
     expected = [region.clone() for region in theirs.regions]
-    for there, here in MOVES:
-        expected[there.region][there.offset : there.offset + there.length] = ours.view(here)
+    for source, here in MOVES:
+        expected[source.region][source.offset : source.offset + source.length] = ours.view(here)
     link.write(iter(MOVES), BOUND_S)
     assert all(map(torch.equal, theirs.regions, expected))
 
@@ -175,8 +175,8 @@ class Engine:
 
     def __init__(self, transfer_s: float, *ways: Transport) -> None:
         self.tensors = caches(0)
-        kept = kept_as("boot-d", self.tensors)
-        self.reader = client.KvClient(kept, ways or [Transport.NIXL], transfer_s)
+        registered = register_kv("boot-d", self.tensors)
+        self.reader = client.KvClient(registered, ways or [Transport.NIXL], transfer_s)
 
     def pull(self, owner: OwnerProcess, request_id: str, block: int) -> None:
         handoff = owner.hold(request_id, PROMPT, [block])
@@ -201,15 +201,15 @@ def before_bytes(monkeypatch: pytest.MonkeyPatch, do: Callable[[], object]) -> N
     """Have something happen once between the owner's grant and the bytes."""
     move, left = client._RankConnection._transfer, [do]
 
-    def disturbed(pair: client._RankConnection, *told: object) -> None:
+    def disturbed(pair: client._RankConnection, *args: object) -> None:
         if left:
             left.pop()()
-        move(pair, *told)  # type: ignore[arg-type]
+        move(pair, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(client._RankConnection, "_transfer", disturbed)
 
 
-def test_bytes_that_come_after_their_reader_has_given_up_reach_nobody(
+def test_bytes_that_come_after_their_reader_has_given_up_are_dropped(
     start_owner: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, engine = start_owner(shared=False), Engine(BOUND_S)
@@ -222,7 +222,7 @@ def test_bytes_that_come_after_their_reader_has_given_up_reach_nobody(
     assert not is_still(engine.reader.staging_buffers), "its buffer is nobody's"
     engine.reader._transfer_s = BOUND_S
     os.kill(owner.process.pid, signal.SIGCONT)
-    owner.tell("overwrite", block=4)
+    owner.command("overwrite", block=4)
     until(lambda: is_still(engine.reader.staging_buffers))
     assert engine.values(4) == untouched(4)
     for block in (5, 6):
@@ -240,7 +240,7 @@ def test_an_owner_that_dies_with_bytes_under_way_costs_a_buffer_and_no_other_own
     engine.pull(other, "second", 4)
 
     def die() -> None:
-        owner.tell("die")
+        owner.command("die")
         owner.process.wait(BOUND_S)
 
     before_bytes(monkeypatch, die)

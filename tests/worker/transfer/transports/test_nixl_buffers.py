@@ -1,4 +1,4 @@
-"""Buffers that transfers may still write to are nobody's, whatever happens in which order."""
+"""Buffers that transfers may still write to are not lent, in any order of events."""
 
 import time
 
@@ -53,11 +53,11 @@ def _small() -> object:
 
 
 def met(*names: str) -> tuple[StagingBuffers, FakeAgent]:
-    made = StagingBuffers("boot-d/0/reader", torch.device("cpu"))
+    buffers = StagingBuffers("boot-d/0/reader", torch.device("cpu"))
     for name in names:
-        agent = made.add_remote_agent(name.encode(), name)
+        agent = buffers.add_remote_agent(name.encode(), name)
     assert isinstance(agent, FakeAgent)
-    return made, agent
+    return buffers, agent
 
 
 def now() -> float:
@@ -65,89 +65,89 @@ def now() -> float:
 
 
 def test_a_buffer_whose_transfers_are_over_is_lent_again() -> None:
-    made, _ = met("p")
-    first = made.acquire("p", now())
-    made.release(first, [FakeHandle(XferState.DONE)], "p")
-    assert made.acquire("p", now()) is first
+    buffers, _ = met("p")
+    first = buffers.acquire("p", now())
+    buffers.release(first, [FakeHandle(XferState.DONE)], "p")
+    assert buffers.acquire("p", now()) is first
 
 
 def test_what_is_under_way_keeps_its_buffer_and_its_peer_until_it_is_over() -> None:
-    made, agent = met("p")
-    lent, flight = made.acquire("p", now()), FakeHandle(XferState.IN_PROGRESS)
-    made.release(lent, [flight, FakeHandle(XferState.DONE)], "p")
-    made.remove_remote_agent("p")
+    buffers, agent = met("p")
+    lent, flight = buffers.acquire("p", now()), FakeHandle(XferState.IN_PROGRESS)
+    buffers.release(lent, [flight, FakeHandle(XferState.DONE)], "p")
+    buffers.remove_remote_agent("p")
     assert agent.known == {"p"}, "NIXL must not forget a peer from which bytes come"
-    made.add_remote_agent(b"q", "q")
-    other = made.acquire("q", now())
+    buffers.add_remote_agent(b"q", "q")
+    other = buffers.acquire("q", now())
     assert other is not lent
     flight.state = XferState.DONE
-    made.release(other, [], "q")
+    buffers.release(other, [], "q")
     assert agent.known == {"q"}
-    assert lent in (made.acquire("q", now()), made.acquire("q", now()))
+    assert lent in (buffers.acquire("q", now()), buffers.acquire("q", now()))
 
 
 def test_a_buffer_of_which_nothing_is_known_is_never_lent_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made, agent = met("p")
-    lent = made.acquire("p", now())
+    buffers, agent = met("p")
+    lent = buffers.acquire("p", now())
     flights = [FakeHandle(XferState.FAILED), FakeHandle(XferState.IN_PROGRESS)]
-    made.release(lent, flights, "p")
-    made.remove_remote_agent("p")
+    buffers.release(lent, flights, "p")
+    buffers.remove_remote_agent("p")
     assert agent.known == {"p"}
     flights[1].state = XferState.DONE
-    made.add_remote_agent(b"q", "q")
-    assert lent not in [made.acquire("q", now()) for _ in range(MOST - 1)]
+    buffers.add_remote_agent(b"q", "q")
+    assert lent not in [buffers.acquire("q", now()) for _ in range(MOST - 1)]
     assert agent.known == {"q"}
     assert "1 of 3" in caplog.text
     with pytest.raises(LinkError, match="in time"):
-        made.acquire("q", now())
+        buffers.acquire("q", now())
 
 
-def test_with_too_many_lost_nothing_is_lent_and_nobody_waits_for_it() -> None:
-    made, _ = met("p")
+def test_with_too_many_lost_nothing_is_lent_and_the_caller_does_not_wait() -> None:
+    buffers, _ = met("p")
     for _ in range(MOST):
-        made.release(made.acquire("p", now()), [FakeHandle(XferState.FAILED)], "p")
+        buffers.release(buffers.acquire("p", now()), [FakeHandle(XferState.FAILED)], "p")
     with pytest.raises(LinkError, match="have not completed"):
-        made.acquire("p", now() + BOUND_S)
+        buffers.acquire("p", now() + BOUND_S)
 
 
 def test_an_agent_of_another_name_is_refused_and_forgotten() -> None:
-    made, agent = met("boot-p/0")
+    buffers, agent = met("boot-p/0")
     with pytest.raises(LinkError, match="boot-before/0"):
-        made.add_remote_agent(b"boot-before/0", "boot-p/0")
+        buffers.add_remote_agent(b"boot-before/0", "boot-p/0")
     assert agent.known == {"boot-p/0"}
 
 
 def test_one_that_is_known_already_stays_known_when_it_is_not_the_one_meant() -> None:
-    made, agent = met("p")
+    buffers, agent = met("p")
     with pytest.raises(LinkError):
-        made.add_remote_agent(b"p", "q")
+        buffers.add_remote_agent(b"p", "q")
     assert agent.known == {"p"}
 
 
-def test_a_reader_with_bytes_under_way_is_kept_when_nobody_holds_it() -> None:
-    made, _ = met("p")
+def test_an_unreferenced_reader_with_bytes_under_way_stays_alive() -> None:
+    buffers, _ = met("p")
     flight = FakeHandle(XferState.IN_PROGRESS)
-    made.release(made.acquire("p", now()), [flight], "p")
-    assert made in nixl_buffers._pinned
+    buffers.release(buffers.acquire("p", now()), [flight], "p")
+    assert buffers in nixl_buffers._pinned
     flight.state = XferState.DONE
-    made.release(made.acquire("p", now()), [], "p")
-    assert made not in nixl_buffers._pinned
+    buffers.release(buffers.acquire("p", now()), [], "p")
+    assert buffers not in nixl_buffers._pinned
 
 
-def test_where_no_agent_can_be_made_it_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_agent_creation_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def fail(*told: object, **_: object) -> None:
-        tried.append(told)
+    def fail(*args: object, **_: object) -> None:
+        tried.append(args)
         raise LinkError("no card")
 
     monkeypatch.setattr(nixl_buffers, "NixlAgent", fail)
-    made = StagingBuffers("boot-d/0/reader", torch.device("cpu"))
+    buffers = StagingBuffers("boot-d/0/reader", torch.device("cpu"))
     for _ in range(2):
         with pytest.raises(LinkError, match="no card"):
-            made.add_remote_agent(b"p", "p")
+            buffers.add_remote_agent(b"p", "p")
     assert len(tried) == 1
 
 
@@ -160,11 +160,11 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_in_any_order_of_events_nobody_gets_what_is_written_to(
+def test_in_any_order_of_events_no_buffer_is_lent_while_written(
     steps: list[tuple[str, int]],
 ) -> None:
-    """Lent buffers are nobody else's and written to by nobody; peers are known while in use."""
-    made, agent = met("0")
+    """Lent buffers have one owner and no writer; peers are known while in use."""
+    buffers, agent = met("0")
     links, lent = ["0"], list[tuple[StagingBuffer, str]]()
     flights: list[tuple[StagingBuffer, str, FakeHandle]] = []
     for what, number in steps:
@@ -172,7 +172,7 @@ def test_in_any_order_of_events_nobody_gets_what_is_written_to(
             case "lend" if links:
                 peer = links[number % len(links)]
                 try:
-                    buffer = made.acquire(peer, now())
+                    buffer = buffers.acquire(peer, now())
                 except LinkError:
                     continue
                 assert all(buffer is not other for other, _ in lent)
@@ -186,16 +186,16 @@ def test_in_any_order_of_events_nobody_gets_what_is_written_to(
                 states = (XferState.DONE, XferState.IN_PROGRESS, XferState.FAILED)
                 begun = [FakeHandle(states[(number + at) % 3]) for at in range(number % 3)]
                 flights += [(buffer, peer, flight) for flight in begun]
-                made.release(buffer, begun, peer)
+                buffers.release(buffer, begun, peer)
             case "end" | "fail" if flights:
                 flight = flights[number % len(flights)][2]
                 if flight.state is XferState.IN_PROGRESS:
                     flight.state = XferState.DONE if what == "end" else XferState.FAILED
             case "meet":
-                made.add_remote_agent(str(number).encode(), str(number))
+                buffers.add_remote_agent(str(number).encode(), str(number))
                 links.append(str(number))
             case "part" if links:
-                made.remove_remote_agent(links.pop(number % len(links)))
+                buffers.remove_remote_agent(links.pop(number % len(links)))
         used = {*links, *(peer for _, peer in lent)}
         used |= {peer for _, peer, flight in flights if flight.state is XferState.IN_PROGRESS}
         assert used <= agent.known

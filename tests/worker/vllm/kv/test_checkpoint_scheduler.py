@@ -39,7 +39,7 @@ def keeper_of(shelf: Shelf, identity: str = "m") -> Any:
 def request_of(name: str, tokens: int, status: str = "RUNNING", **changed: object) -> Any:
     from vllm.v1.request import RequestStatus
 
-    told = {
+    fields = {
         "request_id": name,
         "kv_transfer_params": None,
         "prompt_token_ids": list(range(tokens)),
@@ -51,7 +51,7 @@ def request_of(name: str, tokens: int, status: str = "RUNNING", **changed: objec
         "mm_features": [],
         "status": RequestStatus[status],
     }
-    return SimpleNamespace(**(told | changed))
+    return SimpleNamespace(**(fields | changed))
 
 
 def block_ids(_: str) -> list[int]:
@@ -62,7 +62,7 @@ def step(keeper: Any) -> Any:
     return keeper.build_metadata(block_ids)
 
 
-def kept(keeper: Any, shelf: Shelf, request: Any) -> list[int]:
+def finish_stored(keeper: Any, shelf: Shelf, request: Any) -> list[int]:
     """Let a request run, save what is ordered, and return the blocks."""
     keeper.update_after_alloc(request, BLOCKS, 0)
     request.num_computed_tokens = request.num_tokens
@@ -86,7 +86,7 @@ def test_full_blocks_are_saved_once_and_only_when_they_are_computed_and_known(
     request.num_computed_tokens = 10
     assert list(step(keeper).save.values()) == [100, 101]
     assert not step(keeper).save
-    # A step is on its way whose token nobody knows yet.
+    # A step is under way whose token is unknown yet.
     request.num_computed_tokens = 12
     request.all_token_ids += [10]
     request.num_tokens = 11
@@ -103,10 +103,10 @@ def test_what_does_not_run_is_not_copied(shelf: Shelf, status: str) -> None:
     assert not step(keeper).save
 
 
-def test_prompts_for_others_and_prompts_without_tokens_are_not_kept(shelf: Shelf) -> None:
+def test_prompts_for_other_engines_and_without_tokens_are_not_stored(shelf: Shelf) -> None:
     handed = request_of("r", 10, kv_transfer_params={"do_remote_decode": True})
-    assert not kept(keeper_of(shelf), shelf, handed)
-    assert not kept(keeper_of(shelf), shelf, request_of("e", 10, prompt_token_ids=None))
+    assert not finish_stored(keeper_of(shelf), shelf, handed)
+    assert not finish_stored(keeper_of(shelf), shelf, request_of("e", 10, prompt_token_ids=None))
 
 
 def test_no_step_copies_more_than_a_few_blocks(shelf: Shelf) -> None:
@@ -114,7 +114,7 @@ def test_no_step_copies_more_than_a_few_blocks(shelf: Shelf) -> None:
 
     keeper = keeper_of(shelf)
     request = request_of("r", (MAX_BLOCKS_PER_STEP + 3) * SIZE)
-    assert len(kept(keeper, shelf, request)) == MAX_BLOCKS_PER_STEP
+    assert len(finish_stored(keeper, shelf, request)) == MAX_BLOCKS_PER_STEP
     assert list(step(keeper).save.values()) == [
         100 + MAX_BLOCKS_PER_STEP + more for more in range(3)
     ]
@@ -122,21 +122,21 @@ def test_no_step_copies_more_than_a_few_blocks(shelf: Shelf) -> None:
 
 
 def test_another_engine_restores_all_but_the_last_token(shelf: Shelf) -> None:
-    kept(keeper_of(shelf), shelf, request_of("lost", 12))
+    finish_stored(keeper_of(shelf), shelf, request_of("lost", 12))
     for tokens, blocks in ((12, 2), (13, 3), (40, 3), (3, 0)):
         found = restored(keeper_of(shelf), request_of("r", tokens))
         assert (len(found.blocks) if found else 0) == blocks, tokens
 
 
 def test_what_is_cached_here_is_not_restored(shelf: Shelf) -> None:
-    kept(keeper_of(shelf), shelf, request_of("lost", 12))
+    finish_stored(keeper_of(shelf), shelf, request_of("lost", 12))
     found = restored(keeper_of(shelf), request_of("r", 20), computed=2 * SIZE)
     assert found is not None
     assert found.blocks == (102,)
 
 
 def test_only_the_blocks_that_the_engine_waits_for_are_filled(shelf: Shelf) -> None:
-    kept(keeper_of(shelf), shelf, request_of("lost", 12))
+    finish_stored(keeper_of(shelf), shelf, request_of("lost", 12))
     keeper, request = keeper_of(shelf), request_of("r", 20)
     assert keeper.count_restorable_tokens(request, 0) == 12
     keeper.update_after_alloc(request, BLOCKS, 8)
@@ -156,13 +156,13 @@ def test_only_the_blocks_that_the_engine_waits_for_are_filled(shelf: Shelf) -> N
     ids=str,
 )
 def test_kv_of_anything_else_is_not_restored(shelf: Shelf, changed: dict[str, Any]) -> None:
-    kept(keeper_of(shelf), shelf, request_of("lost", 12))
+    finish_stored(keeper_of(shelf), shelf, request_of("lost", 12))
     assert restored(keeper_of(shelf), request_of("r", 20, **changed)) is None
     assert restored(keeper_of(shelf, "another model"), request_of("r", 20)) is None
 
 
 def test_a_request_is_restored_once_so_that_a_refusal_ends_in_computing(shelf: Shelf) -> None:
-    kept(keeper_of(shelf), shelf, request_of("lost", 12))
+    finish_stored(keeper_of(shelf), shelf, request_of("lost", 12))
     keeper, request = keeper_of(shelf), request_of("r", 20)
     assert restored(keeper, request) is not None
     assert restored(keeper, request) is None
@@ -171,8 +171,8 @@ def test_a_request_is_restored_once_so_that_a_refusal_ends_in_computing(shelf: S
 def test_the_end_of_a_stream_drops_what_no_other_stream_has(shelf: Shelf) -> None:
     keeper = keeper_of(shelf)
     first, second = request_of("a", 12), request_of("b", 8)
-    kept(keeper, shelf, first)
-    kept(keeper, shelf, second)
+    finish_stored(keeper, shelf, first)
+    finish_stored(keeper, shelf, second)
     keeper.finish_request(first)
     assert len(step(keeper).drop) == 1
     keeper.finish_request(second)

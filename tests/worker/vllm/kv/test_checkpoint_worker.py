@@ -35,23 +35,23 @@ def saver_of(tmp_path: Path) -> Iterator[Callable[[list[Any]], Any]]:
     pytest.importorskip("vllm", reason="needs the group worker-cpu")
     from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
 
-    made: list[CheckpointWorker] = []
+    workers: list[CheckpointWorker] = []
 
     def make(tensors: list[Any]) -> CheckpointWorker:
         memory, planes = register_tensors(tensors, BLOCKS)
-        kept = CheckpointStore(tmp_path / "kept", 0, bytes(32), 1 << 20)
-        made.append(CheckpointWorker(memory, planes, kept))
-        return made[-1]
+        store = CheckpointStore(tmp_path / "kept", 0, bytes(32), 1 << 20)
+        workers.append(CheckpointWorker(memory, planes, store))
+        return workers[-1]
 
     yield make
-    for each in made:
+    for each in workers:
         each.close()
 
 
-def orders(**told: Any) -> Any:
+def orders(**options: Any) -> Any:
     from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointMetadata
 
-    return CheckpointMetadata(**told)
+    return CheckpointMetadata(**options)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -104,7 +104,7 @@ def test_what_ends_does_not_take_along_what_begins_alike(saver_of, tmp_path: Pat
     assert (tmp_path / "kept" / f"{KEYS[0]}-0").exists()
 
 
-def test_what_nobody_foresaw_is_no_success(saver_of) -> None:
+def test_an_unexpected_error_is_no_success(saver_of) -> None:
     saver = saver_of(caches(0))
     saver.start_step(orders(save={KEYS[0]: 1}))
     until(lambda: restored(saver, KEYS[0]) == ({"r"}, set()))

@@ -20,9 +20,9 @@ def running(vllm_outputs: ModuleType) -> Any:
     from cleave_worker.transfer.block_leases import PrefillInProgress
     from cleave_worker.vllm.kv.layerwise_scheduler import InFlightPrefills
 
-    made = InFlightPrefills(BLOCK_SIZE)
-    made.begin("r", PrefillInProgress(1, "d", 3, "name"), 10)
-    return made
+    prefills = InFlightPrefills(BLOCK_SIZE)
+    prefills.begin("r", PrefillInProgress(1, "d", 3, "name"), 10)
+    return prefills
 
 
 @pytest.fixture
@@ -33,7 +33,12 @@ def vllm_outputs() -> ModuleType:
 @pytest.fixture
 def step(vllm_outputs: ModuleType) -> Step:
     def output(
-        tokens: int, *, new: tuple[int, ...] = (), known: int = 0, first: bool = False, **told: Any
+        tokens: int,
+        *,
+        new: tuple[int, ...] = (),
+        known: int = 0,
+        first: bool = False,
+        **fields: Any,
     ) -> Any:
         """So many tokens of "r", with new blocks, after `known` ones."""
         cached = vllm_outputs.CachedRequestData.make_empty()
@@ -50,7 +55,7 @@ def step(vllm_outputs: ModuleType) -> Step:
             scheduled_new_reqs=started,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens={"r": tokens},
-            preempted_req_ids=told.get("preempted", set()),
+            preempted_req_ids=fields.get("preempted", set()),
         )
 
     return output
@@ -63,19 +68,19 @@ def summary(chunk: Any) -> tuple[tuple[int, ...], int, int, bool]:
 def test_whole_blocks_become_final_step_by_step_and_the_last_one_with_the_prompt(
     running: Any, step: Step
 ) -> None:
-    told = [
+    progress = [
         running.advance(step(6, new=(7, 8), first=True)),
         running.advance(step(1, known=6)),
         running.advance(step(3, new=(9,), known=7)),
         running.advance(step(1, known=10, new=(4,))),
     ]
-    assert [(list(chunks), lost) for chunks, lost in told] == [
+    assert [(list(chunks), lost) for chunks, lost in progress] == [
         (["r"], set()),
         (["r"], set()),
         (["r"], set()),
         ([], set()),
     ]
-    assert [summary(chunks["r"]) for chunks, _ in told[:3]] == [
+    assert [summary(chunks["r"]) for chunks, _ in progress[:3]] == [
         ((7, 8), 0, 1, False),
         ((7, 8), 1, 1, False),
         ((7, 8, 9), 1, 3, True),
@@ -96,8 +101,8 @@ def test_a_preempted_prefill_is_lost_and_never_announced_again(running: Any, ste
     assert running.end("r") is None
 
 
-class Told:
-    """Holds that note what they are told."""
+class RecordedUpdates:
+    """Records the updates it gets."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, int]] = []
@@ -108,7 +113,7 @@ class Told:
 
 
 @pytest.mark.parametrize(
-    ("pace", "announced"),
+    ("granularity", "announced"),
     [
         ("prompt", [(3, 3, 0)]),
         ("chunk", [(1, 1, 0), (3, 3, 0)]),
@@ -116,17 +121,17 @@ class Told:
     ],
 )
 def test_layers_chunks_or_the_prompt_are_announced(
-    running: Any, step: Step, pace: str, announced: list[tuple[int, int, int]]
+    running: Any, step: Step, granularity: str, announced: list[tuple[int, int, int]]
 ) -> None:
     torch = pytest.importorskip("torch", reason="torch comes with the engine")
     from cleave_worker.vllm.kv.layerwise_worker import LayerNotifier, TransferGranularity
 
-    told = Told()
-    announcer = LayerNotifier(told, TransferGranularity(pace), torch.device("cpu"))  # type: ignore[arg-type]
+    updates = RecordedUpdates()
+    announcer = LayerNotifier(updates, TransferGranularity(granularity), torch.device("cpu"))  # type: ignore[arg-type]
     for output in (step(6, new=(7, 8), first=True), step(4, new=(9,), known=6)):
         announcer.begin_step(running.advance(output)[0])
         for plane in (0, 1, 1):
             announcer.finish_layer(plane)
         announcer.finish_step()
         announcer.finish_step()
-    assert told.steps == announced
+    assert updates.steps == announced

@@ -23,13 +23,13 @@ def side(boot_id: str) -> Any:
     from cleave_worker.transfer.sharding import ParallelShape
     from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
 
-    made = SchedulerSide(boot_id, BLOCK_SIZE, ParallelShape(2, (0, 3)))
-    made.set_rank_addresses((("10.0.0.1", 5601),))
-    return made
+    scheduler = SchedulerSide(boot_id, BLOCK_SIZE, ParallelShape(2, (0, 3)))
+    scheduler.set_rank_addresses((("10.0.0.1", 5601),))
+    return scheduler
 
 
 def request_of(params: dict[str, Any] | None, **changed: object) -> Any:
-    told = {
+    fields = {
         "request_id": "r",
         "kv_transfer_params": params,
         "prompt_token_ids": PROMPT,
@@ -39,7 +39,7 @@ def request_of(params: dict[str, Any] | None, **changed: object) -> Any:
         "mm_features": [],
         "status": None,
     }
-    return SimpleNamespace(**(told | changed))
+    return SimpleNamespace(**(fields | changed))
 
 
 def blocks(count: int) -> list[Any]:
@@ -53,8 +53,8 @@ def handed(vllm_request: ModuleType) -> dict[str, Any]:
         {"do_remote_decode": True},
         status=vllm_request.RequestStatus.FINISHED_LENGTH_CAPPED,
     )
-    kept, params = side("boot-p").finish_request(prefilled, [7, 8, 9])
-    assert kept
+    is_delayed, params = side("boot-p").finish_request(prefilled, [7, 8, 9])
+    assert is_delayed
     assert params
     return params
 
@@ -84,13 +84,13 @@ def test_a_handoff_says_all_that_the_gateway_and_the_reader_look_at(
     assert (handed["remote_host"], handed["remote_port"]) == ("10.0.0.1", 5601)
 
 
-def test_only_prompts_that_were_asked_for_and_are_whole_are_held(
+def test_only_requested_whole_prompts_are_held(
     vllm_request: ModuleType,
 ) -> None:
     status = vllm_request.RequestStatus
     order = {"do_remote_decode": True}
     done = status.FINISHED_LENGTH_CAPPED
-    for request, held in (
+    for request, blocks_held in (
         (request_of(None, status=done), [7, 8, 9]),
         (request_of({"do_remote_decode": False}, status=done), [7, 8, 9]),
         (request_of(order, status=status.FINISHED_ABORTED), [7, 8, 9]),
@@ -98,7 +98,7 @@ def test_only_prompts_that_were_asked_for_and_are_whole_are_held(
         (request_of(order, status=done, prompt_token_ids=None), [7, 8, 9]),
     ):
         prefill = side("boot-p")
-        assert prefill.finish_request(request, held) == (False, None)
+        assert prefill.finish_request(request, blocks_held) == (False, None)
         assert not prefill.build_metadata().finished_prefills
 
 
@@ -108,11 +108,11 @@ def test_what_the_prefix_cache_lacks_is_pulled_once(handed: dict[str, Any]) -> N
     assert list(decode.build_metadata().expected_pulls) == ["r"]
     assert decode.count_tokens_to_pull(request, 4) == 6
     decode.update_after_alloc(request, blocks(3), 6)
-    wanted = decode.build_metadata().pulls["r"]
-    assert wanted.first_block == 1
-    assert wanted.blocks == (101, 102)
-    assert wanted.prompt_digest == handed["cleave"]["prompt_digest"]
-    assert wanted.handoff.boot_id == "boot-p"
+    pull = decode.build_metadata().pulls["r"]
+    assert pull.first_block == 1
+    assert pull.blocks == (101, 102)
+    assert pull.prompt_digest == handed["cleave"]["prompt_digest"]
+    assert pull.handoff.boot_id == "boot-p"
     # After a failed pull the prompt is computed here.
     assert decode.count_tokens_to_pull(request, 0) == 0
     decode.update_after_alloc(request, blocks(3), 0)
@@ -157,7 +157,7 @@ def test_a_handoff_that_is_not_whole_is_computed_and_counted(
     assert decode.take_stats().is_empty()
 
 
-def test_whatever_decides_the_kv_decides_the_digest(handed: dict[str, Any]) -> None:
+def test_every_input_of_the_kv_changes_the_digest(handed: dict[str, Any]) -> None:
     image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=2))
     digests = set()
     for changed in (
@@ -189,7 +189,7 @@ AHEAD = {
 }
 
 
-def test_a_prompt_that_is_asked_for_ahead_is_pulled_under_its_own_digest(
+def test_an_overlapped_prompt_is_pulled_under_its_own_digest(
     vllm_request: ModuleType,
 ) -> None:
     prefilling = request_of({"do_remote_decode": True, "cleave": {"name": "name"}})
@@ -200,13 +200,13 @@ def test_a_prompt_that_is_asked_for_ahead_is_pulled_under_its_own_digest(
     request = request_of(dict(AHEAD))
     decode.on_new_request(request)
     decode.update_after_alloc(request, blocks(3), 10)
-    wanted = decode.build_metadata().pulls["r"]
-    assert wanted.handoff.is_overlapped
-    assert wanted.prompt_digest == begun.prompt_digest
+    pull = decode.build_metadata().pulls["r"]
+    assert pull.handoff.is_overlapped
+    assert pull.prompt_digest == begun.prompt_digest
 
     prefilling.status = vllm_request.RequestStatus.FINISHED_LENGTH_CAPPED
-    kept, params = prefill.finish_request(prefilling, [7, 8, 9])
-    assert kept
+    is_delayed, params = prefill.finish_request(prefilling, [7, 8, 9])
+    assert is_delayed
     assert params
     assert (
         prefill.build_metadata().finished_prefills["r"].epoch

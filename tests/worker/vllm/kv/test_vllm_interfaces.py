@@ -1,4 +1,4 @@
-"""vLLM's doors that the KV connector uses are where they were: fails loudly when one moves."""
+"""vLLM's interfaces that the KV connector uses are unchanged: fails when one moves."""
 
 import dataclasses
 import inspect
@@ -37,15 +37,15 @@ def test_every_method_that_vllm_calls_is_called_as_before(base: Any, connector: 
         for name, method in inspect.getmembers(connector, callable)
         if not name.startswith("_") and method is not getattr(base.KVConnectorBase_V1, name, None)
     }
-    doors = {
+    entry_points = {
         name: method
         for parent in (base.KVConnectorBase_V1, base.SupportsHMA)
         for name, method in inspect.getmembers(parent, callable)
     }
     for name, method in own.items():
-        assert name in doors, f"vLLM does not call {name} any more"
+        assert name in entry_points, f"vLLM does not call {name} any more"
         if name != "build_prom_metrics":
-            assert names(method) == names(doors[name]), f"{name} takes other arguments"
+            assert names(method) == names(entry_points[name]), f"{name} takes other arguments"
     missing = {
         name
         for name, method in inspect.getmembers(connector)
@@ -65,7 +65,7 @@ def test_failed_pulls_are_reported_and_answered_as_before(base: Any) -> None:
     assert KVTransferConfig(kv_load_failure_policy="recompute").engine_id
 
 
-def test_what_the_scheduler_tells_of_a_request_has_its_names() -> None:
+def test_the_fields_of_a_scheduled_request_have_their_names() -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request, RequestStatus
@@ -108,7 +108,7 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     registry = CollectorRegistry()
 
     def in_registry(kind: Any) -> Any:
-        return lambda **told: kind(registry=registry, **told)
+        return lambda **options: kind(registry=registry, **options)
 
     kinds = {kind: in_registry(kind) for kind in (Counter, Gauge, Histogram)}
 
@@ -133,16 +133,16 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     assert 'reason="boot"} 0.0' in page
 
 
-def test_what_a_step_tells_of_its_requests_has_its_names() -> None:
+def test_the_fields_of_a_scheduler_step_have_their_names() -> None:
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-    for told, used in (
+    for options, used in (
         (SchedulerOutput, {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"}),
         (SchedulerOutput, {"preempted_req_ids"}),
         (NewRequestData, {"req_id", "block_ids", "num_computed_tokens"}),
         (CachedRequestData, {"req_ids", "new_block_ids", "num_computed_tokens"}),
     ):
-        assert used <= {field.name for field in dataclasses.fields(told)}
+        assert used <= {field.name for field in dataclasses.fields(options)}
 
 
 def test_layers_and_steps_are_said_to_be_done_when_they_are() -> None:

@@ -15,7 +15,7 @@ from cleave_worker.transfer.handoff import Handoff, RefusalReason  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
 from cleave_worker.transfer.transport import Transport  # noqa: E402
 
-from tests.support.kv_server_process import caches, kept_as  # noqa: E402
+from tests.support.kv_server_process import caches, register_kv  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -35,7 +35,7 @@ def start() -> Iterator[Callable[..., Any]]:
     def one(boot_id: str, tensors: list[Any], lease_s: float = BOUND_S, **place: Any) -> WorkerSide:
         ways = (Transport.SHARED_MEMORY, Transport.GLOO)
         settings = ConnectorSettings(0, ways, lease_s, BOUND_S, check_bytes=True)
-        started.append(WorkerSide(kept_as(boot_id, tensors, **place), settings))
+        started.append(WorkerSide(register_kv(boot_id, tensors, **place), settings))
         return started[-1]
 
     yield one
@@ -43,13 +43,13 @@ def start() -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def orders(**told: Any) -> Any:
+def orders(**options: Any) -> Any:
     from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 
-    return CleaveConnectorMetadata(**told)
+    return CleaveConnectorMetadata(**options)
 
 
-def wanted(port: int, boot_id: str = "boot-p") -> Any:
+def build_pull(port: int, boot_id: str = "boot-p") -> Any:
     from cleave_worker.vllm.kv.metadata import PullTask
 
     handoff = Handoff(boot_id, "theirs", 1, "d", 32, (("127.0.0.1", port),))
@@ -68,7 +68,7 @@ def test_a_pull_is_reported_once_and_frees_what_was_held(start: Callable[..., An
     theirs, ours = caches(1000), caches(0)
     prefill, decode = start("boot-p", theirs), start("boot-d", ours)
     prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
-    decode.start_pulls({"mine": wanted(prefill.port)}, {})
+    decode.start_pulls({"mine": build_pull(prefill.port)}, {})
     assert received(decode) == ({"mine"}, set())
     assert decode.take_received() == (set(), set())
     assert prefill.take_sent() == {"theirs"}
@@ -82,27 +82,27 @@ def test_a_pull_is_reported_once_and_frees_what_was_held(start: Callable[..., An
 
 def test_a_refused_pull_is_reported_as_failed_with_its_reason(start: Callable[..., Any]) -> None:
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
-    decode.start_pulls({"mine": wanted(prefill.port, boot_id="before")}, {})
+    decode.start_pulls({"mine": build_pull(prefill.port, boot_id="before")}, {})
     assert received(decode) == ({"mine"}, {"mine"})
     assert decode.take_stats().data["ended"] == {RefusalReason.BOOT: 1}
 
 
-def test_whatever_goes_wrong_the_request_hears_of_its_end(
+def test_after_any_failure_the_end_of_the_request_is_reported(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*told: object) -> Transport:
+    def broken(*args: object) -> Transport:
         raise KeyError("unforeseen")
 
     monkeypatch.setattr(KvClient, "pull", broken)
     decode = start("boot-d", caches(0))
-    decode.start_pulls({"mine": wanted(1)}, {})
+    decode.start_pulls({"mine": build_pull(1)}, {})
     assert received(decode) == ({"mine"}, {"mine"})
 
 
 def test_what_is_declined_or_expires_is_freed(start: Callable[..., Any]) -> None:
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0))
     prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
-    decode.start_pulls({}, {"mine": wanted(prefill.port).handoff})
+    decode.start_pulls({}, {"mine": build_pull(prefill.port).handoff})
     deadline = time.monotonic() + BOUND_S
     while not (freed := prefill.take_sent()):
         assert time.monotonic() < deadline
@@ -118,9 +118,9 @@ def test_what_waits_for_its_turn_sends_heartbeats_until_it_was_pulled(
     monkeypatch.setattr(BlockLeases, "extend", lambda self, ids: beats.put(tuple(ids)))
     prefill, decode = start("boot-p", caches(1000)), start("boot-d", caches(0), lease_s=0.3)
     prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
-    decode.apply_metadata(orders(expected_pulls={"mine": wanted(prefill.port).handoff}))
+    decode.apply_metadata(orders(expected_pulls={"mine": build_pull(prefill.port).handoff}))
     assert beats.get(timeout=BOUND_S) == ("theirs",)
-    decode.start_pulls({"mine": wanted(prefill.port)}, {})
+    decode.start_pulls({"mine": build_pull(prefill.port)}, {})
     assert received(decode) == ({"mine"}, set())
     assert not decode._expected_handoffs
 
@@ -197,19 +197,19 @@ def compute(rank: Any) -> None:
     rank.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
 
 
-def told_to_the_scheduler(ranks: list[Any]) -> Any:
+def report_to_scheduler(ranks: list[Any]) -> Any:
     """What vLLM makes of the words of all ranks, step by step until a request is over or sent."""
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     aggregator, deadline = KVOutputAggregator(len(ranks)), time.monotonic() + BOUND_S
     while time.monotonic() < deadline:
-        told = []
+        outputs = []
         for rank in ranks:
             over, failed = rank.take_received()
             said = KVConnectorOutput(rank.take_sent(), over, failed_recving=failed)
-            told.append(ModelRunnerOutput([], {}, kv_connector_output=said))
-        output = aggregator.aggregate(told).kv_connector_output
+            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=said))
+        output = aggregator.aggregate(outputs).kv_connector_output
         if output.finished_recving or output.finished_sending:
             return output
         time.sleep(0.01)
@@ -219,9 +219,9 @@ def told_to_the_scheduler(ranks: list[Any]) -> Any:
 def test_a_prompt_that_two_ranks_follow_is_ready_when_both_have_it(
     pair_of_ranks: tuple[list[Any], list[Any], Any],
 ) -> None:
-    prefill, decode, wanted = pair_of_ranks
+    prefill, decode, metadata = pair_of_ranks
     for rank in decode:
-        rank.start_pulls({"mine": wanted}, {})
+        rank.start_pulls({"mine": metadata}, {})
     compute(prefill[0])
     deadline = time.monotonic() + BOUND_S
     while decode[0]._finished_pulls.empty():
@@ -229,20 +229,20 @@ def test_a_prompt_that_two_ranks_follow_is_ready_when_both_have_it(
         time.sleep(0.01)
     assert decode[1]._finished_pulls.empty()
     compute(prefill[1])
-    output = told_to_the_scheduler(decode)
+    output = report_to_scheduler(decode)
     assert (output.finished_recving, output.failed_recving) == ({"mine"}, set())
-    assert told_to_the_scheduler(prefill).finished_sending == {"theirs"}
+    assert report_to_scheduler(prefill).finished_sending == {"theirs"}
 
 
 def test_a_prompt_of_which_one_rank_is_lost_has_failed_when_the_other_has_ended(
     pair_of_ranks: tuple[list[Any], list[Any], Any],
 ) -> None:
-    prefill, decode, wanted = pair_of_ranks
+    prefill, decode, metadata = pair_of_ranks
     for rank in decode:
-        rank.start_pulls({"mine": wanted}, {})
+        rank.start_pulls({"mine": metadata}, {})
     prefill[1].apply_metadata(orders(cancelled_prefills={"theirs"}))
     compute(prefill[0])
-    output = told_to_the_scheduler(decode)
+    output = report_to_scheduler(decode)
     assert (output.finished_recving, output.failed_recving) == ({"mine"}, {"mine"})
     assert prefill[0].take_sent() == {"theirs"}
     assert prefill[1].take_sent() == set()
