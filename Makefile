@@ -4,6 +4,8 @@ SHELL = bash
 ARGS ?=
 # On a busy machine a process may starve for seconds: failed tests run once more and are reported.
 RERUN = --reruns 1 -rR
+# Tests wait more than they compute. Those of one file share fixtures, so they stay together.
+PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile
 
 # `make test ARGS='tests -k router'` runs a part.
 .PHONY: help run test quick check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup setup-emulated
@@ -26,10 +28,10 @@ check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory -j2 unit cluster)
-	$(if $(ARGS),,.venv/bin/pytest $(RERUN) e2e)
+	$(if $(ARGS),,.venv/bin/pytest $(RERUN) $(PARALLEL) e2e)
 
-unit: # mostly one process, so that the cluster has another core
-	.venv/bin/pytest $(RERUN) tests
+unit:
+	.venv/bin/pytest $(RERUN) $(PARALLEL) tests
 
 cluster: # prints its output at the end, because it runs beside the unit tests
 	@mkdir -p build; $(MAKE) --no-print-directory e2e ARGS='$(RERUN)' >build/cluster.log 2>&1; status=$$?; \
