@@ -40,6 +40,14 @@ _EXIT_CODES = (
 )
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 GC_THRESHOLDS = (1_000, 10, 1_000)
+_USAGE_ERRORS = (
+    ApiKeysError,
+    DiscoveryError,
+    EndpointPickerError,
+    LengthsError,
+    TlsError,
+    TracingError,
+)
 
 
 def run(config: GatewayConfig) -> int:
@@ -53,19 +61,11 @@ def run(config: GatewayConfig) -> int:
 
 
 def _serve_process(config: GatewayConfig, shared_state: SharedGatewayState | None = None) -> int:
-    """Serve in this process; `shared_state`: shared with the other processes; None: there are
-    none. Returns the exit code."""
+    """Serve in this process; returns the exit code."""
     try:
         with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, shared_state))
-    except (
-        DiscoveryError,
-        ApiKeysError,
-        LengthsError,
-        EndpointPickerError,
-        TlsError,
-        TracingError,
-    ) as error:
+    except _USAGE_ERRORS as error:
         log.error("%s", error)
         return 2
     except OSError as error:

@@ -1,5 +1,4 @@
-"""Rate limits of one tenant: requests and tokens a minute, concurrent requests. Pure; time is
-passed in.
+"""Limits of one tenant: requests and tokens a minute, concurrent requests. Pure; time is passed in.
 
 Used by the admission controller for every request of a tenant with limits. What is hard: the length
 of an output is known only at its end, so its tokens are charged then, and a tenant that has
@@ -29,8 +28,7 @@ class TokenBucket:
         """Load what other processes have used; called before any other method."""
 
     def compute_wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much may be used; 0: now. For more than a minute's worth, until it is
-        full."""
+        """Seconds until so much may be used, 0: now; until full for more than a minute's worth."""
         needed_s = min(amount / self._per_minute, 1.0) * MINUTE_S
         wait_s = self._full_at - now + needed_s - MINUTE_S
         return wait_s if wait_s > MIN_WAIT_S else 0.0
@@ -81,10 +79,8 @@ class TenantUsage:
         """Set other limits."""
         self._limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._request_bucket = self._resize_or_create(
-            self._request_bucket, requests, now, of_tokens=False
-        )
-        self._token_bucket = self._resize_or_create(self._token_bucket, tokens, now, of_tokens=True)
+        self._request_bucket = self._resize_bucket(self._request_bucket, False, requests, now)
+        self._token_bucket = self._resize_bucket(self._token_bucket, True, tokens, now)
 
     def acquire(self, prompt_tokens: int, now: float) -> LimitExceeded | None:
         """Charge a new request; a refused request is not charged."""
@@ -121,8 +117,8 @@ class TenantUsage:
         """Requests that are queued or running."""
         return self.num_running
 
-    def _resize_or_create(
-        self, bucket: TokenBucket | None, per_minute: int, now: float, *, of_tokens: bool
+    def _resize_bucket(
+        self, bucket: TokenBucket | None, of_tokens: bool, per_minute: int, now: float
     ) -> TokenBucket | None:
         if not per_minute:
             return None

@@ -101,9 +101,8 @@ def _build_tenants(file: _TenantsFile, path: Path) -> dict[bytes, Tenant]:
     names: set[str] = set()
     for spec in file.tenants:
         if spec.name in names:
-            raise ApiKeysError(
-                f"{path}: two tenants are named {spec.name!r}; give each its own name"
-            )
+            problem = f"two tenants are named {spec.name!r}; give each its own name"
+            raise ApiKeysError(f"{path}: {problem}")
         names.add(spec.name)
         limits = TenantLimits(
             spec.requests_per_minute or 0, spec.tokens_per_minute or 0, spec.max_concurrent or 0

@@ -1,5 +1,4 @@
-"""The endpoint picker: Envoy's external processing service on the gateway's router and load
-accounting.
+"""The endpoint picker: Envoy's external processing service on the gateway's router.
 
 Started by the gateway if it has a port; called by proxies of an InferencePool (Gateway API
 Inference Extension). Requests that can be split, that no instance can take yet, or that are no
@@ -47,8 +46,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     """Picks an endpoint for each request."""
 
     def __init__(self, context: GatewayContext, address: str, direct: bool) -> None:
-        """`address`: ip:port of this gateway. `direct`: requests that are not split go to
-        instances."""
+        """`address`: ip:port of this gateway. `direct`: unsplit requests go to instances."""
         self._context = context
         self._address = address
         self._routes_directly = direct
@@ -86,9 +84,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         Raises GatewayError (503) when the proxy does not allow this endpoint.
         """
         if not self._may_name_itself(head):
-            raise convert_router_error(
-                NoInstance(f"{self._address} is not among the endpoints allowed")
-            )
+            reason = f"{self._address} is not among the endpoints allowed"
+            raise convert_router_error(NoInstance(reason))
         await stream.write(ext_proc.build_endpoint_response(self._address, {}))
         if head.request_mode == _DUPLEX and not head.has_no_body:
             await self._echo_request(stream, read)
@@ -151,15 +148,13 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """Whether the request can be split, or has to wait for an instance."""
         if not self._may_name_itself(head):
             return False
-        router = self._context.router
-        if completion.can_disaggregate and has_prefill_instance(router, completion.model):
+        router, model = self._context.router, completion.model
+        if completion.can_disaggregate and has_prefill_instance(router, model):
             return True
         if self._context.config.timeouts.wake_s <= 0:
             return False
         models = router.registry.models
-        return not models or (
-            completion.model in models and bool(router.explain_unavailable(completion.model))
-        )
+        return not models or (model in models and bool(router.explain_unavailable(model)))
 
     async def _send_direct(
         self, stream: _Stream, head: ExtProcRequest, completion: CompletionRequest, trailers: bool
@@ -175,9 +170,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             endpoint = format_endpoint(direct.pick_instance(self._list_disallowed(head), session))
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            for response in self._build_responses(
-                head, endpoint, build_colocated_body(completion), trailers
-            ):
+            body = build_colocated_body(completion)
+            for response in self._build_responses(head, endpoint, body, trailers):
                 await stream.write(response)
             await self._process_response(stream, head, direct)
         except RouterError as error:
@@ -205,29 +199,23 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     def _list_disallowed(self, head: ExtProcRequest) -> list[str]:
         """Instances that the proxy does not allow."""
-        if head.subset is None:
+        allowed, instances = head.subset, self._context.router.registry.instances.values()
+        if allowed is None:
             return []
-        instances = self._context.router.registry.instances
-        return [
-            name
-            for name, instance in instances.items()
-            if format_endpoint(instance.target) not in head.subset
-        ]
+        return [each.name for each in instances if format_endpoint(each.target) not in allowed]
 
     async def _process_response(
         self, stream: _Stream, head: ExtProcRequest, direct: DirectRequest | None
     ) -> None:
-        """Process the response's messages to their end; `direct` None: the gateway handles the
-        request."""
+        """Process the response's messages to their end; `direct` None: it is the gateway's."""
         while not _is_end(message := await stream.read()):
             responses = [ext_proc.CONTINUE_REQUEST_TRAILERS]
             ends = False
             match message.WhichOneof("request"):
                 case "response_headers":
                     if direct is not None:
-                        direct.on_response_head(
-                            ext_proc.read_status(message), ext_proc.read_served(message)
-                        )
+                        status = ext_proc.read_status(message)
+                        direct.on_response_head(status, ext_proc.read_served(message))
                     responses = [ext_proc.CONTINUE_RESPONSE_HEADERS]
                     ends = message.response_headers.end_of_stream
                 case "response_body":
@@ -254,14 +242,12 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     # --- reading ---
 
     async def _read_body(self, stream: _Stream) -> list[pb.ProcessingRequest] | None:
-        """All messages of a request's body, perhaps with trailers; None when the proxy has
-        cancelled it.
+        """All messages of a request's body, perhaps with trailers; None: the proxy cancelled it.
 
         Raises GatewayError (413) and TimeoutError.
         """
-        limit = self._context.config.max_body_bytes
+        remaining = limit = self._context.config.max_body_bytes
         read: list[pb.ProcessingRequest] = []
-        remaining = limit
         while (message := await self._read_message(stream)) is not None:
             read.append(message)
             remaining -= len(message.request_body.body)
@@ -286,8 +272,7 @@ class EndpointPickerServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int, gateway_port: int) -> int:
-        """Listen on the gateway's host; returns the port. Raises OSError, EndpointPickerError and
-        TlsError."""
+        """Listen; returns the port. Raises OSError, EndpointPickerError and TlsError."""
         config = self._context.config
         if config.tls_certificate is not None:
             raise EndpointPickerError(
@@ -302,12 +287,10 @@ class EndpointPickerServer:
             ),
             maximum_concurrent_rpcs=config.max_clients,
         )
-        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
-            EndpointPicker(self._context, address, config.endpoint_picker_direct), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(
-            EndpointPickerHealth(self._context), self._server
-        )
+        picker = EndpointPicker(self._context, address, config.endpoint_picker_direct)
+        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, self._server)
+        health = EndpointPickerHealth(self._context)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
         address_and_port = format_gateway_address(config.host, port)
         try:
             if credentials is None:
@@ -332,14 +315,11 @@ def _is_end(message: object) -> bool:
 
 def format_gateway_address(host: str, port: int) -> str:
     """This gateway's address as proxies name it. Raises EndpointPickerError."""
+    problem = f"--host {host}: an endpoint picker names"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise EndpointPickerError(
-            f"--host {host}: an endpoint picker names IP addresses only"
-        ) from None
+        raise EndpointPickerError(f"{problem} IP addresses only") from None
     if address.is_unspecified:
-        raise EndpointPickerError(
-            f"--host {host}: an endpoint picker names its gateway: give the address of this one"
-        )
+        raise EndpointPickerError(f"{problem} its gateway: give the address of this one")
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

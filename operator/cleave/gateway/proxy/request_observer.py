@@ -16,13 +16,11 @@ class RequestObserver:
     __slots__ = ()
 
     def on_attempt(self, pick: Pick, recovery_mode: str) -> None:
-        """An attempt begins; `recovery_mode`, which the first one ignores: again, continued or
-        replayed."""
+        """An attempt begins; `recovery_mode` of all but the first: again, continued or replayed."""
         raise NotImplementedError
 
     def on_call_sent(self, phase: str, target: Target) -> bytes:
-        """A call to an engine begins: prefill, decode, or whole for both. Returns header lines to
-        add to it."""
+        """A call begins: prefill, decode, or whole for both. Returns header lines to add to it."""
         raise NotImplementedError
 
     def on_prefill_done(self, body: bytes) -> None:
