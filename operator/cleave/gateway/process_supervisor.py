@@ -216,7 +216,6 @@ class _ProcessSupervisor:
 
 
 def _run_child(serve: Serve, config: GatewayConfig, shared: SharedGatewayState, parent: int) -> int:
-    """Run a child process; returns its exit code."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if shared.process_index:

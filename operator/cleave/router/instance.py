@@ -132,7 +132,6 @@ class BaseScoreTable:
 
     def update(self, slot: int) -> None:
         """Recompute the scores of the instance on this slot."""
-        raise NotImplementedError
 
 
 class RoutedInstance:

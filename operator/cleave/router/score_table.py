@@ -150,7 +150,6 @@ class ScoreTable(BaseScoreTable):
             column.set_score(slot, total)
 
     def _update_extra_columns(self, slot: int, instance: RoutedInstance) -> None:
-        """Update the columns besides the scores."""
         if self.is_shared or instance.num_routers > 1:
             rank = self._role_ranks[slot] % instance.num_routers
             self.is_remote[slot] = rank != instance.router_rank
@@ -206,7 +205,6 @@ def _select_columns(
 
 
 def _rank_by_role(instances: list[RoutedInstance]) -> list[int]:
-    """The rank of each instance among those of its role."""
     counts: Counter[int] = Counter()
     ranks = []
     for instance in instances:

@@ -16,8 +16,7 @@ from typing import Protocol
 from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
 from cleave.gateway.admission.fair_queue import FairQueue, QueueEntry
-from cleave.gateway.admission.rate_limit import TenantLimits, TenantUsage
-from cleave.gateway.admission.shared_rate_limit import SharedTenantUsage
+from cleave.gateway.admission.rate_limit import SharedTenantUsage, TenantLimits, TenantUsage
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.errors import GatewayError

@@ -42,8 +42,6 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class _TenantSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
-    """A tenant in the file."""
-
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
     keys: Annotated[list[str], msgspec.Meta(min_length=1)]
     requests_per_minute: _Count | None = None

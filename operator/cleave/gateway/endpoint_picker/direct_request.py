@@ -175,15 +175,9 @@ class DirectRequest:
         if outcome == "ok" and completion.stream and self._first_byte_at is not None:
             stream_s = self._first_byte_at - self._started_at, context.clock() - self._first_byte_at
         is_known = completion.model in context.router.registry.known_models
-        record_completed(
-            context.metrics,
-            completion.model if is_known else "",
-            self._tenant.name,
-            outcome,
-            completion.prompt_tokens,
-            tokens,
-            stream_s,
-        )
+        model, tenant = completion.model if is_known else "", self._tenant.name
+        prompt = completion.prompt_tokens
+        record_completed(context.metrics, model, tenant, outcome, prompt, tokens, stream_s)
 
 
 def has_prefill_instance(router: Router, model: str) -> bool:

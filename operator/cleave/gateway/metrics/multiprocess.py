@@ -79,7 +79,6 @@ def sum_process_metrics(pids: list[int]) -> Iterable[Metric]:
 
 
 def _read_ended_children_cpu_s(parent: int) -> float:
-    """CPU seconds of children that have ended."""
     fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
 
@@ -97,7 +96,6 @@ def _to_plain(counted: object) -> PlainValue:
 
 
 def _add_plain(counted: object, more: PlainValue) -> None:
-    """Add in place."""
     if isinstance(counted, BucketHistogram):
         counted.merge(more)
     elif isinstance(counted, dict):

@@ -271,7 +271,6 @@ class Attempt:
     # --- receiving ---
 
     def _buffer_body(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
-        """Buffer a response until it is complete."""
         self._body_parts.append(piece)
         self._body_bytes += len(piece)
         if self._body_bytes > MAX_RESPONSE_BYTES:

@@ -300,7 +300,6 @@ class ProxiedRequest:
             self._start_attempt()
 
     def _start_attempt(self) -> None:
-        """Pick instances and start an attempt on them."""
         context, retry = self._context, self._retry_state
         path, completion, history = self._path, self._completion, None
         if retry is not None:
@@ -373,7 +372,6 @@ class ProxiedRequest:
             self._respond_error(error, outcome)
 
     def _finish_stream(self) -> None:
-        """The stream is complete."""
         self._release("ok")
         self._client.end(reusable=True)
 
