@@ -43,14 +43,8 @@ _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_END
 GC_THRESHOLDS = (1_000, 10, 1_000)
 MAX_OPEN_FILES = 1 << 20
 """Some systems allow a billion, and some libraries iterate over all of them."""
-_USAGE_ERRORS = (
-    ApiKeysError,
-    DiscoveryError,
-    EndpointPickerError,
-    LengthsError,
-    TlsError,
-    TracingError,
-)
+_ERRORS = (ApiKeysError, DiscoveryError, EndpointPickerError, LengthsError, TlsError, TracingError)
+"""Of the configuration: exit code 2."""
 
 
 def run(config: GatewayConfig) -> int:
@@ -68,7 +62,7 @@ def _serve_process(config: GatewayConfig, shared_state: SharedGatewayState | Non
     try:
         with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, shared_state))
-    except _USAGE_ERRORS as error:
+    except _ERRORS as error:
         log.error("%s", error)
         return 2
     except OSError as error:

@@ -407,7 +407,7 @@ class Router:
         in_flight.num_requests += 1
         if self._tracks_decoding:
             in_flight.decoding_requests[pick] = None
-            in_flight.weighted_context += _weigh_context(pick)
+            in_flight.weighted_context += _compute_weight(pick)
             in_flight.num_heavy += pick.output_tokens > HEAVY_OUTPUT_TOKENS
         pick._decode_entry = (decode, in_flight, resident)
         self.registry.refresh(decode)
@@ -417,7 +417,7 @@ class Router:
 
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]
-        in_flight.weighted_context -= _weigh_context(pick)
+        in_flight.weighted_context -= _compute_weight(pick)
         in_flight.num_heavy -= pick.output_tokens > HEAVY_OUTPUT_TOKENS
 
     def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:
@@ -425,7 +425,7 @@ class Router:
             self.registry.refresh(instance)
 
 
-def _weigh_context(pick: Pick) -> float:
+def _compute_weight(pick: Pick) -> float:
     return compute_context_weight(pick.prompt_tokens, pick.output_tokens, GAMMA)
 
 

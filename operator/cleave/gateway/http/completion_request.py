@@ -221,10 +221,10 @@ def build_colocated_body(completion: CompletionRequest) -> bytes:
 
 
 def build_prefill_body(
-    request: CompletionRequest, kv_params: msgspec.Raw = KV_REQUEST_PARAMS
+    completion: CompletionRequest, kv_params: msgspec.Raw = KV_REQUEST_PARAMS
 ) -> bytes:
     """The body for an engine that computes the prompt and keeps its KV for another engine."""
-    fields = request.fields.copy()
+    fields = completion.fields.copy()
     for key in _NON_PREFILL_FIELDS:
         fields.pop(key, None)
     fields["stream"] = _FALSE
