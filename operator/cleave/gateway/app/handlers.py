@@ -37,8 +37,9 @@ from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
 _OTHER_PATHS = frozenset(route.path for route in routes.OTHER_ROUTES)
-_METHODS = {route.path: b"GET" for route in routes.OWN_ROUTES}
-_METHODS |= {route.path: b"POST" for route in routes.COMPLETION_ROUTES + routes.OTHER_ROUTES}
+_METHODS = {route.path: b"POST" for route in routes.COMPLETION_ROUTES + routes.OTHER_ROUTES} | {
+    route.path: b"GET" for route in routes.OWN_ROUTES
+}
 _PUBLIC_PATHS = frozenset(route.path for route in routes.OWN_ROUTES if not route.needs_key)
 _INTERNAL_METHODS = {route.path: b"GET" for route in routes.INTERNAL_ROUTES}
 _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
