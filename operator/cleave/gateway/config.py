@@ -17,7 +17,6 @@ from cleave.rpc.listen_addresses import parse_hosts
 
 MAX_PROCESSES = 64
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-_OPTION = "option"
 
 
 def parse_size(text: str) -> int:
@@ -36,69 +35,67 @@ def parse_ratio(text: str) -> float:
     return ratio
 
 
-def _declare_option(
+def _declare(
     flag: str,
     default: object,
-    help_text: str = "",
+    help_text: str,
     *,
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
 ) -> Any:  # noqa: ANN401 - as dataclasses.field
     """Declare a field that `flag` sets. The parser of its value follows from the default's type."""
-    return field(
-        default=default,
-        metadata={_OPTION: {"flag": flag, "help": help_text, "parse": parse, "metavar": metavar}},
-    )
+    option = {"flag": flag, "help": help_text, "parse": parse, "metavar": metavar}
+    return field(default=default, metadata=option)
+
+
+def _declare_seconds(flag: str, default: float, help_text: str) -> Any:  # noqa: ANN401
+    return _declare(flag, default, help_text, metavar="S")
+
+
+def _declare_file(flag: str, help_text: str) -> Any:  # noqa: ANN401
+    return _declare(flag, None, help_text, parse=Path, metavar="FILE")
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Limits of all waits, in seconds."""
 
-    connect_s: float = _declare_option(
-        "--connect-timeout", 2.0, "TCP connection to an engine", metavar="S"
-    )
-    first_byte_s: float = _declare_option(
+    connect_s: float = _declare_seconds("--connect-timeout", 2.0, "TCP connection to an engine")
+    first_byte_s: float = _declare_seconds(
         "--first-byte-timeout",
         120.0,
         "prefill, and the first token of a stream; includes queueing in the engine",
-        metavar="S",
     )
-    response_s: float = _declare_option(
+    response_s: float = _declare_seconds(
         "--answer-timeout",
         600.0,
         "a response that is not streamed: its first byte comes with its last token",
-        metavar="S",
     )
-    idle_s: float = _declare_option(
+    idle_s: float = _declare_seconds(
         "--idle-timeout",
         60.0,
         "between two pieces of a stream, of a request, or of what a client reads",
-        metavar="S",
     )
     keep_alive_s: float = 75.0
     """A client's connection without a request."""
-    wake_s: float = _declare_option(
+    wake_s: float = _declare_seconds(
         "--wake-timeout",
         0.0,
         "how long a request waits for an instance when none can take it; 0: it is refused at once",
-        metavar="S",
     )
-    resume_s: float = _declare_option(
+    resume_s: float = _declare_seconds(
         "--resume-timeout",
         30.0,
         "how long a stream that lost its engine waits for another instance",
-        metavar="S",
     )
-    shutdown_delay_s: float = _declare_option(
+    shutdown_delay_s: float = _declare_seconds(
         "--leave-delay",
         0.0,
         "from SIGTERM until new connections are refused: as long as all nodes need to stop sending "
         "them here",
-        metavar="S",
     )
-    drain_s: float = _declare_option(
-        "--drain-timeout", 30.0, "requests that still run when the gateway stops", metavar="S"
+    drain_s: float = _declare_seconds(
+        "--drain-timeout", 30.0, "requests that still run when the gateway stops"
     )
 
 
@@ -108,119 +105,98 @@ class GatewayConfig:
 
     agents: str
     """Where to find the agents, in the form that cleave.rpc.agent_discovery reads."""
-    hosts: tuple[str, ...] = _declare_option(
+    hosts: tuple[str, ...] = _declare(
         "--host",
         ("127.0.0.1",),
         "addresses to listen on; the first one is the address under which others reach it",
         parse=parse_hosts,
         metavar="HOST,...",
     )
-    port: int = _declare_option("--port", 8080, "0: any free port, written to the log")
-    processes: int = _declare_option(
+    port: int = _declare("--port", 8080, "0: any free port, written to the log")
+    processes: int = _declare(
         "--processes",
         1,
         "processes that serve the port and share their load accounting; one for each core",
     )
-    internal_port: int = _declare_option(
+    internal_port: int = _declare(
         "--internal-port",
         0,
         "/fleet, /health, /metrics and /livez without keys, for the operator and scrapers; 0: off",
     )
-    router_port: int = _declare_option("--router-port", 0, "gRPC Router service; 0: off")
-    endpoint_picker_port: int = _declare_option(
+    router_port: int = _declare("--router-port", 0, "gRPC Router service; 0: off")
+    endpoint_picker_port: int = _declare(
         "--endpoint-picker-port",
         0,
         "endpoint picker (Envoy's ext_proc) for gateways that route to an InferencePool; 0: off",
     )
-    endpoint_picker_direct: bool = _declare_option(
+    endpoint_picker_direct: bool = _declare(
         "--endpoint-picker-direct",
         False,
         "the endpoint picker sends completions that are not split directly to instances",
     )
-    endpoint_picker_certificate: Path | None = _declare_option(
+    endpoint_picker_certificate: Path | None = _declare_file(
         "--endpoint-picker-cert",
-        None,
         "PEM, with its chain, as --tls-cert; without it the certificate is self-signed",
-        parse=Path,
-        metavar="FILE",
     )
-    endpoint_picker_key: Path | None = _declare_option(
-        "--endpoint-picker-key", None, "PEM, without a password", parse=Path, metavar="FILE"
+    endpoint_picker_key: Path | None = _declare_file(
+        "--endpoint-picker-key", "PEM, without a password"
     )
-    endpoint_picker_plain: bool = _declare_option(
+    endpoint_picker_plain: bool = _declare(
         "--endpoint-picker-plain",
         False,
         "the endpoint picker serves gRPC without TLS, for proxies configured for that",
     )
-    api_keys: Path | None = _declare_option(
+    api_keys: Path | None = _declare_file(
         "--api-keys",
-        None,
         "one key a line, or tenants with their keys and limits; read again when it changes; "
         "default: no authentication",
-        parse=Path,
-        metavar="FILE",
     )
-    tls_certificate: Path | None = _declare_option(
-        "--tls-cert",
-        None,
-        "PEM, with its chain: the port serves HTTPS; read again when it changes",
-        parse=Path,
-        metavar="FILE",
+    tls_certificate: Path | None = _declare_file(
+        "--tls-cert", "PEM, with its chain: the port serves HTTPS; read again when it changes"
     )
-    tls_key: Path | None = _declare_option(
-        "--tls-key", None, "PEM, without a password", parse=Path, metavar="FILE"
-    )
-    fallback: FallbackPolicy = _declare_option(
+    tls_key: Path | None = _declare_file("--tls-key", "PEM, without a password")
+    fallback: FallbackPolicy = _declare(
         "--fallback",
         FallbackPolicy.ALWAYS,
         "when a request that should be split may run entirely on a decode instance",
     )
-    ttft_slo_ms: float = _declare_option(
-        "--ttft-ms", 0.0, "target to measure; 0: none", metavar="MS"
-    )
-    tpot_slo_ms: float = _declare_option(
-        "--tpot-ms", 0.0, "target to measure; 0: none", metavar="MS"
-    )
-    late_policy: LateRequestPolicy = _declare_option(
+    ttft_slo_ms: float = _declare("--ttft-ms", 0.0, "target to measure; 0: none", metavar="MS")
+    tpot_slo_ms: float = _declare("--tpot-ms", 0.0, "target to measure; 0: none", metavar="MS")
+    late_policy: LateRequestPolicy = _declare(
         "--late",
         LateRequestPolicy.SERVE,
         "what happens to requests that can no longer meet --ttft-ms",
     )
-    policy: DispatchPolicy = _declare_option(
+    policy: DispatchPolicy = _declare(
         "--policy", DispatchPolicy.SHORTEST_WAIT, "how instances are picked for a request"
     )
-    session_header: str = _declare_option(
+    session_header: str = _declare(
         "--session-header",
         "",
         "one instance computes the prompts of all requests with the same value in this header",
         metavar="NAME",
     )
-    output_length_model: Path | None = _declare_option(
+    output_length_model: Path | None = _declare_file(
         "--lengths",
-        None,
         "from cleave lengths train: predicts output lengths; used if it was measured to be "
         "better than the mean by prompt length",
-        parse=Path,
-        metavar="FILE",
     )
-    whole_below_tokens: int = _declare_option(
+    whole_below_tokens: int = _declare(
         "--whole-below",
         0,
         "while prefill instances are busy, the decode instance computes prompts up to this "
         "length itself; 0: none",
         metavar="TOKENS",
     )
-    ahead_from_tokens: int = _declare_option(
+    ahead_from_tokens: int = _declare(
         "--ahead-from",
         0,
         "KV of prompts from this length on is transferred while it is computed, by workers "
         "with --transfer auto; 0: none",
         metavar="TOKENS",
     )
-    access_log: bool = _declare_option(
-        "--access-log", False, "log each request, without its content"
-    )
-    otlp_endpoint: str | None = _declare_option(
+    access_log: bool = _declare("--access-log", False, "log each request, without its content")
+    otlp_endpoint: str | None = _declare(
         "--otlp-endpoint",
         None,
         "collector that traces are sent to, such as http://HOST:4317 "
@@ -228,39 +204,39 @@ class GatewayConfig:
         metavar="URL",
     )
     """Empty: from OpenTelemetry's environment variables; None: no tracing."""
-    trace_sample_ratio: float = _declare_option(
+    trace_sample_ratio: float = _declare(
         "--trace-share",
         0.01,
         "share of requests without a traceparent to trace, 0 to 1",
         parse=parse_ratio,
         metavar="SHARE",
     )
-    flipping: FlippingMode = _declare_option(
+    flipping: FlippingMode = _declare(
         "--flipping",
         FlippingMode.OFF,
         "whether instances change roles while prompts queue or decode instances are full",
     )
-    min_prefill: int = _declare_option("--min-prefill", 1, "prefill instances that keep their role")
-    min_decode: int = _declare_option("--min-decode", 1, "decode instances that keep their role")
-    queue_limit: int = _declare_option(
+    min_prefill: int = _declare("--min-prefill", 1, "prefill instances that keep their role")
+    min_decode: int = _declare("--min-decode", 1, "decode instances that keep their role")
+    queue_limit: int = _declare(
         "--queue-limit",
         1_024,
         "requests that wait for the first byte of their response; more are refused with 429",
     )
-    max_body_bytes: int = _declare_option(
+    max_body_bytes: int = _declare(
         "--max-body", 16 << 20, "largest request body", parse=parse_size, metavar="SIZE"
     )
-    max_partial_bytes: int = _declare_option(
+    max_partial_bytes: int = _declare(
         "--max-partial",
         64 << 20,
         "memory for requests that are being received; beyond that, requests get 503",
         parse=parse_size,
         metavar="SIZE",
     )
-    max_clients: int = _declare_option(
+    max_clients: int = _declare(
         "--max-clients", 16_384, "open connections; beyond that, idle ones are closed"
     )
-    engine_connections: int = _declare_option(
+    engine_connections: int = _declare(
         "--engine-connections", 1_024, "open connections to each engine"
     )
     timeouts: Timeouts = Timeouts()
@@ -274,7 +250,7 @@ class GatewayConfig:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the declared flags to `parser`."""
     for each in (*fields(GatewayConfig), *fields(Timeouts)):
-        if _OPTION in each.metadata:
+        if each.metadata:
             _add_option(parser, each)
 
 
@@ -282,38 +258,25 @@ def build_config(agents: str, options: argparse.Namespace) -> GatewayConfig:
     """The configuration that parsed flags state. Raises ValueError when they contradict."""
     values = vars(options)
     timeouts = Timeouts(**_select_values(Timeouts, values))
-    config = GatewayConfig(
-        agents=agents, **_select_values(GatewayConfig, values), timeouts=timeouts
-    )
+    config = GatewayConfig(agents, **_select_values(GatewayConfig, values), timeouts=timeouts)
     _check(config)
     return config
 
 
 def _add_option(parser: argparse.ArgumentParser, declared: Field[Any]) -> None:
-    option = declared.metadata[_OPTION]
-    default = declared.default
+    option, name, default = declared.metadata, declared.name, declared.default
+    flag, text, metavar = option["flag"], option["help"], option["metavar"]
     if isinstance(default, bool):
-        parser.add_argument(
-            option["flag"], dest=declared.name, action="store_true", help=option["help"]
-        )
+        parser.add_argument(flag, dest=name, action="store_true", help=text)
         return
-    metavar, parse = option["metavar"], option["parse"]
     if isinstance(default, Enum):
         metavar = "{" + ",".join(each.value for each in type(default)) + "}"
-    if parse is None and default is not None:
-        parse = type(default)
-    parser.add_argument(
-        option["flag"],
-        dest=declared.name,
-        type=parse or str,
-        default=default,
-        metavar=metavar,
-        help=option["help"],
-    )
+    parse = option["parse"] or (str if default is None else type(default))
+    parser.add_argument(flag, dest=name, type=parse, default=default, metavar=metavar, help=text)
 
 
 def _select_values(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    return {each.name: values[each.name] for each in fields(kind) if _OPTION in each.metadata}
+    return {each.name: values[each.name] for each in fields(kind) if each.metadata}
 
 
 def _check(config: GatewayConfig) -> None:

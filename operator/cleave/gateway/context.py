@@ -1,9 +1,7 @@
-"""State shared by the components of one gateway process. Created by the server, used by
-connections and requests."""
+"""State that the components of one gateway process share. Created by the server."""
 
 import os
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from cleave.gateway.admission.api_keys import ApiKeys
@@ -49,14 +47,12 @@ class GatewayContext:
         config: GatewayConfig,
         router: Router,
         api_keys: ApiKeys,
-        clock: Callable[[], float] = time.monotonic,
         shared_state: SharedGatewayState | None = None,
     ) -> None:
-        """`shared_state`: shared with the other processes of this gateway; None: there are
-        none."""
+        """`shared_state`: shared with the other processes of this gateway; None: it has none."""
         self.config = config
         self.router = router
-        self.clock = clock
+        self.clock = clock = time.monotonic
         """Seconds."""
         self.shared_state = shared_state
         self.session_header = config.session_header.lower().encode()
@@ -73,9 +69,8 @@ class GatewayContext:
         self.clients: set[ClientSlot] = set()
         """Clients of both ports, and TLS handshakes."""
         self.client_limiter = ConnectionLimiter("clients", config.max_clients, clock)
-        self.internal_limiter = ConnectionLimiter(
-            "clients of the internal port", MAX_INTERNAL_CLIENTS, clock
-        )
+        kind = "clients of the internal port"
+        self.internal_limiter = ConnectionLimiter(kind, MAX_INTERNAL_CLIENTS, clock)
         """Separate, so that clients cannot lock out probes and the operator."""
         self.handshake_limiter = ConnectionLimiter("TLS handshakes", MAX_HANDSHAKES, clock)
         """A connection counts as a client only after its handshake."""
@@ -106,20 +101,17 @@ class GatewayContext:
 
     def restore_counters(self) -> None:
         """Restore the counters that this process's predecessor saved."""
-        if self.shared_state is not None:
-            restore_counters(
-                self.metrics, self.shared_state.read_counters(self.shared_state.process_index)
-            )
+        shared = self.shared_state
+        if shared is not None:
+            restore_counters(self.metrics, shared.read_counters(shared.process_index))
 
     def publish_process_state(self, now: float) -> None:
         """Publish a heartbeat and counts for the other processes; called by the sweeper."""
-        shared_state = self.shared_state
-        if shared_state is None:
+        shared, unanswered = self.shared_state, self.num_awaiting_first_byte
+        if shared is None:
             return
-        shared_state.publish_heartbeat(now, self.num_awaiting_first_byte, self.metrics.in_flight)
-        self.queue_limit = shared_state.compute_queue_limit(
-            self.num_awaiting_first_byte, self.config.queue_limit
-        )
+        shared.publish_heartbeat(now, unanswered, self.metrics.in_flight)
+        self.queue_limit = shared.compute_queue_limit(unanswered, self.config.queue_limit)
         if now >= self._next_save_at:
             self._next_save_at = now + SAVE_INTERVAL_S
             self.save_counters()
@@ -131,8 +123,8 @@ class GatewayContext:
 
     def count_in_flight(self) -> int:
         """Requests in flight in all processes."""
-        shared_state = self.shared_state
-        return self.metrics.in_flight if shared_state is None else shared_state.count_in_flight()
+        shared = self.shared_state
+        return self.metrics.in_flight if shared is None else shared.count_in_flight()
 
     def make_request_id(self) -> bytes:
         """A new request ID, unique among gateways and restarts."""

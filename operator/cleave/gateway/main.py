@@ -8,6 +8,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from contextlib import nullcontext
 import uvloop
 
 from cleave import logs
-from cleave.gateway import file_limit, process_supervisor
+from cleave.gateway import process_supervisor
 from cleave.gateway.admission.tenants import ApiKeysError
 from cleave.gateway.config import GatewayConfig, add_options, build_config
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
@@ -40,6 +41,10 @@ _EXIT_CODES = (
 )
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 GC_THRESHOLDS = (1_000, 10, 1_000)
+MAX_OPEN_FILES = 1 << 20
+"""Some systems allow a billion, and some libraries iterate over all of them."""
+_ERRORS = (ApiKeysError, DiscoveryError, EndpointPickerError, LengthsError, TlsError, TracingError)
+"""Of the configuration: exit code 2."""
 
 
 def run(config: GatewayConfig) -> int:
@@ -53,19 +58,11 @@ def run(config: GatewayConfig) -> int:
 
 
 def _serve_process(config: GatewayConfig, shared_state: SharedGatewayState | None = None) -> int:
-    """Serve in this process; `shared_state`: shared with the other processes; None: there are
-    none. Returns the exit code."""
+    """Serve in this process; returns the exit code."""
     try:
         with logs.write_in_background(ACCESS_LOGGER) if config.access_log else nullcontext():
             return uvloop.run(_serve(config, shared_state))
-    except (
-        DiscoveryError,
-        ApiKeysError,
-        LengthsError,
-        EndpointPickerError,
-        TlsError,
-        TracingError,
-    ) as error:
+    except _ERRORS as error:
         log.error("%s", error)
         return 2
     except OSError as error:
@@ -122,8 +119,30 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     except ValueError as error:
         parser.error(str(error))
     logs.configure(options.log_format)
-    file_limit.raise_open_file_limit(config.max_clients)
+    raise_open_file_limit(config.max_clients)
     return run(config)
+
+
+def raise_open_file_limit(clients: int) -> None:
+    """Raise the soft limit of open files, and thus of connections, to the hard limit.
+
+    Shells and containers often start with a soft limit of 1,024. Processes that are forked later
+    inherit it. `clients`: how many are to be served at a time; logs a warning if it is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        limit = soft
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        log.info("up to %d files may be open instead of %d", limit, soft)
+    if resource.RLIM_INFINITY != limit <= clients:
+        log.warning(
+            "%d files may be open, too few for --max-clients %d and their engines: "
+            "raise the hard limit (ulimit -Hn) or serve fewer clients",
+            limit,
+            clients,
+        )
 
 
 def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:

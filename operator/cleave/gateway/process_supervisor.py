@@ -58,8 +58,7 @@ class _ChildProcess:
 
 
 def run_processes(config: GatewayConfig, serve: Serve) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code. Raises OSError when an address cannot be
-    bound."""
+    """Run until SIGTERM or SIGINT; returns the exit code. Raises OSError if it cannot listen."""
     with ExitStack() as stack:
         for host in config.hosts:
             reserved = stack.enter_context(reserve_port(host, config.port))
@@ -139,23 +138,16 @@ class _ProcessSupervisor:
             return
         if child.pid == 0:
             os.close(self._pipe)
-            os._exit(
-                _run_child(
-                    self._serve, self._config, self._shared_state.for_process(process), parent
-                )
-            )
+            shared_state = self._shared_state.for_process(process)
+            os._exit(_run_child(self._serve, self._config, shared_state, parent))
 
     def _log_ready(self) -> None:
-        if (
-            not self._ready
-            and len(self._shared_state.list_pids()) == self._shared_state.num_processes
-        ):
+        config, count = self._config, self._shared_state.num_processes
+        if not self._ready and len(self._shared_state.list_pids()) == count:
             self._ready = True
-            config, count = self._config, self._shared_state.num_processes
             scheme = "http" if config.tls_certificate is None else "https"
-            log.info(
-                "listening on %s://%s:%d with %d processes", scheme, config.host, config.port, count
-            )
+            url = f"{scheme}://{config.host}:{config.port}"
+            log.info("listening on %s with %d processes", url, count)
 
     def _wait_for_signal(self) -> None:
         received = signal.sigtimedwait(_SIGNALS, POLL_INTERVAL_S)
@@ -178,10 +170,8 @@ class _ProcessSupervisor:
                 # A start that fails with an exit code would fail again; it has logged why.
                 self._exit_code = code
                 continue
-            outcome = (
-                f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            )
-            log.error("process %d %s; it will be restarted", process + 1, outcome)
+            end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            log.error("process %d %s; it will be restarted", process + 1, end)
             self._schedule_restart(child, time.monotonic())
 
     def _schedule_restart(self, child: _ChildProcess, now: float) -> None:
@@ -192,14 +182,10 @@ class _ProcessSupervisor:
         child.start_at = now + child.delay_s
         self._shared_state.record_restart()
         self._deaths.append(now)
-        is_any_stable = any(
-            each.pid and now - each.started_at > STABLE_AFTER_S for each in self._children
-        )
-        if (
-            len(self._deaths) == MAX_DEATHS
-            and now - self._deaths[0] < STABLE_AFTER_S
-            and not is_any_stable
-        ):
+        running = [each for each in self._children if each.pid]
+        is_any_stable = any(now - each.started_at > STABLE_AFTER_S for each in running)
+        are_many = len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < STABLE_AFTER_S
+        if are_many and not is_any_stable:
             log.error("%d processes died within %g s: giving up", MAX_DEATHS, STABLE_AFTER_S)
             self._exit_code = 1
 
@@ -215,9 +201,8 @@ class _ProcessSupervisor:
         """Let all processes finish their requests, then kill those that remain."""
         timeouts = self._config.timeouts
         self._signal_children(signal.SIGTERM)
-        deadline = (
-            time.monotonic() + timeouts.shutdown_delay_s + timeouts.drain_s + SHUTDOWN_MARGIN_S
-        )
+        wait_s = timeouts.shutdown_delay_s + timeouts.drain_s + SHUTDOWN_MARGIN_S
+        deadline = time.monotonic() + wait_s
         while any(child.pid for child in self._children):
             if time.monotonic() > deadline:
                 self._signal_children(signal.SIGKILL)
@@ -230,22 +215,19 @@ class _ProcessSupervisor:
                 os.kill(child.pid, number)
 
 
-def _run_child(
-    serve: Serve, config: GatewayConfig, shared_state: SharedGatewayState, parent: int
-) -> int:
-    """Run a child process; returns its exit code."""
+def _run_child(serve: Serve, config: GatewayConfig, shared: SharedGatewayState, parent: int) -> int:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        if shared_state.process_index:
+        if shared.process_index:
             # Tickets of these services are valid only in the process that issued them.
             config = replace(config, router_port=0, endpoint_picker_port=0)
-        return serve(config, shared_state)
+        return serve(config, shared)
     except BaseException:
-        log.exception("process %d ends", shared_state.process_index + 1)
+        log.exception("process %d ends", shared.process_index + 1)
         return 70
     finally:
         if os.getppid() != parent:
-            shared_state.remove_files()
+            shared.remove_files()
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -1,5 +1,4 @@
-"""One gateway process: listeners, deadline sweeper, agent watcher and shutdown. Run by main and by
-tests.
+"""One gateway process: listeners, deadline sweeper, agent watcher and shutdown. Run by main.
 
 What is hard: the shutdown. First /health reports draining while new connections are still
 accepted, because load balancers notice late; then the listeners close, running requests finish,
@@ -51,39 +50,31 @@ BACKLOG = 4_096
 class GatewayServer:
     """Call `start`, then `stop`; it cannot be started again."""
 
-    def __init__(
-        self, config: GatewayConfig, shared_state: SharedGatewayState | None = None
-    ) -> None:
-        """`shared_state`: shared with the other processes of this gateway; None: there are none.
+    def __init__(self, config: GatewayConfig, shared: SharedGatewayState | None = None) -> None:
+        """`shared`: state shared with the other processes of this gateway; None: it has none.
 
         Raises ApiKeysError, LengthsError and TlsError when a configured file cannot be read."""
-        registry = InstanceRegistry(
-            config.policy, shared_state.open_load_accounting() if shared_state else None
-        )
-        rules = RoutingRules(
-            config.whole_below_tokens,
-            config.ttft_slo_ms or math.inf,
-            config.tpot_slo_ms or math.inf,
-        )
+        load = shared.open_load_accounting() if shared else None
+        registry = InstanceRegistry(config.policy, load)
+        ttft_ms, tpot_ms = config.ttft_slo_ms or math.inf, config.tpot_slo_ms or math.inf
+        rules = RoutingRules(config.whole_below_tokens, ttft_ms, tpot_ms)
         self._config = config
-        self._shared_state = shared_state
+        self._shared_state = shared
         self._api_keys_file = ApiKeysFile(config.api_keys)
         self._certificate: TlsCertificate | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self._certificate = TlsCertificate(config.tls_certificate, config.tls_key)
-        router_class = SharedRouter if shared_state else Router
+        router_class = SharedRouter if shared else Router
         router = router_class(registry, config.fallback, rules)
         if config.output_length_model is not None:
             _load_output_length_model(config.output_length_model, router)
-        self.context = GatewayContext(
-            config, router, self._api_keys_file.keys, shared_state=shared_state
-        )
+        self.context = GatewayContext(config, router, self._api_keys_file.keys, shared)
         self.context.restore_counters()
-        group = (shared_state.gateway_id, shared_state.num_processes) if shared_state else ()
+        group = (shared.gateway_id, shared.num_processes) if shared else ()
         self._agent_watcher = AgentWatcher(config.agents, registry, time.monotonic, *group)
         self._role_flipper: RoleFlipper | None = None
         # One process is enough, and the supervisor keeps the first one running.
-        if shared_state is None or shared_state.process_index == 0:
+        if shared is None or shared.process_index == 0:
             thresholds = build_thresholds(config.ttft_slo_ms, config.min_prefill, config.min_decode)
             self._role_flipper = RoleFlipper(
                 registry, config.flipping, thresholds, time.monotonic, self._record_flip
@@ -105,19 +96,16 @@ class GatewayServer:
     async def start(self) -> None:
         """Listen, and watch the agents.
 
-        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and TlsError for the
-        endpoint picker's certificate.
+        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and its TlsError.
         """
-        config = self._config
-        self._recorder = make_recorder(config, self.context.metrics)
+        config, context = self._config, self.context
+        self._recorder = make_recorder(config, context.metrics)
         await self._agent_watcher.start()
-        handler = GatewayRequestHandler(self.context, self._recorder)
-        self.port = await self._listen(
-            config.port, handler, self.context.client_limiter, self._certificate
-        )
+        handler, limiter = GatewayRequestHandler(context, self._recorder), context.client_limiter
+        self.port = await self._listen(config.port, handler, limiter, self._certificate)
         if config.internal_port:
-            internal = GatewayRequestHandler(self.context, internal=True)
-            await self._listen(config.internal_port, internal, self.context.internal_limiter)
+            internal = GatewayRequestHandler(context, internal=True)
+            await self._listen(config.internal_port, internal, context.internal_limiter)
         if config.router_port:
             await self._router_server.start(f"{config.host}:{config.router_port}")
         if config.endpoint_picker_port:
@@ -223,10 +211,8 @@ class GatewayServer:
                 MIN_CLIENTS_PER_TICK, len(self._unchecked_clients) // TICKS_PER_CLIENT_CYCLE + 1
             )
         count = self._clients_per_tick
-        part, self._unchecked_clients = (
-            self._unchecked_clients[:count],
-            self._unchecked_clients[count:],
-        )
+        part = self._unchecked_clients[:count]
+        del self._unchecked_clients[:count]
         return part
 
     async def _check_deadlines(self) -> None:
@@ -259,10 +245,7 @@ class GatewayServer:
 
 
 def _load_output_length_model(path: Path, router: Router) -> None:
-    """Use the trained model of a file if it beats the router's online predictor.
-
-    Raises LengthsError.
-    """
+    """Use a file's trained model if it beats the online predictor. Raises LengthsError."""
     trained = length_file.read_length_file(path)
     if trained.scores.is_better:
         router.length_predictor = trained.tree

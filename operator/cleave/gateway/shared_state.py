@@ -1,5 +1,4 @@
-"""State that the processes of one gateway share. Made by their parent and inherited by each of
-them.
+"""State that the processes of one gateway share; made by their parent, inherited by each.
 
 Load accounting of the router, usage of tenants, and heartbeats are in shared memory; the counters
 of each process are in files, so that no counter decreases when a process is killed. What is hard:
@@ -34,8 +33,7 @@ class SharedGatewayState:
     """The shared state of all processes; each has an instance with its process index."""
 
     def __init__(self, count: int, folder: Path, parent: int = -1) -> None:
-        """`folder`: a private folder for files; `parent`: a pipe that becomes readable when the
-        parent dies."""
+        """`folder`: private, for files; `parent`: a pipe, readable once the parent has died."""
         self.num_processes = count
         self.process_index = count
         self.gateway_id = uuid.uuid4().hex
@@ -73,12 +71,9 @@ class SharedGatewayState:
     def publish_heartbeat(self, now: float, unanswered: int, in_flight: int) -> None:
         """Publish a heartbeat, the number of requests waiting for their first byte (`unanswered`),
         and of all requests in flight."""
-        for field, value in (
-            (_HEARTBEAT, now),
-            (_AWAITING_FIRST_BYTE, unanswered),
-            (_IN_FLIGHT, in_flight),
-        ):
-            self._write_field(self.process_index, field, value)
+        self._write_field(self.process_index, _HEARTBEAT, now)
+        self._write_field(self.process_index, _AWAITING_FIRST_BYTE, unanswered)
+        self._write_field(self.process_index, _IN_FLIGHT, in_flight)
 
     def write_counters(self, counts: bytes) -> None:
         """Publish all that this process and its predecessors have counted."""

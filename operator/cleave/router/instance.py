@@ -18,9 +18,7 @@ from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
-"""The roles that this version knows, in the order of the numbers in `policy.role_flipping`; agents
-of a newer version may report others.
-"""
+"""The roles that this version knows, in the order of their numbers in `policy.role_flipping`."""
 STALL_NS = 10_000_000_000
 """An engine without a step for this long has stalled, and its KV leases may have expired: they last
 20 s after a heartbeat, and heartbeats come every 5 s."""
@@ -71,17 +69,9 @@ class InFlightLoad:
     """The load of one boot of an engine, from this gateway's requests and from load reports."""
 
     __slots__ = (
-        "decoding_requests",
-        "last_pick",
-        "num_heavy",
-        "num_prompts",
-        "num_remote_requests",
-        "num_requests",
-        "prompt",
-        "queue",
-        "resident",
-        "weighted_context",
-    )
+        "decoding_requests", "last_pick", "num_heavy", "num_prompts", "num_remote_requests",
+        "num_requests", "prompt", "queue", "resident", "weighted_context",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.prompt = OutstandingTokens()
@@ -142,28 +132,15 @@ class BaseScoreTable:
 
     def update(self, slot: int) -> None:
         """Recompute the scores of the instance on this slot."""
-        raise NotImplementedError
 
 
 class RoutedInstance:
     """An instance with its latest registration, load report and load accounting."""
 
     __slots__ = (
-        "_open_load",
-        "agent",
-        "connectivity",
-        "in_flight",
-        "last_event_at",
-        "load",
-        "name",
-        "num_routers",
-        "registration",
-        "router_rank",
-        "score_table",
-        "slot",
-        "stalled_at",
-        "target",
-    )
+        "_open_load", "agent", "connectivity", "in_flight", "last_event_at", "load", "name",
+        "num_routers", "registration", "router_rank", "score_table", "slot", "stalled_at", "target",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -231,26 +208,19 @@ class RoutedInstance:
         if load.boot_id != self.registration.boot_id:
             return False
         before = self.load
-        if load.sampled_ns - before.sampled_ns > STALL_NS and (
-            before.num_running or before.num_waiting
-        ):
+        is_late = load.sampled_ns - before.sampled_ns > STALL_NS
+        if is_late and (before.num_running or before.num_waiting):
             self.stalled_at = now
         self.load = load
         self.num_routers, self.router_rank = max(load.num_routers, 1), load.router_rank
         if self.in_flight.prompt.update_from_report(load.pending_prompt_tokens) < 0.5:
             # All waiting prompts belong to other routers; the start of the first one is not known.
             self.in_flight.queue.head_started_ms = now * 1000
-        self.in_flight.resident.update_from_report(count_resident_tokens(self.registration, load))
+        blocks = max(self.registration.kv_blocks_total - load.kv_blocks_free, 0)
+        resident = float(blocks * self.registration.kv_block_size)
+        self.in_flight.resident.update_from_report(resident)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
         return True
-
-
-def count_resident_tokens(
-    registration: agent_pb2.Registration, load: agent_pb2.LoadReport
-) -> float:
-    """Tokens of KV in use on an engine, full blocks."""
-    blocks = max(registration.kv_blocks_total - load.kv_blocks_free, 0)
-    return float(blocks * registration.kv_block_size)
 
 
 def to_target(registration: agent_pb2.Registration) -> Target:

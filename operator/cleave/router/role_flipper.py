@@ -53,18 +53,13 @@ class RoleFlip:
     origin: Role
     role: Role
     prefill_pressure: float
-    """Pressure of prefill."""
     decode_pressure: float
-    """Pressure of decode."""
 
     @property
     def labels(self) -> tuple[str, str, str]:
         """(model, from, to), for metrics."""
-        return (
-            self.model,
-            get_enum_name(agent_pb2.Role, self.origin),
-            get_enum_name(agent_pb2.Role, self.role),
-        )
+        origin, role = (get_enum_name(agent_pb2.Role, each) for each in (self.origin, self.role))
+        return self.model, origin, role
 
     def describe(self) -> str:
         """A description for the log."""
@@ -201,8 +196,7 @@ class RoleFlipper:
         return False
 
     async def _check_group(self, state: FlipState, instances: list[RoutedInstance]) -> None:
-        now = self._clock()
-        enabled = self._mode is not FlippingMode.OFF
+        now, enabled = self._clock(), self._mode is not FlippingMode.OFF
         flip = state.decide(instances, self._thresholds, now, enabled)
         if flip is None:
             state.recommended = None

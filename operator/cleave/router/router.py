@@ -39,7 +39,8 @@ from cleave.router.registry import InstanceRegistry, ServedModel
 from cleave.router.score_column import WritableScoreColumn
 from cleave.router.score_table import ScoreTable
 from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingRequest, find_slots
-from cleave.router.unavailable_reason import explain_unavailable
+from cleave.rpc.enum_names import get_enum_name
+from cleave.rpc.v1 import agent_pb2
 
 UNKNOWN_OUTPUT_TOKENS = 256
 """Predicted output length before any response has ended."""
@@ -83,15 +84,9 @@ class Pick:
     """The instances picked for a request; counts as load in flight until released."""
 
     __slots__ = (
-        "_decode_entry",
-        "_prefill_entry",
-        "decode",
-        "decoding_since",
-        "output_tokens",
-        "prefill",
-        "prompt_tokens",
-        "reason",
-    )
+        "_decode_entry", "_prefill_entry", "decode", "decoding_since", "output_tokens", "prefill",
+        "prompt_tokens", "reason",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -155,9 +150,8 @@ class Router:
         self._fits_iteration_times = rule.decode == FULLEST
         self._num_picks = self._num_completed = 0
         shared_load = registry.shared_load
-        self._count_pick = (
-            shared_load.count_pick if shared_load is not None else itertools.count(1).__next__
-        )
+        count = itertools.count(1).__next__
+        self._count_pick = shared_load.count_pick if shared_load is not None else count
 
     def pick(
         self,
@@ -190,9 +184,8 @@ class Router:
         request = self._selector.build_request(
             prompt_tokens, predicted, session, text, served, cached
         )
-        prefill, decode, reason = self._select(
-            model, served, request, colocated, exclusions, prefill_lost
-        )
+        selection = self._select(model, served, request, colocated, exclusions, prefill_lost)
+        prefill, decode, reason = selection
         picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
         self._add_load(picked, prefill, decode, request)
         return picked
@@ -279,8 +272,7 @@ class Router:
     def _select_short(
         self, served: ServedModel, request: RoutingRequest, exclusions: list[Collection[str]]
     ) -> Selection | None:
-        """A decode instance for a short or mostly cached prompt that would wait longer for a
-        prefill instance."""
+        """A decode instance for a short or mostly cached prompt, if prefill takes longer."""
         limit = self._rules.short_prompt_tokens
         if request.prompt_tokens > limit and not request.hashes:
             return None
@@ -311,8 +303,7 @@ class Router:
     def _select_pair_excluding(
         self, served: ServedModel, request: RoutingRequest, excluded: Collection[str]
     ) -> Selection | None:
-        """The pair of the table with the least work in both phases; one without stale instances if
-        possible.
+        """The pair of the table with the least work in both phases, without stale ones if possible.
 
         During a rollout a model has a table per revision. Counting both phases sends each revision
         about as much as its scarcer phase can serve; equal ones alternate.
@@ -363,7 +354,7 @@ class Router:
             instance = self._find_colocated(served, "spare", request, exclusions)
             if instance is not None:
                 return None, instance, "no-decode"
-        raise NoInstance(explain_unavailable(model, served, colocated, exclusions[-1]))
+        raise NoInstance(_describe_unavailable(model, served, colocated, exclusions[-1]))
 
     def _find_colocated(
         self,
@@ -372,8 +363,7 @@ class Router:
         request: RoutingRequest,
         exclusions: list[Collection[str]],
     ) -> RoutedInstance | None:
-        """The best instance in the columns named `use`, with the first of `exclusions` that leaves
-        any."""
+        """The best instance in column `use`, with the first of `exclusions` that leaves any."""
         for excluded in exclusions:
             best: tuple[float, RoutedInstance] | None = None
             for table in served.score_tables:
@@ -417,11 +407,8 @@ class Router:
         in_flight.num_requests += 1
         if self._tracks_decoding:
             in_flight.decoding_requests[pick] = None
-            in_flight.weighted_context += compute_context_weight(
-                pick.prompt_tokens, pick.output_tokens, GAMMA
-            )
-            if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-                in_flight.num_heavy += 1
+            in_flight.weighted_context += _compute_weight(pick)
+            in_flight.num_heavy += pick.output_tokens > HEAVY_OUTPUT_TOKENS
         pick._decode_entry = (decode, in_flight, resident)
         self.registry.refresh(decode)
         if prefill is not None:
@@ -430,12 +417,34 @@ class Router:
 
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]
-        in_flight.weighted_context -= compute_context_weight(
-            pick.prompt_tokens, pick.output_tokens, GAMMA
-        )
-        if pick.output_tokens > HEAVY_OUTPUT_TOKENS:
-            in_flight.num_heavy -= 1
+        in_flight.weighted_context -= _compute_weight(pick)
+        in_flight.num_heavy -= pick.output_tokens > HEAVY_OUTPUT_TOKENS
 
     def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:
         if instance.in_flight is in_flight:
             self.registry.refresh(instance)
+
+
+def _compute_weight(pick: Pick) -> float:
+    return compute_context_weight(pick.prompt_tokens, pick.output_tokens, GAMMA)
+
+
+def _describe_unavailable(
+    model: str, served: ServedModel, colocated: bool, excluded: Collection[str]
+) -> str:
+    """One sentence that lists the instances of a model and why each of them is unavailable."""
+    parts: list[str] = []
+    for instance in served.instances:
+        registration = instance.registration
+        state = get_enum_name(agent_pb2.State, registration.state)
+        if instance.connectivity in (Connectivity.UNRESPONSIVE, Connectivity.DISCONNECTED):
+            state = instance.connectivity.value
+        elif instance.name in excluded:
+            state = "failed this request"
+        elif instance.selectable and not registration.kv_path.verified:
+            state = "KV path not verified"
+        role = get_enum_name(agent_pb2.Role, registration.role)
+        parts.append(f"{instance.name} ({role}): {state}")
+    subject = "a whole request" if colocated else "a request"
+    details = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
+    return f"no instance of {model!r} can take {subject} now: {details}"

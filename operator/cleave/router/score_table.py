@@ -47,28 +47,11 @@ class ScoreTable(BaseScoreTable):
     """
 
     __slots__ = (
-        "_counts",
-        "_has_extra_columns",
-        "_instance_columns",
-        "_role_ranks",
-        "batch",
-        "cells",
-        "colocated",
-        "context",
-        "decode",
-        "heaviness",
-        "instances",
-        "is_remote",
-        "is_shared",
-        "keys",
-        "mixed",
-        "pending_prompt",
-        "prefill",
-        "prompt_slots",
-        "room",
-        "slot_by_boot",
+        "_counts", "_has_extra_columns", "_instance_columns", "_role_ranks", "batch", "cells",
+        "colocated", "context", "decode", "heaviness", "instances", "is_remote", "is_shared",
+        "keys", "mixed", "pending_prompt", "prefill", "prompt_slots", "room", "slot_by_boot",
         "spare",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
@@ -95,8 +78,7 @@ class ScoreTable(BaseScoreTable):
         self.pending_prompt = _build_column(size, is_short, 0.0)
         """Pending prompt tokens, also of closed instances."""
         self.room = np.zeros(size)
-        """Unclaimed KV tokens; this and the next three are set only for policies that compare
-        them."""
+        """Unclaimed KV tokens; as the next three, only for policies that compare them."""
         self.heaviness = np.zeros(size)
         """Ratio of heavy to light decoding requests."""
         self.batch = np.zeros(size)
@@ -147,9 +129,9 @@ class ScoreTable(BaseScoreTable):
         counts = self._counts
         by_requests = counts == BY_REQUESTS
         prompt, prompts, resident = in_flight.count_pending(prefills or by_requests)
-        requests = (
-            in_flight.count_requests() + in_flight.num_remote_requests if by_requests else 0.0
-        )
+        requests = 0.0
+        if by_requests:
+            requests = in_flight.count_requests() + in_flight.num_remote_requests
         first, total = score(
             counts,
             prompt,
@@ -168,24 +150,18 @@ class ScoreTable(BaseScoreTable):
             column.set_score(slot, total)
 
     def _update_extra_columns(self, slot: int, instance: RoutedInstance) -> None:
-        """Update the columns besides the scores."""
         if self.is_shared or instance.num_routers > 1:
-            self.is_remote[slot] = (
-                self._role_ranks[slot] % instance.num_routers != instance.router_rank
-            )
+            rank = self._role_ranks[slot] % instance.num_routers
+            self.is_remote[slot] = rank != instance.router_rank
             self.is_shared = True
-        if self._has_extra_columns:
-            self._update_load_columns(slot, instance)
-
-    def _update_load_columns(self, slot: int, instance: RoutedInstance) -> None:
-        """Update the columns that only few policies compare."""
+        if not self._has_extra_columns:
+            return
         in_flight, registration = instance.in_flight, instance.registration
         resident = in_flight.resident.pending
         self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - resident
-        self.heaviness[slot] = compute_heavy_ratio(
-            in_flight.num_heavy, len(in_flight.decoding_requests) - in_flight.num_heavy
-        )
-        self.batch[slot] = len(in_flight.decoding_requests)
+        heavy, batch = in_flight.num_heavy, len(in_flight.decoding_requests)
+        self.heaviness[slot] = compute_heavy_ratio(heavy, batch - heavy)
+        self.batch[slot] = batch
         self.context[slot] = in_flight.weighted_context + resident - in_flight.resident.own
 
 
@@ -229,7 +205,6 @@ def _select_columns(
 
 
 def _rank_by_role(instances: list[RoutedInstance]) -> list[int]:
-    """The rank of each instance among those of its role."""
     counts: Counter[int] = Counter()
     ranks = []
     for instance in instances:

@@ -132,10 +132,9 @@ class EndpointSelector:
         key = to_key(session) if session is not None else None
         # The KV of one adapter cannot be used by another.
         hashes = hash_blocks(text, adapter or 0) if self._is_by_text else ()
-        keeps = served.is_crowded and self._keeps_adapters
-        return RoutingRequest(
-            prompt_tokens, output_tokens, hashes, key, adapter if keeps else None, cached
-        )
+        if not (served.is_crowded and self._keeps_adapters):
+            adapter = None
+        return RoutingRequest(prompt_tokens, output_tokens, hashes, key, adapter, cached)
 
     def count_cached(self, instance: RoutedInstance, request: RoutingRequest) -> int:
         """Tokens of the prompt that the instance has probably computed before."""
@@ -166,13 +165,8 @@ class EndpointSelector:
         """(prefill slot, decode slot), or (NONE, slot): both phases there; (NONE, NONE): none.
         `closed`: slots to exclude."""
         is_plain = request.session is None and request.adapter is None and request.cached is None
-        if (
-            self._is_by_score
-            and is_plain
-            and not closed
-            and not table.is_shared
-            and table.cells is None
-        ):
+        is_simple = is_plain and not closed and not table.is_shared and table.cells is None
+        if self._is_by_score and is_simple:
             return choose_least_pair(table.prefill, table.decode, table.mixed, table.pending_prompt)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
@@ -201,25 +195,16 @@ class EndpointSelector:
         cached_slot = table.slot_by_boot.get(request.cached.boot_id, NONE)
         if cached_slot == NONE or scores[cached_slot] == _INF:
             return slot
-        queues = table.pending_prompt
-        return (
-            cached_slot
-            if goes_back(
-                queues.get_score(cached_slot), queues.get_score(slot), request.cached.tokens
-            )
-            else slot
-        )
+        queue = table.pending_prompt.get_score(cached_slot)
+        shortest = table.pending_prompt.get_score(slot)
+        return cached_slot if goes_back(queue, shortest, request.cached.tokens) else slot
 
     def _find_by_rule(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
         """The slot by session or adapter affinity, else by the policy's rule."""
-        session, adapter = request.session, request.adapter
-        if (
-            adapter is not None
-            and purpose != TO_DECODE
-            and self._prefix_index.contains(request.hashes)
-        ):
+        session, adapter, prefixes = request.session, request.adapter, self._prefix_index
+        if adapter is not None and purpose != TO_DECODE and prefixes.contains(request.hashes):
             adapter = None
         if adapter is not None or (session is not None and purpose != TO_DECODE):
             queues = table.pending_prompt.to_array()
@@ -227,9 +212,8 @@ class EndpointSelector:
             return find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
         prefill, decode = self._picks
         if prefill == CACHED and purpose != TO_DECODE:
-            return find_least_uncached(
-                scores, table.find_boot, table.slot_by_boot, self._prefix_index.find(request.hashes)
-            )
+            found = prefixes.find(request.hashes)
+            return find_least_uncached(scores, table.find_boot, table.slot_by_boot, found)
         pick = prefill if purpose == TO_PREFILL else decode
         if pick == FULLEST:
             slot = self._find_best_fit(table, scores, purpose == TO_WHOLE, request)
@@ -304,9 +288,8 @@ class EndpointSelector:
     ) -> bool:
         """Constraints (d) and (e) of `policy.best_fit`, from the requests of this router."""
         in_flight, registration, now = instance.in_flight, instance.registration, self._clock()
-        step_ms = best_fit.coefficients.predict_decode_ms(
-            len(in_flight.decoding_requests), in_flight.weighted_context
-        )
+        batch, context = len(in_flight.decoding_requests), in_flight.weighted_context
+        step_ms = best_fit.coefficients.predict_decode_ms(batch, context)
         running = [(request.output_tokens, float(request.prompt_tokens))]
         saved_ms = _INF
         for each in in_flight.decoding_requests:
@@ -316,9 +299,8 @@ class EndpointSelector:
                 decoding_ms = (now - since) * 1000
                 generated, remaining = guess_progress(remaining, decoding_ms, step_ms)
                 context += generated
-                spare_ms = compute_saved_ms(
-                    generated + 1.0, decoding_ms, best_fit.tpot_ms, best_fit.theta
-                )
+                tpot_ms, theta = best_fit.tpot_ms, best_fit.theta
+                spare_ms = compute_saved_ms(generated + 1.0, decoding_ms, tpot_ms, theta)
                 saved_ms = min(saved_ms, spare_ms)
             running.append((remaining, context))
         running.sort(reverse=True)

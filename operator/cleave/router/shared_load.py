@@ -28,9 +28,7 @@ _REMOTE_PROMPT, _REMOTE_RESIDENT, _LAST_PICK = 0, 1, 2
 """Common cells that every score needs, directly after the own cells that it needs. `_REMOTE_*`: the
 load of other gateways, as of the latest report to any process."""
 _REMOTE_REQUESTS, _HEAD_STARTED, _PROMPT_MS, _TOKEN_MS, _UPPER_TOKEN_MS = 3, 4, 5, 6, 7
-"""Common cells that some scores need. `_HEAD_STARTED` and all cells after it belong to the queue
-model.
-"""
+"""Common cells that some scores need; from `_HEAD_STARTED` on, those of the queue model."""
 _SUMS, _NUM_SUMS = 8, 9
 """First cell and number of the `policy.queue_model.RegressionSums` of the queue model."""
 _SUM_OF_PROMPTS, _SUM_OF_TOKENS = 1, 2
@@ -135,32 +133,18 @@ class SharedInFlightLoad(InFlightLoad):
     `publish`, which follows every change; their changes are read whenever values are needed."""
 
     __slots__ = (
-        "_cells",
-        "_common_index",
-        "_prompt_index",
-        "_prompts_index",
-        "_published_head_started_ms",
-        "_published_pick",
-        "_published_prompt",
-        "_published_prompts",
-        "_published_requests",
-        "_published_resident",
-        "_requests_index",
-        "_resident_index",
-        "_table",
-        "_view",
-        "row",
-    )
+        "_cells", "_common_index", "_prompt_index", "_prompts_index", "_published_head_started_ms",
+        "_published_pick", "_published_prompt", "_published_prompts", "_published_requests",
+        "_published_resident", "_requests_index", "_resident_index", "_table", "_view", "row",
+    )  # fmt: skip
 
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self.row = row
         self._table, self._cells = table, table.cells
         self._view = SharedRowView(table, row)
-        self._prompts_index, self._prompt_index = (
-            table.locate_own(row, _NUM_PROMPTS),
-            table.locate_own(row, _PROMPT_TOKENS),
-        )
+        self._prompts_index = table.locate_own(row, _NUM_PROMPTS)
+        self._prompt_index = table.locate_own(row, _PROMPT_TOKENS)
         self._requests_index = table.locate_own(row, _NUM_REQUESTS)
         self._resident_index = table.locate_own(row, _RESIDENT_TOKENS)
         self._common_index = table.locate_common(row, 0)
@@ -181,9 +165,8 @@ class SharedInFlightLoad(InFlightLoad):
             return prompt, 0.0, resident
         values = self.load_shared()
         prompt = view.sum_own(values, _PROMPT_TOKENS) + view.get_common(values, _REMOTE_PROMPT)
-        resident = view.sum_own(values, _RESIDENT_TOKENS) + view.get_common(
-            values, _REMOTE_RESIDENT
-        )
+        resident = view.sum_own(values, _RESIDENT_TOKENS)
+        resident += view.get_common(values, _REMOTE_RESIDENT)
         return prompt, self._count_prompts(values), resident
 
     def count_prompts(self, pending: float) -> float:
@@ -231,9 +214,8 @@ class SharedInFlightLoad(InFlightLoad):
         view, queue = self._view, self.queue
         values = view.read_all()
         self.last_pick = self._published_pick = int(view.get_common(values, _LAST_PICK))
-        queue.head_started_ms = self._published_head_started_ms = view.get_common(
-            values, _HEAD_STARTED
-        )
+        queue.head_started_ms = view.get_common(values, _HEAD_STARTED)
+        self._published_head_started_ms = queue.head_started_ms
         queue.prompt_ms = view.get_common(values, _PROMPT_MS)
         queue.token_ms = view.get_common(values, _TOKEN_MS)
         queue.upper_token_ms = view.get_common(values, _UPPER_TOKEN_MS)
@@ -245,11 +227,8 @@ class SharedInFlightLoad(InFlightLoad):
         if self.row > _PICK_COUNTER_ROW:
             self._table.release(self.row)
             self.row = _CLOSED
-            self.prompt, self.resident, self.queue = (
-                OutstandingTokens(),
-                OutstandingTokens(),
-                PrefillQueueModel(),
-            )
+            self.prompt, self.resident = OutstandingTokens(), OutstandingTokens()
+            self.queue = PrefillQueueModel()
 
     def _count_prompts(self, values: tuple[float, ...]) -> float:
         own = self._view.sum_own(values, _NUM_PROMPTS)
@@ -266,9 +245,8 @@ class SharedOutstandingTokens(OutstandingTokens):
         """`own`, `others`: field numbers of the own cells and of the common cell."""
         super().__init__()
         self._cells, self._remote_index = table.cells, table.locate_common(row, others)
-        self._own_indices = [
-            table.locate_cell(row, own, process) for process in range(table.processes)
-        ]
+        processes = range(table.processes)
+        self._own_indices = [table.locate_cell(row, own, process) for process in processes]
 
     @property
     def remote(self) -> float:
@@ -311,10 +289,8 @@ class SharedPrefillQueueModel(PrefillQueueModel):
     def __init__(self, table: SharedTable, row: int) -> None:
         super().__init__()
         self._cells, self._memory = table.cells, table.memory
-        start, end = (
-            table.locate_common(row, _HEAD_STARTED),
-            table.locate_common(row, _NUM_COMMON_CELLS),
-        )
+        start = table.locate_common(row, _HEAD_STARTED)
+        end = table.locate_common(row, _NUM_COMMON_CELLS)
         self._memory_slice = slice(CELL_BYTES * start, CELL_BYTES * end)
         self._sums_index = table.locate_common(row, _SUMS)
         cells = _get_struct(end - start)
@@ -348,17 +324,6 @@ class SharedPrefillQueueModel(PrefillQueueModel):
         a, b, c, d, e, f, g, h, i = self._sums
         # Not pack_into(): it clears the cells first, and other processes may read at any moment.
         self._memory[self._memory_slice] = self._pack(
-            self.head_started_ms,
-            self.prompt_ms,
-            self.token_ms,
-            self.upper_token_ms,
-            a,
-            b,
-            c,
-            d,
-            e,
-            f,
-            g,
-            h,
-            i,
-        )
+            self.head_started_ms, self.prompt_ms, self.token_ms, self.upper_token_ms,
+            a, b, c, d, e, f, g, h, i,
+        )  # fmt: skip

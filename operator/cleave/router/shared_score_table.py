@@ -100,11 +100,10 @@ def build_shared_table(
     A process that discovers an instance before the others may miss changes of theirs until they
     discover it too or a load report arrives.
     """
-    is_few = len(instances) <= MAX_RESCORED_INSTANCES
-    table = (
-        SharedScoreTable(instances, policy)
-        if is_few
-        else ChangeLogScoreTable(instances, policy, shared_load)
-    )
+    table: ScoreTable
+    if len(instances) <= MAX_RESCORED_INSTANCES:
+        table = SharedScoreTable(instances, policy)
+    else:
+        table = ChangeLogScoreTable(instances, policy, shared_load)
     table.refresh()
     return table

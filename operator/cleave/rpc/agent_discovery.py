@@ -74,9 +74,8 @@ async def list_agents(source: str) -> frozenset[str]:
         return await _list_service_endpoints(_parse_service(rest))
     if kind == "dns":
         return await _resolve(rest)
-    return frozenset(
-        _validate_address(address.strip()) for address in source.split(",") if address.strip()
-    )
+    addresses = (address.strip() for address in source.split(","))
+    return frozenset(_validate_address(address) for address in addresses if address)
 
 
 async def _list_service_endpoints(service: Service) -> frozenset[str]:

@@ -9,7 +9,6 @@ reconnect at the same instant, so every wait is jittered.
 import asyncio
 import logging
 import random
-from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +44,17 @@ class Service:
     port: int
 
 
-async def list_endpoints(service: Service, access: ApiServerAccess | None = None) -> Addresses:
+async def list_endpoints(service: Service) -> Addresses:
     """host:port of all endpoints now. Raises AccessError, ApiServerError, HttpError."""
-    slices, _ = await _list_slices(access or find_access(), service)
+    slices, _ = await _list_slices(find_access(), service)
     return _merge_slices(slices)
 
 
 class EndpointSliceWatcher:
     """Watches the endpoints of a Service and keeps their addresses up to date while it runs."""
 
-    def __init__(self, service: Service, find: Callable[[], ApiServerAccess] = find_access) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._get_access = find
         self._slices: _Slices = {}
         self.addresses: Addresses = frozenset()
         """host:port of each endpoint, as of the last list or event."""
@@ -66,7 +64,7 @@ class EndpointSliceWatcher:
         delay = MIN_DELAY_S
         while True:
             try:
-                access = self._get_access()
+                access = find_access()
                 version = await self._relist(access)
                 await self._watch(access, version)
                 delay = MIN_DELAY_S
@@ -127,9 +125,8 @@ def parse_slice(item: dict[str, Any], port: int) -> Addresses:
 async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slices, str]:
     """Addresses by slice, and the resource version from which to watch."""
     # Version 0: from the API server's cache; the watch corrects a slightly old list.
-    slice_list = await kube_api.get_object(
-        access, _build_path(service, resourceVersion="0"), LIST_TIMEOUT_S
-    )
+    path = _build_path(service, resourceVersion="0")
+    slice_list = await kube_api.get_object(access, path, LIST_TIMEOUT_S)
     try:
         slices = {
             item["metadata"]["name"]: parse_slice(item, service.port)

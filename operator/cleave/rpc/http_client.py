@@ -131,9 +131,8 @@ async def open_response(
                 )
                 _enable_keepalive(writer)
                 path = f"{target.path or '/'}{'?' if target.query else ''}{target.query}"
-                writer.write(
-                    _build_head(method, path, target.netloc, len(body), headers or {}) + body
-                )
+                head = _build_head(method, path, target.netloc, len(body), headers or {})
+                writer.write(head + body)
                 await writer.drain()
                 response = await _read_head(reader)
         yield response
@@ -169,18 +168,13 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     """Make the kernel detect within 25 s that the peer is unreachable, even on a silent watch."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 10),
-        (socket.TCP_KEEPINTVL, 5),
-        (socket.TCP_KEEPCNT, 3),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _build_head(
-    method: str, path: str, host: str, length: int, headers: Mapping[str, str]
-) -> bytes:
-    fields = {"Host": host, "Connection": "close", "Content-Length": str(length), **headers}
+def _build_head(method: str, path: str, host: str, size: int, headers: Mapping[str, str]) -> bytes:
+    fields = {"Host": host, "Connection": "close", "Content-Length": str(size), **headers}
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
@@ -191,8 +185,6 @@ async def _read_head(reader: asyncio.StreamReader) -> Response:
     protocol, _, rest = lines[0].partition(" ")
     if not protocol.startswith("HTTP/"):
         raise ValueError("response is not HTTP")
-    fields = {
-        name.strip().lower(): value.strip()
-        for name, _, value in (line.partition(":") for line in lines[1:] if line)
-    }
+    pairs = (line.partition(":") for line in lines[1:] if line)
+    fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
     return Response(int(rest[:3]), fields, sent_at, reader)

@@ -65,9 +65,8 @@ def find_access(
     except OSError as error:
         remedy = "mount the service account's token (automountServiceAccountToken)"
         raise AccessError(f"{folder}: {error.strerror}: {remedy}") from None
-    return ApiServerAccess(
-        f"https://{host}:{env.get('KUBERNETES_SERVICE_PORT', '443')}", token, tls
-    )
+    port = env.get("KUBERNETES_SERVICE_PORT", "443")
+    return ApiServerAccess(f"https://{host}:{port}", token, tls)
 
 
 def read_kubeconfig(path: Path) -> ApiServerAccess:
@@ -79,9 +78,8 @@ def read_kubeconfig(path: Path) -> ApiServerAccess:
         user = _find_entry(config["users"], context["user"])["user"] or {}
         url = str(cluster["server"]).rstrip("/")
         tls = _build_tls(cluster, user, path.parent) if url.startswith("https:") else None
-        return ApiServerAccess(
-            url, _read_token(user, path.parent), tls, cluster.get("tls-server-name")
-        )
+        token = _read_token(user, path.parent)
+        return ApiServerAccess(url, token, tls, cluster.get("tls-server-name"))
     except OSError as error:
         raise AccessError(f"{error.filename or path}: {error.strerror}") from None
     except yaml.YAMLError:

@@ -56,9 +56,7 @@ class ChangeLogReader:
         self._read_counts = [cells[each] for each in starts]
 
     def drain(self, changed: set[int], limit: int) -> bool:
-        """Add the new entries to `changed`; False: a process wrote more than `limit`, so process
-        all rows.
-        """
+        """Add new entries to `changed`; False: one process wrote over `limit`, so read all rows."""
         cells, counts, is_complete = self._cells, self._read_counts, True
         for index, offset in enumerate(self._starts):
             count = cells[offset]

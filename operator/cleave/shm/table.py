@@ -55,8 +55,7 @@ class SharedTable:
         claims = np.frombuffer(self.memory, np.uint8, offset=CELL_BYTES * (num_cells + rows))
         self._claims = claims.reshape(rows, processes + 1)
         self.cells = memoryview(self.memory)[: CELL_BYTES * num_cells].cast("d")
-        """All cells, indexed by `locate_own` and `locate_common`: ten times as fast as array items.
-        """
+        """All cells, indexed by `locate_own` and `locate_common`; ten times as fast as an array."""
         self.change_log = build_change_log(processes)
         """Change log of the rows; only some users write to it."""
 

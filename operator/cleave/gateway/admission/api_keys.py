@@ -1,5 +1,4 @@
-"""API keys of clients. Checked for every request; the file is read at the start and when it
-changes.
+"""API keys of clients, checked for every request, from a file that is read when it changes.
 
 What is hard: a mounted Secret changes by swapping a symbolic link; and a file that is emptied by
 mistake must not disable authentication, so after an unusable file the previous keys stay valid.
@@ -37,8 +36,7 @@ class ApiKeys:
         return self._tenants is None or self.find_tenant(authorization) is not None
 
     def find_tenant(self, authorization: bytes | None) -> Tenant | None:
-        """The tenant whose key the value of an Authorization header contains; None: no valid
-        key."""
+        """The tenant whose key an Authorization header's value contains; None: no valid key."""
         if self._tenants is None:
             return DEFAULT_TENANT
         if authorization is None or authorization[:7].lower() != b"bearer ":
@@ -75,8 +73,7 @@ def read_api_keys(path: Path | None) -> ApiKeys:
 
 
 def get_file_version(path: Path | None) -> tuple[int, int, int] | None:
-    """Inode, modification time and size of a file, links followed; differs when the file has
-    changed."""
+    """Inode, modification time and size of a file, links followed; they differ once it changed."""
     try:
         status = path.stat() if path is not None else None
     except OSError:

@@ -1,5 +1,4 @@
-"""Admission control: tenants' limits, fair queueing among tenants, refusal of requests that would
-be late.
+"""Admission control: tenants' limits, fair queueing among them, refusal of late requests.
 
 Called by requests at their start and end; the sweeper expires what waits too long. The decisions
 are in `rate_limit`, `fair_queue` and `deadline`; this module combines them. What is hard: queueing
@@ -17,8 +16,7 @@ from typing import Protocol
 from cleave.api.enums import LateRequestPolicy
 from cleave.gateway.admission.deadline import FirstTokenModel, predict_ttft_excess_s
 from cleave.gateway.admission.fair_queue import FairQueue, QueueEntry
-from cleave.gateway.admission.rate_limit import TenantLimits, TenantUsage
-from cleave.gateway.admission.shared_rate_limit import SharedTenantUsage
+from cleave.gateway.admission.rate_limit import SharedTenantUsage, TenantLimits, TenantUsage
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.config import GatewayConfig
 from cleave.gateway.http.errors import GatewayError
@@ -47,19 +45,12 @@ class Waiter(Protocol):
 
 
 class AdmissionTicket:
-    """A request that was admitted or is queued; the caller ends it with
-    `AdmissionController.release`.
-    """
+    """A request that was admitted or is queued, until `AdmissionController.release`."""
 
     __slots__ = (
-        "admitted_at",
-        "arrived_at",
-        "backlog_tokens",
-        "model",
-        "prompt_tokens",
-        "queue_entry",
+        "admitted_at", "arrived_at", "backlog_tokens", "model", "prompt_tokens", "queue_entry",
         "tenant",
-    )
+    )  # fmt: skip
 
     def __init__(self, tenant: Tenant, model: str, prompt_tokens: int, now: float) -> None:
         self.tenant = tenant
@@ -132,28 +123,26 @@ class AdmissionController:
         # Connections are spread evenly, so the other processes have queues like this one.
         self._reject_if_late(ticket, backlog + self._num_processes * queue.total_cost / instances)
         if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._num_processes):
-            raise self._build_rejection(
-                tenant, "tenant_queue_full", "too many of its requests wait", 1.0
-            )
+            message = "too many of its requests wait"
+            raise self._build_rejection(tenant, "tenant_queue_full", message)
         usage = self._usage_by_tenant.get(tenant.name)
         if usage is None:
             usage = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
-        refusal = usage.acquire(prompt_tokens, now)
-        if refusal is not None:
-            raise self._build_rejection(
-                tenant, refusal.reason, refusal.message, refusal.retry_after_s
-            )
+        exceeded = usage.acquire(prompt_tokens, now)
+        if exceeded is not None:
+            reason, message = exceeded.reason, exceeded.message
+            raise self._build_rejection(tenant, reason, message, exceeded.retry_after_s)
         ticket.backlog_tokens = backlog
         min_limit = min(MIN_BACKLOG_LIMIT_TOKENS, BACKLOG_LIMIT_TOKENS)
         if len(queue) or (backlog >= min_limit and backlog >= self._compute_backlog_limit(model)):
+            wait_s = self._ttft_target_s if self._rejects_late(tenant) else self._max_wait_s
             ticket.queue_entry = queue.push(
                 (waiter, ticket),
                 tenant.name,
                 prompt_tokens,
+                deadline=now + wait_s,
                 weight=tenant.weight,
                 priority=tenant.priority,
-                deadline=now
-                + (self._ttft_target_s if self._rejects_late(tenant) else self._max_wait_s),
             )
             self.has_waiters.set()
         else:
@@ -196,8 +185,7 @@ class AdmissionController:
             self._is_admitting = False
 
     def admit_all_waiting(self, now: float) -> None:
-        """Admit queued requests of all models: this process does not see when requests of other
-        processes and gateways end."""
+        """Admit queued requests of all models: other processes' requests end unseen here."""
         for model in tuple(self._queues):
             self.admit_waiting(model, now)
         if not self.count_waiting():
@@ -209,7 +197,7 @@ class AdmissionController:
             for waiter, ticket in queue.list_expired(now):
                 reason = "late" if self._rejects_late(ticket.tenant) else "waited_too_long"
                 message = f"it has waited {now - ticket.arrived_at:.1f} s"
-                waiter.reject(self._build_rejection(ticket.tenant, reason, message, 1.0))
+                waiter.reject(self._build_rejection(ticket.tenant, reason, message))
             self.admit_waiting(model, now)
             if not len(queue):
                 # Clients may send any model name, so empty queues are removed.
@@ -236,9 +224,8 @@ class AdmissionController:
         ttft_model = self._ttft_models.get(ticket.model)
         if ttft_model is None or not self._rejects_late(ticket.tenant):
             return
-        excess_s = predict_ttft_excess_s(
-            ttft_model, backlog_tokens, ticket.prompt_tokens, self._ttft_target_s
-        )
+        tokens, target_s = ticket.prompt_tokens, self._ttft_target_s
+        excess_s = predict_ttft_excess_s(ttft_model, backlog_tokens, tokens, target_s)
         if excess_s > 0:
             message = f"its first token would come {excess_s:.1f} s too late"
             raise self._build_rejection(ticket.tenant, "late", message, excess_s)
@@ -248,16 +235,11 @@ class AdmissionController:
 
     def _compute_backlog_limit(self, model: str) -> float:
         ttft_model = self._ttft_models.get(model)
-        tokens = (
-            ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
-            if ttft_model is not None
-            else None
-        )
-        return (
-            min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), BACKLOG_LIMIT_TOKENS)
-            if tokens
-            else BACKLOG_LIMIT_TOKENS
-        )
+        if ttft_model is None:
+            return BACKLOG_LIMIT_TOKENS
+        tokens = ttft_model.compute_tokens_within(BACKLOG_TTFT_SHARE * self._ttft_target_s)
+        limit = BACKLOG_LIMIT_TOKENS
+        return min(max(tokens, MIN_BACKLOG_LIMIT_TOKENS), limit) if tokens else limit
 
     def _measure_backlog(self, model: str) -> tuple[float, int]:
         """(prompt tokens in the shortest queue of any instance, instances that compute prompts)."""
@@ -270,7 +252,7 @@ class AdmissionController:
         return shortest if shortest < STALE_PENALTY else 0.0, max(instances, 1)
 
     def _build_rejection(
-        self, tenant: Tenant, reason: str, message: str, retry_after_s: float
+        self, tenant: Tenant, reason: str, message: str, retry_after_s: float = 1.0
     ) -> GatewayError:
         self._metrics.rejections[tenant.name, reason] += 1
         owner = f"tenant {tenant.name!r}: " if tenant.name else ""

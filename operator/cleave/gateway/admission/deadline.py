@@ -22,8 +22,7 @@ class FirstTokenModel:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, tokens: float, seconds: float) -> None:
-        """Add a request: the prompt tokens before its first token, its own included, and
-        seconds."""
+        """Add a request: the prompt tokens before its first token, own ones included; seconds."""
         self._n = self._n * SAMPLE_DECAY + 1.0
         self._x = self._x * SAMPLE_DECAY + tokens
         self._y = self._y * SAMPLE_DECAY + seconds
@@ -60,10 +59,8 @@ def predict_ttft_excess_s(
 
     0: it meets the target, would miss it even without a queue, or there are too few samples.
     """
-    expected, without_queue = (
-        model.predict_s(backlog_tokens + prompt_tokens),
-        model.predict_s(prompt_tokens),
-    )
+    expected = model.predict_s(backlog_tokens + prompt_tokens)
+    without_queue = model.predict_s(prompt_tokens)
     if expected is None or without_queue is None or without_queue > target_s:
         return 0.0
     return max(0.0, expected - target_s)

@@ -1,16 +1,24 @@
-"""Rate limits of one tenant: requests and tokens a minute, concurrent requests. Pure; time is
-passed in.
+"""Limits of one tenant: requests and tokens a minute, concurrent requests. Pure; time is passed in.
 
 Used by the admission controller for every request of a tenant with limits. What is hard: the length
 of an output is known only at its end, so its tokens are charged then, and a tenant that has
-overdrawn its limit waits.
+overdrawn its limit waits. All processes of a gateway share a tenant's usage without a lock: running
+requests are counted in one column per process and summed up. The state of an allowance is a single
+number that each process overwrites when it uses some, so two that do so within the same microsecond
+may charge only one.
 """
 
+import struct
 from dataclasses import dataclass
+
+from cleave.shm.table import CELL_BYTES, SharedTable
 
 MINUTE_S = 60.0
 MIN_WAIT_S = 1e-6
 """Shorter waits count as none, because sums of floats are not exact."""
+_NUM_RUNNING = 0
+_REQUESTS, _TOKENS = 0, 1
+"""Columns of the two buckets: the time at which each is full again."""
 
 
 class TokenBucket:
@@ -29,8 +37,7 @@ class TokenBucket:
         """Load what other processes have used; called before any other method."""
 
     def compute_wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much may be used; 0: now. For more than a minute's worth, until it is
-        full."""
+        """Seconds until so much may be used, 0: now; until full for more than a minute's worth."""
         needed_s = min(amount / self._per_minute, 1.0) * MINUTE_S
         wait_s = self._full_at - now + needed_s - MINUTE_S
         return wait_s if wait_s > MIN_WAIT_S else 0.0
@@ -81,10 +88,8 @@ class TenantUsage:
         """Set other limits."""
         self._limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._request_bucket = self._resize_or_create(
-            self._request_bucket, requests, now, of_tokens=False
-        )
-        self._token_bucket = self._resize_or_create(self._token_bucket, tokens, now, of_tokens=True)
+        self._request_bucket = self._resize_bucket(self._request_bucket, False, requests, now)
+        self._token_bucket = self._resize_bucket(self._token_bucket, True, tokens, now)
 
     def acquire(self, prompt_tokens: int, now: float) -> LimitExceeded | None:
         """Charge a new request; a refused request is not charged."""
@@ -121,8 +126,8 @@ class TenantUsage:
         """Requests that are queued or running."""
         return self.num_running
 
-    def _resize_or_create(
-        self, bucket: TokenBucket | None, per_minute: int, now: float, *, of_tokens: bool
+    def _resize_bucket(
+        self, bucket: TokenBucket | None, of_tokens: bool, per_minute: int, now: float
     ) -> TokenBucket | None:
         if not per_minute:
             return None
@@ -134,3 +139,59 @@ class TenantUsage:
     def _create_bucket(self, of_tokens: bool, per_minute: int, now: float) -> TokenBucket:
         del of_tokens
         return TokenBucket(per_minute, now)
+
+
+class SharedTenantUsage(TenantUsage):
+    """Usage of one tenant, in a row of the shared table."""
+
+    __slots__ = ("_cells", "_row", "_running_cell", "_running_offset", "_table", "_unpack_running")
+
+    def __init__(self, table: SharedTable, row: int, limits: TenantLimits, now: float) -> None:
+        """`table`: with one cell per process and two common cells in each row."""
+        self._table, self._row, self._cells = table, row, table.cells
+        self._running_cell = table.locate_own(row, _NUM_RUNNING)
+        self._running_offset = CELL_BYTES * table.locate_cell(row, _NUM_RUNNING, 0)
+        self._unpack_running = struct.Struct(f"{table.processes}d").unpack_from
+        super().__init__(limits, now)
+
+    def acquire(self, prompt_tokens: int, now: float) -> LimitExceeded | None:
+        """Charge a new request; a refused request is not charged."""
+        refusal = super().acquire(prompt_tokens, now)
+        self._cells[self._running_cell] = float(self.num_running)
+        return refusal
+
+    def release(self, output_tokens: int, now: float) -> None:
+        """An admitted request has ended after so many output tokens."""
+        super().release(output_tokens, now)
+        self._cells[self._running_cell] = float(self.num_running)
+
+    def count_running(self) -> int:
+        """Requests of all processes that are queued or running."""
+        running: tuple[float, ...] = self._unpack_running(self._table.memory, self._running_offset)
+        return int(sum(running))
+
+    def _create_bucket(self, of_tokens: bool, per_minute: int, now: float) -> TokenBucket:
+        field = _TOKENS if of_tokens else _REQUESTS
+        return SharedTokenBucket(self._table, self._row, field, per_minute, now)
+
+
+class SharedTokenBucket(TokenBucket):
+    """An allowance that all processes share."""
+
+    __slots__ = ("_cell", "_cells")
+
+    def __init__(
+        self, table: SharedTable, row: int, field: int, per_minute: float, now: float
+    ) -> None:
+        super().__init__(per_minute, now)
+        self._cells, self._cell = table.cells, table.locate_common(row, field)
+        self._cells[self._cell] = self._cells[self._cell] or now
+
+    def sync(self) -> None:
+        """Load what other processes have used."""
+        self._full_at = self._cells[self._cell]
+
+    def consume(self, amount: float, now: float) -> None:
+        """Charge an amount, even if it exceeds the allowance."""
+        super().consume(amount, now)
+        self._cells[self._cell] = self._full_at

@@ -42,8 +42,6 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 
 class _TenantSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
-    """A tenant in the file."""
-
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$")]
     keys: Annotated[list[str], msgspec.Meta(min_length=1)]
     requests_per_minute: _Count | None = None
@@ -101,9 +99,8 @@ def _build_tenants(file: _TenantsFile, path: Path) -> dict[bytes, Tenant]:
     names: set[str] = set()
     for spec in file.tenants:
         if spec.name in names:
-            raise ApiKeysError(
-                f"{path}: two tenants are named {spec.name!r}; give each its own name"
-            )
+            problem = f"two tenants are named {spec.name!r}; give each its own name"
+            raise ApiKeysError(f"{path}: {problem}")
         names.add(spec.name)
         limits = TenantLimits(
             spec.requests_per_minute or 0, spec.tokens_per_minute or 0, spec.max_concurrent or 0

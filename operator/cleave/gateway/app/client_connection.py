@@ -37,10 +37,7 @@ MIN_BODY_RATE = 64 << 10
 """Bytes per second; a body may take the idle timeout plus its transfer time at this rate."""
 
 _REQUEST_TIMEOUT = GatewayError(
-    HTTPStatus.REQUEST_TIMEOUT,
-    "the request was not received in time",
-    "invalid_request_error",
-    code="request_timeout",
+    HTTPStatus.REQUEST_TIMEOUT, "the request was not received in time", code="request_timeout"
 )
 _RECEIVE_LIMIT_REACHED = GatewayError(
     HTTPStatus.SERVICE_UNAVAILABLE,
@@ -89,9 +86,8 @@ class ClientConnection(asyncio.Protocol):
         self._limiter = limiter
         self._write_batcher = context.write_batcher
         self._handler = handler
-        self._reader = RequestParser(
-            context.config.max_body_bytes, handler.check, context.extra_headers
-        )
+        limit, names = context.config.max_body_bytes, context.extra_headers
+        self._reader = RequestParser(limit, handler.check, names)
         self._backlog: list[bytes] = []
         self._discarding = False
         self._busy = False
@@ -173,13 +169,7 @@ class ClientConnection(asyncio.Protocol):
         self._write_batcher.write(self.transport, data)
 
     def respond(
-        self,
-        status: int,
-        fields: bytes,
-        body: bytes,
-        request_id: bytes,
-        *,
-        with_body: bool = True,
+        self, status: int, fields: bytes, body: bytes, request_id: bytes, *, with_body: bool = True
     ) -> None:
         """Send a complete response; `with_body` False: for HEAD."""
         reusable = self.keep_alive and not self._context.draining
@@ -219,9 +209,8 @@ class ClientConnection(asyncio.Protocol):
         """Close an idle, sending or closing client whose deadline has passed."""
         if now <= self._deadline or (self._busy and not self.transport.is_closing()):
             return
-        if self._receiving and not (
-            self._discarding or self.blocked or self.transport.is_closing()
-        ):
+        is_closing = self._discarding or self.blocked or self.transport.is_closing()
+        if self._receiving and not is_closing:
             self._reader.reject(_REQUEST_TIMEOUT)
             self._reject(_REQUEST_TIMEOUT)
         else:
@@ -390,10 +379,8 @@ class ClientConnection(asyncio.Protocol):
         now, reader = self._context.clock(), self._reader
         self._idle_since = self._request_started_at = now
         self._deadline = now + self._context.config.timeouts.keep_alive_s
-        has_input = (
-            self._backlog or reader.ready or reader.error is not None or reader.expects_continue
-        )
-        if has_input and not self.blocked:
+        has_request = reader.ready or reader.error is not None or reader.expects_continue
+        if (self._backlog or has_request) and not self.blocked:
             asyncio.get_running_loop().call_soon(self._resume_parsing)
 
     def _set_deadline(self, seconds: float) -> None:

@@ -16,21 +16,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
+from cleave.gateway.app import routes
 from cleave.gateway.app.client_connection import ClientConnection
 from cleave.gateway.app.fleet_status import describe_fleet
 from cleave.gateway.app.openapi import build_openapi
-from cleave.gateway.app.routes import (
-    COMPLETION_ROUTES,
-    FLEET_PATH,
-    HEALTH_PATH,
-    INTERNAL_ROUTES,
-    LIVEZ_PATH,
-    METRICS_PATH,
-    MODEL_PREFIX,
-    OPENAPI_PATH,
-    OTHER_ROUTES,
-    OWN_ROUTES,
-)
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http import headers
 from cleave.gateway.http.completion_request import parse_completion, parse_engine_request
@@ -47,13 +36,13 @@ from cleave.router.instance import RoutedInstance
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
-_OTHER_PATHS = frozenset(route.path for route in OTHER_ROUTES)
-_METHODS = {route.path: b"POST" for route in (*COMPLETION_ROUTES, *OTHER_ROUTES)} | {
-    route.path: b"GET" for route in OWN_ROUTES
+_OTHER_PATHS = frozenset(route.path for route in routes.OTHER_ROUTES)
+_METHODS = {route.path: b"POST" for route in routes.COMPLETION_ROUTES + routes.OTHER_ROUTES} | {
+    route.path: b"GET" for route in routes.OWN_ROUTES
 }
-_PUBLIC_PATHS = frozenset(route.path for route in OWN_ROUTES if not route.needs_key)
-_INTERNAL_METHODS = {route.path: b"GET" for route in INTERNAL_ROUTES}
-_UNLOGGED = frozenset((FLEET_PATH, HEALTH_PATH, LIVEZ_PATH, METRICS_PATH, OPENAPI_PATH))
+_PUBLIC_PATHS = frozenset(route.path for route in routes.OWN_ROUTES if not route.needs_key)
+_INTERNAL_METHODS = {route.path: b"GET" for route in routes.INTERNAL_ROUTES}
+_UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 """Paths that probes and scrapers request."""
 
 MAX_TICK_AGE_S = 5.0
@@ -62,14 +51,12 @@ MAX_TICK_AGE_S = 5.0
 _UNAUTHORIZED = GatewayError(
     HTTPStatus.UNAUTHORIZED,
     "no valid API key: send it as `Authorization: Bearer KEY`",
-    "invalid_request_error",
     code="invalid_api_key",
     header_lines=b"www-authenticate: Bearer\r\n",
 )
 _INTERNAL_ONLY = GatewayError(
     HTTPStatus.FORBIDDEN,
     "/metrics shows all tenants, so it is available on the port of --internal-port only",
-    "invalid_request_error",
     code="internal_only",
 )
 
@@ -122,8 +109,7 @@ class GatewayRequestHandler:
         return self._context.api_keys.find_tenant(request.headers.get(b"authorization"))
 
     def handle(self, client: ClientConnection, request: HttpRequest) -> None:
-        """Respond to a request: at once, or, if it goes to an engine, when the engine has
-        responded."""
+        """Respond to a request: at once, or when the engine to which it goes has responded."""
         context = self._context
         request_id = request.headers.get(b"x-request-id", b"")
         if not request_id or not headers.is_valid_request_id(request_id):
@@ -147,7 +133,6 @@ class GatewayRequestHandler:
     def _reject(
         self, client: ClientConnection, request: HttpRequest, request_id: bytes, error: GatewayError
     ) -> None:
-        """Respond with an error."""
         self._context.metrics.requests["", "refused"] += 1
         refused = error.status, build_error_headers(error), error.to_json()
         self._send_response(client, request, refused, request_id)
@@ -155,22 +140,16 @@ class GatewayRequestHandler:
     def record_response(
         self, request_id: bytes, status: int, request: HttpRequest | None = None
     ) -> None:
-        """Record a response for the access log, without paths that do not exist here, as they may
-        contain anything."""
+        """Record a response for the access log, but no unknown path, which may contain anything."""
         if self._recorder is not None:
-            is_known = request is not None and request.path in self._methods
-            self._recorder.record_local_response(
-                self._context,
-                request_id,
-                status,
-                request.method if request is not None else b"",
-                request.path if request is not None and is_known else b"",
-            )
+            method, path = (request.method, request.path) if request is not None else (b"", b"")
+            path = path if path in self._methods else b""
+            self._recorder.record_local_response(self._context, request_id, status, method, path)
 
     def _resolve_path(self, request: HttpRequest) -> bytes:
         """The method of a path that is not in the table; empty: no such path."""
         request.path = _parse_target_path(request.path)
-        if self._methods is _METHODS and request.path.startswith(MODEL_PREFIX):
+        if self._methods is _METHODS and request.path.startswith(routes.MODEL_PREFIX):
             return b"GET"
         return self._methods.get(request.path, b"")
 
@@ -181,8 +160,7 @@ class GatewayRequestHandler:
         response: tuple[int, bytes, bytes],
         request_id: bytes,
     ) -> None:
-        """Send a response; to HEAD without its body, which the client would read as the next
-        response."""
+        """Send a response; to HEAD without a body, which would be read as the next response."""
         if request.path not in _UNLOGGED:
             self.record_response(request_id, response[0], request)
         client.respond(*response, request_id, with_body=request.method != b"HEAD")
@@ -195,17 +173,14 @@ class GatewayRequestHandler:
         if request.path in _OTHER_PATHS:
             models = context.router.registry.models
             bases = [name for name, entry in models.items() if not entry.base]
-            completion = parse_engine_request(
-                request.body, bases[0] if len(bases) == 1 else "", request.scan
-            )
+            fallback = bases[0] if len(bases) == 1 else ""
+            completion = parse_engine_request(request.body, fallback, request.scan)
         else:
             completion = parse_completion(request.body, request.scan)
-        session = request.headers.get(context.session_header)
+        session, path = request.headers.get(context.session_header), request.path
         proxied: ProxiedRequest
         if self._recorder is None:
-            proxied = ProxiedRequest(
-                context, client, request.path, request_id, completion, tenant, session
-            )
+            proxied = ProxiedRequest(context, client, path, request_id, completion, tenant, session)
         else:
             proxied = self._recorder.create_request(
                 context, client, request, request_id, completion, tenant, session
@@ -220,50 +195,46 @@ class GatewayRequestHandler:
 
     def _handle_get(self, request: HttpRequest) -> tuple[int, bytes, bytes]:
         path = request.path
-        if path == LIVEZ_PATH:
+        if path == routes.LIVEZ_PATH:
             late_s = self._context.clock() - self._context.last_tick_at
             if late_s <= MAX_TICK_AGE_S:
                 return HTTPStatus.OK, headers.TEXT_CONTENT, b"ok\n"
             message = f"deadlines have not been checked for {late_s:.1f} s\n"
             return HTTPStatus.SERVICE_UNAVAILABLE, headers.TEXT_CONTENT, message.encode()
-        if path == FLEET_PATH:
+        if path == routes.FLEET_PATH:
             page = describe_fleet(self._context)
             return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(page)
-        if path == METRICS_PATH:
+        if path == routes.METRICS_PATH:
             if not self._internal and len(self._context.api_keys.tenants) > 1:
                 raise _INTERNAL_ONLY
             content = b"content-type: %b\r\n" % CONTENT_TYPE_PLAIN_0_0_4.encode()
             return HTTPStatus.OK, content, generate_latest(self._registry)
-        if path == OPENAPI_PATH:
+        if path == routes.OPENAPI_PATH:
             registry = self._context.router.registry
             names = sorted(registry.models) if self._may_list_models(request) else []
             return HTTPStatus.OK, headers.JSON_CONTENT, self._describe_api(names)
-        if path == HEALTH_PATH:
+        if path == routes.HEALTH_PATH:
             status, health = self._describe_health()
             if not self._may_list_models(request):
                 health = {"status": health["status"]}
             return status, headers.JSON_CONTENT, msgspec.json.encode(health)
         models = self._context.router.registry.models
-        if path.startswith(MODEL_PREFIX):
-            name = unquote(path.removeprefix(MODEL_PREFIX).decode("ascii", "replace"))
+        if path.startswith(routes.MODEL_PREFIX):
+            name = unquote(path.removeprefix(routes.MODEL_PREFIX).decode("ascii", "replace"))
             if name not in models:
                 raise convert_router_error(UnknownModel(name))
-            return (
-                HTTPStatus.OK,
-                headers.JSON_CONTENT,
-                msgspec.json.encode(self._describe_model(name)),
-            )
-        model_list = {"object": "list", "data": [self._describe_model(n) for n in sorted(models)]}
-        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(model_list)
+            described = self._describe_model(name)
+        else:
+            listed = [self._describe_model(name) for name in sorted(models)]
+            described = {"object": "list", "data": listed}
+        return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(described)
 
     def _describe_api(self, names: list[str]) -> bytes:
         """Built once with the model names and once without, until these change."""
         cached = self._openapi_cache.get(bool(names))
         if cached is None or cached[0] != names:
-            cached = self._openapi_cache[bool(names)] = (
-                names,
-                msgspec.json.encode(build_openapi(names)),
-            )
+            cached = names, msgspec.json.encode(build_openapi(names))
+            self._openapi_cache[bool(names)] = cached
         return cached[1]
 
     def _describe_model(self, name: str) -> dict[str, object]:
@@ -290,8 +261,8 @@ class GatewayRequestHandler:
         # If requests may wait for an instance, they must be sent here even without one.
         may_wait = self._context.config.timeouts.wake_s > 0
         ready = may_wait or any(not obstacle for obstacle in reasons_by_model.values())
-        shared_state = self._context.shared_state
-        if shared_state and (hung := _describe_hung_processes(shared_state, self._context.clock())):
+        shared = self._context.shared_state
+        if shared and (hung := _describe_hung_processes(shared, self._context.clock())):
             reasons += hung
             ready = False
         status = "ok" if ready else "unavailable"
@@ -329,8 +300,7 @@ def _parse_target_path(target: bytes) -> bytes:
 
 
 def _build_not_found(path: bytes) -> GatewayError:
-    text = path.decode("ascii", "replace")
-    return GatewayError(HTTPStatus.NOT_FOUND, f"no such path: {text}", "invalid_request_error")
+    return GatewayError(HTTPStatus.NOT_FOUND, f"no such path: {path.decode('ascii', 'replace')}")
 
 
 def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:
@@ -338,7 +308,6 @@ def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:
     return GatewayError(
         HTTPStatus.METHOD_NOT_ALLOWED,
         f"{path.decode('ascii', 'replace')} accepts {allowed} only",
-        "invalid_request_error",
         header_lines=f"allow: {allowed}\r\n".encode(),
     )
 

@@ -9,18 +9,8 @@ from http import HTTPStatus
 from typing import Any
 
 from cleave import distribution
-from cleave.gateway.app.routes import (
-    COMPLETION_ROUTES,
-    HEALTH_PATH,
-    METRICS_PATH,
-    MODEL_PREFIX,
-    MODELS_PATH,
-    OPENAPI_PATH,
-    OTHER_ROUTES,
-    OWN_ROUTES,
-    EngineRoute,
-    OwnRoute,
-)
+from cleave.gateway.app import routes
+from cleave.gateway.app.routes import EngineRoute, OwnRoute
 
 Schema = dict[str, Any]
 
@@ -31,7 +21,6 @@ _DESCRIPTION = (
 _TEXT: Schema = {"type": "string"}
 _FLAG: Schema = {"type": ["boolean", "null"]}
 _COUNT: Schema = {"type": ["integer", "null"], "minimum": 1}
-_LIST: Schema = {"type": "array"}
 _OBJECT: Schema = {"type": "object"}
 
 _FIELDS: Mapping[str, Schema] = {
@@ -101,17 +90,12 @@ _SECURITY: list[Schema] = [{}, {"key": []}]
 
 def build_openapi(models: Sequence[str] = ()) -> Schema:
     """The document as JSON values; `models`: those served now, as examples."""
-    paths = {
-        route.path.decode(): {"post": _describe_engine_operation(route, _ENGINE_STATUSES)}
-        for route in COMPLETION_ROUTES
-    }
-    statuses = (*_ENGINE_STATUSES, HTTPStatus.NOT_IMPLEMENTED)
-    paths |= {
-        route.path.decode(): {"post": _describe_engine_operation(route, statuses)}
-        for route in OTHER_ROUTES
-    }
-    paths |= {route.path.decode(): {"get": _describe_own_operation(route)} for route in OWN_ROUTES}
-    paths[f"{MODEL_PREFIX.decode()}{{model}}"] = {"get": _describe_get_model()}
+    paths = {}
+    for route in (*routes.COMPLETION_ROUTES, *routes.OTHER_ROUTES):
+        paths[route.path.decode()] = {"post": _describe_engine_operation(route)}
+    for own in routes.OWN_ROUTES:
+        paths[own.path.decode()] = {"get": _describe_own_operation(own)}
+    paths[f"{routes.MODEL_PREFIX.decode()}{{model}}"] = {"get": _describe_get_model()}
     model_name = _TEXT | ({"examples": list(models)} if models else {})
     return {
         "openapi": "3.1.0",
@@ -141,21 +125,18 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
     }
 
 
-def _describe_engine_operation(route: EngineRoute, statuses: tuple[HTTPStatus, ...]) -> Schema:
-    """An operation that engines respond to."""
+def _describe_engine_operation(route: EngineRoute) -> Schema:
     names = (*route.required, *route.optional)
-    body = _OBJECT | {
-        "properties": {name: _FIELDS[name] for name in names},
-        "required": list(route.required),
-    }
+    body = _describe_object({name: _FIELDS[name] for name in names}, route.required)
     content: Schema = {"application/json": {"schema": _OBJECT}}
     if "stream" in names:
         # Without a schema: OpenAPI 3.1 cannot describe events, and they are not strings.
         content["text/event-stream"] = {}
-    instances = {
-        f"x-cleave-{role}": {"$ref": "#/components/headers/Instance"}
-        for role in ("prefill", "decode")
-    }
+    instance = {"$ref": "#/components/headers/Instance"}
+    instances = {"x-cleave-prefill": instance, "x-cleave-decode": instance}
+    statuses: tuple[HTTPStatus, ...] = _ENGINE_STATUSES
+    if route in routes.OTHER_ROUTES:
+        statuses += (HTTPStatus.NOT_IMPLEMENTED,)
     return {
         "summary": route.summary,
         "operationId": _make_operation_id("post", route.path.decode()),
@@ -166,15 +147,14 @@ def _describe_engine_operation(route: EngineRoute, statuses: tuple[HTTPStatus, .
 
 
 def _describe_own_operation(route: OwnRoute) -> Schema:
-    """An operation that the gateway responds to."""
     statuses: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
-    if route.path == METRICS_PATH:
+    if route.path == routes.METRICS_PATH:
         statuses += (HTTPStatus.FORBIDDEN,)
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = {"application/json": {"schema": _OWN_RESPONSES[route.path]}}
     responses = _describe_responses("The response.", content, statuses)
-    if route.path == HEALTH_PATH:
+    if route.path == routes.HEALTH_PATH:
         responses["503"] = responses["200"] | {"description": "Nothing can be served."}
     operation: Schema = {
         "summary": route.summary,
@@ -198,19 +178,11 @@ def _describe_get_model() -> Schema:
 
 
 def _describe_responses(
-    description: str,
-    content: Schema,
-    statuses: tuple[HTTPStatus, ...],
-    headers: Schema | None = None,
+    text: str, content: Schema, statuses: tuple[HTTPStatus, ...], headers: Schema | None = None
 ) -> Schema:
     """The responses by status; all errors have the same form."""
-    responses: Schema = {
-        "200": {
-            "description": description,
-            "headers": _HEADERS | (headers or {}),
-            "content": content,
-        }
-    }
+    headers = _HEADERS | (headers or {})
+    responses: Schema = {"200": {"description": text, "headers": headers, "content": content}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in sorted({*_COMMON_STATUSES, *statuses}):
         retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
@@ -229,15 +201,9 @@ def _make_operation_id(method: str, path: str) -> str:
 
 
 def _build_error_schema() -> Schema:
-    nullable = {"type": ["string", "null"]}
-    fields = {
-        "message": _TEXT,
-        "type": _TEXT,
-        "param": nullable,
-        "code": {"type": ["string", "integer", "null"]},
-    }
-    inner = _OBJECT | {"properties": fields, "required": ["message", "type"]}
-    return _OBJECT | {"properties": {"error": inner}, "required": ["error"]}
+    code = {"type": ["string", "integer", "null"]}
+    fields = {"message": _TEXT, "type": _TEXT, "param": {"type": ["string", "null"]}, "code": code}
+    return _describe_object({"error": _describe_object(fields, ("message", "type"))}, ("error",))
 
 
 def _build_model_schema() -> Schema:
@@ -249,28 +215,25 @@ def _build_model_schema() -> Schema:
         "parent": {"type": ["string", "null"], "description": "Of a LoRA adapter: its model."},
         "max_model_len": {"type": ["integer", "null"]},
     }
-    return _OBJECT | {"properties": fields, "required": list(fields)}
+    return _describe_object(fields, tuple(fields))
 
 
+def _describe_object(fields: Schema, required: tuple[str, ...]) -> Schema:
+    return _OBJECT | {"properties": fields, "required": list(required)}
+
+
+_MODELS: Schema = {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}
+_HEALTH: Schema = {
+    "status": {"enum": ["ok", "unavailable", "draining"]},
+    "reasons": {"type": "array", "items": _TEXT},
+    "requests_in_flight": {"type": "integer", "minimum": 0},
+    "models": _OBJECT,
+}
 _OWN_RESPONSES: Mapping[bytes, Schema] = {
-    MODELS_PATH: _OBJECT
-    | {
-        "properties": {
-            "object": {"const": "list"},
-            "data": _LIST | {"items": {"$ref": "#/components/schemas/Model"}},
-        },
-        "required": ["object", "data"],
-    },
-    HEALTH_PATH: _OBJECT
-    | {
-        "properties": {
-            "status": {"enum": ["ok", "unavailable", "draining"]},
-            "reasons": _LIST | {"items": _TEXT},
-            "requests_in_flight": {"type": "integer", "minimum": 0},
-            "models": _OBJECT,
-        },
-        # If the gateway has keys, the other fields are sent only with a valid key.
-        "required": ["status"],
-    },
-    OPENAPI_PATH: _OBJECT | {"required": ["openapi", "info", "paths"]},
+    routes.MODELS_PATH: _describe_object(
+        {"object": {"const": "list"}, "data": _MODELS}, ("object", "data")
+    ),
+    # If the gateway has keys, the other fields are sent only with a valid key.
+    routes.HEALTH_PATH: _describe_object(_HEALTH, ("status",)),
+    routes.OPENAPI_PATH: _OBJECT | {"required": ["openapi", "info", "paths"]},
 }

@@ -40,16 +40,9 @@ FLEET_PATH = b"/fleet"
 LIVEZ_PATH = b"/livez"
 
 _SAMPLING_FIELDS = (
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "min_tokens",
-    "n",
-    "temperature",
-    "seed",
-    "stop",
+    "stream", "stream_options", "max_tokens", "min_tokens", "n", "temperature", "seed", "stop",
     "response_format",
-)
+)  # fmt: skip
 _CHAT_FIELDS = ("max_completion_tokens", "tools", "tool_choice")
 _RERANK_FIELDS = ("query", "documents")
 _SCORE_FIELDS = ("text_1", "text_2")

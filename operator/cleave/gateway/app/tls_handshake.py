@@ -1,5 +1,4 @@
-"""A connection to the HTTPS port during its TLS handshake; a ClientConnection replaces it
-afterwards.
+"""A connection to the HTTPS port during its TLS handshake, until a ClientConnection replaces it.
 
 Created by the event loop for each connection to that port. The event loop could do the handshake
 itself, but would report connections only afterwards. Until then no limit would count them, and any
@@ -37,8 +36,7 @@ class TlsHandshake(asyncio.Protocol):
         self._started_at = context.clock()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Duplicate the socket for the handshake: on the first transport the event loop would read
-        at once."""
+        """Duplicate the socket, because the event loop would read from the first one at once."""
         first = cast("asyncio.Transport", transport)
         # If no file descriptor is left, only this connection is lost.
         with contextlib.suppress(OSError):
@@ -83,8 +81,7 @@ class TlsHandshake(asyncio.Protocol):
             )
 
     def _close(self, connection: socket.socket) -> None:
-        """Also called when the task was cancelled before it began; a transport in use keeps the
-        socket open."""
+        """Also called for a task that never began; a transport in use keeps the socket open."""
         connection.close()
         self._context.clients.discard(self)
         self._context.handshake_limiter.remove(self)

@@ -54,7 +54,6 @@ class _CertificateFiles:
 
 
 def _make_self_signed(host: str) -> KeyAndCertificate:
-    """A self-signed certificate for this address."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

@@ -27,9 +27,7 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
 class DirectRequest:
-    """One request. Call `wait_for_admission`, `pick_instance`, the callbacks of the response, and
-    in any case `end`.
-    """
+    """One request: `wait_for_admission`, `pick_instance`, response callbacks; always `end`."""
 
     def __init__(
         self, context: GatewayContext, completion: CompletionRequest, tenant: Tenant
@@ -69,18 +67,15 @@ class DirectRequest:
 
     def pick_instance(self, excluded: Collection[str], session: bytes | None) -> Target:
         """Pick an instance, none of `excluded`. Raises RouterError."""
-        context, completion = self._context, self._completion
-        router = context.router
+        context, completion, router = self._context, self._completion, self._context.router
+        is_split = has_prefill_instance(router, completion.model)
         self._pick = router.pick(
             completion.model,
             completion.prompt_tokens,
             completion.output_tokens,
-            colocated=not completion.can_disaggregate
-            or has_prefill_instance(router, completion.model),
+            colocated=is_split or not completion.can_disaggregate,
             excluded=excluded,
-            suspect=context.circuit_breaker.list_suspects(context.clock())
-            if context.circuit_breaker.failure_states
-            else (),
+            suspect=context.circuit_breaker.list_suspects(context.clock()),
             session=session,
             text=get_prompt_text(completion) if router.uses_prompt_text else b"",
         )
@@ -100,8 +95,7 @@ class DirectRequest:
             self._admitted.set_exception(error)
 
     def check_deadline(self, now: float) -> None:
-        """End the accounting when no message has come for too long; the proxy has its own
-        time-out."""
+        """End the accounting after too long without a message; the proxy has its own time-out."""
         if now > self._deadline:
             status = HTTPStatus.GATEWAY_TIMEOUT
             self.reject(build_engine_error(status, "no instance could take it in time"))
@@ -112,18 +106,18 @@ class DirectRequest:
     def on_response_head(self, status: int, served: str) -> None:
         """The head of the response. `served`: the endpoint it is from, empty if unknown."""
         self._status = status
-        context, pick = self._context, self._pick
+        context, pick, breaker = self._context, self._pick, self._context.circuit_breaker
         if pick is None:
             return
-        if served and served != format_endpoint(pick.decode):
+        is_elsewhere = bool(served) and served != format_endpoint(pick.decode)
+        if is_elsewhere or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            breaker.record_failure(pick.decode.instance, context.clock())
+        else:
+            breaker.record_success(pick.decode.instance)
+        if is_elsewhere:
             # Another endpoint responded: a gateway, which does its own accounting and counting.
-            context.circuit_breaker.record_failure(pick.decode.instance, context.clock())
             context.router.release(pick)
             self._pick, self._served_elsewhere = None, True
-        elif status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            context.circuit_breaker.record_failure(pick.decode.instance, context.clock())
-        elif context.circuit_breaker.failure_states:
-            context.circuit_breaker.record_success(pick.decode.instance)
 
     def on_response_body(self, piece: bytes) -> None:
         """A piece of the response's body."""
@@ -146,12 +140,8 @@ class DirectRequest:
 
     def on_response_complete(self) -> None:
         """The response is complete."""
-        if self._status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self.end("failed")
-        elif self._status >= HTTPStatus.BAD_REQUEST:
-            self.end("refused")
-        else:
-            self.end("ok")
+        status = self._status
+        self.end("failed" if status >= 500 else "refused" if status >= 400 else "ok")
 
     def end(self, outcome: str) -> None:
         """Release the accounting and count the outcome; calls after the first do nothing."""
@@ -185,15 +175,9 @@ class DirectRequest:
         if outcome == "ok" and completion.stream and self._first_byte_at is not None:
             stream_s = self._first_byte_at - self._started_at, context.clock() - self._first_byte_at
         is_known = completion.model in context.router.registry.known_models
-        record_completed(
-            context.metrics,
-            completion.model if is_known else "",
-            self._tenant.name,
-            outcome,
-            completion.prompt_tokens,
-            tokens,
-            stream_s,
-        )
+        model, tenant = completion.model if is_known else "", self._tenant.name
+        prompt = completion.prompt_tokens
+        record_completed(context.metrics, model, tenant, outcome, prompt, tokens, stream_s)
 
 
 def has_prefill_instance(router: Router, model: str) -> bool:

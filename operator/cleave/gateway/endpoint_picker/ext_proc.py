@@ -42,8 +42,7 @@ class ExtProcRequest:
     """By lower-case name; of equal ones the last."""
     has_no_body: bool
     request_mode: int
-    """How bodies are sent, as `BodySendMode`. Without a setting, both are full duplex, as the
-    protocol requires."""
+    """How bodies are sent (`BodySendMode`); full duplex if unset, as the protocol requires."""
     response_mode: int
     subset: frozenset[str] | None
     """Endpoints that are allowed; None: any."""
@@ -51,13 +50,10 @@ class ExtProcRequest:
 
 def read_request(message: pb.ProcessingRequest) -> ExtProcRequest:
     """Parse the first message of a stream, which contains the request's headers."""
-    request = message.request_headers
-    modes = message.protocol_config
+    request, modes = message.request_headers, message.protocol_config
     has_config = message.HasField("protocol_config")
     return ExtProcRequest(
-        headers={
-            each.key: each.raw_value or each.value.encode() for each in request.headers.headers
-        },
+        headers=_read_headers(request.headers),
         has_no_body=request.end_of_stream,
         request_mode=modes.request_body_mode if has_config else pb.FULL_DUPLEX_STREAMED,
         response_mode=modes.response_body_mode if has_config else pb.FULL_DUPLEX_STREAMED,
@@ -67,11 +63,12 @@ def read_request(message: pb.ProcessingRequest) -> ExtProcRequest:
 
 def read_status(message: pb.ProcessingRequest) -> int:
     """Status of the response's headers; 0 when they have none."""
-    for each in message.response_headers.headers.headers:
-        if each.key == ":status":
-            text = each.raw_value or each.value.encode()
-            return int(text) if text.isdigit() else 0
-    return 0
+    text = _read_headers(message.response_headers.headers).get(":status", b"")
+    return int(text) if text.isdigit() else 0
+
+
+def _read_headers(headers: pb.HeaderMap) -> dict[str, bytes]:
+    return {each.key: each.raw_value or each.value.encode() for each in headers.headers}
 
 
 def read_served(message: pb.ProcessingRequest) -> str:
@@ -108,27 +105,25 @@ def build_endpoint_response_to_body(endpoint: str) -> pb.ProcessingResponse:
     return message
 
 
-def stream_request_body(body: bytes, end: bool = True) -> Iterator[pb.ProcessingResponse]:
+def stream_request_body(body: bytes, end: bool) -> Iterator[pb.ProcessingResponse]:
     """A request's body in chunks, for full duplex."""
-    for start in range(0, max(len(body), 1), CHUNK_BYTES):
-        message = pb.ProcessingResponse()
-        streamed = message.request_body.response.body_mutation.streamed_response
-        streamed.body = body[start : start + CHUNK_BYTES]
-        streamed.end_of_stream = end and start + CHUNK_BYTES >= len(body)
-        yield message
+    for chunk in _split_body(body, end):
+        yield pb.ProcessingResponse(request_body=chunk)
 
 
 def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
     """A piece of a response's body, unchanged, for full duplex."""
-    body = piece.body
-    messages = []
+    chunks = _split_body(piece.body, piece.end_of_stream)
+    return [pb.ProcessingResponse(response_body=chunk) for chunk in chunks]
+
+
+def _split_body(body: bytes, end: bool) -> Iterator[pb.BodyResponse]:
     for start in range(0, max(len(body), 1), CHUNK_BYTES):
-        message = pb.ProcessingResponse()
-        streamed = message.response_body.response.body_mutation.streamed_response
+        chunk = pb.BodyResponse()
+        streamed = chunk.response.body_mutation.streamed_response
         streamed.body = body[start : start + CHUNK_BYTES]
-        streamed.end_of_stream = piece.end_of_stream and start + CHUNK_BYTES >= len(body)
-        messages.append(message)
-    return messages
+        streamed.end_of_stream = end and start + CHUNK_BYTES >= len(body)
+        yield chunk
 
 
 def build_immediate_response(error: GatewayError) -> pb.ProcessingResponse:

@@ -1,5 +1,4 @@
-"""The endpoint picker: Envoy's external processing service on the gateway's router and load
-accounting.
+"""The endpoint picker: Envoy's external processing service on the gateway's router.
 
 Started by the gateway if it has a port; called by proxies of an InferencePool (Gateway API
 Inference Extension). Requests that can be split, that no instance can take yet, or that are no
@@ -11,10 +10,10 @@ early.
 
 import asyncio
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cleave.gateway.admission.tenants import DEFAULT_TENANT
 from cleave.gateway.context import GatewayContext
@@ -26,7 +25,6 @@ from cleave.gateway.endpoint_picker.direct_request import (
     has_prefill_instance,
 )
 from cleave.gateway.endpoint_picker.ext_proc import ExtProcRequest
-from cleave.gateway.endpoint_picker.health import EndpointPickerHealth
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS
 from cleave.gateway.http.completion_request import (
     RETURN_IDS_KEY,
@@ -41,14 +39,19 @@ from cleave.rpc.v1 import external_processor_pb2_grpc
 
 _DUPLEX = pb.FULL_DUPLEX_STREAMED
 _Stream = grpc.aio.ServicerContext[pb.ProcessingRequest, pb.ProcessingResponse]
+_HealthStream = grpc.aio.ServicerContext[object, object]
+
+POLL_INTERVAL_S = 1.0
+"""Between two checks for a change of health."""
+_ALIVE = frozenset(("", "liveness"))
+_READY = frozenset(("readiness", "envoy.service.ext_proc.v3.ExternalProcessor"))
 
 
 class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     """Picks an endpoint for each request."""
 
     def __init__(self, context: GatewayContext, address: str, direct: bool) -> None:
-        """`address`: ip:port of this gateway. `direct`: requests that are not split go to
-        instances."""
+        """`address`: ip:port of this gateway. `direct`: unsplit requests go to instances."""
         self._context = context
         self._address = address
         self._routes_directly = direct
@@ -86,9 +89,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         Raises GatewayError (503) when the proxy does not allow this endpoint.
         """
         if not self._may_name_itself(head):
-            raise convert_router_error(
-                NoInstance(f"{self._address} is not among the endpoints allowed")
-            )
+            reason = f"{self._address} is not among the endpoints allowed"
+            raise convert_router_error(NoInstance(reason))
         await stream.write(ext_proc.build_endpoint_response(self._address, {}))
         if head.request_mode == _DUPLEX and not head.has_no_body:
             await self._echo_request(stream, read)
@@ -151,15 +153,13 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         """Whether the request can be split, or has to wait for an instance."""
         if not self._may_name_itself(head):
             return False
-        router = self._context.router
-        if completion.can_disaggregate and has_prefill_instance(router, completion.model):
+        router, model = self._context.router, completion.model
+        if completion.can_disaggregate and has_prefill_instance(router, model):
             return True
         if self._context.config.timeouts.wake_s <= 0:
             return False
         models = router.registry.models
-        return not models or (
-            completion.model in models and bool(router.explain_unavailable(completion.model))
-        )
+        return not models or (model in models and bool(router.explain_unavailable(model)))
 
     async def _send_direct(
         self, stream: _Stream, head: ExtProcRequest, completion: CompletionRequest, trailers: bool
@@ -175,9 +175,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
             endpoint = format_endpoint(direct.pick_instance(self._list_disallowed(head), session))
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
-            for response in self._build_responses(
-                head, endpoint, build_colocated_body(completion), trailers
-            ):
+            body = build_colocated_body(completion)
+            for response in self._build_responses(head, endpoint, body, trailers):
                 await stream.write(response)
             await self._process_response(stream, head, direct)
         except RouterError as error:
@@ -205,29 +204,23 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     def _list_disallowed(self, head: ExtProcRequest) -> list[str]:
         """Instances that the proxy does not allow."""
-        if head.subset is None:
+        allowed, instances = head.subset, self._context.router.registry.instances.values()
+        if allowed is None:
             return []
-        instances = self._context.router.registry.instances
-        return [
-            name
-            for name, instance in instances.items()
-            if format_endpoint(instance.target) not in head.subset
-        ]
+        return [each.name for each in instances if format_endpoint(each.target) not in allowed]
 
     async def _process_response(
         self, stream: _Stream, head: ExtProcRequest, direct: DirectRequest | None
     ) -> None:
-        """Process the response's messages to their end; `direct` None: the gateway handles the
-        request."""
+        """Process the response's messages to their end; `direct` None: it is the gateway's."""
         while not _is_end(message := await stream.read()):
             responses = [ext_proc.CONTINUE_REQUEST_TRAILERS]
             ends = False
             match message.WhichOneof("request"):
                 case "response_headers":
                     if direct is not None:
-                        direct.on_response_head(
-                            ext_proc.read_status(message), ext_proc.read_served(message)
-                        )
+                        status = ext_proc.read_status(message)
+                        direct.on_response_head(status, ext_proc.read_served(message))
                     responses = [ext_proc.CONTINUE_RESPONSE_HEADERS]
                     ends = message.response_headers.end_of_stream
                 case "response_body":
@@ -254,14 +247,12 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
     # --- reading ---
 
     async def _read_body(self, stream: _Stream) -> list[pb.ProcessingRequest] | None:
-        """All messages of a request's body, perhaps with trailers; None when the proxy has
-        cancelled it.
+        """All messages of a request's body, perhaps with trailers; None: the proxy cancelled it.
 
         Raises GatewayError (413) and TimeoutError.
         """
-        limit = self._context.config.max_body_bytes
+        remaining = limit = self._context.config.max_body_bytes
         read: list[pb.ProcessingRequest] = []
-        remaining = limit
         while (message := await self._read_message(stream)) is not None:
             read.append(message)
             remaining -= len(message.request_body.body)
@@ -278,6 +269,57 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         return None if _is_end(message) else message
 
 
+class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """gRPC health of the endpoint picker, which gateways of an InferencePool query.
+
+    Live whenever it responds; ready while any model can be served. What a proxy does without a
+    ready picker is set in its InferencePool.
+    """
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: _HealthStream
+    ) -> health_pb2.HealthCheckResponse:
+        """The status of one service."""
+        status = self._get_status(request.service)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: _HealthStream
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The status of one service, and again whenever it changes.
+
+        It ends when the gateway drains, which would otherwise wait for this call.
+        """
+        del context
+        last_status = None
+        while True:
+            # Read before the status, so that the last status sent is that of draining.
+            ends = self._context.draining
+            status = self._get_status(request.service)
+            if status != last_status:
+                last_status = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            if ends:
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _get_status(self, service: str) -> int:
+        response = health_pb2.HealthCheckResponse
+        if service in _ALIVE:
+            return int(response.SERVING)
+        if service not in _READY:
+            return int(response.SERVICE_UNKNOWN)
+        router = self._context.router
+        can_serve = any(not router.explain_unavailable(name) for name in router.registry.models)
+        ready = can_serve and not self._context.draining
+        return int(response.SERVING if ready else response.NOT_SERVING)
+
+
 class EndpointPickerServer:
     """The gRPC server of the endpoint picker, with the health service."""
 
@@ -286,8 +328,7 @@ class EndpointPickerServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int, gateway_port: int) -> int:
-        """Listen on the gateway's host; returns the port. Raises OSError, EndpointPickerError and
-        TlsError."""
+        """Listen; returns the port. Raises OSError, EndpointPickerError and TlsError."""
         config = self._context.config
         if config.tls_certificate is not None:
             raise EndpointPickerError(
@@ -302,12 +343,10 @@ class EndpointPickerServer:
             ),
             maximum_concurrent_rpcs=config.max_clients,
         )
-        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
-            EndpointPicker(self._context, address, config.endpoint_picker_direct), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(
-            EndpointPickerHealth(self._context), self._server
-        )
+        picker = EndpointPicker(self._context, address, config.endpoint_picker_direct)
+        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, self._server)
+        health = EndpointPickerHealth(self._context)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
         address_and_port = format_gateway_address(config.host, port)
         try:
             if credentials is None:
@@ -332,14 +371,11 @@ def _is_end(message: object) -> bool:
 
 def format_gateway_address(host: str, port: int) -> str:
     """This gateway's address as proxies name it. Raises EndpointPickerError."""
+    problem = f"--host {host}: an endpoint picker names"
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise EndpointPickerError(
-            f"--host {host}: an endpoint picker names IP addresses only"
-        ) from None
+        raise EndpointPickerError(f"{problem} IP addresses only") from None
     if address.is_unspecified:
-        raise EndpointPickerError(
-            f"--host {host}: an endpoint picker names its gateway: give the address of this one"
-        )
+        raise EndpointPickerError(f"{problem} its gateway: give the address of this one")
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

@@ -23,27 +23,11 @@ DEFAULT_OUTPUT_TOKENS = 16
 """Limit of /v1/completions for a request without `max_tokens`."""
 
 _CONTINUATION_FIELDS = (
-    "allowed_token_ids",
-    "cache_salt",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "min_p",
-    "model",
-    "priority",
-    "repetition_penalty",
-    "session_id",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "stop_token_ids",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_k",
-    "top_p",
-    "user",
-    "return_token_ids",
-)
+    "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
+    "min_p", "model", "priority", "repetition_penalty", "session_id", "skip_special_tokens",
+    "spaces_between_special_tokens", "stop_token_ids", "stream", "stream_options", "temperature",
+    "top_k", "top_p", "user", "return_token_ids",
+)  # fmt: skip
 """Fields that keep their meaning for the rest of a response; all others are dropped."""
 
 
@@ -100,9 +84,8 @@ def plan_resumption(
         return Resumption(path, completion, ReplayedStream(transcript), "replayed")
     if transcript.finished and (transcript.usage or not _includes_usage(completion.fields)):
         return StreamEnding(DONE_EVENT)
-    continued = _plan_continuation(
-        path == CHAT_PATH, completion, transcript, prompt_ids, max_model_len
-    )
+    chat = path == CHAT_PATH
+    continued = _plan_continuation(chat, completion, transcript, prompt_ids, max_model_len)
     if continued is not None:
         return continued
     if not is_repeatable(completion.fields):
@@ -131,12 +114,8 @@ def _plan_continuation(
 ) -> Resumption | StreamEnding | None:
     if not (completion.has_token_ids and prompt_ids and transcript.choices.keys() == {0}):
         return None
-    choice = transcript.choices[0]
-    if (
-        not choice.token_ids
-        or _has_parsed_output(choice)
-        or (chat and _contains_media(completion.fields))
-    ):
+    choice, sent = transcript.choices[0], completion.fields
+    if not choice.token_ids or _has_parsed_output(choice) or (chat and _contains_media(sent)):
         return None
     prompt = [int(number) for number in prompt_ids.split(b",")]
     limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
@@ -149,12 +128,10 @@ def _plan_continuation(
     if not repeated:
         del choice.token_ids[choice.num_settled :]
     ids = prompt + choice.token_ids[: choice.num_settled]
-    fields = {
-        key: completion.fields[key] for key in _CONTINUATION_FIELDS if key in completion.fields
-    }
+    fields = {key: sent[key] for key in _CONTINUATION_FIELDS if key in sent}
     fields["prompt"] = _to_raw(ids)
     fields["max_tokens"] = _to_raw(remaining)
-    min_tokens = decode_value(completion.fields.get("min_tokens", _to_raw(0)))
+    min_tokens = decode_value(sent.get("min_tokens", _to_raw(0)))
     if type(min_tokens) is int and min_tokens > choice.num_settled:
         fields["min_tokens"] = _to_raw(min_tokens - choice.num_settled)
     rest = CompletionRequest(
@@ -166,9 +143,7 @@ def _plan_continuation(
         output_tokens=remaining,
         has_token_ids=True,
     )
-    splice = ContinuedStream(
-        transcript, chat=chat, tokens=choice.num_settled, repeated_ids=repeated
-    )
+    splice = ContinuedStream(transcript, chat, choice.num_settled, repeated)
     return Resumption(COMPLETIONS_PATH, rest, splice, "continued")
 
 

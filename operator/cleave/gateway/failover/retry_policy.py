@@ -1,5 +1,4 @@
-"""Retry policy: which instances a request may use after an attempt has failed. Used by the
-proxied request; no I/O.
+"""Retry policy: which instances a request may use after a failed attempt. No I/O.
 
 What is hard: telling a dead instance from one that merely returned an error. When the decode engine
 of a split request returns an error, the KV often could not be pulled, so the instance may still
@@ -60,9 +59,7 @@ class FailureHistory:
     """The instance that computed the prompt and probably still has its KV."""
 
     def record_prefill_failure(self, instance: str) -> bool:
-        """A prefill failed; False: the budget is used up, though `prefers_colocated` may still be
-        tried.
-        """
+        """A prefill failed; False: the budget is used up, but `prefers_colocated` may be tried."""
         self.excluded.add(instance)
         self.num_prefill_failures += 1
         if self.num_prefill_failures > PREFILL_BUDGET:
@@ -70,8 +67,7 @@ class FailureHistory:
         return not self.prefers_colocated
 
     def record_decode_failure(self, instance: str, failure: Failure, disaggregated: bool) -> bool:
-        """A decode attempt, or one of both phases, failed; returns whether a retry is within the
-        budget.
+        """A decode attempt, or one of both phases, failed; returns whether the budget has a retry.
 
         A request that no engine received costs no budget: every instance may be tried.
         """
@@ -99,8 +95,7 @@ class FailureHistory:
         return self.num_stream_losses <= STREAM_LOSS_BUDGET
 
     def clear_exclusions(self) -> None:
-        """Allow excluded instances again, as a last resort: time has passed and they may be
-        back."""
+        """Allow excluded instances again, as a last resort: by now they may be back."""
         self.suspects |= self.excluded
         self.excluded.clear()
 

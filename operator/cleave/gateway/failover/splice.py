@@ -29,6 +29,9 @@ _encode = msgspec.json.Encoder().encode
 _DIFFERS = "answers otherwise than what the client has seen already"
 
 
+Lengths = dict[JsonPath, int]
+
+
 class SpliceError(Exception):
     """The output is not the rest of this stream; continues `instance NAME ...`."""
 
@@ -37,12 +40,11 @@ class ContinuedStream:
     """Rewrites events of /v1/completions, requested with the prompt and the output so far."""
 
     def __init__(
-        self, transcript: Transcript, *, chat: bool, tokens: int, repeated_ids: Sequence[int] = ()
+        self, transcript: Transcript, chat: bool, tokens: int, repeated_ids: Sequence[int] = ()
     ) -> None:
         """`tokens`: output tokens that are now part of the prompt.
 
-        `repeated_ids`: ids that are generated again, because the client has their ids but not their
-        text.
+        `repeated_ids`: generated again, because the client has these ids but not their text.
         """
         self._head = transcript.head
         self._chat = chat
@@ -60,10 +62,9 @@ class ContinuedStream:
         value["choices"] = [self._rewrite_choice(choice) for choice in value.get("choices") or ()]
         usage = value.get("usage")
         if usage:
-            usage["prompt_tokens"] -= self._num_prompt_output_tokens
-            usage["completion_tokens"] = (
-                usage["completion_tokens"] or 0
-            ) + self._num_prompt_output_tokens
+            moved = self._num_prompt_output_tokens
+            usage["prompt_tokens"] -= moved
+            usage["completion_tokens"] = (usage["completion_tokens"] or 0) + moved
         return build_event(value)
 
     def _rewrite_choice(self, choice: Event) -> Event:
@@ -97,8 +98,8 @@ class ReplayedStream:
 
     def __init__(self, transcript: Transcript) -> None:
         self._transcript = transcript
-        self._replayed_lengths: dict[int, dict[JsonPath, int]] = {}
-        """By choice and path: how much has been repeated so far."""
+        self._replayed_lengths: dict[int, Lengths] = {}
+        """By choice: how much has been repeated so far, by path."""
 
     def rewrite(self, event: bytes) -> bytes:
         """The new part of an event. Raises SpliceError when it differs from what was sent."""
@@ -128,9 +129,8 @@ class ReplayedStream:
         if index in self._transcript.choices:
             trimmed.pop("prompt_token_ids", None)
         ends = choice.get("finish_reason") is not None and not sent.finished
-        return (
-            trimmed if ends or any(_has_content(trimmed.get(key)) for key in CONTENT_KEYS) else None
-        )
+        is_new = ends or any(_has_content(trimmed.get(key)) for key in CONTENT_KEYS)
+        return trimmed if is_new else None
 
 
 def build_event(value: Event) -> bytes:
@@ -138,9 +138,7 @@ def build_event(value: Event) -> bytes:
     return DATA_PREFIX + _encode(value) + EVENT_SEPARATOR
 
 
-def _trim(
-    value: object, path: JsonPath, sent: ChoiceTranscript, replayed: dict[JsonPath, int]
-) -> object:
+def _trim(value: object, path: JsonPath, sent: ChoiceTranscript, replayed: Lengths) -> object:
     """The new part of a value of a choice."""
     if isinstance(value, str):
         return _trim_text(value, path, sent, replayed)
@@ -168,9 +166,7 @@ def _trim(
     return value[max(0, sent.counts.get(path, 0) - before) :]
 
 
-def _trim_text(
-    text: str, path: JsonPath, sent: ChoiceTranscript, replayed: dict[JsonPath, int]
-) -> str | None:
+def _trim_text(text: str, path: JsonPath, sent: ChoiceTranscript, replayed: Lengths) -> str | None:
     sent_text = sent.texts.get(path, "")
     if path[-1] in CONSTANT_KEYS:
         return None if sent_text else text

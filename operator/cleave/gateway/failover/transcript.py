@@ -1,5 +1,4 @@
-"""What a client has received of a stream, parsed from its bytes. Used only once an engine is lost.
-Pure.
+"""What a client has received of a stream, parsed once an engine is lost. Pure.
 
 What is hard: engines divide the same text into events in different ways (two tokens in one event
 when a reader lags, none in another), so text and tokens are collected, not events.

@@ -54,71 +54,29 @@ KV_REQUEST_PARAMS = msgspec.Raw(
 )
 RETURN_IDS_KEY = "return_token_ids"
 _NON_PREFILL_FIELDS = ("stream_options", "min_tokens", RETURN_IDS_KEY)
-_COLOCATING_FIELDS = frozenset(
-    (
-        "n",
-        "best_of",
-        "echo",
-        "prompt_logprobs",
-        "tool_choice",
-        "use_beam_search",
-        "stream_options",
-        "min_tokens",
-    )
-)
+_COLOCATING_FIELDS = frozenset((
+    "n", "best_of", "echo", "prompt_logprobs", "tool_choice", "use_beam_search", "stream_options",
+    "min_tokens",
+))  # fmt: skip
 """Fields of which some values rule out a split; most requests have none of them."""
-_STATEFUL_FIELDS = frozenset(
-    (
-        "bad_words",
-        "frequency_penalty",
-        "function_call",
-        "functions",
-        "guided_choice",
-        "guided_decoding",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "include_reasoning",
-        "logprob_token_ids",
-        "logprobs",
-        "logits_processors",
-        "presence_penalty",
-        "prompt_embeds",
-        "repetition_detection",
-        "response_format",
-        "return_tokens_as_token_ids",
-        "seed",
-        "stop",
-        "structured_outputs",
-        "suffix",
-        "thinking_token_budget",
-        "tools",
-        "top_logprobs",
-        "vllm_xargs",
-        "watermarking",
-        RETURN_IDS_KEY,
-    )
-)
+_STATEFUL_FIELDS = frozenset((
+    "bad_words", "frequency_penalty", "function_call", "functions", "guided_choice",
+    "guided_decoding", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
+    "logprob_token_ids", "logprobs", "logits_processors", "presence_penalty", "prompt_embeds",
+    "repetition_detection", "response_format", "return_tokens_as_token_ids", "seed", "stop",
+    "structured_outputs", "suffix", "thinking_token_budget", "tools", "top_logprobs", "vllm_xargs",
+    "watermarking", RETURN_IDS_KEY,
+))  # fmt: skip
 """Fields of which some values tie a response to the engine that began it."""
 _SPECIAL_FIELDS = _COLOCATING_FIELDS | _STATEFUL_FIELDS
-_TOO_MANY_FIELDS: tuple[str, str | None] = (
-    f"the body has more than {MAX_FIELDS} fields",
-    None,
-)
+_TOO_MANY_FIELDS: tuple[str, str | None] = (f"the body has more than {MAX_FIELDS} fields", None)
 _TOO_MANY_PROMPTS: tuple[str, str | None] = (
     f"prompt is a list of more than {MAX_PROMPTS} prompts: send them in several requests",
     "prompt",
 )
 _TEXT_FIELDS = (
-    "messages",
-    "prompt",
-    "input",
-    "instructions",
-    "system",
-    "tools",
-    "documents",
-    "text_2",
-)
+    "messages", "prompt", "input", "instructions", "system", "tools", "documents", "text_2",
+)  # fmt: skip
 """Fields whose text counts as the prompt of requests other than completions."""
 _STATELESS_VALUES: tuple[object, ...] = (None, False, 0, [], {}, {"type": "text"})
 """Values of `_STATEFUL_FIELDS` that do not tie a response to an engine."""
@@ -128,15 +86,9 @@ class CompletionRequest:
     """A parsed request."""
 
     __slots__ = (
-        "can_disaggregate",
-        "fields",
-        "has_token_ids",
-        "model",
-        "output_tokens",
-        "prompt_tokens",
-        "return_token_ids",
-        "stream",
-    )
+        "can_disaggregate", "fields", "has_token_ids", "model", "output_tokens", "prompt_tokens",
+        "return_token_ids", "stream",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -242,27 +194,24 @@ def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionReq
 
 
 def parse_engine_request(
-    body: bytes, default_model: str, scan: BodyScan | None = None
+    body: bytes, fallback: str, scan: BodyScan | None = None
 ) -> CompletionRequest:
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
 
-    `default_model`: used if the request has none, as /tokenize allows; empty: none.
+    `fallback`: model of a request that names none, as /tokenize allows; empty: none.
     `scan`: the finished scan of this body, if it is large.
     """
     fields = _read_fields(body, scan)
-    if default_model:
-        fields.setdefault("model", msgspec.Raw(_encode(default_model)))
-    output = _read_output_limit(fields)
+    if fallback:
+        fields.setdefault("model", msgspec.Raw(_encode(fallback)))
+    texts = [bytes(fields[key]) for key in _TEXT_FIELDS if key in fields]
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
         stream=_read_stream(fields),
         can_disaggregate=False,
-        prompt_tokens=sum(
-            estimate_tokens(bytes(fields[key])) for key in _TEXT_FIELDS if key in fields
-        )
-        or 1,
-        output_tokens=output or 0,
+        prompt_tokens=sum(map(estimate_tokens, texts)) or 1,
+        output_tokens=_read_output_limit(fields) or 0,
     )
 
 

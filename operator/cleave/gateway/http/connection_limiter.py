@@ -36,6 +36,9 @@ class LimitedConnection(Protocol):
         """Close at once."""
 
 
+Queue = OrderedDict[LimitedConnection, float]
+
+
 class ConnectionLimiter:
     """The open connections of one kind, in one process."""
 
@@ -46,7 +49,7 @@ class ConnectionLimiter:
         self._clock = clock
         self._addresses: dict[LimitedConnection, str] = {}
         """The address of each open connection."""
-        self._queues: dict[str, OrderedDict[LimitedConnection, float]] = {}
+        self._queues: dict[str, Queue] = {}
         """By address: its connections with their `get_idle_since` when they were last examined."""
         self._by_count: dict[int, OrderedDict[str, None]] = {}
         """The addresses that have so many connections."""
@@ -93,11 +96,8 @@ class ConnectionLimiter:
         now = self._clock()
         if now >= self._next_warning_at:
             self._next_warning_at = now + WARNING_INTERVAL_S
-            log.warning(
-                "%d %s, as many as there may be: those that have been idle longest are closed",
-                len(self._addresses),
-                self._kind,
-            )
+            message = "%d %s, as many as there may be: those that have been idle longest are closed"
+            log.warning(message, len(self._addresses), self._kind)
         examined = 0
         for count in sorted(self._by_count, reverse=True):
             addresses = self._by_count[count]
@@ -117,9 +117,7 @@ class ConnectionLimiter:
         return False
 
 
-def _find_idle(
-    queue: OrderedDict[LimitedConnection, float], visits: int
-) -> LimitedConnection | None:
+def _find_idle(queue: Queue, visits: int) -> LimitedConnection | None:
     """The first connection that has been idle since it was last examined; the others move back."""
     for _ in range(visits):
         connection, known_since = next(iter(queue.items()))

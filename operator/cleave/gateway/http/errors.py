@@ -19,7 +19,7 @@ class GatewayError(Exception):
 
     status: http.HTTPStatus
     message: str
-    type: str
+    type: str = "invalid_request_error"
     code: str | None = None
     param: str | None = None
     retry_after_s: int | None = None
@@ -28,16 +28,8 @@ class GatewayError(Exception):
 
     def to_json(self) -> bytes:
         """The body of the response, and the data of an error event in a stream."""
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.type,
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
 
 
 def build_error_headers(error: GatewayError) -> bytes:
@@ -48,13 +40,9 @@ def build_error_headers(error: GatewayError) -> bytes:
     return b"%bretry-after: %d\r\n" % (fields, error.retry_after_s)
 
 
-def build_bad_request(
-    message: str, param: str | None = None, code: str | None = None
-) -> GatewayError:
+def build_bad_request(message: str, param: str | None = None) -> GatewayError:
     """400: the request is invalid."""
-    return GatewayError(
-        http.HTTPStatus.BAD_REQUEST, message, "invalid_request_error", code=code, param=param
-    )
+    return GatewayError(http.HTTPStatus.BAD_REQUEST, message, param=param)
 
 
 def build_payload_too_large(limit_bytes: int) -> GatewayError:
@@ -62,7 +50,6 @@ def build_payload_too_large(limit_bytes: int) -> GatewayError:
     return GatewayError(
         http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"the body is larger than {limit_bytes} bytes",
-        "invalid_request_error",
         code="body_too_large",
     )
 
@@ -81,8 +68,7 @@ HANDOFF_LEAK = build_engine_error(
 
 def redact_engine_rejection(status: int) -> GatewayError:
     """An engine's rejection without its message, because the message quotes a handoff."""
-    refused = http.HTTPStatus(status)
-    return GatewayError(refused, "the engine refused the request", "invalid_request_error")
+    return GatewayError(http.HTTPStatus(status), "the engine refused the request")
 
 
 def is_unknown_route(status: int, body: bytes) -> bool:
@@ -95,38 +81,22 @@ def build_not_offered(path: bytes, model: str) -> GatewayError:
     return GatewayError(
         http.HTTPStatus.NOT_IMPLEMENTED,
         f"the engine of model {model!r} does not offer {path.decode('ascii', 'replace')}",
-        "invalid_request_error",
         code="not_offered_by_engine",
     )
 
 
+_RETRYABLE: dict[type[RouterError], tuple[http.HTTPStatus, str, str]] = {
+    QueueFull: (http.HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "queue_full"),
+    NoInstance: (http.HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "no_instance"),
+}
+
+
 def convert_router_error(error: RouterError) -> GatewayError:
     """Convert the router's errors to HTTP errors."""
-    status = http.HTTPStatus
-    match error:
-        case UnknownModel():
-            return GatewayError(
-                status.NOT_FOUND,
-                str(error),
-                "invalid_request_error",
-                code="model_not_found",
-                param="model",
-            )
-        case QueueFull():
-            return GatewayError(
-                status.TOO_MANY_REQUESTS,
-                str(error),
-                "rate_limit_error",
-                code="queue_full",
-                retry_after_s=1,
-            )
-        case NoInstance():
-            return GatewayError(
-                status.SERVICE_UNAVAILABLE,
-                str(error),
-                "server_error",
-                code="no_instance",
-                retry_after_s=1,
-            )
-        case _:
-            raise error
+    if isinstance(error, UnknownModel):
+        status = http.HTTPStatus.NOT_FOUND
+        return GatewayError(status, str(error), code="model_not_found", param="model")
+    if type(error) not in _RETRYABLE:
+        raise error
+    status, kind, code = _RETRYABLE[type(error)]
+    return GatewayError(status, str(error), kind, code, retry_after_s=1)

@@ -13,22 +13,11 @@ CONNECTION_CLOSE = b"connection: close\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_UNFORWARDED = frozenset(
-    (
-        b"connection",
-        b"content-length",
-        b"date",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-connection",
-        b"server",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-request-id",
-    )
-)
+_UNFORWARDED = frozenset((
+    b"connection", b"content-length", b"date", b"keep-alive", b"proxy-authenticate",
+    b"proxy-connection", b"server", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    b"x-request-id",
+))  # fmt: skip
 _REQUEST_ID_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/+=@-"
 _REQUEST_ID_TABLE = bytes(byte if byte in _REQUEST_ID_BYTES else byte ^ 255 for byte in range(256))
 """Changes every byte that is not allowed."""
@@ -54,24 +43,16 @@ def build_request_head(
 
 def build_response_head(status: int, fields: bytes, request_id: bytes, length: int) -> bytes:
     """The head of a response of known length; `fields` are header lines with their line ends."""
-    return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-        status,
-        REASONS.get(status, b"Unknown"),
-        fields,
-        request_id,
-        length,
-    )
+    reason = REASONS.get(status, b"Unknown")
+    head = b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, reason, fields, request_id, length)
 
 
 def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bool) -> bytes:
     """The head of a response whose length is unknown."""
-    return b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\n%b\r\n" % (
-        status,
-        REASONS.get(status, b"Unknown"),
-        fields,
-        request_id,
-        b"transfer-encoding: chunked\r\n" if chunked else b"",
-    )
+    coding = b"transfer-encoding: chunked\r\n" if chunked else b""
+    head = b"HTTP/1.1 %d %b\r\n%bx-request-id: %b\r\n%b\r\n"
+    return head % (status, REASONS.get(status, b"Unknown"), fields, request_id, coding)
 
 
 def build_forwarded_headers(headers: Headers) -> bytes:

@@ -42,8 +42,7 @@ _decode_key = msgspec.json.Decoder(str).decode
 
 
 class MemberScanner:
-    """Scans one JSON object or list: call `step` until it returns True, then `list_members` or
-    `list_elements`."""
+    """Scans one object or list: `step` until it returns True, `list_members` or `list_elements`."""
 
     def __init__(self, text: bytes | msgspec.Raw, limit: int) -> None:
         """`limit`: maximum number of members."""
@@ -86,10 +85,8 @@ class MemberScanner:
         if self._bounds is None or self._inside:
             raise msgspec.DecodeError("Input data was truncated")
         first, last = self._bounds
-        if (
-            self._skip(0, first) < first
-            or self._skip(last + 1, self._bytes.size) < self._bytes.size
-        ):
+        size = self._bytes.size
+        if self._skip(0, first) < first or self._skip(last + 1, size) < size:
             raise msgspec.DecodeError("JSON is malformed: invalid character")
         return True
 
@@ -164,8 +161,7 @@ class MemberScanner:
             recorded += delimiters.tolist()
 
     def _delimit(self, bracket: bytes) -> tuple[int, int]:
-        """Positions of the outermost brackets, after the scan. Raises msgspec.DecodeError when they
-        are of another kind than `bracket`."""
+        """Positions of the outermost brackets. Raises DecodeError if they are not `bracket`."""
         assert self._bounds is not None
         first, last = self._bounds
         pair = bytes((self._bytes[first], self._bytes[last]))

@@ -27,7 +27,6 @@ _READ_HEADERS = frozenset(
 _TOO_LONG_HEAD = GatewayError(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"the request's head is longer than {MAX_HEAD_BYTES} bytes",
-    "invalid_request_error",
 )
 _TOO_MUCH_FRAMING = build_bad_request(
     f"a chunk's extensions, or the trailers, are longer than {MAX_FRAMING_RUN_BYTES} bytes, or all "
@@ -35,9 +34,8 @@ _TOO_MUCH_FRAMING = build_bad_request(
 )
 _UNKNOWN_VERSION = build_bad_request("only HTTP/1.0 and HTTP/1.1 are supported")
 _UNKNOWN_CODING = build_bad_request("the only supported transfer coding is chunked, once")
-_UNKNOWN_EXPECTATION = GatewayError(
-    HTTPStatus.EXPECTATION_FAILED, "unknown expectation", "invalid_request_error"
-)
+_UNKNOWN_EXPECTATION = GatewayError(HTTPStatus.EXPECTATION_FAILED, "unknown expectation")
+_CHUNKED_UPGRADE = build_bad_request("a request with an Upgrade header cannot have a chunked body")
 
 
 class HttpRequest:
@@ -77,10 +75,8 @@ class RequestParser:
         check: Callable[[HttpRequest], GatewayError | None],
         extra_headers: frozenset[bytes] = frozenset(),
     ) -> None:
-        """`check`: validates the head of a request whose body is still to come; an error rejects
-        the request, and its body is discarded. `extra_headers`: lowercase names of more headers to
-        keep.
-        """
+        """`check`: validates a head before its body; an error rejects the request and discards the
+        body. `extra_headers`: lowercase names of more headers to keep."""
         self._header_names = _READ_HEADERS | extra_headers if extra_headers else _READ_HEADERS
         self.ready: list[HttpRequest] = []
         """Complete requests, oldest first."""
@@ -236,11 +232,11 @@ class RequestParser:
         for piece in self._body_pieces:
             self._body += piece
         self._body_pieces.clear()
-        framing_bytes = self._body_bytes_read - len(self._body)
-        if len(self._body) > self._max_body_bytes:
-            self.error = build_payload_too_large(self._max_body_bytes)
+        limit, size = self._max_body_bytes, len(self._body)
+        if size > limit:
+            self.error = build_payload_too_large(limit)
         elif (
-            self._framing_run_bytes > MAX_FRAMING_RUN_BYTES or framing_bytes > self._max_body_bytes
+            self._framing_run_bytes > MAX_FRAMING_RUN_BYTES or self._body_bytes_read - size > limit
         ):
             self.error = _TOO_MUCH_FRAMING
 
@@ -268,9 +264,7 @@ class RequestParser:
         httptools treats the data after such a head as another protocol: the body is read here.
         """
         if b"transfer-encoding" in request.headers:
-            self.error = build_bad_request(
-                "a request with an Upgrade header cannot have a chunked body"
-            )
+            self.error = _CHUNKED_UPGRADE
         self._raw_body_remaining = int(request.headers.get(b"content-length", b"0"))
 
     def _take_raw_body(self, data: bytes) -> bytes:

@@ -11,8 +11,7 @@ instance's latency model corrects the scale.
 BYTES_PER_TOKEN = 4
 """UTF-8 bytes per token of text without digits, in any alphabet."""
 IMAGE_TOKENS = 1_000
-"""Tokens of an image of 885 x 885 pixels in Qwen2-VL (28 x 28 pixels each); LLaVA-1.5 has 576 for
-every image."""
+"""An image of 885 x 885 pixels in Qwen2-VL (28 x 28 pixels per token); LLaVA-1.5: always 576."""
 _DIGIT_BYTES = 4
 """Additional weight of a digit."""
 _ESCAPE = b"\\u"

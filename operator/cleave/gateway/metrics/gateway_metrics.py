@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-LabelValues = TypeVar("LabelValues", bound=tuple[str, ...])
+LabelValues = TypeVar("LabelValues", bound=str | tuple[str, ...])
 
 TTFT_BOUNDS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -27,8 +23,7 @@ TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0,
 )  # fmt: skip
 LENGTH_BOUNDS = tuple(float(round(2 ** (step / 2))) for step in range(4, 37))
-"""Tokens. Means are exact whatever the widths of buckets, quantiles only as exact as they are
-narrow."""
+"""Tokens. Means are exact whatever the widths of buckets, quantiles only if they are narrow."""
 
 PHASES = ("prefill", "decode")
 """Of split requests; for others the TTFT is enough."""
@@ -83,17 +78,9 @@ class ModelMetrics:
     """Metrics of one model."""
 
     __slots__ = (
-        "handoff_tokens",
-        "itl",
-        "output_lengths",
-        "output_tokens",
-        "phases",
-        "prompt_lengths",
-        "prompt_tokens",
-        "queue",
-        "tpot",
-        "ttft",
-    )
+        "handoff_tokens", "itl", "output_lengths", "output_tokens", "phases", "prompt_lengths",
+        "prompt_tokens", "queue", "tpot", "ttft",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.ttft = _make_role_histograms(TTFT_BOUNDS_S)
@@ -118,32 +105,16 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "dispatches",
-        "flips",
-        "handoffs",
-        "in_flight",
-        "models",
-        "processes",
-        "recoveries",
-        "rejections",
-        "requests",
-        "restarts",
-        "retries",
-        "slo",
-        "slo_results",
-        "spans",
-        "streams",
-        "tenant_tokens",
-        "tenants",
-        "waiting",
-    )
+        "dispatches", "flips", "handoffs", "in_flight", "models", "processes", "recoveries",
+        "rejections", "requests", "restarts", "retries", "slo", "slo_results", "spans", "streams",
+        "tenant_tokens", "tenants", "waiting",
+    )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
         """`slo`: None when responses are not measured against targets."""
         self.slo = slo
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
-        """By model; only models that have had instances, so that clients cannot create label
-        values."""
+        """By model that has had instances, so that clients cannot create label values."""
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
         """By model and outcome; the model is empty for names that no instance has ever served.
 
@@ -166,9 +137,8 @@ class GatewayMetrics:
         self.recoveries: dict[tuple[str, str], int] = defaultdict(int)
         """Streams that another engine continued, by model and mode: continued, replayed."""
         self.handoffs: dict[str, int] = defaultdict(int)
-        """By result: used, failed (a used one, followed by an error), none (nothing to hand over),
-        refused (of another boot or request, or unreadable), ahead (after the decode engine had
-        responded)."""
+        """By result: used, failed (used, then an error), none (nothing to hand over), refused (of
+        another boot or request, or unreadable), ahead (after the decode engine had responded)."""
         self.spans: dict[str, int] = defaultdict(int)
         """Of traces, by result: exported, failed, dropped. Empty without tracing."""
         self.processes = 1
@@ -192,68 +162,49 @@ class GatewayCollector:
 
     def collect(self) -> Iterable[Metric]:
         """Called at each scrape."""
-        counted = self._metrics
+        total = self._metrics
+        yield _build_counter("requests", "Requests by outcome", total.requests, "model", "outcome")
+        yield _build_counter("shed", "Requests not taken", total.rejections, "tenant", "reason")
+        yield _build_counter("tenant_requests", "Requests", total.tenants, "tenant", "outcome")
         yield _build_counter(
-            "requests", "Requests by outcome", ["model", "outcome"], counted.requests
+            "tenant_tokens", "Of prompts and answers", total.tenant_tokens, "tenant"
         )
-        yield _build_counter("shed", "Requests not taken", ["tenant", "reason"], counted.rejections)
-        yield _build_counter("tenant_requests", "Requests", ["tenant", "outcome"], counted.tenants)
-        tokens = {(name,): number for name, number in counted.tenant_tokens.items()}
-        yield _build_counter("tenant_tokens", "Of prompts and answers", ["tenant"], tokens)
-        yield _build_counter(
-            "dispatches", "Picks by reason", ["model", "reason"], counted.dispatches
-        )
-        yield _build_counter(
-            "retries", "Failed attempts by cause", ["phase", "cause"], counted.retries
-        )
-        yield _build_counter(
-            "recoveries",
-            "Streams that another engine went on with",
-            ["model", "how"],
-            counted.recoveries,
-        )
+        yield _build_counter("dispatches", "Picks by reason", total.dispatches, "model", "reason")
+        yield _build_counter("retries", "Failed attempts by cause", total.retries, "phase", "cause")
+        recovered = "Streams that another engine went on with"
+        yield _build_counter("recoveries", recovered, total.recoveries, "model", "how")
         yield from self._collect_attainment()
-        handoffs = {(result,): number for result, number in counted.handoffs.items()}
-        yield _build_counter("handoffs", "KV handoffs by result", ["result"], handoffs)
-        yield _build_counter("flips", "Changes of roles", ["model", "from", "to"], counted.flips)
-        spans = {(result,): number for result, number in counted.spans.items()}
-        yield _build_counter("spans", "Spans of traces by result", ["result"], spans)
-        yield GaugeMetricFamily(
-            "cleave_gateway_requests_in_flight", "Requests being served", counted.in_flight
-        )
-        yield GaugeMetricFamily(
-            "cleave_gateway_requests_waiting", "Of these, waiting for a turn", counted.waiting
-        )
-        yield GaugeMetricFamily(
-            "cleave_gateway_processes", "Processes that serve", counted.processes
-        )
+        yield _build_counter("handoffs", "KV handoffs by result", total.handoffs, "result")
+        yield _build_counter("flips", "Changes of roles", total.flips, "model", "from", "to")
+        yield _build_counter("spans", "Spans of traces by result", total.spans, "result")
+        for name, text, value in (
+            ("requests_in_flight", "Requests being served", total.in_flight),
+            ("requests_waiting", "Of these, waiting for a turn", total.waiting),
+            ("processes", "Processes that serve", total.processes),
+        ):
+            yield GaugeMetricFamily(f"cleave_gateway_{name}", text, value)
         yield CounterMetricFamily(
-            "cleave_gateway_process_restarts", "Processes that were replaced", counted.restarts
+            "cleave_gateway_process_restarts", "Processes that were replaced", total.restarts
         )
         yield from self._collect_models()
 
     def _collect_models(self) -> Iterable[Metric]:
         models = self._metrics.models.items()
-        prompt = {(name,): model.prompt_tokens for name, model in models}
-        output = {(name,): model.output_tokens for name, model in models}
-        yield _build_counter(
-            "prompt_tokens", "Prompt tokens, estimated when not told", ["model"], prompt
-        )
-        yield _build_counter("output_tokens", "Tokens sent to clients", ["model"], output)
-        handoff = {(name,): model.handoff_tokens for name, model in models}
-        yield _build_counter(
-            "handoff_tokens", "Prompt tokens whose KV was handed over", ["model"], handoff
-        )
+        for key, text in (
+            ("prompt_tokens", "Prompt tokens, estimated when not told"),
+            ("output_tokens", "Tokens sent to clients"),
+            ("handoff_tokens", "Prompt tokens whose KV was handed over"),
+        ):
+            tokens = {name: getattr(model, key) for name, model in models}
+            yield _build_counter(key, text, tokens, "model")
         by_role = "model", "role"
         ttft = _build_histogram("ttft", "Request read to first byte of stream", *by_role)
         tpot = _build_histogram("tpot", "Mean time between tokens of a stream", *by_role)
         itl = _build_histogram("itl", "Each gap between pieces of some streams", *by_role)
-        queue = _build_histogram(
-            "queue", "Wait for a turn, where tenants or targets have limits", "model"
-        )
-        phases = _build_histogram(
-            "phase", "An instance asked to its first bytes, of split requests", "model", "phase"
-        )
+        text = "Wait for a turn, where tenants or targets have limits"
+        queue = _build_histogram("queue", text, "model")
+        text = "An instance asked to its first bytes, of split requests"
+        phases = _build_histogram("phase", text, "model", "phase")
         prompts = _build_length_histogram("prompt", "Prompt tokens of a request that was answered")
         outputs = _build_length_histogram("output", "Tokens of the answer to a request")
         for name, model in models:
@@ -273,7 +224,7 @@ class GatewayCollector:
         # Models without any attained request are exported with 0.
         attained = dict.fromkeys(((model, "") for model, _ in counted.slo_results), 0)
         attained |= counted.slo_results
-        yield _build_counter("slo", "Answers by what they missed", ["model", "missed"], attained)
+        yield _build_counter("slo", "Answers by what they missed", attained, "model", "missed")
         target = GaugeMetricFamily(
             "cleave_gateway_slo_target_seconds", "What answers are measured against", labels=["slo"]
         )
@@ -292,9 +243,9 @@ def _build_length_histogram(of: str, text: str) -> HistogramMetricFamily:
 
 
 def _build_counter(
-    name: str, text: str, labels: list[str], values: Mapping[LabelValues, int]
+    name: str, text: str, values: Mapping[LabelValues, int], *labels: str
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cleave_gateway_{name}", text, labels=labels)
     for key, value in values.items():
-        family.add_metric(list(key), value)
+        family.add_metric([key] if isinstance(key, str) else list(key), value)
     return family

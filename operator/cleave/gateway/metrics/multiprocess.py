@@ -79,7 +79,6 @@ def sum_process_metrics(pids: list[int]) -> Iterable[Metric]:
 
 
 def _read_ended_children_cpu_s(parent: int) -> float:
-    """CPU seconds of children that have ended."""
     fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
 
@@ -91,15 +90,12 @@ def _to_plain(counted: object) -> PlainValue:
         return counted.to_list()
     if isinstance(counted, dict):
         return {key: _to_plain(value) for key, value in counted.items()}
-    return {
-        name: _to_plain(getattr(counted, name))
-        for name in _list_attributes(counted)
-        if name not in _UNSAVED
-    }
+    # Attributes of an object without methods; compiled objects have no `vars`.
+    names = [name for name in dir(type(counted)) if not name.startswith("_")]
+    return {name: _to_plain(getattr(counted, name)) for name in names if name not in _UNSAVED}
 
 
 def _add_plain(counted: object, more: PlainValue) -> None:
-    """Add in place."""
     if isinstance(counted, BucketHistogram):
         counted.merge(more)
     elif isinstance(counted, dict):
@@ -114,8 +110,3 @@ def _add_plain(counted: object, more: PlainValue) -> None:
                 setattr(counted, name, getattr(counted, name) + value)
             else:
                 _add_plain(getattr(counted, name), value)
-
-
-def _list_attributes(counted: object) -> Iterable[str]:
-    """Attributes of an object without methods; compiled objects have no `vars`."""
-    return [name for name in dir(type(counted)) if not name.startswith("_")]

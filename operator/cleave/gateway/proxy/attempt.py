@@ -76,28 +76,11 @@ class Attempt:
     pulls KV while it is computed (overlapped_prefill.py). Start it once; end it once it is over."""
 
     __slots__ = (
-        "_body_bytes",
-        "_body_parts",
-        "_call",
-        "_completion",
-        "_content_offset",
-        "_context",
-        "_fields",
-        "_handler",
-        "_observer",
-        "_overlapped_prefill",
-        "_path",
-        "_request_id",
-        "_stream_start",
-        "deadline",
-        "instance_headers",
-        "pick",
-        "prefill",
-        "prompt_tokens",
-        "sent_at",
-        "stall_detector",
-        "streaming",
-    )
+        "_body_bytes", "_body_parts", "_call", "_completion", "_content_offset", "_context",
+        "_fields", "_handler", "_observer", "_overlapped_prefill", "_path", "_request_id",
+        "_stream_start", "deadline", "instance_headers", "pick", "prefill", "prompt_tokens",
+        "sent_at", "stall_detector", "streaming",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -137,8 +120,7 @@ class Attempt:
         self.prompt_tokens = 0
         """As the prefill engine counted them."""
         self.sent_at = self.deadline = 0.0
-        """Seconds of the context's clock: when the newest call was sent, and until when the next
-        bytes must come."""
+        """Seconds: when the newest call was sent, and until when the next bytes must come."""
         self.instance_headers = b""
         """Header lines for the client that name the instances."""
 
@@ -208,12 +190,7 @@ class Attempt:
             self._context.metrics.handoffs["ahead"] += 1
         elif self._read_handoff(prefill, body, "ahead"):
             self.prefill = None
-            timeouts = self._context.config.timeouts
-            stream = self._completion.stream
-            self.sent_at = self._context.clock()
-            self.deadline = self.sent_at + (
-                timeouts.first_byte_s if stream else timeouts.response_s
-            )
+            self._start_waiting()
 
     def on_prefill_failed(self, failure: Failure, reason: str) -> None:
         """The overlapped prefill failed; it matters only until the decode engine responds."""
@@ -221,12 +198,18 @@ class Attempt:
             self._handler.on_attempt_failed(failure, reason)
 
     def on_prefill_rejected(self, call: UpstreamCall, body: bytes) -> None:
-        """The prefill engine rejected the request; it matters only until the decode engine
-        responds."""
+        """The prefill engine rejected the request; as `on_prefill_failed`."""
         if self.prefill is not None:
             self._handler.on_rejection(call, body)
 
     # --- sending ---
+
+    def _start_waiting(self) -> None:
+        timeouts = self._context.config.timeouts
+        whole_response = self.prefill is None and not self._completion.stream
+        self.sent_at = self._context.clock()
+        wait_s = timeouts.response_s if whole_response else timeouts.first_byte_s
+        self.deadline = self.sent_at + wait_s
 
     def _send(self, pool: EnginePool, body: bytes) -> None:
         if self._observer is not None:
@@ -234,11 +217,7 @@ class Attempt:
             phase = "prefill" if not is_decode else "decode" if self.pick.prefill else "whole"
             target = self.pick.decode if is_decode else self.target
             self._fields = self._observer.on_call_sent(phase, target)
-        timeouts = self._context.config.timeouts
-        whole_response = self.prefill is None and not self._completion.stream
-        wait_s = timeouts.response_s if whole_response else timeouts.first_byte_s
-        self.sent_at = self._context.clock()
-        self.deadline = self.sent_at + wait_s
+        self._start_waiting()
         self.stall_detector = pool.stall_detector
         self._call = pool.send(self, self._build_payload(pool, body))
 
@@ -246,18 +225,13 @@ class Attempt:
         if self._observer is not None:
             self._fields = self._observer.on_call_sent("prefill", prefill)
         first, second = build_overlapped_bodies(self._completion, prefill, self._request_id)
-        self._overlapped_prefill = OverlappedPrefill(
-            self, prefill, pool, self._build_payload(pool, first)
-        )
+        payload = self._build_payload(pool, first)
+        self._overlapped_prefill = OverlappedPrefill(self, prefill, pool, payload)
         self._send(decode, second)
 
     def _build_payload(self, pool: EnginePool, body: bytes) -> bytes:
-        return (
-            headers.build_request_head(
-                self._path, pool.host, self._request_id, len(body), self._fields
-            )
-            + body
-        )
+        path, request_id, fields = self._path, self._request_id, self._fields
+        return headers.build_request_head(path, pool.host, request_id, len(body), fields) + body
 
     def _start_decode(self, prefill: Target, body: bytes) -> None:
         """The prefill is done: continue on the decode engine."""
@@ -268,19 +242,16 @@ class Attempt:
         if result is None:
             return
         self.prefill = None
-        handoff = result[0]
-        second = (
-            build_colocated_body(completion)
-            if handoff is None
-            else build_decode_body(completion, handoff)
-        )
+        if result[0] is None:
+            second = build_colocated_body(completion)
+        else:
+            second = build_decode_body(completion, result[0])
         self._send(self._context.get_pool(self.pick.decode), second)
 
     def _read_handoff(
         self, prefill: Target, body: bytes, result: str
     ) -> tuple[msgspec.Raw | None] | None:
-        """The handoff of a prefill response, in a tuple because there may be none; None: it must
-        not be used."""
+        """A tuple with the handoff of a prefill response or None; None: it must not be used."""
         context = self._context
         try:
             handoff, prompt_tokens = read_handoff(body, prefill.boot_id, self._request_id)
@@ -300,7 +271,6 @@ class Attempt:
     # --- receiving ---
 
     def _buffer_body(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
-        """Buffer a response until it is complete."""
         self._body_parts.append(piece)
         self._body_bytes += len(piece)
         if self._body_bytes > MAX_RESPONSE_BYTES:

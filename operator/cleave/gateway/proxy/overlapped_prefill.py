@@ -57,23 +57,16 @@ def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool
     if not min_tokens or prompt_tokens < min_tokens:
         return False
     instances = context.router.registry.instances
-    prefill_instance, decode_instance = (
-        instances.get(prefill.instance),
-        instances.get(pick.decode.instance),
-    )
-    return (
-        prefill_instance is not None
-        and decode_instance is not None
-        and not prefill_instance.load.num_waiting
-        and decode_instance.has_room(prompt_tokens)
-    )
+    first, second = instances.get(prefill.instance), instances.get(pick.decode.instance)
+    if first is None or second is None:
+        return False
+    return not first.load.num_waiting and second.has_room(prompt_tokens)
 
 
 def build_overlapped_bodies(
     completion: CompletionRequest, prefill: Target, name: bytes
 ) -> tuple[bytes, bytes]:
-    """The bodies for the prefill and the decode engine; `name`: a request id unique to this
-    attempt."""
+    """The bodies for the prefill and the decode engine; `name`: the attempt's unique id."""
     return (
         build_prefill_body(completion, build_overlapped_prefill_params(name)),
         build_decode_body(completion, build_pending_handoff(prefill, name)),
@@ -113,9 +106,8 @@ class OverlappedPrefill:
             if call.status == _OK:
                 self._listener.on_prefill_done(self._target, body)
             elif call.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                self._listener.on_prefill_failed(
-                    Failure.STATUS, f"answered with status {call.status}"
-                )
+                reason = f"answered with status {call.status}"
+                self._listener.on_prefill_failed(Failure.STATUS, reason)
             else:
                 self._listener.on_prefill_rejected(call, body)
 

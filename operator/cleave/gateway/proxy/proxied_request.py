@@ -95,9 +95,8 @@ class ProxiedRequest:
         context.metrics.in_flight += 1
         if context.num_awaiting_first_byte > context.queue_limit:
             context.metrics.rejections[self._tenant.name, "queue_full"] += 1
-            self._respond_error(
-                convert_router_error(QueueFull("too many requests wait already")), "shed"
-            )
+            error = convert_router_error(QueueFull("too many requests wait already"))
+            self._respond_error(error, "shed")
         elif context.admission.is_disabled:
             self._start_attempt()
         else:
@@ -239,26 +238,20 @@ class ProxiedRequest:
         usage = read_usage(body)
         self._output_tokens = usage.completion_tokens or 0
         self._prompt_tokens = attempt.prompt_tokens or usage.prompt_tokens
-        self._respond(
-            call.status,
-            headers.build_forwarded_headers(call.headers) + attempt.instance_headers,
-            stripped,
-            "ok",
-        )
+        fields = headers.build_forwarded_headers(call.headers) + attempt.instance_headers
+        self._respond(call.status, fields, stripped, "ok")
 
     def on_rejection(self, call: UpstreamCall, body: bytes) -> None:
         """An engine's own 4xx goes to the client unchanged, unless it quotes the handoff."""
         attempt = self._attempt
         assert attempt is not None
         if self._relay is not None:
-            self.on_attempt_failed(
-                Failure.STATUS, f"refused to go on with the stream: status {call.status}"
-            )
+            reason = f"refused to go on with the stream: status {call.status}"
+            self.on_attempt_failed(Failure.STATUS, reason)
             return
         if self._path not in RESUMABLE_PATHS and errors.is_unknown_route(call.status, body):
-            self._respond_error(
-                errors.build_not_offered(self._path, self._completion.model), "refused"
-            )
+            error = errors.build_not_offered(self._path, self._completion.model)
+            self._respond_error(error, "refused")
             return
         if b"remote_engine_id" in body and attempt.prefill is None:
             self._respond_error(errors.redact_engine_rejection(call.status), "refused")
@@ -278,9 +271,8 @@ class ProxiedRequest:
         phase = "decode" if attempt.prefill is None else "prefill"
         context = self._context
         context.metrics.retries[phase, failure.value] += 1
-        context.circuit_breaker.record_failure(
-            name, context.clock(), immediately=failure is Failure.STALL
-        )
+        is_stall = failure is Failure.STALL
+        context.circuit_breaker.record_failure(name, context.clock(), immediately=is_stall)
         retry = self._get_retry_state()
         if not retry.record_failure(attempt, failure, self._relay):
             self._give_up(error, "failed")
@@ -308,16 +300,12 @@ class ProxiedRequest:
             self._start_attempt()
 
     def _start_attempt(self) -> None:
-        """Pick instances and start an attempt on them."""
         context, retry = self._context, self._retry_state
         path, completion, history = self._path, self._completion, None
         if retry is not None:
             (path, completion), history = retry.next_request, retry.history
-        suspects = (
-            context.circuit_breaker.list_suspects(context.clock())
-            if context.circuit_breaker.failure_states
-            else ()
-        )
+        breaker = context.circuit_breaker
+        suspects = breaker.list_suspects(context.clock()) if breaker.failure_states else ()
         try:
             pick = pick_instances(context.router, completion, history, suspects, self._session)
         except RouterError as error:
@@ -384,7 +372,6 @@ class ProxiedRequest:
             self._respond_error(error, outcome)
 
     def _finish_stream(self) -> None:
-        """The stream is complete."""
         self._release("ok")
         self._client.end(reusable=True)
 
@@ -407,9 +394,8 @@ class ProxiedRequest:
         reusable = self._client.keep_alive and not self._context.draining
         if not reusable:
             fields += headers.CONNECTION_CLOSE
-        self._client.write(
-            headers.build_response_head(status, fields, self._request_id, len(body)) + body
-        )
+        head = headers.build_response_head(status, fields, self._request_id, len(body))
+        self._client.write(head + body)
         self._release(outcome)
         self._client.end(reusable)
 
@@ -435,10 +421,8 @@ class ProxiedRequest:
         metrics, model = context.metrics, self._completion.model
         metrics.in_flight -= 1
         label = model if model in context.router.registry.known_models else ""
-        prompt, output = self._prompt_tokens, self._output_tokens
-        record_completed(
-            metrics, label, self._tenant.name, outcome, prompt, output, stream_s, self._pick
-        )
+        prompt, output, tenant = self._prompt_tokens, self._output_tokens, self._tenant.name
+        record_completed(metrics, label, tenant, outcome, prompt, output, stream_s, self._pick)
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             context.admission.release(ticket, self._output_tokens, context.clock())

@@ -16,35 +16,26 @@ class RequestObserver:
     __slots__ = ()
 
     def on_attempt(self, pick: Pick, recovery_mode: str) -> None:
-        """An attempt begins; `recovery_mode`, which the first one ignores: again, continued or
-        replayed."""
-        raise NotImplementedError
+        """An attempt begins; `recovery_mode` of all but the first: again, continued or replayed."""
 
     def on_call_sent(self, phase: str, target: Target) -> bytes:
-        """A call to an engine begins: prefill, decode, or whole for both. Returns header lines to
-        add to it."""
+        """A call begins: prefill, decode, or whole for both. Returns header lines to add to it."""
         raise NotImplementedError
 
     def on_prefill_done(self, body: bytes) -> None:
         """The prefill engine has sent its response."""
-        raise NotImplementedError
 
     def on_stream_started(self, status: int) -> None:
         """An engine's stream has begun."""
-        raise NotImplementedError
 
     def on_attempt_failed(self, instance: str, failure: Failure, reason: str) -> None:
         """The attempt failed; the reason continues `instance NAME ...`."""
-        raise NotImplementedError
 
     def on_error(self, error: GatewayError) -> None:
         """The client gets an error."""
-        raise NotImplementedError
 
     def on_response(self, status: int) -> None:
         """The client gets a response that is not streamed."""
-        raise NotImplementedError
 
     def on_finished(self, outcome: str, prompt_tokens: int, output_tokens: int) -> None:
         """Nothing follows."""
-        raise NotImplementedError

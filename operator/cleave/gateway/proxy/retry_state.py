@@ -1,5 +1,4 @@
-"""Retry state of one request: what failed so far, and what to send next. Made after the first
-failure.
+"""Retry state of one request since its first failure: what failed, and what to send next.
 
 Used by the proxied request; no I/O. It chooses between another attempt, the rest of a stream from
 another engine, waiting for an instance, and the end. `retry_policy` holds the retry budgets,
@@ -22,17 +21,9 @@ class RetryState:
     """Retry state of one request."""
 
     __slots__ = (
-        "_context",
-        "_events_at_loss",
-        "_next_retry_at",
-        "_path",
-        "_wait_until",
-        "completion",
-        "history",
-        "next_request",
-        "pending_error",
-        "recovery_mode",
-    )
+        "_context", "_events_at_loss", "_next_retry_at", "_path", "_wait_until", "completion",
+        "history", "next_request", "pending_error", "recovery_mode",
+    )  # fmt: skip
 
     def __init__(self, context: GatewayContext, path: bytes, completion: CompletionRequest) -> None:
         self._context = context
@@ -62,22 +53,19 @@ class RetryState:
             if prefill is not None:
                 history.record_cached_prompt(prefill.boot_id, attempt.prompt_tokens, failure)
             return history.record_decode_failure(instance, failure, prefill is not None)
-        return history.record_prefill_failure(instance) or self._context.router.allows_colocated(
-            True
-        )
+        router = self._context.router
+        return history.record_prefill_failure(instance) or router.allows_colocated(True)
 
     def prepare_resume(self, relay: SseRelay, error: GatewayError) -> StreamEnding | None:
-        """Prepare the continuation of a stream; returns a StreamEnding if only its last events are
-        missing.
+        """Prepare the continuation of a stream; a StreamEnding if only its last events are missing.
 
         Raises NotResumableError.
         """
         context, completion = self._context, self.completion
         self.start_waiting(error, context.config.timeouts.resume_s)
         limit = context.router.registry.find_max_model_len(completion.model)
-        planned = plan_resumption(
-            self._path, completion, relay.read_transcript(), relay.prompt_ids, limit
-        )
+        sent, prompt_ids = relay.read_transcript(), relay.prompt_ids
+        planned = plan_resumption(self._path, completion, sent, prompt_ids, limit)
         if isinstance(planned, StreamEnding):
             return planned
         relay.set_splice(planned.splice)

@@ -57,19 +57,9 @@ class SseRelay:
     """One stream to one client."""
 
     __slots__ = (
-        "_chunked",
-        "_head",
-        "_opaque",
-        "_partial_event",
-        "_return_token_ids",
-        "_sent_pieces",
-        "_splice",
-        "_transcript",
-        "has_token_ids",
-        "num_events",
-        "prompt_ids",
-        "started_at",
-    )
+        "_chunked", "_head", "_opaque", "_partial_event", "_return_token_ids", "_sent_pieces",
+        "_splice", "_transcript", "has_token_ids", "num_events", "prompt_ids", "started_at",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -210,11 +200,9 @@ class SseRelay:
         self._sent_pieces.clear()
 
     def _ends_with_done(self) -> bool:
-        return (
-            self._sent_pieces[-1].endswith(DONE_EVENT)
-            if self._sent_pieces
-            else self.read_transcript().done
-        )
+        if self._sent_pieces:
+            return self._sent_pieces[-1].endswith(DONE_EVENT)
+        return self.read_transcript().done
 
     def _prepend_head(self, data: bytes) -> bytes:
         head, self._head = self._head, b""
@@ -222,8 +210,7 @@ class SseRelay:
 
 
 def _truncate_at_failure(events: bytes) -> tuple[bytes, str]:
-    """(events before a failure, what the engine did); an engine's rejection is relayed like any
-    event."""
+    """(events before a failure, what the engine did); a rejection is relayed like any event."""
     offset = 0
     for event in events.split(EVENT_SEPARATOR):
         if event.startswith(_FAILURE):

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Thread
 from urllib.parse import urlsplit
 
@@ -54,9 +54,7 @@ _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": Span
 class OtelExporter:
     """Exports request records as spans."""
 
-    def __init__(
-        self, endpoint: str, counts: dict[str, int], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, endpoint: str, counts: dict[str, int]) -> None:
         """`endpoint`: the collector's URL; empty: from OpenTelemetry's environment variables.
 
         `counts`: spans by result, updated here. Raises TracingError.
@@ -65,7 +63,6 @@ class OtelExporter:
         self._id_generator = _PresetIdGenerator()
         counts.update(exported=0, failed=0, dropped=0)
         self._counts = counts
-        self._clock = clock
         self._num_submitted = 0
         # The sampling decision was made before: only sampled requests come here.
         self._provider = TracerProvider(
@@ -93,7 +90,7 @@ class OtelExporter:
             return
         self._num_submitted += len(spans)
         self._id_generator.trace_id = trace.trace_id
-        epoch_s = time.time() - self._clock()
+        epoch_s = time.time() - time.monotonic()
         try:
             for value in spans:
                 self._emit_span(value, trace.trace_id, epoch_s)
@@ -104,20 +101,18 @@ class OtelExporter:
         """Send the queued spans, within so many seconds."""
         ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
-        deadline = self._clock() + seconds
-        while ending.is_alive() and self._clock() < deadline:  # noqa: ASYNC110 - a thread's end
+        deadline = time.monotonic() + seconds
+        while ending.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110 - a thread's end
             await asyncio.sleep(0.02)
         if ending.is_alive():
             # Aborts the export in progress and all further ones.
             self._exporter.shutdown()
 
     def _emit_span(self, value: SpanValue, trace_id: int, epoch_s: float) -> None:
-        scope = TraceScope()
+        scope, flags = TraceScope(), TraceFlags(TraceFlags.SAMPLED)
         if value.parent_id:
             # The parent of the server's span is the client's, hence remote.
-            parent = SpanContext(
-                trace_id, value.parent_id, value.kind == "server", TraceFlags(TraceFlags.SAMPLED)
-            )
+            parent = SpanContext(trace_id, value.parent_id, value.kind == "server", flags)
             scope = set_span_in_context(NonRecordingSpan(parent), scope)
         self._id_generator.span_id = value.span_id
         span = self._tracer.start_span(
@@ -195,13 +190,10 @@ class _CountingExporter(SpanExporter):
 def _make_exporter(endpoint: str) -> SpanExporter:
     """gRPC by default, as in vLLM, or what OpenTelemetry's environment variable selects."""
     if endpoint and not _is_url(endpoint):
-        raise TracingError(
-            f"--otlp-endpoint must be a URL such as http://HOST:4317 (got {endpoint!r})"
-        )
-    environment = os.environ
-    protocol = environment.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or environment.get(
-        OTEL_EXPORTER_OTLP_PROTOCOL, "grpc"
-    )
+        need = "must be a URL such as http://HOST:4317"
+        raise TracingError(f"--otlp-endpoint {need} (got {endpoint!r})")
+    names = OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL
+    protocol = os.environ.get(names[0]) or os.environ.get(names[1], "grpc")
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
 
@@ -211,9 +203,7 @@ def _make_exporter(endpoint: str) -> SpanExporter:
 
         bare = endpoint and urlsplit(endpoint).path in ("", "/")
         return Http(f"{endpoint.rstrip('/')}/v1/traces" if bare else endpoint or None)
-    raise TracingError(
-        f"{OTEL_EXPORTER_OTLP_PROTOCOL} must be grpc or http/protobuf (got {protocol!r})"
-    )
+    raise TracingError(f"{names[1]} must be grpc or http/protobuf (got {protocol!r})")
 
 
 def _is_url(endpoint: str) -> bool:
@@ -225,12 +215,9 @@ def _is_url(endpoint: str) -> bool:
 
 
 def _describe_process() -> Resource:
-    return Resource.create(
-        {
-            "service.name": os.environ.get(OTEL_SERVICE_NAME) or "cleave-gateway",
-            "service.instance.id": f"{socket.gethostname()}-{os.getpid()}",
-        }
-    )
+    name = os.environ.get(OTEL_SERVICE_NAME) or "cleave-gateway"
+    instance = f"{socket.gethostname()}-{os.getpid()}"
+    return Resource.create({"service.name": name, "service.instance.id": instance})
 
 
 def _to_ns(seconds: float) -> int:

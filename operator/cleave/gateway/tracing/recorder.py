@@ -64,10 +64,7 @@ class RequestRecorder:
     """Decides for each request whether it is recorded, and passes on finished records."""
 
     def __init__(
-        self,
-        log: RequestListener | None = None,
-        tracing: TraceExporter | None = None,
-        trace_sample_ratio: float = 0.0,
+        self, log: RequestListener | None, tracing: TraceExporter | None, trace_sample_ratio: float
     ) -> None:
         """`log` receives every request, `tracing` those that are sampled."""
         self._access_log = log
@@ -85,21 +82,21 @@ class RequestRecorder:
         session: bytes | None,
     ) -> ProxiedRequest:
         """The proxied request, with a record if one is needed."""
-        trace = None
+        path, trace = request.path, None
         if self._trace_exporter is not None:
             trace = read_trace_context(request.headers.get(TRACEPARENT), self._trace_sample_ratio)
         if self._access_log is None and trace is not None and not trace.sampled:
             # Without this header, engines that trace would begin a trace of their own.
             fields = trace.format_header(trace.parent_id or make_span_id())
             return ProxiedRequest(
-                context, client, request.path, request_id, completion, tenant, session, fields
+                context, client, path, request_id, completion, tenant, session, fields
             )
         # Clients may send any model name; only known ones are recorded.
         is_known = completion.model in context.router.registry.known_models
         record = RequestRecord(
             request_id.decode(),
             request.method.decode(),
-            request.path.decode(),
+            path.decode(),
             completion.model if is_known else "",
             context.clock(),
             tenant.name,
@@ -110,14 +107,7 @@ class RequestRecorder:
         record.max_tokens = completion.output_tokens
         observer = RecordingObserver(self, record, context.clock)
         return ProxiedRequest(
-            context,
-            client,
-            request.path,
-            request_id,
-            completion,
-            tenant,
-            session,
-            observer=observer,
+            context, client, path, request_id, completion, tenant, session, b"", observer
         )
 
     def record_local_response(

@@ -87,8 +87,7 @@ class RequestRecord:
     span_id: int = field(default_factory=make_span_id)
 
     def fail(self, instance: str, fault: str, reason: str, now: float) -> None:
-        """Record that an instance failed the last attempt; with two concurrent calls it may be
-        either."""
+        """Record that an instance failed the last attempt: either one of two concurrent calls."""
         attempt = self.attempts[-1]
         attempt.instance, attempt.fault, attempt.reason = instance, fault, reason
         for call in attempt.calls:

@@ -55,6 +55,8 @@ def build_spans(record: RequestRecord) -> Iterator[SpanValue]:
         yield _build_attempt_span(number, attempt, record)
         for leg in attempt.calls:
             yield from _build_call_spans(leg, attempt)
+    # A client that disconnects or sends an invalid request is not an error of the server.
+    is_fault = record.status >= 500 or record.outcome == "broken"
     yield SpanValue(
         f"{record.method} {record.path}",
         "server",
@@ -64,10 +66,7 @@ def build_spans(record: RequestRecord) -> Iterator[SpanValue]:
         record.ended_at,
         _build_request_attributes(record),
         (("first_token", record.first_byte_at),) if record.first_byte_at else (),
-        # A client that disconnects or sends an invalid request is not an error of the server.
-        record.error or record.outcome
-        if record.status >= 500 or record.outcome == "broken"
-        else "",
+        record.error or record.outcome if is_fault else "",
     )
 
 
@@ -83,18 +82,16 @@ def _build_request_attributes(record: RequestRecord) -> Attributes:
         "cleave.request_id": record.request_id,
         "cleave.outcome": record.outcome,
     }
-    if record.path in _OPERATIONS:
-        attributes["gen_ai.operation.name"] = _OPERATIONS[record.path]
-    if record.status:
-        attributes["http.response.status_code"] = record.status
     if record.first_byte_at:
         waited_s = record.first_byte_at - record.started_at
         attributes["gen_ai.response.time_to_first_chunk"] = waited_s
-    if record.error:
-        attributes["error.type"] = record.error
-    if record.tenant:
-        attributes["cleave.tenant"] = record.tenant
-    return attributes
+    optional: Attributes = {
+        "gen_ai.operation.name": _OPERATIONS.get(record.path, ""),
+        "http.response.status_code": record.status,
+        "error.type": record.error,
+        "cleave.tenant": record.tenant,
+    }
+    return attributes | _drop_empty(optional)
 
 
 def _build_attempt_span(number: int, attempt: AttemptRecord, record: RequestRecord) -> SpanValue:
@@ -104,12 +101,12 @@ def _build_attempt_span(number: int, attempt: AttemptRecord, record: RequestReco
         "cleave.dispatch.reason": pick.reason,
         "cleave.decode.instance": pick.decode.instance,
     }
-    if pick.prefill is not None:
-        attributes["cleave.prefill.instance"] = pick.prefill.instance
-    if attempt.recovery_mode:
-        attributes["cleave.recovery"] = attempt.recovery_mode
-    if attempt.fault:
-        attributes["error.type"] = attempt.fault
+    optional: Attributes = {
+        "cleave.prefill.instance": pick.prefill.instance if pick.prefill is not None else "",
+        "cleave.recovery": attempt.recovery_mode,
+        "error.type": attempt.fault,
+    }
+    fault = f"{attempt.fault}: instance {attempt.instance} {attempt.reason}"
     return SpanValue(
         "attempt",
         "internal",
@@ -117,10 +114,8 @@ def _build_attempt_span(number: int, attempt: AttemptRecord, record: RequestReco
         record.span_id,
         attempt.started_at,
         attempt.ended_at,
-        attributes,
-        fault=f"{attempt.fault}: instance {attempt.instance} {attempt.reason}"
-        if attempt.fault
-        else "",
+        attributes | _drop_empty(optional),
+        fault=fault if attempt.fault else "",
     )
 
 
@@ -131,10 +126,7 @@ def _build_call_spans(call: CallRecord, attempt: AttemptRecord) -> Iterator[Span
         "server.address": call.target.host,
         "server.port": call.target.port,
     }
-    if call.blocks:
-        attributes["cleave.handoff.blocks"] = call.blocks
-    if call.fault:
-        attributes["error.type"] = call.fault
+    attributes |= _drop_empty({"cleave.handoff.blocks": call.blocks, "error.type": call.fault})
     yield SpanValue(
         call.phase,
         "client",
@@ -146,7 +138,8 @@ def _build_call_spans(call: CallRecord, attempt: AttemptRecord) -> Iterator[Span
         (("first_token", call.first_byte_at),) if call.first_byte_at else (),
         call.fault,
     )
-    if call.phase == "decode" and call.first_byte_at and attempt.calls[0].blocks:
+    first = attempt.calls[0]
+    if call.phase == "decode" and call.first_byte_at and first.blocks:
         yield SpanValue(
             "kv_transfer",
             "internal",
@@ -155,8 +148,12 @@ def _build_call_spans(call: CallRecord, attempt: AttemptRecord) -> Iterator[Span
             call.sent_at,
             call.first_byte_at,
             {
-                "cleave.handoff.blocks": attempt.calls[0].blocks,
-                "cleave.prefill.instance": attempt.calls[0].target.instance,
+                "cleave.handoff.blocks": first.blocks,
+                "cleave.prefill.instance": first.target.instance,
                 "cleave.decode.instance": call.target.instance,
             },
         )
+
+
+def _drop_empty(attributes: Attributes) -> Attributes:
+    return {name: value for name, value in attributes.items() if value}

@@ -1,2 +1,1 @@
-"""The gateway's side of engines: connections, failure detection, handoffs, the start of
-streams."""
+"""The gateway's side of engines: connections, failure detection, handoffs, starts of streams."""

@@ -40,8 +40,7 @@ class CircuitBreaker:
         """Instances with recent failures; mostly empty, and then callers skip the look-up."""
 
     def record_failure(self, instance: str, now: float, *, immediately: bool = False) -> None:
-        """A request failed there; `immediately`: suspect the instance without waiting for more
-        failures."""
+        """A request failed there; `immediately`: suspect the instance at its first failure."""
         standing = self.failure_states.setdefault(instance, FailureState())
         standing.failures += 1
         if immediately or standing.failures >= FAILURE_THRESHOLD:
@@ -54,9 +53,8 @@ class CircuitBreaker:
 
     def list_suspects(self, now: float) -> frozenset[str]:
         """Instances to pick last. After `suspect_until` a suspect is picked like any other."""
-        return frozenset(
-            name for name, state in self.failure_states.items() if state.suspect_until > now
-        )
+        states = self.failure_states.items()
+        return frozenset(name for name, state in states if state.suspect_until > now)
 
     def expire(self, now: float) -> None:
         """Remove instances without failures for MAX_SUSPECT_S."""
@@ -77,9 +75,8 @@ class StallDetector:
     def record_progress(self, now: float) -> None:
         """A stream has progressed since the last sweep; several may report it in one sweep."""
         if now > self.last_progress_at:
-            self.longest_pause_s = max(
-                now - self.last_progress_at, self.longest_pause_s * PAUSE_DECAY
-            )
+            pause_s = now - self.last_progress_at
+            self.longest_pause_s = max(pause_s, self.longest_pause_s * PAUSE_DECAY)
             self.last_progress_at = now
 
     def discount_pause(self, pause_s: float, now: float) -> None:

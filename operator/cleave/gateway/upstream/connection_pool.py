@@ -23,8 +23,7 @@ from cleave.router.watchdog import is_overdue
 IDLE_S = 4.0
 """uvicorn, vLLM's HTTP server, closes idle connections after 5 s; the gateway closes them first."""
 DEAD_PEER_TIMEOUT_S = 10
-"""A host that has acknowledged no packet for so long is dead, however long its response may
-take."""
+"""A host that has acknowledged no packet for so long is dead, however long a response takes."""
 KEEPALIVE_INTERVAL_S = 2
 
 
@@ -42,16 +41,9 @@ class UpstreamCall:
     """One request to one engine."""
 
     __slots__ = (
-        "connecting",
-        "connection",
-        "headers",
-        "listener",
-        "on_new_connection",
-        "payload",
-        "pool",
-        "sent",
-        "status",
-    )
+        "connecting", "connection", "headers", "listener", "on_new_connection", "payload", "pool",
+        "sent", "status",
+    )  # fmt: skip
 
     def __init__(self, pool: "EnginePool", owner: CallListener, payload: bytes) -> None:
         self.pool = pool
@@ -314,8 +306,7 @@ class EnginePool:
 
 
 def detect_dead_peer(transport: asyncio.Transport) -> None:
-    """Make the kernel break the connection when the other host is dead, but not when an engine is
-    slow.
+    """Make the kernel break the connection to a dead host, but not to a slow engine.
 
     A host that lost power or network sends nothing, and a complete response may take minutes.
     """

@@ -1,5 +1,4 @@
-"""The KV handoff (`kv_transfer_params`) in engines' responses: read from prefill, hidden from
-clients. Pure.
+"""The KV handoff (`kv_transfer_params`) in responses: read from prefill, hidden from clients. Pure.
 
 An engine accepts the KV of another prompt without an error and then generates wrong tokens. So a
 handoff must come from the boot that was picked and belong to the request that was sent there, and
@@ -54,14 +53,12 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
 
 
 def build_overlapped_prefill_params(name: bytes) -> msgspec.Raw:
-    """`kv_transfer_params` for a prefill engine whose KV is pulled under this name while it is
-    computed."""
+    """`kv_transfer_params` for a prefill engine whose KV is pulled by name while it is computed."""
     return msgspec.Raw(bytes(KV_REQUEST_PARAMS)[:-1] + b',"cleave":{"name":"%b"}}' % name)
 
 
 def build_pending_handoff(prefill: Target, name: bytes) -> msgspec.Raw:
-    """The handoff of a prefill that is still running: where to pull its KV, and under which
-    name."""
+    """The handoff of a prefill that is still running: where to pull its KV, under which name."""
     extension = {
         "boot_id": prefill.boot_id,
         "request_id": name.decode(),

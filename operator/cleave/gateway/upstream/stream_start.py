@@ -1,5 +1,4 @@
-"""Classifies the first bytes of a stream: forward them, wait for more, or treat them as a failure.
-Pure.
+"""Classifies the first bytes of a stream: forward them, wait for more, or a failure. Pure.
 
 Used by an attempt, while everything can still be retried elsewhere. What is hard: vLLM sends its
 200 before it knows whether the KV can be pulled, and reports a failure as an error event. In chat
@@ -14,8 +13,7 @@ import msgspec
 from cleave.gateway.upstream.response_types import decode_error_event
 
 MAX_START_BYTES = 8 << 20
-"""More bytes than this are forwarded as they are. A first event may list every token id of a
-prompt."""
+"""More bytes are forwarded as they are. A first event may list every token id of a prompt."""
 
 _ERROR = b'data: {"error"'
 _ERROR_BYTES = len(_ERROR)
@@ -65,9 +63,8 @@ def classify_start(data: bytes, at: int) -> StreamStart:
     start = data[at : at + _ERROR_BYTES]
     if start == _ERROR:
         return _classify_error(data[at:])
-    return (
-        StreamStart.PENDING if len(start) < _ERROR_BYTES and _ERROR.startswith(start) else _STARTED
-    )
+    is_incomplete = len(start) < _ERROR_BYTES and _ERROR.startswith(start)
+    return StreamStart.PENDING if is_incomplete else _STARTED
 
 
 def is_engine_fault(event: bytes) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import logging, os, resource, sys
-from cleave.gateway.file_limit import raise_open_file_limit
+from cleave.gateway.main import raise_open_file_limit
 
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 soft, hard, clients = map(int, sys.argv[1:])
