@@ -35,7 +35,7 @@ MODULES = {
     "gateway.proxy": "attempt proxied_request request_observer sse_relay",
     "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
-    "policy": "dispatch length_ranges output_length queue_model",
+    "policy": "dispatch output_length queue_model",
     "router": (
         "instance registry router score_column score_table selection shared_load"
         " shared_router shared_score_table"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import (
     NearestSlo,
     Percentiles,

@@ -9,7 +9,9 @@ from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.model import model_shape
-from cleave.perf.published.aladdin import Coefficients, fit_timing
+from cleave.perf.profile import curve
+from cleave.perf.published.aladdin import Coefficients
+from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedTransfer
 
 NETWORK_GBPS = 200.0
@@ -56,3 +58,27 @@ def worker(name: str, gpu: str, tensor: int) -> Worker:
         fit_timing(estimate.timing, min(256, estimate.kv_capacity_tokens // SHORT_TOKENS)),
         SimulatedTransfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms),
     )
+
+
+def fit_timing(
+    timing: EngineTiming, largest_batch: int = 256, longest_tokens: int = 4096
+) -> Coefficients:
+    """The coefficients that approximate `timing` best, by relative error.
+
+    Fitted over prompts up to `longest_tokens`, and over batches from two to `largest_batch` with
+    contexts up to `longest_tokens` per request.
+    """
+    lengths = [longest_tokens * step // 16 for step in range(1, 17)]
+    prompts = [((float(tokens), 1.0), timing.predict_prefill_ms([tokens])) for tokens in lengths]
+    batches = [max(2, largest_batch >> shift) for shift in range(8)]
+    contexts = (longest_tokens // 16, longest_tokens // 4, longest_tokens)
+    decodes = [
+        ((float(batch * each), float(batch), 1.0), timing.predict_decode_ms(batch, batch * each))
+        for batch in batches
+        for each in contexts
+    ]
+    coefficients: list[float] = []
+    for samples in (prompts, decodes):
+        rows, values = zip(*samples, strict=True)
+        coefficients += curve.solve_least_squares(rows, values, [value**-2 for value in values])
+    return Coefficients(*coefficients)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.traffic import length_scores, length_training
+from cleave.traffic import length_training
 from cleave.traffic.length_file import GRANULARITIES, LengthFile, Score
-from cleave.traffic.length_scores import CompletedRequests
+from cleave.traffic.length_training import CompletedRequests
 
 SERVICES = {"code": "code", "conversation": "conv"}
 ERRORS = (0.0, length_training.PROMPT_ERROR)
@@ -54,7 +54,7 @@ def predict_outputs(data: Path, service: str, error: float) -> Predictions:
     width = GRANULARITIES[1]
     return Predictions(
         test_answers,
-        length_scores.predict_by_mean(answers)[begin:],
+        length_training.predict_by_mean(answers)[begin:],
         np.array(found.tokens)[leaves],
         np.maximum(np.array(found.ranges)[leaves, 1] * width, 1),
     )

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from result_table import show
 
-from cleave.policy import length_ranges
+from cleave.policy import output_length
 from cleave.policy.output_length import ConditionalMean, LengthPredictor
 from cleave.traffic.length_file import GRANULARITIES
 
@@ -60,7 +60,7 @@ def cost(data: Path, quick: bool) -> Iterator[dict[str, object]]:
     """CPU time of one prediction, least of some rounds."""
     found, _ = predictions.score(data, "conversation", 0.2)
     mean = ConditionalMean(256)
-    is_compiled = not (length_ranges.__file__ or "").endswith(".py")
+    is_compiled = not (output_length.__file__ or "").endswith(".py")
     for by, predictor in (("classifier", found.tree), ("mean by prompt length", mean)):
         yield {
             "foretold by": by,

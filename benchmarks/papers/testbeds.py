@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import LatencySource
-from cleave.perf.estimate import Estimate, Estimator
+from cleave.perf.estimate import Estimate, Estimator, LatencySource
 from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import find_gpu

@@ -10,8 +10,7 @@ import time
 from dataclasses import dataclass
 
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import Confidence, LatencySource
-from cleave.perf.estimate import Estimate
+from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware.link import Link, LinkKind
 from cleave.perf.model.model_shape import load_shape
 from cleave.perf.named_profiles import to_timing

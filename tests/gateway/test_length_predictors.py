@@ -10,8 +10,7 @@ from cleave.gateway.main import main
 from cleave.gateway.server import GatewayServer
 from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.logs import JsonFormatter
-from cleave.policy.length_ranges import RangeTree
-from cleave.policy.output_length import ConditionalMean
+from cleave.policy.output_length import ConditionalMean, RangeTree
 from cleave.traffic import length_file, length_training
 from cleave.traffic.length_file import LengthFile, Score, Scores
 

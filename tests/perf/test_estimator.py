@@ -8,8 +8,7 @@ from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf import estimator, named_profiles
-from cleave.perf.confidence import LatencySource
-from cleave.perf.estimate import Estimate, Estimator
+from cleave.perf.estimate import Estimate, Estimator, LatencySource
 from cleave.perf.estimator import ModelEstimator
 from cleave.perf.model import model_shape
 from cleave.perf.profile import profile

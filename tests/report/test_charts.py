@@ -9,7 +9,7 @@ from cleave.report.charts import (
     build_charts,
     build_stages_chart,
 )
-from cleave.simulator.latency_breakdown import LatencyStage
+from cleave.simulator.outcome import LatencyStage
 
 KEYS = ["attainment", "cdf-ttft", "cdf-tpot", "stages", "frontier"]
 KEYS += ["tradeoff-ttft", "tradeoff-tpot"]

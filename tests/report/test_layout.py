@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, PlannedPool, Prediction
 from cleave.report.layout import LayoutNode, NodeShape, lay_out
 from cleave.report.node_drawing import describe_node, draw_nodes

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from cleave.perf.published.aladdin import Coefficients
 from cleave.perf.timing import EngineTiming
 from cleave.policy.best_fit import BestFitModel
-from cleave.simulator.errors import SimulationError
 from cleave.simulator.fleet import (
     Batching,
     DispatchPolicy,
@@ -23,6 +22,7 @@ from cleave.simulator.fleet import (
 from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.run import measure_latencies, prepare_fleet, simulate
 from cleave.simulator.trace import Trace
+from cleave.simulator.validation import SimulationError
 
 from tests.support.fleets import OPT_13B, draw_trace, fixed_timing
 

@@ -9,11 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from cleave.policy.output_length import ConditionalMean
-from cleave.traffic import length_file, length_scores, length_training
+from cleave.traffic import length_file, length_training
 from cleave.traffic.history import HistoryError
 from cleave.traffic.length_file import LengthsError, Score
-from cleave.traffic.length_scores import CompletedRequests
-from cleave.traffic.length_training import read_requests, train
+from cleave.traffic.length_training import CompletedRequests, read_requests, train
 
 NUM = 3_000
 
@@ -64,7 +63,7 @@ def test_traffic_that_has_changed_since_is_found_out(two_kinds, tmp_path) -> Non
     found = train(two_kinds, prompt_error=0)
     prompts = np.tile([600, 900], NUM // 2)
     later, _ = read_requests(record(tmp_path / "later.jsonl", prompts, np.full(NUM, 300)), 0)
-    assert not length_scores.evaluate_classifier(found, later).is_better
+    assert not length_training.evaluate_classifier(found, later).is_better
 
 
 def test_requests_that_come_later_are_the_judges(tmp_path) -> None:
@@ -142,11 +141,11 @@ def test_the_mean_is_evaluated_as_a_gateway_learns_it() -> None:
     answers = CompletedRequests(
         np.full(1_200, 50), np.zeros(1_200, dtype=np.int64), np.full(1_200, 90)
     )
-    predicted = length_scores.predict_by_mean(answers)
-    assert (predicted[: length_scores.IN_FLIGHT_REQUESTS] == length_scores.INITIAL_TOKENS).all()
-    taught = ConditionalMean(length_scores.INITIAL_TOKENS)
+    predicted = length_training.predict_by_mean(answers)
+    assert (predicted[: length_training.IN_FLIGHT_REQUESTS] == length_training.INITIAL_TOKENS).all()
+    taught = ConditionalMean(length_training.INITIAL_TOKENS)
     taught.observe(50, 90)
-    assert predicted[length_scores.IN_FLIGHT_REQUESTS + 1] == taught.predict(50)
+    assert predicted[length_training.IN_FLIGHT_REQUESTS + 1] == taught.predict(50)
     assert predicted[-1] == pytest.approx(90)
 
 

@@ -68,7 +68,7 @@ def test_another_rate_is_the_same_sequence_stretched(seed, rate, num) -> None:
 )
 def test_a_longer_draw_begins_with_the_shorter_one(seed, burstiness, num) -> None:
     recorded = np.arange(1, 8)
-    marginals = IndependentLengths(LogNormal(5, 1), Quantiles.from_even_quantiles([1, 10, 400]))
+    marginals = IndependentLengths(LogNormal(5, 1), Quantiles((0, 0.5, 1), (1, 10, 400)))
     for lengths in (marginals, RecordedLengths(recorded, recorded * 2)):
         demand = Demand(1.0, GeneratedRequests(lengths, burstiness))
         short, long = demand.draw(num, seed=seed), demand.draw(2 * num, seed=seed)

@@ -7,21 +7,21 @@ them. What is hard: sources name models and GPUs differently, and no source may 
 of another size.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import named_profiles, pipeline
-from cleave.perf.confidence import Confidence, LatencySource
-from cleave.perf.estimate import Estimate
+from cleave.perf import named_profiles
+from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import Link, build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.pipeline import find_prefill_saturation_tokens, scale_timing, split_into_stages
 from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
@@ -79,30 +79,23 @@ class ModelEstimator:
         self._cache: dict[tuple[str, int, int], Estimate | None] = {}
         self._unpipelined: dict[tuple[str, int], _TimingSource] = {}
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
         """None: not supported, for the reason that `explain_unsupported` gives."""
-        key = (gpu, tensor_parallel_size, pipeline_parallel_size)
+        key = (gpu, tensor, pipeline)
         if key not in self._cache:
-            self._cache[key] = (
-                None if self.explain_unsupported(*key) else self._build_estimate(*key)
-            )
+            is_supported = self.explain_unsupported(*key) is None
+            self._cache[key] = self._build_estimate(*key) if is_supported else None
         return self._cache[key]
 
-    def explain_unsupported(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> str | None:
+    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
         """Why `estimate` returns None, in one sentence; None: it returns an estimate."""
         machine = self.machines.get(gpu)
         if machine is None:
             return f"there is no {gpu}; there is {', '.join(self.machines) or 'no GPU at all'}"
-        if tensor_parallel_size > machine.gpus_per_node:
-            return (
-                f"{tensor_parallel_size} tensor parallel GPUs exceed the "
-                f"{machine.gpus_per_node} of a node with {gpu}"
-            )
-        sizes = (tensor_parallel_size, pipeline_parallel_size)
+        if tensor > machine.gpus_per_node:
+            most = machine.gpus_per_node
+            return f"{tensor} tensor parallel GPUs exceed the {most} of a node with {gpu}"
+        sizes = (tensor, pipeline)
         if (reason := self.shape.explain_unsupported(*sizes)) is not None:
             return f"{self.shape.name}: {reason}"
         if self._find_measured_capacity(machine.gpu, *sizes) is not None:
@@ -113,12 +106,9 @@ class ModelEstimator:
         machine = self.machines[gpu]
         source = self._select_source(machine, tensor, stages)
         timing = source.timing
-        if (
-            machine.gpu.prompt_slowdown != 1.0
-            and source.confidence.kind is not LatencySource.ROOFLINE
-        ):
+        if source.confidence.kind is not LatencySource.ROOFLINE:
             # The roofline's FLOPs include the power cap; measurements were made without one.
-            timing = pipeline.scale_timing(timing, prompt=machine.gpu.prompt_slowdown)
+            timing = scale_timing(timing, prompt=machine.gpu.prompt_slowdown)
         capacity = self._find_measured_capacity(machine.gpu, tensor, stages)
         if capacity is None:
             capacity = memory.compute_kv_capacity_tokens(
@@ -129,7 +119,7 @@ class ModelEstimator:
         return Estimate(
             timing=timing,
             kv_capacity_tokens=capacity,
-            prefill_saturation_tokens=pipeline.find_prefill_saturation_tokens(timing, longest),
+            prefill_saturation_tokens=find_prefill_saturation_tokens(timing, longest),
             max_model_len=longest,
             kv_bytes_per_token=self.shape.kv_bytes_per_token,
             flops_per_token=self.shape.flops_per_token,
@@ -146,28 +136,19 @@ class ModelEstimator:
         return gpu.get_tflops(is_8_bit) * gpu.prompt_slowdown * 1e12
 
     def _select_source(self, machine: NodeType, tensor: int, stages: int) -> _TimingSource:
-        for each in self._list_profiles(machine.gpu):
-            sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
-            if each.prefill and sizes == (tensor, stages):
-                return _TimingSource(
-                    iteration_fit.to_timing(each), iteration_fit.assess_confidence(each)
-                )
+        if (measured := next(self._iter_measured(machine.gpu, tensor, stages), None)) is not None:
+            return measured
         key = (machine.gpu.name, tensor)
         if key not in self._unpipelined:
             self._unpipelined[key] = next(self._iter_unpipelined_sources(machine, tensor))
         single_stage = self._unpipelined[key]
         hop = machine.select_link(tensor * stages)
-        timing = pipeline.split_into_stages(single_stage.timing, self.shape, stages, hop)
+        timing = split_into_stages(single_stage.timing, self.shape, stages, hop)
         return _TimingSource(timing, single_stage.confidence)
 
     def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
         """Sources without pipeline stages, best first; the last one, the roofline, always works."""
-        for each in self._list_profiles(machine.gpu):
-            sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
-            if each.prefill and sizes == (tensor, 1):
-                yield _TimingSource(
-                    iteration_fit.to_timing(each), iteration_fit.assess_confidence(each)
-                )
+        yield from self._iter_measured(machine.gpu, tensor, 1)
         for published in (_find_distserve, _find_splitwise):
             if (source := published(self.shape, machine.gpu, tensor)) is not None:
                 yield source
@@ -177,25 +158,24 @@ class ModelEstimator:
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
                 trust = Confidence(LatencySource.MEASURED, text, None)
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
-        roofline = Roofline(
-            self.shape, machine.gpu, tensor, machine.select_link(tensor)
-        ).to_timing()
+        roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor))
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
         is_a100 = machine.gpu.name.startswith("A100")
         error = ROOFLINE_ERROR_A100 if is_a100 else ROOFLINE_ERROR
-        yield _TimingSource(roofline, Confidence(LatencySource.ROOFLINE, text, error))
+        yield _TimingSource(roofline.to_timing(), Confidence(LatencySource.ROOFLINE, text, error))
+
+    def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
+        for each in self._list_profiles(gpu):
+            if each.prefill and each.sizes == (tensor, stages):
+                confidence = iteration_fit.assess_confidence(each)
+                yield _TimingSource(iteration_fit.to_timing(each), confidence)
 
     def _list_profiles(self, gpu: Gpu) -> list[MeasuredProfile]:
         return [each for each in self._profiles if _is_same_gpu(each.device, gpu)]
 
     def _find_measured_capacity(self, gpu: Gpu, tensor: int, stages: int) -> int | None:
-        for each in self._profiles:
-            sizes = (each.tensor_parallel_size, each.pipeline_parallel_size)
-            if (
-                each.kv_capacity_tokens
-                and sizes == (tensor, stages)
-                and _is_same_gpu(each.device, gpu)
-            ):
+        for each in self._list_profiles(gpu):
+            if each.kv_capacity_tokens and each.sizes == (tensor, stages):
                 return each.kv_capacity_tokens
         if gpu.name != _DISTSERVE_GPU:
             return None
@@ -225,9 +205,8 @@ def build_estimator(
         name: NodeType(gpu, per_node[name], inventory.find_network_link(cluster, gpu))
         for name, gpu in gpus.items()
     }
-    return ModelEstimator(
-        shape, machines, _read_profiles(cluster.profiles, folder), max_model_len=max_model_len
-    )
+    profiles = _read_profiles(cluster.profiles, folder)
+    return ModelEstimator(shape, machines, profiles, max_model_len=max_model_len)
 
 
 def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
@@ -248,10 +227,9 @@ def _find_distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
     if gpu.name != _DISTSERVE_GPU:
         return None
     for name, fit in distserve.FITS.items():
-        engine, model_name, parallelism = name.split("/")
-        if (engine, parallelism) == ("distserve", f"tp{tensor}") and _matches_shape(
-            shape, model_name
-        ):
+        engine, model, parallelism = name.split("/")
+        is_sought = (engine, parallelism) == ("distserve", f"tp{tensor}")
+        if is_sought and _matches_shape(shape, model):
             trust = Confidence(LatencySource.FITTED, "DistServe's fit", None)
             return _TimingSource(named_profiles.to_timing(fit), trust)
     return None
@@ -263,9 +241,8 @@ def _find_splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
             published = splitwise.find_profile(model_name, device, size)
             assert published is not None
             error = iteration_fit.assess_confidence(published).error
-            trust = Confidence(
-                LatencySource.FITTED, "Splitwise's published measurements of vLLM", error
-            )
+            text = "Splitwise's published measurements of vLLM"
+            trust = Confidence(LatencySource.FITTED, text, error)
             return _TimingSource(iteration_fit.to_timing(published), trust)
     return None
 
@@ -273,15 +250,9 @@ def _find_splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
 def _matches_shape(shape: ModelShape, published: str) -> bool:
     """Whether times of the published model hold for `shape`: equal layers, equal precision."""
     other = model_shape.load_shape(published)
-    parts: tuple[Callable[[ModelShape], float], ...] = (
-        lambda each: each.num_layers,
-        lambda each: each.hidden_size,
-        lambda each: each.num_kv_heads * each.head_size,
-        lambda each: each.intermediate_size,
-        lambda each: each.vocab_size,
-        lambda each: each.bytes_per_weight,
-    )
-    return all(part(shape) == part(other) for part in parts)
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "bytes_per_weight")
+    has_equal_kv = shape.num_kv_heads * shape.head_size == other.num_kv_heads * other.head_size
+    return has_equal_kv and all(getattr(shape, name) == getattr(other, name) for name in names)
 
 
 def _is_profile_of(measurement: MeasuredProfile, shape: ModelShape) -> bool:

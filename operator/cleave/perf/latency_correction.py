@@ -7,8 +7,8 @@ a machine that is slower or faster than its profile, but not a model with a wron
 
 from dataclasses import dataclass, replace
 
-from cleave.perf import pipeline
 from cleave.perf.estimate import Estimate, Estimator
+from cleave.perf.pipeline import scale_timing
 
 MIN_FACTOR, MAX_FACTOR = 0.1, 10.0
 """Range of a factor; outside of it the model describes a different machine or model."""
@@ -62,25 +62,19 @@ class CorrectedEstimator:
         self._estimator = estimator
         self._correction = correction
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
         """The other estimator's result with scaled iterations; its source names the correction."""
-        base = self._estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+        base = self._estimator.estimate(gpu, tensor, pipeline)
         if base is None:
             return None
         factor = self._correction
-        timing = pipeline.scale_timing(base.timing, prompt=factor.prefill, decode=factor.decode)
+        timing = scale_timing(base.timing, prompt=factor.prefill, decode=factor.decode)
         trust = replace(base.confidence, source=f"{base.confidence.source}; {factor}")
         return replace(base, timing=timing, confidence=trust)
 
-    def explain_unsupported(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> str | None:
+    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
         """The other estimator's reason."""
-        return self._estimator.explain_unsupported(
-            gpu, tensor_parallel_size, pipeline_parallel_size
-        )
+        return self._estimator.explain_unsupported(gpu, tensor, pipeline)
 
 
 def apply_correction(estimator: Estimator, correction: Correction) -> Estimator:

@@ -44,8 +44,7 @@ def load_profile(name: str) -> NamedProfile:
             f"and files ending in {', '.join(_SUFFIXES)}"
         )
     _, model, parallelism = name.split("/")
-    tensor_parallel_size = int(parallelism.removeprefix("tp"))
-    capacity = distserve.KV_CAPACITY_TOKENS[model][tensor_parallel_size, 1]
+    capacity = distserve.KV_CAPACITY_TOKENS[model][int(parallelism.removeprefix("tp")), 1]
     return NamedProfile(name, model, to_timing(fit), capacity)
 
 
@@ -81,13 +80,11 @@ def to_timing(fit: distserve.PublishedFit, stages: int = 1) -> EngineTiming:
 def _load_file(path: str) -> NamedProfile:
     try:
         measurement = profile.read_profile(Path(path))
-        if measurement.kv_capacity_tokens is None:
-            raise InvalidProfileError(
-                f"{path}: kvCapacityTokens: is missing; set how many tokens an instance holds"
-            )
-        return NamedProfile(
-            path, measurement.model, _build_timing(measurement), measurement.kv_capacity_tokens
-        )
+        capacity = measurement.kv_capacity_tokens
+        if capacity is None:
+            remedy = "set how many tokens an instance holds"
+            raise InvalidProfileError(f"{path}: kvCapacityTokens: is missing; {remedy}")
+        return NamedProfile(path, measurement.model, _build_timing(measurement), capacity)
     except InvalidProfileError as error:
         raise UnknownProfileError(str(error)) from error
 
@@ -97,6 +94,4 @@ def _build_timing(measurement: profile.MeasuredProfile) -> EngineTiming:
     if measurement.prefill:
         return iteration_fit.to_timing(measurement)
     assert measurement.operators is not None
-    return operator_fit.to_timing(
-        measurement.operators, measurement.tensor_parallel_size, measurement.pipeline_parallel_size
-    )
+    return operator_fit.to_timing(measurement.operators, *measurement.sizes)

@@ -52,12 +52,9 @@ def find_prefill_saturation_tokens(timing: EngineTiming, max_model_len: int) -> 
     this is 512, as in the paper. At most `max_model_len`.
     """
     lengths = [min(16 * 2 ** (i / 8), max_model_len) for i in range(8 * 20)]
-    speeds = [tokens / _predict_prompt_ms(timing, tokens) for tokens in lengths]
+    times = [timing.predict_prefill_ms([max(round(tokens), 1)]) for tokens in lengths]
+    speeds = [tokens / ms for tokens, ms in zip(lengths, times, strict=True)]
     enough = _SATURATION_SHARE * max(speeds)
     first = next(tokens for tokens, speed in zip(lengths, speeds, strict=True) if speed >= enough)
     nearest: int = 2 ** round(math.log2(first))
     return min(nearest, max_model_len)
-
-
-def _predict_prompt_ms(timing: EngineTiming, tokens: float) -> float:
-    return timing.predict_prefill_ms([max(round(tokens), 1)])

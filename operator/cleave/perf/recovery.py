@@ -119,16 +119,14 @@ def compare_recovery(
     link_bytes = copied * checkpoints.token_bytes
     share = link_bytes / (checkpoints.memory_gb_per_s * 1e9)
     streams_per_instance = residents.streams / recompute.instances / 1e3
+    stored_tokens = residents.streams * residents.context_tokens
     return RecoveryComparison(
         one,
         pause_s=streams_per_instance * one.recompute_ms,
         restored_pause_s=streams_per_instance * one.restored_ms,
         link_bytes_per_s=link_bytes,
         link_share=link_bytes / (checkpoints.link.effective_gb_per_s * 1e9),
-        host_bytes=residents.streams
-        * residents.context_tokens
-        * checkpoints.token_bytes
-        * checkpoints.gpus,
+        host_bytes=stored_tokens * checkpoints.token_bytes * checkpoints.gpus,
         cost_s_per_hour=_HOUR_S * share * checkpoints.gpus,
         gain_s=residents.streams * recompute.gpus * (one.recompute_ms - one.restored_ms) / 1e3,
     )

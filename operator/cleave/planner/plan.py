@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Confidence
+from cleave.perf.estimate import Confidence
 
 EMULATED_GPU = "emulated GPU"
 """Name of the GPU type of an emulated instance, which needs no GPU."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.perf import named_profiles, pipeline
-from cleave.perf.confidence import Confidence, LatencySource
-from cleave.perf.estimate import Estimate
+from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware.link import Link, LinkKind
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape

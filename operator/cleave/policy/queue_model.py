@@ -25,11 +25,9 @@ def choose_report_interval_ms(requested_ms: int, routers: int) -> int:
     A single router accounts for all requests itself and dispatches equally well without reports
     (benchmarks/dispatch); it needs them only for free blocks and to detect stalled engines.
     """
-    return (
-        max(requested_ms, min(SINGLE_ROUTER_FACTOR * requested_ms, MAX_INTERVAL_MS))
-        if routers == 1
-        else requested_ms
-    )
+    if routers != 1:
+        return requested_ms
+    return max(requested_ms, min(SINGLE_ROUTER_FACTOR * requested_ms, MAX_INTERVAL_MS))
 
 
 def estimate_pending(own: float, reported: float, own_at_report: float) -> float:

@@ -15,7 +15,7 @@ from cleave.planner.result.text import (
 from cleave.report.figures import Chart, Row, add_rule, create_figure
 from cleave.report.load_study import LoadStudy, PlanLatencies, RateSweep, select_rivals
 from cleave.report.tradeoffs import build_frontier_chart, build_tradeoff_chart
-from cleave.simulator.latency_breakdown import LatencyStage
+from cleave.simulator.outcome import LatencyStage
 
 _PERCENTILES = (50, 90, 95, 99)
 _MAX_LINES = 3

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from cleave.api.deployment import Slo
 from cleave.planner.plan import Plan, PlanningResult
 from cleave.report.layout import NodeShape
-from cleave.simulator.latency_breakdown import LatencyStage, compute_stage_shares
-from cleave.simulator.outcome import SimulationResult, Times
+from cleave.simulator.outcome import LatencyStage, SimulationResult, Times, compute_stage_shares
 
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0)
 """Factors on the requested TTFT and TPOT targets."""

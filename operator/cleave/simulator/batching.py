@@ -24,13 +24,7 @@ from cleave.simulator.queues import (
     remove_key,
     remove_member,
 )
-from cleave.simulator.record_access import (
-    get_instance,
-    get_queue,
-    get_request,
-    get_slot,
-    get_stage,
-)
+from cleave.simulator.record_access import get_instance, get_queue, get_request, get_slot, get_stage
 from cleave.simulator.records import HANDOFFS, NONE, PREFILL, PROMPTS, Record, State
 from cleave.simulator.transfers import start_pull
 

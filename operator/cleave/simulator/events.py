@@ -12,8 +12,8 @@ from cleave.simulator.batching import form_batch
 from cleave.simulator.completion import complete_iterations, complete_request, notify_instance
 from cleave.simulator.dispatch import dispatch_request
 from cleave.simulator.event_tree import schedule_next
+from cleave.simulator.iterations import advance_pipeline
 from cleave.simulator.outcome import RequestOutcome
-from cleave.simulator.pipeline import advance_pipeline
 from cleave.simulator.queues import has_waiting_requests, pop, push
 from cleave.simulator.record_access import (
     get_instance,

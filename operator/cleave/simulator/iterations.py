@@ -4,17 +4,21 @@ What is hard: between two changes of a batch each decode iteration adds one toke
 so their times form an arithmetic series. A leap simulates the whole series in one event; when a
 request arrives, the leap is cut at the end of the current iteration. With pipeline stages an
 iteration runs through the stages behind the previous one (a flow shop), and as many micro-batches
-as stages are in flight.
+as stages are in flight. They wait for each other, so one leap cannot cover them; but while no
+request joins or leaves, only times have to be updated (`advance_pipeline`).
 """
 
 import math
 
 from cleave.perf.timing import compute_iteration_ms
-from cleave.simulator.kv_blocks import find_last_affordable_step
+from cleave.simulator.kv_blocks import change_usage, count_growth, find_last_affordable_step
+from cleave.simulator.queues import has_waiting_requests
 from cleave.simulator.record_access import (
     get_heap_key,
     get_instance,
+    get_node,
     get_points,
+    get_queue,
     get_request,
     get_slot,
     get_stage,
@@ -133,6 +137,69 @@ def run_stages(state: State, i: int, slot: Record) -> float:
     at = max(at, get_stage(state, i * state.max_stages + last).value) + stage
     get_stage(state, i * state.max_stages + last).value = at
     return at
+
+
+def advance_pipeline(state: State, i: int, until: float) -> bool:
+    """Run the iterations of instance `i` that end before `until` and before the next event of any
+    other instance; False: there are none."""
+    inst = get_instance(state, i)
+    if inst.in_flight < 2 or inst.partial != NONE or has_waiting_requests(state, i):
+        return False
+    if get_queue(state, state.num_instances + i).size > 0:
+        return False
+    until = min(until, inst.wake, _find_next_other_ms(state, i))
+    s = inst.oldest
+    slot = get_slot(state, s)
+    iterations = 0
+    while slot.finish < until and _can_continue(state, inst, slot, s):
+        _advance_slot(state, i, s)
+        iterations += 1
+        next_slot = slot.next
+        slot.next = NONE
+        get_slot(state, inst.newest).next = s
+        inst.newest = s
+        inst.oldest = next_slot
+        s = next_slot
+        slot = get_slot(state, s)
+    return iterations > 0
+
+
+def _can_continue(state: State, inst: Record, slot: Record, s: int) -> bool:
+    """Whether the slot's next iteration has the same members, with one more token each."""
+    if slot.first_prompt != NONE or slot.tokens > 0 or slot.rows != slot.batch or slot.batch == 0:
+        return False
+    if get_heap_key(state, s * state.heap_size).value >> 32 <= slot.steps + 1:
+        return False
+    return count_growth(state, inst, s, slot.steps + 1, slot.steps + 2) <= inst.free
+
+
+def _advance_slot(state: State, i: int, s: int) -> None:
+    """End the current iteration of slot `s` and start the next one."""
+    inst, slot = get_instance(state, i), get_slot(state, s)
+    batch = slot.batch
+    inst.busy += compute_busy_ms(inst, slot)
+    inst.iterations += 1
+    inst.decode_iterations += 1
+    inst.decode_tokens += batch
+    slot.steps += 1
+    slot.context += batch
+    slot.contexts = slot.context
+    change_usage(inst, slot.finish, count_growth(state, inst, s, slot.steps, slot.steps + 1), batch)
+    slot.begin = max(slot.finish, get_stage(state, i * state.max_stages).value)
+    slot.first = predict_iteration_ms(state, inst, slot, slot.contexts)
+    slot.finish = run_stages(state, i, slot)
+
+
+def _find_next_other_ms(state: State, i: int) -> float:
+    """The time of the next event of all other instances, in ms."""
+    at = state.num_leaves + i
+    earliest = math.inf
+    while at > 1:
+        other = get_node(state, at ^ 1).value
+        if other != NONE:
+            earliest = min(earliest, get_instance(state, other).next)
+        at //= 2
+    return earliest
 
 
 def _compute_hop_ms(inst: Record, slot: Record) -> float:

@@ -1,7 +1,7 @@
-"""The result of a simulation, per request and per instance."""
+"""The result of a simulation, per request and per instance, and where requests spend their time."""
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,3 +117,38 @@ class InstanceStatistics:
         tokens = self.prompt_tokens + self.decode_tokens
         share = tokens * flops_per_token / (peak_flops * self.duration_ms / 1000)
         return np.asarray(share, np.float64)
+
+
+class LatencyStage(StrEnum):
+    """One part of a request's life, in order (DistServe, section 6.3)."""
+
+    PREFILL_QUEUE = "prefill queueing"
+    PREFILL = "prefill"
+    TRANSFER = "KV transfer"
+    DECODE_QUEUE = "decode queueing"
+    DECODE = "decode"
+
+
+def compute_stage_ms(result: SimulationResult) -> dict[LatencyStage, Times]:
+    """Milliseconds of every request in each stage; nan where it never reached the stage.
+
+    Decode queueing is the wait for room on the decode instance before the pull plus the wait for
+    its first iteration after it. The five add up to the time from arrival to end. On a mixed
+    instance there is no transfer, and decode includes iterations that other prompts lengthened.
+    """
+    return {
+        LatencyStage.PREFILL_QUEUE: result.prefill_start_ms - result.arrival_ms,
+        LatencyStage.PREFILL: result.prefill_end_ms - result.prefill_start_ms,
+        LatencyStage.TRANSFER: result.transfer_end_ms - result.transfer_start_ms,
+        LatencyStage.DECODE_QUEUE: (result.transfer_start_ms - result.prefill_end_ms)
+        + (result.decode_start_ms - result.transfer_end_ms),
+        LatencyStage.DECODE: result.end_ms - result.decode_start_ms,
+    }
+
+
+def compute_stage_shares(result: SimulationResult) -> dict[LatencyStage, float]:
+    """Each stage's share of the total time of the requests that ended; zeros when none did."""
+    ended = ~np.isnan(result.end_ms)
+    totals = {stage: float(np.nansum(ms[ended])) for stage, ms in compute_stage_ms(result).items()}
+    overall = sum(totals.values())
+    return {stage: total / overall if overall else 0.0 for stage, total in totals.items()}

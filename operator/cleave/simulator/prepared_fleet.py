@@ -1,7 +1,7 @@
 """A fleet as arrays for the compiled code. Built once by callers that simulate a fleet often."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,9 @@ from cleave.policy.dispatch import RULES, TO_DECODE, TO_PREFILL, TO_WHOLE, is_by
 from cleave.policy.queue_model import DEFAULT_SUMS, DEFAULT_TOKEN_MS
 from cleave.policy.role_flipping import build_members
 from cleave.simulator import records
-from cleave.simulator.errors import SimulationError
 from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedFleet
 from cleave.simulator.role_flipping import CHECK_PERIOD_MS
-from cleave.simulator.validation import check_engine, check_fleet
+from cleave.simulator.validation import SimulationError, check_engine, check_fleet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,24 +152,10 @@ def _build_state(fleet: SimulatedFleet, instances: records.Records) -> records.R
     }
     values["next_flip_check"] = math.inf
     if fleet.flipping is not None:
-        thresholds = fleet.flipping
-        values |= {
-            "next_flip_check": CHECK_PERIOD_MS,
-            "wait": thresholds.wait_ms,
-            "full": thresholds.full_usage,
-        }
-        values |= {
-            "rise": thresholds.rise_ms,
-            "calm": thresholds.calm_ms,
-            "idle": thresholds.idle_ms,
-        }
-        values |= {"min_prefill": thresholds.min_prefill, "min_decode": thresholds.min_decode}
+        values |= fleet.flipping._asdict() | {"next_flip_check": CHECK_PERIOD_MS}
     if fleet.best_fit is not None:
-        best_fit = fleet.best_fit
-        for name in ("k1", "c1", "k2", "c2", "c3"):
-            values[name] = getattr(best_fit.coefficients, name)
-        values |= {"ttft_ms": best_fit.ttft_ms, "tpot_ms": best_fit.tpot_ms}
-        values |= {"gamma": best_fit.gamma, "theta": best_fit.theta}
+        limits = asdict(fleet.best_fit)
+        values |= limits.pop("coefficients") | limits
     for name, value in values.items():
         row[name] = value
     return row

@@ -8,126 +8,70 @@ below are placeholders that `compiler` replaces by a few machine instructions.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cleave.policy.dispatch import find_least
 from cleave.simulator import records
 from cleave.simulator.records import Record, State
 
-
-def get_request(state: State, row: int) -> Record:
-    """The REQUEST in that row."""
-    raise NotImplementedError
-
-
-def get_instance(state: State, row: int) -> Record:
-    """The INSTANCE in that row."""
-    raise NotImplementedError
+_ROWS: dict[Callable[..., Any], tuple[str, np.dtype[np.void]]] = {}
+"""Placeholder of a row -> the field of STATE with the address of its array, type of the rows."""
+_SLICES: dict[Callable[..., Any], tuple[str, np.dtype[Any]]] = {}
+"""Placeholder of a view -> the same for the items of its array."""
 
 
-def get_slot(state: State, row: int) -> Record:
-    """The SLOT in that row."""
-    raise NotImplementedError
+def _declare_row(array: str, dtype: np.dtype[np.void]) -> Callable[[State, int], Record]:
+    def get_row(state: State, row: int) -> Record:
+        raise NotImplementedError
+
+    _ROWS[get_row] = array, dtype
+    return get_row
 
 
-def get_queue(state: State, row: int) -> Record:
-    """The QUEUE in that row."""
-    raise NotImplementedError
+def _declare_slice(array: str, dtype: Any) -> Callable[[State, int, int], Any]:
+    def get_slice(state: State, start: int, count: int) -> Any:
+        raise NotImplementedError
+
+    _SLICES[get_slice] = array, np.dtype(dtype)
+    return get_slice
 
 
-def get_pull(state: State, row: int) -> Record:
-    """The PULL in that row of the heap of transfers in progress."""
-    raise NotImplementedError
+get_request = _declare_row("requests", records.REQUEST)
+get_instance = _declare_row("instances", records.INSTANCE)
+get_slot = _declare_row("slots", records.SLOT)
+get_queue = _declare_row("queues", records.QUEUE)
+get_pull = _declare_row("pulls", records.PULL)
+"""The PULL in that row of the heap of transfers in progress."""
+get_heap_key = _declare_row("heaps", records.NUMBER)
+"""The key in that row of the members' heaps."""
+get_phase = _declare_row("phases", records.NUMBER)
+"""The number of members in that row of `phases`, see `kv_blocks`."""
+get_stage = _declare_row("stages", records.TIME)
+"""When the pipeline stage in that row is free, in ms."""
+get_node = _declare_row("tree", records.NUMBER)
+"""The instance at that node of the tournament tree."""
+get_score = _declare_row("scores", records.TIME)
 
-
-def get_heap_key(state: State, row: int) -> Record:
-    """The key in that row of the members' heaps."""
-    raise NotImplementedError
-
-
-def get_phase(state: State, row: int) -> Record:
-    """The number of members in that row of `phases`, see `kv_blocks`."""
-    raise NotImplementedError
-
-
-def get_stage(state: State, row: int) -> Record:
-    """When the pipeline stage in that row is free, in ms."""
-    raise NotImplementedError
-
-
-def get_node(state: State, row: int) -> Record:
-    """The instance at that node of the tournament tree."""
-    raise NotImplementedError
-
-
-def get_score(state: State, row: int) -> Record:
-    """The score in that row."""
-    raise NotImplementedError
-
-
-def get_points(state: State, start: int, count: int) -> Any:
-    """`count` points of the latency models, from `start` on."""
-    raise NotImplementedError
-
-
-def get_scores(state: State, start: int, count: int) -> Any:
-    """`count` of the scores that dispatch compares; those of one column are contiguous."""
-    raise NotImplementedError
-
-
-def read_amounts(state: State, start: int, count: int) -> NDArray[np.float64]:
-    """`count` floats of the scratch memory."""
-    raise NotImplementedError
-
-
-def get_scratch(state: State, start: int, count: int) -> NDArray[np.int64]:
-    """`count` integers of the scratch memory."""
-    raise NotImplementedError
-
-
-def get_members(state: State, start: int, count: int) -> NDArray[np.void]:
-    """`count` MEMBER records, the input of the role-flipping policy."""
-    raise NotImplementedError
-
-
-def get_pressure_history(state: State, start: int, count: int) -> NDArray[np.void]:
-    """`count` PRESSURE_HISTORY records: since when each side is under pressure or relieved."""
-    raise NotImplementedError
+get_points = _declare_slice("tables", np.float64)
+"""`count` points of the latency models, from `start` on."""
+get_scores = _declare_slice("scores", np.float64)
+"""`count` of the scores that dispatch compares; those of one column are contiguous."""
+read_amounts = _declare_slice("scratch", np.float64)
+get_scratch = _declare_slice("scratch", np.int64)
+get_members = _declare_slice("members", records.MEMBER)
+"""`count` MEMBER records, the input of the role-flipping policy."""
+get_pressure_history = _declare_slice("pressure_history", records.PRESSURE_HISTORY)
+"""`count` PRESSURE_HISTORY records: since when each side is under pressure or relieved."""
 
 
 def build_intrinsics() -> dict[Any, Any]:
     """Placeholder -> the numba intrinsic that replaces it; also gives arrays their methods."""
-    import numba
-    from numba import types
-
     _add_methods()
-    return {
-        get_request: _build_row_intrinsic("requests", records.REQUEST),
-        get_instance: _build_row_intrinsic("instances", records.INSTANCE),
-        get_slot: _build_row_intrinsic("slots", records.SLOT),
-        get_queue: _build_row_intrinsic("queues", records.QUEUE),
-        get_pull: _build_row_intrinsic("pulls", records.PULL),
-        get_heap_key: _build_row_intrinsic("heaps", records.NUMBER),
-        get_phase: _build_row_intrinsic("phases", records.NUMBER),
-        get_stage: _build_row_intrinsic("stages", records.TIME),
-        get_node: _build_row_intrinsic("tree", records.NUMBER),
-        get_score: _build_row_intrinsic("scores", records.TIME),
-        get_points: _build_slice_intrinsic("tables", types.float64),
-        get_scores: _build_slice_intrinsic("scores", types.float64),
-        read_amounts: _build_slice_intrinsic("scratch", types.float64),
-        get_scratch: _build_slice_intrinsic("scratch", types.int64),
-        get_members: _build_slice_intrinsic(
-            "members", numba.from_dtype(records.MEMBER), records.MEMBER.itemsize
-        ),
-        get_pressure_history: _build_slice_intrinsic(
-            "pressure_history",
-            numba.from_dtype(records.PRESSURE_HISTORY),
-            records.PRESSURE_HISTORY.itemsize,
-        ),
-    }
+    rows = {get: _build_row_intrinsic(*array) for get, array in _ROWS.items()}
+    return rows | {get: _build_slice_intrinsic(*array) for get, array in _SLICES.items()}
 
 
 @functools.cache
@@ -136,9 +80,8 @@ def _add_methods() -> None:
     from numba import types
     from numba.extending import overload_method
 
-    overload_method(types.Array, "get_score")(
-        lambda scores, slot: lambda scores, slot: scores[slot]
-    )
+    get_score = overload_method(types.Array, "get_score")
+    get_score(lambda scores, slot: lambda scores, slot: scores[slot])
     overload_method(types.Array, "find_least", strict=False)(lambda scores: find_least)
 
 
@@ -162,22 +105,24 @@ def _build_row_intrinsic(name: str, dtype: Any) -> Any:
     return row_at
 
 
-def _build_slice_intrinsic(name: str, item: Any, itemsize: int = 8) -> Any:
+def _build_slice_intrinsic(name: str, dtype: Any) -> Any:
     """(state, start, count) -> a view of those items of the array whose address is in `name`."""
+    import numba
     from numba import types
     from numba.extending import intrinsic
     from numba.np.arrayobj import make_array, populate_array
 
+    item = numba.from_dtype(dtype)
     array_type = types.Array(item, 1, "C")
 
     @intrinsic
     def slice_at(typing: Any, state: Any, start: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             pointer, start, count = values
-            size = context.get_constant(types.intp, itemsize)
+            size = context.get_constant(types.intp, dtype.itemsize)
             target = context.get_data_type(item).as_pointer()
             array = make_array(array_type)(context, builder)
-            data = _emit_pointer(context, builder, pointer, start, name, itemsize, target)
+            data = _emit_pointer(context, builder, pointer, start, name, dtype.itemsize, target)
             populate_array(array, data, [count], [size], size, None)
             return array._getvalue()
 

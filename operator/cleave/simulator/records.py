@@ -102,10 +102,11 @@ NUMBER = _build_dtype("", "value")
 TIME = _build_dtype("value", "")
 
 STATE = _build_dtype(
-    # next_flip_check: ms of the next role-flip check, inf: roles are fixed; wait .. idle: flip
-    # thresholds.
+    # next_flip_check: ms of the next role-flip check, inf: roles are fixed. wait_ms to idle_ms,
+    # min_prefill, min_decode: the FlipThresholds.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
-    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait full rise calm idle",
+    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait_ms full_usage rise_ms calm_ms "
+    "idle_ms",
     # counts, *_pick: the rule of policy.dispatch; is_by_score: whether it picks the least score;
     # is_deferred: whether requests wait in central queues instead; offered: central queues with a
     # new head; is_predicted: outputs are predicted, not known.

@@ -9,7 +9,6 @@ import math
 
 from cleave.policy.role_flipping import (
     NONE,
-    FlipThresholds,
     compute_computed_share,
     compute_next_check_ms,
     decide,
@@ -51,27 +50,13 @@ def check_flip(state: State, now: float, until: float) -> bool:
         worked_ms = now - inst.head_started_ms if inst.pending_prompt_tokens > 0 else 0.0
         member["wait_ms"] = max(pending_ms - worked_ms, 0.0)
         member["use"] = present * inst.resident_tokens / (inst.blocks * inst.block)
-    thresholds = FlipThresholds(
-        state.wait,
-        state.full,
-        state.rise,
-        state.calm,
-        state.idle,
-        state.min_prefill,
-        state.min_decode,
-    )
-    i, role = decide(fleet_members, get_pressure_history(state, 0, 2), thresholds, now)
+    history = get_pressure_history(state, 0, 2)
+    i, role = decide(fleet_members, history, state, now)
     if i == NONE:
         # One period earlier than necessary, so that rounding cannot matter.
-        earliest = min(
-            until,
-            compute_next_check_ms(
-                fleet_members, get_pressure_history(state, 0, 2), thresholds, now
-            ),
-        )
-        state.next_flip_check = max(
-            state.next_flip_check, (earliest // CHECK_PERIOD_MS - 1.0) * CHECK_PERIOD_MS
-        )
+        earliest = min(until, compute_next_check_ms(fleet_members, history, state, now))
+        skipped = (earliest // CHECK_PERIOD_MS - 1.0) * CHECK_PERIOD_MS
+        state.next_flip_check = max(state.next_flip_check, skipped)
         return False
     record_role(fleet_members, i, role, now)
     state.num_flips += 1

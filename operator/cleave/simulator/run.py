@@ -26,7 +26,7 @@ _MAX_EVENTS_PER_TOKEN = 64
 
 
 def simulate(
-    fleet: "SimulatedFleet | PreparedFleet", trace: Trace, seed: int = 0
+    fleet: SimulatedFleet | PreparedFleet, trace: Trace, seed: int = 0
 ) -> SimulationResult:
     """Serve `trace` from an empty fleet until the last request has ended.
 
@@ -41,7 +41,7 @@ def simulate(
 
 
 def measure_latencies(
-    fleet: "SimulatedFleet | PreparedFleet", trace: Trace, seed: int = 0
+    fleet: SimulatedFleet | PreparedFleet, trace: Trace, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(TTFT, TPOT) of each request in ms, as in the result of `simulate`, which takes longer."""
     prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
@@ -117,14 +117,10 @@ def lay_out(
 
 
 _TIME_FIELDS = (
-    "prefill_start",
-    "prefill_end",
-    "transfer_start",
-    "transfer_end",
-    "decode_start",
-    "first_token",
-    "end",
+    *("prefill_start", "prefill_end", "transfer_start", "transfer_end", "decode_start"),
+    *("first_token", "end"),
 )
+_COUNT_FIELDS = ("iterations", "decode_iterations", "batch_peak", "prompt_tokens", "decode_tokens")
 
 
 @functools.cache
@@ -146,9 +142,7 @@ def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _build_result(
-    requests: records.Records,
-    instances: records.Records,
-    state: records.Records,
+    requests: records.Records, instances: records.Records, state: records.Records
 ) -> SimulationResult:
     def column(name: str, of: records.Records = requests) -> Any:  # noqa: ANN401
         return np.ascontiguousarray(of[name])
@@ -159,14 +153,7 @@ def _build_result(
     if state["has_prefill"][0]:
         prefill = np.where(prefill == records.NONE, decode, prefill)
     return SimulationResult(
-        arrival_ms=column("arrival"),
-        prefill_start_ms=column("prefill_start"),
-        prefill_end_ms=column("prefill_end"),
-        transfer_start_ms=column("transfer_start"),
-        transfer_end_ms=column("transfer_end"),
-        decode_start_ms=column("decode_start"),
-        first_token_ms=column("first_token"),
-        end_ms=column("end"),
+        **{f"{name}_ms": column(name) for name in ("arrival", *_TIME_FIELDS)},
         output_tokens=column("output"),
         num_preemptions=column("preemptions"),
         prefill_instance=prefill,
@@ -174,11 +161,7 @@ def _build_result(
         outcome=column("outcome"),
         instances=InstanceStatistics(
             busy_ms=column("busy", instances),
-            iterations=column("iterations", instances),
-            decode_iterations=column("decode_iterations", instances),
-            batch_peak=column("batch_peak", instances),
-            prompt_tokens=column("prompt_tokens", instances),
-            decode_tokens=column("decode_tokens", instances),
+            **{name: column(name, instances) for name in _COUNT_FIELDS},
             kv_token_ms=area,
             kv_peak_tokens=column("kv_peak", instances),
             kv_final_tokens=column("kv_tokens", instances),

@@ -5,12 +5,15 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.simulator.errors import SimulationError
 from cleave.simulator.fleet import DispatchPolicy, SimulatedEngine, SimulatedFleet
 from cleave.simulator.trace import Trace
 
-MAX_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 24
 """Limit of a prompt or an output."""
+
+
+class SimulationError(ValueError):
+    """The fleet or the trace cannot be simulated; the message is one line for the user."""
 
 
 def check_trace(trace: Trace) -> None:
@@ -34,10 +37,10 @@ def check_trace(trace: Trace) -> None:
                 "ones; the numbers must be equal"
             )
     for name, tokens in lengths:
-        if not (tokens.min() >= 1 and tokens.max() <= MAX_TOKENS):
-            at = int(np.flatnonzero(~((tokens >= 1) & (tokens <= MAX_TOKENS)))[0])
+        if not (tokens.min() >= 1 and tokens.max() <= _MAX_TOKENS):
+            at = int(np.flatnonzero(~((tokens >= 1) & (tokens <= _MAX_TOKENS)))[0])
             raise SimulationError(
-                f"{name}[{at}] of the trace is {tokens[at]}; it must be in 1..{MAX_TOKENS}"
+                f"{name}[{at}] of the trace is {tokens[at]}; it must be in 1..{_MAX_TOKENS}"
             )
 
 

@@ -85,10 +85,8 @@ class TraceDescription:
 
 def characterize(trace: Trace) -> TraceDescription:
     """Describe recorded requests."""
-    prompts, outputs = (
-        _summarize_lengths(trace.prompt_tokens),
-        _summarize_lengths(trace.output_tokens),
-    )
+    prompts = _summarize_lengths(trace.prompt_tokens)
+    outputs = _summarize_lengths(trace.output_tokens)
     arrivals = _summarize_arrivals(trace) if trace.rate else None
     correlation = _compute_rank_correlation(trace.prompt_tokens, trace.output_tokens)
     misfits = [

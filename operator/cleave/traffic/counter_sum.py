@@ -13,12 +13,8 @@ from cleave.traffic.counters import GatewayCounters
 _GAUGES = ("in_flight", "waiting")
 """Gauges: summed over gateways, not accumulated."""
 _SAME_FOR_ALL = ("ttft_target_ms", "tpot_target_ms")
-_TIMESTAMPS = ("at_s", "started_s")
-_COUNTERS = tuple(
-    each.name
-    for each in fields(GatewayCounters)
-    if each.name not in (*_GAUGES, *_SAME_FOR_ALL, *_TIMESTAMPS)
-)
+_OTHERS = {*_GAUGES, *_SAME_FOR_ALL, "at_s", "started_s"}
+_COUNTERS = tuple(each.name for each in fields(GatewayCounters) if each.name not in _OTHERS)
 
 _RESTART_TOLERANCE_S = 5.0
 """Tolerance: a process start is computed from the clock, which may be adjusted meanwhile."""
@@ -53,9 +49,7 @@ class CounterSum:
         gauges = {name: sum(getattr(page, name) for page in pages.values()) for name in _GAUGES}
         any_page = next(iter(pages.values()))
         same = {name: getattr(any_page, name) for name in _SAME_FOR_ALL}
-        retained = {
-            address: page for address, page in self.last_counters.items() if address in missing
-        }
+        retained = {address: self.last_counters[address] for address in missing}
         counts = replace(total, at_s=at_s, started_s=0.0, **gauges, **same)
         return CounterSum(counts, {**retained, **pages})
 
@@ -65,17 +59,13 @@ class CounterSum:
 
 def _subtract(before: GatewayCounters, after: GatewayCounters) -> GatewayCounters:
     """The increase since `before`; all of `after` if the gateway has restarted meanwhile."""
-    if (
-        abs(after.started_s - before.started_s) > _RESTART_TOLERANCE_S
-        or after.requests < before.requests
-    ):
+    is_later = abs(after.started_s - before.started_s) > _RESTART_TOLERANCE_S
+    if is_later or after.requests < before.requests:
         return after
-    return replace(
-        after, **{name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
-    )
+    increases = {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
+    return replace(after, **increases)
 
 
 def _add(first: GatewayCounters, second: GatewayCounters) -> GatewayCounters:
-    return replace(
-        first, **{name: getattr(first, name) + getattr(second, name) for name in _COUNTERS}
-    )
+    sums = {name: getattr(first, name) + getattr(second, name) for name in _COUNTERS}
+    return replace(first, **sums)

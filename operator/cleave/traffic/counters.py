@@ -18,6 +18,8 @@ from prometheus_client.samples import Sample
 _PREFIX = "cleave_gateway_"
 _START = "process_start_time_seconds"
 _REFUSED_OUTCOME = "refused"
+_TOTALS = ("prompt_tokens", "output_tokens", "shed", "retries", "recoveries", "flips")
+"""Counters of the page with these names."""
 
 
 class CountsError(ValueError):
@@ -56,11 +58,9 @@ class Buckets:
     def __sub__(self, before: "Buckets") -> "Buckets":
         """The values added since `before`."""
         earlier = dict(zip(before.bounds, before.counts, strict=True))
-        counts = (
-            count - earlier.get(bound, 0.0)
-            for bound, count in zip(self.bounds, self.counts, strict=True)
-        )
-        return Buckets(self.bounds, tuple(counts), self.total - before.total)
+        pairs = zip(self.bounds, self.counts, strict=True)
+        counts = tuple(count - earlier.get(bound, 0.0) for bound, count in pairs)
+        return Buckets(self.bounds, counts, self.total - before.total)
 
     @property
     def num(self) -> float:
@@ -142,7 +142,7 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         raise CountsError("a page without metrics of a gateway")
 
     def total(name: str, **labels: str) -> float:
-        return sum(sample.value for sample in _select_samples(samples, name, labels))
+        return sum(each.value for each in _select_samples(samples, name, labels))
 
     def target_ms(slo: str) -> float | None:
         # 0 means that no target is set.
@@ -153,18 +153,13 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         at_s=at_s,
         started_s=sum(sample.value for sample in samples.get(_START, ())),
         requests=total("requests_total") - rejected,
-        prompt_tokens=total("prompt_tokens_total"),
-        output_tokens=total("output_tokens_total"),
         measured=total("slo_total"),
         attained=total("slo_total", missed=""),
         ttft=_build_buckets(samples, "ttft_seconds"),
         tpot=_build_buckets(samples, "tpot_seconds"),
         prompts=_build_buckets(samples, "request_prompt_tokens"),
         outputs=_build_buckets(samples, "request_output_tokens"),
-        shed=total("shed_total"),
-        retries=total("retries_total"),
-        recoveries=total("recoveries_total"),
-        flips=total("flips_total"),
+        **{name: total(f"{name}_total") for name in _TOTALS},
         in_flight=total("requests_in_flight"),
         waiting=total("requests_waiting"),
         ttft_target_ms=target_ms("ttft"),
@@ -227,6 +222,10 @@ def compute_rates(before: GatewayCounters, after: GatewayCounters) -> TrafficRat
         return None
     measured, attained = after.measured - before.measured, after.attained - before.attained
     ttft, tpot = after.ttft - before.ttft, after.tpot - before.tpot
+    counts = {
+        name: round(getattr(after, name) - getattr(before, name))
+        for name in ("shed", "retries", "recoveries", "flips")
+    }
     return TrafficRates(
         window_s=window_s,
         requests_per_s=(after.requests - before.requests) / window_s,
@@ -238,10 +237,7 @@ def compute_rates(before: GatewayCounters, after: GatewayCounters) -> TrafficRat
         ttft_p90_ms=ttft.compute_quantile_ms(0.9),
         tpot_p50_ms=tpot.compute_quantile_ms(0.5),
         tpot_p90_ms=tpot.compute_quantile_ms(0.9),
-        shed=round(after.shed - before.shed),
-        retries=round(after.retries - before.retries),
-        recoveries=round(after.recoveries - before.recoveries),
-        flips=round(after.flips - before.flips),
+        **counts,
     )
 
 

@@ -86,9 +86,7 @@ def read_trace_with_columns(
     """
     table = _read_table(path)
     plain = _normalize_names(table)
-    indices = [
-        next((plain.index(name) for name in names if name in plain), None) for names in named
-    ]
+    indices = [_find_index(plain, names) for names in named]
     return _build_trace(table), [
         None if index is None else _read_optional_counts(table, index) for index in indices
     ]
@@ -165,9 +163,8 @@ def _parse_csv(path: Path, text: str) -> _Table:
     table = _Table(path, names, rows, lines)
     for at, row in enumerate(rows):
         if len(row) != len(names):
-            raise table.build_error(
-                at, f"has {len(row)} of {len(names)} fields: complete or drop it"
-            )
+            fault = f"has {len(row)} of {len(names)} fields: complete or drop it"
+            raise table.build_error(at, fault)
     return table
 
 
@@ -194,8 +191,7 @@ def _parse_json_lines(path: Path, text: str) -> _Table:
 def _find_columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     """Indices of the prompt and output columns; index and unit of the arrival column."""
     plain = _normalize_names(table)
-    prompt = next((plain.index(name) for name in PROMPT_NAMES if name in plain), None)
-    output = next((plain.index(name) for name in OUTPUT_NAMES if name in plain), None)
+    prompt, output = _find_index(plain, PROMPT_NAMES), _find_index(plain, OUTPUT_NAMES)
     if prompt is None or output is None:
         missing = "prompt_tokens" if prompt is None else "output_tokens"
         named = ", ".join(map(_format_value, table.names)) or "none"
@@ -209,6 +205,10 @@ def _find_columns(table: _Table) -> tuple[int, int, tuple[int, float] | None]:
     # In Mooncake's traces `timestamp` is in milliseconds.
     is_mooncake = plain[prompt] == "inputlength" and plain[column_index] == "timestamp"
     return prompt, output, (column_index, 0.001 if is_mooncake else unit)
+
+
+def _find_index(plain: Sequence[str], names: Sequence[str]) -> int | None:
+    return next((plain.index(name) for name in names if name in plain), None)
 
 
 def _normalize_names(table: _Table) -> list[str]:
@@ -227,11 +227,9 @@ def _read_arrivals(table: _Table, column: tuple[int, float]) -> NDArray[np.float
     backwards = np.flatnonzero(np.diff(seconds) < 0)
     if len(backwards):
         at = int(backwards[0]) + 1
-        raise table.build_error(
-            at,
-            f"{_format_value(cells[at])} is before the request above; "
-            f"sort by {table.names[column_index]}",
-        )
+        remedy = f"sort by {table.names[column_index]}"
+        fault = f"{_format_value(cells[at])} is before the request above; {remedy}"
+        raise table.build_error(at, fault)
     arrivals_ms: NDArray[np.float64] = (seconds - seconds[0]) * 1000
     return arrivals_ms
 
@@ -256,9 +254,8 @@ def _parse_dates(table: _Table, cells: Sequence[object]) -> NDArray[np.float64]:
             if (date := _try_parse(datetime.fromisoformat, str(cell).strip())) is None
             or (date.tzinfo is None) != (first.tzinfo is None)
         )
-        raise table.build_error(
-            at, f"{_format_value(cells[at])}: no date and time as in line 2"
-        ) from None
+        fault = f"{_format_value(cells[at])}: no date and time as in line 2"
+        raise table.build_error(at, fault) from None
     return np.array([each / timedelta(seconds=1) for each in offsets])
 
 
@@ -290,19 +287,15 @@ def _read_numbers(table: _Table, column_index: int) -> NDArray[np.float64]:
     try:
         # Exclude bool, which Python accepts as a number.
         odd = bool in set(map(type, cells))
-        numbers = np.array(
-            [_parse_number(cell) for cell in cells] if odd else cells, dtype=np.float64
-        )
+        plain = [_parse_number(cell) for cell in cells] if odd else cells
+        numbers = np.array(plain, dtype=np.float64)
     except (ValueError, TypeError, OverflowError):
         numbers = np.array([_parse_number(cell) for cell in cells])
     wrong = np.flatnonzero(~np.isfinite(numbers))
     if len(wrong):
         at = int(wrong[0])
-        raise table.build_error(
-            at,
-            f"{table.names[column_index]} {_format_value(cells[at])}: not a number; "
-            "drop or correct the request",
-        )
+        what = f"{table.names[column_index]} {_format_value(cells[at])}"
+        raise table.build_error(at, f"{what}: not a number; drop or correct the request")
     return numbers
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import msgspec
 
-from cleave.policy.length_ranges import OUTPUT_LIMIT, PROMPT_TOKENS, RangeTree, TreeNodes
+from cleave.policy.output_length import OUTPUT_LIMIT, PROMPT_TOKENS, RangeTree, TreeNodes
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
@@ -124,9 +124,8 @@ def write_length_file(path: Path, trained: LengthFile) -> None:
 
 
 def _build_error(path: Path, what: str) -> LengthsError:
-    return LengthsError(
-        f"{path}: not a file of trained lengths: {what}; make it with cleave lengths train"
-    )
+    remedy = "make it with cleave lengths train"
+    return LengthsError(f"{path}: not a file of trained lengths: {what}; {remedy}")
 
 
 def _find_fault(trained: LengthFile) -> str:

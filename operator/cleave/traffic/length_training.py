@@ -1,31 +1,27 @@
-"""Trains a classifier of output lengths from recorded requests. Called by `cleave lengths train`.
+"""Trains and scores a classifier of output lengths on recorded requests, for `cleave lengths`.
 
 What is hard: gateways estimate prompt tokens from bytes, while a trace contains exact counts. A
 tree trained on exact counts would use splits finer than the estimates; so the same noise is added
 to the counts. And the classifier has to predict later traffic: it is trained on the first requests
-and evaluated on the last.
+and evaluated on the last. The mean by prompt length, with which it is compared, is updated with
+every completed request and uses only those, so it is evaluated in the order of the trace.
 
 Source: TetriInfer, section 3.3.2.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from cleave import distribution
-from cleave.traffic import history
-from cleave.traffic.length_file import (
-    FORMAT,
-    GRANULARITIES,
-    LengthFile,
-    LengthsError,
-    Score,
-    Scores,
-)
-from cleave.traffic.length_scores import CompletedRequests, Counts, evaluate_classifier
+from cleave.policy.output_length import ConditionalMean
+from cleave.traffic import history, length_file
+from cleave.traffic.length_file import GRANULARITIES, LengthFile, LengthsError, Score, Scores
 
 MIN_REQUESTS = 1_000
 """Minimum number of requests: fewer do not represent the longest tenth."""
@@ -41,6 +37,34 @@ _MAX_OUTPUT_TOKENS = 4_000
 _ESTIMATES = ("estimatedprompttokens",)
 _LIMITS = ("maxtokens", "maxcompletiontokens", "maxoutputtokens")
 _NO_SCORE = Score([0.0] * len(GRANULARITIES), 0.0, 0.0)
+
+INITIAL_TOKENS = 256.0
+"""Prediction before any request has completed, as in a gateway."""
+IN_FLIGHT_REQUESTS = 500
+"""Requests assumed in flight when one arrives: their outputs are not known yet."""
+
+Counts = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedRequests:
+    """Requests that ended by themselves, in the order of the trace; arrays of equal length."""
+
+    prompt_tokens: Counts
+    """As estimated on arrival."""
+    limits: Counts
+    """Limits of their outputs; 0: none."""
+    output_tokens: Counts
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    def select(self, begin: int, end: int) -> "CompletedRequests":
+        """Requests `begin` to `end`, the end excluded."""
+        return CompletedRequests(
+            self.prompt_tokens[begin:end], self.limits[begin:end], self.output_tokens[begin:end]
+        )
 
 
 def read_requests(
@@ -77,7 +101,7 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
     trained = round(_TRAINING_SHARE * len(answers))
     tree_fields = _fit(answers.select(0, trained))
     file = LengthFile(
-        format=FORMAT,
+        format=length_file.FORMAT,
         trace=path.name,
         trained_on=trained,
         judged_by=len(answers) - trained,
@@ -130,3 +154,53 @@ def _fit(answers: CompletedRequests) -> dict[str, Any]:
 def _find_likeliest_ranges(outputs: Counts) -> Sequence[int]:
     """Index of the range with most outputs, by granularity."""
     return [int(np.bincount(outputs // width).argmax()) for width in GRANULARITIES]
+
+
+def evaluate_classifier(trained: LengthFile, requests: CompletedRequests, begin: int = 0) -> Scores:
+    """Score the predictors on requests from `begin` on; the mean also learns from those before."""
+    evaluated = requests.select(begin, len(requests))
+    outputs = evaluated.output_tokens
+    tree = trained.tree
+    inputs = list(zip(evaluated.prompt_tokens.tolist(), evaluated.limits.tolist(), strict=True))
+    leaves = np.array([tree.find_leaf(*each) for each in inputs])
+    ranges = np.array(trained.ranges)
+    means = predict_by_mean(requests)[begin:]
+    return Scores(
+        compute_score(np.array([tree.predict(*each) for each in inputs]), ranges[leaves], outputs),
+        compute_score(means, _get_ranges(means), outputs),
+        # The root node holds the mean and the ranges of all training requests.
+        compute_score(
+            np.full(len(outputs), trained.tokens[0]),
+            np.repeat(ranges[:1], len(outputs), axis=0),
+            outputs,
+        ),
+    )
+
+
+def compute_score(tokens: Values, ranges: Counts, outputs: Counts) -> Score:
+    """`ranges`: predicted range indices, one column per granularity."""
+    accuracy = (ranges == _get_ranges(outputs)).mean(axis=0)
+    return Score(
+        [round(float(share), 4) for share in accuracy],
+        round(float(np.abs(tokens - outputs).mean()), 2),
+        round(float(tokens.sum() / outputs.sum() - 1), 4),
+    )
+
+
+def predict_by_mean(requests: CompletedRequests) -> Values:
+    """Predictions of the mean by prompt length, which learns from the requests before each."""
+    mean = ConditionalMean(INITIAL_TOKENS)
+    predictions = np.empty(len(requests))
+    prompts, limits = requests.prompt_tokens.tolist(), requests.limits.tolist()
+    outputs = requests.output_tokens.tolist()
+    for at, prompt in enumerate(prompts):
+        predictions[at] = mean.predict(prompt, limits[at])
+        if at >= IN_FLIGHT_REQUESTS:
+            mean.observe(prompts[at - IN_FLIGHT_REQUESTS], outputs[at - IN_FLIGHT_REQUESTS])
+    return predictions
+
+
+def _get_ranges(tokens: Values | Counts) -> Counts:
+    """Index of each request's range, one column per granularity."""
+    numbers: Counts = (tokens[:, None] // np.array(GRANULARITIES)).astype(np.int64)
+    return numbers

@@ -70,14 +70,9 @@ def read_traffic(
         prompts = _query_histogram(client, PROMPT_METRIC + selector, end_s, window_s)
         outputs = _query_histogram(client, OUTPUT_METRIC + selector, end_s, window_s)
         times_s, rates = _query_rates(client, SUCCESS_METRIC + selector, end_s, window_s)
-    return PrometheusTraffic(
-        times_s,
-        rates,
-        prompts.to_quantiles(),
-        outputs.to_quantiles(),
-        prompts.total,
-        max(prompts.share_beyond, outputs.share_beyond),
-    )
+    lengths = (prompts.to_quantiles(), outputs.to_quantiles())
+    beyond = max(prompts.share_beyond, outputs.share_beyond)
+    return PrometheusTraffic(times_s, rates, *lengths, prompts.total, beyond)
 
 
 @contextmanager
@@ -183,9 +178,8 @@ def _query_series(client: httpx.Client, path: str, query: Mapping[str, str]) -> 
         for chunk in response.iter_bytes():
             body += chunk
             if len(body) > MAX_RESPONSE_BYTES:
-                raise HistoryError(
-                    f"Prometheus: the response is over {MAX_RESPONSE_BYTES >> 20} MiB"
-                )
+                limit = f"{MAX_RESPONSE_BYTES >> 20} MiB"
+                raise HistoryError(f"Prometheus: the response is over {limit}")
             if time.monotonic() > deadline_s:
                 raise httpx.ReadTimeout("the response is too slow")
     try:

@@ -72,19 +72,10 @@ def _build_geometric(smallest: float, median: float, p90: float, largest: float)
     return Quantiles(tuple(levels.tolist()), tuple(np.exp(logs).tolist()))
 
 
-def _build_azure(tokens: Sequence[float]) -> Quantiles:
-    """Quantiles at 0, 1/32, ... 31/32 and five more in the tail."""
-    levels = (*(i / 32 for i in range(32)), 0.98, 0.99, 0.995, 0.999, 1.0)
-    return Quantiles(levels, tuple(tokens))
-
-
-_VIDUR = "Vidur (MLSys 2024), table 1"
-_VIDUR_PUBLISHED = "mean, median and 90th percentile of both lengths; at most 4,096 tokens together"
 _VIDUR_ASSUMED = (
     "equal ratios between the quantiles; least and largest length chosen to match the mean; prompt "
     "and output independent"
 )
-_DISTSERVE = "DistServe (OSDI 2024), section 6.1 and figure 7"
 _DISTSERVE_PUBLISHED = (
     "mean lengths, read from the figure (the text does not give them); OPT's 2,048 positions"
 )
@@ -96,106 +87,94 @@ _AZURE = (
     "Azure LLM inference trace 2023, {}: Azure/AzurePublicDataset@b469a11 (CC-BY-4.0), described "
     "in Splitwise (ISCA 2024), section III-A"
 )
-_AZURE_PUBLISHED = "quantiles of both lengths, and the rate, of one hour in November 2023"
-_AZURE_ASSUMED = "linear between the quantiles; prompt and output independent; Poisson arrivals"
+
+
+def _build_vidur(
+    name: str, prompt: Quantiles, output: Quantiles, more: str = ""
+) -> PublishedWorkload:
+    return PublishedWorkload(
+        name,
+        "Vidur (MLSys 2024), table 1",
+        "mean, median and 90th percentile of both lengths; at most 4,096 tokens together",
+        _VIDUR_ASSUMED + more,
+        prompt,
+        output,
+        4096,
+    )
+
+
+def _build_distserve(
+    name: str, prompt: float, prompt_ratio: float, output: float, output_ratio: float
+) -> PublishedWorkload:
+    """Mean lengths, and the ratios of their 90th percentiles to them."""
+    return PublishedWorkload(
+        name,
+        "DistServe (OSDI 2024), section 6.1 and figure 7",
+        _DISTSERVE_PUBLISHED,
+        _DISTSERVE_ASSUMED.format(prompt_ratio, output_ratio),
+        LogNormal.from_mean_and_p90(prompt, prompt_ratio * prompt),
+        LogNormal.from_mean_and_p90(output, output_ratio * output),
+        2048,
+    )
+
+
+def _build_azure(
+    name: str, data_set: str, rate: float, prompts: Sequence[float], outputs: Sequence[float]
+) -> PublishedWorkload:
+    """Quantiles of the lengths at 0, 1/32, ... 31/32 and five more in the tail."""
+    levels = (*(i / 32 for i in range(32)), 0.98, 0.99, 0.995, 0.999, 1.0)
+    return PublishedWorkload(
+        name,
+        _AZURE.format(data_set),
+        "quantiles of both lengths, and the rate, of one hour in November 2023",
+        "linear between the quantiles; prompt and output independent; Poisson arrivals",
+        Quantiles(levels, tuple(prompts)),
+        Quantiles(levels, tuple(outputs)),
+        None,
+        rate,
+    )
+
 
 WORKLOADS = (
-    PublishedWorkload(
-        "chat-1m",
-        _VIDUR,
-        _VIDUR_PUBLISHED,
-        _VIDUR_ASSUMED,
-        _build_geometric(14, 417, 1678, 3920),
-        _build_geometric(4, 139, 484, 912),
-        4096,
+    _build_vidur(
+        "chat-1m", _build_geometric(14, 417, 1678, 3920), _build_geometric(4, 139, 484, 912)
     ),
-    PublishedWorkload(
+    _build_vidur(
         "arxiv-4k",
-        _VIDUR,
-        _VIDUR_PUBLISHED,
-        _VIDUR_ASSUMED + "; the cut leaves a mean output of 275 where the paper has 291",
         _build_geometric(1200, 2730, 3702, 3915),
         _build_geometric(125, 167, 372, 4096),
-        4096,
+        "; the cut leaves a mean output of 275 where the paper has 291",
     ),
-    PublishedWorkload(
-        "bwb-4k",
-        _VIDUR,
-        _VIDUR_PUBLISHED,
-        _VIDUR_ASSUMED,
-        _build_geometric(580, 1037, 1453, 2200),
-        _build_geometric(975, 1601, 2149, 2600),
-        4096,
+    _build_vidur(
+        "bwb-4k", _build_geometric(580, 1037, 1453, 2200), _build_geometric(975, 1601, 2149, 2600)
     ),
-    PublishedWorkload(
-        "sharegpt",
-        _DISTSERVE,
-        _DISTSERVE_PUBLISHED,
-        _DISTSERVE_ASSUMED.format(2.0, 2.0),
-        # Above the published means, which are those of requests cut to 2,048 tokens.
-        LogNormal.from_mean_and_p90(808, 2.0 * 808),
-        LogNormal.from_mean_and_p90(220, 2.0 * 220),
-        2048,
-    ),
-    PublishedWorkload(
-        "humaneval",
-        _DISTSERVE,
-        _DISTSERVE_PUBLISHED,
-        _DISTSERVE_ASSUMED.format(1.6, 1.8),
-        LogNormal.from_mean_and_p90(171.3, 1.6 * 171.3),
-        LogNormal.from_mean_and_p90(98.2, 1.8 * 98.2),
-        2048,
-    ),
-    PublishedWorkload(
-        "longbench",
-        _DISTSERVE,
-        _DISTSERVE_PUBLISHED,
-        _DISTSERVE_ASSUMED.format(1.1, 1.6),
-        LogNormal.from_mean_and_p90(1740, 1.1 * 1740),
-        LogNormal.from_mean_and_p90(94.8, 1.6 * 94.8),
-        2048,
-    ),
-    PublishedWorkload(
-        "azure-code",
-        _AZURE.format("code (8,819 requests)"),
-        _AZURE_PUBLISHED,
-        _AZURE_ASSUMED,
-        _build_azure(
-            (
-                *(3, 51, 90, 137, 185, 246, 348, 462, 578, 700, 825, 915, 1016, 1093, 1196, 1342),
-                *(1469, 1605, 1734, 1885, 2048, 2195, 2372, 2539, 2744, 2982, 3330, 3775, 4434),
-                *(5510, 6499, 7435, 7436, 7436, 7436, 7437, 7437),
-            )
+    # Above the published means, which are those of requests cut to 2,048 tokens.
+    _build_distserve("sharegpt", 808, 2.0, 220, 2.0),
+    _build_distserve("humaneval", 171.3, 1.6, 98.2, 1.8),
+    _build_distserve("longbench", 1740, 1.1, 94.8, 1.6),
+    _build_azure(
+        *("azure-code", "code (8,819 requests)", 2.566),
+        (
+            *(3, 51, 90, 137, 185, 246, 348, 462, 578, 700, 825, 915, 1016, 1093, 1196, 1342),
+            *(1469, 1605, 1734, 1885, 2048, 2195, 2372, 2539, 2744, 2982, 3330, 3775, 4434),
+            *(5510, 6499, 7435, 7436, 7436, 7436, 7437, 7437),
         ),
-        _build_azure(
-            (
-                *(6, 6, 6, 7, 7, 8, 8, 9, 9, 9, 10, 10, 11, 11, 12, 12, 13, 14, 15, 15, 16, 18, 19),
-                *(21, 24, 27, 31, 37, 46, 58, 77, 126, 171, 251, 359, 825, 1899),
-            )
+        (
+            *(6, 6, 6, 7, 7, 8, 8, 9, 9, 9, 10, 10, 11, 11, 12, 12, 13, 14, 15, 15, 16, 18, 19),
+            *(21, 24, 27, 31, 37, 46, 58, 77, 126, 171, 251, 359, 825, 1899),
         ),
-        None,
-        rate=2.566,
     ),
-    PublishedWorkload(
-        "azure-conversation",
-        _AZURE.format("conversation (19,366 requests)"),
-        _AZURE_PUBLISHED,
-        _AZURE_ASSUMED,
-        _build_azure(
-            (
-                *(2, 165, 194, 206, 235, 374, 383, 391, 396, 401, 405, 412, 428, 818, 966, 1001),
-                *(1020, 1037, 1052, 1067, 1083, 1100, 1120, 1147, 1189, 1312, 1335, 1767, 2309),
-                *(3018, 4079, 4089, 4098, 4142, 4831, 6179, 14050),
-            )
+    _build_azure(
+        *("azure-conversation", "conversation (19,366 requests)", 5.53),
+        (
+            *(2, 165, 194, 206, 235, 374, 383, 391, 396, 401, 405, 412, 428, 818, 966, 1001),
+            *(1020, 1037, 1052, 1067, 1083, 1100, 1120, 1147, 1189, 1312, 1335, 1767, 2309),
+            *(3018, 4079, 4089, 4098, 4142, 4831, 6179, 14050),
         ),
-        _build_azure(
-            (
-                *(7, 33, 45, 53, 60, 68, 75, 81, 85, 89, 92, 95, 99, 104, 110, 118, 129, 141, 157),
-                *(171, 195, 223, 377, 389, 395, 397, 402, 411, 416, 427, 440, 502, 540, 601, 643),
-                *(954, 1000),
-            )
+        (
+            *(7, 33, 45, 53, 60, 68, 75, 81, 85, 89, 92, 95, 99, 104, 110, 118, 129, 141, 157),
+            *(171, 195, 223, 377, 389, 395, 397, 402, 411, 416, 427, 440, 502, 540, 601, 643),
+            *(954, 1000),
         ),
-        None,
-        rate=5.53,
     ),
 )

@@ -14,6 +14,7 @@ from itertools import accumulate
 from cleave.traffic.counters import Buckets, GatewayCounters
 
 _EMPTY = Buckets()
+_COUNTERS = ("prompts", "outputs", "ttft", "tpot", "measured", "attained")
 _LIFETIME_QUANTILE = 0.9
 _MAX_CHANCE_DEVIATIONS = 3.0
 """Standard deviations by which arrivals and ended requests differ at random."""
@@ -57,13 +58,12 @@ class TrafficWindow:
     @property
     def lifetime_s(self) -> float:
         """Lifetime that 90 % of requests do not exceed, approximately; 0: no request ended."""
-        first_s, token_s = (
-            self.ttft.compute_quantile(_LIFETIME_QUANTILE) or 0.0,
-            self.tpot.compute_quantile(_LIFETIME_QUANTILE),
+        quantiles = (
+            buckets.compute_quantile(_LIFETIME_QUANTILE) or 0.0
+            for buckets in (self.ttft, self.tpot, self.outputs)
         )
-        return first_s + (self.outputs.compute_quantile(_LIFETIME_QUANTILE) or 0.0) * (
-            token_s or 0.0
-        )
+        first_s, token_s, tokens = quantiles
+        return first_s + tokens * token_s
 
     @property
     def ttft_p50_ms(self) -> float | None:
@@ -77,17 +77,8 @@ def compute_window(before: GatewayCounters, after: GatewayCounters) -> TrafficWi
     if length_s <= 0 or after.started_s != before.started_s or after.requests < before.requests:
         return None
     ended, in_flight = after.requests - before.requests, after.in_flight - before.in_flight
-    return TrafficWindow(
-        end_s=after.at_s,
-        length_s=length_s,
-        num_requests=max(ended + in_flight, 0.0),
-        prompts=after.prompts - before.prompts,
-        outputs=after.outputs - before.outputs,
-        ttft=after.ttft - before.ttft,
-        tpot=after.tpot - before.tpot,
-        measured=after.measured - before.measured,
-        attained=after.attained - before.attained,
-    )
+    increases = {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
+    return TrafficWindow(after.at_s, length_s, max(ended + in_flight, 0.0), **increases)
 
 
 def join_windows(windows: Sequence[TrafficWindow]) -> TrafficWindow:
@@ -112,8 +103,7 @@ def list_settled(windows: Sequence[TrafficWindow], settle_s: float) -> tuple[Tra
 
 
 def _is_draining(windows: Sequence[TrafficWindow]) -> bool:
-    """Whether, from the first window up to some other, significantly more requests ended than
-    arrived."""
+    """Whether up to some window significantly more requests ended than arrived."""
     arrived = accumulate(each.num_requests for each in windows)
     ended = accumulate(each.prompts.num for each in windows)
     return any(
@@ -123,14 +113,6 @@ def _is_draining(windows: Sequence[TrafficWindow]) -> bool:
 
 
 def _add(first: TrafficWindow, second: TrafficWindow) -> TrafficWindow:
-    return TrafficWindow(
-        end_s=max(first.end_s, second.end_s),
-        length_s=first.length_s + second.length_s,
-        num_requests=first.num_requests + second.num_requests,
-        prompts=first.prompts + second.prompts,
-        outputs=first.outputs + second.outputs,
-        ttft=first.ttft + second.ttft,
-        tpot=first.tpot + second.tpot,
-        measured=first.measured + second.measured,
-        attained=first.attained + second.attained,
-    )
+    names = ("length_s", "num_requests", *_COUNTERS)
+    sums = {name: getattr(first, name) + getattr(second, name) for name in names}
+    return TrafficWindow(max(first.end_s, second.end_s), **sums)

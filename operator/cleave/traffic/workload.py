@@ -7,7 +7,7 @@ drawn: another rate is the same sequence with scaled gaps (common random numbers
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -101,11 +101,6 @@ class Quantiles:
     tokens: tuple[float, ...]
     """The length at each level."""
 
-    @classmethod
-    def from_even_quantiles(cls, tokens: Sequence[float]) -> Self:
-        """Quantiles at equidistant levels, from the smallest to the largest length."""
-        return cls(tuple(np.linspace(0, 1, len(tokens)).tolist()), tuple(tokens))
-
     def draw(self, rng: np.random.Generator, num: int) -> Values:
         """`num` lengths."""
         lengths: Values = np.interp(rng.random(num), self.levels, self.tokens)
@@ -143,9 +138,8 @@ class RecordedLengths:
 
     def draw(self, num: int, seed: int) -> tuple[Values, Values]:
         """`num` pairs."""
-        picks = (_create_generator(seed, _PROMPTS).random(num) * len(self.prompt_tokens)).astype(
-            np.int64
-        )
+        shares = _create_generator(seed, _PROMPTS).random(num)
+        picks = (shares * len(self.prompt_tokens)).astype(np.int64)
         return self.prompt_tokens[picks].astype(float), self.output_tokens[picks].astype(float)
 
 
@@ -266,11 +260,9 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
             trace = history.read_trace(base_dir / spec.trace.path)
         except history.HistoryError as error:
             raise DemandError(str(error)) from error
-        return (
-            build_from_trace(trace)
-            if spec.rate is None
-            else resample_trace(trace, spec.rate, spec.gap_variation)
-        )
+        if spec.rate is None:
+            return build_from_trace(trace)
+        return resample_trace(trace, spec.rate, spec.gap_variation)
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
     lengths = IndependentLengths(
@@ -290,10 +282,8 @@ def build_from_trace(trace: Trace) -> Demand:
 
 def resample_trace(trace: Trace, rate: float, burstiness: float = 1.0) -> Demand:
     """Lengths of the trace drawn with replacement, arriving at `rate`."""
-    return Demand(
-        rate,
-        GeneratedRequests(RecordedLengths(trace.prompt_tokens, trace.output_tokens), burstiness),
-    )
+    lengths = RecordedLengths(trace.prompt_tokens, trace.output_tokens)
+    return Demand(rate, GeneratedRequests(lengths, burstiness))
 
 
 def build_fixed(

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from cleave.api.deployment import Slo
 from cleave.cli.planning.explanation import print_explanation
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, PlanningResult, PlanVerdict, Prediction
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError

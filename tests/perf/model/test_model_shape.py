@@ -150,7 +150,7 @@ def test_flops_are_two_per_active_weight() -> None:
     shape = model_shape.load_shape("llama-3.1-8b")
     layers = shape.parameters - 2 * shape.embedding_parameters
     assert shape.flops_per_token == 2 * layers
-    assert shape.lm_head_flops == 2 * 128256 * 4096
+    assert 2 * shape.lm_head_parameters == 2 * 128256 * 4096
     assert shape.prefill_attention_flops == 4 * 32 * 4096
 
 

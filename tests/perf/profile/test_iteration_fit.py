@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.perf.confidence import LatencySource
+from cleave.perf.estimate import LatencySource
 from cleave.perf.profile import iteration_fit
 from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, PrefillPoint
 

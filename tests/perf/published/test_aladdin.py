@@ -1,4 +1,4 @@
-"""Aladdin's Eq. 1 to 4, learnt from samples."""
+"""Aladdin's Eq. 2 and 3, learnt from samples."""
 
 import math
 import random
@@ -8,7 +8,6 @@ import pytest
 from cleave.perf.published.aladdin import (
     Coefficients,
     IterationTimeModel,
-    KvUsageModel,
     OnlineFit,
     TooFewSamplesError,
 )
@@ -55,26 +54,6 @@ def test_a_machine_that_changes_is_followed() -> None:
         slower.predict_decode_ms(32, 20_000), rel=0.01
     )
     assert times.assess_confidence().error == pytest.approx(0, abs=0.01)
-
-
-def test_kv_is_a_line_over_the_tokens() -> None:
-    use = KvUsageModel()
-    for tokens in range(100, 200, 10):
-        use.add(tokens, 0.8 * tokens + 3)
-    assert use.predict_kv(1000) == pytest.approx(803)
-
-
-@pytest.mark.parametrize("batch", [2, 40])
-def test_equation_4_turns_equation_3_around(batch: int) -> None:
-    most = TRUTH.compute_max_context_tokens(batch, itl_ms=40.0)
-    assert TRUTH.predict_decode_ms(batch, most) == pytest.approx(40.0)
-    assert TRUTH.compute_max_context_tokens(batch, itl_ms=19.0) < 0
-
-
-def test_contexts_that_cost_nothing_are_not_limited() -> None:
-    free = Coefficients(0.1, 18.0, 0.0, 0.04, 20.0)
-    assert free.compute_max_context_tokens(2, 40.0) == math.inf
-    assert free.compute_max_context_tokens(2, 10.0) == -math.inf
 
 
 def test_the_timing_has_the_same_lines() -> None:

@@ -40,10 +40,3 @@ def test_batches_of_64_are_missing_where_they_did_not_fit() -> None:
 
 def test_what_was_not_published_is_not_there() -> None:
     assert splitwise.find_profile("llama-2-70b", "H200-SXM-141GB", 8) is None
-    assert splitwise.find_prompt_power_share("opt-13b", 1, 512) is None
-
-
-def test_long_prompts_draw_the_whole_power_and_decoding_draws_less() -> None:
-    assert splitwise.find_prompt_power_share("bloom", 8, 8192) == pytest.approx(1.03)
-    assert splitwise.find_prompt_power_share("bloom", 8, 384) == pytest.approx((0.72 + 0.88) / 2)
-    assert splitwise.find_token_power_share("bloom", 8, 1000) == pytest.approx(0.66)

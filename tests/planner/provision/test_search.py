@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from cleave.perf.confidence import Confidence, LatencySource
-from cleave.perf.estimate import Estimate
+from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.timing import EngineTiming
 from cleave.planner.plan import Percentiles
 from cleave.planner.provision.search import (

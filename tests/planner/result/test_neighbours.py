@@ -3,7 +3,7 @@
 import pytest
 
 from cleave.api.role import Role
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, PlannedPool, Prediction
 from cleave.planner.result.neighbours import list_neighbours
 from cleave.planner.result.text import format_plan

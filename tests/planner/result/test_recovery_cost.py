@@ -3,7 +3,7 @@
 import pytest
 
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Policies
 from cleave.planner.result.recovery_cost import compare_checkpoints

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.role import Parallelism, Role
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import PlannedPool
 from cleave.planner.result.text import (
     describe_pool,

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.perf import named_profiles
-from cleave.perf.confidence import Confidence, LatencySource
-from cleave.perf.estimate import Estimate
+from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.published import distserve
 from cleave.planner.scaling_law import aladdin
 from cleave.planner.scaling_law.aladdin import ComputeLaw, ScalingError, WorkerLaw

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cleave.api.deployment import Slo
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Policies, Problem
 from cleave.planner.scaling_law import growth

@@ -144,7 +144,7 @@ def _print_figures(
 @contextmanager
 def _report_simulation_errors() -> Iterator[None]:
     """Report SimulationError in one line and exit with code 2."""
-    from cleave.simulator.errors import SimulationError
+    from cleave.simulator.validation import SimulationError
 
     try:
         yield

@@ -10,7 +10,7 @@ from cleave.cli.output.tables import build_plain_table, print_full_width
 from cleave.planner.plan import Percentiles
 from cleave.planner.result.simulation_summary import InstanceLoad, SimulationSummary
 from cleave.planner.result.text import format_milliseconds, format_number, format_percent
-from cleave.simulator.latency_breakdown import LatencyStage, compute_stage_ms
+from cleave.simulator.outcome import LatencyStage, compute_stage_ms
 
 if TYPE_CHECKING:
     from rich.console import Console

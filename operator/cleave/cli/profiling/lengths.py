@@ -87,7 +87,7 @@ def evaluate(
       # Evaluate on the requests of today
       cleave lengths evaluate today.jsonl --with lengths.json
     """
-    from cleave.traffic import length_file, length_scores, length_training
+    from cleave.traffic import length_file, length_training
     from cleave.traffic.history import HistoryError
 
     try:
@@ -95,7 +95,7 @@ def evaluate(
         answers, _ = length_training.read_requests(trace, prompt_error)
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
-    scores = length_scores.evaluate_classifier(trained, answers)
+    scores = length_training.evaluate_classifier(trained, answers)
     title = f"{trace}: {file} evaluated on {len(answers):,} requests"
     then = "keep it" if scores.is_better else "train another from newer traffic, or use none"
     _print_scores(title, scores, then, as_json)

@@ -149,18 +149,9 @@ CATALOGUE: tuple[Gpu, ...] = (
         labels=("NVIDIA-B200", "B200", "B200-180GB"),
     ),
     # NVIDIA L40S data sheet (2023), L4 data sheet (2023), A10G data sheet (2021)
-    Gpu(
-        *("L40S", 44.4, 864, 362, 733, None, 32, 350, 1.86),
-        labels=("NVIDIA-L40S", "L40S-48GB"),
-    ),
-    Gpu(
-        *("L4", 22.0, 300, 121, 242, None, 32, 72, 0.80),
-        labels=("NVIDIA-L4", "L4-24GB"),
-    ),
-    Gpu(
-        *("A10G", 22.1, 600, 70, None, None, 32, 300, 1.01),
-        labels=("NVIDIA-A10G", "A10G-24GB"),
-    ),
+    Gpu(*("L40S", 44.4, 864, 362, 733, None, 32, 350, 1.86), labels=("NVIDIA-L40S", "L40S-48GB")),
+    Gpu(*("L4", 22.0, 300, 121, 242, None, 32, 72, 0.80), labels=("NVIDIA-L4", "L4-24GB")),
+    Gpu(*("A10G", 22.1, 600, 70, None, None, 32, 300, 1.01), labels=("NVIDIA-A10G", "A10G-24GB")),
     # NVIDIA V100 data sheet (2020)
     Gpu(
         *("V100-SXM-16GB", 15.77, 900, 125, None, 150, 16, 300, 3.06),

@@ -97,12 +97,8 @@ def _compute_free_bytes(
     runtime = reserve.runtime_gib
     if tensor * pipeline > 1:
         runtime += reserve.collective_gib
-    return (
-        gpu.memory_bytes * reserve.utilisation
-        - compute_weight_bytes(shape, tensor, pipeline)
-        - runtime * _GIB
-        - compute_activation_bytes(shape, tensor, reserve)
-    )
+    usable = gpu.memory_bytes * reserve.utilisation - compute_weight_bytes(shape, tensor, pipeline)
+    return usable - runtime * _GIB - compute_activation_bytes(shape, tensor, reserve)
 
 
 def _count_layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:

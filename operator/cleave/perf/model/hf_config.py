@@ -1,11 +1,11 @@
 """Reads and validates the fields of a Hugging Face config.json; one clear line per error.
 
-Called by cleave.perf.model.model_shape and cleave.perf.model.quantization. Standard library only,
-as they are.
+Called by cleave.perf.model.model_shape and cleave.perf.model.layers. Standard library only, as they
+are.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,23 +33,20 @@ class ConfigFields:
         value = self.get_optional_number(*names)
         if value is None:
             instead = f" (or {', '.join(names[1:])})" if names[1:] else ""
-            raise ModelConfigError(
-                f"{self.path}{names[0]}{instead} is missing; add it to the config"
-            )
+            missing = f"{self.path}{names[0]}{instead} is missing"
+            raise ModelConfigError(f"{missing}; add it to the config")
         return value
 
     def get_optional_number(self, *names: str, least: int = 1) -> int | None:
         """The same with another minimum; None if no field is present. Raises ConfigError."""
-        for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise self.build_error(name, f"write a whole number of at least {least}")
-            if value > _MAX_DIMENSION:
-                raise self.build_error(name, f"write a number up to {_MAX_DIMENSION}")
-            return value
-        return None
+        name, value = self._find(names)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.build_error(name, f"write a whole number of at least {least}")
+        if value > _MAX_DIMENSION:
+            raise self.build_error(name, f"write a number up to {_MAX_DIMENSION}")
+        return value
 
     def get_flag(self, name: str, default: bool) -> bool:
         """A boolean field. Raises ConfigError."""
@@ -62,14 +59,10 @@ class ConfigFields:
 
     def get_text(self, *names: str) -> str | None:
         """The first of these text fields that is present; None: none is. Raises ConfigError."""
-        for name in names:
-            value = self.values.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, str):
-                raise self.build_error(name, "write a text")
+        name, value = self._find(names)
+        if value is None or isinstance(value, str):
             return value
-        return None
+        raise self.build_error(name, "write a text")
 
     def get_object(self, name: str) -> "ConfigFields | None":
         """A nested object; None: absent. Raises ConfigError."""
@@ -79,6 +72,11 @@ class ConfigFields:
         if not isinstance(value, Mapping):
             raise self.build_error(name, "write an object")
         return ConfigFields(value, f"{self.path}{name}.")
+
+    def _find(self, names: Sequence[str]) -> tuple[str, object]:
+        """Name and value of the first of these fields that is present; the value None: none is."""
+        name = next((name for name in names if self.values.get(name) is not None), names[0])
+        return name, self.values.get(name)
 
     def build_error(self, name: str, remedy: str) -> ModelConfigError:
         """The error to raise for the value of a field."""
@@ -91,9 +89,9 @@ class ConfigFields:
 def read_config(path: Path) -> ConfigFields:
     """The language model's part of a config.json. Raises ConfigError."""
     try:
-        # `_parse_integer` shortens integers first: Python refuses to convert numbers of many
-        # digits.
-        config = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_integer)
+        # Python refuses to convert numbers of many digits; the first 20 are too large, too.
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text, parse_int=lambda digits: int(digits[:20]))
     except OSError as error:
         raise ModelConfigError(f"cannot be read: {error.strerror}") from error
     except RecursionError as error:
@@ -118,8 +116,3 @@ def select_language_part(config: object) -> ConfigFields:
         raise ModelConfigError("text_config holds another text_config; keep one level")
     shared = {name: config.get(name) for name in _SHARED_FIELDS if part.values.get(name) is None}
     return ConfigFields({**part.values, **shared}, part.path)
-
-
-def _parse_integer(digits: str) -> int:
-    """An integer from its first 20 digits; longer numbers stay too large and are refused later."""
-    return int(digits[:20])

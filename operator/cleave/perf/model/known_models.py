@@ -25,29 +25,16 @@ def _build_opt(layers: int, hidden: int, heads: int) -> dict[str, object]:
     }
 
 
-def _build_llama(
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-    longest: int,
-    **more: object,
-) -> dict[str, object]:
+_LLAMA_FIELDS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+
+
+def _build_llama(*sizes: int, **more: object) -> dict[str, object]:
     """The Llama family and models with its layer: RMS norm, gated MLP, grouped queries."""
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "max_position_embeddings": longest,
-        "torch_dtype": "bfloat16",
-        **more,
-    }
+    named = dict(zip(_LLAMA_FIELDS, sizes, strict=True))
+    return {"model_type": "llama", **named, "torch_dtype": "bfloat16", **more}
 
 
 CONFIGS: Mapping[str, Mapping[str, object]] = {

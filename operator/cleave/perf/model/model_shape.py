@@ -9,28 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.perf.model import experts, hf_config, known_models, mla, quantization
-from cleave.perf.model.experts import Experts
+from cleave.perf.model import hf_config, known_models, layers
 from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
-from cleave.perf.model.mla import LatentAttention
-from cleave.perf.model.quantization import Quantization
+from cleave.perf.model.layers import Experts, LatentAttention, Quantization
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FOUR_TIMES_WIDE_MLP = {
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gptj",
-    "mpt",
+    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt")
 }
 """Model types whose MLP is by default four times as wide as the model."""
 _UNGATED_MLP = _FOUR_TIMES_WIDE_MLP | {"gpt_neox", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two matrices; all others have a third one, the gate."""
 _TIED_EMBEDDINGS = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
-    *("gemma", "gemma2", "gemma3_text"),
+    *("gemma", "gemma2", "gemma3_text")
 }
 """Model types that share embedding and LM head by default."""
 _OPT_POSITION_OFFSET = 2
@@ -71,21 +62,12 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of weights; tied embeddings count once."""
-        head = 0 if self.has_tied_embeddings else self.lm_head_parameters
-        return (
-            self.embedding_parameters
-            + head
-            + self._sum_over_layers(self._count_stored_mlp_parameters())
-        )
+        return self._table_parameters + self._sum_over_layers(self._count_stored_mlp_parameters())
 
     @property
     def active_parameters(self) -> int:
         """Number of weights that one token uses, with embedding and LM head (as in model names)."""
-        return (
-            self.parameters
-            - self._sum_over_layers(self._count_stored_mlp_parameters())
-            + self._sum_over_layers(self._count_active_mlp_parameters())
-        )
+        return self._table_parameters + self._sum_over_layers(self._count_active_mlp_parameters())
 
     @property
     def embedding_parameters(self) -> int:
@@ -120,10 +102,15 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as stored; tied embeddings count once."""
-        tables = self.embedding_parameters
-        tables += 0 if self.has_tied_embeddings else self.lm_head_parameters
-        layers = self.parameters - tables
-        return round(tables * self.dtype_bytes + layers * self.bytes_per_weight)
+        in_layers = self.parameters - self._table_parameters
+        table_bytes = self._table_parameters * self.dtype_bytes
+        return round(table_bytes + in_layers * self.bytes_per_weight)
+
+    @property
+    def _table_parameters(self) -> int:
+        """Weights of embeddings and LM head; tied ones count once."""
+        head = 0 if self.has_tied_embeddings else self.lm_head_parameters
+        return self.embedding_parameters + head
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -142,11 +129,6 @@ class ModelShape:
     def flops_per_token(self) -> float:
         """FLOPs of the linear layers for one token, two per weight; no LM head, no attention."""
         return 2.0 * self._sum_over_layers(self._count_active_mlp_parameters())
-
-    @property
-    def lm_head_flops(self) -> float:
-        """FLOPs of the LM head for one token: once per prompt, and for each decoded token."""
-        return 2.0 * self.lm_head_parameters
 
     @property
     def prefill_attention_flops(self) -> float:
@@ -206,10 +188,8 @@ class ModelShape:
     def _list_mlp_widths(self) -> tuple[int, ...]:
         if self.experts is None:
             return (self.intermediate_size,)
-        widths = [self.experts.intermediate_size]
-        if self.experts.dense_layers:
-            widths.append(self.intermediate_size)
-        return tuple(widths)
+        dense = (self.intermediate_size,) if self.experts.dense_layers else ()
+        return (self.experts.intermediate_size, *dense)
 
     def _count_stored_mlp_parameters(self) -> tuple[int, int]:
         dense = self.count_mlp_parameters(self.intermediate_size)
@@ -217,9 +197,8 @@ class ModelShape:
             return dense, 0
         router = self.hidden_size * self.experts.count
         own = self.experts.count * self.count_mlp_parameters(self.experts.intermediate_size)
-        return dense, own + self.count_mlp_parameters(
-            self.experts.shared_intermediate_size
-        ) + router
+        shared = self.count_mlp_parameters(self.experts.shared_intermediate_size)
+        return dense, own + shared + router
 
     def _count_active_mlp_parameters(self) -> tuple[int, int]:
         dense, sparse = self._count_stored_mlp_parameters()
@@ -276,11 +255,11 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
     model_type = config.get_text("model_type") or ""
     hidden = config.get_number("hidden_size", "n_embd", "n_embed", "d_model")
     heads = config.get_number("num_attention_heads", "n_head", "n_heads")
-    longest = config.get_number(
-        "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
-    )
+    positions = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+    longest = config.get_number(*positions)
     dtype_bytes = _read_dtype_bytes(config)
-    latent = mla.read(config)
+    is_tied = config.get_flag("tie_word_embeddings", default=model_type in _TIED_EMBEDDINGS)
+    latent = layers.read_latent_attention(config)
     return ModelShape(
         name=name,
         num_layers=config.get_number("num_hidden_layers", "n_layer", "n_layers"),
@@ -294,13 +273,11 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
         dtype_bytes=dtype_bytes,
         kv_dtype_bytes=dtype_bytes,
         has_gated_mlp=model_type not in _UNGATED_MLP,
-        has_tied_embeddings=config.get_flag(
-            "tie_word_embeddings", default=model_type in _TIED_EMBEDDINGS
-        ),
+        has_tied_embeddings=is_tied,
         learned_positions=longest + _OPT_POSITION_OFFSET if model_type == "opt" else 0,
-        experts=experts.read(config),
+        experts=layers.read_experts(config),
         latent=latent,
-        quantization=quantization.read(config),
+        quantization=layers.read_quantization(config),
     )
 
 

@@ -7,29 +7,16 @@ each batch follows kernels that use the device better in larger batches. Cross-v
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from cleave.perf.profile import curve
+from cleave.perf.profile.profile import DecodeAttentionPoint, DecodePoint
 from cleave.perf.timing import EngineTiming
 
 _MAX_FOLDS = 20
 
 
-class DecodeSample(Protocol):
-    """A measured decode iteration, or its attention."""
-
-    @property
-    def batch(self) -> int:
-        """Number of requests."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Sum over all requests."""
-
-    @property
-    def ms(self) -> float:
-        """Duration."""
-
+DecodeSample = DecodePoint | DecodeAttentionPoint
+"""A measured decode iteration, or its attention."""
 
 DecodeTables = tuple[tuple[float, ...], tuple[float, ...]]
 """(ms without contexts, ms per context token), each by batch from 0 on."""
@@ -53,7 +40,7 @@ def iter_folds(count: int) -> Iterator[range]:
 
 def _prefers_common_slope(points: Sequence[DecodeSample]) -> bool:
     """Whether one slope over the context predicts held-out points as well as one for each batch."""
-    common, own = (_cross_validate(points, is_common=choice) for choice in (True, False))
+    common, own = _cross_validate(points, is_common=True), _cross_validate(points, is_common=False)
     return own is None or common is None or common <= own
 
 
@@ -68,20 +55,15 @@ def _fit_by_batch(points: Sequence[DecodeSample], is_common: bool) -> DecodeTabl
         for batch, group in sorted(by_batch.items())
     ]
     if len(fixed) == 1:
-        batch, ms = fixed[0]
-        fixed = [(0, ms), (batch, ms)]
+        fixed.insert(0, (0, fixed[0][1]))
     table = curve.tabulate(curve.fit_non_decreasing(fixed), 1.0)
     slope_points = sorted(slopes.items())
-    slope_points = (
-        slope_points if len(slope_points) > 1 else [(0, slope_points[0][1]), slope_points[0]]
-    )
+    if len(slope_points) == 1:
+        slope_points.insert(0, (0, slope_points[0][1]))
     # Below the smallest batch its slope is used: extrapolating slopes would be meaningless.
     first = slope_points[0][0]
-    context = [
-        curve.interpolate(slope_points, max(batch, first))
-        for batch in range(slope_points[-1][0] + 1)
-    ]
-    return table, tuple(context)
+    batches = range(slope_points[-1][0] + 1)
+    return table, tuple(curve.interpolate(slope_points, max(n, first)) for n in batches)
 
 
 def _fit_own_slopes(by_batch: dict[int, list[DecodeSample]]) -> dict[int, float]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.perf.profile import curve, decode_fit
 from cleave.perf.profile.decode_fit import iter_folds
 from cleave.perf.profile.profile import MeasuredProfile, PrefillPoint
@@ -33,15 +33,9 @@ def to_timing(profile: MeasuredProfile) -> EngineTiming:
     """The fit to `profile.prefill` and `profile.decode`; neither may be empty."""
     step, prompt_ms, square_ms = _fit_prefill(profile.prefill)
     decode_ms, context_ms = decode_fit.fit_tables(profile.decode)
-    return EngineTiming(
-        prompt_step=step,
-        prompt_ms=prompt_ms,
-        prompt_square_ms=square_ms,
-        decode_ms=decode_ms,
-        decode_context_ms=context_ms,
-        # The measurements include the hops between stages.
-        stages=profile.pipeline_parallel_size,
-    )
+    # The measurements include the hops between stages.
+    stages = profile.pipeline_parallel_size
+    return EngineTiming(step, prompt_ms, square_ms, decode_ms, context_ms, stages)
 
 
 def assess_confidence(profile: MeasuredProfile) -> Confidence:
@@ -54,20 +48,18 @@ def assess_confidence(profile: MeasuredProfile) -> Confidence:
 
 def compute_validation_errors(profile: MeasuredProfile) -> ValidationErrors:
     """Cross-validation: each point but the ends is predicted from a fit to other points."""
-    timing = to_timing(profile)
+    predict = to_timing(profile).predict_iteration_ms
+    mixed = [
+        (
+            predict([PromptChunk(0, point.prompt_tokens)], point.batch, point.context_tokens),
+            point.ms,
+        )
+        for point in profile.mixed
+    ]
     return ValidationErrors(
         prefill=curve.compute_mean_error(_iter_prefill_pairs(profile.prefill)),
         decode=decode_fit.compute_validation_error(profile.decode),
-        mixed=curve.compute_mean_error(
-            (
-                timing.predict_iteration_ms(
-                    [PromptChunk(0, point.prompt_tokens)], point.batch, context
-                ),
-                point.ms,
-            )
-            for point in profile.mixed
-            for context in [point.context_tokens]
-        ),
+        mixed=curve.compute_mean_error(mixed),
     )
 
 

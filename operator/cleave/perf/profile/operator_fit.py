@@ -29,33 +29,27 @@ RowsToMs = Callable[[float], float]
 
 def list_tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
     """Tensor parallel sizes for which all operators of an iteration were measured."""
-    sizes = (
-        {point.tensor_parallel_size for point in operators.layer}
-        & {point.tensor_parallel_size for point in operators.prefill_attention}
-        & {point.tensor_parallel_size for point in operators.decode_attention}
-    )
-    reduced = {point.gpus for point in operators.all_reduce}
-    return tuple(sorted(size for size in sizes if size == 1 or size in reduced))
+    lists = (operators.layer, operators.prefill_attention, operators.decode_attention)
+    sizes = ({point.tensor_parallel_size for point in points} for points in lists)
+    reduced = {1, *(point.gpus for point in operators.all_reduce)}
+    return tuple(sorted(reduced.intersection(*sizes)))
 
 
-def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) -> EngineTiming:
+def to_timing(operators: Operators, tensor: int, stages: int = 1) -> EngineTiming:
     """Compose the iteration times. Raises InvalidProfileError for a size that was not measured."""
     sizes = list_tensor_parallel_sizes(operators)
-    if tensor_parallel_size not in sizes:
+    if tensor not in sizes:
         measured = ", ".join(map(str, sizes)) or "none"
         raise InvalidProfileError(
-            f"operators: tensorParallelSize {tensor_parallel_size} was not measured; "
-            f"complete are: {measured}"
+            f"operators: tensorParallelSize {tensor} was not measured; complete are: {measured}"
         )
-    rows = _fit_token_level(operators, tensor_parallel_size)
-    head = _sum_operators(
-        [p for p in operators.once if p.operator == LM_HEAD], tensor_parallel_size
-    )
+    rows = _fit_token_level(operators, tensor)
+    head = _sum_operators([p for p in operators.once if p.operator == LM_HEAD], tensor)
     fixed, per_token, square = fit_prompt_attention(
-        [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor_parallel_size]
+        [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor]
     )
     attention_ms, context_ms = decode_fit.fit_tables(
-        [p for p in operators.decode_attention if p.tensor_parallel_size == tensor_parallel_size]
+        [p for p in operators.decode_attention if p.tensor_parallel_size == tensor]
     )
     layers = operators.num_layers
     token_counts = sorted({point.tokens for point in operators.layer})
@@ -66,9 +60,7 @@ def to_timing(operators: Operators, tensor_parallel_size: int, stages: int = 1) 
         prompt_step=step,
         prompt_ms=curve.tabulate(curve.fit_non_decreasing(prompt), step),
         prompt_square_ms=layers * square,
-        decode_ms=tuple(
-            rows(batch) + head(batch) + layers * ms for batch, ms in enumerate(attention_ms)
-        ),
+        decode_ms=tuple(rows(n) + head(n) + layers * ms for n, ms in enumerate(attention_ms)),
         decode_context_ms=tuple(layers * ms for ms in context_ms),
         stages=stages,
         hop_ms=hop_ms,
@@ -89,29 +81,25 @@ def fit_prompt_attention(points: Sequence[PrefillAttentionPoint]) -> tuple[float
     return fixed, per_token, square_ms
 
 
-def _fit_token_level(operators: Operators, tensor_parallel_size: int) -> RowsToMs:
+def _fit_token_level(operators: Operators, tensor: int) -> RowsToMs:
     """Rows -> ms of all layers with their all-reduces, of the operators that run once per
     iteration (without LM head), and of the engine's overhead."""
-    layer = _sum_operators(operators.layer, tensor_parallel_size)
-    once = _sum_operators(
-        [p for p in operators.once if p.operator != LM_HEAD], tensor_parallel_size
-    )
-    reduce = _fit_all_reduce(operators.all_reduce, tensor_parallel_size)
+    layer = _sum_operators(operators.layer, tensor)
+    once = _sum_operators([p for p in operators.once if p.operator != LM_HEAD], tensor)
+    reduce = _fit_all_reduce(operators.all_reduce, tensor)
     row_bytes = operators.hidden_size * operators.activation_bytes
 
     def ms(rows: float) -> float:
-        reduces = _ALL_REDUCES_PER_LAYER * reduce(rows * row_bytes)
-        return (
-            operators.pass_overhead_ms + operators.num_layers * (layer(rows) + reduces) + once(rows)
-        )
+        layer_ms = layer(rows) + _ALL_REDUCES_PER_LAYER * reduce(rows * row_bytes)
+        return operators.pass_overhead_ms + operators.num_layers * layer_ms + once(rows)
 
     return ms
 
 
-def _sum_operators(points: Sequence[LinearPoint], tensor_parallel_size: int) -> RowsToMs:
+def _sum_operators(points: Sequence[LinearPoint], tensor: int) -> RowsToMs:
     by_operator: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for point in points:
-        if point.tensor_parallel_size == tensor_parallel_size:
+        if point.tensor_parallel_size == tensor:
             by_operator[point.operator].append((point.tokens, point.ms))
     curves = [_build_interpolation(each) for each in by_operator.values()]
     return lambda rows: sum(each(rows) for each in curves)
@@ -121,7 +109,7 @@ def _fit_all_reduce(points: Sequence[CommunicationPoint], gpus: int) -> RowsToMs
     if gpus == 1:
         return lambda _: 0.0
     return _build_interpolation(
-        [(point.size_bytes, point.ms) for point in points if point.gpus == gpus]
+        [(each.size_bytes, each.ms) for each in points if each.gpus == gpus]
     )
 
 

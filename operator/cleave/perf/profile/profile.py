@@ -150,18 +150,16 @@ class Operators:
         for name in ("num_layers", "hidden_size", "activation_bytes"):
             _check_number(f"operators.{to_camel_case(name)}", getattr(self, name), 1)
         _check_number("operators.passOverheadMs", self.pass_overhead_ms, 0)
-        for name, least in _MIN_OPERATOR_POINTS.items():
+        for name in (
+            "layer",
+            "once",
+            "prefill_attention",
+            "decode_attention",
+            "all_reduce",
+            "send",
+        ):
+            least = 0 if name in ("once", "all_reduce", "send") else 2
             _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), least)
-
-
-_MIN_OPERATOR_POINTS = {
-    "layer": 2,
-    "once": 0,
-    "prefill_attention": 2,
-    "decode_attention": 2,
-    "all_reduce": 0,
-    "send": 0,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +189,11 @@ class MeasuredProfile:
     """Not used in the fit: they validate the prediction of mixed iterations."""
     transfer: tuple[TransferPoint, ...] = ()
     operators: Operators | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tensor and pipeline parallel size."""
+        return self.tensor_parallel_size, self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         for name in ("model", "device", "engine", "measured_at"):
@@ -293,9 +296,8 @@ def _check_points(name: str, points: Sequence[ProfilePoint], least: int) -> None
             if isinstance(value, str):
                 _check_text(f"{where}.{to_camel_case(part)}", value)
             else:
-                _check_number(
-                    f"{where}.{to_camel_case(part)}", value, 0 if part in _MAY_BE_ZERO else 1
-                )
+                smallest = 0 if part in _MAY_BE_ZERO else 1
+                _check_number(f"{where}.{to_camel_case(part)}", value, smallest)
         if index and points[index - 1].key >= point.key:
             raise InvalidProfileError(
                 f"{where}: {point.key} comes after {points[index - 1].key}; "

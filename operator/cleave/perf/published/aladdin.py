@@ -1,16 +1,14 @@
-"""Aladdin's performance models (section 3, Eq. 1 to 4), fitted online to production traffic.
+"""Aladdin's models of prefill and decode iterations (section 3, Eq. 2 and 3), fitted online.
 
-Used where iterations or requests are observed: KV use of requests (Eq. 1), prefill iterations
-(Eq. 2) and decode iterations (Eq. 3, solved for the context in Eq. 4). The coefficients are least
-squares over exponentially decaying sums, so that an update costs a few multiplications and no
-sample is stored. What is hard: samples of only one length, or of only one batch size, do not
-determine the coefficients, and a fit to them must be refused.
+Called by the router. The coefficients are least squares over exponentially decaying sums, so that
+an update costs a few multiplications and no sample is stored. What is hard: samples of only one
+length, or of only one batch size, do not determine them, and a fit to them must be refused.
 """
 
 import math
 from dataclasses import dataclass
 
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.perf.profile import curve
 from cleave.perf.timing import EngineTiming
 
@@ -82,22 +80,6 @@ class OnlineFit:
         self._error_weight = self._error_weight * fading + 1
 
 
-class KvUsageModel:
-    """Eq. 1: kv = h (l_in + l_out) + j, in the unit of the samples."""
-
-    def __init__(self) -> None:
-        self.fit = OnlineFit(2)
-
-    def add(self, tokens: int, kv: float) -> None:
-        """Include a request whose prompt and output so far are `tokens` and that holds `kv`."""
-        self.fit.add((float(tokens), 1.0), kv)
-
-    def predict_kv(self, tokens: float) -> float:
-        """KV of a request with that many tokens. Raises TooFewSamplesError."""
-        h, j = self.fit.solve()
-        return h * tokens + j
-
-
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """Coefficients of Eq. 2 and 3, in milliseconds and tokens."""
@@ -121,14 +103,6 @@ class Coefficients:
         """Eq. 3: a decode iteration of `batch` requests; l_ave * b is the sum of their contexts."""
         return self.k2 * context_tokens + self.c2 * batch + self.c3
 
-    def compute_max_context_tokens(self, batch: int, itl_ms: float) -> float:
-        """Eq. 4: sum of contexts that a batch may have when an iteration takes `itl_ms`.
-
-        Below 0: even empty contexts exceed `itl_ms`. Infinite: contexts cost nothing.
-        """
-        spare_ms = itl_ms - self.c3 - self.c2 * batch
-        return spare_ms / self.k2 if self.k2 > 0 else math.copysign(math.inf, spare_ms)
-
     def to_timing(self, largest_batch: int = 1024) -> EngineTiming:
         """The same model in the form that simulator and emulator use."""
         return EngineTiming(
@@ -138,30 +112,6 @@ class Coefficients:
             decode_ms=tuple(self.c3 + self.c2 * batch for batch in range(largest_batch + 1)),
             decode_context_ms=(self.k2,),
         )
-
-
-def fit_timing(
-    timing: EngineTiming, largest_batch: int = 256, longest_tokens: int = 4096
-) -> Coefficients:
-    """The coefficients that approximate `timing` best, by relative error.
-
-    Fitted over prompts up to `longest_tokens`, and over batches from two to `largest_batch` with
-    contexts up to `longest_tokens` per request.
-    """
-    lengths = [longest_tokens * step // 16 for step in range(1, 17)]
-    prompts = [((float(tokens), 1.0), timing.predict_prefill_ms([tokens])) for tokens in lengths]
-    batches = [max(2, largest_batch >> shift) for shift in range(8)]
-    contexts = (longest_tokens // 16, longest_tokens // 4, longest_tokens)
-    decodes = [
-        ((float(batch * each), float(batch), 1.0), timing.predict_decode_ms(batch, batch * each))
-        for batch in batches
-        for each in contexts
-    ]
-    coefficients: list[float] = []
-    for samples in (prompts, decodes):
-        rows, values = zip(*samples, strict=True)
-        coefficients += curve.solve_least_squares(rows, values, [value**-2 for value in values])
-    return Coefficients(*coefficients)
 
 
 class IterationTimeModel:

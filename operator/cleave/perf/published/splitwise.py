@@ -9,7 +9,6 @@ of 64 at a tensor parallel size of 2, which did not fit and took less time than 
 
 from typing import NamedTuple
 
-from cleave.perf.profile import curve
 from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, PrefillPoint
 
 _PROMPTS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -17,7 +16,6 @@ _OUTPUT = 128
 _BATCH_PROMPT = 512
 _LONG_OUTPUTS = (256, 512, 1024, 2048, 4096, 8192)
 _BATCHES = (2, 4, 8, 16, 32, 64)
-_POWER_BATCHES = (1, 2, 4, 8, 16)
 
 
 class _PublishedRun(NamedTuple):
@@ -31,15 +29,6 @@ class _PublishedRun(NamedTuple):
     """The same after 512 tokens of prompt, for _LONG_OUTPUTS."""
     batch_token_ms: tuple[float, ...]
     """The same for _BATCHES, 128 tokens of output each."""
-
-
-class _PowerShares(NamedTuple):
-    """Power as a share of the rated power of the instance's GPUs."""
-
-    prompt: tuple[float, ...]
-    """Peak power, which occurs in the prompt phase, by _PROMPTS."""
-    token: tuple[float, ...]
-    """Average power over 128 tokens of output, mostly decode, by _POWER_BATCHES."""
 
 
 _RUNS: dict[tuple[str, str, int], _PublishedRun] = {
@@ -101,22 +90,6 @@ _RUNS: dict[tuple[str, str, int], _PublishedRun] = {
     ),
 }
 
-_POWER: dict[tuple[str, int], _PowerShares] = {
-    ("bloom", 8): _PowerShares(
-        (0.69, 0.72, 0.88, 1.01, 1.02, 1.02, 1.03), (0.63, 0.63, 0.63, 0.64, 0.66)
-    ),
-    ("llama-2-70b", 2): _PowerShares(
-        (1.01, 1.04, 1.0, 1.04, 1.06, 1.09, 1.01), (0.74, 0.75, 0.74, 0.76, 0.79)
-    ),
-    ("llama-2-70b", 4): _PowerShares(
-        (0.64, 0.81, 1.0, 1.01, 1.02, 1.05, 0.98), (0.6, 0.61, 0.6, 0.61, 0.64)
-    ),
-    ("llama-2-70b", 8): _PowerShares(
-        (0.46, 0.66, 0.75, 0.74, 0.99, 1.0, 0.95), (0.43, 0.43, 0.44, 0.43, 0.46)
-    ),
-}
-"""On A100s; the H100's power was not published."""
-
 
 def list_profiles() -> tuple[tuple[str, str, int], ...]:
     """(model, GPU, tensor parallel size) of every profile."""
@@ -143,38 +116,12 @@ def find_profile(model: str, gpu: str, tensor_parallel_size: int) -> MeasuredPro
     )
 
 
-def find_prompt_power_share(model: str, tensor_parallel_size: int, tokens: float) -> float | None:
-    """Share of its rated power that an A100 instance draws in prefill; None: unknown."""
-    power = _POWER.get((model, tensor_parallel_size))
-    return power and _interpolate_clamped(tuple(zip(_PROMPTS, power.prompt, strict=True)), tokens)
-
-
-def find_token_power_share(model: str, tensor_parallel_size: int, batch: float) -> float | None:
-    """The same in decode."""
-    power = _POWER.get((model, tensor_parallel_size))
-    return power and _interpolate_clamped(
-        tuple(zip(_POWER_BATCHES, power.token, strict=True)), batch
-    )
-
-
 def _build_decode_points(run: _PublishedRun) -> list[DecodePoint]:
     """Decode points; the context of a mean iteration is taken from the middle of the output."""
     middle = _OUTPUT // 2
-    return [
-        DecodePoint(batch=batch, context_tokens=context, ms=ms)
-        for batch, context, ms in (
-            *((1, n + middle, ms) for n, ms in zip(_PROMPTS, run.token_ms, strict=True)),
-            *(
-                (1, _BATCH_PROMPT + n // 2, ms)
-                for n, ms in zip(_LONG_OUTPUTS, run.long_token_ms, strict=True)
-            ),
-            *(
-                (n, n * (_BATCH_PROMPT + middle), ms)
-                for n, ms in zip(_BATCHES, run.batch_token_ms, strict=False)
-            ),
-        )
-    ]
-
-
-def _interpolate_clamped(points: curve.Points, at: float) -> float:
-    return curve.interpolate(points, min(max(at, points[0][0]), points[-1][0]))
+    points = [(1, n + middle, ms) for n, ms in zip(_PROMPTS, run.token_ms, strict=True)]
+    long_outputs = zip(_LONG_OUTPUTS, run.long_token_ms, strict=True)
+    points += [(1, _BATCH_PROMPT + n // 2, ms) for n, ms in long_outputs]
+    batches = zip(_BATCHES, run.batch_token_ms, strict=False)
+    points += [(n, n * (_BATCH_PROMPT + middle), ms) for n, ms in batches]
+    return [DecodePoint(batch=batch, context_tokens=n, ms=ms) for batch, n, ms in points]

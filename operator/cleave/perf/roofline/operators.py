@@ -40,16 +40,16 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     Of experts, only the weights of those that some row uses are read, with even routing.
     """
     hidden, width = shape.hidden_size, shape.dtype_bytes
-    heads_width = shape.num_attention_heads * _get_value_size(shape) / tensor
+    value_size = shape.latent.value_head_size if shape.latent else shape.head_size
+    heads_width = shape.num_attention_heads * value_size / tensor
     attention = shape.count_attention_parameters(tensor)
     out = hidden * heads_width
     yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden)
     yield _build_product(shape, "out", shape.num_layers, rows, out, hidden)
     sparse_layers = shape.num_layers - shape.experts.dense_layers if shape.experts else 0
     if dense_layers := shape.num_layers - sparse_layers:
-        yield from _iter_mlp_products(
-            shape, "mlp", dense_layers, rows, shape.intermediate_size / tensor
-        )
+        inner = shape.intermediate_size / tensor
+        yield from _iter_mlp_products(shape, "mlp", dense_layers, rows, inner)
     if shape.experts is None:
         return
     experts = shape.experts
@@ -127,10 +127,5 @@ def _build_product(
 ) -> MatrixProduct:
     """The product with a matrix of `weights` elements, of which one side has the length `side`."""
     activations = rows * (side + weights / side) * shape.dtype_bytes
-    return MatrixProduct(
-        name, count, 2.0 * rows * weights, weights * shape.bytes_per_weight + activations
-    )
-
-
-def _get_value_size(shape: ModelShape) -> int:
-    return shape.latent.value_head_size if shape.latent else shape.head_size
+    moved = weights * shape.bytes_per_weight + activations
+    return MatrixProduct(name, count, 2.0 * rows * weights, moved)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cleave.api.planning import Objective
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Problem
 from cleave.planner.result import short_prompts

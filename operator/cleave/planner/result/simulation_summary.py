@@ -10,8 +10,14 @@ from cleave.api.deployment import Slo
 from cleave.api.role import Role
 from cleave.planner.plan import Percentiles
 from cleave.simulator.fleet import SimulatedFleet, SimulatedPool
-from cleave.simulator.latency_breakdown import LatencyStage, compute_stage_ms, compute_stage_shares
-from cleave.simulator.outcome import RequestOutcome, SimulationResult, Times
+from cleave.simulator.outcome import (
+    LatencyStage,
+    RequestOutcome,
+    SimulationResult,
+    Times,
+    compute_stage_ms,
+    compute_stage_shares,
+)
 
 
 @dataclass(frozen=True, slots=True)

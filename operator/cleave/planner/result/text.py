@@ -3,7 +3,7 @@
 import math
 
 from cleave.api.role import Role
-from cleave.perf.confidence import Confidence, LatencySource
+from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Plan, PlannedPool, PlanningResult, PlanVerdict
 
 VERDICT_TEXTS = {

@@ -6,8 +6,13 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from cleave.simulator.latency_breakdown import LatencyStage, compute_stage_ms, compute_stage_shares
-from cleave.simulator.outcome import InstanceStatistics, SimulationResult
+from cleave.simulator.outcome import (
+    InstanceStatistics,
+    LatencyStage,
+    SimulationResult,
+    compute_stage_ms,
+    compute_stage_shares,
+)
 
 NO_INSTANCES = InstanceStatistics(
     **{field.name: np.zeros(0) for field in fields(InstanceStatistics)}

@@ -1,0 +1,163 @@
+"""Layers that differ from plain ones: experts, latent attention, weights of fewer bits.
+
+Read from a config.json for cleave.perf.model.model_shape. What is hard: every tool names the facts
+of quantisation differently; unknown methods are refused, since a wrong guess is off by a factor of
+four in memory.
+"""
+
+from dataclasses import dataclass
+
+from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
+
+_SCALE_BITS = 16
+"""Bits of the scale of a group of weights."""
+_SUPPORTED_METHODS = "fp8, awq, gptq, bitsandbytes, compressed-tensors, mxfp4"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture-of-experts layers; every expert is an MLP like the dense ones."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    """Width of one expert."""
+    shared_intermediate_size: int = 0
+    """Width of the experts that every token uses, together; 0: none."""
+    dense_layers: int = 0
+    """Number of first layers that have a dense MLP instead."""
+
+    def count_activated(self, tokens: float) -> float:
+        """Expected number of a layer's experts that `tokens` tokens use, with even routing."""
+        untouched: float = (1 - self.per_token / self.count) ** tokens
+        return self.count * (1 - untouched)
+
+
+def read_experts(config: ConfigFields) -> Experts | None:
+    """The expert layers of a model; None: every layer is dense. Raises ConfigError.
+
+    Mixtral's experts are as wide as `intermediate_size`; DeepSeek and Qwen have
+    `moe_intermediate_size`.
+    """
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = config.get_optional_number(*names, least=0)
+    if not count or count == 1:
+        return None
+    per_token = config.get_number("num_experts_per_tok", "num_experts_per_token")
+    if per_token > count:
+        remedy = f"write at most the {count} experts there are"
+        raise config.build_error("num_experts_per_tok", remedy)
+    width = config.get_number("moe_intermediate_size", "intermediate_size")
+    shared = config.get_optional_number("shared_expert_intermediate_size", least=0)
+    if shared is None:
+        shared = width * (config.get_optional_number("n_shared_experts", least=0) or 0)
+    dense_layers = config.get_optional_number("first_k_dense_replace", least=0) or 0
+    return Experts(count, per_token, width, shared, dense_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Instead of keys and values, one compressed latent is cached per token and layer.
+
+    The rotated part of the key, which all heads share, is cached beside it.
+    """
+
+    kv_rank: int
+    """Size of a latent."""
+    rope_head_size: int
+    """Size of the rotated part of the key."""
+    nope_head_size: int
+    """Size of the part of each head's key that is not rotated."""
+    value_head_size: int
+    q_rank: int | None
+    """Size of the compressed query; None: queries are projected in one step."""
+
+    @property
+    def key_size(self) -> int:
+        """Key size of one head in prefill."""
+        return self.nope_head_size + self.rope_head_size
+
+    @property
+    def cached_size(self) -> int:
+        """Number of values cached per token and layer."""
+        return self.kv_rank + self.rope_head_size
+
+    def count_parameters(self, hidden_size: int, heads: float) -> float:
+        """Weights of one layer's projections for `heads` heads, a GPU's share of all heads.
+
+        Down-projections are replicated on every GPU.
+        """
+        down = hidden_size * (self.cached_size + (self.q_rank or 0))
+        up_query = heads * self.key_size * (self.q_rank or hidden_size)
+        up_kv = heads * self.kv_rank * (self.nope_head_size + self.value_head_size)
+        return down + up_query + up_kv + heads * self.value_head_size * hidden_size
+
+
+def read_latent_attention(config: ConfigFields) -> LatentAttention | None:
+    """The latent attention of a model; None: it caches keys and values. Raises ConfigError."""
+    kv_rank = config.get_optional_number("kv_lora_rank")
+    if kv_rank is None:
+        return None
+    return LatentAttention(
+        kv_rank=kv_rank,
+        rope_head_size=config.get_number("qk_rope_head_dim"),
+        nope_head_size=config.get_number("qk_nope_head_dim"),
+        value_head_size=config.get_number("v_head_dim"),
+        q_rank=config.get_optional_number("q_lora_rank"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Storage of linear layers in fewer bits; embeddings and LM head are not quantised."""
+
+    method: str
+    """The config's `quant_method`."""
+    weight_bits: float
+    """Bits of one weight, including its share of scales and zero points."""
+    is_8_bit_compute: bool
+    """Whether activations are quantised, too, so that matrix products run at the 8-bit rate."""
+
+
+def read_quantization(config: ConfigFields) -> Quantization | None:
+    """The quantisation of a model; None: weights are not quantised. Raises ConfigError."""
+    part = config.get_object("quantization_config")
+    if part is None or not part.values:
+        return None
+    method = (part.get_text("quant_method") or "").lower()
+    match method:
+        case "fp8":
+            return Quantization(method, 8, is_8_bit_compute=True)
+        case "awq" | "gptq":
+            bits = part.get_number("bits", "w_bit")
+            # Each group has a scale and a zero point of the weights' own width.
+            group = part.get_optional_number("group_size", "q_group_size", least=-1) or -1
+            scales = (_SCALE_BITS + bits) / group if group > 0 else 0.0
+            return Quantization(method, bits + scales, is_8_bit_compute=False)
+        case "bitsandbytes":
+            bits = 4 if part.get_flag("load_in_4bit", default=False) else 8
+            # NF4: one 32-bit scale for 64 weights (Dettmers et al., QLoRA, section 3).
+            return Quantization(method, 4.5 if bits == 4 else 8, is_8_bit_compute=False)
+        case "mxfp4":
+            # OCP Microscaling 1.0: 32 values share a scale of 8 bits.
+            return Quantization(method, 4.25, is_8_bit_compute=False)
+        case "compressed-tensors":
+            return _read_compressed_tensors(part)
+        case _:
+            raise part.build_error("quant_method", f"known are {_SUPPORTED_METHODS}")
+
+
+def _read_compressed_tensors(part: ConfigFields) -> Quantization:
+    groups = part.get_object("config_groups")
+    if groups is None or not groups.values:
+        raise ModelConfigError(f"{part.path}config_groups is missing; it gives the weights' bits")
+    group = groups.get_object(next(iter(groups.values)))
+    weights = group.get_object("weights") if group else None
+    if group is None or weights is None:
+        raise ModelConfigError(f"{groups.path}*.weights is missing; it gives the weights' bits")
+    bits = weights.get_number("num_bits")
+    size = weights.get_optional_number("group_size", least=-1) or -1
+    scales = _SCALE_BITS / size if size > 0 else 0.0
+    activations = group.get_object("input_activations")
+    is_8_bit = bits == 8 and activations is not None and activations.get_number("num_bits") == 8
+    return Quantization("compressed-tensors", bits + scales, is_8_bit)
