@@ -25,11 +25,7 @@ _SERVING_STATES = (agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY)
 _COUNTERPARTS = {
     agent_pb2.ROLE_PREFILL: {agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED},
     agent_pb2.ROLE_DECODE: {agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_MIXED},
-    agent_pb2.ROLE_MIXED: {
-        agent_pb2.ROLE_PREFILL,
-        agent_pb2.ROLE_DECODE,
-        agent_pb2.ROLE_MIXED,
-    },
+    agent_pb2.ROLE_MIXED: {agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED},
 }
 
 

@@ -47,9 +47,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._routers: Counter[str] = Counter()
 
     async def Watch(  # noqa: N802
-        self,
-        request: agent_pb2.WatchRequest,
-        context: _Context,
+        self, request: agent_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
         """Stream a registration first and after each change, and load reports in between."""
         if len(request.router) > _MAX_ROUTER_NAME_CHARACTERS:

@@ -123,9 +123,7 @@ class CompletedChoice:
 
 
 def encode_response(
-    call: ApiCall,
-    choices: Sequence[CompletedChoice],
-    kv_transfer_params: dict[str, object] | None,
+    call: ApiCall, choices: Sequence[CompletedChoice], kv_transfer_params: dict[str, object] | None
 ) -> bytes:
     """Return the JSON response to a call that does not stream."""
     response: dict[str, object] = {

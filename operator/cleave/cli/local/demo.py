@@ -201,10 +201,10 @@ async def _print_report(job: "LaunchPlan", console: "Console", response: "ChatRe
     from rich.table import Table
 
     from cleave.cli.local.status import collect, show
-    from cleave.local import gateways
+    from cleave.local.status import count_handoffs
 
     deployments = await collect(job.deployment)
-    num_handoffs = await gateways.count_handoffs(job.url)
+    num_handoffs = await count_handoffs(job.url)
     figures = Table.grid(padding=(0, 2))
     figures.add_row("prompt", f"{response.prompt_tokens} tokens")
     figures.add_row("output", f"{response.output_tokens} tokens")

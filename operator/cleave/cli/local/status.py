@@ -92,12 +92,11 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
 
 
 async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
-    from cleave.local import gateways
     from cleave.local import status as local_status
     from cleave.manifests.labels import GATEWAY
 
     rows, gateway = await asyncio.gather(
-        local_status.collect_rows(snapshot), gateways.get_gateway_health(snapshot.url)
+        local_status.collect_rows(snapshot), local_status.get_gateway_health(snapshot.url)
     )
     return [
         row
@@ -177,8 +176,7 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
     from rich.text import Text
 
     table = build_plain_table(
-        ("INSTANCE", "ROLE", "STATE", "ENGINE"),
-        ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
+        ("INSTANCE", "ROLE", "STATE", "ENGINE"), ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID")
     )
     table.add_column("URL", no_wrap=True)
     for row in (row for deployment in deployments for row in deployment["instances"]):

@@ -83,7 +83,7 @@ def decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | No
     Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
     """
     from cleave.api.manifest import ManifestError, load_cluster
-    from cleave.local import placement as local_placement
+    from cleave.local import planning
     from cleave.planner.placement import PlanError
 
     try:
@@ -91,7 +91,7 @@ def decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | No
         is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
         bar = show_simulation_progress if is_planned else show_progress
         with report_local_errors(), bar("planning") as tick:
-            return local_placement.decide_placement(deployment, file.parent, machines, tick)
+            return planning.decide_placement(deployment, file.parent, machines, tick)
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from cleave.local import files
-from cleave.local.kubelet import cpu_manager, environment, logs
+from cleave.local.kubelet import environment, logs
 from cleave.local.kubelet.network import (
     HOST_IP,
     AddressShortageError,
@@ -32,6 +32,26 @@ from cleave.rpc import agent_discovery
 
 SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
 _HOUSEKEEPING_INTERVAL_S = 5.0
+
+
+class CoreShortageError(ValueError):
+    """A pod requests more exclusive cores than are free."""
+
+
+def allocate_cores(free: frozenset[int], count: int) -> frozenset[int]:
+    """The `count` lowest of the `free` cores. Raises CoreShortageError."""
+    if count > len(free):
+        raise CoreShortageError(f"{count} exclusive core(s) needed, {len(free)} free")
+    return frozenset(sorted(free)[:count])
+
+
+def get_shared_cores(cores: frozenset[int], exclusive: frozenset[int]) -> frozenset[int]:
+    """The cores of pods without exclusive ones.
+
+    Kubernetes reserves cores for them. A small machine may have none left, so when every core is
+    exclusive they run on all cores: the gateway then competes with engines but still runs.
+    """
+    return cores - exclusive or cores
 
 
 class Kubelet:
@@ -147,8 +167,8 @@ class Kubelet:
     def _allocate_cores(self, spec: PodSpec) -> frozenset[int]:
         free = self._node.free_cores.difference(*self._assigned_cores.values())
         try:
-            return cpu_manager.allocate_cores(free, spec.exclusive_cores)
-        except cpu_manager.CoreShortageError as error:
+            return allocate_cores(free, spec.exclusive_cores)
+        except CoreShortageError as error:
             if self._allow_shared_cores:
                 return frozenset()
             raise PodError(
@@ -176,7 +196,7 @@ class Kubelet:
 
     def _get_shared_cores(self) -> frozenset[int]:
         exclusive = self._node.held_cores.union(*self._assigned_cores.values())
-        return cpu_manager.get_shared_cores(self._node.cores, exclusive)
+        return get_shared_cores(self._node.cores, exclusive)
 
     def _sync_pods(self) -> None:
         """Update shared cores and the list of agents after the set of pods has changed."""
