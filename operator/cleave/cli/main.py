@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cleave import distribution
-from cleave.cli.gateway import PASSTHROUGH_SETTINGS, gateway
+from cleave.cli.components import PASSTHROUGH_SETTINGS, gateway, operator
 from cleave.cli.local.demo import demo
 from cleave.cli.local.down import down
 from cleave.cli.local.logs import logs
@@ -28,7 +28,6 @@ from cleave.cli.planning.simulate import simulate
 from cleave.cli.profiling.lengths import lengths
 from cleave.cli.profiling.profile import profile
 from cleave.cli.profiling.workload import workload
-from cleave.cli.servers import operator
 from cleave.cli.top.command import top
 
 _EXTRAS = {
@@ -57,15 +56,12 @@ class CommandGroup(TyperGroup):
             )
             if not missing:
                 raise
-            _exit_with_missing_extra(ctx, distribution.MissingExtraError(missing))
+            self._fail(ctx, distribution.MissingExtraError(missing))
         except distribution.MissingExtraError as error:
-            _exit_with_missing_extra(ctx, error)
+            self._fail(ctx, error)
 
-
-def _exit_with_missing_extra(
-    context: typer.Context, error: distribution.MissingExtraError
-) -> NoReturn:
-    fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
+    def _fail(self, context: typer.Context, error: distribution.MissingExtraError) -> NoReturn:
+        fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
 
 
 app = typer.Typer(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cleave.cli.local.up import Port, SharedCores, Timeout
-from cleave.cli.output.errors import FAILED, fail, report_local_errors
+from cleave.cli.output.errors import FAILED, fail, report_input_errors, report_local_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,7 +112,7 @@ def build_vllm_deployment(model: str | None) -> "LLMDeployment":
 
 
 def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
-    from cleave.api.manifest import ManifestError, validate
+    from cleave.api.manifest import validate
 
     slo = {"ttftMs": 2000, "tpotMs": 200}
     manifest = {
@@ -121,10 +121,8 @@ def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeploy
         "metadata": {"name": NAME},
         "spec": {"model": model, "slo": slo, **spec},
     }
-    try:
+    with report_input_errors():
         return validate(manifest)
-    except ManifestError as error:
-        fail(error.faults, 2)
 
 
 def _print_introduction(
@@ -146,7 +144,8 @@ async def _run(
     job: "LaunchPlan", console: "Console", prompt: str, *, once: bool, timeout_s: float
 ) -> bool:
     """Whether the chat request succeeded. All processes have ended when this returns."""
-    from cleave.cli.local.progress import print_line, show_startup
+    from cleave.cli.local.progress import show_startup
+    from cleave.cli.output.tables import print_line
     from cleave.local import state, up
     from cleave.local.progress import watch_pods
 

@@ -5,18 +5,12 @@ from typing import Annotated
 
 import typer
 
-from cleave.cli.completion import complete_running
+from cleave.cli.options import RunningName
 from cleave.cli.output.errors import report_local_errors
 
 
 def down(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name of the deployment. May be omitted when only one is running.",
-            autocompletion=complete_running,
-        ),
-    ] = None,
+    name: RunningName = None,
     timeout: Annotated[
         float,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cleave.cli.completion import complete_logged
+from cleave.cli.options import complete_logged
 from cleave.cli.output.errors import FAILED, fail
 
 _POLL_INTERVAL_S = 0.2

@@ -4,14 +4,19 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cleave.cli.completion import complete_running
+from cleave.cli.options import DocumentFormat, DocumentOutput, complete_running
 from cleave.cli.output.errors import report_local_errors
-from cleave.cli.output.tables import build_plain_table, print_full_width
+from cleave.cli.output.tables import (
+    build_plain_table,
+    print_full_width,
+    print_json,
+    print_line,
+    print_yaml,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,16 +26,9 @@ if TYPE_CHECKING:
     from cleave.local.status import InstanceRow
 
 WATCH_INTERVAL_S = 1.0
+_NOTHING_RUNS = "no deployments running on this machine"
 _REASON_WIDTH = 60
 _STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "draining": "yellow"}
-
-
-class StatusFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
 
 
 def status(
@@ -41,9 +39,7 @@ def status(
             autocompletion=complete_running,
         ),
     ] = None,
-    output: Annotated[
-        StatusFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = StatusFormat.TABLE,
+    output: DocumentOutput = DocumentFormat.TABLE,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
     ] = False,
@@ -65,7 +61,7 @@ def status(
             _print(asyncio.run(collect(name)), output)
             if name is None:
                 _report_orphaned()
-        elif output is StatusFormat.TABLE:
+        elif output is DocumentFormat.TABLE:
             _watch_table(name)
         else:
             while True:
@@ -106,15 +102,11 @@ async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
     ]
 
 
-def _print(deployments: Sequence[dict[str, Any]], output: StatusFormat) -> None:
-    if output is StatusFormat.JSON:
-        import json
-
-        typer.echo(json.dumps(deployments, indent=2))
-    elif output is StatusFormat.YAML:
-        import yaml
-
-        typer.echo(yaml.safe_dump(list(deployments), sort_keys=False), nl=False)
+def _print(deployments: list[dict[str, Any]], output: DocumentFormat) -> None:
+    if output is DocumentFormat.JSON:
+        print_json(deployments)
+    elif output is DocumentFormat.YAML:
+        print_yaml(deployments)
     else:
         from rich.console import Console
 
@@ -135,31 +127,22 @@ def _watch_table(name: str | None) -> None:
     with Live(auto_refresh=False, screen=False) as live:
         while True:
             deployments = asyncio.run(collect(name))
-            table = (
-                build_table(deployments)
-                if deployments
-                else "no deployments running on this machine"
-            )
-            live.update(table, refresh=True)
+            live.update(build_table(deployments) if deployments else _NOTHING_RUNS, refresh=True)
             time.sleep(WATCH_INTERVAL_S)
 
 
 def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
     """Print the table in its full width, then failures and plans."""
     if not deployments:
-        console.print("no deployments running on this machine")
+        console.print(_NOTHING_RUNS)
         return
     print_full_width(console, build_table(deployments))
     for deployment in deployments:
-        lines = [
-            f"{row['instance']}: last failure: {row['last_failure']}"
-            for row in deployment["instances"]
-            if row["last_failure"]
-        ]
+        for row in deployment["instances"]:
+            if row["last_failure"]:
+                print_line(console, f"{row['instance']}: last failure: {row['last_failure']}")
         if plan := deployment["plan"]:
-            lines.append(f"{deployment['deployment']}: {_describe_plan(plan)}")
-        for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
 
 
 def _describe_plan(plan: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment, report_local_errors
+from cleave.cli.options import File
+from cleave.cli.output.errors import load_deployment, report_input_errors, report_local_errors
 from cleave.cli.output.progress_bar import show_progress, show_simulation_progress
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from cleave.local.launch_plan import LaunchPlan
     from cleave.planner.placement import Placement
 
-File = Annotated[
-    Path, typer.Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
-]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
 SharedCores = Annotated[
     bool,
@@ -82,22 +80,20 @@ def decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | No
 
     Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
     """
-    from cleave.api.manifest import ManifestError, load_cluster
+    from cleave.api.manifest import load_cluster
     from cleave.local import planning
-    from cleave.planner.placement import PlanError
 
-    try:
+    is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
+    bar = show_simulation_progress if is_planned else show_progress
+    with report_input_errors(), report_local_errors():
         machines = load_cluster(cluster) if cluster else None
-        is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
-        bar = show_simulation_progress if is_planned else show_progress
-        with report_local_errors(), bar("planning") as tick:
+        with bar("planning") as tick:
             return planning.decide_placement(deployment, file.parent, machines, tick)
-    except (ManifestError, PlanError) as error:
-        fail(error.faults, BAD_INPUT)
 
 
 async def _start(job: "LaunchPlan", console: "Console", timeout_s: float, detach: bool) -> None:
-    from cleave.cli.local.progress import print_line, show_startup
+    from cleave.cli.local.progress import show_startup
+    from cleave.cli.output.tables import print_line
     from cleave.local import state
     from cleave.local import up as local
     from cleave.local.errors import DeploymentStartError

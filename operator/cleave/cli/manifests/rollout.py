@@ -1,14 +1,14 @@
 """`cleave rollout`: previews the steps of a rollout before a change is applied."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.local.up import File, decide_placement
-from cleave.cli.output.errors import BAD_INPUT, fail
+from cleave.cli.local.up import decide_placement
+from cleave.cli.options import File, TableFormat, TableOutput
+from cleave.cli.output.errors import BAD_INPUT, fail, report_input_errors
 from cleave.cli.planning.inputs import ClusterFile
 
 if TYPE_CHECKING:
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from cleave.planner.placement import Placement
 
 _STDIN = Path("-")
-
-
-class RolloutFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 def rollout(
@@ -41,9 +34,7 @@ def rollout(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the steps. Required.")
     ] = False,
-    output: Annotated[
-        RolloutFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = RolloutFormat.TABLE,
+    output: TableOutput = TableFormat.TABLE,
     cluster: ClusterFile = None,
     max_surge: Annotated[
         int | None, typer.Option(min=0, help="Overrides spec.rollout.maxSurge.")
@@ -70,7 +61,7 @@ def rollout(
     if not dry_run:
         why = "the operator performs the rollout itself after kubectl apply"
         fail([f"--dry-run: is required; {why}"], BAD_INPUT)
-    from cleave.cli.manifests.rollout_table import print_json, show
+    from cleave.cli.manifests import rollout_table
     from cleave.controller.rollout.preview import build_stages, build_states
     from cleave.manifests.pool import hash_revision
 
@@ -81,10 +72,8 @@ def rollout(
     steps = build_stages(
         build_states(running, _decide_placement(after, file, cluster), target), limits
     )
-    if output is RolloutFormat.JSON:
-        print_json(after.name, running.revision, target, limits, steps)
-    else:
-        show(after.name, running.revision, target, limits, steps)
+    show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
+    show(after.name, running.revision, target, limits, steps)
 
 
 def _get_current(
@@ -108,12 +97,10 @@ def _get_current(
 
 
 def _load_manifest(file: Path) -> "LLMDeployment":
-    from cleave.api.manifest import ManifestError, load
+    from cleave.api.manifest import load
 
-    try:
+    with report_input_errors():
         return load(sys.stdin.read() if file == _STDIN else file)
-    except ManifestError as error:
-        fail(error.faults, BAD_INPUT)
 
 
 def _decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":

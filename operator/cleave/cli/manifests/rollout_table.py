@@ -1,12 +1,9 @@
 """The steps of a rollout as a terminal table and as JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 
-import typer
-
 from cleave.api.role import Role
-from cleave.cli.output.tables import build_plain_table, print_full_width
+from cleave.cli.output.tables import build_plain_table, print_full_width, print_json
 from cleave.controller.rollout.planner import RolloutLimits
 from cleave.controller.rollout.preview import PreviewStage
 from cleave.planner.result.text import format_percent
@@ -47,7 +44,7 @@ def _has_role_changes(stages: Sequence[PreviewStage]) -> bool:
     return min(changes, default=0) < 0 < max(changes, default=0)
 
 
-def print_json(
+def show_json(
     name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[PreviewStage]
 ) -> None:
     """Print the steps as JSON; step 0 is the current state."""
@@ -72,7 +69,7 @@ def print_json(
             for number, stage in enumerate(stages)
         ],
     }
-    typer.echo(json.dumps(document, indent=2))
+    print_json(document)
 
 
 def _summarize(limits: RolloutLimits, stages: Sequence[PreviewStage]) -> str:

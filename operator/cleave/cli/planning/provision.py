@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cleave.cli.local.up import File
-from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.options import DocumentFormat, DocumentOutput, File
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_input_errors
 from cleave.cli.output.progress_bar import show_simulation_progress
+from cleave.cli.output.tables import (
+    build_plain_table,
+    print_full_width,
+    print_json,
+    print_yaml,
+)
 from cleave.cli.planning.inputs import Overrides, Rate, Seed, TraceFile, read_planning_input
 
 if TYPE_CHECKING:
@@ -26,14 +32,6 @@ _OPTION_NAMES = (
     ("max_machines", "--max-machines"),
 )
 """Names of fields in errors of the planner, and the options that set them."""
-
-
-class ProvisionFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
 
 
 class ProvisionObjective(StrEnum):
@@ -77,9 +75,7 @@ def provision(
     max_machines: Annotated[
         int, typer.Option(min=1, max=1024, help="Maximum number of machines of each kind.")
     ] = 128,
-    output: Annotated[
-        ProvisionFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = ProvisionFormat.TABLE,
+    output: DocumentOutput = DocumentFormat.TABLE,
     rate: Rate = None,
     trace: TraceFile = None,
     seed: Seed = 0,
@@ -101,14 +97,15 @@ def provision(
       cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml \\
         --goal throughput --max-power 224000 --token-cap 0.5
     """
-    from cleave.api.manifest import ManifestError
     from cleave.planner.provision.search import ProvisioningError, ProvisioningObjective
     from cleave.planner.provision.search import provision as search
 
     problem = read_planning_input(file, cluster, Overrides(rate, trace), seed).problem
     try:
+        with report_input_errors():
+            request = _build_request(problem, cluster, token_cap, reference)
         request = replace(
-            _build_request(problem, cluster, token_cap, reference),
+            request,
             objective=ProvisioningObjective[goal.name],
             rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
             max_cost_per_hour=max_cost,
@@ -119,20 +116,14 @@ def provision(
         with show_simulation_progress("provisioning") as tick:
             designs = search(request, tick)
     except ProvisioningError as error:
-        fail([_translate_to_options(str(error))], BAD_INPUT)
-    except ManifestError as error:
-        fail(error.faults, BAD_INPUT)
+        fault = str(error)
+        for name, option in _OPTION_NAMES:
+            fault = fault.replace(name, option)
+        fail([fault], BAD_INPUT)
     if not designs:
         line = f"no cluster of up to {max_machines} machines of each kind meets the slowdowns"
         fail([f"{line}; use a lower rate, a larger budget or a slower --reference"], FAILED)
     _print(designs, output)
-
-
-def _translate_to_options(fault: str) -> str:
-    """The fault with the names of options instead of those of the request's fields."""
-    for name, option in _OPTION_NAMES:
-        fault = fault.replace(name, option)
-    return fault
 
 
 def _build_request(
@@ -164,25 +155,16 @@ def _build_request(
     )
 
 
-def _print(designs: Sequence["ClusterDesign"], output: ProvisionFormat) -> None:
-    if output is ProvisionFormat.TABLE:
+def _print(designs: Sequence["ClusterDesign"], output: DocumentFormat) -> None:
+    if output is DocumentFormat.TABLE:
         _print_table(designs)
         return
-    documents = [asdict(design) for design in designs]
-    if output is ProvisionFormat.JSON:
-        import json
-
-        typer.echo(json.dumps(documents, indent=2))
-    else:
-        import yaml
-
-        typer.echo(yaml.safe_dump(documents, sort_keys=False), nl=False)
+    show = print_json if output is DocumentFormat.JSON else print_yaml
+    show([asdict(design) for design in designs])
 
 
 def _print_table(designs: Sequence["ClusterDesign"]) -> None:
     from rich.console import Console
-
-    from cleave.cli.output.tables import build_plain_table, print_full_width
 
     figures = ("PROMPT", "TOKEN", "REQ/S", "COST/H", "KW", "TTFT", "TPOT", "E2E")
     table = build_plain_table(("MACHINES",), figures)

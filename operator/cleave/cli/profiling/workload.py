@@ -2,14 +2,15 @@
 
 import re
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cleave.cli.options import DocumentFormat, DocumentOutput
 from cleave.cli.output.errors import BAD_INPUT, fail
+from cleave.cli.output.tables import print_json, print_yaml
 
 if TYPE_CHECKING:
     from cleave.api.workload import Workload
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 _SAMPLE_REQUESTS = 20_000
 """Number of requests generated from distributions to describe them."""
-
-
-class WorkloadFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +70,7 @@ def workload(
             "--fit", help="Print distributions even where replaying the trace is more accurate."
         ),
     ] = False,
-    output: Annotated[
-        WorkloadFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = WorkloadFormat.TABLE,
+    output: DocumentOutput = DocumentFormat.TABLE,
     sample: Annotated[
         int | None,
         typer.Option(min=1, max=5_000_000, help="Generate this many requests into --output-file."),
@@ -206,7 +197,7 @@ def _write_sample(traffic: DescribedTraffic, num: int, seed: int, file: Path) ->
     typer.echo(f"{file}: {num} requests similar to {traffic.title}, {trace.rate:.4g} per second")
 
 
-def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: WorkloadFormat) -> None:
+def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: DocumentFormat) -> None:
     from cleave.traffic.characterization import characterize
 
     diagnosis = characterize(traffic.trace)
@@ -214,16 +205,12 @@ def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: WorkloadForm
         *traffic.notes,
         *(diagnosis.warnings if traffic.recording else _describe_generated(diagnosis)),
     ]
-    if output is WorkloadFormat.JSON:
-        import json
-
+    if output is DocumentFormat.JSON:
         described = {**asdict(diagnosis), "notes": list(traffic.notes)}
-        typer.echo(json.dumps({"workload": spec, "diagnosis": described}, indent=2))
-    elif output is WorkloadFormat.YAML:
-        import yaml
-
+        print_json({"workload": spec, "diagnosis": described})
+    elif output is DocumentFormat.YAML:
         typer.echo("".join(f"# {line}\n" for line in remarks), nl=False)
-        typer.echo(yaml.safe_dump({"workload": spec}, sort_keys=False), nl=False)
+        print_yaml({"workload": spec})
     else:
         from cleave.cli.profiling.workload_table import show
 
