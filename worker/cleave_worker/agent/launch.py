@@ -79,9 +79,8 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "vllm":
-        arguments += _build_vllm_arguments(config, boot, base_env) + _build_scheduler_arguments(
-            config, boot
-        )
+        arguments += _build_vllm_arguments(config, boot, base_env)
+        arguments += _build_scheduler_arguments(config, boot)
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",

@@ -28,6 +28,8 @@ _MAX_WATCHERS = 512
 _MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
 
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[DrainResult]]
 """Drains within some seconds (None: the agent's own time-out)."""
@@ -159,8 +161,8 @@ class AgentServer:
             self._server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._address}") from error
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._health.set(READY_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set("", _SERVING)
+        await self._health.set(READY_SERVICE, _NOT_SERVING)
         await self._server.start()
         self._health_task = asyncio.create_task(self._publish_health())
 
@@ -174,11 +176,7 @@ class AgentServer:
         while True:
             version = self._instance.version
             ready = self._instance.state == agent_pb2.STATE_READY
-            await self._health.set(
-                READY_SERVICE,
-                health_pb2.HealthCheckResponse.SERVING
-                if ready
-                else health_pb2.HealthCheckResponse.NOT_SERVING,
-            )
+            status = _SERVING if ready else _NOT_SERVING
+            await self._health.set(READY_SERVICE, status)
             if version == self._instance.version:
                 await self._instance.wait_for_change()
