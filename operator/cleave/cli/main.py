@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from cleave import distribution
@@ -51,9 +52,8 @@ class CommandGroup(TyperGroup):
             providers = distribution.find_extras_with(error.name or "")
             own = _EXTRAS.get(str(ctx.invoked_subcommand), ("planner",))
             # Name all missing extras at once, so that users need only one installation.
-            missing = distribution.find_missing_extras(
-                own if {*own} & {*providers} else providers[:1]
-            )
+            needed = own if {*own} & {*providers} else providers[:1]
+            missing = distribution.find_missing_extras(needed)
             if not missing:
                 raise
             self._fail(ctx, distribution.MissingExtraError(missing))
@@ -95,13 +95,13 @@ def _print_version(requested: bool) -> None:
 def cleave(
     verbose: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verbose", "-v", help="Log at debug level, and show tracebacks of internal errors."
         ),
     ] = False,
     _version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,

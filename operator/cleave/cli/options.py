@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 
 class TableFormat(StrEnum):
@@ -39,13 +39,13 @@ def complete_logged(incomplete: str) -> list[str]:
 
 RunningName = Annotated[
     str | None,
-    typer.Argument(
+    Argument(
         help="Name of the deployment. May be omitted when only one is running.",
         autocompletion=complete_running,
     ),
 ]
 File = Annotated[
-    Path, typer.Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
+    Path, Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
 ]
-TableOutput = Annotated[TableFormat, typer.Option("--output", "-o", help="Output format.")]
-DocumentOutput = Annotated[DocumentFormat, typer.Option("--output", "-o", help="Output format.")]
+TableOutput = Annotated[TableFormat, Option("--output", "-o", help="Output format.")]
+DocumentOutput = Annotated[DocumentFormat, Option("--output", "-o", help="Output format.")]

@@ -128,6 +128,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
     fields = vars(options)
     times = {name: fields.pop(name) for name in ("start_timeout", "peer_wait")}
     fields["name"], fields["role"] = name, ROLES[options.role]
+    fields["scheduling"] = options.scheduling or {}
     fields["served_model_name"] = options.served_model_name or options.model
     return AgentConfig(**fields, engine_args=engine_args, timing=AgentTiming(**times))
 
@@ -170,7 +171,6 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     add(
         "--scheduling",
         type=_parse_scheduling,
-        default={},
         metavar="JSON",
         help="scheduling of the engine, by role",
     )

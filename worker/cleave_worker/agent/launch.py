@@ -136,8 +136,7 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
 def find_free_port(host: str) -> int:
     """Return a TCP port of `host` that is free now.
 
-    If another process takes it before the engine does, the engine ends and the next boot gets
-    others.
+    If another process takes it first, the engine ends and the next boot gets others.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as sock:

@@ -53,16 +53,12 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
         """Stream a registration first and after each change, and load reports in between."""
         if len(request.router) > _MAX_ROUTER_NAME_CHARACTERS:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"router is a name of {len(request.router)} characters,"
-                f" above {_MAX_ROUTER_NAME_CHARACTERS}",
-            )
+            length = f"{len(request.router)} characters, above {_MAX_ROUTER_NAME_CHARACTERS}"
+            fault = f"router is a name of {length}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         if self._routers.total() >= _MAX_WATCHERS:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{_MAX_WATCHERS} watchers are connected already",
-            )
+            fault = f"{_MAX_WATCHERS} watchers are connected already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, fault)
         shortest_ms, longest_ms = _INTERVALS_MS
         requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
         version = None
@@ -75,9 +71,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 load = self._build_report(request.router)
                 yield agent_pb2.WatchEvent(load=load)
                 if version == self._instance.version:
-                    await self._instance.wait_for_change(
-                        choose_report_interval_ms(requested_ms, load.num_routers) / 1000
-                    )
+                    interval_ms = choose_report_interval_ms(requested_ms, load.num_routers)
+                    await self._instance.wait_for_change(interval_ms / 1000)
         finally:
             self._routers[request.router] -= 1
             # Removes names with a count of zero.
@@ -97,9 +92,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         """Change the role once its KV path is verified; every watcher receives it at once."""
         if request.role not in ROLES.values():
             roles = ", ".join(f"{name} ({role})" for name, role in ROLES.items())
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"role {request.role} must be one of {roles}"
-            )
+            fault = f"role {request.role} must be one of {roles}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         try:
             self._instance.check_role_change(request.epoch, request.boot_id)
             await self._verify_role(request.role)
@@ -150,9 +144,8 @@ class AgentServer:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
-        agent_pb2_grpc.add_AgentServicer_to_server(
-            AgentService(instance, drain, verify_role), self._server
-        )
+        service = AgentService(instance, drain, verify_role)
+        agent_pb2_grpc.add_AgentServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self) -> None:

@@ -51,8 +51,7 @@ def become_subreaper() -> None:
 def kill_descendants(seconds: float) -> bool:
     """Kill and reap every descendant of this process; return False when some remain in time.
 
-    For a subreaper: children of a killed process become its own, so killing level by level reaches
-    all.
+    A subreaper inherits the children of a killed process, so killing level by level reaches all.
     """
     deadline = time.monotonic() + seconds
     while _reap()[1]:

@@ -128,9 +128,8 @@ class EngineSupervisor:
     async def _supervise(self, url: str) -> None:
         await self._wait_until_healthy(url)
         await self._wait_for_engine_info(url)
-        await _run_until_first_ends(
-            keep_verified(self._config, self._instance), self._watch_health(url)
-        )
+        verification = keep_verified(self._config, self._instance)
+        await _run_until_first_ends(verification, self._watch_health(url))
 
     async def _wait_until_healthy(self, url: str) -> None:
         timing = self._config.timing

@@ -183,7 +183,7 @@ class KvSideChannel:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if task := asyncio.current_task():
-            self._track(task)
+            self._retain(task)
         try:
             while True:
                 async with asyncio.timeout(_IDLE_TIMEOUT_S):
@@ -268,10 +268,10 @@ class KvSideChannel:
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        self._track(task)
+        self._retain(task)
         return task
 
-    def _track(self, task: asyncio.Task[None]) -> None:
+    def _retain(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from cleave.cli.local.up import Port, SharedCores, Timeout
 from cleave.cli.output.errors import FAILED, fail, report_input_errors, report_local_errors
@@ -40,19 +41,15 @@ class EngineName(StrEnum):
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Hugging Face id or folder. Default: a tiny random model, built locally."
-        ),
+        Option(help="Hugging Face id or folder. Default: a tiny random model, built locally."),
     ] = None,
     engine: Annotated[
         EngineName,
-        typer.Option(help="vLLM, or an emulator of its API and timings without a model."),
+        Option(help="vLLM, or an emulator of its API and timings without a model."),
     ] = EngineName.VLLM,
     port: Port = 8080,
-    prompt: Annotated[str, typer.Option(help="Prompt of the chat request.")] = PROMPT,
-    once: Annotated[
-        bool, typer.Option("--once", help="Stop everything after the response.")
-    ] = False,
+    prompt: Annotated[str, Option(help="Prompt of the chat request.")] = PROMPT,
+    once: Annotated[bool, Option("--once", help="Stop everything after the response.")] = False,
     timeout: Timeout = 900,
     allow_shared_cores: SharedCores = False,
 ) -> None:
@@ -79,12 +76,9 @@ def demo(
         planning.require_engine(EngineType.EMULATED if emulated else EngineType.VLLM)
         machine = node.inspect_node()
         deployment = build_emulated_deployment(model) if emulated else build_vllm_deployment(model)
+        placement = choose_placement(deployment)
         job = planning.build_launch_plan(
-            deployment,
-            choose_placement(deployment),
-            machine,
-            port,
-            allow_shared_cores=allow_shared_cores,
+            deployment, placement, machine, port, allow_shared_cores=allow_shared_cores
         )
         console = Console(highlight=False)
         _print_introduction(console, job, emulated=emulated, tiny=model is None)
@@ -162,9 +156,8 @@ async def _run(
             chat_task.result()
             if not once:
                 console.print("\nPress Ctrl-C to stop.")
-                await watch_pods(
-                    state.get_folder(job.deployment), lambda line: print_line(console, line)
-                )
+                folder = state.get_folder(job.deployment)
+                await watch_pods(folder, lambda line: print_line(console, line))
         finally:
             end.cancel()
             console.print("[dim]stopping[/]")

@@ -4,6 +4,7 @@ import asyncio
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from cleave.cli.options import RunningName
 from cleave.cli.output.errors import report_local_errors
@@ -13,7 +14,7 @@ def down(
     name: RunningName = None,
     timeout: Annotated[
         float,
-        typer.Option(
+        Option(
             min=0, help="Seconds to let running requests finish before all processes are killed."
         ),
     ] = 45,

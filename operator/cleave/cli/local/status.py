@@ -7,16 +7,11 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from cleave.cli.options import DocumentFormat, DocumentOutput, complete_running
+from cleave.cli.output import tables
 from cleave.cli.output.errors import report_local_errors
-from cleave.cli.output.tables import (
-    build_plain_table,
-    print_full_width,
-    print_json,
-    print_line,
-    print_yaml,
-)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,14 +29,14 @@ _STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "drainin
 def status(
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Name of the deployment. Default: all deployments.",
             autocompletion=complete_running,
         ),
     ] = None,
     output: DocumentOutput = DocumentFormat.TABLE,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
+        bool, Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
     ] = False,
 ) -> None:
     """Show the instances of deployments on this machine, their load and the gateway.
@@ -104,9 +99,9 @@ async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
 
 def _print(deployments: list[dict[str, Any]], output: DocumentFormat) -> None:
     if output is DocumentFormat.JSON:
-        print_json(deployments)
+        tables.print_json(deployments)
     elif output is DocumentFormat.YAML:
-        print_yaml(deployments)
+        tables.print_yaml(deployments)
     else:
         from rich.console import Console
 
@@ -136,13 +131,15 @@ def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
     if not deployments:
         console.print(_NOTHING_RUNS)
         return
-    print_full_width(console, build_table(deployments))
+    tables.print_full_width(console, build_table(deployments))
     for deployment in deployments:
         for row in deployment["instances"]:
             if row["last_failure"]:
-                print_line(console, f"{row['instance']}: last failure: {row['last_failure']}")
+                tables.print_line(
+                    console, f"{row['instance']}: last failure: {row['last_failure']}"
+                )
         if plan := deployment["plan"]:
-            print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
+            tables.print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
 
 
 def _describe_plan(plan: dict[str, Any]) -> str:
@@ -158,7 +155,7 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
     from rich.text import Text
 
-    table = build_plain_table(
+    table = tables.build_plain_table(
         ("INSTANCE", "ROLE", "STATE", "ENGINE"), ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID")
     )
     table.add_column("URL", no_wrap=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from cleave.cli.options import File
 from cleave.cli.output.errors import load_deployment, report_input_errors, report_local_errors
@@ -17,30 +18,28 @@ if TYPE_CHECKING:
     from cleave.local.launch_plan import LaunchPlan
     from cleave.planner.placement import Placement
 
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
+Port = Annotated[int, Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
 SharedCores = Annotated[
     bool,
-    typer.Option(
-        "--allow-shared-cores", help="Let engines share CPU cores when there are too few."
-    ),
+    Option("--allow-shared-cores", help="Let engines share CPU cores when there are too few."),
 ]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait until all pods are ready.")]
+Timeout = Annotated[float, Option(min=1, help="Seconds to wait until all pods are ready.")]
 
 
 def up(
     file: File,
     port: Port = 8080,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Run in the background and return when ready.")
+        bool, Option("--detach", "-d", help="Run in the background and return when ready.")
     ] = False,
     timeout: Timeout = 900,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the pods as YAML without starting them.")
+        bool, Option("--dry-run", help="Print the pods as YAML without starting them.")
     ] = False,
     allow_shared_cores: SharedCores = False,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="YAML file that describes the machines to plan for.", show_default=False),
+        Option(help="YAML file that describes the machines to plan for.", show_default=False),
     ] = None,
 ) -> None:
     """Start a deployment on this machine, without a Kubernetes cluster.

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from cleave.cli.local.up import decide_placement
 from cleave.cli.options import File, TableFormat, TableOutput
@@ -24,23 +24,19 @@ def rollout(
     file: File,
     before: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--from",
             help="Current manifest (its status, else its placement); - reads standard input. "
             "Default: the status in FILE.",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the steps. Required.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show the steps. Required.")] = False,
     output: TableOutput = TableFormat.TABLE,
     cluster: ClusterFile = None,
-    max_surge: Annotated[
-        int | None, typer.Option(min=0, help="Overrides spec.rollout.maxSurge.")
-    ] = None,
+    max_surge: Annotated[int | None, Option(min=0, help="Overrides spec.rollout.maxSurge.")] = None,
     max_unavailable: Annotated[
-        int | None, typer.Option(min=0, help="Overrides spec.rollout.maxUnavailable.")
+        int | None, Option(min=0, help="Overrides spec.rollout.maxUnavailable.")
     ] = None,
 ) -> None:
     """Preview the steps in which the operator rolls out a change to a cluster.
@@ -69,9 +65,8 @@ def rollout(
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
     target = hash_revision(after)
-    steps = build_stages(
-        build_states(running, _decide_placement(after, file, cluster), target), limits
-    )
+    planned = _decide_placement(after, file, cluster)
+    steps = build_stages(build_states(running, planned, target), limits)
     show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
     show(after.name, running.revision, target, limits, steps)
 
@@ -91,9 +86,8 @@ def _get_current(
     if before is None:
         how = f"give the current manifest, or run kubectl get llmd {after.name} -o yaml > now.yaml"
         fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
-    return preview.from_placement(
-        _decide_placement(current, before, cluster), hash_revision(current)
-    )
+    placement = _decide_placement(current, before, cluster)
+    return preview.from_placement(placement, hash_revision(current))
 
 
 def _load_manifest(file: Path) -> "LLMDeployment":

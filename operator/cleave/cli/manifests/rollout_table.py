@@ -38,9 +38,8 @@ def show(
 
 def _has_role_changes(stages: Sequence[PreviewStage]) -> bool:
     """Whether one role loses instances and another role gains some."""
-    changes = [
-        stages[-1].roles[role].new - each.new - each.old for role, each in stages[0].roles.items()
-    ]
+    first, last = stages[0].roles, stages[-1].roles
+    changes = [last[role].new - each.new - each.old for role, each in first.items()]
     return min(changes, default=0) < 0 < max(changes, default=0)
 
 

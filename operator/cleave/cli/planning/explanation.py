@@ -67,9 +67,7 @@ def _describe_problem(problem: Problem) -> Iterator[Fact]:
     if summary.arrivals:
         burstiness = format_number(summary.arrivals.burstiness)
         yield "arrivals", f"variation of interarrival times {burstiness} (Poisson: 1)"
-    machines = (
-        f"{supply.num_nodes} x {supply.gpus_per_node} {supply.gpu}" for supply in problem.supplies
-    )
+    machines = (f"{each.num_nodes} x {each.gpus_per_node} {each.gpu}" for each in problem.supplies)
     yield "machines", f"{', '.join(machines)}; at most {problem.max_gpus} GPUs in use"
     link = problem.supplies[0].network_link
     speed = f"about {format_number(link.effective_gb_per_s * 8)} Gbit/s per GPU in use"

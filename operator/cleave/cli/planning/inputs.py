@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from cleave import distribution
 from cleave.cli.output.errors import report_input_errors
@@ -19,25 +19,19 @@ if TYPE_CHECKING:
 
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help="YAML file of the machines: nodes, network, custom GPUs, measured profiles.",
         show_default=False,
     ),
 ]
-Rate = Annotated[
-    float | None, typer.Option(help="Requests per second. Overrides spec.workload.rate.")
-]
+Rate = Annotated[float | None, Option(help="Requests per second. Overrides spec.workload.rate.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."),
+    Option(help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."),
 ]
-TtftTarget = Annotated[
-    float | None, typer.Option(help="TTFT target in ms. Overrides spec.slo.ttftMs.")
-]
-TpotTarget = Annotated[
-    float | None, typer.Option(help="TPOT target in ms. Overrides spec.slo.tpotMs.")
-]
-Seed = Annotated[int, typer.Option(min=0, help="Random seed of the generated requests.")]
+TtftTarget = Annotated[float | None, Option(help="TTFT target in ms. Overrides spec.slo.ttftMs.")]
+TpotTarget = Annotated[float | None, Option(help="TPOT target in ms. Overrides spec.slo.tpotMs.")]
+Seed = Annotated[int, Option(min=0, help="Random seed of the generated requests.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from cleave.cli.options import File
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_input_errors
@@ -30,18 +31,18 @@ def plan(
     file: File,
     cluster: inputs.ClusterFile = None,
     output: Annotated[
-        PlanFormat, typer.Option("--output", "-o", help="Output format.")
+        PlanFormat, Option("--output", "-o", help="Output format.")
     ] = PlanFormat.TABLE,
-    top: Annotated[int, typer.Option(min=1, max=100, help="Number of plans to show.")] = 5,
+    top: Annotated[int, Option(min=1, max=100, help="Number of plans to show.")] = 5,
     explain: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--explain",
             help="Explain how the plan was found and what its predictions are based on.",
         ),
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Write a report with charts to this HTML file.")
+        Path | None, Option(help="Write a report with charts to this HTML file.")
     ] = None,
     rate: inputs.Rate = None,
     trace: inputs.TraceFile = None,

@@ -6,17 +6,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from cleave.cli.options import DocumentFormat, DocumentOutput, File
+from cleave.cli.output import tables
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_input_errors
 from cleave.cli.output.progress_bar import show_simulation_progress
-from cleave.cli.output.tables import (
-    build_plain_table,
-    print_full_width,
-    print_json,
-    print_yaml,
-)
 from cleave.cli.planning.inputs import Overrides, Rate, Seed, TraceFile, read_planning_input
 
 if TYPE_CHECKING:
@@ -46,23 +41,19 @@ def provision(
     file: File,
     cluster: Annotated[
         Path,
-        typer.Option(
-            help="YAML file with one node of each kind to choose from.", show_default=False
-        ),
+        Option(help="YAML file with one node of each kind to choose from.", show_default=False),
     ],
     goal: Annotated[
         ProvisionObjective,
-        typer.Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
+        Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
     ] = ProvisionObjective.COST,
     max_cost: Annotated[
-        float | None, typer.Option(help="Budget per hour, in the currency of the prices.")
+        float | None, Option(help="Budget per hour, in the currency of the prices.")
     ] = None,
-    max_power: Annotated[
-        float | None, typer.Option(help="Budget of provisioned power in watts.")
-    ] = None,
+    max_power: Annotated[float | None, Option(help="Budget of provisioned power in watts.")] = None,
     token_cap: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.5,
             max=1,
             help="Also consider decode machines capped to this share of their power.",
@@ -70,10 +61,10 @@ def provision(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="GPU whose node has slowdown 1. Default: the slowest of the cluster."),
+        Option(help="GPU whose node has slowdown 1. Default: the slowest of the cluster."),
     ] = None,
     max_machines: Annotated[
-        int, typer.Option(min=1, max=1024, help="Maximum number of machines of each kind.")
+        int, Option(min=1, max=1024, help="Maximum number of machines of each kind.")
     ] = 128,
     output: DocumentOutput = DocumentFormat.TABLE,
     rate: Rate = None,
@@ -141,25 +132,23 @@ def _build_request(
     nodes = machines.list_nodes(problem)
     tokens = nodes
     if token_cap is not None:
-        capped = machines.apply_power_cap(
-            problem, nodes, load_cluster(cluster), cluster.parent, token_cap
-        )
+        kinds = load_cluster(cluster)
+        capped = machines.apply_power_cap(problem, nodes, kinds, cluster.parent, token_cap)
         tokens = (*nodes, *capped)
     by_name = {node.machine.name: node.machine for node in nodes}
     if reference is not None and reference not in by_name:
         raise ProvisioningError(f"--reference {reference}: must be one of {', '.join(by_name)}")
     chosen = by_name[reference] if reference else machines.find_slowest(nodes, problem.demand)
     pairs = machines.build_pairs(problem.shape, nodes, tokens)
-    return ProvisioningRequest(
-        problem.demand, pairs, chosen.estimate.timing, ProvisioningObjective.COST
-    )
+    timing = chosen.estimate.timing
+    return ProvisioningRequest(problem.demand, pairs, timing, ProvisioningObjective.COST)
 
 
 def _print(designs: Sequence["ClusterDesign"], output: DocumentFormat) -> None:
     if output is DocumentFormat.TABLE:
         _print_table(designs)
         return
-    show = print_json if output is DocumentFormat.JSON else print_yaml
+    show = tables.print_json if output is DocumentFormat.JSON else tables.print_yaml
     show([asdict(design) for design in designs])
 
 
@@ -167,7 +156,7 @@ def _print_table(designs: Sequence["ClusterDesign"]) -> None:
     from rich.console import Console
 
     figures = ("PROMPT", "TOKEN", "REQ/S", "COST/H", "KW", "TTFT", "TPOT", "E2E")
-    table = build_plain_table(("MACHINES",), figures)
+    table = tables.build_plain_table(("MACHINES",), figures)
     for design in designs:
         slow = design.slowdowns
         table.add_row(
@@ -180,7 +169,7 @@ def _print_table(designs: Sequence["ClusterDesign"]) -> None:
             *map(_format_percentiles, (slow.ttft, slow.tpot, slow.e2e)),
         )
     console = Console(highlight=False)
-    print_full_width(console, table)
+    tables.print_full_width(console, table)
     console.print("TTFT, TPOT, E2E: slowdown at P50/P90/P99", style="dim")
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from cleave.cli.options import File
 from cleave.cli.output.errors import BAD_INPUT, fail, report_input_errors
@@ -34,13 +34,13 @@ def simulate(
     cluster: inputs.ClusterFile = None,
     output: Annotated[
         SimulateFormat,
-        typer.Option("--output", "-o", help="Output format; csv prints one line per request."),
+        Option("--output", "-o", help="Output format; csv prints one line per request."),
     ] = SimulateFormat.TABLE,
     requests: Annotated[
-        int, typer.Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
+        int, Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
     ] = 10_000,
     rates: Annotated[
-        str | None, typer.Option(help="Comma-separated rates (req/s); prints one line per rate.")
+        str | None, Option(help="Comma-separated rates (req/s); prints one line per rate.")
     ] = None,
     rate: inputs.Rate = None,
     trace: inputs.TraceFile = None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from cleave import distribution
 from cleave.cli.options import TableFormat, TableOutput
@@ -26,36 +27,36 @@ _LOCAL_URL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
 
 
 def profile(
-    url: Annotated[str, typer.Argument(help="URL of the engine, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, Argument(help="URL of the engine, such as http://127.0.0.1:8000.")],
     model: Annotated[
-        str | None, typer.Option(help="Served model name. Required if the engine serves several.")
+        str | None, Option(help="Served model name. Required if the engine serves several.")
     ] = None,
     file: Annotated[
-        Path, typer.Option("--output-file", "-O", help="Profile to write, YAML or .json.")
+        Path, Option("--output-file", "-O", help="Profile to write, YAML or .json.")
     ] = Path("profile.yaml"),
     device: Annotated[
-        str | None, typer.Option(help="Device of the engine. Default: this machine's GPU or CPU.")
+        str | None, Option(help="Device of the engine. Default: this machine's GPU or CPU.")
     ] = None,
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, max=64, help="Tensor parallel size of the engine.")
+        int, Option(min=1, max=64, help="Tensor parallel size of the engine.")
     ] = 1,
     pipeline_parallel_size: Annotated[
-        int, typer.Option(min=1, max=64, help="Pipeline parallel size of the engine.")
+        int, Option(min=1, max=64, help="Pipeline parallel size of the engine.")
     ] = 1,
     longest_prompt: Annotated[
-        int | None, typer.Option(min=32, help="Maximum prompt length to measure, in tokens.")
+        int | None, Option(min=32, help="Maximum prompt length to measure, in tokens.")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Number of measurements of each point.")
+        int | None, Option(min=1, max=100, help="Number of measurements of each point.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure few points, for a first estimate only.")
+        bool, Option("--quick", help="Measure few points, for a first estimate only.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the profile even if measurements scatter.")
+        bool, Option("--force", help="Write the profile even if measurements scatter.")
     ] = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
+        str | None, Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
     ] = None,
     output: TableOutput = TableFormat.TABLE,
 ) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from cleave.cli.options import RunningName, TableFormat
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_local_errors
@@ -32,21 +33,21 @@ def top(
     name: RunningName = None,
     gateway: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="URL of the internal port of a gateway elsewhere, such as http://127.0.0.1:8081.",
             show_default=False,
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60, help="Seconds between two refreshes.")
+        float, Option(min=0.2, max=60, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Poll twice, one interval apart, print the result and exit."),
+        Option("--once", help="Poll twice, one interval apart, print the result and exit."),
     ] = False,
     output: Annotated[
         TableFormat,
-        typer.Option("--output", "-o", help="Output format; json prints one object per line."),
+        Option("--output", "-o", help="Output format; json prints one object per line."),
     ] = TableFormat.TABLE,
 ) -> None:
     """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
@@ -172,9 +173,8 @@ class _GatewayPoller:
     async def _get(self, path: str) -> bytes:
         from cleave.rpc import http_client
 
-        return await http_client.get(
-            self._url + path, seconds=_REQUEST_TIMEOUT_S, limit=_MAX_PAGE_BYTES
-        )
+        url = self._url + path
+        return await http_client.get(url, seconds=_REQUEST_TIMEOUT_S, limit=_MAX_PAGE_BYTES)
 
 
 @contextmanager

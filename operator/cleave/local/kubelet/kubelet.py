@@ -16,13 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from cleave.local import files
-from cleave.local.kubelet import environment, logs
-from cleave.local.kubelet.network import (
-    HOST_IP,
-    AddressShortageError,
-    LoopbackNetwork,
-    find_busy_ports,
-)
+from cleave.local.kubelet import environment, logs, network
+from cleave.local.kubelet.network import HOST_IP, AddressShortageError
 from cleave.local.kubelet.node import GpuDevice, LocalNode
 from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse_pod
 from cleave.local.kubelet.pod_status import PodState, build_status
@@ -82,7 +77,7 @@ class Kubelet:
 
     async def __aenter__(self) -> Self:
         files.create_private_folder(self._state / "logs")
-        self._network = LoopbackNetwork(self._state.name)
+        self._network = network.LoopbackNetwork(self._state.name)
         self._write_agents_file()
         self._housekeeping_task = asyncio.create_task(self._run_housekeeping())
         return self
@@ -110,11 +105,9 @@ class Kubelet:
             raise
         self._manifests[spec.name] = pod
         self._assigned_cores[spec.name], self._assigned_gpus[spec.name] = own_cores, own_gpus
-        pod_state = PodState(pod_ip=address, admitted_at=time.time())
-        pod_cores = own_cores or self._get_shared_cores()
-        self._pod_workers[spec.name] = PodWorker(
-            spec, pod_state, command, pod_cores, self._on_change
-        )
+        state = PodState(pod_ip=address, admitted_at=time.time())
+        cores = own_cores or self._get_shared_cores()
+        self._pod_workers[spec.name] = PodWorker(spec, state, command, cores, self._on_change)
         self._sync_pods()
 
     async def stop_pod(self, name: str, grace_s: float | None = None) -> None:
@@ -147,7 +140,7 @@ class Kubelet:
 
     def _allocate_address(self, spec: PodSpec) -> str:
         if spec.host_network:
-            if busy := find_busy_ports(HOST_IP, spec.ports):
+            if busy := network.find_busy_ports(HOST_IP, spec.ports):
                 raise PodError(f"pod {spec.name}: port {busy[0]} of {HOST_IP} is in use")
             return HOST_IP
         try:
@@ -156,10 +149,8 @@ class Kubelet:
             raise PodError(f"pod {spec.name}: {error}") from error
 
     def _allocate_resources(self, spec: PodSpec) -> tuple[frozenset[int], frozenset[GpuDevice]]:
-        free_gpus = sorted(
-            set(self._node.gpus).difference(*self._assigned_gpus.values()),
-            key=lambda gpu: gpu.index,
-        )
+        unassigned = set(self._node.gpus).difference(*self._assigned_gpus.values())
+        free_gpus = sorted(unassigned, key=lambda gpu: gpu.index)
         if spec.gpus > len(free_gpus):
             raise PodError(f"pod {spec.name}: {spec.gpus} GPU(s) needed, {len(free_gpus)} free")
         return self._allocate_cores(spec), frozenset(free_gpus[: spec.gpus])

@@ -116,11 +116,9 @@ class PodWorker:
 
     async def _run_once(self) -> ContainerTermination:
         started_at = time.time()
-        command = self._command
+        argv, env, log = self._command.argv, self._command.env, self._command.log
         try:
-            self._process = process.start_process(
-                command.argv, command.env, self.cores, command.log
-            )
+            self._process = process.start_process(argv, env, self.cores, log)
         except OSError as error:
             # Too many processes or files, perhaps briefly. Container runtimes report code 128.
             return ContainerTermination(128, started_at, time.time(), f"StartError: {error}")
