@@ -11,7 +11,8 @@ from pathlib import Path
 
 import aiohttp
 
-from cleave.local.kubelet import cpu_manager, pod_spec
+from cleave.local.kubelet import pod_spec
+from cleave.local.kubelet.kubelet import CoreShortageError, allocate_cores
 
 from e2e.cluster.client import ApiError, Client, Manifest
 from e2e.cluster.nodes import Shape, manifest
@@ -37,8 +38,8 @@ class Cores:
     def take(self, uid: str, count: int) -> frozenset[int]:
         """Cores for a pod; none means any."""
         free = self._all.difference(*self._allocated.values())
-        with contextlib.suppress(cpu_manager.CoreShortageError):
-            self._allocated[uid] = cpu_manager.allocate_cores(free, count)
+        with contextlib.suppress(CoreShortageError):
+            self._allocated[uid] = allocate_cores(free, count)
         return self._allocated.get(uid, frozenset())
 
     def give_back(self, uid: str) -> None:

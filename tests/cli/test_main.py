@@ -279,7 +279,7 @@ def test_some_programs_read_their_own_options(cli: CliRunner, name: str, option:
 
 
 def test_names_are_completed(state_root: Path) -> None:
-    from cleave.cli.completion import complete_logged, complete_running
+    from cleave.cli.options import complete_logged, complete_running
 
     with state.get_folder("chat").lock():
         assert complete_running("c") == ["chat"]

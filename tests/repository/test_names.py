@@ -80,10 +80,10 @@ recompute reconcile record redact reduce refer refine refit refresh refuse regis
 release relist reload remove render replace replicate report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
 retire retry return review revise rewrite rotate round route run sample sanitize save scale
-schedule score scrape search select send separate serve serves set settle share shorten should
+schedule score scrape select send separate serve serves set settle share shorten should
 show shrink shutdown signal simulate skip sleep slice solve sort spawn split start step stop store
 stream strip submit subtract suggest sum summarize supervise supports swap switch sync synchronize
-tabulate tail take takes terminate test tick time touch train transfer translate trim truncate try
+tabulate tail take takes terminate test tick time touch train transfer trim truncate try
 unpack unwrap update upsert use validate verify view wait wake walk warm was watch work write
 yield
 """

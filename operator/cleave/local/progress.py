@@ -104,16 +104,14 @@ def check_finished(
         return StartupResult(StartupOutcome.STOPPED)
     for pod in snapshot.pods:
         if pod.last_exit_code == PERMANENT_FAILURE_EXIT_CODE or pod.restarts >= _MAX_RESTARTS:
-            return _build_pod_failure(
-                folder, pod.name, f"ended with exit code {pod.last_exit_code}"
-            )
+            what = f"ended with exit code {pod.last_exit_code}"
+            return _build_pod_failure(folder, pod.name, what)
     for each in steps:
         # A worker outlives its engine and restarts it, even if the engine rejects its arguments.
         if each.restarts >= _MAX_RESTARTS:
             why = f": {each.last_failure}" if each.last_failure else ""
-            return _build_pod_failure(
-                folder, each.pod, f"has lost its engine {each.restarts} times{why}"
-            )
+            what = f"has lost its engine {each.restarts} times{why}"
+            return _build_pod_failure(folder, each.pod, what)
     if snapshot.pods and all(pod.ready for pod in snapshot.pods):
         return StartupResult(StartupOutcome.READY)
     return None
@@ -253,6 +251,5 @@ def _build_supervisor_failure(folder: StateFolder) -> StartupResult:
 
 
 def _build_pod_failure(folder: StateFolder, pod: str, what: str) -> StartupResult:
-    return StartupResult(
-        StartupOutcome.FAILED, f"{pod} {what}", logs.tail(folder.get_log_path(pod), _LOG_LINES)
-    )
+    log = logs.tail(folder.get_log_path(pod), _LOG_LINES)
+    return StartupResult(StartupOutcome.FAILED, f"{pod} {what}", log)

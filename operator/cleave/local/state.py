@@ -87,9 +87,8 @@ class StateFolder:
     def read(self) -> DeploymentSnapshot | None:
         """The last snapshot, None if there is none. Raises StateError when it is not readable."""
         try:
-            return msgspec.json.decode(
-                (self.path / "state.json").read_bytes(), type=DeploymentSnapshot
-            )
+            text = (self.path / "state.json").read_bytes()
+            return msgspec.json.decode(text, type=DeploymentSnapshot)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
@@ -198,13 +197,11 @@ def find_running(name: str | None) -> StateFolder:
         if len(up) == 1:
             return up[0]
         names = ", ".join(each.name for each in up)
-        raise StateError(
-            f"give one of: {names}" if up else "no deployments running on this machine"
-        )
+        nothing = "no deployments running on this machine"
+        raise StateError(f"give one of: {names}" if up else nothing)
     if name not in {each.name for each in up}:
         if name in {each.name for each in list_orphaned()}:
-            raise StateError(
-                f"{name} is not running: its supervisor was killed; see `cleave logs {name}`"
-            )
+            why = "its supervisor was killed"
+            raise StateError(f"{name} is not running: {why}; see `cleave logs {name}`")
         raise StateError(f"{name} is not running on this machine")
     return get_folder(name)

@@ -1,12 +1,17 @@
-"""Status of the instances of a deployment, from worker agents and the kubelet.
+"""Status of the instances of a deployment, from worker agents, the kubelet and the gateway.
 
 Used by the start-up progress, `status` and `demo`. Every request has a timeout; instances whose
 agent does not respond are shown with the state of their pod.
 """
 
 import asyncio
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
 import grpc
 
@@ -17,6 +22,7 @@ from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
 _REQUEST_TIMEOUT_S = 2.0
+_HANDOFFS_METRIC = 'cleave_gateway_handoffs_total{result="used"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,56 @@ def _describe_kv_path(path: agent_pb2.KvPath) -> str:
         return f"not verified: {path.detail}" if path.detail else "not verified"
     first = f"{path.transfer_ms:.1f} ms to the first token"
     return f"{path.transport}, verified, {path.detail}, {first}"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHealth:
+    """The gateway's response to GET /health."""
+
+    serving: bool
+    reason: str = ""
+
+
+async def get_gateway_health(url: str) -> GatewayHealth:
+    """The health of the gateway at `url`; without a response it is not serving."""
+    try:
+        status, body = await asyncio.to_thread(_get_page, f"{url}/health")
+    except (OSError, HTTPException) as error:
+        return GatewayHealth(serving=False, reason=f"no response: {error}")
+    serving = status == HTTPStatus.OK
+    return GatewayHealth(serving, "" if serving else _parse_reason(body))
+
+
+async def count_handoffs(url: str) -> int:
+    """KV handoffs that the gateway at `url` has used since its start; 0 without a response."""
+    try:
+        _, page = await asyncio.to_thread(_get_page, f"{url}/metrics")
+    except (OSError, HTTPException):
+        return 0
+    for line in page.decode(errors="replace").splitlines():
+        if line.startswith(_HANDOFFS_METRIC):
+            return round(float(line.rpartition(" ")[2]))
+    return 0
+
+
+def _get_page(url: str) -> tuple[int, bytes]:
+    """Status and body. Raises OSError, HTTPException without a response."""
+    try:
+        # No proxy: the gateway is on this machine.
+        response = build_opener(ProxyHandler({})).open(url, timeout=_REQUEST_TIMEOUT_S)
+    except HTTPError as error:
+        response = error
+    with response:
+        return response.status, response.read()
+
+
+def _parse_reason(body: bytes) -> str:
+    """The reasons in the body of /health; its first bytes if it is not that of a gateway."""
+    try:
+        health = json.loads(body)
+        return "; ".join(map(str, health["reasons"])) or str(health["status"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace").strip()
 
 
 async def _get_agent_health(address: str) -> agent_pb2.HealthResponse | None:

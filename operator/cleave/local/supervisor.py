@@ -89,19 +89,16 @@ class DeploymentSupervisor:
         force_task = asyncio.create_task(self._stop_when_forced(kubelet))
         try:
             for role in _STOP_ORDER:
-                names = [
-                    spec.name for spec, _ in kubelet.list_pod_states() if get_role(spec) == role
-                ]
-                await asyncio.gather(*map(kubelet.stop_pod, names))
+                specs = [spec for spec, _ in kubelet.list_pod_states() if get_role(spec) == role]
+                await asyncio.gather(*(kubelet.stop_pod(spec.name) for spec in specs))
         finally:
             force_task.cancel()
             await asyncio.gather(force_task, return_exceptions=True)
 
     async def _stop_when_forced(self, kubelet: Kubelet) -> None:
         await self._force_requested.wait()
-        await asyncio.gather(
-            *(kubelet.stop_pod(spec.name, 0) for spec, _ in kubelet.list_pod_states())
-        )
+        specs = [spec for spec, _ in kubelet.list_pod_states()]
+        await asyncio.gather(*(kubelet.stop_pod(spec.name, 0) for spec in specs))
 
     def _schedule_publish(self) -> None:
         # Several pods often change at once: write the file once for all.

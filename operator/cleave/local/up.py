@@ -10,18 +10,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 
-from cleave.local import capacity, state
+from cleave.local import state
 from cleave.local.errors import DeploymentStartError, StateError
 from cleave.local.kubelet import logs
 from cleave.local.kubelet.network import HOST_IP, find_busy_ports
-from cleave.local.kubelet.pod_spec import PodError
+from cleave.local.kubelet.node import LocalNode
+from cleave.local.kubelet.pod_spec import PodError, format_gib, parse_pod
 from cleave.local.launch_plan import LaunchPlan
 from cleave.local.progress import ShowProgress, StartupOutcome, StartupResult, wait_until_ready
 from cleave.local.state import DeploymentSnapshot, StateFolder
 from cleave.local.supervisor import DeploymentSupervisor
+from cleave.manifests.labels import Manifest
 
 ProgressDisplay = AbstractContextManager[ShowProgress]
 """A context manager that yields the function that shows steps."""
@@ -33,22 +35,42 @@ _LOG_LINES = 12
 
 
 def check_can_start(job: LaunchPlan) -> None:
-    """Check that `job` can be started, without starting it.
-
-    Raises DeploymentStartError with the missing resources, StateError when the deployment already
-    runs.
-    """
+    """Raise DeploymentStartError with the missing resources, StateError when it already runs."""
     state.get_folder(job.deployment).require_stopped()
     try:
-        faults = capacity.find_shortages(
-            job.pods, job.node, allow_shared_cores=job.allow_shared_cores
-        )
+        faults = _find_shortages(job.pods, job.node, job.allow_shared_cores)
     except PodError as error:
         raise DeploymentStartError([str(error)]) from error
     if find_busy_ports(HOST_IP, [job.port]):
         faults.append(f"port {job.port} of {HOST_IP} is in use; choose another with --port")
     if faults:
         raise DeploymentStartError(faults)
+
+
+def _find_shortages(
+    pods: Sequence[Manifest], node: LocalNode, allow_shared_cores: bool
+) -> list[str]:
+    """One line per resource of which the pods request more than there is, with the remedy."""
+    specs = [parse_pod(pod) for pod in pods]
+    shortages = []
+    memory = sum(spec.memory_bytes for spec in specs)
+    if memory > node.memory_bytes:
+        shortages.append(
+            f"{format_gib(memory)} of memory needed for {len(specs)} pods, "
+            f"{format_gib(node.memory_bytes)} available; "
+            "use fewer replicas or lower spec.template.resources"
+        )
+    cores = sum(spec.exclusive_cores for spec in specs)
+    if cores > len(node.free_cores) and not allow_shared_cores:
+        reserved = f", {len(node.held_cores)} used by other engines" if node.held_cores else ""
+        shortages.append(
+            f"{cores} exclusive cores needed, {len(node.cores)} available{reserved}; "
+            "use fewer replicas, or --allow-shared-cores to share them (slower, unreliable timings)"
+        )
+    gpus = sum(spec.gpus for spec in specs)
+    if gpus > len(node.gpus):
+        shortages.append(f"{gpus} GPUs needed, {len(node.gpus)} available; use fewer replicas")
+    return shortages
 
 
 @asynccontextmanager

@@ -5,8 +5,8 @@ import json
 import pytest
 from aiohttp import web
 
+from cleave.rpc.http_client import HttpError
 from cleave_worker.agent import engine_api
-from cleave_worker.agent.http import HttpError
 
 PAGE = 'vllm:cache_config_info{block_size="32",x="y"} 1.0\n'
 NIXL = """

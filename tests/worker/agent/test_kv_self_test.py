@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cleave_worker.agent import http, kv_self_test
+from cleave_worker.agent import engine_api
 from cleave_worker.agent.kv_self_test import (
     Endpoint,
     InconclusiveError,
@@ -52,9 +52,9 @@ class Engines:
 
     async def request(
         self, method, url, payload=None, *, seconds, headers=None
-    ) -> http.EngineResponse:
+    ) -> engine_api.EngineResponse:
         if method == "GET":
-            return http.EngineResponse(200, self.metrics(), 1.0)
+            return engine_api.EngineResponse(200, self.metrics(), 1.0)
         self.requests.append((url, payload, headers or {}))
         right = payload["prompt"][:4]
         if url.startswith("http://d"):
@@ -70,11 +70,13 @@ class Engines:
             if self.hands_off:
                 params = {"remote_engine_id": self.engine_id, "remote_block_ids": blocks}
                 content["kv_transfer_params"] = params
-        return http.EngineResponse(200, json.dumps(content).encode(), prefill_ms)
+        return engine_api.EngineResponse(200, json.dumps(content).encode(), prefill_ms)
 
-    def decode(self, payload: dict, right: str) -> http.EngineResponse:
+    def decode(self, payload: dict, right: str) -> engine_api.EngineResponse:
         if self.status != 200:
-            return http.EngineResponse(self.status, b'{"error": {"message": "no such KV"}}', 1.0)
+            return engine_api.EngineResponse(
+                self.status, b'{"error": {"message": "no such KV"}}', 1.0
+            )
         (blocks,) = payload["kv_transfer_params"]["remote_block_ids"]
         others = next(self.others, 0)
         self.pulled_bytes += self.moved(len(blocks)) * BLOCK * BYTES + others * BYTES
@@ -82,7 +84,7 @@ class Engines:
         self.pulled_tokens += len(payload["prompt"]) // 2 + others
         pieces = [{"choices": [{"text": piece}]} for piece in self.decoded(right)]
         lines = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
-        return http.EngineResponse(200, (lines + self.stream_end).encode(), 12.5)
+        return engine_api.EngineResponse(200, (lines + self.stream_end).encode(), 12.5)
 
     def metrics(self) -> bytes:
         """Of a decode engine that pulls 2 MB/s, and has pulled before."""
@@ -108,7 +110,7 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     both = Engines()
-    monkeypatch.setattr(kv_self_test.http, "request", both.request)
+    monkeypatch.setattr(engine_api, "request", both.request)
     return both
 
 

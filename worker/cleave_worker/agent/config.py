@@ -116,7 +116,7 @@ class AgentConfig:
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConfig:
     """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
-    own, engine_args = _separate_engine_args(argv)
+    own, engine_args = separate_engine_args(argv)
     parser = _build_parser(env)
     options = parser.parse_args(own)
     name = options.name or env.get("CLEAVE_POD_NAME", "")
@@ -124,40 +124,19 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> AgentConf
         parser.error("--name is required (or CLEAVE_POD_NAME)")
     if not options.host:
         parser.error("--host is required (or POD_IP)")
-    return AgentConfig(
-        name=name,
-        deployment=options.deployment,
-        revision=options.revision,
-        role=ROLES[options.role],
-        model=options.model,
-        served_model_name=options.served_model_name or options.model,
-        engine=options.engine,
-        host=options.host,
-        port=options.port,
-        engine_port=options.engine_port,
-        peers=options.peers,
-        cell=options.cell,
-        cores=options.cores,
-        allow_shared_cores=options.allow_shared_cores,
-        tensor_parallel_size=options.tensor_parallel_size,
-        pipeline_parallel_size=options.pipeline_parallel_size,
-        max_model_len=options.max_model_len,
-        scheduling=options.scheduling or {},
-        connector=options.connector,
-        transfer=options.transfer,
-        drain_timeout=options.drain_timeout,
-        log_format=options.log_format,
-        engine_args=engine_args,
-        timing=AgentTiming(start_timeout=options.start_timeout, peer_wait=options.peer_wait),
-    )
+    # Every other option has the name of its field.
+    fields = vars(options)
+    times = {name: fields.pop(name) for name in ("start_timeout", "peer_wait")}
+    fields["name"], fields["role"] = name, ROLES[options.role]
+    fields["scheduling"] = options.scheduling or {}
+    fields["served_model_name"] = options.served_model_name or options.model
+    return AgentConfig(**fields, engine_args=engine_args, timing=AgentTiming(**times))
 
 
-def _separate_engine_args(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    arguments = list(argv)
-    if "--" not in arguments:
-        return arguments, ()
-    separator = arguments.index("--")
-    return arguments[:separator], tuple(arguments[separator + 1 :])
+def separate_engine_args(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split a command line at `--`: the own arguments, and those of the engine."""
+    separator = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:separator]), tuple(argv[separator + 1 :])
 
 
 def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -167,46 +146,45 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog="Arguments after -- go to the engine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--name", help="unique instance name (default: $CLEAVE_POD_NAME)")
-    parser.add_argument("--deployment", required=True, help="the LLMDeployment it belongs to")
-    parser.add_argument(
-        "--revision", default="", help="instances of different revisions never pair"
-    )
-    parser.add_argument("--role", choices=sorted(ROLES), required=True)
-    parser.add_argument("--model", required=True, metavar="FOLDER_OR_ID")
-    parser.add_argument("--served-model-name", metavar="NAME", help="default: --model")
-    parser.add_argument("--engine", choices=("vllm", "emulated"), default="vllm")
-    parser.add_argument("--host", default=env.get("POD_IP", ""), help="default: $POD_IP")
-    parser.add_argument("--port", type=_parse_port, default=9000)
-    parser.add_argument("--engine-port", type=_parse_port, default=0, help="0: a free one")
-    parser.add_argument("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
-    parser.add_argument("--cell", default="", help="co-location group with fast KV transfers")
-    parser.add_argument("--cores", default="auto", help="auto, none or a list: 0,2-3")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--name", help="unique instance name (default: $CLEAVE_POD_NAME)")
+    add("--deployment", required=True, help="the LLMDeployment it belongs to")
+    add("--revision", default="", help="instances of different revisions never pair")
+    add("--role", choices=sorted(ROLES), required=True)
+    add("--model", required=True, metavar="FOLDER_OR_ID")
+    add("--served-model-name", metavar="NAME", help="default: --model")
+    add("--engine", choices=("vllm", "emulated"), default="vllm")
+    add("--host", default=env.get("POD_IP", ""), help="default: $POD_IP")
+    add("--port", type=_parse_port, default=9000)
+    add("--engine-port", type=_parse_port, default=0, help="0: a free one")
+    add("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
+    add("--cell", default="", help="co-location group with fast KV transfers")
+    add("--cores", default="auto", help="auto, none or a list: 0,2-3")
+    add(
         "--allow-shared-cores",
         action="store_true",
         default=env.get("CLEAVE_ALLOW_SHARED_CORES", "") in ("1", "true"),
     )
-    parser.add_argument("--tensor-parallel-size", type=_parse_count, default=1)
-    parser.add_argument("--pipeline-parallel-size", type=_parse_count, default=1)
-    parser.add_argument("--max-model-len", type=_parse_count, default=0, metavar="TOKENS")
-    parser.add_argument(
+    add("--tensor-parallel-size", type=_parse_count, default=1)
+    add("--pipeline-parallel-size", type=_parse_count, default=1)
+    add("--max-model-len", type=_parse_count, default=0, metavar="TOKENS")
+    add(
         "--scheduling",
         type=_parse_scheduling,
         metavar="JSON",
         help="scheduling of the engine, by role",
     )
-    parser.add_argument("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
-    parser.add_argument(
+    add("--connector", choices=CONNECTORS, default="nixl", help="of KV, with vLLM")
+    add(
         "--transfer",
         choices=TRANSFER_MODES,
         default=TRANSFER_MODES[0],
         help="when connector cleave transfers KV: after the prefill, or during it; auto: as the "
         "gateway decides",
     )
-    parser.add_argument("--drain-timeout", type=_parse_seconds, default=30.0, metavar="SECONDS")
-    parser.add_argument("--start-timeout", type=_parse_seconds, default=900.0, metavar="SECONDS")
-    parser.add_argument("--peer-wait", type=_parse_seconds, default=20.0, metavar="SECONDS")
+    add("--drain-timeout", type=_parse_seconds, default=30.0, metavar="SECONDS")
+    add("--start-timeout", type=_parse_seconds, default=900.0, metavar="SECONDS")
+    add("--peer-wait", type=_parse_seconds, default=20.0, metavar="SECONDS")
     logs.add_option(parser, env=env)
     return parser
 

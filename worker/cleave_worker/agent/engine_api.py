@@ -1,14 +1,18 @@
-"""Requests of the agent to its engine over HTTP: health, served models and pull counters.
+"""Requests of the agent to engines over HTTP: health, served models and pull counters.
 
-Used by the supervisor and the KV test. vLLM and the emulated engine respond alike.
+Used by the supervisor and the KV test. vLLM and the emulated engine respond alike. Without TLS, as
+engines speak plain HTTP inside the cluster. Bodies are held in memory.
 """
 
+import asyncio
 import json
 import re
 from dataclasses import dataclass
 
-from cleave_worker.agent import http
+from cleave.rpc.http_client import HttpError, open_response
 from cleave_worker.agent.instance import ServedEngineInfo
+
+_BODY_LIMIT = 8 << 20
 
 _BLOCK_SIZE = re.compile(rb'^vllm:cache_config_info\{.*?\bblock_size="(\d+)"', re.MULTILINE)
 _PULLED_BYTES = re.compile(
@@ -44,11 +48,45 @@ class PullCounters:
     """The transport that carried most bytes; empty when the engine does not report it."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineResponse:
+    """Response of an engine."""
+
+    status: int
+    body: bytes
+    first_body_ms: float
+    """From sending the request to the first byte of the response body."""
+
+
+async def request(
+    method: str,
+    url: str,
+    payload: object = None,
+    *,
+    seconds: float,
+    headers: dict[str, str] | None = None,
+) -> EngineResponse:
+    """Send a request and read its response within `seconds`. Raises HttpError."""
+    body = b"" if payload is None else json.dumps(payload).encode()
+    fields = {"Content-Type": "application/json", **(headers or {})}
+    clock = asyncio.get_running_loop().time
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            open_response(method, url, seconds=seconds, body=body, headers=fields) as response,
+        ):
+            content = await response.read(_BODY_LIMIT)
+            first_at = clock() if response.body_at is None else response.body_at
+            return EngineResponse(response.status, content, (first_at - response.sent_at) * 1000)
+    except TimeoutError:
+        raise HttpError(f"no answer within {seconds:g} s") from None
+
+
 async def check_health(url: str, seconds: float) -> str:
     """Return why the engine is unhealthy; empty when it is healthy."""
     try:
-        response = await http.request("GET", f"{url}/health", seconds=seconds)
-    except http.HttpError as error:
+        response = await request("GET", f"{url}/health", seconds=seconds)
+    except HttpError as error:
         return f"/health: {error}"
     return "" if response.status == 200 else f"/health answers {response.status}"
 
@@ -60,7 +98,7 @@ async def fetch_info(url: str, engine: str, block_size: int, seconds: float) -> 
     cards = models.get("data")
     served = cards if isinstance(cards, list) else []
     first = served[0] if served else {}
-    metrics = await http.request("GET", f"{url}/metrics", seconds=seconds)
+    metrics = await request("GET", f"{url}/metrics", seconds=seconds)
     match = _BLOCK_SIZE.search(metrics.body)
     return ServedEngineInfo(
         engine=f"{engine} {version}".strip() if engine == "vllm" else engine,
@@ -73,9 +111,9 @@ async def fetch_info(url: str, engine: str, block_size: int, seconds: float) -> 
 
 async def fetch_pull_counters(url: str, seconds: float) -> PullCounters | None:
     """Return the pull counters; None when the engine has none. Raises HttpError."""
-    response = await http.request("GET", f"{url}/metrics", seconds=seconds)
+    response = await request("GET", f"{url}/metrics", seconds=seconds)
     if response.status != 200:
-        raise http.HttpError(f"{url}/metrics answers {response.status}")
+        raise HttpError(f"{url}/metrics answers {response.status}")
     page = response.body
     if not _PULLED_BYTES.search(page):
         return None
@@ -102,11 +140,11 @@ def _sum(pattern: re.Pattern[bytes], metrics: bytes) -> float:
 
 
 async def _fetch_json(url: str, seconds: float) -> dict[str, object]:
-    response = await http.request("GET", url, seconds=seconds)
+    response = await request("GET", url, seconds=seconds)
     try:
         content = json.loads(response.body)
     except ValueError:
         content = None
     if response.status != 200 or not isinstance(content, dict):
-        raise http.HttpError(f"{url} answers {response.status}, not a JSON object")
+        raise HttpError(f"{url} answers {response.status}, not a JSON object")
     return content

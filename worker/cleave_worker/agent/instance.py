@@ -49,8 +49,7 @@ class KvDirection(Enum):
 def get_kv_direction(role: "agent_pb2.Role.ValueType") -> KvDirection:
     """Return the direction for disaggregated requests on an instance of this role.
 
-    Mixed instances serve colocated requests, and decode those that a prefill instance has
-    prefilled.
+    Mixed instances serve colocated requests, and decode those that others have prefilled.
     """
     return KvDirection.OUT if role == agent_pb2.ROLE_PREFILL else KvDirection.IN
 
@@ -219,9 +218,8 @@ class WorkerInstance:
         """Check that a role may be changed by a command. Raises a subclass of RoleChangeRefused."""
         registration = self._registration
         if boot_id and boot_id != registration.boot_id:
-            raise BootMismatch(
-                f"the engine's boot is {registration.boot_id or 'yet to come'}, not {boot_id}"
-            )
+            current = registration.boot_id or "yet to come"
+            raise BootMismatch(f"the engine's boot is {current}, not {boot_id}")
         if epoch <= registration.epoch:
             raise StaleEpoch(f"epoch {epoch} is not newer than {registration.epoch}")
         if epoch - registration.epoch > role_epochs.MAX_EPOCH_STEP:
@@ -240,10 +238,7 @@ class WorkerInstance:
         *,
         lasting: bool = False,
     ) -> None:
-        """Change the role; `lasting`: also the configured one.
-
-        Raises a subclass of RoleChangeRefused.
-        """
+        """Change the role; `lasting`: also the configured one. Raises RoleChangeRefused."""
         self.check_role_change(epoch, boot_id)
         registration = self._registration
         registration.role = role
@@ -253,9 +248,8 @@ class WorkerInstance:
         if kv_path := self._verified_paths.get(get_kv_direction(role)):
             registration.kv_path.CopyFrom(kv_path)
         elif registration.kv_path.verified:
-            registration.kv_path.CopyFrom(
-                agent_pb2.KvPath(detail=f"not tested {get_kv_direction(role).value}")
-            )
+            untested = f"not tested {get_kv_direction(role).value}"
+            registration.kv_path.CopyFrom(agent_pb2.KvPath(detail=untested))
         self._write_scheduling()
         self._notify()
 

@@ -13,11 +13,13 @@ theirs may end the agent.
 
 import json
 import random
+import string
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cleave_worker.agent import engine_api, http
+from cleave.rpc.http_client import HttpError
+from cleave_worker.agent import engine_api
 from cleave_worker.agent.engine_api import PullCounters
 
 _OUTPUT_TOKENS = 4
@@ -33,14 +35,7 @@ _MIN_BYTES_RATIO = 0.9
 """Least bytes per block of the long prompt, relative to the short one."""
 _MIN_LENGTH_RATIO = 2
 """Least tokens of the long prompt, relative to the short one, that make the ratio meaningful."""
-_PARSE_ERRORS = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+_PARSE_ERRORS = LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
 """Exceptions from parsing a response that is not as vLLM's."""
 _PROMPT_MARGIN = 16
 _PREFILL_PARAMS = {
@@ -144,12 +139,11 @@ async def verify_transfer(
         # First, so that engines without counters compute nothing.
         await _fetch_pull_counters(decode, seconds)
         return await _run_attempts(prefill, decode, model, seconds, random_words)
-    except http.HttpError as error:
+    except HttpError as error:
         raise KvTestError(str(error)) from error
     except _PARSE_ERRORS as error:
-        raise KvTestError(
-            f"cannot parse a response of {prefill.instance} or {decode.instance}: {error!r:.200}"
-        ) from error
+        engines = f"{prefill.instance} or {decode.instance}"
+        raise KvTestError(f"cannot parse a response of {engines}: {error!r:.200}") from error
 
 
 async def _run_attempts(
@@ -162,9 +156,8 @@ async def _run_attempts(
         try:
             short, long = await _transfer_both(prefill, decode, model, seconds, rng)
         except _TokenMismatchError:
-            fault_text = (
-                f"{decode.instance} continued a prompt of {prefill.instance} with other tokens"
-            )
+            engines = f"{decode.instance} continued a prompt of {prefill.instance}"
+            fault_text = f"{engines} with other tokens"
             continue
         num_lost = short.num_failed + long.num_failed
         is_alone = short.is_isolated and long.is_isolated
@@ -184,9 +177,8 @@ async def _run_attempts(
     if block_sizes and min(block_sizes) < _MIN_BYTES_RATIO * max(block_sizes):
         uncertainty = f"{decode.instance} pulled a different number of bytes per block each time"
     if uncertainty:
-        raise InconclusiveError(
-            f"{uncertainty}, so other handoffs hide the result; the test is repeated"
-        )
+        consequence = "so other handoffs hide the result; the test is repeated"
+        raise InconclusiveError(f"{uncertainty}, {consequence}")
     raise KvTestError(f"{fault_text}, {_MAX_ATTEMPTS} times of {_MAX_ATTEMPTS}")
 
 
@@ -218,28 +210,24 @@ async def _transfer_both(
 ) -> tuple[TransferSample, TransferSample]:
     """Hand off a short and a long prompt. Raises KvTestError, _TokenMismatchError."""
     # A token covers at least one character, so a prompt of n characters has at most n tokens.
-    length = (
-        min(endpoint.max_model_len or 1 << 20 for endpoint in (prefill, decode)) - _PROMPT_MARGIN
-    )
+    length = min(each.max_model_len or 1 << 20 for each in (prefill, decode)) - _PROMPT_MARGIN
     characters = max(1, min(_SHORT_CHARACTERS, length))
+
+    async def transfer(characters: int) -> TransferSample:
+        prompt = make_random_prompt(rng, characters)
+        return await _transfer_once(prefill, decode, model, prompt, seconds)
 
     def in_time(short: TransferSample) -> float:
         """Return the tokens that fit a request's time, if the short one's was all computation."""
-        return (
-            short.num_tokens * _MAX_PREFILL_TIME_SHARE * seconds * 1e3 / max(short.prefill_ms, 1e-3)
-        )
+        limit_ms = _MAX_PREFILL_TIME_SHARE * seconds * 1e3
+        return short.num_tokens * limit_ms / max(short.prefill_ms, 1e-3)
 
-    short = await _transfer_once(
-        prefill, decode, model, make_random_prompt(rng, characters), seconds
-    )
+    short = await transfer(characters)
     if in_time(short) < _MIN_LENGTH_RATIO * short.num_tokens:
         # It was queued, or warmed the engine up.
-        short = await _transfer_once(
-            prefill, decode, model, make_random_prompt(rng, characters), seconds
-        )
+        short = await transfer(characters)
     tokens = min(_LONG_TOKENS, _MAX_LENGTH_SHARE * length, in_time(short))
-    longer = max(characters, int(characters * tokens / short.num_tokens))
-    long = await _transfer_once(prefill, decode, model, make_random_prompt(rng, longer), seconds)
+    long = await transfer(max(characters, int(characters * tokens / short.num_tokens)))
     if long.num_tokens < _MIN_LENGTH_RATIO * short.num_tokens:
         long = replace(long, caveat="no longer prompt was tested")
     return short, long
@@ -278,11 +266,9 @@ def make_random_prompt(random_words: random.Random, characters: int) -> str:
     words: list[str] = []
     length = 0
     while length < characters:
-        word = "".join(
-            random_words.choices("abcdefghijklmnopqrstuvwxyz", k=random_words.randint(3, 8))
-        )
-        words.append(word)
-        length += len(word) + 1
+        letters = random_words.choices(string.ascii_lowercase, k=random_words.randint(3, 8))
+        words.append("".join(letters))
+        length += len(letters) + 1
     return " ".join(words)[:characters]
 
 
@@ -350,17 +336,16 @@ def _build_body(model: str, prompt: str) -> dict[str, object]:
 
 async def _post(
     engine: Endpoint, body: dict[str, object], seconds: float, request_id: str = ""
-) -> http.EngineResponse:
+) -> engine_api.EngineResponse:
     headers = {"X-Request-Id": request_id} if request_id else None
     url = f"{engine.url}/v1/completions"
     try:
-        response = await http.request("POST", url, body, seconds=seconds, headers=headers)
-    except http.HttpError as error:
+        response = await engine_api.request("POST", url, body, seconds=seconds, headers=headers)
+    except HttpError as error:
         raise KvTestError(f"{engine.instance}: {error}") from error
     if response.status != 200:
-        raise KvTestError(
-            f"{engine.instance} answered {response.status}: {_extract_message(response.body)}"
-        )
+        message = _extract_message(response.body)
+        raise KvTestError(f"{engine.instance} answered {response.status}: {message}")
     return response
 
 
@@ -372,9 +357,8 @@ def _get_text(completion: Mapping[str, object]) -> str:
 
 
 def _join_streamed_text(engine: Endpoint, body: bytes) -> str:
-    events = [
-        line.removeprefix(b"data: ") for line in body.splitlines() if line.startswith(b"data:")
-    ]
+    lines = (line for line in body.splitlines() if line.startswith(b"data:"))
+    events = [line.removeprefix(b"data: ") for line in lines]
     if not events or events[-1].strip() != b"[DONE]":
         raise KvTestError(f"{engine.instance} broke off its stream")
     texts: list[str] = []

@@ -79,9 +79,8 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
     if config.max_model_len:
         arguments += ["--max-model-len", str(config.max_model_len)]
     if config.engine == "vllm":
-        arguments += _build_vllm_arguments(config, boot, base_env) + _build_scheduler_arguments(
-            config, boot
-        )
+        arguments += _build_vllm_arguments(config, boot, base_env)
+        arguments += _build_scheduler_arguments(config, boot)
     module = {
         "vllm": "vllm.entrypoints.openai.api_server",
         "emulated": "cleave_worker.emulator.main",
@@ -137,8 +136,7 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
 def find_free_port(host: str) -> int:
     """Return a TCP port of `host` that is free now.
 
-    If another process takes it before the engine does, the engine ends and the next boot gets
-    others.
+    If another process takes it first, the engine ends and the next boot gets others.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as sock:

@@ -8,7 +8,7 @@ it is polled only every few seconds.
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import grpc
@@ -25,11 +25,7 @@ _SERVING_STATES = (agent_pb2.STATE_VERIFYING, agent_pb2.STATE_READY)
 _COUNTERPARTS = {
     agent_pb2.ROLE_PREFILL: {agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED},
     agent_pb2.ROLE_DECODE: {agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_MIXED},
-    agent_pb2.ROLE_MIXED: {
-        agent_pb2.ROLE_PREFILL,
-        agent_pb2.ROLE_DECODE,
-        agent_pb2.ROLE_MIXED,
-    },
+    agent_pb2.ROLE_MIXED: {agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED},
 }
 
 
@@ -87,17 +83,14 @@ async def find_peer(
     """Search for a peer of `own` among the agents at these addresses."""
     shuffled = random.sample(tuple(addresses), len(addresses))
     starting = False
-    for batch in _make_batches(shuffled, _BATCH_SIZE):
-        registrations = await asyncio.gather(*(fetch_registration(address) for address in batch))
-        matching = [
-            registration
-            for registration in registrations
-            if registration and matches(own, registration)
-        ]
-        for registration in matching:
-            if registration.state in _SERVING_STATES:
-                return PeerScan(peer=registration)
-        starting |= any(registration.state == agent_pb2.STATE_STARTING for registration in matching)
+    for at in range(0, len(shuffled), _BATCH_SIZE):
+        batch = shuffled[at : at + _BATCH_SIZE]
+        registrations = await asyncio.gather(*map(fetch_registration, batch))
+        matching = [each for each in registrations if each and matches(own, each)]
+        for peer in matching:
+            if peer.state in _SERVING_STATES:
+                return PeerScan(peer)
+        starting |= any(peer.state == agent_pb2.STATE_STARTING for peer in matching)
     return PeerScan(has_starting=starting)
 
 
@@ -111,7 +104,3 @@ async def fetch_registration(address: str) -> agent_pb2.Registration | None:
         except grpc.aio.AioRpcError:
             return None
     return answer.registration
-
-
-def _make_batches(items: list[str], size: int) -> Iterable[list[str]]:
-    return (items[at : at + size] for at in range(0, len(items), size))

@@ -21,16 +21,10 @@ from pathlib import Path
 
 from cleave.rpc.agent_discovery import DiscoveryError
 from cleave.rpc.v1 import agent_pb2
-from cleave_worker.agent import peers
+from cleave_worker.agent import kv_self_test, peers
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import KvDirection, WorkerInstance, get_kv_direction
-from cleave_worker.agent.kv_self_test import (
-    Endpoint,
-    InconclusiveError,
-    KvTestError,
-    MissingCountersError,
-    verify_transfer,
-)
+from cleave_worker.agent.kv_self_test import InconclusiveError, KvTestError, MissingCountersError
 from cleave_worker.agent.launch import has_gpu
 
 _log = logging.getLogger(__name__)
@@ -151,18 +145,17 @@ def _build_test(config: AgentConfig, instance: WorkerInstance) -> RunKvTest:
     async def test(peer: agent_pb2.Registration, flow: KvDirection) -> agent_pb2.KvPath:
         own = instance.copy_registration()
         prefill, decode = (own, peer) if flow is KvDirection.OUT else (peer, own)
-        transfer = await verify_transfer(
+        transfer = await kv_self_test.verify_transfer(
             _build_endpoint(prefill),
             _build_endpoint(decode),
             config.served_model_name,
             seconds=config.timing.verify_timeout,
             random_words=rng,
         )
+        carrier = transfer.after.transport
         kv_path = agent_pb2.KvPath(
             verified=True,
-            transport=f"{transport} over {transfer.after.transport}"
-            if transfer.after.transport
-            else transport,
+            transport=f"{transport} over {carrier}" if carrier else transport,
             transfer_ms=transfer.first_token_ms,
             bytes_per_s=transfer.bytes_per_s,
             detail=f"{prefill.instance} -> {decode.instance}: {transfer.describe()}",
@@ -188,5 +181,5 @@ def _name_transport(config: AgentConfig) -> str:
     return "nixl" if has_gpu() else "nixl over tcp"
 
 
-def _build_endpoint(of: agent_pb2.Registration) -> Endpoint:
-    return Endpoint(of.instance, of.engine_url, of.boot_id, of.max_model_len)
+def _build_endpoint(of: agent_pb2.Registration) -> kv_self_test.Endpoint:
+    return kv_self_test.Endpoint(of.instance, of.engine_url, of.boot_id, of.max_model_len)

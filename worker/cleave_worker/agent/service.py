@@ -28,6 +28,8 @@ _MAX_WATCHERS = 512
 _MAX_ROUTER_NAME_CHARACTERS = 64
 """Characters; gateways use names of 32."""
 
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _Context = grpc.aio.ServicerContext[object, object]
 DrainCall = Callable[[float | None], Awaitable[DrainResult]]
 """Drains within some seconds (None: the agent's own time-out)."""
@@ -47,22 +49,16 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         self._routers: Counter[str] = Counter()
 
     async def Watch(  # noqa: N802
-        self,
-        request: agent_pb2.WatchRequest,
-        context: _Context,
+        self, request: agent_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[agent_pb2.WatchEvent]:
         """Stream a registration first and after each change, and load reports in between."""
         if len(request.router) > _MAX_ROUTER_NAME_CHARACTERS:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"router is a name of {len(request.router)} characters,"
-                f" above {_MAX_ROUTER_NAME_CHARACTERS}",
-            )
+            length = f"{len(request.router)} characters, above {_MAX_ROUTER_NAME_CHARACTERS}"
+            fault = f"router is a name of {length}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         if self._routers.total() >= _MAX_WATCHERS:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{_MAX_WATCHERS} watchers are connected already",
-            )
+            fault = f"{_MAX_WATCHERS} watchers are connected already"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, fault)
         shortest_ms, longest_ms = _INTERVALS_MS
         requested_ms = min(max(request.interval_ms or INTERVAL_MS, shortest_ms), longest_ms)
         version = None
@@ -75,9 +71,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 load = self._build_report(request.router)
                 yield agent_pb2.WatchEvent(load=load)
                 if version == self._instance.version:
-                    await self._instance.wait_for_change(
-                        choose_report_interval_ms(requested_ms, load.num_routers) / 1000
-                    )
+                    interval_ms = choose_report_interval_ms(requested_ms, load.num_routers)
+                    await self._instance.wait_for_change(interval_ms / 1000)
         finally:
             self._routers[request.router] -= 1
             # Removes names with a count of zero.
@@ -97,9 +92,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         """Change the role once its KV path is verified; every watcher receives it at once."""
         if request.role not in ROLES.values():
             roles = ", ".join(f"{name} ({role})" for name, role in ROLES.items())
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"role {request.role} must be one of {roles}"
-            )
+            fault = f"role {request.role} must be one of {roles}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
         try:
             self._instance.check_role_change(request.epoch, request.boot_id)
             await self._verify_role(request.role)
@@ -150,9 +144,8 @@ class AgentServer:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._health = health.aio.HealthServicer()
         self._health_task: asyncio.Task[None] | None = None
-        agent_pb2_grpc.add_AgentServicer_to_server(
-            AgentService(instance, drain, verify_role), self._server
-        )
+        service = AgentService(instance, drain, verify_role)
+        agent_pb2_grpc.add_AgentServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self) -> None:
@@ -161,8 +154,8 @@ class AgentServer:
             self._server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {self._address}") from error
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._health.set(READY_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set("", _SERVING)
+        await self._health.set(READY_SERVICE, _NOT_SERVING)
         await self._server.start()
         self._health_task = asyncio.create_task(self._publish_health())
 
@@ -176,11 +169,7 @@ class AgentServer:
         while True:
             version = self._instance.version
             ready = self._instance.state == agent_pb2.STATE_READY
-            await self._health.set(
-                READY_SERVICE,
-                health_pb2.HealthCheckResponse.SERVING
-                if ready
-                else health_pb2.HealthCheckResponse.NOT_SERVING,
-            )
+            status = _SERVING if ready else _NOT_SERVING
+            await self._health.set(READY_SERVICE, status)
             if version == self._instance.version:
                 await self._instance.wait_for_change()

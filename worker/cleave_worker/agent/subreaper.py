@@ -51,11 +51,10 @@ def become_subreaper() -> None:
 def kill_descendants(seconds: float) -> bool:
     """Kill and reap every descendant of this process; return False when some remain in time.
 
-    For a subreaper: children of a killed process become its own, so killing level by level reaches
-    all.
+    A subreaper inherits the children of a killed process, so killing level by level reaches all.
     """
     deadline = time.monotonic() + seconds
-    while _reap():
+    while _reap()[1]:
         for child in _list_children():
             _kill(child, signal.SIGKILL)
         if time.monotonic() > deadline:
@@ -103,17 +102,11 @@ def _wait_signal(seconds: float | None) -> int | None:
 
 def _reap_engine(engine: int) -> int | None:
     """Reap ended processes; return the engine's exit status once it has ended."""
-    result = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return result
-        if not pid:
-            return result
-        if pid == engine:
-            code = os.waitstatus_to_exitcode(status)
-            result = code if code >= 0 else 128 - code
+    status = _reap()[0].get(engine)
+    if status is None:
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
 
 
 def _start(command: Sequence[str]) -> int:
@@ -130,24 +123,23 @@ def _start(command: Sequence[str]) -> int:
     os._exit(127)
 
 
-def _reap() -> bool:
-    """Reap ended children; return False when there are no children at all."""
+def _reap() -> tuple[dict[int, int], bool]:
+    """Reap ended children; return their statuses by pid, and whether others still run."""
+    ended: dict[int, int] = {}
     while True:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return False
+            return ended, False
         if not pid:
-            return True
+            return ended, True
+        ended[pid] = status
 
 
 def _list_children() -> list[int]:
     own = os.getpid()
-    return [pid for pid in _list_pids() if _get_parent(pid) == own]
-
-
-def _list_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return [pid for pid in pids if _get_parent(pid) == own]
 
 
 def _get_parent(pid: int) -> int | None:

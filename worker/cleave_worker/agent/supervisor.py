@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Coroutine
 from pathlib import Path
 
+from cleave.rpc.http_client import HttpError
 from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent import engine_api
 from cleave_worker.agent.config import AgentConfig, AgentTiming
-from cleave_worker.agent.http import HttpError
 from cleave_worker.agent.instance import WorkerInstance, get_kv_direction
 from cleave_worker.agent.launch import Boot, build_engine_launch, find_free_port, read_block_size
 from cleave_worker.agent.process import EngineProcess, choose_sink
@@ -128,9 +128,8 @@ class EngineSupervisor:
     async def _supervise(self, url: str) -> None:
         await self._wait_until_healthy(url)
         await self._wait_for_engine_info(url)
-        await _run_until_first_ends(
-            keep_verified(self._config, self._instance), self._watch_health(url)
-        )
+        verification = keep_verified(self._config, self._instance)
+        await _run_until_first_ends(verification, self._watch_health(url))
 
     async def _wait_until_healthy(self, url: str) -> None:
         timing = self._config.timing

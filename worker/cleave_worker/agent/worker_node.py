@@ -25,16 +25,9 @@ import grpc
 from cleave import logs
 from cleave.rpc.channel import dial
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
-from cleave_worker.agent import subreaper
-from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig
-from cleave_worker.agent.launch import (
-    Boot,
-    Launch,
-    LaunchError,
-    build_headless_launch,
-    find_free_port,
-    has_gpu,
-)
+from cleave_worker.agent import launch, subreaper
+from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig, separate_engine_args
+from cleave_worker.agent.launch import Boot, Launch, LaunchError
 from cleave_worker.agent.peers import fetch_registration
 from cleave_worker.agent.process import EngineProcess, choose_sink
 
@@ -163,37 +156,33 @@ def build_launch(
     """Build the process of the ranks of this node. Raises LaunchError."""
     host = config.engine.host
     boot = Boot(
-        boot_id, engine_port=0, kv_port=find_free_port(host), load_page=folder / "load", gpu=gpu
+        boot_id,
+        engine_port=0,
+        kv_port=launch.find_free_port(host),
+        load_page=folder / "load",
+        gpu=gpu,
     )
-    return build_headless_launch(config.engine, boot, env)
+    return launch.build_headless_launch(config.engine, boot, env)
 
 
 def parse(argv: Sequence[str]) -> WorkerNodeConfig:
     """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
-    arguments = [*argv]
-    separator = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _build_parser().parse_args(arguments[:separator])
-    return WorkerNodeConfig(
-        leader=options.leader,
-        engine=AgentConfig(
-            name=options.leader,
-            deployment="",
-            revision="",
-            role=agent_pb2.ROLE_UNSPECIFIED,
-            model=options.model,
-            served_model_name=options.served_model_name or options.model,
-            engine="vllm",
-            host=options.host,
-            tensor_parallel_size=options.tensor_parallel_size,
-            pipeline_parallel_size=options.pipeline_parallel_size,
-            max_model_len=options.max_model_len,
-            connector=options.connector,
-            transfer=options.transfer,
-            drain_timeout=options.drain_timeout,
-            log_format=options.log_format,
-            engine_args=tuple(arguments[separator + 1 :]),
-        ),
+    own, engine_args = separate_engine_args(argv)
+    options = _build_parser().parse_args(own)
+    # Every other option has the name of its field.
+    fields = vars(options)
+    leader = fields.pop("leader")
+    fields["served_model_name"] = options.served_model_name or options.model
+    engine = AgentConfig(
+        name=leader,
+        deployment="",
+        revision="",
+        role=agent_pb2.ROLE_UNSPECIFIED,
+        engine="vllm",
+        engine_args=engine_args,
+        **fields,
     )
+    return WorkerNodeConfig(leader, engine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -210,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(config: WorkerNodeConfig) -> int:
-    follower = WorkerNode(config, has_gpu())
+    follower = WorkerNode(config, launch.has_gpu())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, follower.stop)

@@ -10,18 +10,13 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as TypingSequence
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from cleave_worker.emulator import responses, tokenizer
-from cleave_worker.emulator.api_requests import (
-    ApiCall,
-    EmulatorApiError,
-    build_bad_request,
-    parse_call,
-    parse_prompt,
-)
+from cleave_worker.emulator import api_requests, responses, tokenizer
+from cleave_worker.emulator.api_requests import ApiCall, EmulatorApiError, build_bad_request
 from cleave_worker.emulator.engine import EmulatedEngine, TokenListener
 from cleave_worker.emulator.faults import FaultError
 from cleave_worker.emulator.metrics import EngineMetricsCollector
@@ -71,9 +66,8 @@ class BufferedChoice:
         self._stop_matcher = stops
         self._tokens: list[int] = []
         self._text = ""
-        self.finished: asyncio.Future[responses.CompletedChoice] = (
-            asyncio.get_running_loop().create_future()
-        )
+        loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[responses.CompletedChoice] = loop.create_future()
 
     def push(self, token: int, finish: FinishReason | None) -> None:
         """Add one token."""
@@ -85,9 +79,8 @@ class BufferedChoice:
         if stop is not None:
             finish = FinishReason.STOP
         if finish:
-            self.finished.set_result(
-                responses.CompletedChoice(self._tokens, self._text, finish, stop)
-            )
+            choice = responses.CompletedChoice(self._tokens, self._text, finish, stop)
+            self.finished.set_result(choice)
 
     def fail(self, reason: str) -> None:
         """End with an error of the engine."""
@@ -133,9 +126,8 @@ class StreamedChoice:
     def fail(self, reason: str) -> None:
         """End the stream with an error event, as vLLM does, since the headers were sent before."""
         if not self.finished.done():
-            self._transport.write(
-                responses.encode_failure(_build_server_error(reason).build_body())
-            )
+            error = _build_server_error(reason).build_body()
+            self._transport.write(responses.encode_failure(error))
             self.finished.set_exception(EngineError(reason))
 
     def _push_checked(self, start: bytes, token: int, finish: FinishReason | None) -> None:
@@ -164,8 +156,8 @@ class EmulatorApi:
     def build_application(self) -> web.Application:
         """Return an aiohttp application; run it with handler_cancellation, to notice aborts."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_handle_api_errors])
-        app.router.add_post("/v1/completions", self._handle_completions)
-        app.router.add_post("/v1/chat/completions", self._handle_chat)
+        app.router.add_post("/v1/completions", partial(self._generate, chat=False))
+        app.router.add_post("/v1/chat/completions", partial(self._generate, chat=True))
         app.router.add_post("/tokenize", self._handle_tokenize)
         app.router.add_post("/detokenize", self._handle_detokenize)
         app.router.add_get("/v1/models", self._handle_models)
@@ -177,12 +169,6 @@ class EmulatorApi:
             app.router.add_delete("/emulator/faults", self._handle_clear_faults)
         return app
 
-    async def _handle_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=False)
-
-    async def _handle_chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=True)
-
     async def _generate(self, request: web.Request, chat: bool) -> web.StreamResponse:
         if self._engine.faults.refuse or not self._engine.is_alive:
             raise _build_unavailable("The engine takes no requests.")
@@ -190,7 +176,7 @@ class EmulatorApi:
             raise _build_unavailable(f"The engine has {_MAX_REQUESTS} requests.")
         body = await _read_json(request)
         limit = self._engine.config.max_model_len
-        call = parse_call(body, chat, self._models, limit, request.headers)
+        call = api_requests.parse_call(body, chat, self._models, limit, request.headers)
         if call.stream:
             return await self._respond_streaming(request, call)
         return await self._respond(call)
@@ -206,9 +192,8 @@ class EmulatorApi:
             self._abort(sequences)
         params = None
         if call.request.do_remote_decode and self._engine.side_channel:
-            params = self._engine.faults.swap_handoffs(
-                self._engine.side_channel.build_params(sequences[0])
-            )
+            params = self._engine.side_channel.build_params(sequences[0])
+            params = self._engine.faults.swap_handoffs(params)
         body = responses.encode_response(call, completed, params)
         return web.Response(body=body, content_type="application/json")
 
@@ -250,7 +235,7 @@ class EmulatorApi:
             self._engine.abort(sequence)
 
     async def _handle_tokenize(self, request: web.Request) -> web.Response:
-        ids = parse_prompt(await _read_json(request))
+        ids = api_requests.parse_prompt(await _read_json(request))
         return web.json_response(
             {
                 "count": len(ids),

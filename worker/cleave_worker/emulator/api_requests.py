@@ -40,14 +40,8 @@ class EmulatorApiError(Exception):
 
     def build_body(self) -> dict[str, object]:
         """Return the JSON of the response."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": self.kind,
-                "param": self.param,
-                "code": self.status,
-            }
-        }
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        return {"error": error}
 
 
 def build_bad_request(message: str, param: str | None = None) -> EmulatorApiError:
@@ -84,17 +78,13 @@ class ApiCall:
 def parse_call(
     body: object, chat: bool, models: Sequence[str], max_model_len: int, headers: Mapping[str, str]
 ) -> ApiCall:
-    """Check a decoded JSON body; `models`: the base model, then adapters.
-
-    Raises EmulatorApiError.
-    """
+    """Check a JSON body; `models`: the base model, then adapters. Raises EmulatorApiError."""
     if not isinstance(body, dict):
         raise build_bad_request("The request body must be a JSON object.")
     model = body.get("model", models[0])
     if model not in models:
-        raise EmulatorApiError(
-            404, f"The model `{model}` does not exist.", "NotFoundError", "model"
-        )
+        fault = f"The model `{model}` does not exist."
+        raise EmulatorApiError(404, fault, "NotFoundError", "model")
     _reject_unsupported(body)
     prompt = _parse_chat_prompt(body) if chat else _parse_completion_prompt(body)
     stream = bool(body.get("stream"))
@@ -104,10 +94,8 @@ def parse_call(
     max_tokens = _parse_max_tokens(body, chat, len(prompt), max_model_len)
     min_tokens = _parse_integer(body, "min_tokens", 0) or 0
     if min_tokens > max_tokens:
-        raise build_bad_request(
-            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {min_tokens}.",
-            "min_tokens",
-        )
+        fault = f"must be less than or equal to max_tokens={max_tokens}, got {min_tokens}."
+        raise build_bad_request(f"min_tokens {fault}", "min_tokens")
     hold, handoff = _parse_kv_transfer(body)
     request = EngineRequest(
         id=f"{internal}-{uuid.uuid4().hex[:8]}",
@@ -153,9 +141,8 @@ def _reject_unsupported(body: dict[str, Any]) -> None:
             allowed = " or ".join(kind.__name__ for kind in kinds)
             raise build_bad_request(f"{name} must be {allowed}, got {body[name]!r:.40}.", name)
     if (temperature := body.get("temperature") or 0) < 0:
-        raise build_bad_request(
-            f"temperature must be non-negative, got {temperature}.", "temperature"
-        )
+        fault = f"temperature must be non-negative, got {temperature}."
+        raise build_bad_request(fault, "temperature")
 
 
 def _count_choices(body: dict[str, Any]) -> int:
@@ -179,9 +166,8 @@ def _parse_stop(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or []
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise build_bad_request(
-            "stop must be a text or a list of texts, none of them empty.", "stop"
-        )
+        fault = "stop must be a text or a list of texts, none of them empty."
+        raise build_bad_request(fault, "stop")
     return tuple(texts)
 
 
@@ -208,10 +194,8 @@ def _parse_chat_prompt(body: dict[str, Any]) -> "array[int]":
         raise build_bad_request("messages must be a list with at least one message.", "messages")
     continues = bool(body.get("continue_final_message"))
     if continues and body.get("add_generation_prompt"):
-        raise build_bad_request(
-            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
-            "continue_final_message",
-        )
+        fault = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise build_bad_request(fault, "continue_final_message")
     text = "".join(f"\n<{_get_role(message)}>:{_get_content(message)}" for message in messages)
     if body.get("add_generation_prompt", True) and not continues:
         text += "\n<assistant>:"
@@ -271,9 +255,8 @@ def _parse_include_usage(body: dict[str, Any], stream: bool) -> bool:
     if options is None:
         return False
     if not stream:
-        raise build_bad_request(
-            "Stream options can only be defined when `stream=True`.", "stream_options"
-        )
+        fault = "Stream options can only be defined when `stream=True`."
+        raise build_bad_request(fault, "stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
@@ -302,6 +285,5 @@ def _parse_handoff(params: dict[str, Any]) -> RemotePrefill:
             block_ids=tuple(int(block) for block in block_ids),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise build_bad_request(
-            f"kv_transfer_params are malformed: {error!r}", "kv_transfer_params"
-        ) from error
+        fault = f"kv_transfer_params are malformed: {error!r}"
+        raise build_bad_request(fault, "kv_transfer_params") from error

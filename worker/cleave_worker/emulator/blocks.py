@@ -4,12 +4,35 @@ Owned by the scheduler. Free blocks keep their contents and are reused oldest fi
 prefix stays usable until its memory is needed, as in vLLM. Several sequences may share a block
 through the prefix cache, so blocks are reference-counted. A cached block is found by its tokens but
 contains what was really written to it (a wrong handoff poisons the cache).
+
+The emulated KV of a token is a 32-bit hash of all tokens up to it (real keys and values depend on
+the same). A block contains the hash of its last computed token, and the next token is a function of
+every block that the sequence reads. So KV that is wrong, missing, swapped, truncated or stale gives
+wrong tokens, and the same prompt gives the same tokens on every instance, with or without a
+handoff. It runs once per token per stream, so it costs two integer operations and one CRC.
 """
 
+import zlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cleave_worker.emulator.content import EMPTY
+EMPTY = 0
+"""Content of a block to which nothing was written."""
+
+_MASK = (1 << 64) - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15
+
+
+def extend(content: int, tokens: "array[int]") -> int:
+    """Return the content after `tokens` follow `content`; any split gives the same."""
+    return zlib.crc32(tokens, content)
+
+
+def fold(summary: int, content: int) -> int:
+    """Add one block to the summary of the blocks before it; the order matters."""
+    mixed = ((summary ^ content) * _MULTIPLIER + 1) & _MASK
+    return mixed ^ (mixed >> 29)
 
 
 class BlockPool:

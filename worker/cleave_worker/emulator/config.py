@@ -60,16 +60,12 @@ class EmulatedEngineConfig:
         limits = self.limits
         smallest = min(self.max_model_len, limits.max_num_seqs, limits.max_num_batched_tokens)
         if smallest < 1 or self.time_scale < 0:
-            raise EmulatorConfigError(
-                "lengths and limits must be at least 1, --time-scale at least 0"
-            )
+            fault = "lengths and limits must be at least 1, --time-scale at least 0"
+            raise EmulatorConfigError(fault)
 
 
 def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
-    """Return the names in vLLM's --lora-modules: NAME=PATH, or JSON with `name`.
-
-    Raises EmulatorConfigError.
-    """
+    """Return names in --lora-modules: NAME=PATH or JSON with `name`. Raises EmulatorConfigError."""
     if modules and not enabled:
         raise EmulatorConfigError("--lora-modules needs --enable-lora")
     names: list[str] = []
@@ -77,9 +73,8 @@ def parse_adapters(modules: Sequence[str], enabled: bool) -> tuple[str, ...]:
         try:
             name = json.loads(module)["name"] if module.startswith("{") else module.split("=")[0]
         except (ValueError, KeyError) as error:
-            raise EmulatorConfigError(
-                f"--lora-modules: {module!r} is malformed: {error!r}"
-            ) from error
+            fault = f"--lora-modules: {module!r} is malformed: {error!r}"
+            raise EmulatorConfigError(fault) from error
         if not isinstance(name, str) or not name or name in names:
             raise EmulatorConfigError(f"--lora-modules: {module!r} must have a unique name")
         names.append(name)

@@ -5,18 +5,6 @@ import os
 
 import msgspec
 
-_SETTINGS = (
-    "slow",
-    "refuse",
-    "corrupt_handoff",
-    "stale_handoff",
-    "short_handoff",
-    "wrong_kv",
-    "swap_handoff",
-    "empty_handoff",
-    "drop",
-)
-
 
 class FaultError(ValueError):
     """The body of a fault request is invalid."""
@@ -50,6 +38,16 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
     """Connections of streams close after this many tokens; 0: before the first."""
 
 
+_COUNTED = (
+    "corrupt_handoff",
+    "stale_handoff",
+    "short_handoff",
+    "wrong_kv",
+    "swap_handoff",
+    "empty_handoff",
+)
+
+
 class Faults:
     """The active faults of one engine."""
 
@@ -62,13 +60,8 @@ class Faults:
         """Deactivate all faults."""
         self.slow = 1.0
         self.refuse = False
-        self.corrupt_handoff = 0
-        self.stale_handoff = 0
-        self.short_handoff = 0
-        self.wrong_kv = 0
-        self.swap_handoff = 0
-        self.empty_handoff = 0
         self.drop: int | None = None
+        self._remaining = dict.fromkeys(_COUNTED, 0)
         self._resumed.set()
 
     @property
@@ -94,8 +87,8 @@ class Faults:
 
     def consume(self, name: str) -> bool:
         """Return whether a counted fault is active, and decrement its count."""
-        remaining: int = getattr(self, name)
-        setattr(self, name, max(remaining - 1, 0))
+        remaining = self._remaining[name]
+        self._remaining[name] = max(remaining - 1, 0)
         return remaining > 0
 
     def swap_handoffs(self, handoff: dict[str, object]) -> dict[str, object]:
@@ -105,24 +98,16 @@ class Faults:
 
     def describe(self) -> dict[str, object]:
         """Return the active faults as JSON."""
-        return {
-            "slow": self.slow,
-            "hang": self.hang,
-            "refuse": self.refuse,
-            "corrupt_handoff": self.corrupt_handoff,
-            "stale_handoff": self.stale_handoff,
-            "short_handoff": self.short_handoff,
-            "wrong_kv": self.wrong_kv,
-            "swap_handoff": self.swap_handoff,
-            "empty_handoff": self.empty_handoff,
-            "drop": self.drop,
-        }
+        switches = {"slow": self.slow, "hang": self.hang, "refuse": self.refuse}
+        return {**switches, **self._remaining, "drop": self.drop}
 
     def _switch(self, spec: FaultSpec) -> None:
-        for name in _SETTINGS:
-            value = getattr(spec, name)
-            if value is not None:
-                setattr(self, name, value)
+        self.slow = self.slow if spec.slow is None else spec.slow
+        self.refuse = self.refuse if spec.refuse is None else spec.refuse
+        self.drop = self.drop if spec.drop is None else spec.drop
+        for name in _COUNTED:
+            if (count := getattr(spec, name)) is not None:
+                self._remaining[name] = count
         if spec.hang:
             self._resumed.clear()
         elif spec.hang is not None:

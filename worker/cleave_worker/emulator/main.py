@@ -19,14 +19,9 @@ from aiohttp import web
 from cleave.perf import named_profiles
 from cleave.perf.model import model_shape
 from cleave.shm import load_page
+from cleave_worker.emulator import config
 from cleave_worker.emulator.api import EmulatorApi
-from cleave_worker.emulator.config import (
-    EmulatedEngineConfig,
-    EmulatorConfigError,
-    KvTransferConfig,
-    parse_adapters,
-    parse_kv_transfer,
-)
+from cleave_worker.emulator.config import EmulatedEngineConfig, EmulatorConfigError
 from cleave_worker.emulator.engine import EmulatedEngine
 from cleave_worker.emulator.scheduler import EngineLimits
 from cleave_worker.scheduling import config_page
@@ -64,20 +59,19 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     if args.block_size < 1:
         raise EmulatorConfigError("--block-size must be at least 1")
     num_blocks = args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size
-    limits = EngineLimits(
-        args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching
-    )
     engine = EmulatedEngineConfig(
         served_model_name=args.served_model_name or args.model,
         shape=shape,
         profile=profile,
         max_model_len=args.max_model_len or shape.max_model_len,
-        limits=limits,
+        limits=EngineLimits(
+            args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching
+        ),
         block_size=args.block_size,
         num_blocks=num_blocks,
         time_scale=args.time_scale,
         kv_transfer=_load_kv_transfer(args, environment),
-        adapters=parse_adapters(args.lora_modules, args.enable_lora),
+        adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
     )
     return EmulatorOptions(args.host, args.port, args.fault_injection, engine)
 
@@ -153,14 +147,14 @@ def _load_profile(
 
 def _load_kv_transfer(
     args: argparse.Namespace, environment: dict[str, str]
-) -> KvTransferConfig | None:
+) -> config.KvTransferConfig | None:
     if args.kv_transfer_config is None:
         return None
     host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     port = environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
     if not port.isdigit():
         raise EmulatorConfigError(f"VLLM_NIXL_SIDE_CHANNEL_PORT={port} is not a port")
-    return parse_kv_transfer(
+    return config.parse_kv_transfer(
         args.kv_transfer_config, host, int(port), args.kv_bandwidth_gbps, args.kv_latency_ms
     )
 

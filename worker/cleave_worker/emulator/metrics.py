@@ -39,9 +39,10 @@ _TRANSFER_BYTES = tuple(2**exponent for exponent in range(10, 34, 2))
 
 
 class EmulatedHistogram:
-    """Counts per bucket and a sum."""
+    """Counts per bucket and a sum; `name` without vLLM's prefix."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, bounds: Sequence[float]) -> None:
+        self.name = name
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -77,16 +78,16 @@ class EngineMetrics:
         self.kv_expired = 0
         self.corrupt_transfers = 0
         self.foreign_pulls = 0
-        self.iteration_tokens = EmulatedHistogram(_ITERATION_TOKENS)
-        self.ttft_s = EmulatedHistogram(_TTFT_S)
-        self.itl_s = EmulatedHistogram(_TOKEN_S)
-        self.tpot_s = EmulatedHistogram(_TOKEN_S)
-        self.e2e_s = EmulatedHistogram(_REQUEST_S)
-        self.queue_s = EmulatedHistogram(_REQUEST_S)
-        self.prefill_s = EmulatedHistogram(_REQUEST_S)
-        self.decode_s = EmulatedHistogram(_REQUEST_S)
-        self.transfer_s = EmulatedHistogram(_TRANSFER_S)
-        self.transfer_bytes = EmulatedHistogram(_TRANSFER_BYTES)
+        self.iteration_tokens = EmulatedHistogram("iteration_tokens_total", _ITERATION_TOKENS)
+        self.ttft_s = EmulatedHistogram("time_to_first_token_seconds", _TTFT_S)
+        self.itl_s = EmulatedHistogram("inter_token_latency_seconds", _TOKEN_S)
+        self.tpot_s = EmulatedHistogram("request_time_per_output_token_seconds", _TOKEN_S)
+        self.e2e_s = EmulatedHistogram("e2e_request_latency_seconds", _REQUEST_S)
+        self.queue_s = EmulatedHistogram("request_queue_time_seconds", _REQUEST_S)
+        self.prefill_s = EmulatedHistogram("request_prefill_time_seconds", _REQUEST_S)
+        self.decode_s = EmulatedHistogram("request_decode_time_seconds", _REQUEST_S)
+        self.transfer_s = EmulatedHistogram("nixl_xfer_time_seconds", _TRANSFER_S)
+        self.transfer_bytes = EmulatedHistogram("nixl_bytes_transferred", _TRANSFER_BYTES)
 
     def list_counters(self) -> Iterable[tuple[str, float]]:
         """Yield plain counters as (name without prefix, value)."""
@@ -101,18 +102,9 @@ class EngineMetrics:
         yield "emulated_corrupt_transfers", self.corrupt_transfers
         yield "emulated_foreign_pulls", self.foreign_pulls
 
-    def list_histograms(self) -> Iterable[tuple[str, EmulatedHistogram]]:
-        """Yield histograms as (name without prefix, histogram)."""
-        yield "iteration_tokens_total", self.iteration_tokens
-        yield "time_to_first_token_seconds", self.ttft_s
-        yield "inter_token_latency_seconds", self.itl_s
-        yield "request_time_per_output_token_seconds", self.tpot_s
-        yield "e2e_request_latency_seconds", self.e2e_s
-        yield "request_queue_time_seconds", self.queue_s
-        yield "request_prefill_time_seconds", self.prefill_s
-        yield "request_decode_time_seconds", self.decode_s
-        yield "nixl_xfer_time_seconds", self.transfer_s
-        yield "nixl_bytes_transferred", self.transfer_bytes
+    def list_histograms(self) -> Iterable[EmulatedHistogram]:
+        """Yield all histograms."""
+        return (each for each in vars(self).values() if isinstance(each, EmulatedHistogram))
 
 
 class EngineMetricsCollector:
@@ -150,13 +142,11 @@ class EngineMetricsCollector:
         for name, value in self._metrics.list_counters():
             yield self._build_counter(name, {(): value})
         metrics = self._metrics
-        yield self._build_counter(
-            "prompt_tokens_by_source", _key_by_label(metrics.prompt_tokens_by_source), "source"
-        )
-        yield self._build_counter(
-            "request_success", _key_by_label(metrics.finished), "finished_reason"
-        )
-        for name, histogram in metrics.list_histograms():
+        sources, reasons = metrics.prompt_tokens_by_source, metrics.finished
+        yield self._build_counter("prompt_tokens_by_source", _key_by_label(sources), "source")
+        yield self._build_counter("request_success", _key_by_label(reasons), "finished_reason")
+        for histogram in metrics.list_histograms():
+            name = histogram.name
             family = HistogramMetricFamily(f"vllm:{name}", name, labels=_LABELS)
             family.add_metric(self._labels, histogram.accumulate(), histogram.sum)
             yield family

@@ -31,8 +31,7 @@ class EventEncoder:
             "created": int(time.time()),
             "model": call.model,
         }
-        # Words need no escaping in JSON, so a token's event is three pieces around word and token
-        # id.
+        # Words need no escaping in JSON: a token's event is three pieces around word and token id.
         self._prompt_sent = True
         ids = [_ID_PLACEHOLDER] if call.return_token_ids else None
         event = self._encode_event(_PLACEHOLDER, None, ids, None)
@@ -47,29 +46,24 @@ class EventEncoder:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
         prompt = list(self._call.request.prompt) if self._call.return_token_ids else None
-        return encode_chunk(
-            _format_event({**self._head, "choices": [choice], "prompt_token_ids": prompt})
-        )
+        event = {**self._head, "choices": [choice], "prompt_token_ids": prompt}
+        return encode_chunk(_format_event(event))
 
     def encode_word(self, token: int, text: bytes) -> bytes:
         """Return an HTTP chunk for a token that does not end the stream."""
         if self._call.return_token_ids:
             if not self._call.chat and not self._prompt_sent:
                 return self.encode_tokens(text.decode(), [token], None)
-            return encode_chunk(
-                b"%b%b%b%d%b" % (self._before, text, self._between, token, self._after)
-            )
+            pieces = (self._before, text, self._between, token, self._after)
+            return encode_chunk(b"%b%b%b%d%b" % pieces)
         return encode_chunk(b"%b%b%b" % (self._before, text, self._between))
 
     def encode_tokens(
         self, text: str, ids: Sequence[int], finish: FinishReason | None, stop: str | None = None
     ) -> bytes:
         """Return an HTTP chunk for tokens, perhaps the last ones, with the text they complete."""
-        return encode_chunk(
-            self._encode_event(
-                text, finish, ids if self._call.return_token_ids else None, ids, stop
-            )
-        )
+        shown_ids = ids if self._call.return_token_ids else None
+        return encode_chunk(self._encode_event(text, finish, shown_ids, ids, stop))
 
     def encode_usage(self, completion_tokens: int) -> bytes:
         """Return the usage of all choices, if the client requested it."""
@@ -123,11 +117,10 @@ class CompletedChoice:
 
 
 def encode_response(
-    call: ApiCall,
-    choices: Sequence[CompletedChoice],
-    kv_transfer_params: dict[str, object] | None,
+    call: ApiCall, choices: Sequence[CompletedChoice], kv_transfer_params: dict[str, object] | None
 ) -> bytes:
     """Return the JSON response to a call that does not stream."""
+    num_output = sum(len(choice.tokens) for choice in choices)
     response: dict[str, object] = {
         "id": call.id,
         "object": "chat.completion" if call.chat else "text_completion",
@@ -136,9 +129,7 @@ def encode_response(
         "choices": [_build_choice(call, index, choice) for index, choice in enumerate(choices)],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": _build_usage(
-            len(call.request.prompt), sum(len(choice.tokens) for choice in choices)
-        ),
+        "usage": _build_usage(len(call.request.prompt), num_output),
         "kv_transfer_params": kv_transfer_params,
     }
     if call.chat and call.return_token_ids:
@@ -170,15 +161,9 @@ def _build_logprobs(call: ApiCall, tokens: Sequence[int], offset: int) -> dict[s
     if not call.chat:
         offsets = [offset + sum(map(len, words[:position])) for position in range(len(words))]
         top = [{word: value} for word, value in pairs]
-        return {
-            "text_offset": offsets,
-            "token_logprobs": values,
-            "tokens": words,
-            "top_logprobs": top,
-        }
-    entries = [
-        {"token": word, "logprob": value, "bytes": list(word.encode())} for word, value in pairs
-    ]
+        shown: dict[str, object] = {"text_offset": offsets, "token_logprobs": values}
+        return {**shown, "tokens": words, "top_logprobs": top}
+    entries = [{"token": w, "logprob": v, "bytes": list(w.encode())} for w, v in pairs]
     num_top = 1 if call.logprobs else 0
     return {"content": [{**entry, "top_logprobs": [entry] * num_top} for entry in entries]}
 

@@ -257,13 +257,9 @@ class EmulatedScheduler:
 
     def _may_join(self, sequence: Sequence) -> bool:
         if sequence.request.do_remote_decode:
-            # It decodes on another instance.
-            return True
-        free = self.pool.num_free * self.pool.block_size
-        admission = self._scheduling.admission
-        return self._admission.may_join(
-            admission, free, _get_lengths(sequence), self._iterate_decoding
-        )
+            return True  # It decodes on another instance.
+        free, rule = self.pool.num_free * self.pool.block_size, self._scheduling.admission
+        return self._admission.may_join(rule, free, _get_lengths(sequence), self._iterate_decoding)
 
     def _iterate_decoding(self) -> Iterator[RequestLengths]:
         return (_get_lengths(s) for s in self.running if len(s.tokens) - s.num_computed == 1)
@@ -274,9 +270,8 @@ class EmulatedScheduler:
         num_tokens = len(sequence.tokens)
         cached_blocks: list[int] = []
         if self.limits.prefix_caching:
-            cached_blocks = self.pool.acquire_cached(
-                sequence.compute_block_keys((num_tokens - 1) // size, size)
-            )
+            keys = sequence.compute_block_keys((num_tokens - 1) // size, size)
+            cached_blocks = self.pool.acquire_cached(keys)
         cached = len(cached_blocks) * size
         remaining = num_tokens - cached
         count = remaining if sequence.handoff else compute_chunk_size(remaining, budget)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from cleave_worker.emulator import tokenizer
-from cleave_worker.emulator.blocks import BlockPool
-from cleave_worker.emulator.content import EMPTY, extend, fold
+from cleave_worker.emulator.blocks import EMPTY, BlockPool, extend, fold
 
 _EOS_PERIOD = 256
 """One token in this many ends the text, unless ignore_eos."""
@@ -52,9 +51,8 @@ class EngineRequest:
     @property
     def prompt_digest(self) -> bytes:
         """Equal for equal prompts of one adapter, which have the same KV."""
-        return hashlib.blake2b(
-            self.prompt.tobytes() + self.adapter.encode(), digest_size=8
-        ).digest()
+        content = self.prompt.tobytes() + self.adapter.encode()
+        return hashlib.blake2b(content, digest_size=8).digest()
 
 
 class SequenceState(Enum):
@@ -135,9 +133,7 @@ class Sequence:
     @property
     def pending_prompt_tokens(self) -> int:
         """Prompt tokens that this instance still has to compute."""
-        if self.handoff:
-            return 1
-        return max(0, self.prompt_len - self.num_computed)
+        return 1 if self.handoff else max(0, self.prompt_len - self.num_computed)
 
     def compute_block_keys(self, count: int, block_size: int) -> list[bytes]:
         """Return keys of the first `count` full blocks; equal keys mean equal prefixes."""
@@ -182,13 +178,11 @@ class Sequence:
         request = self.request
         value = fold(fold(self._summary, self._content), len(self.tokens))
         if request.adapter:
-            # KV of the right adapter is not enough: an engine that continues must apply the
-            # adapter, too.
+            # KV of the right adapter is not enough: the engine that continues must apply it, too.
             value = fold(value, self._start)
         num_outputs = self.num_outputs + 1
         if request.seed is not None or request.choice:
-            # Depends on the number of tokens, so that an engine that continues samples the same
-            # ones.
+            # By the number of tokens, so that an engine that continues samples the same ones.
             value = fold(fold(value, (request.seed or 0) + request.choice), num_outputs)
         may_end = not request.ignore_eos and num_outputs > request.min_tokens
         if may_end and (value >> 40) % _EOS_PERIOD == 0:

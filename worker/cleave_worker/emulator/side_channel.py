@@ -12,12 +12,23 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from cleave_worker.emulator import side_channel_messages
 from cleave_worker.emulator.config import KvTransferConfig
 from cleave_worker.emulator.faults import Faults
 from cleave_worker.emulator.metrics import EngineMetrics
 from cleave_worker.emulator.scheduler import EmulatedScheduler
 from cleave_worker.emulator.sequence import RemotePrefill, Sequence
+from cleave_worker.emulator.side_channel_messages import (
+    BlockContents,
+    Heartbeat,
+    Message,
+    PullBlocks,
+    PullDone,
+    PullRefused,
+    SideChannelError,
+    compute_checksum,
+    receive,
+    send,
+)
 from cleave_worker.transfer.leases import LeaseTable
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -117,11 +128,7 @@ class KvSideChannel:
 
     def decline(self, handoff: RemotePrefill) -> None:
         """Notify the producer, in the background, that its blocks will not be pulled."""
-        self._spawn(
-            self._notify(
-                handoff, side_channel_messages.PullDone(handoff.engine_id, handoff.request_id)
-            )
-        )
+        self._spawn(self._notify(handoff, PullDone(handoff.engine_id, handoff.request_id)))
 
     async def pull(
         self, handoff: RemotePrefill, prompt_digest: bytes, num_blocks: int, duration_s: float
@@ -141,12 +148,10 @@ class KvSideChannel:
         except (OSError, TimeoutError, UnicodeError) as error:
             raise KvTransferError("the prefill instance cannot be reached") from error
         try:
-            block_ids = list(handoff.block_ids[-num_blocks:])
-            pull = side_channel_messages.PullBlocks(
-                handoff.engine_id, handoff.request_id, block_ids, prompt_digest
-            )
+            blocks = list(handoff.block_ids[-num_blocks:])
+            pull = PullBlocks(handoff.engine_id, handoff.request_id, blocks, prompt_digest)
             return await self._read(reader, writer, pull, duration_s)
-        except (side_channel_messages.SideChannelError, OSError, TimeoutError) as error:
+        except (SideChannelError, OSError, TimeoutError) as error:
             raise KvTransferError(f"the prefill instance was lost: {error}") from error
         finally:
             writer.close()
@@ -155,115 +160,88 @@ class KvSideChannel:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        pull: side_channel_messages.PullBlocks,
+        pull: PullBlocks,
         duration_s: float,
     ) -> list[int]:
-        side_channel_messages.send(writer, pull)
+        send(writer, pull)
         async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
-            response = await side_channel_messages.receive(reader)
-        if isinstance(response, side_channel_messages.PullRefused):
+            response = await receive(reader)
+        if isinstance(response, PullRefused):
             raise KvTransferError(response.reason)
-        if not isinstance(response, side_channel_messages.BlockContents) or len(
-            response.contents
-        ) != len(pull.block_ids):
-            raise side_channel_messages.SideChannelError("unexpected response")
+        if not isinstance(response, BlockContents) or len(response.contents) != len(pull.block_ids):
+            raise SideChannelError("unexpected response")
         # The producer sends nothing more: data or an end of the stream means that it was lost.
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await reader.read(1)
-                raise side_channel_messages.SideChannelError(
-                    "connection closed during the transfer"
-                )
-        side_channel_messages.send(
-            writer, side_channel_messages.PullDone(pull.engine_id, pull.request_id)
-        )
-        if side_channel_messages.compute_checksum(response.contents) != response.checksum:
+                raise SideChannelError("connection closed during the transfer")
+        send(writer, PullDone(pull.engine_id, pull.request_id))
+        if compute_checksum(response.contents) != response.checksum:
             self._metrics.corrupt_transfers += 1
             raise KvTransferError("the KV is not what the prefill instance wrote")
         return response.contents
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if task := asyncio.current_task():
+            self._retain(task)
         try:
             while True:
                 async with asyncio.timeout(_IDLE_TIMEOUT_S):
-                    message = await side_channel_messages.receive(reader)
-                if isinstance(message, side_channel_messages.PullBlocks):
-                    side_channel_messages.send(writer, self._build_response(message))
+                    message = await receive(reader)
+                if isinstance(message, PullBlocks):
+                    send(writer, self._build_response(message))
                     await writer.drain()
                 else:
                     self._handle_notification(message)
-        except (side_channel_messages.SideChannelError, OSError, TimeoutError):
-            pass
-        except asyncio.CancelledError:
+        except (SideChannelError, OSError, TimeoutError, asyncio.CancelledError):
             # Only `stop` cancels; asyncio's stream server would log a cancelled handler.
             pass
         finally:
             writer.close()
 
-    def _build_response(
-        self, pull: side_channel_messages.PullBlocks
-    ) -> side_channel_messages.BlockContents | side_channel_messages.PullRefused:
+    def _build_response(self, pull: PullBlocks) -> BlockContents | PullRefused:
         if pull.engine_id != self.config.engine_id:
-            return side_channel_messages.PullRefused(
-                f"engine {pull.engine_id} does not run here any more"
-            )
+            return PullRefused(f"engine {pull.engine_id} does not run here any more")
         leased = self._leased.get(pull.request_id)
         if leased is None:
-            return side_channel_messages.PullRefused(f"no KV is leased for {pull.request_id}")
+            return PullRefused(f"no KV is leased for {pull.request_id}")
         if pull.prompt_digest not in (b"", leased.prompt_digest):
             self._metrics.foreign_pulls += 1
-            return side_channel_messages.PullRefused(
-                f"the KV of {pull.request_id} is of another prompt"
-            )
+            return PullRefused(f"the KV of {pull.request_id} is of another prompt")
         if not leased.written.keys() >= set(pull.block_ids):
-            return side_channel_messages.PullRefused(
-                f"the requested blocks do not belong to {pull.request_id}"
-            )
-        checksum = side_channel_messages.compute_checksum(
-            [leased.written[block] for block in pull.block_ids]
-        )
-        return self._apply_faults(
-            side_channel_messages.BlockContents(self._read_blocks(pull), checksum)
-        )
+            return PullRefused(f"the requested blocks do not belong to {pull.request_id}")
+        checksum = compute_checksum([leased.written[block] for block in pull.block_ids])
+        return self._apply_faults(BlockContents(self._read_blocks(pull), checksum))
 
-    def _read_blocks(self, pull: side_channel_messages.PullBlocks) -> list[int]:
+    def _read_blocks(self, pull: PullBlocks) -> list[int]:
         """Return the present contents of a leased request's blocks."""
         stale = self._faults.consume("stale_handoff")
         contents = self._scheduler.get_leased_contents(pull.request_id, stale) or {}
         return [contents[block] for block in pull.block_ids]
 
-    def _apply_faults(
-        self, response: side_channel_messages.BlockContents
-    ) -> side_channel_messages.BlockContents:
+    def _apply_faults(self, response: BlockContents) -> BlockContents:
         """Return the response, changed by the active faults."""
         faults, contents, checksum = self._faults, response.contents, response.checksum
         if faults.consume("wrong_kv"):
             contents = [content ^ _CORRUPTION for content in contents]
-            checksum = side_channel_messages.compute_checksum(contents)
+            checksum = compute_checksum(contents)
         if faults.consume("corrupt_handoff"):
             contents = [content ^ _CORRUPTION for content in contents]
         if faults.consume("short_handoff"):
             contents = contents[:-1]
-        return side_channel_messages.BlockContents(contents, checksum)
+        return BlockContents(contents, checksum)
 
-    def _handle_notification(self, message: side_channel_messages.Message) -> None:
-        if (
-            isinstance(message, side_channel_messages.PullDone)
-            and message.engine_id == self.config.engine_id
-        ):
-            if self._leases.end(message.request_id):
-                self._release(message.request_id)
-                self._on_freed()
-        elif (
-            isinstance(message, side_channel_messages.Heartbeat)
-            and message.engine_id == self.config.engine_id
-        ):
+    def _handle_notification(self, message: Message) -> None:
+        if not isinstance(message, PullDone | Heartbeat):
+            return
+        if message.engine_id != self.config.engine_id:
+            return
+        if isinstance(message, Heartbeat):
             for request_id in message.request_ids:
                 self._leases.extend(request_id, self._get_time())
+        elif self._leases.end(message.request_id):
+            self._release(message.request_id)
+            self._on_freed()
 
     def _release(self, request_id: str) -> None:
         del self._leased[request_id]
@@ -272,20 +250,16 @@ class KvSideChannel:
     async def _send_heartbeats(self) -> None:
         while self._expected:
             await asyncio.sleep(self.config.lease_s / 6)
-            await asyncio.gather(
-                *(
-                    self._notify(owner, heartbeat)
-                    for owner, heartbeat in _build_heartbeats(self._expected.values())
-                )
-            )
+            heartbeats = _build_heartbeats(self._expected.values())
+            await asyncio.gather(*(self._notify(*each) for each in heartbeats))
         self._heartbeat_task = None
 
-    async def _notify(self, handoff: RemotePrefill, message: side_channel_messages.Message) -> None:
+    async def _notify(self, handoff: RemotePrefill, message: Message) -> None:
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(handoff.host, handoff.port)
                 try:
-                    side_channel_messages.send(writer, message)
+                    send(writer, message)
                     await writer.drain()
                 finally:
                     writer.close()
@@ -294,9 +268,12 @@ class KvSideChannel:
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
+        self._retain(task)
+        return task
+
+    def _retain(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     def _set_timer(self) -> None:
         if self._timer is None and (expiry := self._leases.next_expiry) is not None:
@@ -319,15 +296,12 @@ class KvSideChannel:
 
 def _build_heartbeats(
     handoffs: Iterable[RemotePrefill],
-) -> list[tuple[RemotePrefill, side_channel_messages.Heartbeat]]:
+) -> list[tuple[RemotePrefill, Heartbeat]]:
     """Build one heartbeat per producer, with a handoff that has its address."""
     by_producer: dict[tuple[str, str, int], list[RemotePrefill]] = {}
     for handoff in handoffs:
         by_producer.setdefault((handoff.engine_id, handoff.host, handoff.port), []).append(handoff)
     return [
-        (
-            group[0],
-            side_channel_messages.Heartbeat(engine_id, [member.request_id for member in group]),
-        )
+        (group[0], Heartbeat(engine_id, [each.request_id for each in group]))
         for (engine_id, _, _), group in by_producer.items()
     ]

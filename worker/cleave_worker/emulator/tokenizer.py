@@ -46,6 +46,5 @@ def choose_word(value: int) -> int:
 
 
 def _hash(piece: str) -> int:
-    return _FIRST_HASHED_ID + zlib.crc32(piece.encode(errors="replace")) % (
-        VOCAB_SIZE - _FIRST_HASHED_ID
-    )
+    digest = zlib.crc32(piece.encode(errors="replace"))
+    return _FIRST_HASHED_ID + digest % (VOCAB_SIZE - _FIRST_HASHED_ID)

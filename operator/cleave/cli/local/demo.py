@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from cleave.cli.local.up import Port, SharedCores, Timeout
-from cleave.cli.output.errors import FAILED, fail, report_local_errors
+from cleave.cli.output.errors import FAILED, fail, report_input_errors, report_local_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,19 +41,15 @@ class EngineName(StrEnum):
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Hugging Face id or folder. Default: a tiny random model, built locally."
-        ),
+        Option(help="Hugging Face id or folder. Default: a tiny random model, built locally."),
     ] = None,
     engine: Annotated[
         EngineName,
-        typer.Option(help="vLLM, or an emulator of its API and timings without a model."),
+        Option(help="vLLM, or an emulator of its API and timings without a model."),
     ] = EngineName.VLLM,
     port: Port = 8080,
-    prompt: Annotated[str, typer.Option(help="Prompt of the chat request.")] = PROMPT,
-    once: Annotated[
-        bool, typer.Option("--once", help="Stop everything after the response.")
-    ] = False,
+    prompt: Annotated[str, Option(help="Prompt of the chat request.")] = PROMPT,
+    once: Annotated[bool, Option("--once", help="Stop everything after the response.")] = False,
     timeout: Timeout = 900,
     allow_shared_cores: SharedCores = False,
 ) -> None:
@@ -79,12 +76,9 @@ def demo(
         planning.require_engine(EngineType.EMULATED if emulated else EngineType.VLLM)
         machine = node.inspect_node()
         deployment = build_emulated_deployment(model) if emulated else build_vllm_deployment(model)
+        placement = choose_placement(deployment)
         job = planning.build_launch_plan(
-            deployment,
-            choose_placement(deployment),
-            machine,
-            port,
-            allow_shared_cores=allow_shared_cores,
+            deployment, placement, machine, port, allow_shared_cores=allow_shared_cores
         )
         console = Console(highlight=False)
         _print_introduction(console, job, emulated=emulated, tiny=model is None)
@@ -112,7 +106,7 @@ def build_vllm_deployment(model: str | None) -> "LLMDeployment":
 
 
 def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
-    from cleave.api.manifest import ManifestError, validate
+    from cleave.api.manifest import validate
 
     slo = {"ttftMs": 2000, "tpotMs": 200}
     manifest = {
@@ -121,10 +115,8 @@ def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeploy
         "metadata": {"name": NAME},
         "spec": {"model": model, "slo": slo, **spec},
     }
-    try:
+    with report_input_errors():
         return validate(manifest)
-    except ManifestError as error:
-        fail(error.faults, 2)
 
 
 def _print_introduction(
@@ -146,7 +138,8 @@ async def _run(
     job: "LaunchPlan", console: "Console", prompt: str, *, once: bool, timeout_s: float
 ) -> bool:
     """Whether the chat request succeeded. All processes have ended when this returns."""
-    from cleave.cli.local.progress import print_line, show_startup
+    from cleave.cli.local.progress import show_startup
+    from cleave.cli.output.tables import print_line
     from cleave.local import state, up
     from cleave.local.progress import watch_pods
 
@@ -163,9 +156,8 @@ async def _run(
             chat_task.result()
             if not once:
                 console.print("\nPress Ctrl-C to stop.")
-                await watch_pods(
-                    state.get_folder(job.deployment), lambda line: print_line(console, line)
-                )
+                folder = state.get_folder(job.deployment)
+                await watch_pods(folder, lambda line: print_line(console, line))
         finally:
             end.cancel()
             console.print("[dim]stopping[/]")
@@ -201,10 +193,10 @@ async def _print_report(job: "LaunchPlan", console: "Console", response: "ChatRe
     from rich.table import Table
 
     from cleave.cli.local.status import collect, show
-    from cleave.local import gateways
+    from cleave.local.status import count_handoffs
 
     deployments = await collect(job.deployment)
-    num_handoffs = await gateways.count_handoffs(job.url)
+    num_handoffs = await count_handoffs(job.url)
     figures = Table.grid(padding=(0, 2))
     figures.add_row("prompt", f"{response.prompt_tokens} tokens")
     figures.add_row("output", f"{response.output_tokens} tokens")

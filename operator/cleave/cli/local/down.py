@@ -4,22 +4,17 @@ import asyncio
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from cleave.cli.completion import complete_running
+from cleave.cli.options import RunningName
 from cleave.cli.output.errors import report_local_errors
 
 
 def down(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name of the deployment. May be omitted when only one is running.",
-            autocompletion=complete_running,
-        ),
-    ] = None,
+    name: RunningName = None,
     timeout: Annotated[
         float,
-        typer.Option(
+        Option(
             min=0, help="Seconds to let running requests finish before all processes are killed."
         ),
     ] = 45,

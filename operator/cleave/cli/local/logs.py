@@ -7,23 +7,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from cleave.cli.completion import complete_logged
+from cleave.cli.options import complete_logged
 from cleave.cli.output.errors import FAILED, fail
 
 _POLL_INTERVAL_S = 0.2
 
 
 def logs(
-    name: Annotated[
-        str, typer.Argument(help="Name of the deployment.", autocompletion=complete_logged)
-    ],
-    pod: Annotated[str | None, typer.Argument(help="Name of the pod. Default: all pods.")] = None,
+    name: Annotated[str, Argument(help="Name of the deployment.", autocompletion=complete_logged)],
+    pod: Annotated[str | None, Argument(help="Name of the pod. Default: all pods.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stream new lines until Ctrl-C.")
+        bool, Option("--follow", "-f", help="Stream new lines until Ctrl-C.")
     ] = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")
+        int, Option("--lines", "-n", min=0, help="Number of most recent lines per pod.")
     ] = 100,
 ) -> None:
     """Print the logs of a deployment's pods.

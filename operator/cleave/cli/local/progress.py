@@ -14,13 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cleave.local.progress import (
-    READY,
-    PodProgress,
-    ShowProgress,
-    describe_restarts,
-    describe_waiting,
-)
+from cleave.cli.output.tables import print_line
+from cleave.local import progress
+from cleave.local.progress import READY, PodProgress, ShowProgress
 
 _MAX_ROWS = 16
 _MAX_SILENCE_S = 15.0
@@ -47,17 +43,12 @@ def show_startup(console: Console) -> Iterator[ShowProgress]:
 
         def show(steps: Sequence[PodProgress]) -> None:
             nonlocal before
-            for line in describe_restarts(before, steps):
+            for line in progress.describe_restarts(before, steps):
                 print_line(live.console, line)
             before = steps
             live.update(build_table(steps, console.width))
 
         yield show
-
-
-def print_line(console: Console, line: str) -> None:
-    """Print without markup, as engines print brackets, and without wrapping."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def build_table(steps: Sequence[PodProgress], width: int) -> Table:
@@ -102,9 +93,9 @@ class LineProgress:
             for step in steps
             if states.get(step.pod) != step.state
         ]
-        lines += describe_restarts(self._previous, steps)
+        lines += progress.describe_restarts(self._previous, steps)
         if not lines and self._clock() - self._printed_at >= _MAX_SILENCE_S:
-            lines = [describe_waiting(steps)]
+            lines = [progress.describe_waiting(steps)]
         for line in lines:
             self._printed_at = self._clock()
             print_line(self._console, line)

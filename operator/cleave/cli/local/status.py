@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from cleave.cli.completion import complete_running
+from cleave.cli.options import DocumentFormat, DocumentOutput, complete_running
+from cleave.cli.output import tables
 from cleave.cli.output.errors import report_local_errors
-from cleave.cli.output.tables import build_plain_table, print_full_width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,31 +21,22 @@ if TYPE_CHECKING:
     from cleave.local.status import InstanceRow
 
 WATCH_INTERVAL_S = 1.0
+_NOTHING_RUNS = "no deployments running on this machine"
 _REASON_WIDTH = 60
 _STYLES = {"ready": "green", "starting": "yellow", "verifying": "cyan", "draining": "yellow"}
-
-
-class StatusFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
 
 
 def status(
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Name of the deployment. Default: all deployments.",
             autocompletion=complete_running,
         ),
     ] = None,
-    output: Annotated[
-        StatusFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = StatusFormat.TABLE,
+    output: DocumentOutput = DocumentFormat.TABLE,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
+        bool, Option("--watch", "-w", help="Refresh every second until Ctrl-C.")
     ] = False,
 ) -> None:
     """Show the instances of deployments on this machine, their load and the gateway.
@@ -65,7 +56,7 @@ def status(
             _print(asyncio.run(collect(name)), output)
             if name is None:
                 _report_orphaned()
-        elif output is StatusFormat.TABLE:
+        elif output is DocumentFormat.TABLE:
             _watch_table(name)
         else:
             while True:
@@ -92,12 +83,11 @@ async def collect(name: str | None) -> list[dict[str, Any]]:
 
 
 async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
-    from cleave.local import gateways
     from cleave.local import status as local_status
     from cleave.manifests.labels import GATEWAY
 
     rows, gateway = await asyncio.gather(
-        local_status.collect_rows(snapshot), gateways.get_gateway_health(snapshot.url)
+        local_status.collect_rows(snapshot), local_status.get_gateway_health(snapshot.url)
     )
     return [
         row
@@ -107,15 +97,11 @@ async def _collect_rows(snapshot: "DeploymentSnapshot") -> list["InstanceRow"]:
     ]
 
 
-def _print(deployments: Sequence[dict[str, Any]], output: StatusFormat) -> None:
-    if output is StatusFormat.JSON:
-        import json
-
-        typer.echo(json.dumps(deployments, indent=2))
-    elif output is StatusFormat.YAML:
-        import yaml
-
-        typer.echo(yaml.safe_dump(list(deployments), sort_keys=False), nl=False)
+def _print(deployments: list[dict[str, Any]], output: DocumentFormat) -> None:
+    if output is DocumentFormat.JSON:
+        tables.print_json(deployments)
+    elif output is DocumentFormat.YAML:
+        tables.print_yaml(deployments)
     else:
         from rich.console import Console
 
@@ -136,31 +122,24 @@ def _watch_table(name: str | None) -> None:
     with Live(auto_refresh=False, screen=False) as live:
         while True:
             deployments = asyncio.run(collect(name))
-            table = (
-                build_table(deployments)
-                if deployments
-                else "no deployments running on this machine"
-            )
-            live.update(table, refresh=True)
+            live.update(build_table(deployments) if deployments else _NOTHING_RUNS, refresh=True)
             time.sleep(WATCH_INTERVAL_S)
 
 
 def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
     """Print the table in its full width, then failures and plans."""
     if not deployments:
-        console.print("no deployments running on this machine")
+        console.print(_NOTHING_RUNS)
         return
-    print_full_width(console, build_table(deployments))
+    tables.print_full_width(console, build_table(deployments))
     for deployment in deployments:
-        lines = [
-            f"{row['instance']}: last failure: {row['last_failure']}"
-            for row in deployment["instances"]
-            if row["last_failure"]
-        ]
+        for row in deployment["instances"]:
+            if row["last_failure"]:
+                tables.print_line(
+                    console, f"{row['instance']}: last failure: {row['last_failure']}"
+                )
         if plan := deployment["plan"]:
-            lines.append(f"{deployment['deployment']}: {_describe_plan(plan)}")
-        for line in lines:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            tables.print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
 
 
 def _describe_plan(plan: dict[str, Any]) -> str:
@@ -176,9 +155,8 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
     """The rows of all deployments in one table."""
     from rich.text import Text
 
-    table = build_plain_table(
-        ("INSTANCE", "ROLE", "STATE", "ENGINE"),
-        ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID"),
+    table = tables.build_plain_table(
+        ("INSTANCE", "ROLE", "STATE", "ENGINE"), ("RUN", "WAIT", "KV%", "EPOCH", "RESTARTS", "PID")
     )
     table.add_column("URL", no_wrap=True)
     for row in (row for deployment in deployments for row in deployment["instances"]):

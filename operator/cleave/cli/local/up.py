@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
-from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment, report_local_errors
+from cleave.cli.options import File
+from cleave.cli.output.errors import load_deployment, report_input_errors, report_local_errors
 from cleave.cli.output.progress_bar import show_progress, show_simulation_progress
 
 if TYPE_CHECKING:
@@ -16,33 +18,28 @@ if TYPE_CHECKING:
     from cleave.local.launch_plan import LaunchPlan
     from cleave.planner.placement import Placement
 
-File = Annotated[
-    Path, typer.Option("--file", "-f", help="Manifest of an LLMDeployment.", show_default=False)
-]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
+Port = Annotated[int, Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
 SharedCores = Annotated[
     bool,
-    typer.Option(
-        "--allow-shared-cores", help="Let engines share CPU cores when there are too few."
-    ),
+    Option("--allow-shared-cores", help="Let engines share CPU cores when there are too few."),
 ]
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds to wait until all pods are ready.")]
+Timeout = Annotated[float, Option(min=1, help="Seconds to wait until all pods are ready.")]
 
 
 def up(
     file: File,
     port: Port = 8080,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Run in the background and return when ready.")
+        bool, Option("--detach", "-d", help="Run in the background and return when ready.")
     ] = False,
     timeout: Timeout = 900,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the pods as YAML without starting them.")
+        bool, Option("--dry-run", help="Print the pods as YAML without starting them.")
     ] = False,
     allow_shared_cores: SharedCores = False,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="YAML file that describes the machines to plan for.", show_default=False),
+        Option(help="YAML file that describes the machines to plan for.", show_default=False),
     ] = None,
 ) -> None:
     """Start a deployment on this machine, without a Kubernetes cluster.
@@ -82,22 +79,20 @@ def decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | No
 
     Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
     """
-    from cleave.api.manifest import ManifestError, load_cluster
-    from cleave.local import placement as local_placement
-    from cleave.planner.placement import PlanError
+    from cleave.api.manifest import load_cluster
+    from cleave.local import planning
 
-    try:
+    is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
+    bar = show_simulation_progress if is_planned else show_progress
+    with report_input_errors(), report_local_errors():
         machines = load_cluster(cluster) if cluster else None
-        is_planned = deployment.spec.placement is None and deployment.spec.workload is not None
-        bar = show_simulation_progress if is_planned else show_progress
-        with report_local_errors(), bar("planning") as tick:
-            return local_placement.decide_placement(deployment, file.parent, machines, tick)
-    except (ManifestError, PlanError) as error:
-        fail(error.faults, BAD_INPUT)
+        with bar("planning") as tick:
+            return planning.decide_placement(deployment, file.parent, machines, tick)
 
 
 async def _start(job: "LaunchPlan", console: "Console", timeout_s: float, detach: bool) -> None:
-    from cleave.cli.local.progress import print_line, show_startup
+    from cleave.cli.local.progress import show_startup
+    from cleave.cli.output.tables import print_line
     from cleave.local import state
     from cleave.local import up as local
     from cleave.local.errors import DeploymentStartError

@@ -1,14 +1,14 @@
 """`cleave rollout`: previews the steps of a rollout before a change is applied."""
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from cleave.cli.local.up import File, decide_placement
-from cleave.cli.output.errors import BAD_INPUT, fail
+from cleave.cli.local.up import decide_placement
+from cleave.cli.options import File, TableFormat, TableOutput
+from cleave.cli.output.errors import BAD_INPUT, fail, report_input_errors
 from cleave.cli.planning.inputs import ClusterFile
 
 if TYPE_CHECKING:
@@ -20,36 +20,23 @@ if TYPE_CHECKING:
 _STDIN = Path("-")
 
 
-class RolloutFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 def rollout(
     file: File,
     before: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--from",
             help="Current manifest (its status, else its placement); - reads standard input. "
             "Default: the status in FILE.",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the steps. Required.")
-    ] = False,
-    output: Annotated[
-        RolloutFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = RolloutFormat.TABLE,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only show the steps. Required.")] = False,
+    output: TableOutput = TableFormat.TABLE,
     cluster: ClusterFile = None,
-    max_surge: Annotated[
-        int | None, typer.Option(min=0, help="Overrides spec.rollout.maxSurge.")
-    ] = None,
+    max_surge: Annotated[int | None, Option(min=0, help="Overrides spec.rollout.maxSurge.")] = None,
     max_unavailable: Annotated[
-        int | None, typer.Option(min=0, help="Overrides spec.rollout.maxUnavailable.")
+        int | None, Option(min=0, help="Overrides spec.rollout.maxUnavailable.")
     ] = None,
 ) -> None:
     """Preview the steps in which the operator rolls out a change to a cluster.
@@ -70,7 +57,7 @@ def rollout(
     if not dry_run:
         why = "the operator performs the rollout itself after kubectl apply"
         fail([f"--dry-run: is required; {why}"], BAD_INPUT)
-    from cleave.cli.manifests.rollout_table import print_json, show
+    from cleave.cli.manifests import rollout_table
     from cleave.controller.rollout.preview import build_stages, build_states
     from cleave.manifests.pool import hash_revision
 
@@ -78,13 +65,10 @@ def rollout(
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
     target = hash_revision(after)
-    steps = build_stages(
-        build_states(running, _decide_placement(after, file, cluster), target), limits
-    )
-    if output is RolloutFormat.JSON:
-        print_json(after.name, running.revision, target, limits, steps)
-    else:
-        show(after.name, running.revision, target, limits, steps)
+    planned = _decide_placement(after, file, cluster)
+    steps = build_stages(build_states(running, planned, target), limits)
+    show = rollout_table.show_json if output is TableFormat.JSON else rollout_table.show
+    show(after.name, running.revision, target, limits, steps)
 
 
 def _get_current(
@@ -102,18 +86,15 @@ def _get_current(
     if before is None:
         how = f"give the current manifest, or run kubectl get llmd {after.name} -o yaml > now.yaml"
         fail([f"--from: is required, because {file} has no status; {how}"], BAD_INPUT)
-    return preview.from_placement(
-        _decide_placement(current, before, cluster), hash_revision(current)
-    )
+    placement = _decide_placement(current, before, cluster)
+    return preview.from_placement(placement, hash_revision(current))
 
 
 def _load_manifest(file: Path) -> "LLMDeployment":
-    from cleave.api.manifest import ManifestError, load
+    from cleave.api.manifest import load
 
-    try:
+    with report_input_errors():
         return load(sys.stdin.read() if file == _STDIN else file)
-    except ManifestError as error:
-        fail(error.faults, BAD_INPUT)
 
 
 def _decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":

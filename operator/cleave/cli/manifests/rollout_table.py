@@ -1,12 +1,9 @@
 """The steps of a rollout as a terminal table and as JSON."""
 
-import json
 from collections.abc import Mapping, Sequence
 
-import typer
-
 from cleave.api.role import Role
-from cleave.cli.output.tables import build_plain_table, print_full_width
+from cleave.cli.output.tables import build_plain_table, print_full_width, print_json
 from cleave.controller.rollout.planner import RolloutLimits
 from cleave.controller.rollout.preview import PreviewStage
 from cleave.planner.result.text import format_percent
@@ -41,13 +38,12 @@ def show(
 
 def _has_role_changes(stages: Sequence[PreviewStage]) -> bool:
     """Whether one role loses instances and another role gains some."""
-    changes = [
-        stages[-1].roles[role].new - each.new - each.old for role, each in stages[0].roles.items()
-    ]
+    first, last = stages[0].roles, stages[-1].roles
+    changes = [last[role].new - each.new - each.old for role, each in first.items()]
     return min(changes, default=0) < 0 < max(changes, default=0)
 
 
-def print_json(
+def show_json(
     name: str, before: str | None, after: str, limits: RolloutLimits, stages: Sequence[PreviewStage]
 ) -> None:
     """Print the steps as JSON; step 0 is the current state."""
@@ -72,7 +68,7 @@ def print_json(
             for number, stage in enumerate(stages)
         ],
     }
-    typer.echo(json.dumps(document, indent=2))
+    print_json(document)
 
 
 def _summarize(limits: RolloutLimits, stages: Sequence[PreviewStage]) -> str:

@@ -3,8 +3,8 @@
 import typer
 
 from cleave import distribution
-from cleave.cli.local.up import File
-from cleave.cli.output.errors import BAD_INPUT, fail, load_deployment
+from cleave.cli.options import File
+from cleave.cli.output.errors import load_deployment, report_input_errors
 from cleave.cli.planning.inputs import ClusterFile, Overrides, read_planning_input
 
 
@@ -24,14 +24,13 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
       # Check it against the machines of a cluster
       cleave validate -f examples/planned.yaml --cluster examples/cluster.yaml
     """
-    from cleave.api.manifest import ManifestError, load_cluster
+    from cleave.api.manifest import load_cluster
     from cleave.perf.hardware import inventory
     from cleave.planner.deployment_checks import explain_unknown_model
-    from cleave.planner.placement import PlanError
 
     deployment = load_deployment(file)
     spec = deployment.spec
-    try:
+    with report_input_errors():
         if cluster and explain_unknown_model(deployment) is not None:
             # The model cannot be planned, but the deployment can be started.
             inventory.list_gpus(load_cluster(cluster), spec.planning.gpus)
@@ -42,6 +41,4 @@ def validate(file: File, cluster: ClusterFile = None) -> None:
                 problem_from_cluster.build_demand(deployment, file.parent)
         elif cluster or (spec.workload and not spec.placement and spec.engine.type == "Emulated"):
             read_planning_input(file, cluster, Overrides(), seed=0)
-    except (ManifestError, PlanError) as error:
-        fail(error.faults, BAD_INPUT)
     typer.echo(f"{file}: LLMDeployment {deployment.metadata.name} is valid")

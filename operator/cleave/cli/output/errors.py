@@ -40,20 +40,27 @@ def report_local_errors() -> Iterator[None]:
         fail([str(error)], FAILED)
 
 
-def load_deployment(file: Path) -> "LLMDeployment":
-    """Read the LLMDeployment in `file`; prints warnings about it to standard error.
-
-    Exits with code 2 and one line per fault when it is invalid.
-    """
-    from cleave.api.manifest import ManifestError, load
-    from cleave.planner.deployment_checks import list_warnings
-    from cleave.planner.placement import PlanError, choose_placement, resolve_paths
+@contextmanager
+def report_input_errors() -> Iterator[None]:
+    """Print the faults of manifests and plans that are raised inside, and exit with code 2."""
+    from cleave.api.manifest import ManifestError
+    from cleave.planner.placement import PlanError
 
     try:
-        deployment = resolve_paths(load(file), file.parent)
-        choose_placement(deployment)
+        yield
     except (ManifestError, PlanError) as error:
         fail(error.faults, BAD_INPUT)
+
+
+def load_deployment(file: Path) -> "LLMDeployment":
+    """Read the LLMDeployment in `file`, print warnings about it; exits when it is invalid."""
+    from cleave.api.manifest import load
+    from cleave.planner.deployment_checks import list_warnings
+    from cleave.planner.placement import choose_placement, resolve_paths
+
+    with report_input_errors():
+        deployment = resolve_paths(load(file), file.parent)
+        choose_placement(deployment)
     for warning in list_warnings(deployment):
         sys.stderr.write(f"warning: {warning}\n")
     return deployment

@@ -65,22 +65,13 @@ def _describe_problem(problem: Problem) -> Iterator[Fact]:
     yield "prompts", _format_lengths(summary.prompt_tokens)
     yield "outputs", _format_lengths(summary.output_tokens)
     if summary.arrivals:
-        yield (
-            "arrivals",
-            (
-                f"variation of interarrival times {format_number(summary.arrivals.burstiness)} "
-                "(Poisson: 1)"
-            ),
-        )
-    machines = (
-        f"{supply.num_nodes} x {supply.gpus_per_node} {supply.gpu}" for supply in problem.supplies
-    )
+        burstiness = format_number(summary.arrivals.burstiness)
+        yield "arrivals", f"variation of interarrival times {burstiness} (Poisson: 1)"
+    machines = (f"{each.num_nodes} x {each.gpus_per_node} {each.gpu}" for each in problem.supplies)
     yield "machines", f"{', '.join(machines)}; at most {problem.max_gpus} GPUs in use"
     link = problem.supplies[0].network_link
-    yield (
-        "network",
-        f"{link.kind}, about {format_number(link.effective_gb_per_s * 8)} Gbit/s per GPU in use",
-    )
+    speed = f"about {format_number(link.effective_gb_per_s * 8)} Gbit/s per GPU in use"
+    yield "network", f"{link.kind}, {speed}"
 
 
 def _describe_result(problem: Problem, result: PlanningResult) -> Iterator[Fact]:
@@ -92,7 +83,8 @@ def _describe_result(problem: Problem, result: PlanningResult) -> Iterator[Fact]
         yield "latency", source
     for plan in plans[:1]:
         low, high = plan.prediction.goodput_interval
-        yield "best plan", f"{format_plan(plan)}, found by {_describe_algorithm(plan)}"
+        algorithm = _ALGORITHMS.get(plan.algorithm, plan.algorithm)
+        yield "best plan", f"{format_plan(plan)}, found by {algorithm}"
         yield "goodput", f"{format_number(low)} to {format_number(high)} req/s with 95 % confidence"
         yield from _describe_engines(plan)
         yield from _describe_queueing(problem, plan)
@@ -107,15 +99,10 @@ def _describe_engines(plan: Plan) -> Iterator[Fact]:
         yield str(pool.role), f"batches {how}, at most {limits} per iteration"
 
 
-def _describe_algorithm(plan: Plan) -> str:
-    return _ALGORITHMS.get(plan.algorithm, plan.algorithm)
-
-
 def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
     """The queue of a prefill instance by DistServe's Eq. 1 and 2 (M/D/1), for mean prompts."""
-    groups = to_candidate_placement(problem, plan.pools, plan.algorithm).groups
     pools = {pool.role: pool for pool in plan.pools}
-    for group in groups:
+    for group in to_candidate_placement(problem, plan.pools, plan.algorithm).groups:
         if group.role is not Role.PREFILL:
             continue
         timing = group.instance.engine.timing
@@ -126,12 +113,10 @@ def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
         except QueueingError as error:
             yield "by formula", str(error)
         else:
-            mean = (
-                f"{format_milliseconds(mean_ms)} to the end of prefill "
-                "if all prompts had the mean length"
-            )
+            mean = f"{format_milliseconds(mean_ms)} to the end of prefill"
+            assumed = "if all prompts had the mean length (DistServe, Eq. 1-2)"
             caveat = "varying lengths wait longer, batched prompts shorter"
-            yield "by formula", f"{mean} (DistServe, Eq. 1-2); {caveat}"
+            yield "by formula", f"{mean} {assumed}; {caveat}"
 
 
 def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
@@ -149,21 +134,14 @@ def _describe_scaling_law(problem: Problem, plan: Plan) -> Iterator[Fact]:
         return
     law, worker = scaling.law, " + ".join(format_pool(pool) for pool in scaling.worker)
     line = f"{format_number(law.k5)} x rate {'-' if law.c5 < 0 else '+'} {abs(law.c5):.2f}"
-    counts = ", ".join(
-        f"{count} at {format_number(rate)}" for rate, count in scaling.counts.items()
-    )
+    counts = ", ".join(f"{n} at {format_number(rate)}" for rate, n in scaling.counts.items())
     yield "growth", f"{line}, rounded up, times {worker} (Aladdin, Eq. 7)"
     yield "", f"from short simulations: {counts} req/s"
+    lowest = f"{format_number(law.lowest_rate)} req/s"
     if not law.holds_at(problem.rate):
-        yield (
-            "",
-            (
-                f"does not apply below {format_number(law.lowest_rate)} req/s, "
-                "where minutes differ too much"
-            ),
-        )
+        yield "", f"does not apply below {lowest}, where minutes differ too much"
     else:
-        yield "", f"applies above {format_number(law.lowest_rate)} req/s, where minutes are alike"
+        yield "", f"applies above {lowest}, where minutes are alike"
 
 
 def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
@@ -173,17 +151,13 @@ def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
         return
     one, pause_ms = costs.resume_cost, format_milliseconds(1e3 * costs.pause_s)
     returned = f"{format_milliseconds(one.prefix_cached_ms)} where its prompt is still cached"
-    single = (
-        f"one stream takes {format_milliseconds(one.recompute_ms)}, {returned}; all of an instance"
-    )
-    yield "recovery", f"recomputed, {single} {pause_ms}"
+    single = f"one stream takes {format_milliseconds(one.recompute_ms)}, {returned}"
+    yield "recovery", f"recomputed, {single}; all of an instance {pause_ms}"
     restored_pause_ms = format_milliseconds(1e3 * costs.restored_pause_s)
     restored = f"{format_milliseconds(one.restored_ms)} and {restored_pause_ms}"
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
-    yield (
-        "",
-        f"from checkpoints {restored}; they use {rate} of each GPU's link, {room} of host memory",
-    )
+    used = f"{rate} of each GPU's link, {room} of host memory"
+    yield "", f"from checkpoints {restored}; they use {used}"
     break_even_h = format_number(costs.break_even_hours)
     pays = f"save GPU time only if an instance is lost at least every {break_even_h} h"
     yield "", pays if costs.link_share < 1 else "never save GPU time: the link is too slow"

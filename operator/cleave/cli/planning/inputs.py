@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from cleave import distribution
-from cleave.cli.output.errors import BAD_INPUT, fail
+from cleave.cli.output.errors import report_input_errors
 
 if TYPE_CHECKING:
     from cleave.api.cluster import Cluster
@@ -19,29 +19,19 @@ if TYPE_CHECKING:
 
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(
-        "--cluster",
+    Option(
         help="YAML file of the machines: nodes, network, custom GPUs, measured profiles.",
         show_default=False,
     ),
 ]
-Rate = Annotated[
-    float | None, typer.Option(help="Requests per second. Overrides spec.workload.rate.")
-]
+Rate = Annotated[float | None, Option(help="Requests per second. Overrides spec.workload.rate.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(
-        "--trace", help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."
-    ),
+    Option(help="CSV or JSONL file of requests. Overrides the lengths in spec.workload."),
 ]
-TtftTarget = Annotated[
-    float | None, typer.Option("--slo-ttft", help="TTFT target in ms. Overrides spec.slo.ttftMs.")
-]
-TpotTarget = Annotated[
-    float | None, typer.Option("--slo-tpot", help="TPOT target in ms. Overrides spec.slo.tpotMs.")
-]
-_CLUSTER_EXAMPLE = "such as nodes: [{count: 4, gpu: A100-SXM-80GB}]"
-Seed = Annotated[int, typer.Option(min=0, help="Random seed of the generated requests.")]
+TtftTarget = Annotated[float | None, Option(help="TTFT target in ms. Overrides spec.slo.ttftMs.")]
+TpotTarget = Annotated[float | None, Option(help="TPOT target in ms. Overrides spec.slo.tpotMs.")]
+Seed = Annotated[int, Option(min=0, help="Random seed of the generated requests.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +56,14 @@ def read_planning_input(
     file: Path, cluster: Path | None, overrides: Overrides, seed: int
 ) -> PlanningInput:
     """Read both files. Exits with code 2 and one line per fault."""
-    from cleave.api.manifest import ManifestError, load, load_cluster
-    from cleave.planner.placement import PlanError, resolve_paths
+    from cleave.api.manifest import load, load_cluster
+    from cleave.planner.placement import resolve_paths
 
     distribution.require("planner")
-    try:
+    with report_input_errors():
         deployment = apply_overrides(resolve_paths(load(file), file.parent), overrides)
         machines = load_cluster(cluster) if cluster else None
         return PlanningInput(deployment, _build_problem(deployment, machines, file.parent, seed))
-    except (ManifestError, PlanError) as error:
-        fail(error.faults, BAD_INPUT)
 
 
 def _build_problem(
@@ -88,9 +76,8 @@ def _build_problem(
     if machines is not None:
         return problem_from_cluster.build_problem(deployment, machines, folder, seed)
     if deployment.spec.engine.type is not EngineType.EMULATED:
-        raise PlanError(
-            [f"--cluster: is required: a YAML file that describes the machines, {_CLUSTER_EXAMPLE}"]
-        )
+        why = "is required: a YAML file that describes the machines"
+        raise PlanError([f"--cluster: {why}, such as nodes: [{{count: 4, gpu: A100-SXM-80GB}}]"])
     return problem_from_profile.build_problem(deployment, folder, seed)
 
 
@@ -106,10 +93,8 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
         # Another trace is replayed with its own arrival times, unless a rate is given.
         is_resampled = overrides.rate is not None and "burstiness" in traffic
         retained = {"burstiness": traffic["burstiness"]} if is_resampled else {}
-        traffic = spec["workload"] = {
-            **retained,
-            "trace": {"path": str(overrides.trace.absolute())},
-        }
+        path = str(overrides.trace.absolute())
+        traffic = spec["workload"] = {**retained, "trace": {"path": path}}
     if overrides.rate is not None:
         traffic["rate"] = overrides.rate
     for key, value in (("ttftMs", overrides.ttft_ms), ("tpotMs", overrides.tpot_ms)):
@@ -117,19 +102,17 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
             spec["slo"][key] = value
     if not traffic:
         del spec["workload"]
+    manifest = {
+        "apiVersion": deployment.api_version,
+        "kind": deployment.kind,
+        "metadata": {"name": deployment.name, "namespace": deployment.namespace},
+        "spec": spec,
+    }
     try:
-        return validate(
-            {
-                "apiVersion": deployment.api_version,
-                "kind": deployment.kind,
-                "metadata": {"name": deployment.name, "namespace": deployment.namespace},
-                "spec": spec,
-            }
-        )
+        return validate(manifest)
     except ManifestError as error:
-        raise ManifestError(
-            [_attribute_to_option(fault, overrides) for fault in error.faults]
-        ) from error
+        faults = [_attribute_to_option(fault, overrides) for fault in error.faults]
+        raise ManifestError(faults) from error
 
 
 def _attribute_to_option(fault: str, overrides: Overrides) -> str:

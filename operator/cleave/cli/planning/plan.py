@@ -5,21 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from cleave.cli.local.up import File
-from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.options import File
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_input_errors
 from cleave.cli.output.progress_bar import show_progress, show_simulation_progress
-from cleave.cli.planning.inputs import (
-    ClusterFile,
-    Overrides,
-    PlanningInput,
-    Rate,
-    Seed,
-    TpotTarget,
-    TraceFile,
-    TtftTarget,
-    read_planning_input,
-)
+from cleave.cli.output.tables import print_json, print_yaml
+from cleave.cli.planning import inputs
+from cleave.cli.planning.inputs import PlanningInput
 
 if TYPE_CHECKING:
     from cleave.planner.plan import PlanningResult
@@ -36,26 +29,26 @@ class PlanFormat(StrEnum):
 
 def plan(
     file: File,
-    cluster: ClusterFile = None,
+    cluster: inputs.ClusterFile = None,
     output: Annotated[
-        PlanFormat, typer.Option("--output", "-o", help="Output format.")
+        PlanFormat, Option("--output", "-o", help="Output format.")
     ] = PlanFormat.TABLE,
-    top: Annotated[int, typer.Option(min=1, max=100, help="Number of plans to show.")] = 5,
+    top: Annotated[int, Option(min=1, max=100, help="Number of plans to show.")] = 5,
     explain: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--explain",
             help="Explain how the plan was found and what its predictions are based on.",
         ),
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Write a report with charts to this HTML file.")
+        Path | None, Option(help="Write a report with charts to this HTML file.")
     ] = None,
-    rate: Rate = None,
-    trace: TraceFile = None,
-    slo_ttft: TtftTarget = None,
-    slo_tpot: TpotTarget = None,
-    seed: Seed = 0,
+    rate: inputs.Rate = None,
+    trace: inputs.TraceFile = None,
+    slo_ttft: inputs.TtftTarget = None,
+    slo_tpot: inputs.TpotTarget = None,
+    seed: inputs.Seed = 0,
 ) -> None:
     """Find the placement with the best goodput per GPU, and predict its latencies.
 
@@ -78,26 +71,17 @@ def plan(
     """
     if report is not None and not report.parent.is_dir():
         fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
-    planning_input = read_planning_input(
-        file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed
-    )
-    result = _search(planning_input)
+    overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot)
+    planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
+    from cleave.planner import plan_search
+
+    with report_input_errors(), show_simulation_progress("planning") as tick:
+        result = plan_search.plan(planning_input.problem, tick)
     _print(planning_input, result, output, top, explained=explain)
     if report is not None:
         _write_report(planning_input, result, report)
     if result.selected is None:
         raise typer.Exit(FAILED)
-
-
-def _search(planning_input: PlanningInput) -> "PlanningResult":
-    from cleave.planner import plan_search
-    from cleave.planner.placement import PlanError
-
-    try:
-        with show_simulation_progress("planning") as tick:
-            return plan_search.plan(planning_input.problem, tick)
-    except PlanError as error:
-        fail(error.faults, BAD_INPUT)
 
 
 def _print(
@@ -109,8 +93,6 @@ def _print(
     explained: bool,
 ) -> None:
     if output is PlanFormat.JSON:
-        import json
-
         from cleave.planner.result.status import build_document
 
         document = build_document(result, top - 1)
@@ -118,13 +100,9 @@ def _print(
             from cleave.planner.scaling_law import growth
 
             document["aladdin"] = growth.build_document(planning_input.problem, result.selected)
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
     elif output is PlanFormat.YAML:
-        import yaml
-
-        typer.echo(
-            yaml.safe_dump(build_manifest(planning_input, result), sort_keys=False), nl=False
-        )
+        print_yaml(_build_manifest(planning_input, result))
     else:
         from rich.console import Console
 
@@ -139,7 +117,7 @@ def _print(
             print_explanation(console, planning_input.problem, result)
 
 
-def build_manifest(planning_input: PlanningInput, result: "PlanningResult") -> dict[str, Any]:
+def _build_manifest(planning_input: PlanningInput, result: "PlanningResult") -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
     from cleave.planner.placement import Placement

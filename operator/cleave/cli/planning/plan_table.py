@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cleave.cli.output.tables import build_plain_table, print_full_width
+from cleave.cli.output.tables import build_plain_table, print_full_width, print_line
 from cleave.planner.plan import Percentiles, Plan, PlanningResult, PlanVerdict
 from cleave.planner.result.text import (
     VERDICT_TEXTS,
@@ -36,13 +36,13 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
         pools = " and ".join(describe_pool(pool) for pool in result.selected.pools)
         verdict.append(f": {pools}")
         console.print(verdict, soft_wrap=True)
-        console.print(strip_verdict(result), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, strip_verdict(result))
     else:
         verdict.append(f": {strip_verdict(result)}", style="not bold default")
         console.print(verdict, soft_wrap=True)
     if plans := list_ranked(result)[:top]:
         print_full_width(console, build_table(plans, result.selected, wide=wide))
-    console.print(result.what_would_change, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, result.what_would_change)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
 

@@ -6,10 +6,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from cleave.cli.local.up import File
-from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
+from cleave.cli.options import DocumentFormat, DocumentOutput, File
+from cleave.cli.output import tables
+from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_input_errors
 from cleave.cli.output.progress_bar import show_simulation_progress
 from cleave.cli.planning.inputs import Overrides, Rate, Seed, TraceFile, read_planning_input
 
@@ -28,14 +29,6 @@ _OPTION_NAMES = (
 """Names of fields in errors of the planner, and the options that set them."""
 
 
-class ProvisionFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
-
-
 class ProvisionObjective(StrEnum):
     """The quantity to optimize."""
 
@@ -48,23 +41,19 @@ def provision(
     file: File,
     cluster: Annotated[
         Path,
-        typer.Option(
-            help="YAML file with one node of each kind to choose from.", show_default=False
-        ),
+        Option(help="YAML file with one node of each kind to choose from.", show_default=False),
     ],
     goal: Annotated[
         ProvisionObjective,
-        typer.Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
+        Option(help="Highest throughput for a budget, or lowest cost or power for a rate."),
     ] = ProvisionObjective.COST,
     max_cost: Annotated[
-        float | None, typer.Option(help="Budget per hour, in the currency of the prices.")
+        float | None, Option(help="Budget per hour, in the currency of the prices.")
     ] = None,
-    max_power: Annotated[
-        float | None, typer.Option(help="Budget of provisioned power in watts.")
-    ] = None,
+    max_power: Annotated[float | None, Option(help="Budget of provisioned power in watts.")] = None,
     token_cap: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.5,
             max=1,
             help="Also consider decode machines capped to this share of their power.",
@@ -72,14 +61,12 @@ def provision(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="GPU whose node has slowdown 1. Default: the slowest of the cluster."),
+        Option(help="GPU whose node has slowdown 1. Default: the slowest of the cluster."),
     ] = None,
     max_machines: Annotated[
-        int, typer.Option(min=1, max=1024, help="Maximum number of machines of each kind.")
+        int, Option(min=1, max=1024, help="Maximum number of machines of each kind.")
     ] = 128,
-    output: Annotated[
-        ProvisionFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = ProvisionFormat.TABLE,
+    output: DocumentOutput = DocumentFormat.TABLE,
     rate: Rate = None,
     trace: TraceFile = None,
     seed: Seed = 0,
@@ -101,14 +88,15 @@ def provision(
       cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml \\
         --goal throughput --max-power 224000 --token-cap 0.5
     """
-    from cleave.api.manifest import ManifestError
     from cleave.planner.provision.search import ProvisioningError, ProvisioningObjective
     from cleave.planner.provision.search import provision as search
 
     problem = read_planning_input(file, cluster, Overrides(rate, trace), seed).problem
     try:
+        with report_input_errors():
+            request = _build_request(problem, cluster, token_cap, reference)
         request = replace(
-            _build_request(problem, cluster, token_cap, reference),
+            request,
             objective=ProvisioningObjective[goal.name],
             rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
             max_cost_per_hour=max_cost,
@@ -119,20 +107,14 @@ def provision(
         with show_simulation_progress("provisioning") as tick:
             designs = search(request, tick)
     except ProvisioningError as error:
-        fail([_translate_to_options(str(error))], BAD_INPUT)
-    except ManifestError as error:
-        fail(error.faults, BAD_INPUT)
+        fault = str(error)
+        for name, option in _OPTION_NAMES:
+            fault = fault.replace(name, option)
+        fail([fault], BAD_INPUT)
     if not designs:
         line = f"no cluster of up to {max_machines} machines of each kind meets the slowdowns"
         fail([f"{line}; use a lower rate, a larger budget or a slower --reference"], FAILED)
     _print(designs, output)
-
-
-def _translate_to_options(fault: str) -> str:
-    """The fault with the names of options instead of those of the request's fields."""
-    for name, option in _OPTION_NAMES:
-        fault = fault.replace(name, option)
-    return fault
 
 
 def _build_request(
@@ -150,42 +132,31 @@ def _build_request(
     nodes = machines.list_nodes(problem)
     tokens = nodes
     if token_cap is not None:
-        capped = machines.apply_power_cap(
-            problem, nodes, load_cluster(cluster), cluster.parent, token_cap
-        )
+        kinds = load_cluster(cluster)
+        capped = machines.apply_power_cap(problem, nodes, kinds, cluster.parent, token_cap)
         tokens = (*nodes, *capped)
     by_name = {node.machine.name: node.machine for node in nodes}
     if reference is not None and reference not in by_name:
         raise ProvisioningError(f"--reference {reference}: must be one of {', '.join(by_name)}")
     chosen = by_name[reference] if reference else machines.find_slowest(nodes, problem.demand)
     pairs = machines.build_pairs(problem.shape, nodes, tokens)
-    return ProvisioningRequest(
-        problem.demand, pairs, chosen.estimate.timing, ProvisioningObjective.COST
-    )
+    timing = chosen.estimate.timing
+    return ProvisioningRequest(problem.demand, pairs, timing, ProvisioningObjective.COST)
 
 
-def _print(designs: Sequence["ClusterDesign"], output: ProvisionFormat) -> None:
-    if output is ProvisionFormat.TABLE:
+def _print(designs: Sequence["ClusterDesign"], output: DocumentFormat) -> None:
+    if output is DocumentFormat.TABLE:
         _print_table(designs)
         return
-    documents = [asdict(design) for design in designs]
-    if output is ProvisionFormat.JSON:
-        import json
-
-        typer.echo(json.dumps(documents, indent=2))
-    else:
-        import yaml
-
-        typer.echo(yaml.safe_dump(documents, sort_keys=False), nl=False)
+    show = tables.print_json if output is DocumentFormat.JSON else tables.print_yaml
+    show([asdict(design) for design in designs])
 
 
 def _print_table(designs: Sequence["ClusterDesign"]) -> None:
     from rich.console import Console
 
-    from cleave.cli.output.tables import build_plain_table, print_full_width
-
     figures = ("PROMPT", "TOKEN", "REQ/S", "COST/H", "KW", "TTFT", "TPOT", "E2E")
-    table = build_plain_table(("MACHINES",), figures)
+    table = tables.build_plain_table(("MACHINES",), figures)
     for design in designs:
         slow = design.slowdowns
         table.add_row(
@@ -198,7 +169,7 @@ def _print_table(designs: Sequence["ClusterDesign"]) -> None:
             *map(_format_percentiles, (slow.ttft, slow.tpot, slow.e2e)),
         )
     console = Console(highlight=False)
-    print_full_width(console, table)
+    tables.print_full_width(console, table)
     console.print("TTFT, TPOT, E2E: slowdown at P50/P90/P99", style="dim")
 
 

@@ -1,28 +1,18 @@
 """`cleave simulate`: simulates a placement under its workload, request by request."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
-from cleave.cli.local.up import File
-from cleave.cli.output.errors import BAD_INPUT, fail
+from cleave.cli.options import File
+from cleave.cli.output.errors import BAD_INPUT, fail, report_input_errors
 from cleave.cli.output.progress_bar import show_simulation_progress
-from cleave.cli.planning.inputs import (
-    ClusterFile,
-    Overrides,
-    PlanningInput,
-    Rate,
-    Seed,
-    TpotTarget,
-    TraceFile,
-    TtftTarget,
-    read_planning_input,
-)
+from cleave.cli.output.tables import print_json
+from cleave.cli.planning import inputs
 
 if TYPE_CHECKING:
     from cleave.planner.plan import PlannedPool
@@ -41,22 +31,22 @@ class SimulateFormat(StrEnum):
 
 def simulate(
     file: File,
-    cluster: ClusterFile = None,
+    cluster: inputs.ClusterFile = None,
     output: Annotated[
         SimulateFormat,
-        typer.Option("--output", "-o", help="Output format; csv prints one line per request."),
+        Option("--output", "-o", help="Output format; csv prints one line per request."),
     ] = SimulateFormat.TABLE,
     requests: Annotated[
-        int, typer.Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
+        int, Option(min=1, max=5_000_000, help="Number of requests to simulate at each rate.")
     ] = 10_000,
     rates: Annotated[
-        str | None, typer.Option(help="Comma-separated rates (req/s); prints one line per rate.")
+        str | None, Option(help="Comma-separated rates (req/s); prints one line per rate.")
     ] = None,
-    rate: Rate = None,
-    trace: TraceFile = None,
-    slo_ttft: TtftTarget = None,
-    slo_tpot: TpotTarget = None,
-    seed: Seed = 0,
+    rate: inputs.Rate = None,
+    trace: inputs.TraceFile = None,
+    slo_ttft: inputs.TtftTarget = None,
+    slo_tpot: inputs.TpotTarget = None,
+    seed: inputs.Seed = 0,
 ) -> None:
     """Simulate the placement of a manifest under its workload.
 
@@ -76,9 +66,8 @@ def simulate(
     requested = _parse_rates(rates)
     if output is SimulateFormat.CSV and len(requested) > 1:
         fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
-    planning_input = read_planning_input(
-        file, cluster, Overrides(rate, trace, slo_ttft, slo_tpot), seed
-    )
+    overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot)
+    planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
     simulator, pools = _prepare(planning_input, requests)
     requested = requested or [planning_input.problem.rate]
     if output is SimulateFormat.CSV:
@@ -88,19 +77,18 @@ def simulate(
 
 
 def _prepare(
-    planning_input: PlanningInput, num_requests: int
+    planning_input: inputs.PlanningInput, num_requests: int
 ) -> tuple["PlacementSimulator", "Pools"]:
     from cleave.planner import pool_simulation
-    from cleave.planner.placement import PlanError, choose_placement
+    from cleave.planner.placement import choose_placement
 
-    try:
+    deployment, problem = planning_input.deployment, planning_input.problem
+    with report_input_errors():
         pools = pool_simulation.apply_engine_limits(
-            choose_placement(planning_input.deployment).pools, planning_input.deployment.spec.engine
+            choose_placement(deployment).pools, deployment.spec.engine
         )
-        pool_simulation.build_fleet(planning_input.problem, pools)
-    except PlanError as error:
-        fail(error.faults, BAD_INPUT)
-    return pool_simulation.PlacementSimulator(planning_input.problem, num_requests), pools
+        pool_simulation.build_fleet(problem, pools)
+    return pool_simulation.PlacementSimulator(problem, num_requests), pools
 
 
 def _print_requests(simulator: "PlacementSimulator", pools: "Pools", rate: float) -> None:
@@ -130,7 +118,7 @@ def _print_figures(
             mfu = pool_simulation.compute_mfu(problem, pools, outcome)
             results.append(summarize(outcome, fleet, rate, slo, mfu))
     if output is SimulateFormat.JSON:
-        typer.echo(json.dumps(simulate_table.build_document(results), indent=2))
+        print_json(simulate_table.build_document(results))
         return
     from rich.console import Console
 

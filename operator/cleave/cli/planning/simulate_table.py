@@ -20,13 +20,7 @@ if TYPE_CHECKING:
     from cleave.simulator.outcome import SimulationResult
 
 _MAX_INSTANCES = 16
-_STAGE_FIELDS = {
-    LatencyStage.PREFILL_QUEUE: "prefill_queue_ms",
-    LatencyStage.PREFILL: "prefill_ms",
-    LatencyStage.TRANSFER: "transfer_ms",
-    LatencyStage.DECODE_QUEUE: "decode_queue_ms",
-    LatencyStage.DECODE: "decode_ms",
-}
+_STAGE_FIELDS = {stage: f"{stage.name.lower()}_ms" for stage in LatencyStage}
 
 
 def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
@@ -42,12 +36,8 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
     )
     for sentence in _describe_losses(result):
         console.print(sentence, style="red", highlight=False, soft_wrap=True)
-    for table in (
-        _build_latency_table(result),
-        _build_stage_table(result),
-        _build_instance_table(result),
-    ):
-        print_full_width(console, table)
+    for build_table in (_build_latency_table, _build_stage_table, _build_instance_table):
+        print_full_width(console, build_table(result))
     if (remaining := len(result.instances) - _MAX_INSTANCES) > 0:
         console.print(f"... and {remaining} more instances (-o json has all)", highlight=False)
 
@@ -81,13 +71,9 @@ def write_csv(file: TextIO, outcome: "SimulationResult", names: Sequence[str]) -
     """Write one line per request in order of arrival; a cell is empty if it was never reached."""
     stages = compute_stage_ms(outcome)
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        (
-            *("arrival_ms", "ttft_ms", "tpot_ms", "end_ms", "output_tokens"),
-            *_STAGE_FIELDS.values(),
-            *("prefill_instance", "decode_instance", "preemptions"),
-        )
-    )
+    times = ("arrival_ms", "ttft_ms", "tpot_ms", "end_ms", "output_tokens")
+    counts = ("prefill_instance", "decode_instance", "preemptions")
+    writer.writerow((*times, *_STAGE_FIELDS.values(), *counts))
     columns = (outcome.arrival_ms, outcome.ttft_ms, outcome.tpot_ms, outcome.end_ms)
     for index in range(len(outcome.arrival_ms)):
         writer.writerow(
@@ -95,8 +81,8 @@ def write_csv(file: TextIO, outcome: "SimulationResult", names: Sequence[str]) -
                 *(_format_cell(column[index]) for column in columns),
                 int(outcome.output_tokens[index]),
                 *(_format_cell(stages[stage][index]) for stage in _STAGE_FIELDS),
-                *(_get_name(names, outcome.prefill_instance[index]),),
-                *(_get_name(names, outcome.decode_instance[index]),),
+                _get_name(names, outcome.prefill_instance[index]),
+                _get_name(names, outcome.decode_instance[index]),
                 int(outcome.num_preemptions[index]),
             ]
         )
@@ -111,13 +97,9 @@ def _describe_losses(result: SimulationSummary) -> Iterator[str]:
 
 def _build_latency_table(result: SimulationSummary) -> "Table":
     table = build_plain_table(("LATENCY",), ("P50", "P90", "P99"))
-    rows = (
-        ("TTFT", result.ttft_ms),
-        ("TPOT", result.tpot_ms),
-        ("arrival to end", result.latency_ms),
-    )
-    for name, latency in rows:
-        table.add_row(name, *_format_percentiles(latency))
+    table.add_row("TTFT", *_format_percentiles(result.ttft_ms))
+    table.add_row("TPOT", *_format_percentiles(result.tpot_ms))
+    table.add_row("arrival to end", *_format_percentiles(result.latency_ms))
     return table
 
 
@@ -148,12 +130,8 @@ def _format_load(each: InstanceLoad) -> Iterator[str]:
     yield f"{each.preemptions:,}"
 
 
-def _format_percentiles(latency: Percentiles) -> tuple[str, str, str]:
-    return (
-        format_milliseconds(latency.p50),
-        format_milliseconds(latency.p90),
-        format_milliseconds(latency.p99),
-    )
+def _format_percentiles(latency: Percentiles) -> Iterator[str]:
+    return map(format_milliseconds, (latency.p50, latency.p90, latency.p99))
 
 
 def _replace_non_finite(value: Any) -> Any:  # noqa: ANN401 - JSON has no narrower type

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from cleave.cli.output.errors import BAD_INPUT, fail
 
@@ -13,18 +14,18 @@ if TYPE_CHECKING:
 lengths = typer.Typer(no_args_is_help=True)
 
 _Trace = Annotated[
-    Path, typer.Argument(help="CSV or JSONL file of requests, as cleave workload reads them.")
+    Path, Argument(help="CSV or JSONL file of requests, as cleave workload reads them.")
 ]
 _PromptError = Annotated[
     float,
-    typer.Option(
+    Option(
         min=0,
         max=2,
         help="Relative error of the gateway's prompt token estimates; ignored where the trace has "
         "a column estimated_prompt_tokens.",
     ),
 ]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+_AsJson = Annotated[bool, Option("--json", help="Print as JSON.")]
 
 
 @lengths.callback()
@@ -38,7 +39,7 @@ def group() -> None:
 @lengths.command()
 def train(
     trace: _Trace,
-    file: Annotated[Path, typer.Option("--output-file", "-o", help="File to write, for gateways.")],
+    file: Annotated[Path, Option("--output-file", "-o", help="File to write, for gateways.")],
     prompt_error: _PromptError = 0.2,
     as_json: _AsJson = False,
 ) -> None:
@@ -64,17 +65,15 @@ def train(
     except (HistoryError, length_file.LengthsError) as error:
         fail([str(error)], BAD_INPUT)
     scores = trained.scores
-    title = (
-        f"{trace}: trained on {trained.trained_on:,} requests, evaluated on {trained.judged_by:,}"
-    )
+    split = f"trained on {trained.trained_on:,} requests, evaluated on {trained.judged_by:,}"
     then = "gateways use it" if scores.is_better else "gateways keep using that"
-    _print_scores(title, scores, then, as_json)
+    _print_scores(f"{trace}: {split}", scores, then, as_json)
 
 
 @lengths.command()
 def evaluate(
     trace: _Trace,
-    file: Annotated[Path, typer.Option("--with", help="File written by cleave lengths train.")],
+    file: Annotated[Path, Option("--with", help="File written by cleave lengths train.")],
     prompt_error: _PromptError = 0.2,
     as_json: _AsJson = False,
 ) -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import datetime
+import json
 import re
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from cleave import distribution
+from cleave.cli.options import TableFormat, TableOutput
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
 from cleave.cli.output.progress_bar import show_progress
 
@@ -23,54 +26,39 @@ if TYPE_CHECKING:
 _LOCAL_URL = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])([:/]|$)")
 
 
-class ProfileFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 def profile(
-    url: Annotated[str, typer.Argument(help="URL of the engine, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, Argument(help="URL of the engine, such as http://127.0.0.1:8000.")],
     model: Annotated[
-        str | None, typer.Option(help="Served model name. Required if the engine serves several.")
+        str | None, Option(help="Served model name. Required if the engine serves several.")
     ] = None,
     file: Annotated[
-        Path, typer.Option("--output-file", "-O", help="Profile to write, YAML or .json.")
+        Path, Option("--output-file", "-O", help="Profile to write, YAML or .json.")
     ] = Path("profile.yaml"),
     device: Annotated[
-        str | None, typer.Option(help="Device of the engine. Default: this machine's GPU or CPU.")
+        str | None, Option(help="Device of the engine. Default: this machine's GPU or CPU.")
     ] = None,
     tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size", min=1, max=64, help="Tensor parallel size of the engine."
-        ),
+        int, Option(min=1, max=64, help="Tensor parallel size of the engine.")
     ] = 1,
     pipeline_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--pipeline-parallel-size", min=1, max=64, help="Pipeline parallel size of the engine."
-        ),
+        int, Option(min=1, max=64, help="Pipeline parallel size of the engine.")
     ] = 1,
     longest_prompt: Annotated[
-        int | None, typer.Option(min=32, help="Maximum prompt length to measure, in tokens.")
+        int | None, Option(min=32, help="Maximum prompt length to measure, in tokens.")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Number of measurements of each point.")
+        int | None, Option(min=1, max=100, help="Number of measurements of each point.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure few points, for a first estimate only.")
+        bool, Option("--quick", help="Measure few points, for a first estimate only.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the profile even if measurements scatter.")
+        bool, Option("--force", help="Write the profile even if measurements scatter.")
     ] = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
+        str | None, Option(envvar="CLEAVE_API_KEY", help="API key of the engine.")
     ] = None,
-    output: Annotated[
-        ProfileFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = ProfileFormat.TABLE,
+    output: TableOutput = TableFormat.TABLE,
 ) -> None:
     """Measure the latencies of a running engine and write them to a profile.
 
@@ -82,12 +70,10 @@ def profile(
       # Measure an engine on this machine
       cleave profile http://127.0.0.1:8000 -O llama-h100.yaml
     """
-    from dataclasses import replace
-
     from cleave.perf.profile.profile import write_profile
     from cleave.profiling.errors import ProfilingError
     from cleave.profiling.measurement_plan import QUICK, ProfilingSettings
-    from cleave.profiling.profile_points import list_scattered
+    from cleave.profiling.profile_points import build_profile, list_scattered
 
     settings = QUICK if quick else ProfilingSettings()
     if repeats is not None:
@@ -96,12 +82,18 @@ def profile(
         settings = replace(settings, max_prompt_tokens=longest_prompt)
     if not file.absolute().parent.is_dir():
         fail([f"--output-file: {file.parent} is not an existing folder"], BAD_INPUT)
-    if device is None:
-        device = _detect_device(url)
-    sizes = tensor_parallel_size, pipeline_parallel_size
+    device = device or _detect_device(url)
     try:
         engine, samples = asyncio.run(_measure(url.rstrip("/"), api_key, model, settings))
-        measured = _build_profile(samples, engine, device, sizes)
+        measured = build_profile(
+            samples,
+            engine,
+            device=device,
+            measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            software={engine.engine: engine.version, "cleave": distribution.get_version()},
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
     except (ProfilingError, ValueError) as error:
         fail([str(error)], FAILED)
     scattered = list_scattered(samples, settings.max_spread)
@@ -134,8 +126,6 @@ def _detect_device(url: str) -> str:
 async def _measure(
     url: str, api_key: str | None, model: str | None, settings: "ProfilingSettings"
 ) -> tuple["EngineInfo", "SamplesByCase"]:
-    from dataclasses import replace
-
     from cleave.profiling.client import OpenAIClient
     from cleave.profiling.engine_info import inspect_engine
     from cleave.profiling.measurement_plan import measure
@@ -146,28 +136,10 @@ async def _measure(
         return engine, await measure(replace(client, model=engine.model), engine, settings, show)
 
 
-def _build_profile(
-    samples: "SamplesByCase", engine: "EngineInfo", device: str, sizes: tuple[int, int]
-) -> "MeasuredProfile":
-    from cleave.profiling.profile_points import build_profile
-
-    return build_profile(
-        samples,
-        engine,
-        device=device,
-        measured_at=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        software={engine.engine: engine.version, "cleave": distribution.get_version()},
-        tensor_parallel_size=sizes[0],
-        pipeline_parallel_size=sizes[1],
-    )
-
-
 def _print(
-    measured: "MeasuredProfile", file: Path, num_scattered: int, output: ProfileFormat
+    measured: "MeasuredProfile", file: Path, num_scattered: int, output: TableFormat
 ) -> None:
-    if output is ProfileFormat.JSON:
-        import json
-
+    if output is TableFormat.JSON:
         from cleave.perf.profile.codec import encode
 
         typer.echo(json.dumps({"file": str(file), "profile": encode(measured)}, indent=1))
@@ -177,9 +149,8 @@ def _print(
     console = Console(highlight=False)
     console.print(_build_table(measured))
     if num_scattered:
-        console.print(
-            f"{num_scattered} points scatter too much: measure again before planning with it"
-        )
+        points = f"{num_scattered} points scatter too much"
+        console.print(f"{points}: measure again before planning with it")
     console.print(f"written to {file}", soft_wrap=True)
 
 

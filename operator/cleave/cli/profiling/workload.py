@@ -2,14 +2,16 @@
 
 import re
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from os.path import abspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from cleave.cli.options import DocumentFormat, DocumentOutput
 from cleave.cli.output.errors import BAD_INPUT, fail
+from cleave.cli.output.tables import print_json, print_yaml
 
 if TYPE_CHECKING:
     from cleave.api.workload import Workload
@@ -20,14 +22,6 @@ if TYPE_CHECKING:
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604_800}
 _SAMPLE_REQUESTS = 20_000
 """Number of requests generated from distributions to describe them."""
-
-
-class WorkloadFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,45 +42,41 @@ class DescribedTraffic:
 def workload(
     source: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="CSV or JSONL file of requests, or a published workload such as chat-1m.",
             autocompletion=lambda incomplete: complete_published(incomplete),
         ),
     ] = None,
     prometheus: Annotated[
-        str | None, typer.Option(help="Read from this Prometheus server, http://host:9090.")
+        str | None, Option(help="Read from this Prometheus server, http://host:9090.")
     ] = None,
     window: Annotated[
-        str, typer.Option(help="Time range to read from Prometheus, such as 30m, 6h or 7d.")
+        str, Option(help="Time range to read from Prometheus, such as 30m, 6h or 7d.")
     ] = "1d",
     model: Annotated[
-        str | None, typer.Option(help="Read only requests with this label model_name.")
+        str | None, Option(help="Read only requests with this label model_name.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second. Overrides the recorded rate.")
+        float | None, Option(help="Requests per second. Overrides the recorded rate.")
     ] = None,
     burstiness: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=20, help="Coefficient of variation of interarrival times; 1: Poisson."
-        ),
+        Option(min=0, max=20, help="Coefficient of variation of interarrival times; 1: Poisson."),
     ] = None,
     fitted: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--fit", help="Print distributions even where replaying the trace is more accurate."
         ),
     ] = False,
-    output: Annotated[
-        WorkloadFormat, typer.Option("--output", "-o", help="Output format.")
-    ] = WorkloadFormat.TABLE,
+    output: DocumentOutput = DocumentFormat.TABLE,
     sample: Annotated[
         int | None,
-        typer.Option(min=1, max=5_000_000, help="Generate this many requests into --output-file."),
+        Option(min=1, max=5_000_000, help="Generate this many requests into --output-file."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of generated requests.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Random seed of generated requests.")] = 0,
     file: Annotated[
-        Path | None, typer.Option("--output-file", "-O", help="CSV file for --sample.")
+        Path | None, Option("--output-file", "-O", help="CSV file for --sample.")
     ] = None,
 ) -> None:
     """Describe recorded traffic and print it as spec.workload of an LLMDeployment.
@@ -186,10 +176,8 @@ def _build_spec(
     from cleave.traffic.characterization import characterize, fit_workload
 
     if traffic.recording is None:
-        return _build_manifest(
-            fit_workload(traffic.trace, traffic.demand.rate, _get_burstiness(burstiness))
-        )
-    if may_replay and not characterize(traffic.trace).is_fit_good:
+        rate, burstiness = traffic.demand.rate, _get_burstiness(burstiness)
+    elif may_replay and not characterize(traffic.trace).is_fit_good:
         return _build_manifest(Workload(trace=TraceSource(path=abspath(traffic.recording))))
     return _build_manifest(fit_workload(traffic.trace, rate, burstiness))
 
@@ -206,24 +194,18 @@ def _write_sample(traffic: DescribedTraffic, num: int, seed: int, file: Path) ->
     typer.echo(f"{file}: {num} requests similar to {traffic.title}, {trace.rate:.4g} per second")
 
 
-def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: WorkloadFormat) -> None:
+def _print(traffic: DescribedTraffic, spec: dict[str, Any], output: DocumentFormat) -> None:
     from cleave.traffic.characterization import characterize
 
     diagnosis = characterize(traffic.trace)
-    remarks = [
-        *traffic.notes,
-        *(diagnosis.warnings if traffic.recording else _describe_generated(diagnosis)),
-    ]
-    if output is WorkloadFormat.JSON:
-        import json
-
+    warnings = diagnosis.warnings if traffic.recording else _describe_generated(diagnosis)
+    remarks = [*traffic.notes, *warnings]
+    if output is DocumentFormat.JSON:
         described = {**asdict(diagnosis), "notes": list(traffic.notes)}
-        typer.echo(json.dumps({"workload": spec, "diagnosis": described}, indent=2))
-    elif output is WorkloadFormat.YAML:
-        import yaml
-
+        print_json({"workload": spec, "diagnosis": described})
+    elif output is DocumentFormat.YAML:
         typer.echo("".join(f"# {line}\n" for line in remarks), nl=False)
-        typer.echo(yaml.safe_dump({"workload": spec}, sort_keys=False), nl=False)
+        print_yaml({"workload": spec})
     else:
         from cleave.cli.profiling.workload_table import show
 

@@ -56,9 +56,8 @@ def _build_length_table(diagnosis: TraceDescription) -> Table:
     table.add_column("TOKENS")
     for heading in ("MEAN", "P50", "P90", "P99", "LARGEST", "FIT DISTANCE"):
         table.add_column(heading, justify="right")
-    rows = (("prompt", diagnosis.prompt_tokens), ("output", diagnosis.output_tokens))
-    for name, lengths in rows:
-        table.add_row(name, *_format_figures(lengths))
+    table.add_row("prompt", *_format_figures(diagnosis.prompt_tokens))
+    table.add_row("output", *_format_figures(diagnosis.output_tokens))
     return table
 
 
@@ -72,15 +71,13 @@ def _build_histogram(trace: Trace) -> Table:
     longest = int(max(trace.prompt_tokens.max(), trace.output_tokens.max()))
     shortest = int(min(trace.prompt_tokens.min(), trace.output_tokens.min()))
     powers = range(shortest.bit_length() - 1, longest.bit_length())
-    prompts, outputs = (
-        _compute_shares(tokens, powers) for tokens in (trace.prompt_tokens, trace.output_tokens)
-    )
+    prompts = _compute_shares(trace.prompt_tokens, powers)
+    outputs = _compute_shares(trace.output_tokens, powers)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("TOKENS", justify="right")
-    table.add_column("PROMPTS", min_width=_BAR_WIDTH)
-    table.add_column("", justify="right")
-    table.add_column("OUTPUTS", min_width=_BAR_WIDTH)
-    table.add_column("", justify="right")
+    for heading in ("PROMPTS", "OUTPUTS"):
+        table.add_column(heading, min_width=_BAR_WIDTH)
+        table.add_column("", justify="right")
     widest = max(*prompts, *outputs)
     for power, prompt, output in zip(powers, prompts, outputs, strict=True):
         cells = (cell for share in (prompt, output) for cell in _format_bar(share, widest))

@@ -5,17 +5,18 @@ the command runs, and the terminal must be restored at its end.
 """
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
-from cleave.cli.completion import complete_running
+from cleave.cli.options import RunningName, TableFormat
 from cleave.cli.output.errors import BAD_INPUT, FAILED, fail, report_local_errors
 
 if TYPE_CHECKING:
@@ -25,42 +26,29 @@ _REQUEST_TIMEOUT_S = 2.0
 _MAX_PAGE_BYTES = 16 << 20
 
 
-class TopFormat(StrEnum):
-    """Output format."""
-
-    TABLE = "table"
-    JSON = "json"
-
-
 Draw = Callable[["TopView"], None]
 
 
 def top(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name of the deployment. May be omitted when only one is running.",
-            autocompletion=complete_running,
-        ),
-    ] = None,
+    name: RunningName = None,
     gateway: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="URL of the internal port of a gateway elsewhere, such as http://127.0.0.1:8081.",
             show_default=False,
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, max=60, help="Seconds between two refreshes.")
+        float, Option(min=0.2, max=60, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Poll twice, one interval apart, print the result and exit."),
+        Option("--once", help="Poll twice, one interval apart, print the result and exit."),
     ] = False,
     output: Annotated[
-        TopFormat,
-        typer.Option("--output", "-o", help="Output format; json prints one object per line."),
-    ] = TopFormat.TABLE,
+        TableFormat,
+        Option("--output", "-o", help="Output format; json prints one object per line."),
+    ] = TableFormat.TABLE,
 ) -> None:
     """Show live traffic against its SLO and the load of each instance, until Ctrl-C.
 
@@ -118,7 +106,7 @@ def _validate_url(url: str) -> str:
 
 
 async def _watch(
-    gateway: "_GatewayPoller", interval_s: float, output: TopFormat, *, once: bool
+    gateway: "_GatewayPoller", interval_s: float, output: TableFormat, *, once: bool
 ) -> None:
     """Poll and draw until interrupted. Raises HttpError if the first poll fails."""
     from cleave.rpc.http_client import HttpError
@@ -185,21 +173,21 @@ class _GatewayPoller:
     async def _get(self, path: str) -> bytes:
         from cleave.rpc import http_client
 
-        return await http_client.get(
-            self._url + path, seconds=_REQUEST_TIMEOUT_S, limit=_MAX_PAGE_BYTES
-        )
+        url = self._url + path
+        return await http_client.get(url, seconds=_REQUEST_TIMEOUT_S, limit=_MAX_PAGE_BYTES)
 
 
 @contextmanager
-def _open_display(output: TopFormat, *, live: bool) -> Iterator[Draw]:
+def _open_display(output: TableFormat, *, live: bool) -> Iterator[Draw]:
     """Yield a function that draws a view: in place on a terminal, else below the last one."""
     from rich.console import Console
 
     from cleave.cli.top.screen import print_plain, render_screen
+    from cleave.cli.top.view import build_document
 
     console = Console(highlight=False)
-    if output is TopFormat.JSON:
-        yield _print_json
+    if output is TableFormat.JSON:
+        yield lambda view: typer.echo(json.dumps(build_document(view)))
     elif live and console.is_terminal and not console.is_dumb_terminal:
         from rich.live import Live
 
@@ -207,11 +195,3 @@ def _open_display(output: TopFormat, *, live: bool) -> Iterator[Draw]:
             yield lambda view: screen.update(render_screen(view, *console.size), refresh=True)
     else:
         yield lambda view: print_plain(console, view)
-
-
-def _print_json(view: "TopView") -> None:
-    import json
-
-    from cleave.cli.top.view import build_document
-
-    typer.echo(json.dumps(build_document(view)))

@@ -11,7 +11,7 @@ from cleave.cli.output.tables import print_full_width
 from cleave.cli.top import instances
 from cleave.cli.top.instances import get_state, make_table
 from cleave.cli.top.view import MINUTE_S, NOW_S, TopView
-from cleave.traffic.counters import TrafficRates
+from cleave.traffic.counters import GatewayCounters, TrafficRates
 
 _HEADER_ROWS = 5
 _TRAFFIC_ROWS = 5
@@ -74,28 +74,20 @@ def _describe_state(view: TopView) -> list[Text]:
 def _draw_traffic(view: TopView) -> Table:
     table = make_table()
     table.add_column("WINDOW", no_wrap=True)
-    for heading in ("REQ/S", "TOK/S", "ATTAINED", "GOODPUT"):
+    traffic_headings = ("REQ/S", "TOK/S", "ATTAINED", "GOODPUT")
+    for heading in (*traffic_headings, "TTFT P50", "P90 ms", "TPOT P50", "P90 ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("TTFT P50", "P90 ms", "TPOT P50", "P90 ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    ttft_target_ms, tpot_target_ms = view.counts.ttft_target_ms, view.counts.tpot_target_ms
     for traffic, window_s in ((view.now, NOW_S), (view.minute, MINUTE_S)):
-        table.add_row(
-            *_describe_window(
-                _format_window(traffic, window_s), traffic, ttft_target_ms, tpot_target_ms
-            )
-        )
-    table.add_row(*_describe_window("all", view.total, ttft_target_ms, tpot_target_ms))
-    targets = _format_ms(ttft_target_ms), "", _format_ms(tpot_target_ms)
+        name = _format_window(traffic, window_s)
+        table.add_row(*_describe_window(name, traffic, view.counts))
+    table.add_row(*_describe_window("all", view.total, view.counts))
+    targets = _format_ms(view.counts.ttft_target_ms), "", _format_ms(view.counts.tpot_target_ms)
     table.add_row("target", *[""] * 5, *targets, style="dim")
     return table
 
 
 def _describe_window(
-    name: str,
-    traffic: TrafficRates | None,
-    ttft_target_ms: float | None,
-    tpot_target_ms: float | None,
+    name: str, traffic: TrafficRates | None, counts: GatewayCounters
 ) -> list[Text]:
     if traffic is None:
         return [Text(name), *(Text(_NO_VALUE) for _ in range(8))]
@@ -107,9 +99,9 @@ def _describe_window(
         Text(_NO_VALUE if share is None else f"{share:.1%}"),
         Text(_NO_VALUE if traffic.goodput is None else _format_rate(traffic.goodput)),
         Text(_format_ms(traffic.ttft_p50_ms)),
-        _color_by_target(traffic.ttft_p90_ms, ttft_target_ms),
+        _color_by_target(traffic.ttft_p90_ms, counts.ttft_target_ms),
         Text(_format_ms(traffic.tpot_p50_ms)),
-        _color_by_target(traffic.tpot_p90_ms, tpot_target_ms),
+        _color_by_target(traffic.tpot_p90_ms, counts.tpot_target_ms),
     ]
 
 

@@ -36,10 +36,9 @@ def resolve_env(
     resolved: dict[str, str] = {}
     for variable in env:
         name = variable["name"]
-        value = overrides.get(name)
-        resolved[name] = (
-            _resolve_value(variable, known_fields, resolved) if value is None else value
-        )
+        if (value := overrides.get(name)) is None:
+            value = _resolve_value(variable, known_fields, resolved)
+        resolved[name] = value
     return {**resolved, **overrides}
 
 

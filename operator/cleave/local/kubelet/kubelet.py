@@ -16,13 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from cleave.local import files
-from cleave.local.kubelet import cpu_manager, environment, logs
-from cleave.local.kubelet.network import (
-    HOST_IP,
-    AddressShortageError,
-    LoopbackNetwork,
-    find_busy_ports,
-)
+from cleave.local.kubelet import environment, logs, network
+from cleave.local.kubelet.network import HOST_IP, AddressShortageError
 from cleave.local.kubelet.node import GpuDevice, LocalNode
 from cleave.local.kubelet.pod_spec import PodError, PodSpec, parse_pod
 from cleave.local.kubelet.pod_status import PodState, build_status
@@ -32,6 +27,26 @@ from cleave.rpc import agent_discovery
 
 SHARED_CORES_ENV = "CLEAVE_ALLOW_SHARED_CORES"
 _HOUSEKEEPING_INTERVAL_S = 5.0
+
+
+class CoreShortageError(ValueError):
+    """A pod requests more exclusive cores than are free."""
+
+
+def allocate_cores(free: frozenset[int], count: int) -> frozenset[int]:
+    """The `count` lowest of the `free` cores. Raises CoreShortageError."""
+    if count > len(free):
+        raise CoreShortageError(f"{count} exclusive core(s) needed, {len(free)} free")
+    return frozenset(sorted(free)[:count])
+
+
+def get_shared_cores(cores: frozenset[int], exclusive: frozenset[int]) -> frozenset[int]:
+    """The cores of pods without exclusive ones.
+
+    Kubernetes reserves cores for them. A small machine may have none left, so when every core is
+    exclusive they run on all cores: the gateway then competes with engines but still runs.
+    """
+    return cores - exclusive or cores
 
 
 class Kubelet:
@@ -62,7 +77,7 @@ class Kubelet:
 
     async def __aenter__(self) -> Self:
         files.create_private_folder(self._state / "logs")
-        self._network = LoopbackNetwork(self._state.name)
+        self._network = network.LoopbackNetwork(self._state.name)
         self._write_agents_file()
         self._housekeeping_task = asyncio.create_task(self._run_housekeeping())
         return self
@@ -90,11 +105,9 @@ class Kubelet:
             raise
         self._manifests[spec.name] = pod
         self._assigned_cores[spec.name], self._assigned_gpus[spec.name] = own_cores, own_gpus
-        pod_state = PodState(pod_ip=address, admitted_at=time.time())
-        pod_cores = own_cores or self._get_shared_cores()
-        self._pod_workers[spec.name] = PodWorker(
-            spec, pod_state, command, pod_cores, self._on_change
-        )
+        state = PodState(pod_ip=address, admitted_at=time.time())
+        cores = own_cores or self._get_shared_cores()
+        self._pod_workers[spec.name] = PodWorker(spec, state, command, cores, self._on_change)
         self._sync_pods()
 
     async def stop_pod(self, name: str, grace_s: float | None = None) -> None:
@@ -127,7 +140,7 @@ class Kubelet:
 
     def _allocate_address(self, spec: PodSpec) -> str:
         if spec.host_network:
-            if busy := find_busy_ports(HOST_IP, spec.ports):
+            if busy := network.find_busy_ports(HOST_IP, spec.ports):
                 raise PodError(f"pod {spec.name}: port {busy[0]} of {HOST_IP} is in use")
             return HOST_IP
         try:
@@ -136,10 +149,8 @@ class Kubelet:
             raise PodError(f"pod {spec.name}: {error}") from error
 
     def _allocate_resources(self, spec: PodSpec) -> tuple[frozenset[int], frozenset[GpuDevice]]:
-        free_gpus = sorted(
-            set(self._node.gpus).difference(*self._assigned_gpus.values()),
-            key=lambda gpu: gpu.index,
-        )
+        unassigned = set(self._node.gpus).difference(*self._assigned_gpus.values())
+        free_gpus = sorted(unassigned, key=lambda gpu: gpu.index)
         if spec.gpus > len(free_gpus):
             raise PodError(f"pod {spec.name}: {spec.gpus} GPU(s) needed, {len(free_gpus)} free")
         return self._allocate_cores(spec), frozenset(free_gpus[: spec.gpus])
@@ -147,8 +158,8 @@ class Kubelet:
     def _allocate_cores(self, spec: PodSpec) -> frozenset[int]:
         free = self._node.free_cores.difference(*self._assigned_cores.values())
         try:
-            return cpu_manager.allocate_cores(free, spec.exclusive_cores)
-        except cpu_manager.CoreShortageError as error:
+            return allocate_cores(free, spec.exclusive_cores)
+        except CoreShortageError as error:
             if self._allow_shared_cores:
                 return frozenset()
             raise PodError(
@@ -176,7 +187,7 @@ class Kubelet:
 
     def _get_shared_cores(self) -> frozenset[int]:
         exclusive = self._node.held_cores.union(*self._assigned_cores.values())
-        return cpu_manager.get_shared_cores(self._node.cores, exclusive)
+        return get_shared_cores(self._node.cores, exclusive)
 
     def _sync_pods(self) -> None:
         """Update shared cores and the list of agents after the set of pods has changed."""

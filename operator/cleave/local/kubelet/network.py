@@ -81,11 +81,9 @@ def find_internal_port(port: int) -> int:
 
     It lies 10,000 above or below, which leaves the adjacent ports to other gateways.
     """
-    first = (
-        port + _INTERNAL_PORT_OFFSET
-        if port + _INTERNAL_PORT_OFFSET <= _MAX_PORT
-        else port - _INTERNAL_PORT_OFFSET
-    )
+    first = port + _INTERNAL_PORT_OFFSET
+    if first > _MAX_PORT:
+        first = port - _INTERNAL_PORT_OFFSET
     near = range(first, min(first + _INTERNAL_ATTEMPTS, _MAX_PORT))
     return next((each for each in near if not find_busy_ports(HOST_IP, [each])), first)
 

@@ -1,6 +1,8 @@
 """The capacity of this machine for pods: cores, memory, GPUs.
 
-Read once by `up` before planning. GPUs are listed with nvidia-smi, which needs no library.
+Read once by `up` before planning. GPUs are listed with nvidia-smi, which needs no library. Agents
+lock one file per core. Trying such a lock, even briefly, could fail an agent that locks the core at
+the same moment; reading the kernel's list of locks has no side effect.
 """
 
 import os
@@ -9,8 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from cleave.local import locked_cores
-from cleave.shm import core_locks
+from cleave.shm.core_locks import get_lock_folder, parse_core
 
 _NVIDIA_SMI_TIMEOUT_S = 20
 
@@ -49,10 +50,40 @@ def inspect_node() -> LocalNode:
     return LocalNode(
         name=os.uname().nodename,
         cores=cores,
-        held_cores=cores & locked_cores.find_locked_cores(core_locks.get_lock_folder()),
+        held_cores=cores & find_locked_cores(get_lock_folder()),
         memory_bytes=_read_available_bytes(),
         gpus=_list_gpus(),
     )
+
+
+def find_locked_cores(locks: Path, kernel_list: Path = Path("/proc/locks")) -> frozenset[int]:
+    """Cores whose file in folder `locks` is locked by a process; empty if that cannot be read."""
+    try:
+        locked = set(parse_locks(kernel_list.read_text()))
+        files = list(locks.iterdir())
+    except OSError:
+        return frozenset()
+    return frozenset(
+        core
+        for file in files
+        if (core := parse_core(file)) is not None and _get_file_id(file) in locked
+    )
+
+
+def parse_locks(kernel_list: str) -> list[tuple[int, int, int]]:
+    """Major and minor device and inode of every file that /proc/locks names as locked."""
+    locks = []
+    for line in kernel_list.splitlines():
+        fields = line.split()
+        if "FLOCK" in fields and "->" not in fields:
+            major, minor, inode = fields[-3].split(":")
+            locks.append((int(major, 16), int(minor, 16), int(inode)))
+    return locks
+
+
+def _get_file_id(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return os.major(status.st_dev), os.minor(status.st_dev), status.st_ino
 
 
 def _read_available_bytes() -> int:

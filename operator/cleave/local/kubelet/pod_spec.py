@@ -5,16 +5,23 @@ so a pod that needs more than one plain container is rejected with a reason, whi
 meaning for processes (image, volumes, security context) are ignored.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cleave.local.kubelet.quantities import parse_cpus, parse_memory_bytes
+from cleave.api.quantity import PATTERN
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import GPU
 
 DEFAULT_GRACE_S = 30
+_SCALE = {
+    "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3,
+    "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
+}  # fmt: skip
 
 
 class PodError(ValueError):
@@ -85,6 +92,24 @@ def parse_pod(pod: Manifest) -> PodSpec:
         raise PodError(f"pod {pod['metadata']['name']}: {error}") from error
 
 
+def parse_quantity(quantity: str | float) -> float:
+    """Parse a Kubernetes quantity (`500m` cores, `6Gi` bytes). Raises ValueError.
+
+    `E` is a suffix (`1E`) or begins an exponent (`1E3`).
+    """
+    match = re.fullmatch(PATTERN, str(quantity))
+    digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
+    number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)
+    if not math.isfinite(number):
+        raise ValueError(f"{quantity!r} is not a quantity")
+    return number
+
+
+def format_gib(size_bytes: int) -> str:
+    """Format `size_bytes` in GiB: `1.5 GiB`."""
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
 def _parse_pod(pod: Manifest) -> PodSpec:
     metadata, spec = pod["metadata"], pod["spec"]
     container = _get_only_container(spec)
@@ -103,7 +128,7 @@ def _parse_pod(pod: Manifest) -> PodSpec:
         env=tuple(_get_list(container, "env")),
         ports=tuple(int(port["containerPort"]) for port in _get_list(container, "ports")),
         exclusive_cores=_count_exclusive_cores(requests, limits),
-        memory_bytes=parse_memory_bytes(requests.get("memory", 0)),
+        memory_bytes=int(parse_quantity(requests.get("memory", 0))),
         gpus=int(limits.get(GPU, 0)),
         grace_s=float(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)),
         restart_policy=RestartPolicy(spec.get("restartPolicy", "Always")),
@@ -136,7 +161,7 @@ def _get_resources(container: Manifest) -> tuple[Manifest, Manifest]:
 
 def _count_exclusive_cores(requests: Manifest, limits: Manifest) -> int:
     """Kubernetes' static CPU policy: whole cores when request and limit are the same integer."""
-    request, limit = parse_cpus(requests.get("cpu", 0)), parse_cpus(limits.get("cpu", 0))
+    request, limit = (parse_quantity(each.get("cpu", 0)) for each in (requests, limits))
     return int(request) if request == limit and request == int(request) else 0
 
 

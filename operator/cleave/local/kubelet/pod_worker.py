@@ -14,11 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cleave.local import restarts
 from cleave.local.kubelet import process
-from cleave.local.kubelet.pod_spec import PodSpec, Probe
+from cleave.local.kubelet.pod_spec import PodSpec, Probe, RestartPolicy
 from cleave.local.kubelet.pod_status import ContainerTermination, PodState
 from cleave.local.kubelet.probes import ProbeState, build_prober
+
+# Delays are shorter than those of Kubernetes (10 s to 5 min): the user works at this machine.
+INITIAL_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+BACKOFF_RESET_S = 60.0
+"""A container that ran this long resets the count of failures."""
+
+
+def should_restart(policy: RestartPolicy, exit_code: int) -> bool:
+    """Whether a container that ended with `exit_code` has to be restarted."""
+    if policy is RestartPolicy.ON_FAILURE:
+        return exit_code != 0
+    return policy is RestartPolicy.ALWAYS
+
+
+def count_failures(before: int, ran_s: float) -> int:
+    """The number of consecutive failures including this exit, which determines the delay."""
+    return 1 if ran_s >= BACKOFF_RESET_S else before + 1
+
+
+def compute_backoff_s(failures: int) -> float:
+    """Seconds to wait before start number `failures` + 1."""
+    return float(min(INITIAL_BACKOFF_S * 2 ** min(failures - 1, 16), MAX_BACKOFF_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +97,12 @@ class PodWorker:
         failures = 0
         while True:
             ended = await self._run_once()
-            again = restarts.should_restart(self.spec.restart_policy, ended.exit_code)
+            again = should_restart(self.spec.restart_policy, ended.exit_code)
             if self._stop_requested.is_set() or not again:
                 self._update_state(last=ended, pid=None)
                 return
-            failures = restarts.count_failures(failures, ended.finished_at - ended.started_at)
-            delay_s = restarts.compute_backoff_s(failures)
+            failures = count_failures(failures, ended.finished_at - ended.started_at)
+            delay_s = compute_backoff_s(failures)
             self._update_state(
                 last=ended,
                 pid=None,
@@ -94,11 +116,9 @@ class PodWorker:
 
     async def _run_once(self) -> ContainerTermination:
         started_at = time.time()
-        command = self._command
+        argv, env, log = self._command.argv, self._command.env, self._command.log
         try:
-            self._process = process.start_process(
-                command.argv, command.env, self.cores, command.log
-            )
+            self._process = process.start_process(argv, env, self.cores, log)
         except OSError as error:
             # Too many processes or files, perhaps briefly. Container runtimes report code 128.
             return ContainerTermination(128, started_at, time.time(), f"StartError: {error}")

@@ -6,7 +6,6 @@ a failure.
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,21 +33,9 @@ class ProbeState:
         return replace(self, passed=passed, successes=0, failures=failures)
 
 
-class Prober(Protocol):
-    """Runs one probe of one pod."""
-
-    async def check(self) -> bool:
-        """Whether the probe succeeds within its timeout."""
-
-    async def close(self) -> None:
-        """Close the connection that is kept between probes."""
-
-
-def build_prober(probe: Probe, address: str) -> Prober:
+def build_prober(probe: Probe, address: str) -> "GrpcProber | HttpProber":
     """The prober for `probe` of the pod at `address`."""
-    if probe.kind is ProbeKind.GRPC:
-        return GrpcProber(probe, address)
-    return HttpProber(probe, address)
+    return (GrpcProber if probe.kind is ProbeKind.GRPC else HttpProber)(probe, address)
 
 
 class GrpcProber:

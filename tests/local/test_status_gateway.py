@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from cleave.local.gateways import GatewayHealth, get_gateway_health
+from cleave.local.status import GatewayHealth, get_gateway_health
 
 Serve = Callable[[int, bytes], str]
 

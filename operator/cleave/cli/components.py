@@ -1,4 +1,4 @@
-"""`cleave gateway`: the OpenAI-compatible gateway as a process, as its pods run it."""
+"""`cleave gateway` and `cleave operator`: components as processes, as their pods run them."""
 
 import typer
 
@@ -21,3 +21,16 @@ def gateway(context: typer.Context) -> None:
     from cleave.gateway.main import main
 
     raise typer.Exit(main(context.args, program="cleave gateway"))
+
+
+def operator(context: typer.Context) -> None:
+    """Run the operator of a Kubernetes cluster. `cleave operator --help` lists its options.
+
+    \b
+    Examples:
+      # Run it outside the cluster, for development
+      KUBECONFIG=~/.kube/config cleave operator --own-namespace cleave
+    """
+    from cleave.controller.main import main
+
+    raise typer.Exit(main(context.args, program="cleave operator"))

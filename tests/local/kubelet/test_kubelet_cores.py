@@ -1,6 +1,6 @@
 import pytest
 
-from cleave.local.kubelet.cpu_manager import CoreShortageError, allocate_cores, get_shared_cores
+from cleave.local.kubelet.kubelet import CoreShortageError, allocate_cores, get_shared_cores
 
 
 def test_the_lowest_free_cores_are_given_out() -> None:

@@ -9,8 +9,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
 from cleave.local.errors import DeploymentStartError
 from cleave.local.kubelet.node import LocalNode
-from cleave.local.placement import decide_placement
-from cleave.local.planning import build_launch_plan
+from cleave.local.planning import build_launch_plan, decide_placement
 from cleave.planner import plan_search
 from cleave.planner.placement import PlanError
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cleave_worker.agent import http
+from cleave.rpc.http_client import HttpError
+from cleave_worker.agent import engine_api
 
 from tests.support.doubles import Answering
 
@@ -16,7 +17,7 @@ from tests.support.doubles import Answering
     ],
 )
 async def test_a_body_comes_in_three_framings(serve: Answering, answer: bytes) -> None:
-    response = await http.request("GET", await serve(answer), seconds=10)
+    response = await engine_api.request("GET", await serve(answer), seconds=10)
     assert (response.status, response.body) == (200, b"hello")
 
 
@@ -31,16 +32,16 @@ async def test_a_body_comes_in_three_framings(serve: Answering, answer: bytes) -
     ],
 )
 async def test_a_broken_answer_is_an_error(serve: Answering, answer: bytes) -> None:
-    with pytest.raises(http.HttpError):
-        await http.request("GET", await serve(answer), seconds=10)
+    with pytest.raises(HttpError):
+        await engine_api.request("GET", await serve(answer), seconds=10)
 
 
 async def test_silence_is_an_error_after_the_time_out(serve: Answering) -> None:
     url = await serve(b"HTTP/1.1 200 OK\r\n...", stay=True)
-    with pytest.raises(http.HttpError, match="within"):
-        await http.request("GET", url, seconds=0.1)
+    with pytest.raises(HttpError, match="within"):
+        await engine_api.request("GET", url, seconds=0.1)
 
 
 async def test_a_closed_port_is_an_error() -> None:
-    with pytest.raises(http.HttpError):
-        await http.request("GET", "http://127.0.0.1:1", seconds=10)
+    with pytest.raises(HttpError):
+        await engine_api.request("GET", "http://127.0.0.1:1", seconds=10)

@@ -3,22 +3,21 @@
 import pytest
 
 from cleave.api.manifest import validate
-from cleave.local import unsupported
+from cleave.local.planning import find_unsupported
 
 SECRET = {"name": "s", "key": "k"}
 
 
 def faults(**spec) -> list[str]:
-    return unsupported.find_unsupported(
-        validate(
-            {
-                "apiVersion": "cleave.dev/v1alpha1",
-                "kind": "LLMDeployment",
-                "metadata": {"name": "chat"},
-                "spec": {"model": "org/model", "slo": {"ttftMs": 400, "tpotMs": 40}, **spec},
-            }
-        )
+    deployment = validate(
+        {
+            "apiVersion": "cleave.dev/v1alpha1",
+            "kind": "LLMDeployment",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "org/model", "slo": {"ttftMs": 400, "tpotMs": 40}, **spec},
+        }
     )
+    return list(find_unsupported(deployment.spec))
 
 
 def cached(source: str = "org/model", **cache) -> dict:
