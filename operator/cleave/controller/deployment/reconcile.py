@@ -38,15 +38,15 @@ from cleave.controller.rollout.planner import (
     plan_next_step,
 )
 from cleave.controller.views import DeploymentView
-from cleave.manifests.discovery import (
-    build_role_binding,
-    build_service_account,
-    build_workers_service,
-)
-from cleave.manifests.disruption_budget import build_gateway_budget
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest
-from cleave.manifests.network_policy import build_workers_policy
+from cleave.manifests.owned_objects import (
+    build_gateway_budget,
+    build_role_binding,
+    build_service_account,
+    build_workers_policy,
+    build_workers_service,
+)
 from cleave.manifests.pool import build_pools
 
 _REQUEUE_S = 30.0

@@ -25,13 +25,13 @@ from cleave.controller.pool.scale_down import choose_victims
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
 from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
-from cleave.manifests.discovery import (
+from cleave.manifests.labels import Manifest
+from cleave.manifests.owned_objects import (
+    build_pool_budget,
     build_role_binding,
     build_service_account,
     build_workers_service,
 )
-from cleave.manifests.disruption_budget import build_pool_budget
-from cleave.manifests.labels import Manifest
 
 _OWN_ROLLOUT_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
 """Of a pool that replaces its pods without a rollout of the deployment."""
