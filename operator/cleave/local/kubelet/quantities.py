@@ -7,7 +7,7 @@ exponent (`1E3`).
 import math
 import re
 
-from cleave.api.quantity import PATTERN
+from cleave.api.engine import QUANTITY_PATTERN
 
 _SCALE = {
     "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3,
@@ -32,7 +32,7 @@ def format_gib(size_bytes: int) -> str:
 
 
 def _parse_number(quantity: str | float) -> float:
-    match = re.fullmatch(PATTERN, str(quantity))
+    match = re.fullmatch(QUANTITY_PATTERN, str(quantity))
     digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
     number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)
     if not math.isfinite(number):
