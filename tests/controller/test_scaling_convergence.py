@@ -1,6 +1,7 @@
 """The operator follows what gateways tell: more, fewer, none and back, in a cluster in memory."""
 
 import asyncio
+from dataclasses import replace
 
 from cleave.controller.cluster.actions import Emit
 from cleave.manifests.labels import Manifest
@@ -148,7 +149,9 @@ def planned(**scaling: int) -> tuple[World, Gateways]:
     here.deliver()
     here.turn()
     (question,) = here.asked
-    here.controller.planner.get_result = lambda _: question.with_plan(plan(question.inputs_hash))  # type: ignore[method-assign]
+    here.controller.planner.get_result = lambda _: replace(
+        question, plan=plan(question.inputs_hash)
+    )  # type: ignore[method-assign]
     here.converge()
     return here, Gateways(here)
 

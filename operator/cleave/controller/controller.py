@@ -13,23 +13,25 @@ from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller.cluster import instance_status, inventory, objects
+from cleave.controller.cluster import conditions, instance_status, inventory, objects
 from cleave.controller.cluster.actions import (
     Action,
     Delete,
     ObjectReference,
+    PatchStatus,
     Repurpose,
     RequestPlan,
     Requeue,
+    SetFinalizers,
 )
+from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import DEPLOYMENTS, CachedResource, ObjectCache, ResourceKey
 from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
 from cleave.controller.cluster.gateway_client import GatewayClient
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.workqueue import WorkQueue
-from cleave.controller.deployment import invalid
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.pool.reconcile import reconcile as reconcile_pool
@@ -38,6 +40,7 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
 from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
+from cleave.rpc.fleet_status import FleetInstance
 
 log = logging.getLogger(__name__)
 
@@ -240,9 +243,7 @@ class Controller:
             case InstancePool() as resource:
                 return await self._decide_pool(key, cached, resource)
             case _:
-                return invalid.report_invalid(
-                    key.kind, cached.meta, cached.status, cached.faults, self._now()
-                )
+                return _report_invalid(key, cached, self._now())
 
     async def _decide_deployment(
         self, key: ResourceKey, cached: CachedResource, resource: LLMDeployment
@@ -352,6 +353,28 @@ class Controller:
             fault=self._faults.get(key, ""),
             settings=self.settings,
         )
+
+
+def _report_invalid(key: ResourceKey, cached: CachedResource, now_s: float) -> list[Action]:
+    """Set Ready to False with the faults; status, pods and gateways stay as they are.
+
+    The webhook refuses such a resource; one that a version of Cleave with other rules admitted may
+    still exist. A resource that is being deleted loses its finalizer.
+    """
+    meta, before = cached.meta, cached.status.get("conditions", [])
+    target = ObjectReference(*key, meta["uid"])
+    finalizers = meta.get("finalizers", [])
+    if "deletionTimestamp" in meta:
+        remaining = tuple(name for name in finalizers if name != FINALIZER)
+        version = meta.get("resourceVersion", "")
+        return [SetFinalizers(target, remaining, version)] if FINALIZER in finalizers else []
+    ready = ConditionState("Ready", False, "Invalid", "; ".join(cached.faults))
+    merged = conditions.merge(before, [ready], meta.get("generation"), now_s)
+    if [each for each in before if each["type"] == "Ready"] == merged:
+        return []
+    others = [each for each in before if each["type"] != "Ready"]
+    status = {**cached.status, "conditions": [*merged, *others]}
+    return [PatchStatus(target, status), *conditions.build_events(target, before, [ready])]
 
 
 def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:

@@ -14,12 +14,12 @@ from cleave.api.workload import Workload
 from cleave.controller.cluster import apply, objects
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.apply import ChildrenByName
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
 from cleave.controller.cluster.objects import ObservedNode, ObservedPod
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
+from cleave.rpc.fleet_status import FleetInstance
 from cleave.traffic.drift_detector import DriftDetector, TrafficChange
 from cleave.traffic.window import TrafficWindow
 

@@ -47,7 +47,7 @@ def build_container_security(*more: str) -> Manifest:
 
 
 def build_flags(options: Mapping[str, object]) -> list[str]:
-    """Command-line flags; None, False and empty text: the flag is left out, True: it has no value."""
+    """Command-line flags: none for None, False and empty text; True: a flag without a value."""
     flags: list[str] = []
     for flag, value in options.items():
         if value is True:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from cleave.api.role import Role
 from cleave.controller.cluster import instance_status
-from cleave.controller.cluster.instance_status import FleetInstance
+from cleave.rpc.fleet_status import FleetInstance
 
 K = TypeVar("K", bound=Hashable)
 

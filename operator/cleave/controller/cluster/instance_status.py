@@ -16,16 +16,6 @@ from cleave.manifests.labels import INTERNAL_PORT
 from cleave.rpc import http_client
 from cleave.rpc.fleet_status import FleetInstance, FleetStatus
 
-__all__ = [
-    "FleetInstance",
-    "KvPaths",
-    "build_base_url",
-    "count_requests",
-    "fetch_instances",
-    "merge",
-    "summarize_kv_paths",
-]
-
 TIMEOUT_S = 2.0
 PATH = "/fleet"
 _MAX_GATEWAYS = 8

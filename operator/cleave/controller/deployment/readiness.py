@@ -15,11 +15,10 @@ from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster import conditions
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import get_gateway_name
-from cleave.rpc.fleet_status import MAX_INSTANCES
+from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance
 
 DesiredPools = Mapping[Role, InstancePool]
 

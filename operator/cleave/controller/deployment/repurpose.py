@@ -13,11 +13,11 @@ from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import ObjectReference, Repurpose
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.objects import TEMPLATE_ANNOTATION, ObservedPod
-from cleave.controller.pool.scale_down import choose_victims
+from cleave.controller.pool.pods import choose_victims
 from cleave.manifests.labels import AGENT_PORT, POOL, Manifest
 from cleave.manifests.labels import ROLE as ROLE_LABEL
+from cleave.rpc.fleet_status import FleetInstance
 
 Pools = Mapping[Role, InstancePool]
 

@@ -16,7 +16,7 @@ from cleave.controller.cluster.instance_status import summarize_kv_paths
 from cleave.controller.deployment import readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import report_traffic
-from cleave.controller.replan.outcome import ReplanOutcome
+from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView
 from cleave.manifests.gateway import build_url
 from cleave.manifests.labels import Manifest, get_gateway_name

@@ -21,7 +21,6 @@ from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool import status as pool_status
-from cleave.controller.pool.scale_down import choose_victims
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
 from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
@@ -139,9 +138,9 @@ def _resize(
     yield from pool_pods.create_instances(
         view, fleet, min(_MAX_CREATES, max(0, most - len(staying)))
     )
-    victims = [*limited.evict, *choose_victims(staying, len(staying) - target.new)]
+    victims = [*limited.evict, *pool_pods.choose_victims(staying, len(staying) - target.new)]
     for candidates, num_kept in _group_old(fleet.old, target):
-        victims += choose_victims(candidates, len(candidates) - num_kept)
+        victims += pool_pods.choose_victims(candidates, len(candidates) - num_kept)
     for victim in victims:
         yield from _delete_instance(view, victim)
 

@@ -20,7 +20,7 @@ from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
 from cleave.controller.replan import drift
 from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent
 from cleave.controller.replan.inputs import get_planned_workload, read_placement
-from cleave.controller.replan.outcome import (
+from cleave.controller.replan.verdict import (
     APPLIED,
     CORRECTED,
     PLAN_DRIFTED,
@@ -28,8 +28,8 @@ from cleave.controller.replan.outcome import (
     PROPOSED,
     ReplanEvent,
     ReplanOutcome,
+    apply_verdict,
 )
-from cleave.controller.replan.verdict import apply_verdict
 from cleave.controller.views import DeploymentView, DriftState
 from cleave.manifests.labels import Manifest
 from cleave.planner import deployment_checks

@@ -1,30 +1,54 @@
-"""Applies the planner's verdict about the running plan. Pure.
+"""Applies the planner's verdict about the running plan: the outcome of a reconcile. Pure.
 
 Called by `reconcile`, once per verdict.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cleave.api.planning import PlanningMode
+from cleave.api.replan_status import FittedPlanInputs, LatencyCorrection
 from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp
-from cleave.controller.replan.outcome import (
-    APPLIED,
-    CORRECTED,
-    PLAN_DRIFTED,
-    PREDICTION_HOLDS,
-    PROPOSED,
-    ReplanEvent,
-    ReplanOutcome,
-)
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.planner.replan.revision import ReplanVerdict
 from cleave.planner.result.status import to_manual_pools
 from cleave.traffic.drift_detector import TrafficChange
 
+PLAN_DRIFTED, PREDICTION_HOLDS = "PlanDrifted", "PredictionHolds"
+"""Condition types."""
+APPLIED, PROPOSED, CORRECTED = "Applied", "Proposed", "Corrected"
+"""Verdicts as `status.plans` records them."""
 _MAX_PAST_PLANS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanEvent:
+    """An Event to emit once."""
+
+    reason: str
+    message: str
+    is_warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanOutcome:
+    """The contribution of replanning to one reconcile of a deployment."""
+
+    fitted_inputs: FittedPlanInputs | None = None
+    """Inputs of the plan from now on, instead of the spec's; None: the spec's."""
+    plan_result: PlanJob | None = None
+    """The planner's last result, or the plan that a review has applied."""
+    plan_request: PlanJob | None = None
+    """The request to submit to the planner."""
+    conditions: tuple[ConditionState, ...] = ()
+    events: tuple[ReplanEvent, ...] = ()
+    correction: LatencyCorrection | None = None
+    prediction: Manifest | None = None
+    plans: tuple[Manifest, ...] = ()
+    advice: Manifest | None = None
+    """With replan.mode Advisory: the plan that Auto would apply."""
 
 
 def apply_verdict(
