@@ -13,7 +13,7 @@ import msgspec
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
-from cleave.controller.cluster.instance_status import build_base_url
+from cleave.controller.cluster.gateway_client import build_base_url
 from cleave.controller.cluster.traffic_scraper import TrafficScraper
 from cleave.controller.deployment import scaling
 from cleave.controller.replan import reconcile

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cleave.controller.cluster.instance_status import build_base_url
+from cleave.controller.cluster.gateway_client import build_base_url
 from cleave.rpc import http_client
 from cleave.traffic.counter_sum import MISSING_TIMEOUT_S, CounterSum
 from cleave.traffic.counters import CountsError, GatewayCounters, parse_metrics_page
