@@ -31,7 +31,7 @@ def build_registry(controller: Controller, metrics: OperatorMetrics) -> kopf.Ope
     handlers = kopf.OperatorRegistry()
     kopf.on.login(registry=handlers)(kopf.login_via_client)
     for kind in WATCHED_KINDS:
-        kopf.on.event(*_identify(kind), id=kind, registry=handlers)(on_event)
+        kopf.on.event(*_get_resource(kind), id=kind, registry=handlers)(on_event)
     return handlers
 
 
@@ -52,11 +52,11 @@ def build_settings() -> kopf.OperatorSettings:
     options.persistence.progress_storage = _NoProgress()
     for kind, selector in WATCHED_KINDS.items():
         if selector:
-            options.watching.label_selectors[_identify(kind)] = selector
+            options.watching.label_selectors[_get_resource(kind)] = selector
     return options
 
 
-def _identify(kind: str) -> tuple[str, str, str]:
+def _get_resource(kind: str) -> tuple[str, str, str]:
     """Group, version and plural of a kind, as kopf takes them."""
     group, _, version = KINDS[kind].version.rpartition("/")
     return group, version, KINDS[kind].plural

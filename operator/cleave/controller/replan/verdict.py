@@ -83,9 +83,8 @@ def apply_verdict(
             event = ReplanEvent("ModelCorrected", review_result.accuracy_message, is_warning=True)
             return replace(_record(updated, review, review_result, CORRECTED), events=(event,))
         case ReplanVerdict.KEEP if change is not None:
-            return replace(
-                updated, events=(ReplanEvent("PlanKept", f"{change}; {review_result.reason}"),)
-            )
+            event = ReplanEvent("PlanKept", f"{change}; {review_result.reason}")
+            return replace(updated, events=(event,))
     return updated
 
 
@@ -96,9 +95,8 @@ def _build_drift_condition(change: TrafficChange | None, result: ReviewResult) -
         case ReplanVerdict.PROPOSE:
             return ConditionState(PLAN_DRIFTED, True, PROPOSED, result.reason)
         case ReplanVerdict.CORRECT:
-            return ConditionState(
-                PLAN_DRIFTED, change is not None, CORRECTED, result.accuracy_message
-            )
+            is_drifted = change is not None
+            return ConditionState(PLAN_DRIFTED, is_drifted, CORRECTED, result.accuracy_message)
     if change is None:
         return ConditionState(PLAN_DRIFTED, False, "AsPlanned", result.reason)
     # The change is known and the plan stays: nothing to do.
@@ -108,12 +106,8 @@ def _build_drift_condition(change: TrafficChange | None, result: ReviewResult) -
 def _build_accuracy_condition(result: ReviewResult) -> ConditionState:
     if result.is_accurate is None:
         return ConditionState(PREDICTION_HOLDS, None, "TooFewAnswers", result.accuracy_message)
-    return ConditionState(
-        PREDICTION_HOLDS,
-        result.is_accurate,
-        "Holds" if result.is_accurate else "Wrong",
-        result.accuracy_message,
-    )
+    reason = "Holds" if result.is_accurate else "Wrong"
+    return ConditionState(PREDICTION_HOLDS, result.is_accurate, reason, result.accuracy_message)
 
 
 def _adopt_plan(

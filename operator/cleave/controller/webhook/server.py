@@ -23,6 +23,7 @@ from aiohttp import web
 from cleave.api.cluster import Cluster
 from cleave.controller.cluster.client import (
     FIELD_MANAGER,
+    JSON,
     KINDS,
     ApiResource,
     KubeApiError,
@@ -87,9 +88,8 @@ class SecretCertificateStore:
     async def read_bundles(self) -> list[str]:
         """Return `caBundle` of each webhook, empty text if unset. Raises CertificateStoreError."""
         configuration = await self._request("GET", self._configuration)
-        return [
-            hook["clientConfig"].get("caBundle", "") for hook in configuration.get("webhooks", ())
-        ]
+        hooks = configuration.get("webhooks", ())
+        return [hook["clientConfig"].get("caBundle", "") for hook in hooks]
 
     async def write_bundle(self, bundle: str, count: int) -> None:
         """Write `caBundle` of the first `count` webhooks. Raises CertificateStoreError."""
@@ -101,13 +101,10 @@ class SecretCertificateStore:
 
     async def _request(self, method: str, path: str, patch: object = None) -> dict[str, Any]:
         query = {"fieldManager": FIELD_MANAGER} if patch is not None else None
+        kind = _JSON_PATCH if patch is not None else JSON
         try:
             return await self._kube.request(
-                method,
-                path,
-                body=patch,
-                query=query,
-                content_type=_JSON_PATCH if patch is not None else "application/json",
+                method, path, body=patch, query=query, content_type=kind
             )
         except KubeApiError as error:
             raise CertificateStoreError(str(error)) from error
@@ -157,16 +154,14 @@ class CertificateRotator:
                 return current
             if not self._issues_certificate:
                 raise CertificateError("cert-manager has not written the Secret yet")
-            issued = certificates.issue(
-                self._names, self._now(), current.ca_bundle if current else ""
-            )
+            trusted = current.ca_bundle if current else ""
+            issued = certificates.issue(self._names, self._now(), trusted)
             secret["data"] = certificates.to_secret(issued)
             if await self._store.replace_secret(secret):
                 log.info("issued a certificate: %s", fault)
                 return issued
-        raise CertificateError(
-            f"the Secret was changed {_MAX_CONFLICTS} times while it was written"
-        )
+        text = f"the Secret was changed {_MAX_CONFLICTS} times while it was written"
+        raise CertificateError(text)
 
     def _find_fault(self, current: ServingCertificate | None) -> str | None:
         if current is None:
