@@ -10,7 +10,7 @@ from cleave.api.engine import EngineSpec, EngineType
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.resource import Metadata
 from cleave.api.role import Role
-from cleave.manifests.discovery import (
+from cleave.manifests.owned_objects import (
     build_role_binding,
     build_service_account,
     build_workers_service,

@@ -9,9 +9,9 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.manifests.discovery import build_service_account
 from cleave.manifests.labels import CELL
 from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.owned_objects import build_service_account
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import CLIQUE, HOSTNAME, INFINIBAND, NodeTopology, assign_cells
 from cleave.manifests.worker import build_worker_pod

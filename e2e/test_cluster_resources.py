@@ -11,14 +11,15 @@ import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.manifests.discovery import (
+from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
+from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.owned_objects import (
+    build_gateway_budget,
+    build_pool_budget,
     build_role_binding,
     build_service_account,
     build_workers_service,
 )
-from cleave.manifests.disruption_budget import build_gateway_budget, build_pool_budget
-from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
-from cleave.manifests.multi_node import build_node_pods
 from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import CLIQUE, NodeTopology
 from cleave.manifests.worker import build_worker_pod

@@ -15,10 +15,10 @@ from typing import Any
 import typer
 from prometheus_client.metrics_core import Metric
 
+from cleave.api.crd import Schema, build_structural_schema
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.api.resource import API_VERSION
-from cleave.api.schema import Schema, build_structural_schema
 from cleave.cli.main import app
 from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics

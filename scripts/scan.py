@@ -16,15 +16,16 @@ from pathlib import Path
 import yaml
 
 from cleave.api.manifest import load
-from cleave.manifests.discovery import (
-    build_role_binding,
-    build_service_account,
-    build_workers_service,
-)
-from cleave.manifests.disruption_budget import build_gateway_budget, build_pool_budget
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest
-from cleave.manifests.network_policy import build_workers_policy
+from cleave.manifests.owned_objects import (
+    build_gateway_budget,
+    build_pool_budget,
+    build_role_binding,
+    build_service_account,
+    build_workers_policy,
+    build_workers_service,
+)
 from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_worker_pod
 from cleave.planner.placement import choose_placement

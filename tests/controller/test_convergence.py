@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -294,8 +295,8 @@ def test_a_plan_stays_until_what_it_rests_on_changes() -> None:
         "pools": [{"role": "mixed", "replicas": 3}],
         "inputs": question.inputs_hash,
     }
-    here.controller.planner._results[ResourceKey("LLMDeployment", "default", "chat")] = (
-        question.with_plan(plan)
+    here.controller.planner._results[ResourceKey("LLMDeployment", "default", "chat")] = replace(
+        question, plan=plan
     )
     here.converge()
     assert ready(here.cluster) == {"mixed": 3}

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry
 from cleave.controller import handlers, main
 from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.controller import Controller
-from cleave.controller.http_endpoints import OperatorEndpoints
-from cleave.controller.manager import ManagerOptions
+from cleave.controller.manager import ManagerOptions, OperatorEndpoints
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import WATCHED_KINDS
 from cleave.controller.settings import OperatorSettings

@@ -5,13 +5,13 @@ from typing import Any
 from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.controller import Controller
 from cleave.controller.metrics import OperatorMetrics
-from cleave.controller.resync import Resync, WatchedKind
+from cleave.controller.resync import Resync
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.labels import Manifest
 
 from tests.support.fake_cluster import chat
 
-DEPLOYMENTS = WatchedKind("LLMDeployment")
+DEPLOYMENTS = "LLMDeployment"
 
 
 class Lists:

@@ -1,6 +1,7 @@
 """The operator scales with the load of gateways: up, down, to zero and back, in memory."""
 
 import asyncio
+from dataclasses import replace
 
 from cleave.controller.cluster.actions import Emit
 from cleave.manifests.labels import Manifest
@@ -148,7 +149,9 @@ def planned(**scaling: int) -> tuple[ControlPlane, Gateways]:
     here.deliver()
     here.turn()
     (question,) = here.plan_jobs
-    here.controller.planner.get_result = lambda _: question.with_plan(plan(question.inputs_hash))  # type: ignore[method-assign]
+    here.controller.planner.get_result = lambda _: replace(
+        question, plan=plan(question.inputs_hash)
+    )  # type: ignore[method-assign]
     here.converge()
     return here, Gateways(here)
 

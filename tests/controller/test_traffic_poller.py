@@ -1,15 +1,23 @@
-"""Who is looked at again when gateways have counted something."""
+"""Who is looked at again when gateways have counted something, and who waits at them."""
+
+import pytest
 
 from cleave.api.deployment import LLMDeployment
 from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
 from cleave.controller.cluster.traffic_scraper import TrafficScraper
-from cleave.controller.traffic_poller import TrafficPoller
+from cleave.controller.traffic_poller import Activator, TrafficPoller
 from cleave.manifests.labels import Manifest
+from cleave.rpc import http_client
 from cleave.traffic.window import TrafficWindow
 
 from tests.support.deployment_views import NOW_S, deployment, status, traffic
 
 CHAT = ResourceKey(DEPLOYMENTS, "default", "chat")
+PAGES = {
+    "http://10.0.0.1:8081/health": b'{"status": "ok", "requests_in_flight": 2}',
+    "http://10.0.0.2:8081/health": b'{"requests_in_flight": 1, "models": {}}',
+    "http://10.0.0.3:8081/health": b"<html>",
+}
 CHANGED = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
 
 
@@ -75,3 +83,27 @@ async def test_steady_traffic_is_recorded_once_a_minute() -> None:
 
 async def test_gateways_are_not_polled_without_a_consumer() -> None:
     assert await look(CHANGED, deployment({"mode": "Off"})) == ([], 0)
+
+
+async def fetch(url: str) -> bytes:
+    try:
+        return PAGES[url]
+    except KeyError as error:
+        raise http_client.HttpError("refused") from error
+
+
+@pytest.fixture
+def activator() -> Activator:
+    return Activator(fetch)
+
+
+async def test_those_of_all_gateways_count(activator: Activator) -> None:
+    assert activator.get_waiting(CHAT) == 0
+    assert await activator.poll(CHAT, ["10.0.0.1", "10.0.0.2"]) == 3
+    assert activator.get_waiting(CHAT) == 3
+    activator.forget(CHAT)
+    assert activator.get_waiting(CHAT) == 0
+
+
+async def test_an_unusable_answer_counts_as_no_waiting_requests(activator: Activator) -> None:
+    assert await activator.poll(CHAT, ["10.0.0.3", "10.0.0.4"]) == 0

@@ -111,10 +111,10 @@ def test_the_operator_may_list_and_watch_all_it_watches(plain) -> None:
     granted = {
         key: verbs for role in plain if "rules" in role for key, verbs in rights(role).items()
     }
-    for watched in WATCHED_KINDS:
-        api = KINDS[watched.kind]
+    for kind in WATCHED_KINDS:
+        api = KINDS[kind]
         verbs = granted[api.version.rpartition("/")[0], api.plural]
-        assert {"list", "watch"} <= verbs, watched.kind
+        assert {"list", "watch"} <= verbs, kind
 
 
 def test_the_operator_is_hardened(plain) -> None:

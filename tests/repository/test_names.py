@@ -75,7 +75,7 @@ key kill knows lay learn limit link list listen load locate lock log lower main 
 marks mask match matches maximize may measure merge misses multiply name narrow needs normalize
 notify number observe open optimize order pack pair parse patch pause peek pick plan poll pop post
 predict preempt prefer prefers prefill prepare prepend print probe process profile promote propose
-provision proxy prune publish pull purge push query raise rank read reap rebuild receive reclaim
+provision proxy prune publish pull push query raise rank read reap rebuild receive reclaim
 recompute reconcile record redact reduce refer refine refit refresh refuse register reject rejects
 release relist reload remove render replace replicate report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
@@ -83,7 +83,7 @@ retire retry return review revise rewrite rotate round route run sample sanitize
 schedule score scrape select send separate serve serves set settle share shorten should
 show shrink shutdown signal simulate skip sleep slice solve sort spawn split start step stop store
 stream strip submit subtract suggest sum summarize supervise supports swap switch sync synchronize
-tabulate tail take takes terminate test tick time touch train transfer trim truncate try
+tabulate tail take terminate test tick time train transfer trim truncate try
 unpack unwrap update upsert use validate verify view wait wake walk warm was watch work write
 yield
 """

@@ -46,6 +46,19 @@ class ValidationRule:
         return {"rule": self.cel, "message": self.message, **location}
 
 
+def build_unique_rule(field: str, key: str, noun: str) -> ValidationRule:
+    """Restrict the entries of the list `field` (one word) to different values of `key`."""
+    return ValidationRule(
+        cel=f"!has(self.{field}) || "
+        f"self.{field}.all(a, self.{field}.exists_one(b, b.{key} == a.{key}))",
+        is_valid=lambda s: (
+            len({getattr(each, key) for each in getattr(s, field)}) == len(getattr(s, field))
+        ),
+        message=f"must not name a {noun} twice",
+        field=field,
+    )
+
+
 class ApiModel(BaseModel):
     """A part of a resource: camelCase in YAML, no unknown fields, no implicit conversions."""
 

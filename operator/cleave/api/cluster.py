@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
+from cleave.api.base import ApiModel, build_unique_rule, declare_list_map_key
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0)]
@@ -87,14 +87,7 @@ class Cluster(ApiModel):
     )
     """Measured profiles (files written by `cleave profile`), with paths relative to this file."""
 
-    rules = (
-        ValidationRule(
-            cel="true",
-            is_valid=lambda c: len({gpu.name for gpu in c.gpus}) == len(c.gpus),
-            message="must not name a GPU twice",
-            field="gpus",
-        ),
-    )
+    rules = (build_unique_rule("gpus", "name", "GPU"),)
 
     @property
     def total_gpus(self) -> int:

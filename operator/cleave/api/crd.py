@@ -1,10 +1,12 @@
 """Generates the CustomResourceDefinitions: `python -m cleave.api.crd OUTDIR` (scripts/generate).
 
-The resource types are the only source; the files in crds/ are never edited by hand.
+The resource types are the only source; the files in crds/ are never edited by hand. What is hard:
+CRDs take structural schemas, a form of JSON Schema, and the API server rejects much of what
+pydantic generates: references, titles, null types, closed objects, and bounds in the newer form.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,88 +16,61 @@ from pydantic import BaseModel
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
 from cleave.api.resource import GROUP, VERSION
-from cleave.api.schema import Schema, build_structural_schema
+
+Schema = dict[str, Any]
+_Column = tuple[str, str, str, str]
 
 _HEADER = "# Generated from operator/cleave/api by scripts/generate; changes here are lost.\n"
 
 _READY = '.status.conditions[?(@.type=="Ready")]'
-_AVAILABLE = '.status.conditions[?(@.type=="Available")]'
+_IS_READY = f"{_READY}.status"
+_AVAILABLE = '.status.conditions[?(@.type=="Available")].status'
+_DRIFTED = '.status.conditions[?(@.type=="PlanDrifted")].status'
+_GOODPUT = ".status.plan.predicted.goodput"
+_ROLE = '.status.roles[?(@.role=="{}")].ready'
 
-
-def _build_column(
-    name: str, kind: str, path: str, description: str, *, wide: bool = False
-) -> Schema:
-    column = {"name": name, "type": kind, "jsonPath": path, "description": description}
-    return {**column, "priority": 1} if wide else column
-
-
-def _get_ready_path(role: str) -> str:
-    return f'.status.roles[?(@.role=="{role}")].ready'
-
-
-_AGE = _build_column("Age", "date", ".metadata.creationTimestamp", "Time since creation.")
-
-_DEPLOYMENT_COLUMNS = [
-    _build_column("Model", "string", ".status.model", "Model name that clients request."),
-    _build_column(
-        "Ready",
-        "string",
-        f"{_READY}.status",
-        "Whether the spec is rolled out and requests are served.",
-    ),
-    _build_column("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
-    _build_column("P", "integer", _get_ready_path("prefill"), "Ready prefill instances."),
-    _build_column("D", "integer", _get_ready_path("decode"), "Ready decode instances."),
-    _build_column("Mixed", "integer", _get_ready_path("mixed"), "Ready mixed instances."),
-    _build_column("GPUs", "integer", ".status.plan.gpus", "GPUs of all instances."),
+_AGE = ("Age", "date", ".metadata.creationTimestamp", "Time since creation.")
+_DEPLOYMENT_COLUMNS = (
+    ("Model", "string", ".status.model", "Model name that clients request."),
+    ("Ready", "string", _IS_READY, "Whether the spec is rolled out and requests are served."),
+    ("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
+    ("P", "integer", _ROLE.format("prefill"), "Ready prefill instances."),
+    ("D", "integer", _ROLE.format("decode"), "Ready decode instances."),
+    ("Mixed", "integer", _ROLE.format("mixed"), "Ready mixed instances."),
+    ("GPUs", "integer", ".status.plan.gpus", "GPUs of all instances."),
     _AGE,
-    _build_column(
-        "Available",
-        "string",
-        f"{_AVAILABLE}.status",
-        "Whether requests are served, including during a rollout.",
-        wide=True,
-    ),
-    _build_column("Plan", "string", ".status.plan.verdict", "The planner's verdict.", wide=True),
-    _build_column(
-        "Goodput",
-        "number",
-        ".status.plan.predicted.goodput",
-        "Predicted requests per second within the latency targets.",
-        wide=True,
-    ),
-    _build_column(
-        "Rate", "number", ".status.observed.rate", "Observed requests per second.", wide=True
-    ),
-    _build_column(
-        "Drifted",
-        "string",
-        '.status.conditions[?(@.type=="PlanDrifted")].status',
-        "Whether traffic differs from the planned traffic.",
-        wide=True,
-    ),
-    _build_column("URL", "string", ".status.url", "Base URL for clients.", wide=True),
-    _build_column(
-        "Revision", "string", ".status.plan.revision", "Hash of engine and model.", wide=True
-    ),
-]
-
-_POOL_COLUMNS = [
-    _build_column("Role", "string", ".spec.role", "Role of its instances."),
-    _build_column("TP", "integer", ".spec.parallelism.tensor", "Tensor parallel size."),
-    _build_column("PP", "integer", ".spec.parallelism.pipeline", "Pipeline parallel size."),
-    _build_column("GPU", "string", ".spec.gpu", "Kind of GPU."),
-    _build_column("Desired", "integer", ".spec.replicas", "Desired instances."),
-    _build_column("Ready", "integer", ".status.ready", "Instances that are ready."),
-    _build_column("Serving", "integer", ".status.serving", "Instances that receive requests."),
+)
+_WIDE_DEPLOYMENT_COLUMNS = (
+    ("Available", "string", _AVAILABLE, "Whether requests are served, including during a rollout."),
+    ("Plan", "string", ".status.plan.verdict", "The planner's verdict."),
+    ("Goodput", "number", _GOODPUT, "Predicted requests per second within the latency targets."),
+    ("Rate", "number", ".status.observed.rate", "Observed requests per second."),
+    ("Drifted", "string", _DRIFTED, "Whether traffic differs from the planned traffic."),
+    ("URL", "string", ".status.url", "Base URL for clients."),
+    ("Revision", "string", ".status.plan.revision", "Hash of engine and model."),
+)
+_POOL_COLUMNS = (
+    ("Role", "string", ".spec.role", "Role of its instances."),
+    ("TP", "integer", ".spec.parallelism.tensor", "Tensor parallel size."),
+    ("PP", "integer", ".spec.parallelism.pipeline", "Pipeline parallel size."),
+    ("GPU", "string", ".spec.gpu", "Kind of GPU."),
+    ("Desired", "integer", ".spec.replicas", "Desired instances."),
+    ("Ready", "integer", ".status.ready", "Instances that are ready."),
+    ("Serving", "integer", ".status.serving", "Instances that receive requests."),
     _AGE,
-    _build_column(
-        "Updated", "integer", ".status.updated", "Instances of the present spec.", wide=True
-    ),
-    _build_column("Owner", "string", ".spec.owner", "Who sets the number of instances.", wide=True),
-    _build_column("Reason", "string", f"{_READY}.reason", "Why it is ready or not.", wide=True),
-    _build_column("Revision", "string", ".spec.revision", "Hash of engine and model.", wide=True),
-]
+)
+_WIDE_POOL_COLUMNS = (
+    ("Updated", "integer", ".status.updated", "Instances of the present spec."),
+    ("Owner", "string", ".spec.owner", "Who sets the number of instances."),
+    ("Reason", "string", f"{_READY}.reason", "Why it is ready or not."),
+    ("Revision", "string", ".spec.revision", "Hash of engine and model."),
+)
+"""Columns of `kubectl get`, as name, type, path and description; the wide ones with `-o wide`."""
+
+_DROPPED_KEYS = ("title", "$defs")
+
+_FIRST_KEYS = ("description", "type", "enum", "default", "format", "pattern")
+_LAST_KEYS = ("properties", "items", "additionalProperties", "required")
 
 _SCALE = {
     "specReplicasPath": ".spec.replicas",
@@ -106,12 +81,14 @@ _SCALE = {
 
 def build_deployment_crd() -> Schema:
     """Return the CRD of LLMDeployment."""
-    return _build_definition(LLMDeployment, "llmd", _DEPLOYMENT_COLUMNS, {"status": {}})
+    columns = _build_columns(_DEPLOYMENT_COLUMNS, _WIDE_DEPLOYMENT_COLUMNS)
+    return _build_definition(LLMDeployment, "llmd", columns, {"status": {}})
 
 
 def build_pool_crd() -> Schema:
     """Return the CRD of InstancePool."""
-    return _build_definition(InstancePool, "ipool", _POOL_COLUMNS, {"status": {}, "scale": _SCALE})
+    columns = _build_columns(_POOL_COLUMNS, _WIDE_POOL_COLUMNS)
+    return _build_definition(InstancePool, "ipool", columns, {"status": {}, "scale": _SCALE})
 
 
 def write(folder: Path) -> None:
@@ -128,6 +105,12 @@ def main(argv: Sequence[str]) -> int:
         return 2
     write(Path(argv[0]))
     return 0
+
+
+def _build_columns(columns: Iterable[_Column], wide_columns: Iterable[_Column]) -> list[Schema]:
+    keys = ("name", "type", "jsonPath", "description")
+    wide = [{**dict(zip(keys, each, strict=True)), "priority": 1} for each in wide_columns]
+    return [*(dict(zip(keys, each, strict=True)) for each in columns), *wide]
 
 
 def _build_definition(
@@ -180,6 +163,80 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401, ARG002
         return True
+
+
+def build_structural_schema(model: type[BaseModel]) -> Schema:
+    """Return the model's structural schema, with field names as in YAML."""
+    schema = model.model_json_schema(by_alias=True, mode="validation")
+    return _convert(schema, schema.get("$defs", {}))
+
+
+def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    """Convert one node, and its children by recursion. Resources have no cycles."""
+    node = _resolve(schema, definitions)
+    node = {key: value for key, value in node.items() if key not in _DROPPED_KEYS}
+    if "const" in node:
+        node["enum"] = [node.pop("const")]
+    if node.get("additionalProperties") is False:
+        # Structural schemas are closed: the API server prunes unknown fields.
+        del node["additionalProperties"]
+    _convert_bound(node, "exclusiveMinimum", "minimum")
+    _convert_bound(node, "exclusiveMaximum", "maximum")
+    if "description" in node:
+        node["description"] = " ".join(node["description"].split())
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict):
+            node[key] = _convert(node[key], definitions)
+    if "properties" in node:
+        node["properties"] = {
+            name: _convert(child, definitions) for name, child in node["properties"].items()
+        }
+    return _order_keys(_clean_default(node))
+
+
+def _resolve(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    """Replace a reference by its target; keys beside the reference take precedence."""
+    if "$ref" in schema:
+        target = definitions[schema["$ref"].removeprefix("#/$defs/")]
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        return _resolve({**target, **beside}, definitions)
+    options = [o for o in schema.get("anyOf", ()) if o != {"type": "null"}]
+    if len(options) == 1:
+        # Optional. Without `nullable` the API server drops a null, which means absent here too.
+        beside = {key: value for key, value in schema.items() if key != "anyOf"}
+        return _resolve({**options[0], **beside}, definitions)
+    return dict(schema)
+
+
+def _convert_bound(node: Schema, exclusive: str, bound: str) -> None:
+    value = node.get(exclusive)
+    if value is not None and not isinstance(value, bool):
+        node[bound], node[exclusive] = value, True
+
+
+def _clean_default(node: Schema) -> Schema:
+    """Remove null defaults; an object's default is empty, as its fields have their own."""
+    if node.get("default", ...) is None:
+        del node["default"]
+    elif isinstance(node.get("default"), dict):
+        if any("default" in child for child in node.get("properties", {}).values()):
+            node["default"] = {}
+        else:
+            del node["default"]
+    return node
+
+
+def _order_keys(node: Schema) -> Schema:
+    """Order keys for readers: description and type, bounds, parts, Kubernetes' extensions."""
+
+    def rank(key: str) -> tuple[int, int, str]:
+        if key in _FIRST_KEYS:
+            return 0, _FIRST_KEYS.index(key), key
+        if key in _LAST_KEYS:
+            return 2, _LAST_KEYS.index(key), key
+        return (3 if key.startswith("x-") else 1), 0, key
+
+    return {key: node[key] for key in sorted(node, key=rank)}
 
 
 if __name__ == "__main__":

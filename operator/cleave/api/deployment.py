@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
+from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.model import ModelField
@@ -57,12 +57,7 @@ class ManualPlacement(ApiModel):
     """The instances of each role, one entry per role."""
 
     rules = (
-        ValidationRule(
-            cel="self.manual.all(p, self.manual.exists_one(q, q.role == p.role))",
-            is_valid=lambda p: len({pool.role for pool in p.manual}) == len(p.manual),
-            message="must not name a role twice",
-            field="manual",
-        ),
+        build_unique_rule("manual", "role", "role"),
         ValidationRule(
             cel="self.manual.exists(p, p.role != 'prefill')",
             is_valid=lambda p: any(pool.role is not Role.PREFILL for pool in p.manual),

@@ -1,12 +1,13 @@
 """The inference engine, and overrides for its pods. Part of both resources."""
 
+import re
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
-from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
-from cleave.api.quantity import Quantity
+from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.resource import DNS_NAME
 from cleave.api.role import Parallelism
 from cleave.api.scheduling import Scheduling
@@ -227,12 +228,7 @@ class EngineSpec(ApiModel):
             message="must not hold a variable that Cleave sets itself: " + ", ".join(RESERVED_ENV),
             field="env",
         ),
-        ValidationRule(
-            cel="!has(self.env) || self.env.all(v, self.env.exists_one(w, w.name == v.name))",
-            is_valid=lambda e: len({v.name for v in e.env}) == len(e.env),
-            message="must not name a variable twice",
-            field="env",
-        ),
+        build_unique_rule("env", "name", "variable"),
     )
 
     @property
@@ -266,6 +262,28 @@ class Toleration(ApiModel):
     """Effect of the taint; absent: every effect."""
     toleration_seconds: int | None = None
     """Seconds for which a NoExecute taint is tolerated; absent: for ever."""
+
+
+QUANTITY_PATTERN = r"^([0-9]+|[0-9]*\.[0-9]+|[0-9]+\.)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
+"""Matches Kubernetes quantities that are not negative: "500m", "6Gi", 2."""
+_QUANTITY_SCHEMA = {
+    "anyOf": [{"type": "integer"}, {"type": "string"}],
+    "x-kubernetes-int-or-string": True,
+    "pattern": QUANTITY_PATTERN,
+}
+
+
+def _check_quantity(value: object) -> str:
+    text = str(value)
+    if isinstance(value, bool | float) or not re.fullmatch(QUANTITY_PATTERN, text):
+        raise PydanticCustomError(
+            "quantity", 'must be a quantity: a whole number, or text such as "500m" or "6Gi"'
+        )
+    return text
+
+
+Quantity = Annotated[str, BeforeValidator(_check_quantity), WithJsonSchema(_QUANTITY_SCHEMA)]
+"""A quantity; whole numbers are converted to text."""
 
 
 class Resources(ApiModel):

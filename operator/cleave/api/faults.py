@@ -17,6 +17,15 @@ from cleave.api.base import RULES_BROKEN, ValidationRule
 _MAX_VALUE_LENGTH = 60
 _WITH_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d{1,2}")
 
+_MESSAGES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object"),
+    "list_type": "must be a list",
+}
+"""What is wrong, by pydantic's type of error; the value is added."""
+
 
 def format_faults(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """Return one line `path: what is wrong` per fault of a document of type `root`."""
@@ -42,7 +51,10 @@ def _format_fault(detail: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
 
 def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseModel]) -> str:
     got = "" if _is_secret(detail["loc"]) else f" (got {format_value(detail['input'])})"
-    match detail["type"]:
+    kind = detail["type"]
+    if kind in _MESSAGES:
+        return _MESSAGES[kind] + got
+    match kind:
         case "missing":
             return "required"
         case "extra_forbidden":
@@ -55,18 +67,8 @@ def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseMo
             return f"must be >= {_format_bound(context['ge'])}{got}"
         case "less_than_equal":
             return f"must be <= {_format_bound(context['le'])}{got}"
-        case "int_type" | "int_parsing" | "int_from_float":
-            return "must be a whole number" + got
         case "float_type" | "finite_number":
             return "must be a number" + got + _explain_exponent(detail["input"])
-        case "bool_type":
-            return "must be true or false" + got
-        case "string_type":
-            return "must be text" + got
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return "must be an object" + got
-        case "list_type":
-            return "must be a list" + got
         case "too_long":
             return f"must have at most {context['max_length']} entries"
         case "too_short":
@@ -77,8 +79,7 @@ def _explain(detail: ErrorDetails, context: Mapping[str, Any], root: type[BaseMo
             return "must not be empty"
         case "string_pattern_mismatch":
             return f"must match {context['pattern']}{got}"
-        case _:
-            return detail["msg"] + got
+    return detail["msg"] + got
 
 
 def _format_bound(bound: float) -> str:

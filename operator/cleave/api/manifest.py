@@ -78,20 +78,12 @@ def load_cluster(source: str | Path) -> Cluster:
     Raises ManifestError with all faults. GPU names are checked later, by
     cleave.perf.hardware.inventory.
     """
-    documents = _read_documents(source)
+    name, documents = _format_source(source), _read_documents(source)
     if not documents:
-        raise ManifestError(
-            [f"{_format_source(source)} is empty; state nodes: [{{count: 1, gpu: ...}}]"]
-        )
+        raise ManifestError([f"{name} is empty; state nodes: [{{count: 1, gpu: ...}}]"])
     if len(documents) != 1:
-        raise ManifestError(
-            [
-                (
-                    f"{_format_source(source)} holds {len(documents)} YAML documents; "
-                    "one cluster is expected"
-                )
-            ]
-        )
+        count = len(documents)
+        raise ManifestError([f"{name} holds {count} YAML documents; one cluster is expected"])
     (document,) = documents
     if not isinstance(document, Mapping):
         raise ManifestError([f"must be an object with nodes (got {format_value(document)})"])
@@ -116,6 +108,7 @@ def _parse(model: type[_M], document: Mapping[Any, Any]) -> _M:
 
 
 def _read_documents(source: str | Path) -> list[object]:
+    name = _format_source(source)
     try:
         text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
     except (OSError, UnicodeDecodeError) as error:
@@ -125,15 +118,15 @@ def _read_documents(source: str | Path) -> list[object]:
         return [d for d in yaml.load_all(text, _Loader) if d is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        location = f"{_format_source(source)}:{mark.line + 1}" if mark else _format_source(source)
+        location = f"{name}:{mark.line + 1}" if mark else name
         raise ManifestError([f"{location}: {error.problem or error.context}"]) from error
     except yaml.YAMLError as error:
-        raise ManifestError([f"{_format_source(source)}: {str(error).splitlines()[0]}"]) from error
+        raise ManifestError([f"{name}: {str(error).splitlines()[0]}"]) from error
     except RecursionError as error:
-        raise ManifestError([f"{_format_source(source)}: is nested too deeply"]) from error
+        raise ManifestError([f"{name}: is nested too deeply"]) from error
     except ValueError as error:
         # YAML's own types raise this for impossible dates and endless numbers.
-        raise ManifestError([f"{_format_source(source)}: {error}"]) from error
+        raise ManifestError([f"{name}: {error}"]) from error
 
 
 class _Loader(yaml.SafeLoader):

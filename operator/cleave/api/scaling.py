@@ -7,7 +7,7 @@ from cronsim import CronSim, CronSimError
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
+from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.role import Role
 
 
@@ -85,11 +85,4 @@ class Scaling(ApiModel):
     """Periods of known higher traffic. During such a period the deployment is not scaled to zero,
     and scaled roles have the instances that its rate needs."""
 
-    rules = (
-        ValidationRule(
-            cel="!has(self.roles) || self.roles.all(r, self.roles.exists_one(q, q.role == r.role))",
-            is_valid=lambda s: len({each.role for each in s.roles}) == len(s.roles),
-            message="must not name a role twice",
-            field="roles",
-        ),
-    )
+    rules = (build_unique_rule("roles", "role", "role"),)

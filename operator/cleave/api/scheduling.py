@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cleave.api.base import ApiModel, ValidationRule, declare_list_map_key
+from cleave.api.base import ApiModel, build_unique_rule, declare_list_map_key
 from cleave.api.role import Role
 
 
@@ -66,15 +66,7 @@ class Scheduling(ApiModel):
     )
     """Limits of an iteration, by role."""
 
-    rules = (
-        ValidationRule(
-            cel="!has(self.limits) || "
-            "self.limits.all(a, self.limits.exists_one(b, b.role == a.role))",
-            is_valid=lambda s: len({each.role for each in s.limits}) == len(s.limits),
-            message="must not name a role twice",
-            field="limits",
-        ),
-    )
+    rules = (build_unique_rule("limits", "role", "role"),)
 
     def get_limits(self, role: Role) -> RoleLimits:
         """Return the limits that are given for a role."""

@@ -8,28 +8,32 @@ filled all the time, so that a new leader can start at once.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller.cluster import instance_status, inventory, objects
+from cleave.controller.cluster import conditions, gateway_client, inventory, objects
 from cleave.controller.cluster.actions import (
     Action,
     Delete,
     ObjectReference,
+    PatchStatus,
     Repurpose,
     RequestPlan,
     Requeue,
+    SetFinalizers,
 )
+from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.cache import DEPLOYMENTS, CachedResource, ObjectCache, ResourceKey
 from cleave.controller.cluster.client import KubeApiError
+from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.executor import Executor, NameTakenError, NotLeadingError, StaleError
 from cleave.controller.cluster.gateway_client import GatewayClient
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
+from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.cluster.workqueue import WorkQueue
-from cleave.controller.deployment import invalid
 from cleave.controller.deployment.reconcile import reconcile as reconcile_deployment
 from cleave.controller.metrics import OperatorMetrics
 from cleave.controller.pool.reconcile import reconcile as reconcile_pool
@@ -38,6 +42,7 @@ from cleave.controller.settings import OperatorSettings
 from cleave.controller.traffic_poller import TrafficPoller
 from cleave.controller.views import DeploymentView, PoolView
 from cleave.manifests.labels import Manifest
+from cleave.rpc.fleet_status import FleetInstance
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +165,8 @@ class Controller:
         began = self._clock()
         cached = self.cache.get(key)
         if cached is None:
-            self.queue.forget(key)
-            self.planner.forget(key)
-            self._gateways.forget(key)
-            self.traffic_poller.forget(key)
+            for each in (self.queue, self.planner, self._gateways, self.traffic_poller):
+                each.forget(key)
             self._faults.pop(key, None)
             self._idle_since.pop(key, None)
             self._decision_s.pop(key, None)
@@ -179,12 +182,10 @@ class Controller:
         try:
             actions = await self._decide(key, cached)
             await self._carry_out(key, executor, actions)
-        except NotLeadingError:
+        except (NotLeadingError, StaleError) as error:
             outcome = "stale"
-            self.queue.add_after(key, _STALE_RETRY_S)
-        except StaleError as error:
-            outcome = "stale"
-            log.info("%s %s/%s has changed meanwhile: %s", *key, error)
+            if isinstance(error, StaleError):
+                log.info("%s %s/%s has changed meanwhile: %s", *key, error)
             self.queue.add_after(key, _STALE_RETRY_S)
         except (KubeApiError, NameTakenError) as error:
             outcome = "failed"
@@ -240,34 +241,31 @@ class Controller:
             case InstancePool() as resource:
                 return await self._decide_pool(key, cached, resource)
             case _:
-                return invalid.report_invalid(
-                    key.kind, cached.meta, cached.status, cached.faults, self._now()
-                )
+                return _report_invalid(key, cached, self._now())
 
     async def _decide_deployment(
         self, key: ResourceKey, cached: CachedResource, resource: LLMDeployment
     ) -> list[Action]:
-        pods = self.cache.list_pods(key)
         ready = frozenset(
-            pod.name for pod in pods if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
+            pod.name
+            for pod in self.cache.list_pods(key)
+            if pod.ready and not (pod.deleting or pod.is_multi_node_worker)
         )
         reported = await self._gateways.get_or_refresh(key, self.cache.list_gateways(key), ready)
         pods = _with_load(self.cache.list_pods(key), reported or {})
         pools = [
-            each for each in self.cache.list_pools(key) if isinstance(each.resource, InstancePool)
+            (each.resource, each.status)
+            for each in self.cache.list_pools(key)
+            if isinstance(each.resource, InstancePool)
         ]
         view = DeploymentView(
             deployment=resource,
             inventory=self.build_inventory(),
             now_s=self._now(),
             status=cached.status,
-            pools=tuple(each.resource for each in pools if isinstance(each.resource, InstancePool)),
-            pool_status={
-                each.resource.spec.role: each.status
-                for each in pools
-                if isinstance(each.resource, InstancePool)
-            },
-            pods=tuple(self._group_instances(pools, pods)),
+            pools=tuple(pool for pool, _ in pools),
+            pool_status={pool.spec.role: status for pool, status in pools},
+            pods=tuple(_group_instances((pool for pool, _ in pools), pods)),
             children=self.cache.get_children(cached.meta["uid"]),
             plan_result=self.planner.get_result(key),
             instances=reported,
@@ -280,24 +278,6 @@ class Controller:
             settings=self.settings,
         )
         return self._time_decision(key, lambda: reconcile_deployment(view))
-
-    def _group_instances(
-        self, pools: list[CachedResource], pods: tuple[objects.ObservedPod, ...]
-    ) -> list[objects.ObservedPod]:
-        """Group pods into instances; each pool sets the number of pods per instance."""
-        nodes_by_pool = {
-            cached.resource.name: cached.resource.spec.nodes
-            for cached in pools
-            if isinstance(cached.resource, InstancePool)
-        }
-        names = sorted({pod.pool for pod in pods})
-        return [
-            instance
-            for name in names
-            for instance in objects.group_instances(
-                (pod for pod in pods if pod.pool == name), nodes_by_pool.get(name, 1)
-            )
-        ]
 
     async def _decide_pool(
         self, key: ResourceKey, cached: CachedResource, resource: InstancePool
@@ -318,7 +298,22 @@ class Controller:
         resource: InstancePool,
         reported: Mapping[str, FleetInstance],
     ) -> list[Action]:
-        view = self._build_pool_view(key, cached, resource, reported)
+        owner = _get_owner_key(key, resource)
+        pods = _with_load(self.cache.list_pods(key), reported)
+        statuses = [reported[pod.name] for pod in pods if pod.name in reported]
+        view = PoolView(
+            pool=resource,
+            now_s=self._now(),
+            status=cached.status,
+            pods=pods,
+            used_names=frozenset(pod.name for pod in self.cache.list_pods(owner)),
+            children=self.cache.get_children(cached.meta["uid"]),
+            nodes=self.cache.nodes,
+            node_counts_hash=self.build_inventory().node_counts_hash,
+            serving=sum(each.selectable for each in statuses) if statuses else None,
+            fault=self._faults.get(key, ""),
+            settings=self.settings,
+        )
         return self._time_decision(key, lambda: reconcile_pool(view))
 
     def _time_decision(self, key: ResourceKey, decide: Callable[[], list[Action]]) -> list[Action]:
@@ -328,30 +323,27 @@ class Controller:
         self._decision_s[key] = self._clock() - began
         return actions
 
-    def _build_pool_view(
-        self,
-        key: ResourceKey,
-        cached: CachedResource,
-        resource: InstancePool,
-        reported: Mapping[str, FleetInstance],
-    ) -> PoolView:
-        pods = _with_load(self.cache.list_pods(key), reported)
-        statuses = [reported[pod.name] for pod in pods if pod.name in reported]
-        return PoolView(
-            pool=resource,
-            now_s=self._now(),
-            status=cached.status,
-            pods=pods,
-            used_names=frozenset(
-                pod.name for pod in self.cache.list_pods(_get_owner_key(key, resource))
-            ),
-            children=self.cache.get_children(cached.meta["uid"]),
-            nodes=self.cache.nodes,
-            node_counts_hash=self.build_inventory().node_counts_hash,
-            serving=sum(each.selectable for each in statuses) if statuses else None,
-            fault=self._faults.get(key, ""),
-            settings=self.settings,
-        )
+
+def _report_invalid(key: ResourceKey, cached: CachedResource, now_s: float) -> list[Action]:
+    """Set Ready to False with the faults; status, pods and gateways stay as they are.
+
+    The webhook refuses such a resource; one that a version of Cleave with other rules admitted may
+    still exist. A resource that is being deleted loses its finalizer.
+    """
+    meta, before = cached.meta, cached.status.get("conditions", [])
+    target = ObjectReference(*key, meta["uid"])
+    finalizers = meta.get("finalizers", [])
+    if "deletionTimestamp" in meta:
+        remaining = tuple(name for name in finalizers if name != FINALIZER)
+        version = meta.get("resourceVersion", "")
+        return [SetFinalizers(target, remaining, version)] if FINALIZER in finalizers else []
+    ready = ConditionState("Ready", False, "Invalid", "; ".join(cached.faults))
+    merged = conditions.merge(before, [ready], meta.get("generation"), now_s)
+    if [each for each in before if each["type"] == "Ready"] == merged:
+        return []
+    others = [each for each in before if each["type"] != "Ready"]
+    status = {**cached.status, "conditions": [*merged, *others]}
+    return [PatchStatus(target, status), *conditions.build_events(target, before, [ready])]
 
 
 def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:
@@ -359,12 +351,24 @@ def _get_owner_key(key: ResourceKey, resource: InstancePool) -> ResourceKey:
     return ResourceKey(DEPLOYMENTS, key.namespace, resource.spec.deployment)
 
 
+def _group_instances(
+    pools: Iterable[InstancePool], pods: Iterable[ObservedPod]
+) -> Iterator[ObservedPod]:
+    """Group pods into instances; each pool sets the number of pods per instance."""
+    num_nodes = {pool.name: pool.spec.nodes for pool in pools}
+    by_pool: dict[str, list[ObservedPod]] = defaultdict(list)
+    for pod in pods:
+        by_pool[pod.pool].append(pod)
+    for name, same in sorted(by_pool.items()):
+        yield from objects.group_instances(same, num_nodes.get(name, 1))
+
+
 def _with_load(
-    pods: tuple[objects.ObservedPod, ...], reported: Mapping[str, FleetInstance]
-) -> tuple[objects.ObservedPod, ...]:
+    pods: tuple[ObservedPod, ...], reported: Mapping[str, FleetInstance]
+) -> tuple[ObservedPod, ...]:
     """The pods with the number of their requests, where gateways have reported it."""
     return tuple(
-        replace(pod, load=float(instance_status.count_requests(reported[pod.name])))
+        replace(pod, load=float(gateway_client.count_requests(reported[pod.name])))
         if pod.name in reported
         else pod
         for pod in pods

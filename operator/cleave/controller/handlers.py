@@ -30,10 +30,8 @@ def build_registry(controller: Controller, metrics: OperatorMetrics) -> kopf.Ope
 
     handlers = kopf.OperatorRegistry()
     kopf.on.login(registry=handlers)(kopf.login_via_client)
-    for watched_kind in WATCHED_KINDS:
-        api = KINDS[watched_kind.kind]
-        group, _, version = api.version.rpartition("/")
-        kopf.on.event(group, version, api.plural, id=watched_kind.kind, registry=handlers)(on_event)
+    for kind in WATCHED_KINDS:
+        kopf.on.event(*_get_resource(kind), id=kind, registry=handlers)(on_event)
     return handlers
 
 
@@ -52,45 +50,41 @@ def build_settings() -> kopf.OperatorSettings:
     # Else kopf copies each event several times to compute a difference that is not used.
     options.persistence.diffbase_storage = _NoDifferences()
     options.persistence.progress_storage = _NoProgress()
-    for watched_kind in WATCHED_KINDS:
-        if watched_kind.selector:
-            api = KINDS[watched_kind.kind]
-            group, _, version = api.version.rpartition("/")
-            options.watching.label_selectors[group, version, api.plural] = watched_kind.selector
+    for kind, selector in WATCHED_KINDS.items():
+        if selector:
+            options.watching.label_selectors[_get_resource(kind)] = selector
     return options
 
 
+def _get_resource(kind: str) -> tuple[str, str, str]:
+    """Group, version and plural of a kind, as kopf takes them."""
+    group, _, version = KINDS[kind].version.rpartition("/")
+    return group, version, KINDS[kind].plural
+
+
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Stores no last-handled state of objects."""
+    """Stores no last-handled state of objects: nothing is compared."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:  # noqa: ANN401
-        """Return an empty essence: nothing is compared."""
         return kopf.BodyEssence()
 
     def fetch(self, **_: Any) -> kopf.BodyEssence | None:  # noqa: ANN401
-        """Return None: nothing is stored."""
         return None
 
     def store(self, **_: Any) -> None:  # noqa: ANN401
-        """Store nothing."""
+        pass
 
 
 class _NoProgress(kopf.ProgressStorage):
     """Stores no progress of handlers, as there are no change handlers."""
 
     def fetch(self, **_: Any) -> kopf.ProgressRecord | None:  # noqa: ANN401
-        """Return None: nothing is stored."""
         return None
 
     def store(self, **_: Any) -> None:  # noqa: ANN401
-        """Store nothing."""
+        pass
 
-    def purge(self, **_: Any) -> None:  # noqa: ANN401
-        """Do nothing: nothing is stored."""
-
-    def touch(self, **_: Any) -> None:  # noqa: ANN401
-        """Leave the object as it is."""
+    purge = touch = store
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
-        """Return the object as it is."""
         return essence

@@ -63,27 +63,27 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     if args.webhook:
         issues_certificate = args.webhook_certificate == "operator"
         webhook = WebhookOptions(args.webhook, args.webhook_port, issues_certificate)
-    return run(
-        ManagerOptions(
-            # Unique per process: a predecessor of the same name may still have a write in flight.
-            identity=f"{args.identity}_{uuid.uuid4().hex[:8]}",
-            namespace=args.own_namespace,
-            hosts=args.host,
-            port=args.port,
-            lease=args.lease,
-            namespaces=tuple(args.namespace),
-            webhook=webhook,
-            settings=OperatorSettings(
-                namespace=args.own_namespace,
-                image_prefix=args.image_prefix,
-                discovery_role=args.discovery_role,
-                device=args.device,
-                isolates_workers=args.isolate_workers,
-                traffic_poll_s=args.watch_interval,
-                cluster=cluster,
-            ),
-        )
+    settings = OperatorSettings(
+        namespace=args.own_namespace,
+        image_prefix=args.image_prefix,
+        discovery_role=args.discovery_role,
+        device=args.device,
+        isolates_workers=args.isolate_workers,
+        traffic_poll_s=args.watch_interval,
+        cluster=cluster,
     )
+    options = ManagerOptions(
+        # Unique per process: a predecessor of the same name may still have a write in flight.
+        identity=f"{args.identity}_{uuid.uuid4().hex[:8]}",
+        namespace=args.own_namespace,
+        hosts=args.host,
+        port=args.port,
+        lease=args.lease,
+        namespaces=tuple(args.namespace),
+        webhook=webhook,
+        settings=settings,
+    )
+    return run(options)
 
 
 def _set_up_logging(level: str, log_format: str) -> None:

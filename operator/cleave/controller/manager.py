@@ -9,26 +9,34 @@ state.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kopf
-from prometheus_client import CollectorRegistry, ProcessCollector
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from cleave.controller import handlers
 from cleave.controller.cluster.client import KubeApiError, KubeClient
 from cleave.controller.cluster.executor import Executor
 from cleave.controller.cluster.leader_election import LeaderElector, LeaseConfig
 from cleave.controller.controller import WORKERS, Controller
-from cleave.controller.http_endpoints import OperatorEndpoints
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import Resync
 from cleave.controller.settings import OperatorSettings
-from cleave.controller.webhook.certificate_store import SecretCertificateStore
-from cleave.controller.webhook.server import CertificateRotator, WebhookConfig, WebhookServer
+from cleave.controller.webhook.server import (
+    CertificateRotator,
+    SecretCertificateStore,
+    WebhookConfig,
+    WebhookServer,
+)
 
 log = logging.getLogger(__name__)
+
+ListFaults = Callable[[], list[str]]
+"""Returns what is wrong, one line each; empty: nothing."""
 
 _RETRY_S = 2.0
 _MAX_ELECTION_IDLE_S = 30.0
@@ -190,3 +198,48 @@ class Manager:
         if self._webhook is not None and not self._webhook.is_listening:
             missing.append("the webhook does not listen yet")
         return missing
+
+
+class OperatorEndpoints:
+    """HTTP server of /healthz, /readyz and /metrics; `start` and `stop` it."""
+
+    def __init__(
+        self, *, alive: ListFaults, ready: ListFaults, registry: CollectorRegistry
+    ) -> None:
+        self._alive, self._ready, self._registry = alive, ready, registry
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def port(self) -> int:
+        """The port it listens on; 0: it is stopped."""
+        return int(self._runner.addresses[0][1]) if self._runner else 0
+
+    async def start(self, hosts: Sequence[str], port: int) -> None:
+        """Listen. Raises OSError."""
+        application = web.Application()
+        application.router.add_get("/healthz", self._handle_healthz)
+        application.router.add_get("/readyz", self._handle_readyz)
+        application.router.add_get("/metrics", self._handle_metrics)
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        for host in hosts:
+            await web.TCPSite(self._runner, host, port).start()
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _handle_healthz(self, _: web.Request) -> web.Response:
+        return _build_response(self._alive())
+
+    async def _handle_readyz(self, _: web.Request) -> web.Response:
+        return _build_response(self._ready())
+
+    async def _handle_metrics(self, _: web.Request) -> web.Response:
+        body = generate_latest(self._registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _build_response(faults: list[str]) -> web.Response:
+    return web.Response(status=503 if faults else 200, text="\n".join(faults) or "ok")

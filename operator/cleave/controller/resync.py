@@ -9,8 +9,7 @@ missed.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from cleave.controller.cluster.client import KINDS, KubeApiError, KubeClient
 from cleave.controller.controller import Controller
@@ -26,25 +25,19 @@ _PAGE = 500
 _GONE = 410
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedKind:
-    """A kind of objects that is watched."""
+WATCHED_KINDS: Mapping[str, str] = {
+    "Node": "",
+    "LLMDeployment": "",
+    "InstancePool": "",
+    "Pod": COMPONENT,
+    "Deployment": DEPLOYMENT,
+    "Service": DEPLOYMENT,
+    "PodDisruptionBudget": DEPLOYMENT,
+}
+"""Kinds that are watched, with their label selectors (empty: all objects).
 
-    kind: str
-    selector: str = ""
-    """Label selector; empty: all objects."""
-
-
-WATCHED_KINDS = (
-    WatchedKind("Node"),
-    WatchedKind("LLMDeployment"),
-    WatchedKind("InstancePool"),
-    WatchedKind("Pod", COMPONENT),
-    WatchedKind("Deployment", DEPLOYMENT),
-    WatchedKind("Service", DEPLOYMENT),
-    WatchedKind("PodDisruptionBudget", DEPLOYMENT),
-)
-"""In the order in which they are listed: owners before the objects they own."""
+In the order in which they are listed: owners before the objects they own.
+"""
 
 
 class Resync:
@@ -69,72 +62,61 @@ class Resync:
 
     async def fill(self) -> None:
         """Put every object of the cluster into the cache. Raises KubeApiError."""
-        for watched_kind in WATCHED_KINDS:
-            async for item in self._list_objects(watched_kind, []):
+        for kind in WATCHED_KINDS:
+            async for item in self._list_objects(kind, []):
                 self._controller.on_change(item)
 
     async def run(self, period_s: float = PERIOD_S) -> None:
         """List every `period_s` seconds; never returns."""
         while True:
             await asyncio.sleep(period_s)
-            for watched_kind in WATCHED_KINDS:
+            for kind in WATCHED_KINDS:
                 try:
-                    await self.resync(watched_kind)
+                    await self.resync(kind)
                 except KubeApiError as error:
-                    log.warning("cannot list %s: %s", watched_kind.kind, error)
+                    log.warning("cannot list %s: %s", kind, error)
 
-    async def resync(self, watched_kind: WatchedKind) -> int:
+    async def resync(self, kind: str) -> int:
         """Correct changes that the watch of one kind has missed; returns their number.
 
         Raises KubeApiError.
         """
-        store = self._controller.cache
         listed: dict[tuple[str, str], str] = {}
         unreported: list[Manifest] = []
         versions: list[int] = []
-        async for item in self._list_objects(watched_kind, versions):
+        async for item in self._list_objects(kind, versions):
             meta = item["metadata"]
-            key = meta.get("namespace", ""), meta["name"]
-            listed[key] = meta["uid"]
-            if store.get_version(watched_kind.kind, *key) < int(meta["resourceVersion"]):
+            listed[meta.get("namespace", ""), meta["name"]] = meta["uid"]
+            if self._is_unreported(kind, item):
                 unreported.append(item)
         await asyncio.sleep(self._grace_s)
-        missed = [item for item in unreported if self._is_missed(watched_kind, item)]
+        missed = [item for item in unreported if self._is_unreported(kind, item)]
         for item in missed:
             self._controller.on_change(item)
-        deleted = self._controller.forget_missing(
-            watched_kind.kind, listed, min(versions, default=0)
-        )
-        self._stale[watched_kind.kind] = (
-            self._stale[watched_kind.kind] + 1 if missed or deleted else 0
-        )
-        if missed or deleted:
-            log.warning(
-                "the watch of %s has missed %d changes", watched_kind.kind, len(missed) + deleted
-            )
-        return len(missed) + deleted
+        deleted = self._controller.forget_missing(kind, listed, min(versions, default=0))
+        count = len(missed) + deleted
+        self._stale[kind] = self._stale[kind] + 1 if count else 0
+        if count:
+            log.warning("the watch of %s has missed %d changes", kind, count)
+        return count
 
-    def _is_missed(self, watched_kind: WatchedKind, item: Manifest) -> bool:
+    def _is_unreported(self, kind: str, item: Manifest) -> bool:
         meta = item["metadata"]
-        cached_version = self._controller.cache.get_version(
-            watched_kind.kind, meta.get("namespace", ""), meta["name"]
-        )
-        return cached_version < int(meta["resourceVersion"])
+        key = kind, meta.get("namespace", ""), meta["name"]
+        return self._controller.cache.get_version(*key) < int(meta["resourceVersion"])
 
-    async def _list_objects(
-        self, watched_kind: WatchedKind, versions: list[int]
-    ) -> AsyncIterator[Manifest]:
+    async def _list_objects(self, kind: str, versions: list[int]) -> AsyncIterator[Manifest]:
         """Yield every object of a kind; `versions` gets the resource version of each list."""
-        api = KINDS[watched_kind.kind]
+        api = KINDS[kind]
         namespaces = self._namespaces if self._namespaces and api.is_namespaced else ("",)
         for namespace in namespaces:
             query = {"limit": str(_PAGE)}
-            if watched_kind.selector:
-                query["labelSelector"] = watched_kind.selector
+            if selector := WATCHED_KINDS[kind]:
+                query["labelSelector"] = selector
             while True:
                 page = await self._kube.request("GET", api.build_path(namespace), query=query)
                 for item in page.get("items", ()):
-                    yield {**item, "apiVersion": api.version, "kind": watched_kind.kind}
+                    yield {**item, "apiVersion": api.version, "kind": kind}
                 meta = page.get("metadata", {})
                 versions.append(int(meta.get("resourceVersion") or 0))
                 if not meta.get("continue"):

@@ -6,17 +6,37 @@ scaled to zero.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
+
+import msgspec
 
 from cleave.api.deployment import LLMDeployment
 from cleave.api.pool import InstancePool
-from cleave.controller.activator import PERIOD_S, Activator
 from cleave.controller.cluster.cache import DEPLOYMENTS, ObjectCache, ResourceKey
+from cleave.controller.cluster.gateway_client import build_base_url
 from cleave.controller.cluster.traffic_scraper import TrafficScraper
 from cleave.controller.deployment import scaling
 from cleave.controller.replan import reconcile
 from cleave.controller.views import DriftState, TrafficDemand
 from cleave.manifests.labels import Manifest
+from cleave.rpc import http_client
+
+_WAKE_UP_PERIOD_S = 1.0
+_TIMEOUT_S = 2.0
+_PATH = "/health"
+_PAGE_LIMIT = 1 << 20
+
+Fetch = Callable[[str], Awaitable[bytes]]
+"""Returns the page at a URL. Raises http.HttpError."""
+
+
+class _HealthResponse(msgspec.Struct, frozen=True):
+    requests_in_flight: int = 0
+
+
+async def fetch(url: str) -> bytes:
+    """Return the page at `url`. Raises http.HttpError."""
+    return await http_client.get(url, seconds=_TIMEOUT_S, limit=_PAGE_LIMIT)
 
 
 class TrafficPoller:
@@ -31,7 +51,7 @@ class TrafficPoller:
         """`now` is Unix time."""
         self._cache, self._enqueue = cache, enqueue
         self.scraper: TrafficScraper[ResourceKey] = TrafficScraper(now)
-        self._activator: Activator[ResourceKey] = Activator()
+        self._activator = Activator()
         self._drift: dict[ResourceKey, DriftState] = {}
 
     async def run_traffic_polls(self, elected: asyncio.Event, period_s: float) -> None:
@@ -50,7 +70,7 @@ class TrafficPoller:
             await asyncio.gather(
                 *(self.poll_scaled_to_zero(key) for key in self._list_deployments())
             )
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(_WAKE_UP_PERIOD_S)
 
     async def poll_traffic(self, key: ResourceKey) -> None:
         """Scrape the gateways of one deployment, if scaling or replanning needs it."""
@@ -119,3 +139,36 @@ class TrafficPoller:
         cached = self._cache.get(key)
         resource = cached.resource if cached else None
         return resource if isinstance(resource, LLMDeployment) else None
+
+
+class Activator:
+    """Waiting requests of each deployment that is scaled to zero.
+
+    A gateway's `/health` is small while it knows no instance, so many deployments may be scaled to
+    zero. A gateway that does not respond counts as 0 and is polled again a second later.
+    """
+
+    def __init__(self, fetch: Fetch = fetch) -> None:
+        self._fetch = fetch
+        self._waiting: dict[ResourceKey, int] = {}
+
+    def get_waiting(self, key: ResourceKey) -> int:
+        """Return the requests that waited at the last poll."""
+        return self._waiting.get(key, 0)
+
+    def forget(self, key: ResourceKey) -> None:
+        """Drop a deployment that runs again or was deleted."""
+        self._waiting.pop(key, None)
+
+    async def poll(self, key: ResourceKey, gateways: Collection[str]) -> int:
+        """Poll the gateways at these addresses for waiting requests. Never raises."""
+        counts = await asyncio.gather(*(self._fetch_waiting(address) for address in gateways))
+        self._waiting[key] = sum(counts)
+        return self._waiting[key]
+
+    async def _fetch_waiting(self, address: str) -> int:
+        try:
+            body = await self._fetch(build_base_url(address) + _PATH)
+            return msgspec.json.decode(body, type=_HealthResponse).requests_in_flight
+        except (http_client.HttpError, msgspec.DecodeError):
+            return 0

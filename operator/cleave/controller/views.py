@@ -14,12 +14,12 @@ from cleave.api.workload import Workload
 from cleave.controller.cluster import apply, objects
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.apply import ChildrenByName
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.cluster.inventory import Inventory
-from cleave.controller.cluster.objects import ObservedNode, ObservedPod
+from cleave.controller.cluster.objects import ObservedChild, ObservedNode, ObservedPod
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.settings import OperatorSettings
-from cleave.manifests.labels import Manifest
+from cleave.manifests.labels import Manifest, get_gateway_name
+from cleave.rpc.fleet_status import FleetInstance
 from cleave.traffic.drift_detector import DriftDetector, TrafficChange
 from cleave.traffic.window import TrafficWindow
 
@@ -100,13 +100,23 @@ class DeploymentView:
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
 
     @cached_property
+    def pools_by_role(self) -> Mapping[Role, InstancePool]:
+        """Its present pools."""
+        return {pool.spec.role: pool for pool in self.pools}
+
+    @cached_property
     def plan_inputs(self) -> PlanInputs:
         """Inputs of its plan."""
         return PlanInputs(self.deployment, self.inventory)
 
+    @property
+    def gateway(self) -> ObservedChild | None:
+        """The gateway's Deployment; None: there is none."""
+        return self.children.get(("Deployment", get_gateway_name(self.deployment.name)))
+
     def list_alive(self, role: Role) -> list[ObservedPod]:
         """The instances of a role that are neither being deleted nor finished."""
-        return [pod for pod in self.pods if pod.role is role and not (pod.deleting or pod.is_over)]
+        return [pod for pod in self.pods if pod.role is role and pod.is_alive]
 
 
 @dataclass(frozen=True)
@@ -145,10 +155,7 @@ class PoolView:
     @cached_property
     def pods_by_instance(self) -> Mapping[str, Sequence[ObservedPod]]:
         """The pods of each instance, by instance name."""
-        by_instance: dict[str, list[ObservedPod]] = {}
-        for pod in self.pods:
-            by_instance.setdefault(pod.instance or pod.name, []).append(pod)
-        return by_instance
+        return objects.index_by_instance(self.pods)
 
 
 @dataclass(frozen=True, slots=True)

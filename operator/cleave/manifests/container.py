@@ -1,5 +1,7 @@
 """Fields common to worker and gateway containers: security, addresses and images. Pure."""
 
+from collections.abc import Mapping
+
 from cleave import distribution
 from cleave.manifests.labels import Manifest, get_account_name
 
@@ -36,14 +38,23 @@ def build_pod_defaults(deployment: str) -> Manifest:
 
 def build_container_security(*more: str) -> Manifest:
     """Security context of a container: read-only, with the named capabilities only."""
-    capabilities: Manifest = {"drop": ["ALL"]}
-    if more:
-        capabilities["add"] = list(more)
+    capabilities = {"drop": ["ALL"], **({"add": list(more)} if more else {})}
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": capabilities,
         "readOnlyRootFilesystem": True,
     }
+
+
+def build_flags(options: Mapping[str, object]) -> list[str]:
+    """Command-line flags: none for None, False and empty text; True: a flag without a value."""
+    flags: list[str] = []
+    for flag, value in options.items():
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False and value != "":
+            flags += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+    return flags
 
 
 def get_image(kind: str, prefix: str = "") -> str:

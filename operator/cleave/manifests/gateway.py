@@ -3,7 +3,7 @@
 Called by `cleave.local` and the controller.
 """
 
-from cleave.api.deployment import GatewaySpec, LLMDeployment, PoolsSpec
+from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import TransferMode
 from cleave.api.plan import SelectedPlan
 from cleave.manifests import topology
@@ -11,6 +11,7 @@ from cleave.manifests.container import (
     LISTEN_ON,
     build_address_env,
     build_container_security,
+    build_flags,
     build_pod_defaults,
     build_scratch_volume,
     get_image,
@@ -22,6 +23,7 @@ from cleave.manifests.labels import (
     PICKER_PORT,
     Manifest,
     build_component_labels,
+    build_object,
     get_agents_source,
     get_gateway_name,
 )
@@ -47,72 +49,42 @@ def build_gateway_pod(
     plan: SelectedPlan | None = None,
 ) -> Manifest:
     """Pod of a deployment's gateway that listens on host:port; `plan`: the current one."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": get_gateway_name(deployment.name),
-            "namespace": deployment.namespace,
-            "labels": build_component_labels(deployment.name, GATEWAY),
-        },
-        "spec": _build_pod_spec(
-            deployment, _build_container(deployment, host, port, internal_port, plan)
-        ),
-    }
+    flags = _build_flags(deployment, host, port, internal_port, plan)
+    container = _build_container(deployment, flags, port, internal_port)
+    name = get_gateway_name(deployment.name)
+    labels = build_component_labels(deployment.name, GATEWAY)
+    spec = _build_pod_spec(deployment, container)
+    return build_object("v1", "Pod", name, deployment.namespace, labels, spec=spec)
 
 
 def build_gateway_deployment(deployment: LLMDeployment, *, image_prefix: str = "") -> Manifest:
     """The gateway in a cluster: identical pods, on different nodes where possible."""
     labels = build_component_labels(deployment.name, GATEWAY)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {
-            "name": get_gateway_name(deployment.name),
-            "namespace": deployment.namespace,
-            "labels": labels,
-        },
-        "spec": {
-            "replicas": deployment.spec.gateway.replicas,
-            "selector": {"matchLabels": labels},
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
-            },
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": {
-                    **_build_pod_spec(
-                        deployment, _build_cluster_container(deployment, image_prefix)
-                    ),
-                    "topologySpreadConstraints": topology.build_topology_spread(labels),
-                },
-            },
-        },
+    pod_spec = _build_pod_spec(deployment, _build_cluster_container(deployment, image_prefix))
+    pod_spec["topologySpreadConstraints"] = topology.build_topology_spread(labels)
+    surge = {"maxSurge": 1, "maxUnavailable": 0}
+    spec = {
+        "replicas": deployment.spec.gateway.replicas,
+        "selector": {"matchLabels": labels},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": surge},
+        "template": {"metadata": {"labels": labels}, "spec": pod_spec},
     }
+    name = get_gateway_name(deployment.name)
+    return build_object("apps/v1", "Deployment", name, deployment.namespace, labels, spec=spec)
 
 
 def build_gateway_service(deployment: LLMDeployment) -> Manifest:
     """The Service for clients: the deployment's name, port 80, or 443 with a certificate."""
-    labels = build_component_labels(deployment.name, GATEWAY)
-    scheme, port = _get_scheme(deployment), 443 if deployment.spec.gateway.tls_secret else 80
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            "name": deployment.name,
-            "namespace": deployment.namespace,
-            "labels": labels,
-        },
-        "spec": {
-            "type": "ClusterIP",
-            "selector": labels,
-            "ports": [
-                {"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"},
-                *_build_picker_service_ports(deployment.spec.gateway),
-            ],
-        },
-    }
+    gateway, labels = deployment.spec.gateway, build_component_labels(deployment.name, GATEWAY)
+    scheme, port = _get_scheme(deployment), 443 if gateway.tls_secret else 80
+    ports = [{"name": scheme, "port": port, "targetPort": scheme, "protocol": "TCP"}]
+    if gateway.endpoint_picker:
+        protocol = "kubernetes.io/h2c" if gateway.endpoint_picker_plain else "http2"
+        picker = {"name": _PICKER, "port": PICKER_PORT, "targetPort": _PICKER, "protocol": "TCP"}
+        ports.append({**picker, "appProtocol": protocol})
+    spec = {"type": "ClusterIP", "selector": labels, "ports": ports}
+    name = deployment.name
+    return build_object("v1", "Service", name, deployment.namespace, labels, spec=spec)
 
 
 def build_url(deployment: LLMDeployment) -> str:
@@ -136,7 +108,7 @@ def _build_pod_spec(deployment: LLMDeployment, container: Manifest) -> Manifest:
 
 def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
     """Volumes with the files that the deployment refers to."""
-    gateway, routing = deployment.spec.gateway, deployment.spec.routing
+    gateway = deployment.spec.gateway
     secrets = {
         _KEYS: gateway.keys_secret,
         _TLS: gateway.tls_secret,
@@ -147,146 +119,112 @@ def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
         for name, secret in secrets.items()
         if secret
     ]
-    if name := routing.lengths_config_map:
+    if name := deployment.spec.routing.lengths_config_map:
         volumes.append({"name": _LENGTHS, "configMap": {"name": name, "optional": False}})
     return volumes
 
 
-def _build_picker_service_ports(gateway: GatewaySpec) -> list[Manifest]:
-    if not gateway.endpoint_picker:
-        return []
-    app_protocol = "kubernetes.io/h2c" if gateway.endpoint_picker_plain else "http2"
-    port = {
-        "port": PICKER_PORT,
-        "targetPort": _PICKER,
-        "protocol": "TCP",
-        "appProtocol": app_protocol,
-    }
-    return [{"name": _PICKER, **port}]
-
-
 def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Manifest:
     """The container in a cluster: with a shutdown delay and a liveness probe."""
+    gateway, scaling = deployment.spec.gateway, deployment.spec.scaling
     plan = deployment.status.plan if deployment.status else None
-    container = _build_container(
-        deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan, image_prefix
-    )
-    flags = ["--leave-delay", str(SHUTDOWN_DELAY_S)]
-    if deployment.spec.scaling.idle_s is not None:
-        flags += ["--wake-timeout", str(deployment.spec.scaling.wake_timeout_s)]
-    ports = list(container["ports"])
-    if deployment.spec.gateway.endpoint_picker:
-        flags += ["--endpoint-picker-port", str(PICKER_PORT)]
-        flags += _build_picker_tls_flags(deployment.spec.gateway)
-        ports.append({"name": _PICKER, "containerPort": PICKER_PORT})
-    return {
-        **container,
-        "command": [*container["command"], *flags],
-        "ports": ports,
-        # /health depends on workers; /livez responds in time under any load.
-        "livenessProbe": {
-            "httpGet": {"path": "/livez", "port": INTERNAL_PORT},
-            "initialDelaySeconds": 30,
-            "periodSeconds": 10,
-            "timeoutSeconds": 5,
-            "failureThreshold": 3,
-        },
+    flags = _build_flags(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT, plan)
+    flags["--leave-delay"] = SHUTDOWN_DELAY_S
+    flags["--wake-timeout"] = scaling.wake_timeout_s if scaling.idle_s is not None else None
+    if gateway.endpoint_picker:
+        flags["--endpoint-picker-port"] = PICKER_PORT
+        if gateway.endpoint_picker_plain:
+            flags["--endpoint-picker-plain"] = True
+        elif gateway.endpoint_picker_tls_secret:
+            flags |= _build_tls_flags("--endpoint-picker", _PICKER_TLS)
+    container = _build_container(deployment, flags, GATEWAY_PORT, INTERNAL_PORT, image_prefix)
+    if gateway.endpoint_picker:
+        container["ports"].append({"name": _PICKER, "containerPort": PICKER_PORT})
+    # /health depends on workers; /livez responds in time under any load.
+    container["livenessProbe"] = {
+        "httpGet": {"path": "/livez", "port": INTERNAL_PORT},
+        "initialDelaySeconds": 30,
+        "periodSeconds": 10,
+        "timeoutSeconds": 5,
+        "failureThreshold": 3,
     }
+    return container
+
+
+def _build_flags(
+    deployment: LLMDeployment, host: str, port: int, internal_port: int, plan: SelectedPlan | None
+) -> dict[str, object]:
+    """The gateway's flags without those that only a cluster needs.
+
+    `internal_port` serves the operator, without API keys.
+    """
+    spec = deployment.spec
+    gateway, routing, slo, pools = spec.gateway, spec.routing, spec.slo, spec.pools
+    is_auto = spec.engine.transfer is TransferMode.AUTO
+    return {
+        "--host": host,
+        "--port": port,
+        "--internal-port": internal_port,
+        "--agents": "$(CLEAVE_AGENTS)",
+        "--processes": gateway.processes if gateway.processes > 1 else None,
+        "--fallback": routing.fallback,
+        "--policy": routing.policy,
+        "--session-header": routing.session_header,
+        "--lengths": routing.lengths_config_map and f"{_FILES}/{_LENGTHS}/lengths.json",
+        "--whole-below": (plan and plan.whole_below_tokens) or None,
+        "--ahead-from": (plan and is_auto and plan.ahead_from_tokens) or None,
+        "--ttft-ms": slo.ttft_ms,
+        "--tpot-ms": slo.tpot_ms,
+        "--late": routing.late,
+        "--queue-limit": routing.queue_limit,
+        "--flipping": pools.flipping,
+        "--min-prefill": pools.min_prefill,
+        "--min-decode": pools.min_decode,
+        "--drain-timeout": spec.template.drain_timeout_s,
+        "--api-keys": gateway.keys_secret and f"{_FILES}/{_KEYS}/keys",
+        **(_build_tls_flags("--tls", _TLS) if gateway.tls_secret else {}),
+        "--access-log": gateway.access_log,
+        "--otlp-endpoint": gateway.tracing and gateway.tracing.endpoint,
+        "--trace-share": gateway.tracing and gateway.tracing.share,
+    }
+
+
+def _build_tls_flags(option: str, volume: str) -> dict[str, object]:
+    """Entries are named as in secrets of type kubernetes.io/tls."""
+    folder = f"{_FILES}/{volume}"
+    return {f"{option}-cert": f"{folder}/tls.crt", f"{option}-key": f"{folder}/tls.key"}
 
 
 def _build_container(
     deployment: LLMDeployment,
-    host: str,
+    flags: dict[str, object],
     port: int,
     internal_port: int,
-    plan: SelectedPlan | None,
     image_prefix: str = "",
 ) -> Manifest:
-    """The container without what only a cluster needs.
-
-    `internal_port` serves the operator, without API keys.
-    """
-    gateway, routing, slo = deployment.spec.gateway, deployment.spec.routing, deployment.spec.slo
-    short_prompt_tokens = plan.whole_below_tokens if plan else None
-    is_auto = deployment.spec.engine.transfer is TransferMode.AUTO
-    overlap_min_tokens = plan.ahead_from_tokens if plan and is_auto else None
+    gateway = deployment.spec.gateway
     mounts = [
         {"name": each["name"], "mountPath": f"{_FILES}/{each['name']}", "readOnly": True}
         for each in _build_volumes(deployment)
     ]
-    lengths = f"{_FILES}/{_LENGTHS}/lengths.json"
+    scheme = {"scheme": "HTTPS"} if gateway.tls_secret else {}
+    # A process is one event loop and never uses more than one core.
+    requests = {"cpu": f"{500 * gateway.processes}m", "memory": f"{128 * gateway.processes}Mi"}
     return {
         "name": "gateway",
         "image": gateway.image or get_image("gateway", image_prefix),
-        "command": [
-            *("python", "-m", "cleave.gateway.main"),
-            *("--host", host, "--port", str(port), "--internal-port", str(internal_port)),
-            *("--agents", "$(CLEAVE_AGENTS)"),
-            *(("--processes", str(gateway.processes)) if gateway.processes > 1 else ()),
-            *("--fallback", str(routing.fallback)),
-            *("--policy", str(routing.policy)),
-            *(("--session-header", routing.session_header) if routing.session_header else ()),
-            *(("--lengths", lengths) if routing.lengths_config_map else ()),
-            *(("--whole-below", str(short_prompt_tokens)) if short_prompt_tokens else ()),
-            *(("--ahead-from", str(overlap_min_tokens)) if overlap_min_tokens else ()),
-            *("--ttft-ms", f"{slo.ttft_ms:g}", "--tpot-ms", f"{slo.tpot_ms:g}"),
-            *("--late", str(routing.late)),
-            *("--queue-limit", str(routing.queue_limit)),
-            *_build_flipping_flags(deployment.spec.pools),
-            *("--drain-timeout", str(deployment.spec.template.drain_timeout_s)),
-            *(("--api-keys", f"{_FILES}/{_KEYS}/keys") if gateway.keys_secret else ()),
-            *(_build_tls_flags("--tls", _TLS) if gateway.tls_secret else ()),
-            *_build_observability_flags(gateway),
-        ],
+        "command": ["python", "-m", "cleave.gateway.main", *build_flags(flags)],
         "env": build_address_env(get_agents_source(deployment.name, deployment.namespace)),
         "ports": [
             {"name": _get_scheme(deployment), "containerPort": port},
             {"name": _INTERNAL, "containerPort": internal_port},
         ],
-        # A process is one event loop and never uses more than one core.
-        "resources": {
-            "requests": {
-                "cpu": f"{500 * gateway.processes}m",
-                "memory": f"{128 * gateway.processes}Mi",
-            },
-            "limits": {"memory": f"{gateway.processes}Gi"},
-        },
+        "resources": {"requests": requests, "limits": {"memory": f"{gateway.processes}Gi"}},
         "readinessProbe": {
-            "httpGet": {
-                "path": "/health",
-                "port": port,
-                **({"scheme": "HTTPS"} if gateway.tls_secret else {}),
-            },
+            "httpGet": {"path": "/health", "port": port, **scheme},
             "periodSeconds": 2,
             "timeoutSeconds": 2,
         },
         "securityContext": build_container_security(),
         "volumeMounts": [build_scratch_volume("tmp", "/tmp")[1], *mounts],  # noqa: S108
     }
-
-
-def _build_flipping_flags(pools: PoolsSpec) -> tuple[str, ...]:
-    least = ("--min-prefill", str(pools.min_prefill), "--min-decode", str(pools.min_decode))
-    return ("--flipping", str(pools.flipping), *least)
-
-
-def _build_tls_flags(option: str, volume: str) -> tuple[str, ...]:
-    """Entries are named as in secrets of type kubernetes.io/tls."""
-    folder = f"{_FILES}/{volume}"
-    return f"{option}-cert", f"{folder}/tls.crt", f"{option}-key", f"{folder}/tls.key"
-
-
-def _build_picker_tls_flags(gateway: GatewaySpec) -> tuple[str, ...]:
-    if gateway.endpoint_picker_plain:
-        return ("--endpoint-picker-plain",)
-    if gateway.endpoint_picker_tls_secret:
-        return _build_tls_flags("--endpoint-picker", _PICKER_TLS)
-    return ()
-
-
-def _build_observability_flags(gateway: GatewaySpec) -> list[str]:
-    flags = ["--access-log"] if gateway.access_log else []
-    if gateway.tracing is not None:
-        flags += ["--otlp-endpoint", gateway.tracing.endpoint]
-        flags += ["--trace-share", f"{gateway.tracing.share:g}"]
-    return flags

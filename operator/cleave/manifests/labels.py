@@ -1,5 +1,6 @@
-"""Names and labels that connect pools, pods and Services."""
+"""Names and labels that connect pools, pods and Services, and the frame of every manifest."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from cleave.api.pool import InstancePool
@@ -74,6 +75,19 @@ def build_worker_labels(
 def build_component_labels(deployment: str, component: str) -> dict[str, str]:
     """Labels of all pods of a component; also its selector."""
     return {DEPLOYMENT: deployment, COMPONENT: component}
+
+
+def build_object(
+    api_version: str,
+    kind: str,
+    name: str,
+    namespace: str,
+    labels: Mapping[str, str],
+    **fields: object,
+) -> Manifest:
+    """Object of the API server; `fields`: everything but its metadata, such as `spec`."""
+    metadata = {"name": name, "namespace": namespace, "labels": labels}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
 
 
 def get_agents_source(deployment: str, namespace: str) -> str:

@@ -7,13 +7,14 @@ pods are owned by the leader's pod, and are deleted with it.
 """
 
 from cleave.api.pool import InstancePool
+from cleave.manifests.container import build_flags
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
     NODE_WORKER,
     SEGMENT,
-    WORKER,
     Manifest,
+    build_object,
     build_worker_labels,
     get_workers_name,
 )
@@ -24,7 +25,6 @@ from cleave.manifests.worker import (
     build_engine_args,
     build_engine_flags,
     build_environment,
-    build_multi_node_args,
     build_worker_pod,
     build_worker_spec,
 )
@@ -48,27 +48,19 @@ def build_node_pods(
     With the leader's uid they are owned by it: Kubernetes deletes them after it.
     """
     meta = leader["metadata"]
+    cell = meta["labels"].get(CELL)
     host = f"{meta['name']}.{get_workers_name(pool.spec.deployment)}.{pool.namespace}.svc"
     node_pods = []
     for rank in range(1, pool.spec.nodes):
-        labels = _build_labels(pool, meta["name"], meta["labels"].get(CELL), rank)
-        node_pods.append(
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {
-                    "name": f"{meta['name']}-{rank}",
-                    "namespace": pool.namespace,
-                    "labels": labels,
-                    **_build_owner(meta),
-                },
-                "spec": {
-                    **_build_node_spec(pool, labels, device, image_prefix, str(rank), host),
-                    # A restarted pod cannot join a running engine: the whole instance is replaced.
-                    "restartPolicy": "Never",
-                },
-            }
-        )
+        name, labels = f"{meta['name']}-{rank}", _build_labels(pool, meta["name"], cell, rank)
+        spec = _build_node_spec(pool, labels, device, image_prefix, str(rank), host)
+        # A restarted pod cannot join a running engine: the whole instance is replaced.
+        spec["restartPolicy"] = "Never"
+        node_pod = build_object("v1", "Pod", name, pool.namespace, labels, spec=spec)
+        if "uid" in meta:
+            link = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
+            node_pod["metadata"]["ownerReferences"] = [link]
+        node_pods.append(node_pod)
     return node_pods
 
 
@@ -81,38 +73,21 @@ def build_leader_worker_set(
     image_prefix: str = "",
 ) -> Manifest:
     """One instance as a LeaderWorkerSet with one group; its leader's pod is `name`-0."""
-    leader = build_worker_pod(
-        pool, f"{name}-0", device=device, cell=cell, image_prefix=image_prefix
-    )
-    labels = leader["metadata"]["labels"]
+    leader = f"{name}-0"
+    pod = build_worker_pod(pool, leader, device=device, cell=cell, image_prefix=image_prefix)
     # LeaderWorkerSet sets the host names of its pods itself.
-    spec = {k: v for k, v in leader["spec"].items() if k not in ("hostname", "subdomain")}
-    cell_label = None if cell is None else str(cell)
-    node_labels = _build_labels(pool, f"{name}-0", cell_label, rank=1)
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": {
-            "name": name,
-            "namespace": pool.namespace,
-            "labels": build_worker_labels(pool, f"{name}-0", WORKER),
-        },
-        "spec": {
-            "replicas": 1,
-            "startupPolicy": "LeaderCreated",
-            "leaderWorkerTemplate": {
-                "size": pool.spec.nodes,
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": {"metadata": {"labels": labels}, "spec": spec},
-                "workerTemplate": {
-                    "metadata": {"labels": node_labels},
-                    "spec": _build_node_spec(
-                        pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER
-                    ),
-                },
-            },
-        },
+    leader_spec = {k: v for k, v in pod["spec"].items() if k not in ("hostname", "subdomain")}
+    node_labels = _build_labels(pool, leader, None if cell is None else str(cell), rank=1)
+    node_spec = _build_node_spec(pool, node_labels, device, image_prefix, _LWS_RANK, _LWS_LEADER)
+    group = {
+        "size": pool.spec.nodes,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": {"metadata": {"labels": pod["metadata"]["labels"]}, "spec": leader_spec},
+        "workerTemplate": {"metadata": {"labels": node_labels}, "spec": node_spec},
     }
+    spec = {"replicas": 1, "startupPolicy": "LeaderCreated", "leaderWorkerTemplate": group}
+    labels, version = build_worker_labels(pool, leader), "leaderworkerset.x-k8s.io/v1"
+    return build_object(version, "LeaderWorkerSet", name, pool.namespace, labels, spec=spec)
 
 
 def supports_leader_worker_set(pool: InstancePool) -> bool:
@@ -121,20 +96,20 @@ def supports_leader_worker_set(pool: InstancePool) -> bool:
     Its worker pods share one template, so pods of different stages cannot be placed in different
     cells.
     """
-    spec = pool.spec
-    return spec.colocation is None or build_segment(pool, 0, rank=0) == build_segment(
-        pool, 0, rank=1
-    )
+    first, second = (build_segment(pool, 0, rank) for rank in (0, 1))
+    return pool.spec.colocation is None or first == second
 
 
 def build_node_command(pool: InstancePool, rank: str) -> list[str]:
     """Command line of a further pod; arguments after `--` go to its share of the engine."""
-    spec = pool.spec
-    args = ["python", "-m", "cleave_worker.agent.worker_node"]
-    args += ["--leader", f"$({LEADER_ENV}):{AGENT_PORT}", *build_engine_flags(spec)]
-    shared = build_multi_node_args(spec, rank, f"$({LEADER_ENV})")
-    args += ["--host", "$(POD_IP)", "--drain-timeout", str(spec.template.drain_timeout_s)]
-    return [*args, "--", *shared, *build_engine_args(spec)]
+    flags = {
+        "--leader": f"$({LEADER_ENV}):{AGENT_PORT}",
+        **build_engine_flags(pool.spec),
+        "--host": "$(POD_IP)",
+        "--drain-timeout": pool.spec.template.drain_timeout_s,
+    }
+    extra = build_engine_args(pool.spec, rank, f"$({LEADER_ENV})")
+    return ["python", "-m", "cleave_worker.agent.worker_node", *build_flags(flags), "--", *extra]
 
 
 def _build_node_spec(
@@ -145,16 +120,12 @@ def _build_node_spec(
     rank: str,
     leader: str,
 ) -> Manifest:
-    return {
-        **build_worker_spec(pool, labels, device),
-        "containers": [
-            {
-                **build_container_base(pool.spec, device, image_prefix),
-                "command": build_node_command(pool, rank),
-                "env": [{"name": LEADER_ENV, "value": leader}, *build_environment(pool)],
-            }
-        ],
+    container = {
+        **build_container_base(pool.spec, device, image_prefix),
+        "command": build_node_command(pool, rank),
+        "env": [{"name": LEADER_ENV, "value": leader}, *build_environment(pool)],
     }
+    return {**build_worker_spec(pool, labels, device), "containers": [container]}
 
 
 def _build_labels(pool: InstancePool, instance: str, cell: str | None, rank: int) -> dict[str, str]:
@@ -162,10 +133,3 @@ def _build_labels(pool: InstancePool, instance: str, cell: str | None, rank: int
     if cell is not None:
         labels |= {CELL: cell, SEGMENT: build_segment(pool, int(cell), rank)}
     return labels
-
-
-def _build_owner(leader: Manifest) -> Manifest:
-    if "uid" not in leader:
-        return {}
-    link = {"apiVersion": "v1", "kind": "Pod", "name": leader["name"], "uid": leader["uid"]}
-    return {"ownerReferences": [link]}

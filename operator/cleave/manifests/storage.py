@@ -46,38 +46,24 @@ def get_hub_cache(model: ModelSpec) -> str | None:
 
 
 def _list_model_mounts(model: ModelSpec) -> list[VolumeAndMount]:
+    """The volume with the model's files, or for downloads; empty: there is none."""
     cache, folder = model.cache, model.folder
-    if cache and cache.image:
-        return [_build_image_volume(cache.image.reference, folder or IMAGE_MODEL_FOLDER)]
-    if cache and (claim := cache.persistent_volume_claim):
-        read_only = claim.read_only or folder is not None
-        return [_build_claim(claim.claim_name, folder or HUB_CACHE_FOLDER, read_only=read_only)]
     outside = cache.host_path.path if cache and cache.host_path else None
-    if folder:
-        volume = {"path": outside or folder, "type": "Directory"}
-        return [({"name": "model", "hostPath": volume}, _build_mount(folder, read_only=True))]
-    if outside:
+    volume: Manifest
+    if cache and cache.image:
+        volume = {"image": {"reference": cache.image.reference}}
+        path, read_only = folder or IMAGE_MODEL_FOLDER, {"readOnly": True}
+    elif cache and (claim := cache.persistent_volume_claim):
+        read_only = {"readOnly": True} if claim.read_only or folder else {}
+        volume = {"persistentVolumeClaim": {"claimName": claim.claim_name, **read_only}}
+        path = folder or HUB_CACHE_FOLDER
+    elif folder:
+        volume = {"hostPath": {"path": outside or folder, "type": "Directory"}}
+        path, read_only = folder, {"readOnly": True}
+    elif outside:
         # The same path inside as outside, as it is without containers.
-        volume = {"path": outside, "type": "DirectoryOrCreate"}
-        return [({"name": "model", "hostPath": volume}, _build_mount(outside, read_only=False))]
-    return []
-
-
-def _build_claim(name: str, path: str, *, read_only: bool) -> VolumeAndMount:
-    claim: Manifest = {"claimName": name}
-    if read_only:
-        claim["readOnly"] = True
-    return {"name": "model", "persistentVolumeClaim": claim}, _build_mount(
-        path, read_only=read_only
-    )
-
-
-def _build_image_volume(reference: str, path: str) -> VolumeAndMount:
-    return {"name": "model", "image": {"reference": reference}}, _build_mount(path, read_only=True)
-
-
-def _build_mount(path: str, *, read_only: bool) -> Manifest:
-    mount: Manifest = {"name": "model", "mountPath": path}
-    if read_only:
-        mount["readOnly"] = True
-    return mount
+        volume = {"hostPath": {"path": outside, "type": "DirectoryOrCreate"}}
+        path, read_only = outside, {}
+    else:
+        return []
+    return [({"name": "model", **volume}, {"name": "model", "mountPath": path, **read_only})]

@@ -5,12 +5,16 @@ agent: see `cleave.manifests.multi_node`.
 """
 
 import json
+from enum import IntEnum
 
 from cleave.api.engine import Connector, EngineType, EnvVar, TransferMode
 from cleave.api.pool import InstancePool, InstancePoolSpec
+from cleave.api.role import Role
+from cleave.api.scheduling import Scheduling
 from cleave.manifests.container import (
     build_address_env,
     build_container_security,
+    build_flags,
     build_pod_defaults,
     get_image,
 )
@@ -21,14 +25,18 @@ from cleave.manifests.labels import (
     ROLE,
     SEGMENT,
     Manifest,
+    build_object,
     build_worker_labels,
     get_agents_source,
     get_workers_name,
 )
 from cleave.manifests.resources import Device, build_resources, has_rdma
 from cleave.manifests.scheduling import build_scheduling, build_segment
-from cleave.manifests.scheduling_args import build_scheduling_args
 from cleave.manifests.storage import build_storage, get_hub_cache, get_loaded_path
+from cleave.planner.policies import ADMISSIONS, ORDERS
+
+RoleSchedulingArgs = dict[str, str | int]
+"""Scheduling arguments of one role, as the agent's `--scheduling` takes them."""
 
 _ROLE_ENV = "CLEAVE_ROLE"
 GRACE_SLACK_S = 15
@@ -53,16 +61,14 @@ def build_worker_pod(
     labels = build_worker_labels(pool, instance)
     if cell is not None:
         labels |= {CELL: str(cell), SEGMENT: build_segment(pool, cell, rank=0)}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": instance, "namespace": pool.namespace, "labels": labels},
-        "spec": {
-            **build_worker_spec(pool, labels, device),
-            **_build_host_name(pool, instance),
-            "containers": [_build_container(pool, instance, device, cell, image_prefix)],
-        },
+    # DNS name under which further pods reach the leader.
+    host_name = {"hostname": instance, "subdomain": get_workers_name(pool.spec.deployment)}
+    spec = {
+        **build_worker_spec(pool, labels, device),
+        **(host_name if pool.spec.nodes > 1 else {}),
+        "containers": [_build_container(pool, instance, device, cell, image_prefix)],
     }
+    return build_object("v1", "Pod", instance, pool.namespace, labels, spec=spec)
 
 
 def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device) -> Manifest:
@@ -109,51 +115,78 @@ def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: s
 def build_agent_command(pool: InstancePool, name: str, cell: int | None = None) -> list[str]:
     """Command line of the agent; arguments after `--` go to the engine."""
     spec = pool.spec
-    args = ["python", "-m", "cleave_worker.agent.main"]
-    args += ["--name", name, "--deployment", spec.deployment, "--revision", spec.revision]
-    if cell is not None:
-        args += ["--cell", str(cell)]
-    args += ["--role", f"$({_ROLE_ENV})", *build_engine_flags(spec)]
-    args += ["--engine", spec.engine.type.lower()]
-    args += ["--host", "$(POD_IP)", "--port", str(AGENT_PORT), "--engine-port", str(ENGINE_PORT)]
-    args += ["--drain-timeout", str(spec.template.drain_timeout_s)]
-    if spec.engine.scheduling:
-        args += ["--scheduling", json.dumps(build_scheduling_args(spec.engine.scheduling))]
-    extra = [*build_multi_node_args(spec, "0", "$(POD_IP)"), *build_engine_args(spec)]
-    return [*args, "--", *extra] if extra else args
+    scheduling = spec.engine.scheduling
+    flags = {
+        "--name": name,
+        "--deployment": spec.deployment,
+        "--revision": spec.revision,
+        "--cell": cell,
+        "--role": f"$({_ROLE_ENV})",
+        **build_engine_flags(spec),
+        "--engine": spec.engine.type.lower(),
+        "--host": "$(POD_IP)",
+        "--port": AGENT_PORT,
+        "--engine-port": ENGINE_PORT,
+        "--drain-timeout": spec.template.drain_timeout_s,
+        "--scheduling": scheduling and json.dumps(build_scheduling_args(scheduling)),
+    }
+    extra = build_engine_args(spec, "0", "$(POD_IP)")
+    separated = ["--", *extra] if extra else []
+    return ["python", "-m", "cleave_worker.agent.main", *build_flags(flags), *separated]
 
 
-def build_engine_flags(spec: InstancePoolSpec) -> list[str]:
+def build_engine_flags(spec: InstancePoolSpec) -> dict[str, object]:
     """Flags about model and parallelism, for every process that starts an engine."""
-    model, size = spec.model, spec.parallelism
-    flags = ["--model", get_loaded_path(model), "--served-model-name", model.name]
-    flags += ["--tensor-parallel-size", str(size.tensor)]
-    flags += ["--pipeline-parallel-size", str(size.pipeline)]
-    if model.max_model_len is not None:
-        flags += ["--max-model-len", str(model.max_model_len)]
-    if spec.engine.connector is not Connector.NIXL:
-        flags += ["--connector", spec.engine.connector.lower()]
-    if spec.engine.transfer is not TransferMode.PULL:
-        flags += ["--transfer", spec.engine.transfer.lower()]
-    return flags
+    model, size, engine = spec.model, spec.parallelism, spec.engine
+    return {
+        "--model": get_loaded_path(model),
+        "--served-model-name": model.name,
+        "--tensor-parallel-size": size.tensor,
+        "--pipeline-parallel-size": size.pipeline,
+        "--max-model-len": model.max_model_len,
+        "--connector": engine.connector is not Connector.NIXL and engine.connector.lower(),
+        "--transfer": engine.transfer is not TransferMode.PULL and engine.transfer.lower(),
+    }
 
 
-def build_engine_args(spec: InstancePoolSpec) -> list[str]:
-    """Arguments of the engine itself."""
-    args = ["--dtype", str(spec.model.dtype)] if spec.model.dtype else []
+def build_engine_args(spec: InstancePoolSpec, rank: str, leader: str) -> list[str]:
+    """Arguments of the engine itself; `rank` and `leader`: of an instance that spans nodes."""
+    flags: dict[str, object] = {}
+    if spec.nodes > 1:
+        flags = {"--nnodes": spec.nodes, "--node-rank": rank, "--master-addr": leader}
+    flags["--dtype"] = spec.model.dtype
     if spec.engine.type is EngineType.EMULATED:
         emulation = spec.engine.emulation
-        args += ["--latency", emulation.latency, "--time-scale", f"{emulation.time_scale:g}"]
-    elif spec.model.revision and not get_loaded_path(spec.model).startswith("/"):
-        args += ["--revision", spec.model.revision]
-    return [*args, *spec.engine.args]
+        flags |= {"--latency": emulation.latency, "--time-scale": emulation.time_scale}
+    elif not get_loaded_path(spec.model).startswith("/"):
+        flags["--revision"] = spec.model.revision
+    return [*build_flags(flags), *spec.engine.args]
 
 
-def build_multi_node_args(spec: InstancePoolSpec, rank: str, leader: str) -> list[str]:
-    """vLLM's arguments for an instance that spans several nodes; empty for others."""
-    if spec.nodes == 1:
-        return []
-    return ["--nnodes", str(spec.nodes), "--node-rank", rank, "--master-addr", leader]
+def build_scheduling_args(scheduling: Scheduling) -> dict[str, RoleSchedulingArgs]:
+    """Return the scheduling arguments of each role, for the phases that it serves."""
+    prompts: RoleSchedulingArgs = {
+        "order": _format_choice(ORDERS[scheduling.order]),
+        "prefill_sched_batch": scheduling.sorted_prompts,
+        "long_prefill_token_threshold": scheduling.long_prompt_tokens or 0,
+    }
+    decodes: RoleSchedulingArgs = {
+        "admission": _format_choice(ADMISSIONS[scheduling.admission]),
+        "preemption_limit": scheduling.preemption_limit or 0,
+    }
+    phases = {Role.PREFILL: prompts, Role.DECODE: decodes, Role.MIXED: prompts | decodes}
+    args_by_role: dict[str, RoleSchedulingArgs] = {}
+    for role, args in phases.items():
+        limits = scheduling.get_limits(role)
+        args_by_role[str(role)] = args | {
+            "max_num_seqs": limits.max_num_seqs or 0,
+            "max_num_batched_tokens": limits.max_num_batched_tokens or 0,
+        }
+    return args_by_role
+
+
+def _format_choice(choice: IntEnum) -> str:
+    return choice.name.lower().replace("_", "-")
 
 
 def build_environment(pool: InstancePool) -> list[Manifest]:
@@ -182,13 +215,6 @@ def _get_default_image(spec: InstancePoolSpec, device: Device, prefix: str) -> s
     if spec.engine.type is EngineType.EMULATED:
         return get_image("worker-emulated", prefix)
     return get_image("worker-cuda" if device == "gpu" else "worker-cpu", prefix)
-
-
-def _build_host_name(pool: InstancePool, instance: str) -> Manifest:
-    """DNS name under which further pods reach the leader."""
-    if pool.spec.nodes == 1:
-        return {}
-    return {"hostname": instance, "subdomain": get_workers_name(pool.spec.deployment)}
 
 
 def _build_probes() -> Manifest:

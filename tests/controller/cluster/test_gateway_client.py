@@ -1,9 +1,18 @@
-"""When gateways are polled, and how long an answer stays valid."""
+"""When gateways are polled, how long an answer stays valid, and how reports are merged."""
 
+import msgspec
 import pytest
 
-from cleave.controller.cluster.gateway_client import GatewayClient
-from cleave.rpc.fleet_status import FleetInstance, KvPath
+from cleave.controller.cluster.gateway_client import (
+    GatewayClient,
+    count_requests,
+    fetch_instances,
+    merge,
+    summarize_kv_paths,
+)
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus, KvPath
+
+from tests.support.doubles import Answering
 
 READY = frozenset({"a"})
 GATEWAYS = ("10.0.0.1",)
@@ -93,3 +102,109 @@ async def test_a_decision_may_want_to_know_what_is_true_now(
     await client.get_fresh("chat", ("fd00::1",))
     await client.get_fresh("chat", GATEWAYS)
     assert gateways.requests[1:] == [["http://[fd00::1]:8081"]]
+
+
+def page(*instances: FleetInstance) -> bytes:
+    return msgspec.json.encode(FleetStatus(instances))
+
+
+def describe_body(body: bytes, status: int = 200) -> bytes:
+    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+
+
+async def test_the_reports_of_replicas_are_merged(serve: Answering) -> None:
+    one = FleetInstance(
+        "d-0", contact="heard", num_running=3, report_age_s=0.5, requests_in_flight=2
+    )
+    two = FleetInstance(
+        "d-0", contact="heard", num_running=4, report_age_s=0.1, requests_in_flight=1
+    )
+    urls = [
+        await serve(describe_body(page(one))),
+        await serve(describe_body(page(two, FleetInstance("p-0")))),
+    ]
+    seen = await fetch_instances(urls)
+    assert all(head.startswith(b"GET /fleet HTTP/1.1\r\n") for head in serve.requests)
+    assert list(seen) == ["d-0", "p-0"]
+    assert (seen["d-0"].num_running, seen["d-0"].requests_in_flight) == (4, 3)
+
+
+async def test_gateways_that_say_nothing_useful_are_as_good_as_none(serve: Answering) -> None:
+    urls = [
+        "http://127.0.0.1:1",
+        await serve(stay=True),
+        await serve(describe_body(b"{")),
+        await serve(describe_body(b'{"instances": [{}]}')),
+        await serve(describe_body(b'{"instances": 7}')),
+        await serve(describe_body(page(FleetInstance("x")), 503)),
+        await serve(describe_body(page(FleetInstance("p-0")))),
+    ]
+    assert list(await fetch_instances(urls, timeout_s=0.5)) == ["p-0"]
+    assert await fetch_instances(urls[:5], timeout_s=0.5) is None
+    assert await fetch_instances([]) is None
+
+
+async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering) -> None:
+    url = await serve(
+        describe_body(b'{"instances": [{"name": "p-0", "colour": "red"}], "more": 1}')
+    )
+    assert await fetch_instances([url]) == {"p-0": FleetInstance("p-0")}
+
+
+def test_a_gateway_that_has_lost_an_agent_is_believed_last() -> None:
+    lost = FleetInstance("d-0", contact="connection lost", state="ready", report_age_s=0.0)
+    heard = FleetInstance("d-0", contact="heard", state="draining", report_age_s=1.0)
+    for views in ((lost, heard), (heard, lost)):
+        assert merge(FleetStatus((view,)) for view in views)["d-0"].state == "draining"
+
+
+def test_requests_just_sent_by_a_gateway_count_before_the_engine_reports_them() -> None:
+    assert count_requests(FleetInstance("d", num_running=2, num_waiting=3)) == 5
+    assert count_requests(FleetInstance("d", num_running=1, requests_in_flight=4)) == 4
+    assert count_requests(FleetInstance("d")) == 0
+
+
+MOVED = "p -> d: 24.00 MB for 2,560 tokens in"
+FAST = KvPath(True, "nixl over rdma", 8.0, 24e9, f"{MOVED} 0.001 s, 24 GB/s")
+SLOW = KvPath(True, "nixl over tcp", 40.0, 1.234e9, f"{MOVED} 0.0194 s, 1.23 GB/s")
+WITHOUT_RATE = KvPath(True, "nixl", 8.4, detail=f"{MOVED} 0 s")
+
+
+@pytest.mark.parametrize(
+    ("paths", "verified", "message"),
+    [
+        ([], 0, "no gateway knows an instance yet"),
+        ([FAST], 1, f"nixl over rdma, {MOVED} 0.001 s, 24 GB/s"),
+        (
+            [FAST, SLOW, WITHOUT_RATE],
+            3,
+            f"nixl over tcp, {MOVED} 0.0194 s, 1.23 GB/s (the slowest of 3)",
+        ),
+        ([WITHOUT_RATE], 1, f"nixl, {MOVED} 0 s"),
+        (
+            [FAST, KvPath(detail="KV test with p-0 failed: other tokens"), KvPath()],
+            1,
+            "2 of 3 instances are not verified: i1: KV test with p-0 failed: other tokens",
+        ),
+    ],
+)
+def test_the_kv_paths_become_one_sentence(paths: list[KvPath], verified: int, message: str) -> None:
+    summary = summarize_kv_paths(
+        FleetInstance(f"i{n}", kv_path=path) for n, path in enumerate(paths)
+    )
+    assert (summary.verified, summary.total, summary.message) == (verified, len(paths), message)
+
+
+def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
+    summary = summarize_kv_paths([FleetInstance("p-0", state="starting", reason="engine starts")])
+    assert summary.message == "1 of 1 instances are not verified: p-0: engine starts"
+
+
+def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -> None:
+    sends = FleetInstance("d-0", contact="heard", selectable=True, report_age_s=0.1)
+    waits = FleetInstance("d-0", contact="silent", report_age_s=0.0)
+    assert merge(FleetStatus((view,)) for view in (waits, sends))["d-0"].selectable
+
+
+async def test_a_gateway_that_knows_no_instance_has_answered(serve: Answering) -> None:
+    assert await fetch_instances([await serve(describe_body(page()))]) == {}

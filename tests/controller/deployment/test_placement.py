@@ -131,7 +131,7 @@ def test_an_answer_is_in_force_and_stays_so_from_status_alone() -> None:
     desired = deployment(workload=WORKLOAD)
     question = ask(desired).plan_request
     assert question is not None
-    answered = ask(desired, outcome=question.with_plan(plan(question.inputs_hash)))
+    answered = ask(desired, outcome=replace(question, plan=plan(question.inputs_hash)))
     assert answered.placement is not None
     assert answered.placement.count_replicas(Role.MIXED) == 3
     assert read_condition(answered) == (True, "Planned")
@@ -142,7 +142,7 @@ def test_an_answer_is_in_force_and_stays_so_from_status_alone() -> None:
 
 def test_an_answer_to_another_question_does_not_count() -> None:
     desired = deployment(workload=WORKLOAD)
-    decision = ask(desired, outcome=PlanJob("other").with_plan(plan("other")))
+    decision = ask(desired, outcome=replace(PlanJob("other"), plan=plan("other")))
     assert decision.placement is None
     assert decision.plan_request is not None
 
@@ -158,14 +158,14 @@ def test_more_nodes_are_a_reason_where_no_plan_was_found_or_pods_find_no_room() 
     desired = deployment(workload=WORKLOAD)
     question = ask(desired).plan_request
     assert question is not None
-    nothing = question.as_infeasible("needs 40 GPUs, has 8")
+    nothing = replace(question, infeasible="needs 40 GPUs, has 8")
     refused = ask(desired, outcome=nothing)
     assert read_condition(refused) == (False, "Infeasible")
     assert refused.conditions[1].status is False
     assert "spec.placement.manual" in refused.conditions[0].message
     assert refused.plan_request is None
     assert ask(desired, inventory=MORE, outcome=nothing).plan_request is not None
-    planned = question.with_plan(plan(question.inputs_hash))
+    planned = replace(question, plan=plan(question.inputs_hash))
     assert ask(desired, inventory=MORE, outcome=planned, is_limited=False).plan_request is None
     assert ask(desired, inventory=MORE, outcome=planned, is_limited=True).plan_request is not None
     assert ask(desired, inventory=INVENTORY, outcome=planned, is_limited=True).plan_request is None
@@ -176,7 +176,7 @@ def test_an_infeasible_edit_keeps_what_runs() -> None:
     question = ask(desired).plan_request
     assert question is not None
     running = {"plan": plan("before")}
-    refused = ask(desired, running, outcome=question.as_infeasible("no"))
+    refused = ask(desired, running, outcome=replace(question, infeasible="no"))
     assert refused.placement is None
     assert refused.plan == running["plan"]
 
@@ -185,7 +185,7 @@ def test_faults_are_reported_and_not_planned_again() -> None:
     desired = deployment(workload=WORKLOAD)
     question = ask(desired).plan_request
     assert question is not None
-    faulty = ask(desired, outcome=question.with_faults(["spec.model.source: unknown"]))
+    faulty = ask(desired, outcome=replace(question, faults=("spec.model.source: unknown",)))
     assert read_condition(faulty) == (False, "Faulty")
     assert faulty.conditions[0].message == "spec.model.source: unknown"
     assert faulty.plan_request is None
@@ -201,7 +201,7 @@ def test_advice_is_reported_and_changes_nothing() -> None:
     assert first.placement is not None
     assert first.plan_request is not None
     advised = ask(
-        desired, outcome=first.plan_request.with_plan(plan(first.plan_request.inputs_hash))
+        desired, outcome=replace(first.plan_request, plan=plan(first.plan_request.inputs_hash))
     )
     assert advised.placement == first.placement
     assert advised.advice == plan(first.plan_request.inputs_hash)
@@ -215,7 +215,7 @@ def test_advice_alone_brings_nothing_up() -> None:
     desired = deployment(workload=WORKLOAD, planning={"mode": "Advisory"})
     question = ask(desired).plan_request
     assert question is not None
-    decision = ask(desired, outcome=question.with_plan(plan(question.inputs_hash)))
+    decision = ask(desired, outcome=replace(question, plan=plan(question.inputs_hash)))
     assert decision.placement is None
     assert decision.advice is not None
 

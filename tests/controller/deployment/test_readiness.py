@@ -231,14 +231,15 @@ def planned(**spec: Any) -> ControlPlane:
     look(here, 2)
     question = here.plan_jobs[-1]
     answers = here.controller.planner._results
-    answers[ResourceKey("LLMDeployment", "default", "chat")] = question.with_plan(
-        {
+    answers[ResourceKey("LLMDeployment", "default", "chat")] = replace(
+        question,
+        plan={
             "revision": "a",
             "reason": "it is enough",
             "gpus": 2,
             "pools": [{"role": "mixed", "replicas": 2}],
             "inputs": question.inputs_hash,
-        }
+        },
     )
     here.converge()
     assert state(here) == ("True", "Serving")
@@ -259,7 +260,7 @@ def test_a_spec_without_a_plan_that_holds_is_not_ready() -> None:
     look(here)
     answers = here.controller.planner._results
     key = ResourceKey("LLMDeployment", "default", "chat")
-    answers[key] = here.plan_jobs[-1].as_infeasible("no plan meets the targets")
+    answers[key] = replace(here.plan_jobs[-1], infeasible="no plan meets the targets")
     look(here)
     assert state(here) == ("False", "Infeasible")
     assert state(here, "Available") == ("True", "Serving")

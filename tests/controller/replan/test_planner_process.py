@@ -68,7 +68,7 @@ class Answers:
     async def __call__(self, _deployment: Any, _cluster: Any, question: PlanJob) -> PlanJob:
         self.questions.append(question.inputs_hash)
         await self.release.wait()
-        return question.as_infeasible("no")
+        return replace(question, infeasible="no")
 
 
 async def settle() -> None:

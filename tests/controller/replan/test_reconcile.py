@@ -9,8 +9,8 @@ from cleave.api.role import Role
 from cleave.controller.cluster.actions import PlanJob
 from cleave.controller.cluster.objects import ObservedPod, format_timestamp
 from cleave.controller.replan.inputs import PlanInputs
-from cleave.controller.replan.outcome import ReplanOutcome
 from cleave.controller.replan.reconcile import is_urgent, reconcile_plan, update_drift
+from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import MAX_DEFERRAL_S, DriftState
 
 from tests.support.deployment_views import (
@@ -237,7 +237,7 @@ def test_a_failed_review_is_reported_and_repeated_later() -> None:
     desired = deployment()
     question = reconcile_plan(view(desired, status(desired), windows=traffic(4))).plan_request
     assert question is not None
-    failed = question.with_faults(["the planner has ended"])
+    failed = replace(question, faults=("the planner has ended",))
     found = reconcile_plan(view(desired, status(desired), windows=traffic(4), plan_result=failed))
     assert said(found, "PredictionHolds") == (None, "NotCompared")
     assert found.conditions[1].message == "the planner has ended"

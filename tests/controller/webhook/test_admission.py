@@ -114,7 +114,7 @@ def test_long_warnings_are_cut_before_the_api_server_cuts_them(monkeypatch) -> N
     monkeypatch.setattr(
         admission,
         "check_resource",
-        lambda *_: admission.AdmissionFindings(warnings=("x" * 300,) * 20),
+        lambda *_: admission.ValidationFindings(warnings=("x" * 300,) * 20),
     )
     said = review_admission(review(deployment()), None)["response"]["warnings"]
     assert len(said) == 8

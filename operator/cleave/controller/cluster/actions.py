@@ -1,7 +1,6 @@
 """Actions: the values that a reconcile returns and that the executor carries out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cleave.api.replan_status import CurrentPrediction, FittedPlanInputs, LatencyCorrection
 from cleave.api.role import Role
@@ -156,18 +155,6 @@ class PlanJob:
         if self.review_result is not None:
             return str(self.review_result.verdict).lower()
         return "planned" if self.plan is not None else "infeasible"
-
-    def with_plan(self, plan: Manifest) -> "PlanJob":
-        """Return a copy with this plan as result."""
-        return replace(self, plan=plan)
-
-    def with_faults(self, faults: Sequence[str]) -> "PlanJob":
-        """Return a copy with these faults as result."""
-        return replace(self, faults=tuple(faults))
-
-    def as_infeasible(self, reason: str) -> "PlanJob":
-        """Return a copy with the reason why no plan is feasible."""
-        return replace(self, infeasible=reason)
 
 
 @dataclass(frozen=True, slots=True)

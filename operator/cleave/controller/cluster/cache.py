@@ -36,7 +36,7 @@ _MAX_TOMBSTONES = 10_000
 
 
 class ResourceKey(NamedTuple):
-    """Identifies an object that is reconciled."""
+    """Identifies an object; those of deployments and pools are reconciled."""
 
     kind: str
     namespace: str
@@ -55,20 +55,14 @@ class CachedResource:
     """Why it is invalid, one line each; an older version of Cleave may have admitted it."""
 
 
-class _ObjectKey(NamedTuple):
-    kind: str
-    namespace: str
-    name: str
-
-
 class ObjectCache:
     """The last known version of every object in the cluster."""
 
     def __init__(self) -> None:
-        self._versions: dict[_ObjectKey, tuple[str, int]] = {}
+        self._versions: dict[ResourceKey, tuple[str, int]] = {}
         self._tombstones: dict[str, None] = {}
         self._resources: dict[ResourceKey, CachedResource] = {}
-        self._pods: dict[_ObjectKey, ObservedPod] = {}
+        self._pods: dict[ResourceKey, ObservedPod] = {}
         self._pods_of: dict[ResourceKey, dict[str, ObservedPod]] = defaultdict(dict)
         self._gateways: dict[ResourceKey, dict[str, str]] = defaultdict(dict)
         self._pools_of: dict[ResourceKey, dict[str, None]] = defaultdict(dict)
@@ -113,7 +107,7 @@ class ObjectCache:
 
     def get_version(self, kind: str, namespace: str, name: str) -> int:
         """Resource version of the cached object; -1: it is not cached."""
-        return self._versions.get(_ObjectKey(kind, namespace, name), ("", -1))[1]
+        return self._versions.get(ResourceKey(kind, namespace, name), ("", -1))[1]
 
     def list_resources(self) -> Iterator[ResourceKey]:
         """Yield the keys of everything that is reconciled."""
@@ -148,7 +142,7 @@ class ObjectCache:
             counts[key.kind] += 1
         return dict(counts)
 
-    def _upsert(self, key: _ObjectKey, manifest: Manifest) -> set[ResourceKey]:
+    def _upsert(self, key: ResourceKey, manifest: Manifest) -> set[ResourceKey]:
         if key.kind in (DEPLOYMENTS, POOLS):
             return self._upsert_resource(key, manifest)
         if key.kind == _NODES:
@@ -157,15 +151,13 @@ class ObjectCache:
             return self._upsert_pod(key, manifest)
         return self._upsert_child(manifest)
 
-    def _upsert_resource(self, object_key: _ObjectKey, manifest: Manifest) -> set[ResourceKey]:
-        key = ResourceKey(*object_key)
+    def _upsert_resource(self, key: ResourceKey, manifest: Manifest) -> set[ResourceKey]:
         self._resources[key] = _parse(manifest)
-        if object_key.kind == DEPLOYMENTS:
+        if key.kind == DEPLOYMENTS:
             return {key}
-        owner = ResourceKey(
-            DEPLOYMENTS, object_key.namespace, str(manifest["spec"].get("deployment", ""))
-        )
-        self._pools_of[owner][object_key.name] = None
+        deployment = str(manifest["spec"].get("deployment", ""))
+        owner = ResourceKey(DEPLOYMENTS, key.namespace, deployment)
+        self._pools_of[owner][key.name] = None
         return {key, *self._filter_cached([owner])}
 
     def _upsert_node(self, manifest: Manifest) -> set[ResourceKey]:
@@ -175,16 +167,13 @@ class ObjectCache:
         if cached == node:
             return set()
         self.nodes[node.name] = node
-        if (
-            cached is None
-            or replace(cached, ready=node.ready, schedulable=node.schedulable) != node
-        ):
+        if not cached or replace(cached, ready=node.ready, schedulable=node.schedulable) != node:
             return set(self._resources)
         # Its GPUs are the same, so only pools with pods on this node are affected.
         pools = (_list_owners(pod)[0] for pod in self._pods.values() if pod.node == node.name)
         return self._filter_cached(pools)
 
-    def _upsert_pod(self, key: _ObjectKey, manifest: Manifest) -> set[ResourceKey]:
+    def _upsert_pod(self, key: ResourceKey, manifest: Manifest) -> set[ResourceKey]:
         labels = manifest["metadata"].get("labels", {})
         deployment = ResourceKey(DEPLOYMENTS, key.namespace, labels.get(DEPLOYMENT, ""))
         if labels.get(COMPONENT) == GATEWAY:
@@ -214,38 +203,37 @@ class ObjectCache:
                 affected.add(ResourceKey(owner["kind"], child.namespace, owner["name"]))
         return self._filter_cached(affected)
 
-    def _remove(self, object_key: _ObjectKey) -> set[ResourceKey]:
-        del self._versions[object_key]
-        key = ResourceKey(*object_key)
-        if object_key.kind in (DEPLOYMENTS, POOLS):
+    def _remove(self, key: ResourceKey) -> set[ResourceKey]:
+        del self._versions[key]
+        if key.kind in (DEPLOYMENTS, POOLS):
             removed = self._resources.pop(key, None)
             self._children.pop(removed.meta.get("uid", "") if removed else "", None)
-            owners = [k for k, pools in self._pools_of.items() if object_key.name in pools]
-            for owner in owners if object_key.kind == POOLS else ():
-                if owner.namespace == object_key.namespace:
-                    self._pools_of[owner].pop(object_key.name, None)
+            owners = [each for each, pools in self._pools_of.items() if key.name in pools]
+            for owner in owners if key.kind == POOLS else ():
+                if owner.namespace == key.namespace:
+                    self._pools_of[owner].pop(key.name, None)
             return {key, *self._filter_cached(owners)}
-        if object_key.kind == _NODES:
-            self.nodes.pop(object_key.name, None)
+        if key.kind == _NODES:
+            self.nodes.pop(key.name, None)
             return set(self._resources)
-        if pod := self._pods.pop(object_key, None):
+        if pod := self._pods.pop(key, None):
             owners = _list_owners(pod)
             for owner in owners:
                 self._pods_of[owner].pop(pod.name, None)
             return self._filter_cached(owners)
-        return self._remove_child(object_key)
+        return self._remove_child(key)
 
-    def _remove_child(self, object_key: _ObjectKey) -> set[ResourceKey]:
-        for key, gateways in self._gateways.items():
-            if key.namespace == object_key.namespace:
-                gateways.pop(object_key.name, None)
+    def _remove_child(self, key: ResourceKey) -> set[ResourceKey]:
+        for deployment, gateways in self._gateways.items():
+            if deployment.namespace == key.namespace:
+                gateways.pop(key.name, None)
         affected: set[ResourceKey] = set()
         for uid, children in self._children.items():
-            child = children.get((object_key.kind, object_key.name))
-            if child is not None and child.namespace == object_key.namespace:
-                del children[object_key.kind, object_key.name]
+            child = children.get((key.kind, key.name))
+            if child is not None and child.namespace == key.namespace:
+                del children[key.kind, key.name]
                 owners = self._resources.items()
-                affected |= {key for key, entry in owners if entry.meta.get("uid") == uid}
+                affected |= {owner for owner, each in owners if each.meta.get("uid") == uid}
         return affected
 
     def _filter_cached(self, keys: Iterable[ResourceKey]) -> set[ResourceKey]:
@@ -264,9 +252,9 @@ def _list_owners(pod: ObservedPod) -> list[ResourceKey]:
     ]
 
 
-def _build_key(manifest: Manifest) -> _ObjectKey:
+def _build_key(manifest: Manifest) -> ResourceKey:
     meta = manifest["metadata"]
-    return _ObjectKey(manifest["kind"], meta.get("namespace", ""), meta["name"])
+    return ResourceKey(manifest["kind"], meta.get("namespace", ""), meta["name"])
 
 
 def _get_version(manifest: Manifest) -> tuple[str, int]:
@@ -276,24 +264,14 @@ def _get_version(manifest: Manifest) -> tuple[str, int]:
 
 
 def _parse(manifest: Manifest) -> CachedResource:
-    meta = {
-        name: manifest["metadata"][name]
-        for name in _METADATA_FIELDS
-        if name in manifest["metadata"]
-    }
+    meta = {name: each for name, each in manifest["metadata"].items() if name in _METADATA_FIELDS}
     kind = LLMDeployment if manifest["kind"] == DEPLOYMENTS else InstancePool
-    document = {
-        "apiVersion": manifest["apiVersion"],
-        "kind": manifest["kind"],
-        "metadata": meta,
-        "spec": manifest.get("spec", {}),
-    }
+    document = {name: manifest[name] for name in ("apiVersion", "kind")}
+    document |= {"metadata": meta, "spec": manifest.get("spec", {})}
     status = manifest.get("status", {})
     try:
         # Parse from JSON: the strict types accept strings for dates and enums there only.
-        text = json.dumps(document)
-        return CachedResource(
-            kind.model_validate_json(text, by_alias=True, by_name=False), meta, status
-        )
+        parsed = kind.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         return CachedResource(None, meta, status, tuple(format_faults(error, kind)))
+    return CachedResource(parsed, meta, status)

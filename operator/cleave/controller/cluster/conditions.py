@@ -119,9 +119,8 @@ def _to_manifest(
     each: ConditionState, was: Manifest | None, generation: int | None, now_s: float
 ) -> Manifest:
     status = _format_status(each.status)
-    since = (
-        was["lastTransitionTime"] if was and was["status"] == status else format_timestamp(now_s)
-    )
+    is_same = was is not None and was["status"] == status
+    since = was["lastTransitionTime"] if was and is_same else format_timestamp(now_s)
     written: Manifest = {
         "type": each.type,
         "status": status,

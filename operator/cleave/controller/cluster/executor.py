@@ -9,7 +9,7 @@ decision includes this write.
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import groupby
 
 from cleave.api.role import Role
@@ -31,6 +31,7 @@ from cleave.controller.cluster.agent_client import AgentError, set_configured_ro
 from cleave.controller.cluster.client import (
     APPLY_PATCH,
     FIELD_MANAGER,
+    JSON,
     KINDS,
     MERGE_PATCH,
     KubeApiError,
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
 
+_QUERY = {"fieldManager": FIELD_MANAGER}
 _LEASE_EXPIRED = "the lease has expired"
 _NOT_FOUND = 404
 _CONFLICT = 409
@@ -99,18 +101,14 @@ class Executor:
         """
         writes = [each for each in actions if not isinstance(each, RequestPlan | Requeue)]
         for kind, same in groupby(writes, key=type):
-            batch = list(same)
-            if kind in (Apply, Create, Delete, Repurpose, Emit):
-                await self._do_concurrently(batch)
-            else:
-                for each in batch:
+            if kind in (PatchStatus, SetFinalizers):
+                for each in same:
                     await self._do(each)
-
-    async def _do_concurrently(self, batch: Sequence[Write]) -> None:
-        results = await asyncio.gather(*(self._do(each) for each in batch), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
+                continue
+            batch = (self._do(each) for each in same)
+            for error in await asyncio.gather(*batch, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
 
     async def _do(self, action: Write) -> None:
         name = type(action).__name__
@@ -140,24 +138,24 @@ class Executor:
             raise
         self._metrics.actions[name, "done"] += 1
         if not isinstance(action, PatchStatus | Emit):
-            log.info("%s %s", name, _format_target(action))
+            target = _get_target(action)
+            log.info("%s %s %s/%s", name, target.kind, target.namespace, target.name)
 
     async def _apply(self, action: Apply) -> None:
-        manifest = action.manifest
-        meta = manifest["metadata"]
-        kind, name = manifest["kind"], meta["name"]
+        manifest, kind = action.manifest, action.manifest["kind"]
+        target = _get_target(action)
         if action.is_new and kind in _KINDS_WITH_COMMON_NAMES and await self._is_applied(manifest):
             return
-        path = KINDS[kind].build_path(meta["namespace"], name)
         # Without force, a field that another manager owns is a conflict.
-        force = "false" if action.is_new else "true"
-        query = {"fieldManager": FIELD_MANAGER, "force": force}
+        query = {**_QUERY, "force": "false" if action.is_new else "true"}
         try:
-            self._on_change(await self._write("PATCH", path, manifest, APPLY_PATCH, query))
+            response = await self._write("PATCH", _build_path(target), manifest, APPLY_PATCH, query)
         except KubeApiError as error:
             if error.status == _CONFLICT and action.is_new:
-                raise NameTakenError(f"{kind} {name} {_TAKEN_MESSAGE} ({error.message})") from error
+                text = f"{kind} {target.name} {_TAKEN_MESSAGE} ({error.message})"
+                raise NameTakenError(text) from error
             raise
+        self._on_change(response)
 
     async def _is_applied(self, manifest: Manifest) -> bool:
         """Whether the object exists with the manifest that is to be applied.
@@ -172,36 +170,27 @@ class Executor:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        owners = {owner["uid"] for owner in meta["ownerReferences"]}
-        existing_owners = {
-            owner["uid"] for owner in existing["metadata"].get("ownerReferences", ())
-        }
-        if not (
-            owners & existing_owners
-            or (
-                kind in _SHAREABLE_KINDS
-                and _get_deployment_label(existing) == _get_deployment_label(manifest)
-            )
-        ):
+        owners, existing_owners = (
+            {owner["uid"] for owner in each["metadata"].get("ownerReferences", ())}
+            for each in (manifest, existing)
+        )
+        one, other = (_get_deployment_label(each) for each in (manifest, existing))
+        if not (owners & existing_owners or (kind in _SHAREABLE_KINDS and one == other)):
             raise NameTakenError(f"{kind} {meta['name']} {_TAKEN_MESSAGE}")
         self._on_change(existing)
         return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""
 
     async def _create(self, action: Create) -> None:
-        manifest = action.manifest
-        path = KINDS[manifest["kind"]].build_path(manifest["metadata"]["namespace"])
+        target = _get_target(action)
+        path = KINDS[target.kind].build_path(target.namespace)
         try:
-            self._on_change(
-                await self._write("POST", path, manifest, query={"fieldManager": FIELD_MANAGER})
-            )
+            response = await self._write("POST", path, action.manifest)
         except KubeApiError as error:
             # It exists: the response was lost, or the previous leader created it.
             if error.status != _CONFLICT:
                 raise
-            target = manifest["metadata"]
-            self._on_change(
-                await self._kube.get(manifest["kind"], target["namespace"], target["name"])
-            )
+            response = await self._kube.get(target.kind, target.namespace, target.name)
+        self._on_change(response)
 
     async def _delete(self, action: Delete) -> None:
         target = action.target
@@ -214,9 +203,8 @@ class Executor:
             body["preconditions"] = {"uid": target.uid}
         if action.grace_s is not None:
             body["gracePeriodSeconds"] = action.grace_s
-        path = KINDS[target.kind].build_path(target.namespace, target.name)
         try:
-            response = await self._write("DELETE", path, body)
+            response = await self._write("DELETE", _build_path(target), body, query=None)
         except KubeApiError as error:
             # It was deleted, or another object has its name.
             if error.status not in (_NOT_FOUND, _CONFLICT):
@@ -243,59 +231,53 @@ class Executor:
             text = f"{target.name} does not become {action.role}: {error}"
             await self._emit(Emit(action.pool, "NotRepurposed", text, is_warning=True))
             return False
-        if not action.metadata:
-            return True
         body = {"metadata": {**action.metadata, "uid": target.uid}}
-        path = KINDS["Pod"].build_path(target.namespace, target.name)
-        try:
-            query = {"fieldManager": FIELD_MANAGER}
-            self._on_change(await self._write("PATCH", path, body, MERGE_PATCH, query))
-        except KubeApiError as error:
-            if error.status != _NOT_FOUND:
-                raise
-            self._on_delete(target)
-            return True
-        text = f"{target.name} serves as {action.role} from now on, without a restart"
-        await self._emit(Emit(action.pool, "Repurposed", text))
+        if action.metadata and (response := await self._patch(target, body)):
+            self._on_change(response)
+            text = f"{target.name} serves as {action.role} from now on, without a restart"
+            await self._emit(Emit(action.pool, "Repurposed", text))
         return True
 
     async def _patch_status(self, action: PatchStatus) -> None:
         target = action.target
-        api = KINDS[target.kind]
         body = {
-            "apiVersion": api.version,
+            "apiVersion": KINDS[target.kind].version,
             "kind": target.kind,
             "metadata": {"name": target.name, "namespace": target.namespace, "uid": target.uid},
             "status": action.status,
         }
-        path = api.build_path(target.namespace, target.name, "status")
         query = {"fieldManager": f"{FIELD_MANAGER}-status", "force": "true"}
-        try:
-            self._on_change(await self._write("PATCH", path, body, APPLY_PATCH, query))
-        except KubeApiError as error:
-            if error.status != _NOT_FOUND:
-                raise
-            self._on_delete(target)
+        if response := await self._patch(target, body, "status", APPLY_PATCH, query):
+            self._on_change(response)
 
     async def _set_finalizers(self, action: SetFinalizers) -> None:
         target = action.target
         meta = {"finalizers": list(action.finalizers), "resourceVersion": action.version}
-        path = KINDS[target.kind].build_path(target.namespace, target.name)
-        query = {"fieldManager": FIELD_MANAGER}
+        if not (response := await self._patch(target, {"metadata": meta})):
+            return
+        after = response["metadata"]
+        if after.get("finalizers") or "deletionTimestamp" not in after:
+            self._on_change(response)
+        else:
+            self._on_delete(target)
+
+    async def _patch(
+        self,
+        target: ObjectReference,
+        body: Manifest,
+        subresource: str = "",
+        content_type: str = MERGE_PATCH,
+        query: Mapping[str, str] = _QUERY,
+    ) -> Manifest | None:
+        """Patch an existing object; None: it was deleted."""
+        path = _build_path(target, subresource)
         try:
-            response = await self._write("PATCH", path, {"metadata": meta}, MERGE_PATCH, query)
+            return await self._write("PATCH", path, body, content_type, query)
         except KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise
             self._on_delete(target)
-            return
-        if (
-            response["metadata"].get("finalizers")
-            or "deletionTimestamp" not in response["metadata"]
-        ):
-            self._on_change(response)
-        else:
-            self._on_delete(target)
+            return None
 
     async def _emit(self, action: Emit) -> None:
         """Create an Event; errors are logged only."""
@@ -325,7 +307,8 @@ class Executor:
             "count": 1,
         }
         try:
-            await self._write("POST", KINDS["Event"].build_path(target.namespace), event)
+            path = KINDS["Event"].build_path(target.namespace)
+            await self._write("POST", path, event, query=None)
         except KubeApiError as error:
             if error.status != _CONFLICT:
                 log.warning("Event of %s %s: %s", target.kind, target.name, error)
@@ -335,8 +318,8 @@ class Executor:
         method: str,
         path: str,
         body: Manifest,
-        content_type: str = "application/json",
-        query: dict[str, str] | None = None,
+        content_type: str = JSON,
+        query: Mapping[str, str] | None = _QUERY,
     ) -> Manifest:
         """Send one write, with retries while errors are transient and the lease is held."""
 
@@ -356,9 +339,13 @@ def _get_deployment_label(manifest: Manifest) -> str | None:
     return name
 
 
-def _format_target(action: Write) -> str:
-    """The object of an action, for the log."""
+def _get_target(action: Write) -> ObjectReference:
+    """The object that an action writes."""
     if isinstance(action, Apply | Create):
         meta = action.manifest["metadata"]
-        return f"{action.manifest['kind']} {meta['namespace']}/{meta['name']}"
-    return f"{action.target.kind} {action.target.namespace}/{action.target.name}"
+        return ObjectReference(action.manifest["kind"], meta["namespace"], meta["name"])
+    return action.target
+
+
+def _build_path(target: ObjectReference, subresource: str = "") -> str:
+    return KINDS[target.kind].build_path(target.namespace, target.name, subresource)

@@ -1,20 +1,33 @@
-"""Caches the gateways' reports about each deployment's instances.
+"""Client of the gateways: their reports about each deployment's instances, merged and cached.
 
-Used by the controller. A refresh costs a request per gateway; so it happens when the set of ready
-instances has changed, before a decision that depends on load, and otherwise every `_MAX_AGE_S`
-seconds.
+Used by the controller before it decides. The reports only improve decisions (which instance has the
+least load, how fast the KV path is); none of them waits for one. A gateway that does not respond in
+time, or with something else, is ignored. Gateways disagree, since each receives an agent's reports
+at another moment and sends its own requests. A refresh costs a request per gateway; so it happens
+when the set of ready instances has changed, before a decision that depends on load, and otherwise
+every `_MAX_AGE_S` seconds.
 """
 
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+
 from cleave.api.role import Role
-from cleave.controller.cluster import instance_status
-from cleave.controller.cluster.instance_status import FleetInstance
+from cleave.manifests.labels import INTERNAL_PORT
+from cleave.rpc import http_client
+from cleave.rpc.fleet_status import FleetInstance, FleetStatus
 
 K = TypeVar("K", bound=Hashable)
 
+TIMEOUT_S = 2.0
+PATH = "/fleet"
+_MAX_GATEWAYS = 8
+"""Gateways queried at a time; more would add no information."""
+_PAGE_LIMIT = 16 << 20
+_CONNECTED = ("heard", "stale")
 _MAX_AGE_S = 45.0
 _FIRST_INCOMPLETE_AGE_S = 1.0
 """How long the first incomplete response is used; doubles with each further one."""
@@ -23,6 +36,84 @@ _FRESH_AGE_S = 2.0
 InstancesByPod = Mapping[str, FleetInstance] | None
 """Instances by pod; None: no gateway has responded yet."""
 FetchInstances = Callable[[Collection[str]], Awaitable[InstancesByPod]]
+
+
+@dataclass(frozen=True, slots=True)
+class KvPaths:
+    """Summary of the KV self-tests of some instances."""
+
+    verified: int
+    total: int
+    message: str
+    """Example: `nixl over tcp, p-0 -> d-0: 10.49 MB for 2,560 tokens in 0.012 s, 0.87 GB/s (the
+    slowest of 4)`; or why a path is not verified."""
+
+
+def build_base_url(address: str) -> str:
+    """Return the URL of a gateway's internal port, from its IP address."""
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{INTERNAL_PORT}"
+
+
+async def fetch_instances(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> InstancesByPod:
+    """Fetch instances by name from the gateways at `urls` (http://HOST:PORT); None: none responds.
+
+    Never raises.
+    """
+    asked = sorted(urls)[:_MAX_GATEWAYS]
+    pages = await asyncio.gather(*(_fetch_page(url, timeout_s) for url in asked))
+    responses = [page for page in pages if page is not None]
+    return merge(responses) if responses else None
+
+
+def merge(pages: Iterable[FleetStatus]) -> Mapping[str, FleetInstance]:
+    """Merge the views of several gateways: the freshest of each instance."""
+    views: dict[str, list[FleetInstance]] = {}
+    for page in pages:
+        for instance in page.instances:
+            views.setdefault(instance.name, []).append(instance)
+    return {name: _merge_views(instance_views) for name, instance_views in sorted(views.items())}
+
+
+def count_requests(instance: FleetInstance) -> int:
+    """Running and waiting requests of an instance, which its drain has to wait for."""
+    return max(instance.num_running + instance.num_waiting, instance.requests_in_flight)
+
+
+def summarize_kv_paths(instances: Iterable[FleetInstance]) -> KvPaths:
+    """Summarize the self-tests: the slowest path, or the first that does not work."""
+    by_name = sorted(instances, key=lambda instance: instance.name)
+    good = [instance for instance in by_name if instance.kv_path.verified]
+    bad = [instance for instance in by_name if not instance.kv_path.verified]
+    if bad:
+        first = bad[0]
+        reason = first.kv_path.detail or first.reason or f"is {first.state or 'not known'}"
+        count = f"{len(bad)} of {len(by_name)} instances are not verified"
+        return KvPaths(len(good), len(by_name), f"{count}: {first.name}: {reason}")
+    if not good:
+        return KvPaths(0, 0, "no gateway knows an instance yet")
+    slowest = min(good, key=lambda instance: instance.kv_path.bytes_per_s or float("inf"))
+    which = f" (the slowest of {len(good)})" if len(good) > 1 else ""
+    text = f"{slowest.kv_path.transport}, {slowest.kv_path.detail}{which}"
+    return KvPaths(len(good), len(by_name), text)
+
+
+def _merge_views(views: list[FleetInstance]) -> FleetInstance:
+    """The freshest view; requests in flight are added up over the gateways."""
+    freshest = min(views, key=lambda each: (each.contact not in _CONNECTED, each.report_age_s))
+    return msgspec.structs.replace(
+        freshest,
+        requests_in_flight=sum(view.requests_in_flight for view in views),
+        pending_tokens=max(view.pending_tokens for view in views),
+    )
+
+
+async def _fetch_page(url: str, timeout_s: float) -> FleetStatus | None:
+    try:
+        body = await http_client.get(url + PATH, seconds=timeout_s, limit=_PAGE_LIMIT)
+        return msgspec.json.decode(body, type=FleetStatus)
+    except (http_client.HttpError, msgspec.DecodeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +127,15 @@ class _CachedInstances:
     @property
     def valid_s(self) -> float:
         """Seconds for which the response is used."""
-        return (
-            min(_MAX_AGE_S, _FIRST_INCOMPLETE_AGE_S * 2.0 ** (self.incomplete_count - 1))
-            if self.incomplete_count
-            else _MAX_AGE_S
-        )
+        if not self.incomplete_count:
+            return _MAX_AGE_S
+        return min(_MAX_AGE_S, _FIRST_INCOMPLETE_AGE_S * 2.0 ** (self.incomplete_count - 1))
 
 
 class GatewayClient(Generic[K]):
     """The last response of the gateways, by deployment."""
 
-    def __init__(
-        self, clock: Callable[[], float], fetch: FetchInstances = instance_status.fetch_instances
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], fetch: FetchInstances = fetch_instances) -> None:
         self._clock, self._fetch = clock, fetch
         self._cached: dict[K, _CachedInstances] = {}
 
@@ -87,15 +174,12 @@ class GatewayClient(Generic[K]):
     ) -> InstancesByPod:
         if not gateways or not ready:
             return self.get_cached(key)
-        response = await self._fetch([*map(instance_status.build_base_url, gateways)])
+        response = await self._fetch([*map(build_base_url, gateways)])
         instances_now = self.get_cached(key) if response is None else response
-        previous = self._cached.get(key)
-        incomplete_before = previous.incomplete_count if previous and previous.ready == ready else 0
-        incomplete_count = (
-            0
-            if all(_is_complete((instances_now or {}).get(name)) for name in ready)
-            else min(incomplete_before + 1, 8)
-        )
+        previous, incomplete_count = self._cached.get(key), 0
+        if not all(_is_complete((instances_now or {}).get(name)) for name in ready):
+            before = previous.incomplete_count if previous and previous.ready == ready else 0
+            incomplete_count = min(before + 1, 8)
         self._cached[key] = _CachedInstances(self._clock(), ready, instances_now, incomplete_count)
         return instances_now
 

@@ -119,9 +119,8 @@ class LeaderElector:
             if error.status != _NOT_FOUND:
                 raise
             path = KINDS["Lease"].build_path(self._namespace)
-            await self._kube.request(
-                "POST", path, body=self._build_lease({}), query={"fieldManager": FIELD_MANAGER}
-            )
+            query = {"fieldManager": FIELD_MANAGER}
+            await self._kube.request("POST", path, body=self._build_lease({}), query=query)
             return True
         spec = lease.get("spec", {})
         if not self._is_free(spec):
@@ -145,12 +144,12 @@ class LeaderElector:
         """The Lease with this operator as holder, renewed now."""
         spec = before.get("spec", {})
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        new = {"name": self._name, "namespace": self._namespace}
         is_ours = spec.get("holderIdentity") == self._identity
         return {
             "apiVersion": KINDS["Lease"].version,
             "kind": "Lease",
-            "metadata": before.get("metadata")
-            or {"name": self._name, "namespace": self._namespace},
+            "metadata": before.get("metadata") or new,
             "spec": {
                 "holderIdentity": self._identity,
                 "leaseDurationSeconds": self._config.lease_s,

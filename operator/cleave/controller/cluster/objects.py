@@ -82,6 +82,16 @@ class ObservedPod:
         """Whether its processes have ended and will not restart, so that it has to be replaced."""
         return self.phase in ("Failed", "Succeeded")
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is neither being deleted nor over."""
+        return not (self.deleting or self.is_over)
+
+    @property
+    def instance_name(self) -> str:
+        """Name of the instance that it is a pod of."""
+        return self.instance or self.name
+
 
 @dataclass(frozen=True, slots=True)
 class ObservedNode:
@@ -128,6 +138,7 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
     conditions = _index_by_type(status)
     unplaced = conditions.get("PodScheduled", {})
     node = spec.get("nodeName", "")
+    is_unschedulable = not node and unplaced.get("reason") == "Unschedulable"
     return ObservedPod(
         name=meta["name"],
         namespace=meta.get("namespace", "default"),
@@ -140,11 +151,7 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
         ready=conditions.get("Ready", {}).get("status") == "True",
         phase=status.get("phase", "Pending"),
         scheduled=bool(node),
-        unschedulable_reason=(
-            unplaced.get("message", "")
-            if not node and unplaced.get("reason") == "Unschedulable"
-            else ""
-        ),
+        unschedulable_reason=unplaced.get("message", "") if is_unschedulable else "",
         deleting="deletionTimestamp" in meta,
         deleted_s=parse_timestamp(meta.get("deletionTimestamp")),
         created_s=parse_timestamp(meta.get("creationTimestamp")) or 0.0,
@@ -161,10 +168,15 @@ def parse_pod(manifest: Manifest) -> ObservedPod | None:
 
 def group_instances(pods: Iterable[ObservedPod], pods_each: int = 1) -> list[ObservedPod]:
     """Merge pods into instances: ready when all pods are, over when one is."""
+    return [_merge_pods(group, pods_each) for group in index_by_instance(pods).values()]
+
+
+def index_by_instance(pods: Iterable[ObservedPod]) -> dict[str, list[ObservedPod]]:
+    """Return the pods of each instance, by instance name."""
     groups: dict[str, list[ObservedPod]] = {}
     for each in pods:
-        groups.setdefault(each.instance or each.name, []).append(each)
-    return [_merge_pods(group, pods_each) for group in groups.values()]
+        groups.setdefault(each.instance_name, []).append(each)
+    return groups
 
 
 def _merge_pods(group: Sequence[ObservedPod], pods_each: int) -> ObservedPod:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cleave.controller.cluster.instance_status import build_base_url
+from cleave.controller.cluster.gateway_client import build_base_url
 from cleave.rpc import http_client
 from cleave.traffic.counter_sum import MISSING_TIMEOUT_S, CounterSum
 from cleave.traffic.counters import CountsError, GatewayCounters, parse_metrics_page
@@ -40,9 +40,8 @@ Fetch = Callable[[str], Awaitable[str]]
 
 async def fetch(url: str) -> str:
     """Return the page at `url`. Raises http.HttpError."""
-    return (await http_client.get(url, seconds=TIMEOUT_S, limit=_PAGE_LIMIT)).decode(
-        errors="replace"
-    )
+    page = await http_client.get(url, seconds=TIMEOUT_S, limit=_PAGE_LIMIT)
+    return page.decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -81,11 +80,9 @@ class TrafficScraper(Generic[K]):
     def get_idle_s(self, key: K) -> float:
         """Seconds since the last observed request, or since the first scrape."""
         state = self._state.get(key)
-        return (
-            0.0
-            if state is None or state.last_request_s is None
-            else self._now() - state.last_request_s
-        )
+        if state is None or state.last_request_s is None:
+            return 0.0
+        return self._now() - state.last_request_s
 
     def record_request(self, key: K) -> None:
         """Record that a request was observed now."""

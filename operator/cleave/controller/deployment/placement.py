@@ -59,9 +59,8 @@ def decide(
     is_advisory = spec.planning.mode is PlanningMode.ADVISORY
     is_manual = spec.placement is not None
     has_traffic = spec.workload is not None or fitted_inputs is not None
-    request = PlanJob(
-        inputs.hash_with(fitted_inputs), inputs.inventory.node_counts_hash, fitted_inputs
-    )
+    inputs_hash = inputs.hash_with(fitted_inputs)
+    request = PlanJob(inputs_hash, inputs.inventory.node_counts_hash, fitted_inputs)
     unknown_model = inputs.unknown_model
     if is_manual or not has_traffic or (unknown_model is not None and not is_advisory):
         decision = _decide_without_planner(deployment, status)
@@ -106,26 +105,18 @@ def _decide_without_planner(deployment: LLMDeployment, status: Manifest) -> Plac
 
 
 def _decide_planned(
-    status: Manifest,
-    request: PlanJob,
-    outcome: PlanJob | None,
-    *,
-    is_limited: bool,
+    status: Manifest, request: PlanJob, outcome: PlanJob | None, *, is_limited: bool
 ) -> PlacementDecision:
     result = _match_result(outcome, request)
     has_other_nodes = result is not None and result.node_counts_hash != request.node_counts_hash
     current = _read_current_placement(status, request.inputs_hash)
-    if result is not None and result.plan is not None and not (is_limited and has_other_nodes):
-        return PlacementDecision(
-            read_placement(result.plan),
-            result.plan,
-            _build_ready("Planned", _get_reason(result.plan)),
-        )
-    if current is not None and not (is_limited and has_other_nodes):
-        plan_before = status["plan"]
-        return PlacementDecision(
-            current, plan_before, _build_ready("Planned", _get_reason(plan_before))
-        )
+    is_valid = not (is_limited and has_other_nodes)
+    if result is not None and result.plan is not None and is_valid:
+        ready = _build_ready("Planned", _get_reason(result.plan))
+        return PlacementDecision(read_placement(result.plan), result.plan, ready)
+    if current is not None and is_valid:
+        ready = _build_ready("Planned", _get_reason(status["plan"]))
+        return PlacementDecision(current, status["plan"], ready)
     if result is not None and not has_other_nodes:
         return _report_failed_plan(status, result)
     waiting = _retain_plan(
@@ -144,12 +135,8 @@ def _report_failed_plan(status: Manifest, result: PlanJob) -> PlacementDecision:
     """The planner found no plan; changed nodes or an edit of the spec submit it again."""
     if result.infeasible:
         why = f"{result.infeasible}; set spec.placement.manual to start it anyway"
-        return PlacementDecision(
-            None,
-            status.get("plan"),
-            (ConditionState(PLAN_READY, False, "Infeasible", why),
-             ConditionState(PLAN_FEASIBLE, False, "Infeasible", why)),
-        )  # fmt: skip
+        states = (ConditionState(kind, False, "Infeasible", why) for kind in _PLAN_CONDITIONS)
+        return PlacementDecision(None, status.get("plan"), tuple(states))
     return _retain_plan(status, "Faulty", "; ".join(result.faults))
 
 

@@ -15,10 +15,8 @@ from cleave.api.pool import InstancePool, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster import conditions
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.instance_status import FleetInstance
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.views import DeploymentView
-from cleave.manifests.labels import get_gateway_name
 from cleave.rpc.fleet_status import MAX_INSTANCES
 
 DesiredPools = Mapping[Role, InstancePool]
@@ -61,13 +59,11 @@ def find_rolled_out_generation(
     The present generation is complete when nothing is left to apply (`is_applied`), every pool and
     the gateways are complete, and the gateways send requests to the instances.
     """
-    generation, recorded = (
-        view.deployment.metadata.generation or 0,
-        _read_rolled_out_generation(view),
-    )
+    generation = view.deployment.metadata.generation or 0
+    recorded = _read_rolled_out_generation(view)
     if recorded == generation or not (is_applied and desired):
         return recorded
-    pools = {pool.spec.role: pool for pool in view.pools}
+    pools = view.pools_by_role
     is_complete = (
         all(role in pools and _is_complete(view, pools[role]) for role in desired)
         and _is_gateway_complete(view)
@@ -97,16 +93,13 @@ def build_not_rolled_out(
     else:
         why = conditions.ROLLING_OUT, "not every instance and gateway of it is ready"
     reason, text = why
-    generation = view.deployment.metadata.generation
-    return ConditionState(
-        "Ready", False, reason, f"generation {generation} is not rolled out: {text}"
-    )
+    text = f"generation {view.deployment.metadata.generation} is not rolled out: {text}"
+    return ConditionState("Ready", False, reason, text)
 
 
 def is_gateway_updated(view: DeploymentView) -> bool:
     """Whether all gateway pods are of the applied spec; True before any gateway exists."""
-    child = view.children.get(("Deployment", get_gateway_name(view.deployment.name)))
-    return child is None or child.is_updated
+    return view.gateway is None or view.gateway.is_updated
 
 
 def _can_serve(view: DeploymentView, desired: DesiredPools) -> bool:
@@ -117,7 +110,7 @@ def _can_serve(view: DeploymentView, desired: DesiredPools) -> bool:
     """
     roles: dict[str, set[Role]] = {}
     for pod in view.pods:
-        if pod.ready and not (pod.deleting or pod.is_over):
+        if pod.ready and pod.is_alive:
             roles.setdefault(pod.revision, set()).add(pod.role)
     pair = {Role.DECODE} | ({Role.PREFILL} & desired.keys())
     if view.deployment.spec.routing.fallback is FallbackPolicy.ALWAYS:
@@ -153,10 +146,8 @@ def _is_complete(view: DeploymentView, pool: InstancePool) -> bool:
 
 
 def _is_gateway_complete(view: DeploymentView) -> bool:
-    child = view.children.get(("Deployment", get_gateway_name(view.deployment.name)))
-    if child is None:
-        return False
-    return child.is_updated and child.ready >= view.deployment.spec.gateway.replicas
+    count, gateway = view.deployment.spec.gateway.replicas, view.gateway
+    return gateway is not None and gateway.is_updated and gateway.ready >= count
 
 
 def _is_sent_requests(view: DeploymentView, desired: DesiredPools) -> bool:
@@ -172,10 +163,6 @@ def _is_sent_requests(view: DeploymentView, desired: DesiredPools) -> bool:
         if pool.spec.replicas == 0 or (is_full and not reported):
             continue
         needs_kv = needs_both and role is not Role.MIXED
-        if not any(_takes_requests(each, needs_kv=needs_kv) for each in reported):
+        if not any(i.selectable and (i.kv_path.verified or not needs_kv) for i in reported):
             return False
     return True
-
-
-def _takes_requests(instance: FleetInstance, *, needs_kv: bool) -> bool:
-    return instance.selectable and (instance.kv_path.verified or not needs_kv)

@@ -38,15 +38,15 @@ from cleave.controller.rollout.planner import (
     plan_next_step,
 )
 from cleave.controller.views import DeploymentView
-from cleave.manifests.discovery import (
+from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
+from cleave.manifests.labels import Manifest, build_object
+from cleave.manifests.owned_objects import (
+    build_gateway_budget,
     build_role_binding,
     build_service_account,
+    build_workers_policy,
     build_workers_service,
 )
-from cleave.manifests.disruption_budget import build_gateway_budget
-from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
-from cleave.manifests.labels import Manifest
-from cleave.manifests.network_policy import build_workers_policy
 from cleave.manifests.pool import build_pools
 
 _REQUEUE_S = 30.0
@@ -65,8 +65,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
     actions: list[Action] = []
     if FINALIZER not in deployment.metadata.finalizers:
         actions.append(_set_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
-    current = {pool.spec.role: pool for pool in view.pools}
-    replan_outcome = replan.reconcile_plan(view)
+    current, replan_outcome = view.pools_by_role, replan.reconcile_plan(view)
     decision = placement.decide(
         view.plan_inputs,
         view.status,
@@ -96,14 +95,8 @@ def reconcile(view: DeploymentView) -> list[Action]:
     is_applied = not writes and _matches_spec(view, decision)
     if deployment.spec.paused:
         # Pending changes wait; the status only reports whether there are any.
-        decision_before = placement.retain(view.status)
-        return [
-            *actions,
-            *deployment_status.report(
-                view, decision_before, current, replan_outcome, is_applied=is_applied
-            ),
-        ]
-    if (plan_request := decision.plan_request or replan_outcome.plan_request) is not None:
+        decision, desired, writes = placement.retain(view.status), current, []
+    elif (plan_request := decision.plan_request or replan_outcome.plan_request) is not None:
         actions.append(RequestPlan(plan_request))
     # Status first: if a later write fails, users still see what exists.
     actions += deployment_status.report(
@@ -121,16 +114,15 @@ def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
     """
     if decision.placement is not None:
         return True
-    deployment, current = view.deployment, {pool.spec.role: pool for pool in view.pools}
+    deployment, current = view.deployment, view.pools_by_role
     if deployment.spec.planning.mode is not PlanningMode.ADVISORY or decision.plan is None:
         return False
     try:
         planned = read_placement(decision.plan)
     except ValueError:
         return False
-    expected = {
-        pool.spec.role: pool for pool in build_pools(deployment, planned, view.inventory.topology)
-    }
+    pools = build_pools(deployment, planned, view.inventory.topology)
+    expected = {pool.spec.role: pool for pool in pools}
     return expected.keys() == current.keys() and all(
         _with_replicas(pool, current[role].spec.replicas, current[role].spec.owner).spec
         == current[role].spec
@@ -172,25 +164,28 @@ def _report_scaling(view: DeploymentView, desired: Mapping[Role, InstancePool]) 
 def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
     """Objects of a deployment that do not depend on its plan."""
     deployment, settings = view.deployment, view.settings
-    return [
+    owned = [
         build_service_account(deployment),
         build_role_binding(deployment, settings.discovery_role),
         build_workers_service(deployment),
         build_gateway_service(deployment),
         build_gateway_deployment(deployment, image_prefix=settings.image_prefix),
         build_gateway_budget(deployment),
-        *(
-            [build_workers_policy(deployment, settings.namespace)]
-            if settings.isolates_workers
-            else ()
-        ),
     ]
+    if settings.isolates_workers:
+        owned.append(build_workers_policy(deployment, settings.namespace))
+    return owned
 
 
 def _update_pools(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Action]:
     """Yield actions that bring pools to their desired state; empty pools of dropped roles go."""
-    current = {pool.spec.role: pool for pool in view.pools}
-    dropped = {role: _scale_to_zero(pool) for role, pool in current.items() if role not in desired}
+    current = view.pools_by_role
+    # Pools that the plan has dropped.
+    dropped = {
+        role: _with_replicas(pool, 0, ReplicasOwner.PLAN)
+        for role, pool in current.items()
+        if role not in desired
+    }
     desired_or_dropped = {**desired, **dropped}
     changes = repurpose.choose_changes(view.pods, desired_or_dropped, current)
     # Count instances that change roles in their new pools: they neither start nor end.
@@ -204,10 +199,9 @@ def _update_pools(view: DeploymentView, desired: Mapping[Role, InstancePool]) ->
             if current[role].metadata.deletion_timestamp is None:
                 yield Delete(apply.build_reference(current[role]))
         else:
-            yield from _report_reset_replicas(view, desired_pool, current.get(role))
-            yield from _apply_pool(
-                desired_pool, steps.get(role), current.get(role), view.deployment
-            )
+            now = current.get(role)
+            yield from _report_reset_replicas(view, desired_pool, now)
+            yield from _apply_pool(desired_pool, steps.get(role), now, view.deployment)
     yield from repurpose.build_actions(changes, current)
     leaving = {change.pod.name for change in changes}
     staying = (pod for pod in view.pods if pod.name not in leaving)
@@ -227,7 +221,7 @@ def _freeze_for_repurposing(
     """
     receivers = {change.role for change in changes} - current.keys()
     donors = {change.pod.role for change in changes} & dropped.keys()
-    count = Counter(pod.role for pod in view.pods if not (pod.deleting or pod.is_over))
+    count = Counter(pod.role for pod in view.pods if pod.is_alive)
     return {role: RolloutStep(new=count[role], old=0) for role in receivers | donors}
 
 
@@ -235,9 +229,8 @@ def _report_reset_replicas(
     view: DeploymentView, desired: InstancePool, current: InstancePool | None
 ) -> Iterator[Emit]:
     """Report that the replica count of a pool that the plan owns was changed and is set back."""
-    planned = {
-        pool["role"]: pool["replicas"] for pool in view.status.get("plan", {}).get("pools", ())
-    }
+    pools = view.status.get("plan", {}).get("pools", ())
+    planned = {pool["role"]: pool["replicas"] for pool in pools}
     count = desired.spec.replicas
     if scaling.is_enabled(view.deployment) or current is None or current.spec.replicas == count:
         return
@@ -248,11 +241,6 @@ def _report_reset_replicas(
         f"spec.owner: Manual or Autoscaler keeps what you set"
     )
     yield Emit(apply.build_reference(current), "ReplicasSetBack", text, is_warning=True)
-
-
-def _scale_to_zero(pool: InstancePool) -> InstancePool:
-    """The desired state of a pool that the plan has dropped."""
-    return _with_replicas(pool, 0, ReplicasOwner.PLAN)
 
 
 def _keep_owner_replicas(desired: InstancePool, current: InstancePool | None) -> InstancePool:
@@ -273,11 +261,9 @@ def _plan_rollout_steps(
     dropped: Mapping[Role, InstancePool],
 ) -> Mapping[Role, RolloutStep]:
     """How many instances of each revision to keep now; empty: nothing has to be replaced."""
-    roles = {
-        role: _build_role_state(view, role, pool) for role, pool in {**desired, **dropped}.items()
-    }
-    is_rolling = any(state.old for state in roles.values())
-    if not is_rolling and not any(roles[role].new for role in dropped):
+    pools = {**desired, **dropped}
+    roles = {role: _build_role_state(view, role, pool) for role, pool in pools.items()}
+    if not any(state.old for state in roles.values()) and not any(roles[r].new for r in dropped):
         return {}
     rollout = view.deployment.spec.rollout
     limits = RolloutLimits(rollout.max_surge, rollout.max_unavailable, _MAX_SKEW)
@@ -315,23 +301,16 @@ def _apply_pool(
     """Apply a pool unless it is up to date."""
     rollout = PoolRollout(new=step.new, old=step.old, older=dict(step.older)) if step else None
     spec = desired.spec.model_copy(update={"rollout": rollout})
-    if current is not None and current.spec == spec:
+    if current and (current.spec == spec or current.metadata.deletion_timestamp is not None):
         return
-    if current is not None and current.metadata.deletion_timestamp is not None:
-        return
-    manifest: Manifest = {
-        "apiVersion": desired.api_version,
-        "kind": desired.kind,
-        "metadata": {
-            "name": desired.name,
-            "namespace": desired.namespace,
-            "labels": desired.metadata.labels,
-            # From the start, so that the pool is never deleted without a drain.
-            "finalizers": [FINALIZER],
-        },
-        "spec": spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-        | {"replicas": spec.replicas, "owner": str(spec.owner)},
-    }
+    written = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    written |= {"replicas": spec.replicas, "owner": str(spec.owner)}
+    name, namespace, labels = desired.name, desired.namespace, desired.metadata.labels
+    manifest = build_object(
+        desired.api_version, desired.kind, name, namespace, labels, spec=written
+    )
+    # From the start, so that the pool is never deleted without a drain.
+    manifest["metadata"]["finalizers"] = [FINALIZER]
     if current is not None and current.spec.owner is not ReplicasOwner.PLAN:
         # The owner of `replicas` may have changed it since: then the write conflicts.
         manifest["metadata"]["resourceVersion"] = current.metadata.resource_version

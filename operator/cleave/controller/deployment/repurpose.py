@@ -13,11 +13,11 @@ from cleave.api.pool import InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import ObjectReference, Repurpose
-from cleave.controller.cluster.instance_status import FleetInstance
-from cleave.controller.cluster.objects import TEMPLATE_ANNOTATION, ObservedPod
-from cleave.controller.pool.scale_down import choose_victims
+from cleave.controller.cluster.objects import ObservedPod
+from cleave.controller.pool.pods import choose_victims
 from cleave.manifests.labels import AGENT_PORT, POOL, Manifest
 from cleave.manifests.labels import ROLE as ROLE_LABEL
+from cleave.rpc.fleet_status import FleetInstance
 
 Pools = Mapping[Role, InstancePool]
 
@@ -36,7 +36,7 @@ def choose_changes(pods: Sequence[ObservedPod], desired: Pools, current: Pools) 
     `current`: the present pools. None during a rollout: then revisions decide which ones stay.
     The least loaded instances change first.
     """
-    alive = {role: [p for p in pods if p.role is role and _is_alive(p)] for role in desired}
+    alive = {role: [p for p in pods if p.role is role and p.is_alive] for role in desired}
     if any(pod.revision != desired[role].spec.revision for role in alive for pod in alive[role]):
         return []
     missing = {role: desired[role].spec.replicas - len(alive[role]) for role in desired}
@@ -78,10 +78,8 @@ def are_compatible(one: InstancePool, other: InstancePool) -> bool:
 def build_actions(changes: Iterable[RoleChange], current: Pools) -> Iterator[Repurpose]:
     """Yield the actions for changes whose new pool exists."""
     for change in changes:
-        if change.role in current:
-            yield _build_action(
-                change.pod, current[change.role], _build_metadata(current[change.role])
-            )
+        if pool := current.get(change.role):
+            yield _build_action(change.pod, pool, _build_metadata(pool))
 
 
 def correct_roles(
@@ -94,7 +92,7 @@ def correct_roles(
     for pod in pods:
         reported, pool = instances.get(pod.name), current.get(pod.role)
         is_other = reported is not None and reported.home not in ("", str(pod.role))
-        if is_other and pool is not None and _is_alive(pod) and pod.ip:
+        if is_other and pool is not None and pod.is_alive and pod.ip:
             yield _build_action(pod, pool, {})
 
 
@@ -113,10 +111,8 @@ def _build_metadata(pool: InstancePool) -> Manifest:
     """Labels, annotations and owner reference of a pod of this pool."""
     labels = {POOL: pool.name, ROLE_LABEL: str(pool.spec.role)}
     pod = {"kind": "Pod", "metadata": {"labels": labels}}
-    owned = apply.with_owner(
-        apply.annotate(pod, TEMPLATE_ANNOTATION, apply.hash_template(pool)), pool
-    )
-    metadata: Manifest = owned["metadata"]
+    annotated = apply.with_template(pod, apply.hash_template(pool))
+    metadata: Manifest = apply.with_owner(annotated, pool)["metadata"]
     return metadata
 
 
@@ -126,7 +122,3 @@ def _list_eligible(pods: Iterable[ObservedPod], pool: InstancePool | None) -> li
         return []
     template = apply.hash_template(pool)
     return [pod for pod in pods if pod.ready and pod.ip and pod.template == template]
-
-
-def _is_alive(pod: ObservedPod) -> bool:
-    return not (pod.deleting or pod.is_over)

@@ -12,20 +12,14 @@ from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
 from cleave.controller.cluster.actions import Action, Emit, PatchStatus
 from cleave.controller.cluster.conditions import ConditionState
-from cleave.controller.cluster.instance_status import summarize_kv_paths
+from cleave.controller.cluster.gateway_client import summarize_kv_paths
 from cleave.controller.deployment import readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import report_traffic
-from cleave.controller.replan.outcome import ReplanOutcome
+from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import DeploymentView
 from cleave.manifests.gateway import build_url
-from cleave.manifests.labels import Manifest, get_gateway_name
-
-_CONDITION_BY_ROLE = {
-    Role.PREFILL: "PrefillReady",
-    Role.DECODE: "DecodeReady",
-    Role.MIXED: "MixedReady",
-}
+from cleave.manifests.labels import Manifest
 
 
 def report(
@@ -44,23 +38,19 @@ def report(
     deployment, target = view.deployment, apply.build_reference(view.deployment)
     before = view.status.get("conditions", [])
     rolled_out = readiness.find_rolled_out_generation(view, desired, is_applied=is_applied)
-    is_rolled_out = rolled_out == (deployment.metadata.generation or 0)
-    now = [
-        *_build_conditions(
-            view, decision, desired, is_applied=is_applied, is_rolled_out=is_rolled_out
-        ),
-        *replan.conditions,
-    ]
-    generation = deployment.metadata.generation
-    model = deployment.spec.model.name
+    generation, model = deployment.metadata.generation, deployment.spec.model.name
+    is_rolled_out = rolled_out == (generation or 0)
+    now = _build_conditions(
+        view, decision, desired, is_applied=is_applied, is_rolled_out=is_rolled_out
+    )
+    now += replan.conditions
+    roles = _list_roles(view, desired)
     status: Manifest = {
         "observedGeneration": generation or 0,
         "conditions": conditions.merge(before, now, generation, view.now_s),
         # Until the rollout is complete, clients are served under the previous name.
         "model": model if is_rolled_out else view.status.get("model") or model,
-        "roles": [
-            _build_role_status(view, role, desired.get(role)) for role in _list_roles(view, desired)
-        ],
+        "roles": [_build_role_status(view, role, desired.get(role)) for role in roles],
         "url": build_url(deployment),
         **_build_replan_status(view, replan),
     }
@@ -95,10 +85,10 @@ def _build_conditions(
     is_applied: bool,
     is_rolled_out: bool,
 ) -> list[ConditionState]:
-    roles = [
-        _build_role_condition(view, role, desired.get(role)) for role in _list_roles(view, desired)
-    ]
-    gateway, limited = _build_gateway_condition(view), _build_scaling_limited(view)
+    present = _list_roles(view, desired)
+    roles = [_build_role_condition(view, role, desired.get(role)) for role in present]
+    gateway, limited = _build_gateway_condition(view), _find_true_in_pools(view, "ScalingLimited")
+    limited = limited or ConditionState("ScalingLimited", False, "Fits")
     progressing = _build_progressing(view, decision, desired, limited)
     available = readiness.build_available(view, desired, [*roles, gateway], decision.conditions[0])
     ready = replace(available, type="Ready")
@@ -138,25 +128,19 @@ def _build_role_condition(
 ) -> ConditionState:
     ready = sum(pod.ready for pod in view.list_alive(role))
     count = desired.spec.replicas if desired else 0
-    message = f"{ready} of {count} {role} instances are ready"
+    kind = f"{role.capitalize()}Ready"
     if desired is not None and count == 0:
         text = f"no {role} instance is desired now"
-        return ConditionState(_CONDITION_BY_ROLE[role], True, readiness.SCALED_TO_ZERO, text)
-    if ready >= max(1, count):
-        return ConditionState(_CONDITION_BY_ROLE[role], True, "Ready", message)
-    return ConditionState(
-        _CONDITION_BY_ROLE[role], ready > 0, "TooFew" if ready else "NoneReady", message
-    )
+        return ConditionState(kind, True, readiness.SCALED_TO_ZERO, text)
+    reason = "Ready" if ready >= max(1, count) else "TooFew" if ready else "NoneReady"
+    text = f"{ready} of {count} {role} instances are ready"
+    return ConditionState(kind, ready > 0, reason, text)
 
 
 def _build_gateway_condition(view: DeploymentView) -> ConditionState:
-    name = get_gateway_name(view.deployment.name)
-    child = view.children.get(("Deployment", name))
-    ready, count = child.ready if child else 0, view.deployment.spec.gateway.replicas
+    ready, count = view.gateway.ready if view.gateway else 0, view.deployment.spec.gateway.replicas
     message = f"{ready} of {count} gateways are ready"
-    if ready:
-        return ConditionState("GatewayReady", True, "Ready", message)
-    return ConditionState("GatewayReady", False, "NoneReady", message)
+    return ConditionState("GatewayReady", ready > 0, "Ready" if ready else "NoneReady", message)
 
 
 def _build_kv_path(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> ConditionState:
@@ -168,23 +152,20 @@ def _build_kv_path(view: DeploymentView, desired: Mapping[Role, InstancePool]) -
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
     reported = [each for name, each in (view.instances or {}).items() if name in ready]
     if not reported:
-        return ConditionState(
-            "KVPathVerified", None, "NotReported", "no gateway has reported instances yet"
-        )
+        text = "no gateway has reported instances yet"
+        return ConditionState("KVPathVerified", None, "NotReported", text)
     paths = summarize_kv_paths(reported)
-    if paths.verified < paths.total:
-        return ConditionState("KVPathVerified", False, "NotVerified", paths.message)
-    return ConditionState("KVPathVerified", True, "Verified", paths.message)
+    is_verified = paths.verified == paths.total
+    reason = "Verified" if is_verified else "NotVerified"
+    return ConditionState("KVPathVerified", is_verified, reason, paths.message)
 
 
-def _build_scaling_limited(view: DeploymentView) -> ConditionState:
+def _find_true_in_pools(view: DeploymentView, kind: str) -> ConditionState | None:
+    """The condition of this type of the first pool where it is True."""
     for role, status in view.pool_status.items():
-        for each in status.get("conditions", ()):
-            if each["type"] == "ScalingLimited" and each["status"] == "True":
-                return ConditionState(
-                    "ScalingLimited", True, each["reason"], f"{role}: {each['message']}"
-                )
-    return ConditionState("ScalingLimited", False, "Fits")
+        if (each := conditions.find(status, kind)) and each["status"] == "True":
+            return ConditionState(kind, True, each["reason"], f"{role}: {each['message']}")
+    return None
 
 
 def _build_progressing(
@@ -202,9 +183,8 @@ def _build_progressing(
         pool, pods = desired.get(role), view.list_alive(role)
         if pool is None or any(pod.revision != pool.spec.revision for pod in pods):
             by = f"replaced by revision {pool.spec.revision}" if pool else "no longer planned"
-            return ConditionState(
-                "Progressing", True, conditions.ROLLING_OUT, f"{role} instances: {by}"
-            )
+            text = f"{role} instances: {by}"
+            return ConditionState("Progressing", True, conditions.ROLLING_OUT, text)
     if not readiness.is_gateway_updated(view):
         text = "gateway pods are being replaced"
         return ConditionState("Progressing", True, conditions.ROLLING_OUT, text)
@@ -223,19 +203,14 @@ def _build_degraded(
     """Whether fewer instances serve than planned, or writes or instances keep failing."""
     if view.fault:
         return ConditionState("Degraded", True, "Failed", view.fault)
-    for role, status in view.pool_status.items():
-        for each in status.get("conditions", ()):
-            if each["type"] == "Degraded" and each["status"] == "True":
-                return ConditionState(
-                    "Degraded", True, each["reason"], f"{role}: {each['message']}"
-                )
+    if degraded := _find_true_in_pools(view, "Degraded"):
+        return degraded
     missing = [
         role
         for role, pool in desired.items()
         if sum(pod.ready for pod in view.list_alive(role)) < pool.spec.replicas
     ]
     if available.status and missing:
-        return ConditionState(
-            "Degraded", True, "TooFew", f"instances are missing: {', '.join(missing)}"
-        )
+        text = f"instances are missing: {', '.join(missing)}"
+        return ConditionState("Degraded", True, "TooFew", text)
     return ConditionState("Degraded", False, "Complete", "no instance is missing")

@@ -1,7 +1,8 @@
-"""Builds the pods that a pool's reconcile creates. Pure."""
+"""Builds the pods that a pool's reconcile creates, and chooses those that it deletes. Pure."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from cleave.api.pool import InstancePool
 from cleave.controller.cluster import apply
@@ -62,12 +63,27 @@ def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iter
             continue
         leader = _build_leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
-        settings = view.settings
         for further_pod in build_node_pods(
-            pool, leader, device=settings.device, image_prefix=settings.image_prefix
+            pool, leader, device=view.settings.device, image_prefix=view.settings.image_prefix
         ):
             if further_pod["metadata"]["name"] not in existing:
                 yield Create(apply.with_template(further_pod, view.template_hash))
+
+
+def choose_victims(pods: Sequence[ObservedPod], count: int) -> tuple[ObservedPod, ...]:
+    """Choose `count` pods to delete, of those that are not being deleted; fewer if too few.
+
+    A deleted pod drains: it takes no new requests and ends once its running requests have. So first
+    come pods without a node, then pods that are not ready, then the least loaded; among equals the
+    youngest. A pod of unknown load counts as the most loaded.
+    """
+    candidates = sorted((pod for pod in pods if not pod.deleting), key=_rank)
+    return tuple(candidates[: max(0, count)])
+
+
+def _rank(pod: ObservedPod) -> tuple[bool, bool, float, float, str]:
+    load = math.inf if pod.load is None else pod.load
+    return pod.scheduled, pod.ready, load if pod.ready else 0.0, -pod.created_s, pod.name
 
 
 def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:

@@ -21,17 +21,16 @@ from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool import pods as pool_pods
 from cleave.controller.pool import status as pool_status
-from cleave.controller.pool.scale_down import choose_victims
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
 from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
-from cleave.manifests.discovery import (
+from cleave.manifests.labels import Manifest
+from cleave.manifests.owned_objects import (
+    build_pool_budget,
     build_role_binding,
     build_service_account,
     build_workers_service,
 )
-from cleave.manifests.disruption_budget import build_pool_budget
-from cleave.manifests.labels import Manifest
 
 _OWN_ROLLOUT_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
 """Of a pool that replaces its pods without a rollout of the deployment."""
@@ -73,26 +72,17 @@ def reconcile(view: PoolView) -> list[Action]:
 
 def _build_owned_objects(view: PoolView) -> list[Manifest]:
     """Objects that do not depend on the replicas; a manual pool has those of a deployment, too."""
-    pool = view.pool
-    budget = build_pool_budget(pool)
+    pool, budget = view.pool, build_pool_budget(view.pool)
     if pool.metadata.owner_references:
         return [budget]
-    role = view.settings.discovery_role
-    return [
-        build_service_account(pool),
-        build_role_binding(pool, role),
-        build_workers_service(pool),
-        budget,
-    ]
+    binding = build_role_binding(pool, view.settings.discovery_role)
+    return [build_service_account(pool), binding, build_workers_service(pool), budget]
 
 
 def _classify_instances(view: PoolView) -> PoolInstances:
-    new: list[ObservedPod] = []
-    old: list[ObservedPod] = []
-    for pod in view.instances:
-        if not (pod.deleting or pod.is_over):
-            (new if _is_new(pod, view) else old).append(pod)
-    return PoolInstances(tuple(new), tuple(old))
+    alive = [(pod, _is_new(pod, view)) for pod in view.instances if pod.is_alive]
+    new = tuple(pod for pod, is_new in alive if is_new)
+    return PoolInstances(new, tuple(pod for pod, is_new in alive if not is_new))
 
 
 def _is_new(pod: ObservedPod, view: PoolView) -> bool:
@@ -136,12 +126,11 @@ def _resize(
     if limited.max_instances is not None:
         most = min(most, limited.max_instances)
     yield from pool_pods.complete_instances(view, staying)
-    yield from pool_pods.create_instances(
-        view, fleet, min(_MAX_CREATES, max(0, most - len(staying)))
-    )
-    victims = [*limited.evict, *choose_victims(staying, len(staying) - target.new)]
+    count = min(_MAX_CREATES, max(0, most - len(staying)))
+    yield from pool_pods.create_instances(view, fleet, count)
+    victims = [*limited.evict, *pool_pods.choose_victims(staying, len(staying) - target.new)]
     for candidates, num_kept in _group_old(fleet.old, target):
-        victims += choose_victims(candidates, len(candidates) - num_kept)
+        victims += pool_pods.choose_victims(candidates, len(candidates) - num_kept)
     for victim in victims:
         yield from _delete_instance(view, victim)
 
@@ -165,7 +154,7 @@ def _delete_instance(
     if instance.set_name:
         yield Delete(ObjectReference("LeaderWorkerSet", instance.namespace, instance.set_name))
         return
-    for pod in view.pods_by_instance[instance.instance or instance.name]:
+    for pod in view.pods_by_instance[instance.instance_name]:
         if not pod.deleting:
             yield Delete(_refer_to(pod), grace_s)
 

@@ -66,7 +66,7 @@ def compute_limit(
     `nodes`: hash of the nodes' capacity and the pool's requests; when it changes, the next attempt
     begins at once. `timeout_s`: how long a pod may be unschedulable. `last`: the recorded attempt.
     """
-    present = [pod for pod in pods if not pod.deleting and not pod.is_over]
+    present = [pod for pod in pods if pod.is_alive]
     scheduled = [pod for pod in present if pod.scheduled]
     unschedulable = [pod for pod in present if not pod.scheduled and pod.unschedulable_reason]
     overdue = [pod for pod in unschedulable if pod.created_s + timeout_s <= now_s]

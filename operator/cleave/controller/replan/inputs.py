@@ -64,10 +64,8 @@ class PlanInputs:
                 "model": {"cache"},
             },
         )
-        base: list[object] = [
-            {name: part for name, part in parts.items() if part},
-            self._node_kinds,
-        ]
+        given = {name: part for name, part in parts.items() if part}
+        base: list[object] = [given, self._node_kinds]
         # With scaled roles the plan needs a scaling law as well.
         return [*base, "growth"] if spec.scaling.roles else base
 
@@ -119,9 +117,8 @@ def _read_valid(workload_hash: str, status: Manifest) -> FittedPlanInputs | None
 def hash_workload(deployment: LLMDeployment) -> str:
     """Hash the traffic of the spec."""
     workload = deployment.spec.workload
-    return hash_content(
-        workload.model_dump(mode="json", exclude_defaults=True) if workload else None
-    )
+    parts = workload.model_dump(mode="json", exclude_defaults=True) if workload else None
+    return hash_content(parts)
 
 
 def read_placement(written: Manifest) -> Placement:

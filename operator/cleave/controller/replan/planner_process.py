@@ -56,11 +56,10 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
     deployment = _with_traffic(LLMDeployment.model_validate_json(text), job.fitted_inputs)
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     if faults := tuple(list_unreadable_files(deployment)):
-        return job.with_faults(faults)
-    if (
-        reason := deployment_checks.explain_unknown_model(deployment, reads_files=False)
-    ) is not None:
-        return job.with_faults([f"spec.model.source: {reason}"])
+        return replace(job, faults=faults)
+    unknown_model = deployment_checks.explain_unknown_model(deployment, reads_files=False)
+    if unknown_model is not None:
+        return replace(job, faults=(f"spec.model.source: {unknown_model}",))
     try:
         if is_emulated:
             # Emulated engines need no GPU, so nodes do not bound their number.
@@ -76,17 +75,15 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
             problem = replace(problem, estimator=apply_correction(problem.estimator, correction))
         result = plan_search.plan(problem)
     except (PlanError, ManifestError) as error:
-        return job.with_faults(error.faults)
+        return replace(job, faults=error.faults)
     if result.selected is None:
-        return job.as_infeasible(strip_verdict(result))
-    scaling_law = (
-        growth.to_plan_growth(problem, result.selected) if deployment.spec.scaling.roles else None
-    )
-    plan = build_selected_plan(
-        deployment, Placement(result.selected.pools, result.reason, result), scaling_law
-    )
+        return replace(job, infeasible=strip_verdict(result))
+    is_scaled, selected = deployment.spec.scaling.roles, result.selected
+    scaling_law = growth.to_plan_growth(problem, selected) if is_scaled else None
+    placement = Placement(selected.pools, result.reason, result)
+    plan = build_selected_plan(deployment, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})
-    return job.with_plan(plan.model_dump(mode="json", exclude_none=True))
+    return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))
 
 
 def _with_traffic(deployment: LLMDeployment, fitted: FittedPlanInputs | None) -> LLMDeployment:
@@ -191,19 +188,18 @@ class PlannerClient(Generic[K]):
                 return await future
         except TimeoutError:
             self._stop_process()
-            return job.with_faults(
-                (f"the planner has not finished within {self._timeout_s:.0f} s",)
-            )
+            fault = f"the planner has not finished within {self._timeout_s:.0f} s"
         except BrokenProcessPool:
             self._stop_process()
-            return job.with_faults(("the planner process has ended; is its memory limit too low?",))
+            fault = "the planner process has ended; is its memory limit too low?"
         except asyncio.CancelledError:
             # The next request should not wait for a result that is no longer needed.
             self._stop_process()
             raise
         except Exception as error:
             log.exception("planning %s", deployment.name)
-            return job.with_faults((f"the planner failed: {type(error).__name__}: {error}",))
+            fault = f"the planner failed: {type(error).__name__}: {error}"
+        return replace(job, faults=(fault,))
 
     def _stop_process(self) -> None:
         if self._process_pool is None:

@@ -20,7 +20,7 @@ from cleave.controller.cluster.objects import format_timestamp, parse_timestamp
 from cleave.controller.replan import drift
 from cleave.controller.replan.drift import find_current_start_s, find_settle_s, list_recent
 from cleave.controller.replan.inputs import get_planned_workload, read_placement
-from cleave.controller.replan.outcome import (
+from cleave.controller.replan.verdict import (
     APPLIED,
     CORRECTED,
     PLAN_DRIFTED,
@@ -28,8 +28,8 @@ from cleave.controller.replan.outcome import (
     PROPOSED,
     ReplanEvent,
     ReplanOutcome,
+    apply_verdict,
 )
-from cleave.controller.replan.verdict import apply_verdict
 from cleave.controller.views import DeploymentView, DriftState
 from cleave.manifests.labels import Manifest
 from cleave.planner import deployment_checks
@@ -129,9 +129,8 @@ def _report_change(
     drifted, *rest = recorded.conditions
     if change is None or drifted.status or not _is_after(change, reviewed_s):
         return recorded
-    condition = ConditionState(
-        PLAN_DRIFTED, True, "TrafficChanged", f"{change}; looking for a better plan"
-    )
+    text = f"{change}; looking for a better plan"
+    condition = ConditionState(PLAN_DRIFTED, True, "TrafficChanged", text)
     event = ReplanEvent(PLAN_DRIFTED, f"traffic is not what was planned for: {change}")
     return replace(recorded, conditions=(condition, *rest), events=(event,))
 
@@ -202,21 +201,15 @@ def _build_due_request(
     algorithm = str(view.status.get("plan", {}).get("algorithm", ""))
     past_plans = tuple(_read_past_plans(recorded.plans))
     review = PlanReview(view.now_s, current_pools, algorithm, recent, settings, past_plans)
-    return PlanJob(
-        view.plan_inputs.hash_with(fitted),
-        view.inventory.node_counts_hash,
-        fitted,
-        review,
-        view.plan_inputs.model_hash,
-    )
+    inputs_hash, model_hash = view.plan_inputs.hash_with(fitted), view.plan_inputs.model_hash
+    return PlanJob(inputs_hash, view.inventory.node_counts_hash, fitted, review, model_hash)
 
 
 def _is_due(
     view: DeploymentView, recorded: ReplanOutcome, change: TrafficChange | None, settled_s: float
 ) -> bool:
-    requested_s = (
-        view.plan_result.review.at_s if view.plan_result and view.plan_result.review else 0.0
-    )
+    review = view.plan_result.review if view.plan_result else None
+    requested_s = review.at_s if review else 0.0
     last_s = max(requested_s, _get_last_review_s(view.status), settled_s)
     if change is not None and _is_after(change, last_s):
         return True

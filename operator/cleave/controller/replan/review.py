@@ -46,14 +46,9 @@ def run_review(
         ReplacedPlan(_complete_pools(problem, each.pools, ""), each.until_s)
         for each in review.past_plans
     ]
-    correction = job.fitted_inputs.correction if job.fitted_inputs else None
+    correction = to_correction(job.fitted_inputs.correction if job.fitted_inputs else None)
     revision = revise(
-        problem,
-        running_plan,
-        review.windows,
-        to_correction(correction),
-        review.settings,
-        past_plans,
+        problem, running_plan, review.windows, correction, review.settings, past_plans
     )
     reviewed = ReviewResult(
         verdict=revision.decision.verdict,
@@ -87,12 +82,10 @@ def _build_plan(
     scaling_law = None
     if deployment.spec.scaling.roles:
         corrected = apply_correction(problem.estimator, revision.assessment.correction)
-        scaling_law = growth.to_plan_growth(
-            replace(problem, estimator=corrected), revision.proposal
-        )
-    plan = build_selected_plan(
-        deployment, Placement(revision.proposal.pools, reason, chosen), scaling_law
-    )
+        problem = replace(problem, estimator=corrected)
+        scaling_law = growth.to_plan_growth(problem, revision.proposal)
+    placement = Placement(revision.proposal.pools, reason, chosen)
+    plan = build_selected_plan(deployment, placement, scaling_law)
     return plan.model_dump(mode="json", exclude_none=True)
 
 

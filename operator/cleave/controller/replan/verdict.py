@@ -1,30 +1,54 @@
-"""Applies the planner's verdict about the running plan. Pure.
+"""Applies the planner's verdict about the running plan: the outcome of a reconcile. Pure.
 
 Called by `reconcile`, once per verdict.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cleave.api.planning import PlanningMode
+from cleave.api.replan_status import FittedPlanInputs, LatencyCorrection
 from cleave.controller.cluster.actions import PlanJob, PlanReview, ReviewResult
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.objects import format_timestamp
-from cleave.controller.replan.outcome import (
-    APPLIED,
-    CORRECTED,
-    PLAN_DRIFTED,
-    PREDICTION_HOLDS,
-    PROPOSED,
-    ReplanEvent,
-    ReplanOutcome,
-)
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.planner.replan.revision import ReplanVerdict
 from cleave.planner.result.status import to_manual_pools
 from cleave.traffic.drift_detector import TrafficChange
 
+PLAN_DRIFTED, PREDICTION_HOLDS = "PlanDrifted", "PredictionHolds"
+"""Condition types."""
+APPLIED, PROPOSED, CORRECTED = "Applied", "Proposed", "Corrected"
+"""Verdicts as `status.plans` records them."""
 _MAX_PAST_PLANS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanEvent:
+    """An Event to emit once."""
+
+    reason: str
+    message: str
+    is_warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanOutcome:
+    """The contribution of replanning to one reconcile of a deployment."""
+
+    fitted_inputs: FittedPlanInputs | None = None
+    """Inputs of the plan from now on, instead of the spec's; None: the spec's."""
+    plan_result: PlanJob | None = None
+    """The planner's last result, or the plan that a review has applied."""
+    plan_request: PlanJob | None = None
+    """The request to submit to the planner."""
+    conditions: tuple[ConditionState, ...] = ()
+    events: tuple[ReplanEvent, ...] = ()
+    correction: LatencyCorrection | None = None
+    prediction: Manifest | None = None
+    plans: tuple[Manifest, ...] = ()
+    advice: Manifest | None = None
+    """With replan.mode Advisory: the plan that Auto would apply."""
 
 
 def apply_verdict(
@@ -59,9 +83,8 @@ def apply_verdict(
             event = ReplanEvent("ModelCorrected", review_result.accuracy_message, is_warning=True)
             return replace(_record(updated, review, review_result, CORRECTED), events=(event,))
         case ReplanVerdict.KEEP if change is not None:
-            return replace(
-                updated, events=(ReplanEvent("PlanKept", f"{change}; {review_result.reason}"),)
-            )
+            event = ReplanEvent("PlanKept", f"{change}; {review_result.reason}")
+            return replace(updated, events=(event,))
     return updated
 
 
@@ -72,9 +95,8 @@ def _build_drift_condition(change: TrafficChange | None, result: ReviewResult) -
         case ReplanVerdict.PROPOSE:
             return ConditionState(PLAN_DRIFTED, True, PROPOSED, result.reason)
         case ReplanVerdict.CORRECT:
-            return ConditionState(
-                PLAN_DRIFTED, change is not None, CORRECTED, result.accuracy_message
-            )
+            is_drifted = change is not None
+            return ConditionState(PLAN_DRIFTED, is_drifted, CORRECTED, result.accuracy_message)
     if change is None:
         return ConditionState(PLAN_DRIFTED, False, "AsPlanned", result.reason)
     # The change is known and the plan stays: nothing to do.
@@ -84,12 +106,8 @@ def _build_drift_condition(change: TrafficChange | None, result: ReviewResult) -
 def _build_accuracy_condition(result: ReviewResult) -> ConditionState:
     if result.is_accurate is None:
         return ConditionState(PREDICTION_HOLDS, None, "TooFewAnswers", result.accuracy_message)
-    return ConditionState(
-        PREDICTION_HOLDS,
-        result.is_accurate,
-        "Holds" if result.is_accurate else "Wrong",
-        result.accuracy_message,
-    )
+    reason = "Holds" if result.is_accurate else "Wrong"
+    return ConditionState(PREDICTION_HOLDS, result.is_accurate, reason, result.accuracy_message)
 
 
 def _adopt_plan(

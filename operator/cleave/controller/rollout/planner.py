@@ -13,7 +13,7 @@ would cost whole instances.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from cleave.api.role import Role
@@ -168,17 +168,7 @@ def apply_step(roles: RoleStates, step: Mapping[Role, RolloutStep]) -> dict[Role
 
 def make_ready(roles: RoleStates) -> dict[Role, RoleState]:
     """State once every new instance is ready."""
-    return {
-        role: RoleState(
-            replicas=state.replicas,
-            old=state.old,
-            old_ready=state.old_ready,
-            new=state.new,
-            new_ready=state.new,
-            older=state.older,
-        )
-        for role, state in roles.items()
-    }
+    return {role: replace(state, new_ready=state.new, leaving=0) for role, state in roles.items()}
 
 
 def _list_sizes(roles: RoleStates) -> dict[Role, int]:
@@ -262,12 +252,8 @@ def _keep_old(
     for role, state in roles.items():
         if role in sizes:
             min_kept = state.replicas - max_unavailable - state.new_ready
-            _keep_more(
-                role,
-                max(min_kept, math.ceil(need * sizes[role]) if remaining else 0),
-                to_keep,
-                revisions,
-            )
+            most = max(min_kept, math.ceil(need * sizes[role]) if remaining else 0)
+            _keep_more(role, most, to_keep, revisions)
         elif need:
             # The plan has dropped the role; its instances stay until the others can serve.
             _keep_more(role, state.old, to_keep, revisions)
@@ -340,9 +326,8 @@ def _compute_loss(
 ) -> Fraction:
     """Share that a revision loses without one of the role's kept instances."""
     fewer = {**to_keep, role: to_keep[role] - 1}
-    return _compute_share(_reduce(counts, to_keep), sizes) - _compute_share(
-        _reduce(counts, fewer), sizes
-    )
+    before, after = (_compute_share(_reduce(counts, each), sizes) for each in (to_keep, fewer))
+    return before - after
 
 
 def _reduce(counts: _Revision, to_keep: Mapping[Role, int]) -> _Revision:

@@ -57,24 +57,17 @@ class PreviewStage:
 
 def from_placement(placement: Placement, revision: str) -> RunningInstances:
     """Return the state in which all instances of a placement run."""
-    return RunningInstances(
-        revision,
-        {
-            pool.role: RoleCounts(pool.replicas, pool.replicas, pool.replicas)
-            for pool in placement.pools
-        },
-    )
+    counts = {pool.role: RoleCounts(*[pool.replicas] * 3) for pool in placement.pools}
+    return RunningInstances(revision, counts)
 
 
 def from_status(status: LLMDeploymentStatus) -> RunningInstances:
     """Return the state that the status of a deployment reports."""
-    return RunningInstances(
-        status.plan.revision if status.plan else None,
-        {
-            each.role: RoleCounts(each.replicas, min(each.ready, each.replicas), each.updated)
-            for each in status.roles
-        },
-    )
+    counts = {
+        each.role: RoleCounts(each.replicas, min(each.ready, each.replicas), each.updated)
+        for each in status.roles
+    }
+    return RunningInstances(status.plan.revision if status.plan else None, counts)
 
 
 def build_states(
@@ -82,13 +75,12 @@ def build_states(
 ) -> dict[Role, RoleState]:
     """Return the states from which the rollout of `placement` with `revision` begins, by role."""
     desired = {pool.role: pool.replicas for pool in placement.pools}
-    return {
-        role: _build_state(
-            current.roles.get(role, RoleCounts(0, 0, 0)), desired.get(role, 0), current, revision
-        )
-        for role in Role
-        if role in desired or role in current.roles
-    }
+    states = {}
+    for role in Role:
+        if role in desired or role in current.roles:
+            counts = current.roles.get(role, RoleCounts(0, 0, 0))
+            states[role] = _build_state(counts, desired.get(role, 0), current, revision)
+    return states
 
 
 def build_stages(
@@ -117,17 +109,7 @@ def _build_state(
     earlier = InstanceCount(counts.total - updated, min(counts.ready, counts.total - updated))
     latest = InstanceCount(updated, counts.ready - earlier.ready)
     if current.revision == revision:
-        return RoleState(
-            replicas,
-            old=earlier.total,
-            old_ready=earlier.ready,
-            new=latest.total,
-            new_ready=latest.ready,
-        )
-    older = {_EARLIER_REVISION: earlier, current.revision or "": latest}
-    return RoleState(
-        replicas,
-        old=counts.total,
-        old_ready=counts.ready,
-        older={name: count for name, count in older.items() if count.total},
-    )
+        return RoleState(replicas, earlier.total, earlier.ready, latest.total, latest.ready)
+    by_revision = {_EARLIER_REVISION: earlier, current.revision or "": latest}
+    older = {name: count for name, count in by_revision.items() if count.total}
+    return RoleState(replicas, counts.total, counts.ready, older=older)

@@ -9,7 +9,6 @@ the cluster can repair. GPUs that nodes lack today may be added later, so that i
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +19,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.faults import format_faults
 from cleave.api.pool import InstancePool
 from cleave.controller.webhook import validation
+from cleave.controller.webhook.validation import ValidationFindings
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -36,16 +36,6 @@ _METADATA_FIELDS = ("name", "namespace", "labels", "annotations")
 
 class ReviewError(ValueError):
     """The request is not an AdmissionReview."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionFindings:
-    """Faults and warnings about one resource."""
-
-    faults: tuple[str, ...] = ()
-    """One line each; with any of them the resource is refused."""
-    warnings: tuple[str, ...] = ()
-    """One line each; kubectl shows them to the user who applies the resource."""
 
 
 def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
@@ -69,25 +59,25 @@ def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}
 
 
-def check_resource(resource: object, cluster: Cluster | None) -> AdmissionFindings:
+def check_resource(resource: object, cluster: Cluster | None) -> ValidationFindings:
     """Check a decoded resource; kinds other than Cleave's pass without findings."""
     if not isinstance(resource, Mapping):
-        return AdmissionFindings()
+        return ValidationFindings()
     match resource.get("kind"):
         case deployment.KIND:
             return _check_model(LLMDeployment, resource, validation.check_deployment, cluster)
         case pool.KIND:
             return _check_model(InstancePool, resource, validation.check_pool, cluster)
         case _:
-            return AdmissionFindings()
+            return ValidationFindings()
 
 
 def _check_model(
     model: type[_M],
     resource: Mapping[str, Any],
-    examine: Callable[[_M, Cluster | None], validation.ValidationFindings],
+    examine: Callable[[_M, Cluster | None], ValidationFindings],
     cluster: Cluster | None,
-) -> AdmissionFindings:
+) -> ValidationFindings:
     metadata = resource.get("metadata") or {}
     document = {
         "apiVersion": resource.get("apiVersion"),
@@ -99,9 +89,9 @@ def _check_model(
         # Parse from JSON, as `cleave validate` does: strict types accept strings for dates there.
         parsed = model.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
-        return AdmissionFindings(faults=tuple(format_faults(error, model)))
+        return ValidationFindings(faults=tuple(format_faults(error, model)))
     findings = examine(parsed, cluster)
-    return AdmissionFindings(findings.faults, () if findings.faults else findings.warnings)
+    return ValidationFindings(findings.faults, () if findings.faults else findings.warnings)
 
 
 def _shorten(text: str) -> str:

@@ -46,7 +46,7 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCert
 
     CA certificates in `trusted` that are still valid stay in the bundle.
     """
-    authority_key, key = ec.generate_private_key(ec.SECP256R1()), _generate_key()
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook authority")])
     authority = (
         _make_builder(subject, subject, authority_key.public_key(), now)
@@ -54,19 +54,14 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCert
         .add_extension(_build_key_usage(signs=True), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
+    leaf_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook")])
+    alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
     leaf = (
-        _make_builder(
-            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook")]),
-            subject,
-            key.public_key(),
-            now,
-        )
+        _make_builder(leaf_name, subject, key.public_key(), now)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_build_key_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False
-        )
+        .add_extension(alternatives, critical=False)
         .sign(authority_key, hashes.SHA256())
     )
     still_valid = [each for each in _parse_chain(trusted) if each.not_valid_after_utc > now]
@@ -83,10 +78,8 @@ def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCert
 
 def check(certificate: ServingCertificate, names: Sequence[str], now: datetime) -> None:
     """Raise CertificateError unless it serves these names, is trusted and is valid long enough."""
-    cert_chain, authorities = (
-        _parse_chain(certificate.cert_chain),
-        _parse_chain(certificate.ca_bundle),
-    )
+    cert_chain = _parse_chain(certificate.cert_chain)
+    authorities = _parse_chain(certificate.ca_bundle)
     if not cert_chain:
         raise CertificateError("tls.crt holds no certificate")
     leaf = cert_chain[0]
@@ -123,10 +116,6 @@ def to_secret(certificate: ServingCertificate) -> dict[str, str]:
         "tls.key": certificate.key,
     }
     return {name: base64.b64encode(text.encode()).decode() for name, text in entries.items()}
-
-
-def _generate_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP256R1())
 
 
 def _make_builder(

@@ -16,11 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
 from cleave.api.cluster import Cluster
+from cleave.controller.cluster.client import (
+    FIELD_MANAGER,
+    JSON,
+    KINDS,
+    ApiResource,
+    KubeApiError,
+    KubeClient,
+)
 from cleave.controller.webhook import certificates
 from cleave.controller.webhook.admission import ReviewError, review_admission
 from cleave.controller.webhook.certificates import CertificateError, ServingCertificate
@@ -37,28 +45,69 @@ _TIMEOUT_S = 4.0
 _MAX_REQUEST_BYTES = 4 << 20
 """More than the largest object that the API server stores."""
 _MAX_CONCURRENT = 4
+_CONFLICT = 409
+_CONFIGURATIONS = ApiResource(
+    "admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", is_namespaced=False
+)
+_JSON_PATCH = "application/json-patch+json"
 
 
 class CertificateStoreError(RuntimeError):
     """A request to the API server failed; it is retried."""
 
 
-class CertificateStore(Protocol):
-    """The Secret with the certificate, and the webhook configuration with its CA bundle."""
+class SecretCertificateStore:
+    """The Secret with the certificate, and the webhook configuration with its CA bundle.
+
+    Both have the same name. The chart creates them, empty; the operator may update these two only.
+    """
+
+    def __init__(self, kube: KubeClient, namespace: str, name: str) -> None:
+        self._kube = kube
+        self._secret = KINDS["Secret"].build_path(namespace, name)
+        self._configuration = _CONFIGURATIONS.build_path(name=name)
 
     async def read_secret(self) -> dict[str, Any]:
         """Return the Secret. Raises CertificateStoreError."""
+        return await self._request("GET", self._secret)
 
     async def replace_secret(self, secret: dict[str, Any]) -> bool:
         """Replace the Secret; False: it was changed since it was read. Raises
         CertificateStoreError.
         """
+        try:
+            await self._kube.request(
+                "PUT", self._secret, body=secret, query={"fieldManager": FIELD_MANAGER}
+            )
+        except KubeApiError as error:
+            if error.status == _CONFLICT:
+                return False
+            raise CertificateStoreError(str(error)) from error
+        return True
 
     async def read_bundles(self) -> list[str]:
         """Return `caBundle` of each webhook, empty text if unset. Raises CertificateStoreError."""
+        configuration = await self._request("GET", self._configuration)
+        hooks = configuration.get("webhooks", ())
+        return [hook["clientConfig"].get("caBundle", "") for hook in hooks]
 
     async def write_bundle(self, bundle: str, count: int) -> None:
         """Write `caBundle` of the first `count` webhooks. Raises CertificateStoreError."""
+        patch = [
+            {"op": "add", "path": f"/webhooks/{index}/clientConfig/caBundle", "value": bundle}
+            for index in range(count)
+        ]
+        await self._request("PATCH", self._configuration, patch)
+
+    async def _request(self, method: str, path: str, patch: object = None) -> dict[str, Any]:
+        query = {"fieldManager": FIELD_MANAGER} if patch is not None else None
+        kind = _JSON_PATCH if patch is not None else JSON
+        try:
+            return await self._kube.request(
+                method, path, body=patch, query=query, content_type=kind
+            )
+        except KubeApiError as error:
+            raise CertificateStoreError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +127,14 @@ class CertificateRotator:
 
     def __init__(
         self,
-        store: CertificateStore,
+        store: SecretCertificateStore,
         names: Sequence[str],
         *,
         issues_certificate: bool,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._store, self._names, self._issues_certificate, self._now = (
-            store,
-            names,
-            issues_certificate,
-            now,
-        )
+        self._store, self._names = store, names
+        self._issues_certificate, self._now = issues_certificate, now
 
     async def rotate(self) -> ServingCertificate:
         """Return the certificate to serve from now on. Raises CertificateError,
@@ -109,16 +154,14 @@ class CertificateRotator:
                 return current
             if not self._issues_certificate:
                 raise CertificateError("cert-manager has not written the Secret yet")
-            issued = certificates.issue(
-                self._names, self._now(), current.ca_bundle if current else ""
-            )
+            trusted = current.ca_bundle if current else ""
+            issued = certificates.issue(self._names, self._now(), trusted)
             secret["data"] = certificates.to_secret(issued)
             if await self._store.replace_secret(secret):
                 log.info("issued a certificate: %s", fault)
                 return issued
-        raise CertificateError(
-            f"the Secret was changed {_MAX_CONFLICTS} times while it was written"
-        )
+        text = f"the Secret was changed {_MAX_CONFLICTS} times while it was written"
+        raise CertificateError(text)
 
     def _find_fault(self, current: ServingCertificate | None) -> str | None:
         if current is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cleave.api.quantity import PATTERN
+from cleave.api.engine import QUANTITY_PATTERN
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import GPU
 
@@ -97,7 +97,7 @@ def parse_quantity(quantity: str | float) -> float:
 
     `E` is a suffix (`1E`) or begins an exponent (`1E3`).
     """
-    match = re.fullmatch(PATTERN, str(quantity))
+    match = re.fullmatch(QUANTITY_PATTERN, str(quantity))
     digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
     number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)
     if not math.isfinite(number):

@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 
-from cleave.controller.replan.metrics import collect
+from cleave.controller.metrics import collect_plan_metrics
 from cleave.manifests.labels import Manifest
 
 
 def series(status: Manifest) -> dict[str, dict[tuple[str, ...], float]]:
     """Values by metric and by labels but for those that say whose they are."""
     found: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
-    for family in collect({"default/chat": {"model": "m", **status}}):
+    for family in collect_plan_metrics({"default/chat": {"model": "m", **status}}):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert (labels.pop("deployment"), labels.pop("model")) == ("default/chat", "m")

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from cleave.api.role import Role
 from cleave.controller.cluster.objects import ObservedPod
-from cleave.controller.pool.scale_down import choose_victims
+from cleave.controller.pool.pods import choose_victims
 
 
 def pod(name: str, **seen: object) -> ObservedPod:

@@ -1,0 +1,132 @@
+"""Objects beside the pods: Services, accounts, permissions, NetworkPolicies and budgets. Pure.
+
+Called by the controller, for a deployment or a manually created pool.
+"""
+
+from cleave.api.deployment import LLMDeployment
+from cleave.api.pool import InstancePool
+from cleave.manifests.labels import (
+    AGENT_PORT,
+    COMPONENT,
+    DEPLOYMENT,
+    GATEWAY,
+    NODE_WORKER,
+    POOL,
+    WORKER,
+    Manifest,
+    build_component_labels,
+    build_object,
+    get_account_name,
+    get_gateway_name,
+    get_workers_name,
+)
+
+DeploymentOrPool = LLMDeployment | InstancePool
+
+_NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+"""Label that Kubernetes sets on every namespace."""
+
+
+def build_workers_service(owner: DeploymentOrPool) -> Manifest:
+    """The headless Service over all workers of a deployment, including those not ready.
+
+    Gateways and agents discover agents by its EndpointSlices.
+    """
+    deployment = _get_deployment_name(owner)
+    labels = build_component_labels(deployment, WORKER)
+    port = {"name": "agent", "port": AGENT_PORT, "targetPort": "agent"}
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        # Workers discover peers, and are probed, before they are ready.
+        "publishNotReadyAddresses": True,
+        "selector": labels,
+        "ports": [{**port, "protocol": "TCP", "appProtocol": "grpc"}],
+    }
+    name = get_workers_name(deployment)
+    return build_object("v1", "Service", name, owner.namespace, labels, spec=spec)
+
+
+def build_service_account(owner: DeploymentOrPool) -> Manifest:
+    """The service account of a deployment's pods, which may watch those EndpointSlices only."""
+    return _build_account_object(owner, "v1", "ServiceAccount", automountServiceAccountToken=False)
+
+
+def build_role_binding(owner: DeploymentOrPool, cluster_role: str) -> Manifest:
+    """Bind that account to `cluster_role`, which allows to read EndpointSlices."""
+    api_group, account = "rbac.authorization.k8s.io", get_account_name(_get_deployment_name(owner))
+    return _build_account_object(
+        owner,
+        f"{api_group}/v1",
+        "RoleBinding",
+        roleRef={"apiGroup": api_group, "kind": "ClusterRole", "name": cluster_role},
+        subjects=[{"kind": "ServiceAccount", "name": account, "namespace": owner.namespace}],
+    )
+
+
+def build_workers_policy(owner: DeploymentOrPool, operator_namespace: str) -> Manifest:
+    """The NetworkPolicy for all workers: admits their deployment's pods and the operator.
+
+    Engines check no API key: the gateway does, and a client that reaches an engine directly would
+    bypass it. KV ports are chosen at each start, hence all ports. The operator connects to agents
+    only, and is identified by its namespace. Kubernetes always admits the node itself, which probes
+    and port-forwarding need.
+    """
+    deployment = _get_deployment_name(owner)
+    labels = {DEPLOYMENT: deployment}
+    workers = {"key": COMPONENT, "operator": "In", "values": [WORKER, NODE_WORKER]}
+    operator = {"matchLabels": {_NAMESPACE_LABEL: operator_namespace}}
+    agent_port = {"protocol": "TCP", "port": AGENT_PORT}
+    spec = {
+        "podSelector": {"matchLabels": labels, "matchExpressions": [workers]},
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": {"matchLabels": labels}}]},
+            {"from": [{"namespaceSelector": operator}], "ports": [agent_port]},
+        ],
+    }
+    name, version = get_workers_name(deployment), "networking.k8s.io/v1"
+    return build_object(version, "NetworkPolicy", name, owner.namespace, labels, spec=spec)
+
+
+def build_pool_budget(pool: InstancePool) -> Manifest:
+    """The disruption budget of a pool: a node drain may evict one instance at a time.
+
+    Kubernetes counts pods, and an instance that spans nodes has several. The last instance may
+    always be evicted, as its node could not be drained otherwise. minAvailable, not maxUnavailable:
+    for that Kubernetes would read the pool's scale subresource, which it cannot find in the first
+    seconds after the CRDs were created, and it does not retry.
+    """
+    spec = pool.spec
+    allowed: Manifest = {"minAvailable": max(0, spec.replicas - 1) * spec.nodes}
+    labels = {DEPLOYMENT: spec.deployment, POOL: pool.name}
+    return _build_budget(pool.name, pool.namespace, labels, allowed)
+
+
+def build_gateway_budget(deployment: LLMDeployment) -> Manifest:
+    """The disruption budget of the gateway: one pod at a time."""
+    labels = build_component_labels(deployment.name, GATEWAY)
+    name = get_gateway_name(deployment.name)
+    return _build_budget(name, deployment.namespace, labels, {"maxUnavailable": 1})
+
+
+def _build_budget(name: str, namespace: str, labels: dict[str, str], allowed: Manifest) -> Manifest:
+    spec = {
+        **allowed,
+        "selector": {"matchLabels": labels},
+        # A pod that is not ready serves no requests; it must not block the node's drain.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return build_object("policy/v1", "PodDisruptionBudget", name, namespace, labels, spec=spec)
+
+
+def _build_account_object(
+    owner: DeploymentOrPool, api_version: str, kind: str, **fields: object
+) -> Manifest:
+    deployment = _get_deployment_name(owner)
+    name, labels = get_account_name(deployment), {DEPLOYMENT: deployment}
+    return build_object(api_version, kind, name, owner.namespace, labels, **fields)
+
+
+def _get_deployment_name(owner: DeploymentOrPool) -> str:
+    return owner.spec.deployment if isinstance(owner, InstancePool) else owner.name

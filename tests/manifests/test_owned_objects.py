@@ -1,0 +1,161 @@
+"""What stands beside the pods: how agents are found, who may reach them, what drains may take."""
+
+import pytest
+
+from cleave.api.manifest import validate
+from cleave.manifests.gateway import build_gateway_deployment
+from cleave.manifests.labels import build_component_labels
+from cleave.manifests.multi_node import build_node_pods
+from cleave.manifests.owned_objects import (
+    build_gateway_budget,
+    build_pool_budget,
+    build_role_binding,
+    build_service_account,
+    build_workers_policy,
+    build_workers_service,
+)
+from cleave.manifests.worker import build_worker_pod
+
+DEPLOYMENT = validate(
+    {
+        "apiVersion": "cleave.dev/v1alpha1",
+        "kind": "LLMDeployment",
+        "metadata": {"name": "chat", "namespace": "team"},
+        "spec": {"model": "a/b", "slo": {"ttftMs": 1, "tpotMs": 1}},
+    }
+)
+
+
+def test_the_headless_service_finds_workers_that_are_not_ready_too(deployment, pool) -> None:
+    spec = build_workers_service(deployment())["spec"]
+    assert (spec["clusterIP"], spec["publishNotReadyAddresses"]) == ("None", True)
+    assert spec["selector"].items() <= build_worker_pod(pool(), 0)["metadata"]["labels"].items()
+
+
+def test_its_port_is_the_agents(deployment, pool) -> None:
+    (port,) = build_workers_service(deployment())["spec"]["ports"]
+    (worker,) = build_worker_pod(pool(), 0)["spec"]["containers"]
+    assert port["targetPort"] == worker["ports"][0]["name"]
+    assert port["port"] == worker["ports"][0]["containerPort"] == 9000
+
+
+def test_pods_look_where_the_service_is(deployment, pool) -> None:
+    meta = build_workers_service(deployment())["metadata"]
+    (worker,) = build_worker_pod(pool(), 0)["spec"]["containers"]
+    source = next(each["value"] for each in worker["env"] if each["name"] == "CLEAVE_AGENTS")
+    assert source == f"endpoints:{meta['namespace']}/{meta['name']}:9000"
+
+
+def test_followers_have_no_agent_and_are_not_found(deployment, pool) -> None:
+    one = pool()
+    spread = one.model_copy(update={"spec": one.spec.model_copy(update={"nodes": 2})})
+    (follower,) = build_node_pods(spread, build_worker_pod(spread, "x"))
+    selector = build_workers_service(deployment())["spec"]["selector"]
+    assert not selector.items() <= follower["metadata"]["labels"].items()
+
+
+def test_the_pods_account_may_do_what_the_cluster_role_says_and_nothing_else(
+    deployment, pool
+) -> None:
+    account, binding = (
+        build_service_account(deployment()),
+        build_role_binding(deployment(), "discovery"),
+    )
+    assert build_worker_pod(pool(), 0)["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert binding["roleRef"] == {
+        "apiGroup": "rbac.authorization.k8s.io",
+        "kind": "ClusterRole",
+        "name": "discovery",
+    }
+    (subject,) = binding["subjects"]
+    assert (subject["name"], subject["namespace"]) == ("chat-discovery", "llm")
+    assert binding["metadata"]["namespace"] == "llm"
+
+
+def test_a_standalone_pool_gets_the_objects_of_a_deployment(deployment, pool) -> None:
+    for made in (build_workers_service, build_service_account):
+        assert made(pool()) == made(deployment())
+    assert build_role_binding(pool(), "r") == build_role_binding(deployment(), "r")
+
+
+def selects(term: dict, labels: dict) -> bool:
+    return term.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in term.get("matchExpressions", ())
+    )
+
+
+def test_workers_and_followers_are_closed_and_gateways_are_not() -> None:
+    spec = build_workers_policy(DEPLOYMENT, "cleave-system")["spec"]
+    for component in ("worker", "follower"):
+        assert selects(spec["podSelector"], build_component_labels("chat", component))
+    assert not selects(spec["podSelector"], build_component_labels("chat", "gateway"))
+    assert not selects(spec["podSelector"], build_component_labels("other", "worker"))
+    # Workers fetch models and watch the API server: nothing is said of where they may go.
+    assert spec["policyTypes"] == ["Ingress"]
+
+
+def test_the_deployments_own_pods_are_let_in_on_every_port() -> None:
+    rule, _ = build_workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
+    (source,) = rule["from"]
+    assert "ports" not in rule
+    assert "namespaceSelector" not in source
+    gateway = build_gateway_deployment(DEPLOYMENT)["spec"]["template"]["metadata"]["labels"]
+    assert selects(source["podSelector"], gateway)
+    assert selects(source["podSelector"], build_component_labels("chat", "worker"))
+    assert not selects(source["podSelector"], build_component_labels("other", "gateway"))
+
+
+def test_the_operators_namespace_is_let_in_to_agents_only() -> None:
+    _, rule = build_workers_policy(DEPLOYMENT, "cleave-system")["spec"]["ingress"]
+    (source,) = rule["from"]
+    home = {"kubernetes.io/metadata.name": "cleave-system"}
+    assert source == {"namespaceSelector": {"matchLabels": home}}
+    assert [port["port"] for port in rule["ports"]] == [9000]
+
+
+def test_it_is_named_after_the_workers() -> None:
+    metadata = build_workers_policy(DEPLOYMENT, "cleave-system")["metadata"]
+    assert (metadata["name"], metadata["namespace"]) == ("chat-workers", "team")
+
+
+def spread(pool, replicas: int, nodes: int):
+    update = {"replicas": replicas, "nodes": nodes}
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update=update)})
+
+
+@pytest.mark.parametrize(("replicas", "min_available"), [(0, 0), (1, 0), (2, 1), (5, 4)])
+def test_one_instance_at_a_time(pool, replicas, min_available) -> None:
+    budget = build_pool_budget(spread(pool(), replicas, nodes=1))
+    assert budget["spec"]["minAvailable"] == min_available
+    # Kubernetes would have to ask the pool's /scale.
+    assert "maxUnavailable" not in budget["spec"]
+    assert budget["metadata"]["name"] == "chat-decode"
+
+
+@pytest.mark.parametrize(("replicas", "min_available"), [(0, 0), (1, 0), (2, 3), (5, 12)])
+def test_pods_of_an_instance_over_nodes_count_one_by_one(pool, replicas, min_available) -> None:
+    assert (
+        build_pool_budget(spread(pool(), replicas, nodes=3))["spec"]["minAvailable"]
+        == min_available
+    )
+
+
+def test_it_speaks_of_all_pods_of_the_pool_and_of_no_other(pool) -> None:
+    one = spread(pool(), 1, nodes=2)
+    leader = build_worker_pod(one, "x")
+    selector = build_pool_budget(one)["spec"]["selector"]["matchLabels"]
+    for pod in (leader, *build_node_pods(one, leader)):
+        assert selector.items() <= pod["metadata"]["labels"].items()
+    assert selector["cleave.dev/pool"] == "chat-decode"
+
+
+def test_a_pod_that_is_not_ready_never_blocks_a_node(pool) -> None:
+    assert build_pool_budget(pool())["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_gateways_go_one_at_a_time(deployment) -> None:
+    budget = build_gateway_budget(deployment())
+    pods = build_gateway_deployment(deployment())["spec"]["template"]["metadata"]["labels"]
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["selector"]["matchLabels"] == pods
+    assert budget["metadata"]["name"] == "chat-gateway"
