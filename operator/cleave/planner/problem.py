@@ -58,9 +58,7 @@ class Policies:
 
 
 DISTSERVE_POLICIES = Policies(
-    prefill=Batching.PREFILL_FIRST,
-    mixed=(Batching.PREFILL_FIRST,),
-    first_token_by_decode=False,
+    prefill=Batching.PREFILL_FIRST, mixed=(Batching.PREFILL_FIRST,), first_token_by_decode=False
 )
 """Settings of DistServe (OSDI'24) and of the vLLM version that it was compared with."""
 

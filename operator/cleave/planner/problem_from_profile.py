@@ -71,10 +71,7 @@ class ProfileEstimator:
 
 
 def build_problem(
-    deployment: LLMDeployment,
-    folder: Path = Path(),
-    seed: int = 0,
-    cluster: Cluster | None = None,
+    deployment: LLMDeployment, folder: Path = Path(), seed: int = 0, cluster: Cluster | None = None
 ) -> Problem:
     """The problem of planning emulated instances; a relative trace path starts at `folder`.
 

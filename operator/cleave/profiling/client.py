@@ -72,10 +72,7 @@ class OpenAIClient:
         return body
 
     async def complete(
-        self,
-        prompt: Sequence[int],
-        output_tokens: int,
-        on_events: OnEvents | None = None,
+        self, prompt: Sequence[int], output_tokens: int, on_events: OnEvents | None = None
     ) -> TimedCompletion:
         """Stream exactly `output_tokens` tokens; `on_events` is called as they arrive.
 

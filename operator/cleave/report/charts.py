@@ -68,10 +68,7 @@ def build_attainment_chart(study: LoadStudy) -> Chart:
             )
     add_rule(figure, y=target, text=f"target {format_percent(target)}")
     add_rule(figure, x=requested_rate, text=f"requested {format_number(requested_rate)} req/s")
-    reach = max(
-        *(1.6 * sweep.plan.prediction.goodput for sweep in sweeps),
-        1.15 * requested_rate,
-    )
+    reach = max(*(1.6 * sweep.plan.prediction.goodput for sweep in sweeps), 1.15 * requested_rate)
     figure.update_xaxes(range=[0, reach])
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     sentences = [

@@ -111,11 +111,7 @@ def list_instance_names(fleet: SimulatedFleet) -> list[str]:
 def _list_pools_by_role(
     fleet: SimulatedFleet,
 ) -> tuple[tuple[Role, tuple[SimulatedPool, ...]], ...]:
-    return (
-        (Role.PREFILL, fleet.prefill),
-        (Role.DECODE, fleet.decode),
-        (Role.MIXED, fleet.mixed),
-    )
+    return ((Role.PREFILL, fleet.prefill), (Role.DECODE, fleet.decode), (Role.MIXED, fleet.mixed))
 
 
 def _summarize_stages(outcome: SimulationResult) -> Iterator[StageTime]:

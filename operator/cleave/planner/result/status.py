@@ -102,12 +102,7 @@ def _dump_option(each: PlanOption) -> Document:
 
 
 def _dump_nearest_slo(slo: NearestSlo) -> Document:
-    return {
-        "scale": slo.scale,
-        "ttftMs": slo.ttft_ms,
-        "tpotMs": slo.tpot_ms,
-        "plan": slo.plan,
-    }
+    return {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan}
 
 
 def _build_percentiles(latency: Percentiles) -> LatencyPercentiles:

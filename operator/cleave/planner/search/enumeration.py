@@ -70,11 +70,7 @@ def enumerate_placements(
 
 
 def _list_colocated(
-    problem: Problem,
-    trials: Trials,
-    found: Sequence[Candidate],
-    targets: Targets,
-    tick: Tick,
+    problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets, tick: Tick
 ) -> Iterator[PlacementOption]:
     """For each GPU type the colocated plan that needs least resources, the smallest plan first.
 
@@ -184,11 +180,7 @@ def _get_groups_and_goodputs(
 
 
 def _find_phases(
-    problem: Problem,
-    trials: Trials,
-    found: Sequence[Candidate],
-    targets: Targets,
-    tick: Tick,
+    problem: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets, tick: Tick
 ) -> tuple[BestPhases, ...]:
     """Algorithm 1's phases; while replicas are few, also those that need least for this rate."""
 
