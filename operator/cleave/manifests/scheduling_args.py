@@ -4,7 +4,7 @@ from enum import IntEnum
 
 from cleave.api.role import Role
 from cleave.api.scheduling import Scheduling
-from cleave.planner.policies import ADMISSIONS, ORDERS
+from cleave.planner.problem import ADMISSIONS, ORDERS
 
 RoleSchedulingArgs = dict[str, str | int]
 

@@ -186,8 +186,8 @@ def _get_line_style(plan: Plan, position: int) -> tuple[str, str]:
     """Color by kind of plan, as for markers; the first line is solid, a third one grey."""
     if position == 2:
         return "var(--third)", "dot"
-    kind = "var(--first)" if plan.is_disaggregated else "var(--second)"
-    return kind, "dash" if position else "solid"
+    color = "var(--first)" if plan.is_disaggregated else "var(--second)"
+    return color, "dash" if position else "solid"
 
 
 def _select_rate_indices(sweep: RateSweep, requested_rate: float) -> list[int]:

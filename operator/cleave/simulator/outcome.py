@@ -117,3 +117,11 @@ class InstanceStatistics:
         tokens = self.prompt_tokens + self.decode_tokens
         share = tokens * flops_per_token / (peak_flops * self.duration_ms / 1000)
         return np.asarray(share, np.float64)
+
+
+def compute_quantile(times: Times, level: float) -> float:
+    """The time at or above the share `level` of requests; nan (never reached) counts as infinite.
+
+    No interpolation, which is undefined between a finite and an infinite value.
+    """
+    return float(np.quantile(np.where(np.isnan(times), np.inf, times), level, method="higher"))

@@ -7,7 +7,7 @@ import numpy as np
 from cleave.planner.problem import Problem
 from cleave.planner.result import md1_crosscheck
 from cleave.planner.result.prediction import PredictedPlan, predict
-from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
+from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
 from tests.support import known_problems
 
@@ -18,8 +18,8 @@ def predicted(
     draft = known_problems.split(
         asked, known_problems.of_size(asked, *size), n, known_problems.of_size(asked, 2), m
     )
-    trials = Trials(asked.demand, precision=CONFIRMATION_PRECISION)
-    return predict(asked, trials, draft, known_problems.targets(asked), "Algorithm 1")
+    search = known_problems.search(asked).with_precision(CONFIRMATION_PRECISION)
+    return predict(search, draft, "Algorithm 1")
 
 
 def test_equal_prompts_on_one_instance_agree_with_the_formula() -> None:

@@ -5,13 +5,12 @@ from cleave.planner.problem import Problem
 from cleave.planner.search import affinity
 from cleave.planner.search.affinity import AffinityChoice
 from cleave.planner.search.candidates import list_candidates
-from cleave.planner.search.trials import Trials
 
 from tests.support import known_problems
 
 
 def choose(asked: Problem) -> AffinityChoice:
-    return affinity.choose_affinity(asked, Trials(asked.demand), list_candidates(asked))
+    return affinity.choose_affinity(known_problems.search(asked), list_candidates(asked))
 
 
 def test_infiniband_is_high_affinity_and_the_papers_25_gigabit_is_low() -> None:

@@ -7,9 +7,10 @@ import pytest
 from cleave.api.engine import Connector
 from cleave.api.role import Parallelism
 from cleave.planner.problem import DISTSERVE_POLICIES, Problem
-from cleave.planner.search import goodput, low_affinity
+from cleave.planner.search import goodput, low_affinity, ranking
 from cleave.planner.search.candidate_placement import build_cell_fleet
 from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.low_affinity import UNLIMITED, MaxReplicas
 from cleave.planner.search.trials import Targets, Trials
 
@@ -65,7 +66,8 @@ def test_the_cell_is_the_best_of_all_that_an_exhaustive_search_tries(
     asked = known_problems.problem(supplies=(known_problems.nodes(1, gpus_per_node=4),))
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
     found = list_candidates(asked)
-    rated = low_affinity.optimize(asked, trials, found, targets, most)
+    search = SearchContext(asked, trials, targets)
+    rated = low_affinity.optimize(search, found, max_replicas=most)
     rates = [
         goodput.find_goodput(trials, build_cell_fleet(asked, draft), targets).rate / draft.gpus
         for draft in low_affinity.list_configurations(asked, found, most)
@@ -84,11 +86,7 @@ def test_kv_never_crosses_the_network() -> None:
     rates = []
     for each in (asked, fast):
         rated = low_affinity.optimize(
-            each,
-            Trials(each.demand),
-            list_candidates(each),
-            known_problems.targets(each),
-            MaxReplicas(),
+            known_problems.search(each), list_candidates(each), max_replicas=MaxReplicas()
         )
         assert rated is not None
         rates.append(rated.goodput.rate)
@@ -97,8 +95,8 @@ def test_kv_never_crosses_the_network() -> None:
 
 def test_at_a_low_rate_the_smallest_cell_takes_least() -> None:
     asked = known_problems.problem(known_problems.chat(rate=1.0))
-    rated = low_affinity.find_smallest(
-        asked, Trials(asked.demand), list_candidates(asked), known_problems.targets(asked)
+    rated = low_affinity.optimize(
+        known_problems.search(asked), list_candidates(asked), ranking.find_smallest
     )
     assert rated is not None
     assert rated.placement.gpus == 2

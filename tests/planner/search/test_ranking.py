@@ -6,12 +6,9 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    build_cell_fleet,
-    make_resource_function,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
 from cleave.planner.search.candidates import list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -37,8 +34,8 @@ def everything(asked: Problem, trials: Trials, targets: Targets) -> dict[Candida
 def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, float]) -> None:
     asked = known_problems.problem()
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    entries = ranking.bound_placements(asked, trials, drafts(asked))
-    found = ranking.find_best(trials, entries, targets, make_resource_function(asked))
+    search = SearchContext(asked, trials, targets)
+    found = ranking.find_best(search, ranking.bound_placements(search, drafts(asked)))
     rates = everything(asked, trials, targets)
     assert found is not None
     assert found.per_resource == pytest.approx(
@@ -51,10 +48,10 @@ def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, floa
 def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
     rate: float, slo: tuple[float, float]
 ) -> None:
-    asked = known_problems.problem()
+    asked = known_problems.problem(known_problems.chat(rate))
     trials, targets = Trials(asked.demand), Targets(*slo, 0.9)
-    entries = ranking.bound_placements(asked, trials, drafts(asked))
-    found = ranking.find_smallest(trials, entries, targets, make_resource_function(asked), rate)
+    search = SearchContext(asked, trials, targets)
+    found = ranking.find_smallest(search, ranking.bound_placements(search, drafts(asked)))
     rates = everything(asked, trials, targets)
     least = min(
         math.ceil(rate / served / 1.01) * draft.gpus for draft, served in rates.items() if served
@@ -67,17 +64,15 @@ def test_skipping_saves_most_simulations() -> None:
     asked = known_problems.problem()
     targets = Targets(200, 100, 0.9)
     pruned, exhaustive = Trials(asked.demand), Trials(asked.demand)
-    entries = ranking.bound_placements(asked, pruned, drafts(asked))
-    ranking.find_best(pruned, entries, targets, make_resource_function(asked))
+    search = SearchContext(asked, pruned, targets)
+    ranking.find_best(search, ranking.bound_placements(search, drafts(asked)))
     everything(asked, exhaustive, targets)
     assert pruned.tally.trials < exhaustive.tally.trials / 2
 
 
 def test_where_no_draft_meets_the_targets_there_is_no_best() -> None:
     asked = known_problems.problem()
-    trials, targets = Trials(asked.demand), Targets(10, 5, 0.9)
-    entries = ranking.bound_placements(asked, trials, drafts(asked))
-    assert ranking.find_best(trials, entries, targets, make_resource_function(asked)) is None
-    assert (
-        ranking.find_smallest(trials, entries, targets, make_resource_function(asked), 5.0) is None
-    )
+    search = known_problems.search(asked, Targets(10, 5, 0.9))
+    entries = ranking.bound_placements(search, drafts(asked))
+    assert ranking.find_best(search, entries) is None
+    assert ranking.find_smallest(search, entries) is None
