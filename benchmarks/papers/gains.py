@@ -18,6 +18,7 @@ from cleave.planner.problem import Policies, Problem
 from cleave.planner.search import colocated, high_affinity, low_affinity
 from cleave.planner.search.candidate_placement import describe
 from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import RankedPlacement
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.fleet import Batching
@@ -85,33 +86,34 @@ def _application(row: Application) -> Gain:
     question = pose(row.model, demand, targets)
     baseline = pose(row.model, demand, targets, engine="vllm")
     own = [each for each in list_candidates(baseline) if _is(each, row.vllm_tp, 1)]
-    trials = Trials(baseline.demand, precision=CONFIRMATION_PRECISION)
-    vllm = _best(colocated.optimize(baseline, trials, own, targets))
+    vllm = _best(colocated.optimize(_search(baseline, targets), own))
     return _gain(row.name, row.gain, question, vllm, targets)
 
 
 def _gain(name: str, paper: str, question: Problem, vllm: Best | None, targets: Targets) -> Gain:
-    found = list_candidates(question)
-    trials = Trials(question.demand, precision=CONFIRMATION_PRECISION)
-    chunked = replace(question, policies=CHUNKED)
+    found, search = list_candidates(question), _search(question, targets)
+    chunked = replace(search, problem=replace(question, policies=CHUNKED))
     return Gain(
         name=name,
         ttft_ms=targets.ttft_ms,
         tpot_ms=targets.tpot_ms,
         paper=paper,
-        algorithm_1=_algorithm_1(question, trials, found, targets),
-        algorithm_2=_best(low_affinity.optimize(question, trials, found, targets)),
+        algorithm_1=_algorithm_1(search, found),
+        algorithm_2=_best(low_affinity.optimize(search, found)),
         vllm=vllm,
-        prefill_first=_best(colocated.optimize(question, trials, found, targets)),
-        chunked=_best(colocated.optimize(chunked, trials, found, targets)),
+        prefill_first=_best(colocated.optimize(search, found)),
+        chunked=_best(colocated.optimize(chunked, found)),
     )
 
 
-def _algorithm_1(
-    question: Problem, trials: Trials, found: Sequence[Candidate], targets: Targets
-) -> Best:
+def _search(question: Problem, targets: Targets) -> SearchContext:
+    trials = Trials(question.demand, precision=CONFIRMATION_PRECISION)
+    return SearchContext(question, trials, targets)
+
+
+def _algorithm_1(search: SearchContext, found: Sequence[Candidate]) -> Best:
     """Both phases in the ratio that leaves neither idle: a request takes 1 / goodput of each."""
-    (phases,) = high_affinity.optimize(question, trials, found, targets)
+    (phases,) = high_affinity.optimize(search, found)
     if phases.prefill is None or phases.decode is None:
         return Best("none", 0.0)
     together = 1 / (1 / phases.prefill.per_resource + 1 / phases.decode.per_resource)

@@ -23,6 +23,7 @@ from cleave.planner.search.candidates import (
     build_prefill_instance,
     list_candidates,
 )
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
 from cleave.traffic import published
 
@@ -57,8 +58,8 @@ def _compare(row: Application) -> Row:
         for decode in found
         if (draft := _pair(question, prefill, decode)).gpus <= MAX_GPUS
     ]
-    entries = ranking.bound_placements(question, trials, drafts)
-    best = ranking.find_best(trials, entries, targets, lambda draft: float(draft.gpus))
+    search = SearchContext(question, trials, targets)
+    best = ranking.find_best(search, ranking.bound_placements(search, drafts))
     paper = PLACEMENTS[row.model, row.dataset]
     theirs = next((draft for draft in drafts if _sizes(draft) == paper), None)
     rate = (

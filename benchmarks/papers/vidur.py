@@ -16,6 +16,7 @@ from cleave.planner.problem import Policies, Problem
 from cleave.planner.search import colocated
 from cleave.planner.search.candidate_placement import describe
 from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import RankedPlacement
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.fleet import Batching
@@ -73,11 +74,7 @@ def analyse() -> WhatIf:
     costs = {
         served: {
             planned: colocated.compute_misconfiguration_cost(
-                problems[served],
-                Trials(problems[served].demand, precision=CONFIRMATION_PRECISION),
-                TARGETS,
-                best[served].placement,
-                foreign.placement,
+                _search(problems[served]), best[served].placement, foreign.placement
             )
             for planned, foreign in best.items()
         }
@@ -110,9 +107,12 @@ def _sized(question: Problem) -> list[Candidate]:
 
 
 def _best(question: Problem, found: list[Candidate]) -> RankedPlacement | None:
-    return colocated.optimize(
-        question, Trials(question.demand, precision=CONFIRMATION_PRECISION), found, TARGETS
-    )
+    return colocated.optimize(_search(question), found)
+
+
+def _search(question: Problem) -> SearchContext:
+    trials = Trials(question.demand, precision=CONFIRMATION_PRECISION)
+    return SearchContext(question, trials, TARGETS)
 
 
 def _choice(workload: str, rated: RankedPlacement) -> Choice:

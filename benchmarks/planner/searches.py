@@ -20,8 +20,9 @@ from cleave.planner.problem import DISTSERVE_POLICIES, Problem, Supply
 from cleave.planner.search import high_affinity, low_affinity
 from cleave.planner.search.candidate_placement import describe
 from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.low_affinity import MaxReplicas
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.trials import Trials
 from cleave.traffic import published
 
 WORKLOAD = "sharegpt"
@@ -77,8 +78,8 @@ def algorithm_1(num_nodes: int) -> Search:
     """Phases apart. The goodput per GPU is that of both in their best ratio."""
     question = problem(num_nodes)
     started = time.process_time()
-    trials, found = _prepare(question)
-    phases = high_affinity.optimize(question, trials, found, _targets())
+    search, found = _prepare(question)
+    phases = high_affinity.optimize(search, found)
     seconds = time.process_time() - started
     (one,) = phases
     assert one.prefill is not None
@@ -86,7 +87,7 @@ def algorithm_1(num_nodes: int) -> Search:
     # One request takes 1 / goodput per GPU of each phase.
     together = 1 / (1 / one.prefill.per_resource + 1 / one.decode.per_resource)
     best = f"{describe(one.prefill.placement)}, {describe(one.decode.placement)}"
-    return _result(best, together, 2 * len(found), trials, seconds)
+    return _result(best, together, 2 * len(found), search.trials, seconds)
 
 
 def algorithm_2(
@@ -95,12 +96,12 @@ def algorithm_2(
     """Prefill and decode instances within nodes, simulated jointly."""
     question = problem(num_nodes, gpus_per_node)
     started = time.process_time()
-    trials, found = _prepare(question)
-    rated = low_affinity.optimize(question, trials, found, _targets(), most)
+    search, found = _prepare(question)
+    rated = low_affinity.optimize(search, found, max_replicas=most)
     seconds = time.process_time() - started
     assert rated is not None
     count = len(low_affinity.list_configurations(question, found, most))
-    return _result(describe(rated.placement), rated.per_resource, count, trials, seconds)
+    return _result(describe(rated.placement), rated.per_resource, count, search.trials, seconds)
 
 
 def whole_answer(num_nodes: int) -> Search:
@@ -140,12 +141,8 @@ def problem(num_nodes: int, gpus_per_node: int = 8, rate: float = 10.0) -> Probl
     )
 
 
-def _prepare(question: Problem) -> tuple[Trials, tuple[Candidate, ...]]:
-    return Trials(question.demand, question.seed), list_candidates(question)
-
-
-def _targets() -> Targets:
-    return Targets(*TARGETS_MS, ATTAINMENT)
+def _prepare(question: Problem) -> tuple[SearchContext, tuple[Candidate, ...]]:
+    return SearchContext.from_problem(question), list_candidates(question)
 
 
 def _result(

@@ -73,8 +73,8 @@ def test_the_pods_account_may_do_what_the_cluster_role_says_and_nothing_else(
 
 
 def test_a_standalone_pool_gets_the_objects_of_a_deployment(deployment, pool) -> None:
-    for made in (build_workers_service, build_service_account):
-        assert made(pool()) == made(deployment())
+    for build in (build_workers_service, build_service_account):
+        assert build(pool()) == build(deployment())
     assert build_role_binding(pool(), "r") == build_role_binding(deployment(), "r")
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from cleave.api.engine import EngineSpec
 from cleave.api.role import Parallelism, Role
-from cleave.planner import problem_from_profile
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import PlannedPool
+from cleave.planner.plan import EMULATED_GPU, PlannedPool
 from cleave.planner.pool_simulation import (
     PlacementSimulator,
     apply_engine_limits,
@@ -80,7 +79,7 @@ def test_a_digest_agrees_with_its_outcome(problem) -> None:
 
 
 def test_mfu_is_the_work_of_all_tokens_by_what_the_gpus_of_an_instance_could_do(problem) -> None:
-    known = replace(problem.estimator.estimate(problem_from_profile.KIND, 1, 1), peak_flops=312e12)
+    known = replace(problem.estimator.estimate(EMULATED_GPU, 1, 1), peak_flops=312e12)
 
     class Estimator:
         def estimate(self, *_):
@@ -106,7 +105,7 @@ def test_the_same_seed_serves_the_same_requests_at_every_rate(problem) -> None:
 def test_pools_name_their_kind_of_gpu_where_there_are_several(problem) -> None:
     (supply,) = problem.supplies
     kinds = ("A100-SXM-80GB", "H100-SXM-80GB")
-    estimate = problem.estimator.estimate(problem_from_profile.KIND, 1, 1)
+    estimate = problem.estimator.estimate(EMULATED_GPU, 1, 1)
 
     class Estimator:
         def estimate(self, gpu, *_):

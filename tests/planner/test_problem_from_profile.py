@@ -7,6 +7,7 @@ from cleave.api.manifest import load_cluster, validate
 from cleave.perf import named_profiles
 from cleave.planner import problem_from_profile
 from cleave.planner.placement import PlanError
+from cleave.planner.plan import EMULATED_GPU
 
 WORKLOAD = {"rate": 4, "promptTokens": {"mean": 300}, "outputTokens": {"mean": 60}}
 
@@ -31,7 +32,7 @@ def deployment(workload=WORKLOAD, **spec) -> LLMDeployment:
 def test_instances_have_the_times_of_the_profile_scaled() -> None:
     engine = {"type": "Emulated", "emulated": {"timeScale": 0.5}}
     estimate = problem_from_profile.build_problem(deployment(engine=engine)).estimator.estimate(
-        problem_from_profile.KIND, 1, 1
+        EMULATED_GPU, 1, 1
     )
     profile = named_profiles.load_profile("distserve/opt-13b/tp1")
     assert estimate.timing.predict_prefill_ms([512]) == pytest.approx(
@@ -51,9 +52,9 @@ def test_the_hand_off_takes_what_the_engine_makes_it_take() -> None:
 
 def test_instances_are_not_split_and_say_why() -> None:
     estimator = problem_from_profile.build_problem(deployment()).estimator
-    assert estimator.estimate(problem_from_profile.KIND, 2, 1) is None
-    assert "without parallelism" in estimator.explain_unsupported(problem_from_profile.KIND, 2, 1)
-    assert estimator.explain_unsupported(problem_from_profile.KIND, 1, 1) is None
+    assert estimator.estimate(EMULATED_GPU, 2, 1) is None
+    assert "without parallelism" in estimator.explain_unsupported(EMULATED_GPU, 2, 1)
+    assert estimator.explain_unsupported(EMULATED_GPU, 1, 1) is None
 
 
 def test_there_are_as_many_instances_as_max_gpus_says() -> None:

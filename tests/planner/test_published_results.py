@@ -147,9 +147,8 @@ def test_two_tensor_parallel_gpus_wait_as_equation_3_says() -> None:
 
 def test_algorithm_2_finds_table_5s_parallelism_for_13b_on_sharegpt() -> None:
     problem = known_problems.problem(published.get_workload("sharegpt").build_demand())
-    found = low_affinity.optimize(
-        problem, Trials(problem.demand), list_candidates(problem), CHAT_TARGETS
-    )
+    search = known_problems.search(problem, CHAT_TARGETS)
+    found = low_affinity.optimize(search, list_candidates(problem))
     assert found is not None
     sizes = [group.instance.candidate.parallelism for group in found.placement.groups]
     assert [(size.tensor, size.pipeline) for size in sizes] == [(2, 1), (1, 1)]

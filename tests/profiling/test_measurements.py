@@ -12,10 +12,10 @@ from cleave.profiling.measurements import (
     OverheadCase,
     PrefillCase,
     PromptMeasurement,
+    TokenStreams,
     draw_prompt,
     group_by_iteration,
 )
-from cleave.profiling.streams import TokenStreams
 
 Serve = Callable[..., Awaitable]
 

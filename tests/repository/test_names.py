@@ -72,11 +72,11 @@ filter find finish fit fits flush fold force forecast forget form format forward
 generate get give goes grant group grow guess handle has hash holds ignore import includes index
 inspect interpolate interrupt intersect invalidate invoke is issue iter iterate join keep keeps
 key kill knows lay learn limit link list listen load locate lock log lower main make map mark
-marks mask match matches maximize may measure merge misses multiply name narrow needs normalize
+marks mask match matches maximize may measure merge misses name narrow needs normalize
 notify number observe open optimize order pack pair parse patch pause peek pick plan poll pop post
 predict preempt prefer prefers prefill prepare prepend print probe process profile promote propose
 provision proxy prune publish pull push query raise rank read reap rebuild receive reclaim
-recompute reconcile record redact reduce refer refine refit refresh refuse register reject rejects
+recompute reconcile record redact reduce refer refit refresh refuse register reject rejects
 release relist reload remove render replace replicate report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
 retire retry return review revise rewrite rotate round route run sample sanitize save scale

@@ -1,7 +1,7 @@
 """Planning problems with known results: DistServe's measured instances on nodes of A100."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cleave.api.deployment import Slo
 from cleave.api.planning import Planning
@@ -21,6 +21,7 @@ from cleave.planner.search.candidates import (
     build_prefill_instance,
     list_candidates,
 )
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets
 from cleave.traffic.workload import (
     Demand,
@@ -139,6 +140,12 @@ def targets(planning_problem: Problem) -> Targets:
     return Targets(
         planning_problem.slo.ttft_ms, planning_problem.slo.tpot_ms, planning_problem.slo.attainment
     )
+
+
+def search(planning_problem: Problem, search_targets: Targets | None = None) -> SearchContext:
+    """A search of the problem in short trials, with its own targets unless others are given."""
+    found = SearchContext.from_problem(planning_problem)
+    return replace(found, targets=search_targets or found.targets)
 
 
 def of_size(planning_problem: Problem, tensor: int = 1, pipeline: int = 1) -> Candidate:

@@ -33,7 +33,7 @@ from cleave.manifests.labels import (
 from cleave.manifests.resources import Device, build_resources, has_rdma
 from cleave.manifests.scheduling import build_scheduling, build_segment
 from cleave.manifests.storage import build_storage, get_hub_cache, get_loaded_path
-from cleave.planner.policies import ADMISSIONS, ORDERS
+from cleave.planner.problem import ADMISSIONS, ORDERS
 
 RoleSchedulingArgs = dict[str, str | int]
 """Scheduling arguments of one role, as the agent's `--scheduling` takes them."""

@@ -11,10 +11,6 @@ from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Connector, EngineType
 from cleave.api.role import Role
 from cleave.perf.model import model_shape
-from cleave.perf.model.model_shape import ModelShape
-
-_FOLDER_NOT_READ = "it is a folder, which the operator does not read"
-_NOT_IN_TABLE = "it is not in Cleave's model table"
 
 
 def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
@@ -26,11 +22,11 @@ def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True
     if deployment.spec.engine.type is EngineType.EMULATED:
         return None
     if model_spec.folder is not None and not reads_files:
-        return _FOLDER_NOT_READ
+        return "it is a folder, which the operator does not read"
     try:
         model_shape.load_shape(model_spec.locator)
     except model_shape.UnknownModelError as error:
-        return str(error) if model_spec.folder else _NOT_IN_TABLE
+        return str(error) if model_spec.folder else "it is not in Cleave's model table"
     return None
 
 
@@ -41,7 +37,8 @@ def list_parallelism_faults(
     spec = deployment.spec
     if spec.placement is None or spec.engine.type is EngineType.EMULATED:
         return
-    shape = _load_shape(deployment, reads_files=reads_files)
+    unknown = explain_unknown_model(deployment, reads_files=reads_files)
+    shape = None if unknown else model_shape.load_shape(spec.model.locator)
     pools = spec.placement.manual
     for index, pool in enumerate(pools):
         tensor, pipeline = pool.parallelism.tensor, pool.parallelism.pipeline
@@ -88,9 +85,3 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
                     f"{prefill} KV heads no KV can be sent from prefill instances with {prefill} "
                     f"to {pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
                 )
-
-
-def _load_shape(deployment: LLMDeployment, *, reads_files: bool) -> ModelShape | None:
-    if explain_unknown_model(deployment, reads_files=reads_files) is not None:
-        return None
-    return model_shape.load_shape(deployment.spec.model.locator)

@@ -59,19 +59,13 @@ def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> 
         _check_latency_profile(engine)
     manual = deployment.spec.placement
     if manual is None:
-        return Placement(
-            pools=(PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)),
-            reason=_explain_default(deployment, reads_files=reads_files),
-        )
-    if faults := list(
-        deployment_checks.list_parallelism_faults(deployment, reads_files=reads_files)
-    ):
-        raise PlanError(faults)
-    order = list(Role)
-    return Placement(
-        pools=tuple(map(to_planned_pool, sorted(manual.manual, key=lambda p: order.index(p.role)))),
-        reason="set in spec.placement.manual",
-    )
+        smallest = PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)
+        return Placement(smallest, _explain_default(deployment, reads_files=reads_files))
+    faults = deployment_checks.list_parallelism_faults(deployment, reads_files=reads_files)
+    if found := list(faults):
+        raise PlanError(found)
+    pools = sorted(manual.manual, key=lambda pool: list(Role).index(pool.role))
+    return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
 
 
 def to_planned_pool(pool: ManualPool) -> PlannedPool:
@@ -109,8 +103,7 @@ def _explain_default(deployment: LLMDeployment, *, reads_files: bool) -> str:
         return f"{default}: no spec.workload to plan from and no spec.placement.manual"
     unknown = deployment_checks.explain_unknown_model(deployment, reads_files=reads_files)
     if unknown is None:
-        missing = "no cluster file with the machines"
-        return f"{default}: {missing} and no spec.placement.manual"
+        return f"{default}: no cluster file with the machines and no spec.placement.manual"
     return (
         f"{default}, one GPU each: nothing is planned, as the planner does not know the model "
         f"{deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not known "

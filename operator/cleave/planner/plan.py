@@ -14,6 +14,10 @@ EMULATED_GPU = "emulated GPU"
 """Name of the GPU type of an emulated instance, which needs no GPU."""
 
 
+LOW_AFFINITY = "Algorithm 2"
+"""`Plan.algorithm` whose cells have the same pipeline stage of all instances in one node."""
+
+
 class PlanVerdict(StrEnum):
     """Whether to disaggregate, to colocate, or that no plan meets the SLO."""
 
@@ -143,6 +147,11 @@ class PlanningResult:
     elapsed_s: float
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans, the selected one first."""
+        return (self.selected, *self.alternatives) if self.selected else self.alternatives
+
+    @property
     def best(self) -> Plan | None:
         """The selected plan, else the first alternative; None: there is no plan."""
-        return self.selected or next(iter(self.alternatives), None)
+        return next(iter(self.plans), None)

@@ -8,7 +8,7 @@ trials. 3. Predict the best of them in long trials. 4. Rank them and explain the
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cleave.api.planning import Objective
 from cleave.planner.placement import PlanError
@@ -20,14 +20,11 @@ from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.text import format_plan
 from cleave.planner.result.verdict import Ranking
 from cleave.planner.search import affinity, enumeration
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
 from cleave.planner.search.candidates import Candidate, list_candidates, list_sizes
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
-from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
+from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
 PlanProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, total steps and a text for the current step."""
@@ -59,31 +56,29 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     """
     started = time.perf_counter()
     feasible = _list_candidates(problem)
-    targets = Targets.from_slo(problem.slo)
-    trials = Trials(problem.demand, problem.seed)
     meter = _ProgressMeter(progress, total=8 * len(feasible) + 20)
-    choice = affinity.choose_affinity(problem, trials, feasible)
-    options = enumeration.enumerate_placements(
-        problem, trials, feasible, targets, choice.affinity, meter.tick
-    )
-    finalists = _predict_best(problem, trials, options, targets, meter)
-    ranking = verdict.rank_plans(problem, finalists, targets)
+    search = replace(SearchContext.from_problem(problem), tick=meter.tick)
+    choice = affinity.choose_affinity(search, feasible)
+    options = enumeration.enumerate_placements(search, feasible, choice.affinity)
+    finalists = _predict_best(search, options)
+    ranking = verdict.rank_plans(problem, finalists)
+    is_infeasible = ranking.verdict is PlanVerdict.INFEASIBLE
     explanation = (
-        _explain_infeasible(problem, trials, feasible, targets, ranking, meter)
-        if ranking.verdict is PlanVerdict.INFEASIBLE
-        else _explain_selection(problem, trials, ranking, targets, choice.reason)
+        _explain_infeasible(search, feasible, ranking)
+        if is_infeasible
+        else _explain_selection(search, ranking, choice.reason)
     )
     plans = [each.plan for each in ranking.ordered]
     return PlanningResult(
         verdict=ranking.verdict,
-        selected=None if ranking.verdict is PlanVerdict.INFEASIBLE else plans[0],
-        alternatives=tuple(plans if ranking.verdict is PlanVerdict.INFEASIBLE else plans[1:]),
+        selected=None if is_infeasible else plans[0],
+        alternatives=tuple(plans if is_infeasible else plans[1:]),
         reason=explanation.reason,
         what_would_change=explanation.what_would_change,
         nearest_slo=explanation.nearest_slo,
         warnings=_list_warnings(problem, finalists),
         num_candidates=len(feasible),
-        num_simulated_requests=trials.tally.requests,
+        num_simulated_requests=search.trials.tally.requests,
         elapsed_s=time.perf_counter() - started,
     )
 
@@ -123,81 +118,61 @@ def _explain_no_candidate(problem: Problem) -> str:
     return next(fits_not, next(iter(reasons), "there are no GPUs"))
 
 
-def _predict_best(
-    problem: Problem,
-    trials: Trials,
-    options: Sequence[PlacementOption],
-    targets: Targets,
-    meter: _ProgressMeter,
-) -> list[PredictedPlan]:
+def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> list[PredictedPlan]:
     """Predict the most promising placements, the best of each kind among them."""
-    objective = problem.planning.objective
-    ordered = sorted(
-        options, key=lambda each: (not each.holds_rate, each.placement.get_resources(objective))
-    )
+    get_resources = search.get_resources
+    ordered = sorted(options, key=lambda each: (not each.holds_rate, get_resources(each.placement)))
     disaggregated = [each for each in ordered if each.placement.is_disaggregated]
     if disaggregated:
-        max_resources = enumeration.MAX_RESOURCE_RATIO * disaggregated[0].placement.get_resources(
-            objective
-        )
+        max_resources = enumeration.MAX_RESOURCE_RATIO * get_resources(disaggregated[0].placement)
         disaggregated = [
             each
             for each in disaggregated[:_MAX_DISAGGREGATED]
-            if each.placement.get_resources(objective) <= max_resources
+            if get_resources(each.placement) <= max_resources
         ]
     colocated = [each for each in ordered if not each.placement.is_disaggregated][:1]
     finalists = []
     for each in (*disaggregated, *colocated):
-        meter.tick("predictions")
-        long = trials.with_precision(CONFIRMATION_PRECISION)
-        finalists.append(predict(problem, long, each.placement, targets, each.algorithm))
+        search.tick("predictions")
+        long = search.with_precision(CONFIRMATION_PRECISION)
+        finalists.append(predict(long, each.placement, each.algorithm))
     return finalists
 
 
-def _explain_selection(
-    problem: Problem, trials: Trials, ranking: Ranking, targets: Targets, why_affinity: str
-) -> _Explanation:
+def _explain_selection(search: SearchContext, ranking: Ranking, why_affinity: str) -> _Explanation:
     switch_ms = None
     if ranking.verdict is PlanVerdict.DISAGGREGATE:
-        switch_ms = _compute_switch_tpot_ms(problem, trials, ranking, targets)
+        switch_ms = _compute_switch_tpot_ms(search, ranking)
     return _Explanation(
-        verdict.explain_selection(problem, ranking, targets, why_affinity),
-        verdict.describe_runner_up(problem, ranking, targets, switch_ms),
+        verdict.explain_selection(search.problem, ranking, why_affinity),
+        verdict.describe_runner_up(search.problem, ranking, switch_ms),
     )
 
 
-def _compute_switch_tpot_ms(
-    problem: Problem, trials: Trials, ranking: Ranking, targets: Targets
-) -> float | None:
+def _compute_switch_tpot_ms(search: SearchContext, ranking: Ranking) -> float | None:
     """TPOT target at which colocated instances need no more resources than the selected plan."""
     other = verdict.find_rival(ranking)
     if other is None:
         return None
-    objective = problem.planning.objective
-    group = other.placement.groups[0]
-    each = group.instance.candidate.get_resources(objective)
-    replicas = int(ranking.ordered[0].placement.get_resources(objective) / each)
+    problem, trials, group = search.problem, search.trials, other.placement.groups[0]
+    each = group.instance.candidate.get_resources(problem.planning.objective)
+    replicas = int(search.get_resources(ranking.ordered[0].placement) / each)
     if replicas == 0:
         return None
-    placement = CandidatePlacement((InstanceGroup(group.role, group.instance, replicas),))
-    span = trials.compute_span(problem.rate, targets)
-    outcome = trials.simulate(build_cell_fleet(problem, placement), problem.rate, span)
-    return verdict.compute_min_tpot_ms(outcome, span, targets)
+    fleet = build_cell_fleet(problem, CandidatePlacement((replace(group, replicas=replicas),)))
+    span = trials.compute_span(problem.rate, search.targets)
+    outcome = trials.simulate(fleet, problem.rate, span)
+    return verdict.compute_min_tpot_ms(outcome, span, problem.slo)
 
 
 def _explain_infeasible(
-    problem: Problem,
-    trials: Trials,
-    feasible: Sequence[Candidate],
-    targets: Targets,
-    ranking: Ranking,
-    meter: _ProgressMeter,
+    search: SearchContext, feasible: Sequence[Candidate], ranking: Ranking
 ) -> _Explanation:
-    meter.tick("the nearest SLO")
-    nearest = find_nearest_slo(problem, trials, feasible, targets)
+    search.tick("the nearest SLO")
+    nearest = find_nearest_slo(search, feasible)
     return _Explanation(
-        verdict.explain_infeasible(problem, ranking, nearest, targets),
-        verdict.describe_remedies(problem, ranking, nearest),
+        verdict.explain_infeasible(search.problem, ranking, nearest),
+        verdict.describe_remedies(search.problem, ranking, nearest),
         nearest,
     )
 

@@ -14,7 +14,7 @@ from cleave.api.engine import EngineSpec
 from cleave.api.role import Role
 from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import EMULATED_GPU, Plan, PlannedPool
+from cleave.planner.plan import EMULATED_GPU, LOW_AFFINITY, Plan, PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
@@ -30,10 +30,6 @@ from cleave.planner.search.candidates import (
 from cleave.simulator.fleet import Batching, SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import simulate
-
-LOW_AFFINITY = "Algorithm 2"
-"""Prefix of `Plan.algorithm`: the same pipeline stage of all instances of a cell lies in one
-node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +76,9 @@ def to_candidate_placement(
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
-    order = list(Role)
     groups = [
         InstanceGroup(pool.role, _build_instance(problem, pool), pool.replicas)
-        for pool in sorted(pools, key=lambda pool: order.index(pool.role))
+        for pool in sorted(pools, key=lambda pool: list(Role).index(pool.role))
     ]
     if not algorithm.startswith(LOW_AFFINITY):
         return CandidatePlacement(tuple(groups))
@@ -99,10 +94,8 @@ def apply_engine_limits(
 
     Raises PlanError when such an argument is not a number.
     """
-    seqs, tokens = (
-        _read_limit(engine, "--max-num-seqs"),
-        _read_limit(engine, "--max-num-batched-tokens"),
-    )
+    seqs = _read_limit(engine, "--max-num-seqs")
+    tokens = _read_limit(engine, "--max-num-batched-tokens")
     return tuple(
         replace(
             pool,
@@ -123,16 +116,6 @@ def _read_limit(engine: EngineSpec, flag: str) -> int | None:
 
 
 def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
-    return PlannedInstance(
-        candidate=_build_candidate(problem, pool),
-        batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
-        max_num_seqs=pool.max_num_seqs or MAX_NUM_SEQS,
-        max_num_batched_tokens=pool.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
-        policies=problem.policies,
-    )
-
-
-def _build_candidate(problem: Problem, pool: PlannedPool) -> Candidate:
     kinds = {supply.gpu: supply for supply in problem.supplies}
     gpu = _resolve_gpu(pool, list(kinds))
     size = pool.parallelism
@@ -140,7 +123,13 @@ def _build_candidate(problem: Problem, pool: PlannedPool) -> Candidate:
     if estimate is None:
         why = problem.estimator.explain_unsupported(gpu, size.tensor, size.pipeline)
         raise PlanError([f"spec.placement.manual: {pool.role}: {why}"])
-    return Candidate(kinds[gpu], size, estimate)
+    return PlannedInstance(
+        candidate=Candidate(kinds[gpu], size, estimate),
+        batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
+        max_num_seqs=pool.max_num_seqs or MAX_NUM_SEQS,
+        max_num_batched_tokens=pool.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        policies=problem.policies,
+    )
 
 
 def _resolve_gpu(pool: PlannedPool, kinds: list[str]) -> str:

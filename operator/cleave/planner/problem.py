@@ -7,14 +7,26 @@ deployment and a cluster. Value classes only; every part of the search takes a `
 from dataclasses import dataclass
 
 from cleave.api.deployment import Slo
-from cleave.api.engine import Connector
+from cleave.api.engine import Connector, EngineSpec
 from cleave.api.planning import Planning
 from cleave.api.role import Parallelism
+from cleave.api.scheduling import DecodeAdmission, PromptOrder
 from cleave.perf.estimate import Estimator
 from cleave.perf.hardware.link import Link
 from cleave.perf.model.model_shape import ModelShape
 from cleave.simulator.fleet import Admission, Batching, PrefillOrder
 from cleave.traffic.workload import Demand
+
+ORDERS = {
+    PromptOrder.ARRIVAL: PrefillOrder.FCFS,
+    PromptOrder.SHORTEST_FIRST: PrefillOrder.SJF,
+    PromptOrder.LONGEST_FIRST: PrefillOrder.LJF,
+}
+ADMISSIONS = {
+    DecodeAdmission.GREEDY: Admission.GREEDY,
+    DecodeAdmission.RESERVE_STATIC: Admission.RESERVE_STATIC,
+    DecodeAdmission.RESERVE_DYNAMIC: Admission.RESERVE_DYNAMIC,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +70,7 @@ class Policies:
 
 
 DISTSERVE_POLICIES = Policies(
-    prefill=Batching.PREFILL_FIRST,
-    mixed=(Batching.PREFILL_FIRST,),
-    first_token_by_decode=False,
+    prefill=Batching.PREFILL_FIRST, mixed=(Batching.PREFILL_FIRST,), first_token_by_decode=False
 )
 """Settings of DistServe (OSDI'24) and of the vLLM version that it was compared with."""
 
@@ -99,3 +109,19 @@ class Problem:
     def rate(self) -> float:
         """Requests per second to plan for."""
         return self.demand.rate
+
+
+def build_policies(engine: EngineSpec) -> Policies:
+    """The policies of spec.engine.scheduling, else vLLM's defaults.
+
+    Predictions know every output length; engines reserve KV by estimates and preempt a little more.
+    """
+    scheduling = engine.scheduling
+    if scheduling is None:
+        return Policies(connector=engine.connector)
+    return Policies(
+        connector=engine.connector,
+        order=ORDERS[scheduling.order],
+        prefill_sched_batch=scheduling.sorted_prompts,
+        admission=ADMISSIONS[scheduling.admission],
+    )

@@ -16,8 +16,7 @@ from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import PlanError
-from cleave.planner.policies import build_policies
-from cleave.planner.problem import Problem, Supply
+from cleave.planner.problem import Problem, Supply, build_policies
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
 
@@ -65,7 +64,7 @@ def build_supplies(
         key = find_gpu(group.gpu, own).name, group.gpus_per_node
         groups[key] = groups.get(key, 0) + group.count
     remaining = {find_gpu(choice.type, own).name: choice.max for choice in choices}
-    supplies_found = []
+    supplies = []
     for (name, per_node), count in groups.items():
         limit = remaining.get(name)
         total = count * per_node
@@ -77,8 +76,8 @@ def build_supplies(
             # Every instance is a separate pod. CUDA IPC needs a shared PID namespace, so KV between
             # pods of one node uses the network, too.
             network = inventory.find_network_link(cluster, gpu)
-            supplies_found.append(Supply(name, count, per_node, usable, network, network))
-    return tuple(supplies_found)
+            supplies.append(Supply(name, count, per_node, usable, network, network))
+    return tuple(supplies)
 
 
 def _load_shape(deployment: LLMDeployment) -> ModelShape:
@@ -93,9 +92,8 @@ def build_demand(deployment: LLMDeployment, folder: Path) -> Demand:
     """The traffic of `deployment`; a relative trace path starts at `folder`. Raises PlanError."""
     workload_spec = deployment.spec.workload
     if workload_spec is None:
-        raise PlanError(
-            ["spec.workload: required for planning; set rate, promptTokens and outputTokens"]
-        )
+        fault = "spec.workload: required for planning; set rate, promptTokens and outputTokens"
+        raise PlanError([fault])
     try:
         return workload.build_from_spec(workload_spec, folder)
     except workload.DemandError as error:

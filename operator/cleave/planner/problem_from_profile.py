@@ -16,13 +16,11 @@ from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU
-from cleave.planner.policies import build_policies
-from cleave.planner.problem import Problem, Supply
+from cleave.planner.problem import Problem, Supply, build_policies
 from cleave.traffic import characterization, workload
 
 MAX_INSTANCES = 16
 """Limit if spec.planning.maxGPUs is not set."""
-KIND = EMULATED_GPU
 _DEFAULT_SHAPE = "opt-13b"
 """The emulated engine uses this model's KV size for a model that it does not know."""
 _TRANSFER_GB_PER_S = 25.0
@@ -37,27 +35,25 @@ class ProfileEstimator:
         self, profile: named_profiles.NamedProfile, shape: ModelShape, time_scale: float
     ) -> None:
         timing = pipeline.scale_timing(profile.timing, prompt=time_scale, decode=time_scale)
+        saturation = pipeline.find_prefill_saturation_tokens(timing, shape.max_model_len)
+        source = f"the emulated engine's own profile {profile.name}"
         self._estimate = Estimate(
             timing=timing,
             kv_capacity_tokens=profile.kv_capacity_tokens,
-            prefill_saturation_tokens=pipeline.find_prefill_saturation_tokens(
-                timing, shape.max_model_len
-            ),
+            prefill_saturation_tokens=saturation,
             max_model_len=shape.max_model_len,
             kv_bytes_per_token=shape.kv_bytes_per_token,
             flops_per_token=shape.flops_per_token,
             power_watts=0.0,
             cost_per_hour=0.0,
-            confidence=Confidence(
-                LatencySource.MEASURED, f"the emulated engine's own profile {profile.name}", 0.0
-            ),
+            confidence=Confidence(LatencySource.MEASURED, source, 0.0),
         )
 
     def estimate(
         self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
     ) -> Estimate | None:
         """The profile's estimate for sizes 1 and 1; None for all other sizes."""
-        is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (KIND, 1, 1)
+        is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (EMULATED_GPU, 1, 1)
         return self._estimate if is_unsplit else None
 
     def explain_unsupported(
@@ -70,10 +66,7 @@ class ProfileEstimator:
 
 
 def build_problem(
-    deployment: LLMDeployment,
-    folder: Path = Path(),
-    seed: int = 0,
-    cluster: Cluster | None = None,
+    deployment: LLMDeployment, folder: Path = Path(), seed: int = 0, cluster: Cluster | None = None
 ) -> Problem:
     """The problem of planning emulated instances; a relative trace path starts at `folder`.
 
@@ -100,7 +93,7 @@ def build_problem(
     return Problem(
         demand=demand.with_max_model_len(longest),
         slo=spec.slo,
-        supplies=(Supply(KIND, 1, instances, instances, link, link),),
+        supplies=(Supply(EMULATED_GPU, 1, instances, instances, link, link),),
         shape=shape,
         # Emulated engines need no GPU, so the allowed GPU types do not apply.
         planning=spec.planning.model_copy(update={"gpus": []}),

@@ -72,10 +72,7 @@ class OpenAIClient:
         return body
 
     async def complete(
-        self,
-        prompt: Sequence[int],
-        output_tokens: int,
-        on_events: OnEvents | None = None,
+        self, prompt: Sequence[int], output_tokens: int, on_events: OnEvents | None = None
     ) -> TimedCompletion:
         """Stream exactly `output_tokens` tokens; `on_events` is called as they arrive.
 
@@ -142,9 +139,8 @@ def _parse_url(url: str) -> tuple[str, int, bool]:
 def _read_completion(url: str, exchange: TimedHttpExchange, output_tokens: int) -> TimedCompletion:
     events = bytes(exchange.body).split(b"\n\n")
     if exchange.status != 200:
-        raise ProfilingError(
-            f"{url}: status {exchange.status}: {_find_error_message(exchange.body)}"
-        )
+        message = _find_error_message(exchange.body)
+        raise ProfilingError(f"{url}: status {exchange.status}: {message}")
     if len(events) < 4 or events[-2] != _DONE:
         raise ProfilingError(f"{url}: the stream ended early: {_find_error_message(events[-2])}")
     # The last two events are the usage and the end marker.

@@ -76,11 +76,8 @@ async def inspect_engine(client: OpenAIClient, model: str | None) -> EngineInfo:
 
 async def count_requests(client: OpenAIClient) -> int:
     """Number of requests that run or wait on the engine. Raises ProfilingError."""
-    page = await client.get("/metrics")
-    return round(
-        _sum_series(page, "vllm:num_requests_running")
-        + _sum_series(page, "vllm:num_requests_waiting")
-    )
+    page, names = await client.get("/metrics"), ("running", "waiting")
+    return round(sum(_sum_series(page, f"vllm:num_requests_{name}") for name in names))
 
 
 async def read_counters(client: OpenAIClient, prefills: int = 0) -> EngineCounters:

@@ -10,6 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 
 from cleave.profiling.client import OpenAIClient
 from cleave.profiling.engine_info import EngineInfo, count_requests
@@ -155,22 +156,16 @@ def plan_measurements(
         for context in settings.contexts:
             output = min(_STREAM_TOKENS, facts.max_model_len - context)
             fill_s = batch * _estimate_prompt_ms(look, context) / 1e3
-            fits = (
-                batch * (context + _MIN_PROMPT_TOKENS * 8) <= room
-                and output >= _MIN_PROMPT_TOKENS * 8
-            )
+            least = _MIN_PROMPT_TOKENS * 8
+            fits = batch * (context + least) <= room and output >= least
             if fits and fill_s <= settings.max_fill_s:
                 yield DecodeMeasurement(batch, context, mixed, output)
 
 
 def list_prompt_lengths(last: int, steps_per_octave: int) -> list[int]:
     """Prompt lengths from 16 to `last`, evenly on a logarithmic scale, both ends included."""
-    result = []
-    step = 0
-    while (tokens := round(_MIN_PROMPT_TOKENS * 2 ** (step / steps_per_octave))) < last:
-        result.append(tokens)
-        step += 1
-    return [*result, last]
+    lengths = (round(_MIN_PROMPT_TOKENS * 2 ** (step / steps_per_octave)) for step in count())
+    return [*takewhile(lambda tokens: tokens < last, lengths), last]
 
 
 async def _run(

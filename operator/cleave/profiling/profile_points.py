@@ -1,6 +1,6 @@
 """Conversion of samples to a profile: medians, spreads, and points that scatter too much."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 from typing import TypedDict
 
@@ -54,6 +54,21 @@ def build_profile(
     pipeline_parallel_size: int,
 ) -> MeasuredProfile:
     """The profile of these samples. Raises cleave.perf.profile.codec.InvalidProfileError."""
+    prefill: list[PrefillPoint] = []
+    decode: list[DecodePoint] = []
+    mixed: list[MixedPoint] = []
+    for what, group in samples.items():
+        context, duration = _compute_median_context(group), _summarize(group)
+        match what:
+            case PrefillCase():
+                prefill.append(PrefillPoint(prompts=what.prompts, tokens=what.tokens, **duration))
+            case DecodeCase():
+                decode.append(DecodePoint(batch=what.batch, context_tokens=context, **duration))
+            case MixedCase():
+                sizes = {"prompt_tokens": what.prompt_tokens, "batch": what.batch}
+                mixed.append(MixedPoint(**sizes, context_tokens=context, **duration))
+            case OverheadCase():
+                continue
     return MeasuredProfile(
         model=facts.source,
         device=device,
@@ -65,9 +80,9 @@ def build_profile(
         kv_capacity_tokens=facts.kv_capacity_tokens,
         max_model_len=facts.max_model_len,
         dispatch_ms=round(find_dispatch_ms(samples), 3),
-        prefill=tuple(_build_prefill_points(samples)),
-        decode=tuple(_build_decode_points(samples)),
-        mixed=tuple(_build_mixed_points(samples)),
+        prefill=tuple(sorted(prefill, key=lambda point: point.key)),
+        decode=tuple(sorted(decode, key=lambda point: point.key)),
+        mixed=tuple(sorted(mixed, key=lambda point: point.key)),
     )
 
 
@@ -79,42 +94,6 @@ def find_dispatch_ms(samples: Mapping[MeasuredCase, Sequence[Sample]]) -> float:
         if isinstance(what, OverheadCase)
     ]
     return median(overheads) if overheads else 0.0
-
-
-def _build_prefill_points(
-    samples: Mapping[MeasuredCase, Sequence[Sample]],
-) -> Iterable[PrefillPoint]:
-    points = [
-        PrefillPoint(prompts=what.prompts, tokens=what.tokens, **_summarize(group))
-        for what, group in samples.items()
-        if isinstance(what, PrefillCase)
-    ]
-    return sorted(points, key=lambda point: point.key)
-
-
-def _build_decode_points(samples: Mapping[MeasuredCase, Sequence[Sample]]) -> Iterable[DecodePoint]:
-    points = [
-        DecodePoint(
-            batch=what.batch, context_tokens=_compute_median_context(group), **_summarize(group)
-        )
-        for what, group in samples.items()
-        if isinstance(what, DecodeCase)
-    ]
-    return sorted(points, key=lambda point: point.key)
-
-
-def _build_mixed_points(samples: Mapping[MeasuredCase, Sequence[Sample]]) -> Iterable[MixedPoint]:
-    points = [
-        MixedPoint(
-            prompt_tokens=what.prompt_tokens,
-            batch=what.batch,
-            context_tokens=_compute_median_context(group),
-            **_summarize(group),
-        )
-        for what, group in samples.items()
-        if isinstance(what, MixedCase)
-    ]
-    return sorted(points, key=lambda point: point.key)
 
 
 def _summarize(samples: Sequence[Sample]) -> MeasuredDuration:

@@ -68,10 +68,7 @@ def build_attainment_chart(study: LoadStudy) -> Chart:
             )
     add_rule(figure, y=target, text=f"target {format_percent(target)}")
     add_rule(figure, x=requested_rate, text=f"requested {format_number(requested_rate)} req/s")
-    reach = max(
-        *(1.6 * sweep.plan.prediction.goodput for sweep in sweeps),
-        1.15 * requested_rate,
-    )
+    reach = max(*(1.6 * sweep.plan.prediction.goodput for sweep in sweeps), 1.15 * requested_rate)
     figure.update_xaxes(range=[0, reach])
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     sentences = [
@@ -189,8 +186,8 @@ def _get_line_style(plan: Plan, position: int) -> tuple[str, str]:
     """Color by kind of plan, as for markers; the first line is solid, a third one grey."""
     if position == 2:
         return "var(--third)", "dot"
-    kind = "var(--first)" if plan.is_disaggregated else "var(--second)"
-    return kind, "dash" if position else "solid"
+    color = "var(--first)" if plan.is_disaggregated else "var(--second)"
+    return color, "dash" if position else "solid"
 
 
 def _select_rate_indices(sweep: RateSweep, requested_rate: float) -> list[int]:

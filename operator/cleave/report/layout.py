@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cleave.api.role import Role
-from cleave.planner.plan import Plan, PlannedPool
-
-LOW_AFFINITY = "Algorithm 2"
+from cleave.planner.plan import LOW_AFFINITY, Plan, PlannedPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,24 @@ latencies.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.api.deployment import Slo
+from cleave.api.deployment import LLMDeployment, Slo
 from cleave.planner.plan import Plan, PlanningResult
+from cleave.planner.pool_simulation import PlacementSimulator
+from cleave.planner.problem import Problem
+from cleave.planner.result.text import format_number
 from cleave.report.layout import NodeShape
-from cleave.simulator.outcome import LatencyStage, SimulationResult, Times, compute_stage_shares
+from cleave.simulator.outcome import (
+    LatencyStage,
+    SimulationResult,
+    compute_quantile,
+    compute_stage_shares,
+)
 
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3.0)
 """Factors on the requested TTFT and TPOT targets."""
@@ -23,6 +32,10 @@ LOADS = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.
 """Simulated rates as factors on a plan's goodput."""
 _MAX_PLANS = 8
 _CDF_POINTS = 201
+_MIN_REQUESTS = 1000
+_MAX_REQUESTS = 20_000
+_DURATION_S = 120.0
+"""Simulated time of one point on the page, within the limits on the number of requests."""
 
 
 class PlanSimulator(Protocol):
@@ -88,6 +101,28 @@ class LoadStudy:
     """Plans with a few instances more or less, for comparison."""
 
 
+def build_report_input(deployment: LLMDeployment, problem: Problem) -> ReportInput:
+    """Describe the deployment and the problem built from it."""
+    return ReportInput(
+        deployment=deployment.name,
+        model=deployment.spec.model.name,
+        slo=problem.slo,
+        rate=problem.rate,
+        traffic=_describe_traffic(deployment, problem),
+        nodes=tuple(
+            NodeShape(each.gpu, each.num_nodes, each.gpus_per_node) for each in problem.supplies
+        ),
+        max_gpus=problem.max_gpus,
+        seed=problem.seed,
+    )
+
+
+def build_simulator(problem: Problem) -> PlacementSimulator:
+    """A simulator of the problem's requests, with as many requests as a point of the page needs."""
+    num_requests = int(problem.rate * _DURATION_S)
+    return PlacementSimulator(problem, min(max(num_requests, _MIN_REQUESTS), _MAX_REQUESTS))
+
+
 def run_study(
     subject: ReportInput,
     result: PlanningResult,
@@ -96,30 +131,27 @@ def run_study(
 ) -> LoadStudy:
     """Simulate the plans of `result` and their neighbours as far as the page needs it."""
     listed = select_plans(result)
-    plans = (*listed, *neighbours)
     return LoadStudy(
         report_input=subject,
         result=result,
         neighbours=neighbours,
-        sweeps=tuple(_run_sweep(subject, plan, bench) for plan in plans),
+        sweeps=tuple(_run_sweep(subject, plan, bench) for plan in (*listed, *neighbours)),
         latencies=tuple(
-            _simulate_latencies(subject, plan, bench) for plan in select_rivals(listed)
+            _simulate_latencies(subject, each, bench) for each in select_rivals(listed)
         ),
     )
 
 
 def select_plans(result: PlanningResult) -> tuple[Plan, ...]:
     """The plans that the page describes; the best of each kind is always among them."""
-    every = ((result.selected,) if result.selected else ()) + result.alternatives
-    best = every[:_MAX_PLANS]
-    return best + tuple(plan for plan in select_rivals(every) if plan not in best)
+    best = result.plans[:_MAX_PLANS]
+    return best + tuple(plan for plan in select_rivals(result.plans) if plan not in best)
 
 
 def select_rivals(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     """The first plan, and the first of the other kind (disaggregated or not)."""
     others = (plan for plan in plans if plan.is_disaggregated != plans[0].is_disaggregated)
-    other = next(others, None)
-    return (*plans[:1], *((other,) if other else ()))
+    return (*plans[:1], *islice(others, 1))
 
 
 def interpolate_goodput(
@@ -147,12 +179,10 @@ def _run_sweep(subject: ReportInput, plan: Plan, bench: PlanSimulator) -> RateSw
         plan=plan,
         rates=rates,
         attainment=tuple(each.compute_attainment(slo.ttft_ms, slo.tpot_ms) for each in outcomes),
-        ttft_p90_ms=tuple(_compute_quantile(each.ttft_ms, 0.9) for each in outcomes),
-        tpot_p90_ms=tuple(_compute_quantile(each.tpot_ms, 0.9) for each in outcomes),
+        ttft_p90_ms=tuple(compute_quantile(each.ttft_ms, 0.9) for each in outcomes),
+        tpot_p90_ms=tuple(compute_quantile(each.tpot_ms, 0.9) for each in outcomes),
         stages=tuple(compute_stage_shares(each) for each in outcomes),
-        attainment_by_scale=np.array(
-            [_compute_attainment_by_scale(each, slo) for each in outcomes]
-        ),
+        attainment_by_scale=np.array([_compute_attainment_by_scale(o, slo) for o in outcomes]),
     )
 
 
@@ -169,13 +199,21 @@ def _simulate_latencies(subject: ReportInput, plan: Plan, bench: PlanSimulator) 
     levels = np.linspace(0, 1, _CDF_POINTS)
     return PlanLatencies(
         plan=plan,
-        ttft_ms=tuple(_compute_quantile(outcome.ttft_ms, level) for level in levels),
-        tpot_ms=tuple(_compute_quantile(outcome.tpot_ms, level) for level in levels),
+        ttft_ms=tuple(compute_quantile(outcome.ttft_ms, level) for level in levels),
+        tpot_ms=tuple(compute_quantile(outcome.tpot_ms, level) for level in levels),
         stages=compute_stage_shares(outcome),
     )
 
 
-def _compute_quantile(values: Times, level: float) -> float:
-    """The value at or above the share `level` of requests; nan counts as infinite."""
-    latencies = np.where(np.isnan(values), np.inf, values)
-    return float(np.quantile(latencies, level, method="higher"))
+def _describe_traffic(deployment: LLMDeployment, problem: Problem) -> str:
+    demand, spec = problem.demand, deployment.spec.workload
+    lengths = (
+        f"prompts of {format_number(demand.mean_prompt_tokens)} and outputs of "
+        f"{format_number(demand.mean_output_tokens)} tokens on average"
+    )
+    if spec is not None and spec.trace is not None:
+        return f"{lengths}, from {spec.trace.path}"
+    burstiness = spec.gap_variation if spec is not None else 1.0
+    if burstiness == 1.0:
+        return f"{lengths}, Poisson arrivals"
+    return f"{lengths}, gaps between arrivals with a variation of {burstiness:g}"

@@ -23,10 +23,8 @@ def draw_nodes(nodes: tuple[LayoutNode, ...]) -> str:
         for number, node in enumerate(nodes[:_MAX_NODES])
     )
     hidden = len(nodes) - _MAX_NODES
-    more = (
-        f'<p class="note">... and {hidden} more nodes of the same kind.</p>' if hidden > 0 else ""
-    )
-    return f'<ol class="nodes" start="0">{items}</ol>{more}'
+    more = f'<p class="note">... and {hidden} more nodes of the same kind.</p>'
+    return f'<ol class="nodes" start="0">{items}</ol>{more if hidden > 0 else ""}'
 
 
 def describe_node(node: LayoutNode) -> str:
@@ -57,10 +55,9 @@ def _draw_gpus(node: LayoutNode) -> Iterator[str]:
 
 
 def _draw_segment(segment: Segment, first_gpu: int) -> Iterator[str]:
+    name = f"{_LETTERS[segment.role]}{segment.instance}"
     for gpu in range(segment.gpus):
-        yield _draw_cell(
-            first_gpu + gpu, str(segment.role), f"{_LETTERS[segment.role]}{segment.instance}"
-        )
+        yield _draw_cell(first_gpu + gpu, str(segment.role), name)
     x, width = first_gpu * _CELL + _FRAME, segment.gpus * _CELL - _FRAME
     yield (
         f'<rect class="frame {segment.role}" x="{x}" y="{_TOP}" width="{width}" '

@@ -8,7 +8,7 @@ the browser, which makes the file a third of the size.
 import base64
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -32,7 +32,7 @@ from cleave.report.figures import Chart
 from cleave.report.layout import lay_out
 from cleave.report.load_study import LoadStudy
 from cleave.report.node_drawing import describe_node, draw_nodes
-from cleave.report.what_if import WhatIf, compute_what_if
+from cleave.report.what_if import WhatIf, WhatIfPoint, compute_what_if
 
 
 def render_page(study: LoadStudy) -> str:
@@ -42,7 +42,7 @@ def render_page(study: LoadStudy) -> str:
     body = "\n".join(_render_body(study, drawn, points))
     data = {
         "charts": {key: chart.figure.to_plotly_json() for key, chart in drawn.items()},
-        "whatIf": _dump_points(points),
+        "whatIf": points and _dump_points(points),
         "plans": [
             {"label": format_plan(sweep.plan), "text": _describe_plan(sweep.plan)}
             for sweep in study.sweeps
@@ -72,30 +72,19 @@ def _render_body(study: LoadStudy, drawn: dict[str, Chart], points: WhatIf | Non
     yield "<main>"
     yield _render_header(study)
     yield _render_warnings(study)
+    figures = {key: _render_figure(chart) for key, chart in drawn.items()}
     if study.sweeps:
-        yield _render_section("Load", [_render_figure(drawn["attainment"])])
-        yield _render_section(
-            "Latency",
-            [_render_figure(drawn["cdf-ttft"]), _render_figure(drawn["cdf-tpot"])],
-            columns=2,
-        )
-        yield _render_section("Stages", [_render_figure(drawn["stages"])])
+        yield _render_section("Load", figures["attainment"])
+        yield _render_section("Latency", figures["cdf-ttft"], figures["cdf-tpot"], columns=2)
+        yield _render_section("Stages", figures["stages"])
     if study.result.selected:
-        yield _render_section("Layout", [_render_layout(study.result.selected, study)])
+        yield _render_section("Layout", _render_layout(study.result.selected, study))
     if points:
-        yield _render_section("What if", [_render_sliders(points, study)])
-        yield _render_section(
-            "Alternatives",
-            [
-                tables.render_plans(study.result, study.report_input.rate, study.neighbours),
-                *(
-                    _render_figure(drawn[key])
-                    for key in ("frontier", "tradeoff-ttft", "tradeoff-tpot")
-                ),
-            ],
-            columns=3,
-        )
-    yield _render_section("How it was found", [_render_method(study)])
+        yield _render_section("What if", _render_sliders(points, study))
+        plans = tables.render_plans(study.result, study.report_input.rate, study.neighbours)
+        charts = (figures[key] for key in ("frontier", "tradeoff-ttft", "tradeoff-tpot"))
+        yield _render_section("Alternatives", plans, *charts, columns=3)
+    yield _render_section("How it was found", _render_method(study))
     yield "</main>"
 
 
@@ -128,7 +117,7 @@ def _render_warnings(study: LoadStudy) -> str:
     return f'<aside class="card warnings"><h2>Warnings</h2><ul>{items}</ul></aside>'
 
 
-def _render_section(title: str, parts: Sequence[str], columns: int = 1) -> str:
+def _render_section(title: str, *parts: str, columns: int = 1) -> str:
     inner = "\n".join(parts)
     return (
         f'<section class="card"><h2>{escape(title)}</h2>'
@@ -221,26 +210,19 @@ def _describe_plan(plan: Plan) -> str:
     return " and ".join(describe_pool(pool) for pool in plan.pools)
 
 
-def _dump_points(points: WhatIf | None) -> dict[str, Any] | None:
-    if points is None:
-        return None
+def _dump_points(points: WhatIf) -> dict[str, Any]:
     return {
         "rate": [f"{format_number(rate)} req/s" for rate in points.rates],
         "ttft": [format_milliseconds(value) for value in points.ttft_ms],
         "tpot": [format_milliseconds(value) for value in points.tpot_ms],
-        "points": [
-            [
-                p.plan,
-                format_number(p.goodput * p.copies),
-                format_number(p.goodput * p.copies / p.gpus),
-                p.gpus,
-            ]
-            if p.plan >= 0
-            else None
-            for p in points.points
-        ],
+        "points": [_dump_point(point) if point.plan >= 0 else None for point in points.points],
         "copies": [point.copies for point in points.points],
     }
+
+
+def _dump_point(point: WhatIfPoint) -> list[int | str]:
+    goodput = point.goodput * point.copies
+    return [point.plan, format_number(goodput), format_number(goodput / point.gpus), point.gpus]
 
 
 def _dump_json(data: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Renders the page's tables and stat tiles as HTML. Pure."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from html import escape
 
 from cleave.api.deployment import Slo
@@ -38,19 +39,15 @@ def render_plans(result: PlanningResult, rate: float, neighbours: tuple[Plan, ..
         *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
         *("price/h", "power", "algorithm"),
     )
-    listed = ((result.selected,) if result.selected else ()) + result.alternatives
-    every = (*listed, *neighbours)
+    rows = (_build_plan_row(plan, result.selected) for plan in (*result.plans, *neighbours))
     caption = f"Predictions at {format_number(rate)} req/s; goodput in req/s"
-    return render_table(
-        caption, heading, (_build_plan_row(plan, result.selected) for plan in every)
-    )
+    return render_table(caption, heading, rows)
 
 
 def render_trust(result: PlanningResult) -> str:
     """The sources of the plans' latency models, as a list."""
-    every = ((result.selected,) if result.selected else ()) + result.alternatives
     sources: dict[str, list[str]] = {}
-    for plan in every:
+    for plan in result.plans:
         sources.setdefault(describe_trust(plan.prediction.trust), []).append(format_plan(plan))
     items = (
         f"<li>{escape(source)}{': ' + escape(', '.join(names)) if len(sources) > 1 else ''}</li>"
@@ -63,56 +60,42 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
     """The most important figures of the selected plan, in large type."""
     prediction = plan.prediction
     low, high = prediction.goodput_interval
-    figures = (
-        (
-            "goodput",
-            f"{format_number(prediction.goodput)} req/s",
-            f"95 %: {format_number(low)} to {format_number(high)}",
-            "",
+    interval = f"95 %: {format_number(low)} to {format_number(high)}"
+    goal = f"target {format_percent(slo.attainment)}"
+    attains = prediction.attainment >= slo.attainment
+    tiles = (
+        _render_tile("goodput", f"{format_number(prediction.goodput)} req/s", interval),
+        _render_tile(
+            "per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs"
         ),
-        ("per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs", ""),
-        (
-            "attainment",
-            format_percent(prediction.attainment),
-            f"target {format_percent(slo.attainment)}",
-            _get_state(prediction.attainment >= slo.attainment),
-        ),
-        ("P90 TTFT", *_compare_with_target(prediction.ttft_ms, slo.ttft_ms)),
-        ("P90 TPOT", *_compare_with_target(prediction.tpot_ms, slo.tpot_ms)),
-        ("price", format_number(prediction.cost_per_hour), "per hour", ""),
-        ("power", format_power(prediction.power_watts), "provisioned", ""),
+        _render_tile("attainment", format_percent(prediction.attainment), goal, holds=attains),
+        _render_latency_tile("P90 TTFT", prediction.ttft_ms, slo.ttft_ms),
+        _render_latency_tile("P90 TPOT", prediction.tpot_ms, slo.tpot_ms),
+        _render_tile("price", format_number(prediction.cost_per_hour), "per hour"),
+        _render_tile("power", format_power(prediction.power_watts), "provisioned"),
     )
-    return "".join(_render_tile(*figure) for figure in figures)
+    return "".join(tiles)
 
 
 def render_nearest_slo(slo: NearestSlo) -> str:
     """The nearest feasible SLO, in large type."""
     times = f"{format_number(slo.scale)} times the requested one"
-    figures = (
-        ("TTFT that holds", format_milliseconds(slo.ttft_ms), times),
-        ("TPOT that holds", format_milliseconds(slo.tpot_ms), times),
-    )
-    tiles = "".join(_render_tile(*figure, "") for figure in figures)
-    return f'{tiles}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
+    ttft = _render_tile("TTFT that holds", format_milliseconds(slo.ttft_ms), times)
+    tpot = _render_tile("TPOT that holds", format_milliseconds(slo.tpot_ms), times)
+    return f'{ttft}{tpot}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
 
 
-def _render_tile(name: str, value: str, detail: str, state: str) -> str:
+def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = None) -> str:
+    state = {None: "", True: "good", False: "bad"}[holds]
     return (
         f'<div class="tile {state}"><dt>{name}</dt><dd>{escape(value)}'
         f"<small>{escape(detail)}</small></dd></div>"
     )
 
 
-def _compare_with_target(latency: Percentiles, target: float) -> tuple[str, str, str]:
-    return (
-        format_milliseconds(latency.p90),
-        f"target {format_milliseconds(target)}",
-        _get_state(latency.p90 <= target),
-    )
-
-
-def _get_state(holds: bool) -> str:
-    return "good" if holds else "bad"
+def _render_latency_tile(name: str, latency: Percentiles, target: float) -> str:
+    goal = f"target {format_milliseconds(target)}"
+    return _render_tile(name, format_milliseconds(latency.p90), goal, holds=latency.p90 <= target)
 
 
 def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
@@ -125,17 +108,9 @@ def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
         " to ".join(format_number(end) for end in prediction.goodput_interval),
         format_number(plan.goodput_per_gpu),
         format_percent(prediction.attainment),
-        *_format_percentiles(prediction.ttft_ms),
-        *_format_percentiles(prediction.tpot_ms),
+        *map(format_milliseconds, astuple(prediction.ttft_ms)),
+        *map(format_milliseconds, astuple(prediction.tpot_ms)),
         format_number(prediction.cost_per_hour),
         format_power(prediction.power_watts),
         plan.algorithm,
-    )
-
-
-def _format_percentiles(latency: Percentiles) -> tuple[str, str, str]:
-    return (
-        format_milliseconds(latency.p50),
-        format_milliseconds(latency.p90),
-        format_milliseconds(latency.p99),
     )

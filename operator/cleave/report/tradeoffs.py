@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from cleave.planner.plan import Plan
 from cleave.planner.result.text import format_milliseconds, format_number, format_plan
 from cleave.report.figures import Chart, add_rule, create_figure
 from cleave.report.load_study import LoadStudy
@@ -19,23 +18,22 @@ _LOG_SPAN = 30.0
 
 def build_frontier_chart(study: LoadStudy) -> Chart:
     """Goodput against cost (GPUs where prices are missing)."""
-    plans = _list_plans(study)
+    plans = (*study.result.plans, *study.neighbours)
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
     axis = "price per hour" if priced else "GPUs"
     figure = create_figure(axis, "goodput (req/s)")
     costs = [plan.prediction.cost_per_hour if priced else float(plan.gpus) for plan in plans]
-    edge = find_pareto_front(
-        [(x, plan.prediction.goodput) for x, plan in zip(costs, plans, strict=True)]
-    )
+    goodputs = [plan.prediction.goodput for plan in plans]
+    edge = find_pareto_front(list(zip(costs, goodputs, strict=True)))
     figure.add_scatter(
         x=[costs[i] for i in edge],
-        y=[plans[i].prediction.goodput for i in edge],
+        y=[goodputs[i] for i in edge],
         name="frontier",
         mode="lines",
         line={"color": "var(--muted)", "width": 1.5, "dash": "dot", "shape": "hv"},
         hoverinfo="skip",
     )
-    _add_plans(figure, study, costs, [plan.prediction.goodput for plan in plans])
+    _add_plans(figure, study, costs, goodputs)
     figure.update_xaxes(rangemode="tozero")
     figure.update_yaxes(rangemode="tozero")
     best = ", ".join(format_plan(plans[i]) for i in edge)
@@ -47,15 +45,15 @@ def build_frontier_chart(study: LoadStudy) -> Chart:
         figure,
         ("plan", axis, "goodput (req/s)"),
         tuple(
-            (format_plan(plan), format_number(x), format_number(plan.prediction.goodput))
-            for plan, x in zip(plans, costs, strict=True)
+            (format_plan(plan), format_number(x), format_number(y))
+            for plan, x, y in zip(plans, costs, goodputs, strict=True)
         ),
     )
 
 
 def build_tradeoff_chart(study: LoadStudy, metric: str) -> Chart:
     """P90 latency against goodput per cost, with the SLO's side shaded (Vidur, figure 5)."""
-    plans, slo = _list_plans(study), study.report_input.slo
+    plans, slo = (*study.result.plans, *study.neighbours), study.report_input.slo
     name, target = ("TTFT", slo.ttft_ms) if metric == "ttft" else ("TPOT", slo.tpot_ms)
     latencies = [getattr(plan.prediction, f"{metric}_ms").p90 for plan in plans]
     priced = all(plan.prediction.cost_per_hour > 0 for plan in plans)
@@ -95,27 +93,18 @@ def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _list_plans(study: LoadStudy) -> tuple[Plan, ...]:
-    result = study.result
-    listed = ((result.selected,) if result.selected else ()) + result.alternatives
-    return (*listed, *study.neighbours)
-
-
 def _add_plans(figure: go.Figure, study: LoadStudy, x: Sequence[float], y: Sequence[float]) -> None:
     """One marker per plan: shape and color show the kind, a ring the selected plan.
 
     Neighbours of the result's plans are hollow.
     """
-    plans = _list_plans(study)
+    plans = (*study.result.plans, *study.neighbours)
     for kind, color, symbol in (
         ("disaggregated", "var(--first)", "circle"),
         ("colocated", "var(--second)", "square"),
     ):
-        indices = [
-            i
-            for i, plan in enumerate(plans)
-            if plan.is_disaggregated == (kind == "disaggregated") and math.isfinite(x[i])
-        ]
+        is_kind = [plan.is_disaggregated == (kind == "disaggregated") for plan in plans]
+        indices = [i for i in range(len(plans)) if is_kind[i] and math.isfinite(x[i])]
         hollow = [plans[i] in study.neighbours for i in indices]
         figure.add_scatter(
             x=[x[i] for i in indices],

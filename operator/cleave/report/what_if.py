@@ -8,6 +8,7 @@ the page says so.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from cleave.planner.plan import Plan
 from cleave.report.load_study import SCALES, LoadStudy, RateSweep, interpolate_goodput
@@ -45,26 +46,19 @@ class WhatIf:
         """Slider positions of the requested rate, TTFT and TPOT."""
         return RATES.index(1.0), SCALES.index(1.0), SCALES.index(1.0)
 
-    def get_point(self, rate: int, ttft: int, tpot: int) -> WhatIfPoint:
-        """The point at three slider positions."""
-        return self.points[(rate * len(self.ttft_ms) + ttft) * len(self.tpot_ms) + tpot]
-
 
 def compute_what_if(study: LoadStudy) -> WhatIf:
     """Compute every combination of RATES and SCALES."""
     slo, target = study.report_input.slo, study.report_input.slo.attainment
     goodputs = [_compute_goodputs(sweep, target) for sweep in study.sweeps]
     rates = tuple(factor * study.report_input.rate for factor in RATES)
-    indices = range(len(SCALES))
     return WhatIf(
         rates=rates,
         ttft_ms=tuple(scale * slo.ttft_ms for scale in SCALES),
         tpot_ms=tuple(scale * slo.tpot_ms for scale in SCALES),
         points=tuple(
             _select_best(study, [table[ttft][tpot] for table in goodputs], rate)
-            for rate in rates
-            for ttft in indices
-            for tpot in indices
+            for rate, ttft, tpot in product(rates, range(len(SCALES)), range(len(SCALES)))
         ),
     )
 

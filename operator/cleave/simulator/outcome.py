@@ -119,6 +119,14 @@ class InstanceStatistics:
         return np.asarray(share, np.float64)
 
 
+def compute_quantile(times: Times, level: float) -> float:
+    """The time at or above the share `level` of requests; nan (never reached) counts as infinite.
+
+    No interpolation, which is undefined between a finite and an infinite value.
+    """
+    return float(np.quantile(np.where(np.isnan(times), np.inf, times), level, method="higher"))
+
+
 class LatencyStage(StrEnum):
     """One part of a request's life, in order (DistServe, section 6.3)."""
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,14 @@ from cleave.cli.main import app
 from cleave.perf import named_profiles
 from cleave.perf.profile import profile
 from cleave.profiling import measurement_plan
+from cleave.profiling.measurement_plan import SamplesByCase
+from cleave.profiling.measurements import (
+    DecodeCase,
+    MeasuredCase,
+    OverheadCase,
+    PrefillCase,
+    Sample,
+)
 
 FEW = measurement_plan.ProfilingSettings(
     repeats=1,
@@ -60,10 +67,22 @@ def test_a_profile_is_written_shown_and_can_be_run(
     assert output["profile"]["tensorParallelSize"] == 2
 
 
+async def measure_scattered(*_: object) -> SamplesByCase:
+    """What `measure` returns, with one point that scatters whatever else the machine does."""
+    times_ms: dict[MeasuredCase, list[float]] = {
+        PrefillCase(1, 16): [5.0, 5.0, 5.0],
+        PrefillCase(1, 64): [10.0, 20.0, 30.0],
+        DecodeCase(1, 32): [5.0, 5.0, 5.0],
+        DecodeCase(2, 32): [6.0, 6.0, 6.0],
+        OverheadCase(64): [0.1, 0.5, 2.0],
+    }
+    return {case: [Sample(case, ms, 64) for ms in times] for case, times in times_ms.items()}
+
+
 def test_points_that_scatter_are_named_and_nothing_is_written_unless_forced(
     cli: CliRunner, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurement_plan, "QUICK", replace(FEW, repeats=2, max_spread=-1.0))
+    monkeypatch.setattr(measurement_plan, "measure", measure_scattered)
     file = tmp_path / "m.yaml"
     words = ["profile", engine, "--quick", "-O", str(file), "--device", "x"]
     refused = cli.invoke(app, words)

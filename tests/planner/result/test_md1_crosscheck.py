@@ -7,7 +7,7 @@ import numpy as np
 from cleave.planner.problem import Problem
 from cleave.planner.result import md1_crosscheck
 from cleave.planner.result.prediction import PredictedPlan, predict
-from cleave.planner.search.trials import CONFIRMATION_PRECISION, Trials
+from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
 from tests.support import known_problems
 
@@ -18,8 +18,8 @@ def predicted(
     draft = known_problems.split(
         problem, known_problems.of_size(problem, *size), n, known_problems.of_size(problem, 2), m
     )
-    trials = Trials(problem.demand, precision=CONFIRMATION_PRECISION)
-    return predict(problem, trials, draft, known_problems.targets(problem), "Algorithm 1")
+    search = known_problems.search(problem).with_precision(CONFIRMATION_PRECISION)
+    return predict(search, draft, "Algorithm 1")
 
 
 def test_equal_prompts_on_one_instance_agree_with_the_formula() -> None:

@@ -5,16 +5,14 @@ import pytest
 from cleave.planner.problem import Problem
 from cleave.planner.result import nearest_slo
 from cleave.planner.search.candidates import list_candidates
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.trials import Targets
 
 from tests.support import known_problems
 
 
 def scale(problem: Problem, ttft_ms: float, tpot_ms: float) -> float:
-    targets = Targets(ttft_ms, tpot_ms, 0.9)
-    found = nearest_slo.find_nearest_slo(
-        problem, Trials(problem.demand), list_candidates(problem), targets
-    )
+    search = known_problems.search(problem, Targets(ttft_ms, tpot_ms, 0.9))
+    found = nearest_slo.find_nearest_slo(search, list_candidates(problem))
     assert found is not None
     assert (found.ttft_ms, found.tpot_ms) == (ttft_ms * found.scale, tpot_ms * found.scale)
     return found.scale
@@ -34,13 +32,8 @@ def test_a_rate_beyond_all_gpus_has_no_nearest_slo() -> None:
     problem = known_problems.problem(
         known_problems.chat(rate=500.0), supplies=(known_problems.nodes(1),)
     )
-    targets = known_problems.targets(problem)
-    assert (
-        nearest_slo.find_nearest_slo(
-            problem, Trials(problem.demand), list_candidates(problem), targets
-        )
-        is None
-    )
+    search = known_problems.search(problem)
+    assert nearest_slo.find_nearest_slo(search, list_candidates(problem)) is None
 
 
 def test_a_multiple_beyond_a_hundred_is_found_as_well() -> None:

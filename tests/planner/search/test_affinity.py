@@ -5,13 +5,12 @@ from cleave.planner.problem import Problem
 from cleave.planner.search import affinity
 from cleave.planner.search.affinity import AffinityChoice
 from cleave.planner.search.candidates import list_candidates
-from cleave.planner.search.trials import Trials
 
 from tests.support import known_problems
 
 
 def choose(problem: Problem) -> AffinityChoice:
-    return affinity.choose_affinity(problem, Trials(problem.demand), list_candidates(problem))
+    return affinity.choose_affinity(known_problems.search(problem), list_candidates(problem))
 
 
 def test_infiniband_is_high_affinity_and_the_papers_25_gigabit_is_low() -> None:

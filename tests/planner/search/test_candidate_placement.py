@@ -21,8 +21,8 @@ def pair(problem, n=1, m=1, **kinds) -> CandidatePlacement:
 def test_a_draft_takes_gpus_money_and_power_of_all_its_cells() -> None:
     draft = pair(known_problems.problem(), 3, 2).with_copies(5)
     assert draft.gpus == 5 * (3 * 2 + 2)
-    assert draft.cost_per_hour == 2.0 * draft.gpus
-    assert draft.power_watts == 400.0 * draft.gpus
+    assert draft.get_resources(Objective.COST) == 2.0 * draft.gpus
+    assert draft.get_resources(Objective.POWER) == 400.0 * draft.gpus
     assert draft.get_resources(Objective.GOODPUT_PER_GPU) == draft.gpus
 
 

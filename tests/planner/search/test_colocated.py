@@ -3,7 +3,7 @@
 import pytest
 
 from cleave.planner.problem import Policies
-from cleave.planner.search import colocated, goodput
+from cleave.planner.search import colocated, goodput, ranking
 from cleave.planner.search.batch_limits import NUM_BATCHED_TOKENS, NUM_SEQS
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
@@ -21,7 +21,7 @@ def test_no_parallelism_batch_or_chunk_is_much_better_than_what_is_found() -> No
     problem = known_problems.blog(engine="vllm", policies=Policies())
     trials, targets = Trials(problem.demand), known_problems.targets(problem)
     found = [each for each in list_candidates(problem) if each.gpus <= 4]
-    rated = colocated.optimize(problem, trials, found, targets)
+    rated = colocated.optimize(known_problems.search(problem), found)
     rates = []
     for candidate in found:
         instance = build_mixed_instance(problem, candidate, Batching.VLLM)
@@ -40,12 +40,7 @@ def test_every_requested_policy_is_tried() -> None:
     best = {}
     for policies in (paged, *(Policies(mixed=(each,)) for each in paged.mixed)):
         problem = known_problems.blog(policies=policies)
-        rated = colocated.optimize(
-            problem,
-            Trials(problem.demand),
-            list_candidates(problem)[:1],
-            known_problems.targets(problem),
-        )
+        rated = colocated.optimize(known_problems.search(problem), list_candidates(problem)[:1])
         assert rated is not None
         best[policies.mixed] = rated.per_resource
     assert best[paged.mixed] == pytest.approx(max(best[(each,)] for each in paged.mixed), rel=0.02)
@@ -53,9 +48,8 @@ def test_every_requested_policy_is_tried() -> None:
 
 def test_at_a_low_rate_one_small_instance_is_enough() -> None:
     problem = known_problems.blog(rate=1.0)
-    found = list_candidates(problem)
-    rated = colocated.find_smallest(
-        problem, Trials(problem.demand), found, known_problems.targets(problem)
+    rated = colocated.optimize(
+        known_problems.search(problem), list_candidates(problem), ranking.find_smallest
     )
     assert rated is not None
     assert rated.placement.gpus == 1
@@ -68,19 +62,12 @@ def test_the_configuration_of_another_workload_costs_more_and_the_own_one_nothin
     )
     drafts = []
     for problem in (chat, long):
-        rated = colocated.optimize(
-            problem,
-            Trials(problem.demand),
-            list_candidates(problem),
-            known_problems.targets(problem),
-        )
+        rated = colocated.optimize(known_problems.search(problem), list_candidates(problem))
         assert rated is not None
         drafts.append(rated.placement)
     own, foreign = drafts
-    trials, targets = Trials(chat.demand), known_problems.targets(chat)
-    assert colocated.compute_misconfiguration_cost(chat, trials, targets, own, own) == 1
-    assert colocated.compute_misconfiguration_cost(chat, trials, targets, own, foreign) >= 0.98
-    hopeless = known_problems.Targets(10, 5, 0.9)
-    assert colocated.compute_misconfiguration_cost(chat, trials, hopeless, own, foreign) == float(
-        "inf"
-    )
+    search = known_problems.search(chat)
+    assert colocated.compute_misconfiguration_cost(search, own, own) == 1
+    assert colocated.compute_misconfiguration_cost(search, own, foreign) >= 0.98
+    hopeless = known_problems.search(chat, known_problems.Targets(10, 5, 0.9))
+    assert colocated.compute_misconfiguration_cost(hopeless, own, foreign) == float("inf")

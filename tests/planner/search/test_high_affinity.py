@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from cleave.api.role import Parallelism, Role
-from cleave.planner.search import goodput, high_affinity
+from cleave.planner.search import goodput, high_affinity, ranking
 from cleave.planner.search.candidate_placement import build_cell_fleet
 from cleave.planner.search.candidates import list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -21,7 +22,7 @@ def test_each_phase_is_the_best_of_all_that_an_exhaustive_search_tries(
     problem = known_problems.problem(supplies=(known_problems.nodes(1),))
     trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
     found = list_candidates(problem)
-    (phases,) = high_affinity.optimize(problem, trials, found, targets)
+    (phases,) = high_affinity.optimize(SearchContext(problem, trials, targets), found)
     for role, alone, rated in (
         (Role.PREFILL, targets.prefill_only, phases.prefill),
         (Role.DECODE, targets.decode_only, phases.decode),
@@ -45,10 +46,8 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
     sizes = []
     for ttft_ms in (75, 2000):
         problem = known_problems.blog()
-        targets = Targets(ttft_ms, 40, 0.9)
-        (phases,) = high_affinity.optimize(
-            problem, Trials(problem.demand), list_candidates(problem), targets
-        )
+        search = known_problems.search(problem, Targets(ttft_ms, 40, 0.9))
+        (phases,) = high_affinity.optimize(search, list_candidates(problem))
         assert phases.prefill is not None
         sizes.append(phases.prefill.placement.groups[0].instance.candidate.parallelism.tensor)
     assert sizes[0] > 1
@@ -57,8 +56,7 @@ def test_tight_ttft_takes_tensor_parallel_prefill_and_lax_ttft_does_not() -> Non
 
 def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None:
     problem = known_problems.blog(rate=50.0)
-    trials, targets = Trials(problem.demand), known_problems.targets(problem)
-    phases = high_affinity.optimize(problem, trials, list_candidates(problem), targets)
+    phases = high_affinity.optimize(known_problems.search(problem), list_candidates(problem))
     ((prefill, decode),) = high_affinity.list_pairs(problem, phases)
     draft = high_affinity.replicate(prefill, decode, 50.0)
     assert draft.count_replicas(Role.PREFILL) == math.ceil(50 / prefill.goodput.rate)
@@ -67,9 +65,8 @@ def test_replicas_are_the_rate_by_the_goodput_of_each_phase_rounded_up() -> None
 
 def test_a_phase_whose_target_no_instance_meets_has_no_instance() -> None:
     problem = known_problems.blog()
-    (phases,) = high_affinity.optimize(
-        problem, Trials(problem.demand), list_candidates(problem), Targets(400, 5, 0.9)
-    )
+    search = known_problems.search(problem, Targets(400, 5, 0.9))
+    (phases,) = high_affinity.optimize(search, list_candidates(problem))
     assert phases.decode is None
     assert phases.prefill is not None
     assert high_affinity.list_pairs(problem, [phases]) == []
@@ -80,8 +77,7 @@ def test_different_kinds_of_gpu_are_paired_in_every_way() -> None:
         supplies=(known_problems.nodes(1), known_problems.nodes(1, gpu="H100")),
         kinds=(("H100", known_problems.Kind(prompt=0.5, decode=0.8)),),
     )
-    trials, targets = Trials(problem.demand), known_problems.targets(problem)
-    phases = high_affinity.optimize(problem, trials, list_candidates(problem), targets)
+    phases = high_affinity.optimize(known_problems.search(problem), list_candidates(problem))
     pairs = high_affinity.list_pairs(problem, phases)
     kinds = {
         tuple(
@@ -96,10 +92,9 @@ def test_different_kinds_of_gpu_are_paired_in_every_way() -> None:
 
 def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_per_gpu() -> None:
     problem = known_problems.blog(rate=1.0)
-    trials, targets = Trials(problem.demand), known_problems.targets(problem)
-    found = list_candidates(problem)
-    (efficient,) = high_affinity.optimize(problem, trials, found, targets)
-    (least,) = high_affinity.find_smallest(problem, trials, found, targets)
+    search, found = known_problems.search(problem), list_candidates(problem)
+    (efficient,) = high_affinity.optimize(search, found)
+    (least,) = high_affinity.optimize(search, found, ranking.find_smallest)
     assert least.prefill is not None
     assert efficient.prefill is not None
     assert least.prefill.placement.groups[0].instance.candidate.parallelism == Parallelism()
@@ -108,12 +103,9 @@ def test_at_a_low_rate_small_instances_take_least_even_if_large_ones_serve_more_
 
 def test_kv_heads_in_copies_are_not_given_to_fewer_gpus() -> None:
     problem = known_problems.problem()
-    trials, targets = Trials(problem.demand), known_problems.targets(problem)
-    wide = [known_problems.of_size(problem, 4)]
-    (prefill,) = high_affinity.optimize(problem, trials, wide, targets)
-    (decode,) = high_affinity.optimize(
-        problem, trials, [known_problems.of_size(problem, 2)], targets
-    )
+    search = known_problems.search(problem)
+    (prefill,) = high_affinity.optimize(search, [known_problems.of_size(problem, 4)])
+    (decode,) = high_affinity.optimize(search, [known_problems.of_size(problem, 2)])
     phases = [replace(prefill, decode=None), replace(decode, prefill=None)]
     assert len(high_affinity.list_pairs(problem, phases)) == 1
     few = replace(problem, shape=replace(problem.shape, num_kv_heads=2))

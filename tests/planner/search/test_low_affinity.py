@@ -7,9 +7,10 @@ import pytest
 from cleave.api.engine import Connector
 from cleave.api.role import Parallelism
 from cleave.planner.problem import DISTSERVE_POLICIES, Problem
-from cleave.planner.search import goodput, low_affinity
+from cleave.planner.search import goodput, low_affinity, ranking
 from cleave.planner.search.candidate_placement import build_cell_fleet
 from cleave.planner.search.candidates import Candidate, list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.low_affinity import UNLIMITED, MaxReplicas
 from cleave.planner.search.trials import Targets, Trials
 
@@ -65,7 +66,8 @@ def test_the_cell_is_the_best_of_all_that_an_exhaustive_search_tries(
     problem = known_problems.problem(supplies=(known_problems.nodes(1, gpus_per_node=4),))
     trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
     found = list_candidates(problem)
-    rated = low_affinity.optimize(problem, trials, found, targets, most)
+    search = SearchContext(problem, trials, targets)
+    rated = low_affinity.optimize(search, found, max_replicas=most)
     rates = [
         goodput.find_goodput(trials, build_cell_fleet(problem, draft), targets).rate / draft.gpus
         for draft in low_affinity.list_configurations(problem, found, most)
@@ -84,11 +86,7 @@ def test_kv_never_crosses_the_network() -> None:
     rates = []
     for each in (problem, fast):
         rated = low_affinity.optimize(
-            each,
-            Trials(each.demand),
-            list_candidates(each),
-            known_problems.targets(each),
-            MaxReplicas(),
+            known_problems.search(each), list_candidates(each), max_replicas=MaxReplicas()
         )
         assert rated is not None
         rates.append(rated.goodput.rate)
@@ -97,8 +95,8 @@ def test_kv_never_crosses_the_network() -> None:
 
 def test_at_a_low_rate_the_smallest_cell_takes_least() -> None:
     problem = known_problems.problem(known_problems.chat(rate=1.0))
-    rated = low_affinity.find_smallest(
-        problem, Trials(problem.demand), list_candidates(problem), known_problems.targets(problem)
+    rated = low_affinity.optimize(
+        known_problems.search(problem), list_candidates(problem), ranking.find_smallest
     )
     assert rated is not None
     assert rated.placement.gpus == 2

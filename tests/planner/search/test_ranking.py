@@ -6,12 +6,9 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    build_cell_fleet,
-    make_resource_function,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
 from cleave.planner.search.candidates import list_candidates
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
 
 from tests.support import known_problems
@@ -39,8 +36,8 @@ def everything(
 def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, float]) -> None:
     problem = known_problems.problem()
     trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
-    entries = ranking.bound_placements(problem, trials, drafts(problem))
-    found = ranking.find_best(trials, entries, targets, make_resource_function(problem))
+    search = SearchContext(problem, trials, targets)
+    found = ranking.find_best(search, ranking.bound_placements(search, drafts(problem)))
     rates = everything(problem, trials, targets)
     assert found is not None
     assert found.per_resource == pytest.approx(
@@ -53,10 +50,10 @@ def test_the_best_per_gpu_is_that_of_an_exhaustive_search(slo: tuple[float, floa
 def test_the_fewest_gpus_for_a_rate_are_those_of_an_exhaustive_search(
     rate: float, slo: tuple[float, float]
 ) -> None:
-    problem = known_problems.problem()
+    problem = known_problems.problem(known_problems.chat(rate))
     trials, targets = Trials(problem.demand), Targets(*slo, 0.9)
-    entries = ranking.bound_placements(problem, trials, drafts(problem))
-    found = ranking.find_smallest(trials, entries, targets, make_resource_function(problem), rate)
+    search = SearchContext(problem, trials, targets)
+    found = ranking.find_smallest(search, ranking.bound_placements(search, drafts(problem)))
     rates = everything(problem, trials, targets)
     least = min(
         math.ceil(rate / served / 1.01) * draft.gpus for draft, served in rates.items() if served
@@ -69,18 +66,15 @@ def test_skipping_saves_most_simulations() -> None:
     problem = known_problems.problem()
     targets = Targets(200, 100, 0.9)
     pruned, exhaustive = Trials(problem.demand), Trials(problem.demand)
-    entries = ranking.bound_placements(problem, pruned, drafts(problem))
-    ranking.find_best(pruned, entries, targets, make_resource_function(problem))
+    search = SearchContext(problem, pruned, targets)
+    ranking.find_best(search, ranking.bound_placements(search, drafts(problem)))
     everything(problem, exhaustive, targets)
     assert pruned.tally.trials < exhaustive.tally.trials / 2
 
 
 def test_where_no_draft_meets_the_targets_there_is_no_best() -> None:
     problem = known_problems.problem()
-    trials, targets = Trials(problem.demand), Targets(10, 5, 0.9)
-    entries = ranking.bound_placements(problem, trials, drafts(problem))
-    assert ranking.find_best(trials, entries, targets, make_resource_function(problem)) is None
-    assert (
-        ranking.find_smallest(trials, entries, targets, make_resource_function(problem), 5.0)
-        is None
-    )
+    search = known_problems.search(problem, Targets(10, 5, 0.9))
+    entries = ranking.bound_placements(search, drafts(problem))
+    assert ranking.find_best(search, entries) is None
+    assert ranking.find_smallest(search, entries) is None

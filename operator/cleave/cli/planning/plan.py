@@ -140,9 +140,14 @@ def _build_manifest(planning_input: PlanningInput, result: "PlanningResult") -> 
 
 def _write_report(planning_input: PlanningInput, result: "PlanningResult", path: Path) -> None:
     from cleave.planner.result.neighbours import list_neighbours
-    from cleave.report.load_study import run_study, select_plans, select_rivals
+    from cleave.report.load_study import (
+        build_report_input,
+        build_simulator,
+        run_study,
+        select_plans,
+        select_rivals,
+    )
     from cleave.report.page import render_page
-    from cleave.report.report_input import build_report_input, build_simulator
 
     problem, plans = planning_input.problem, select_plans(result)
     with show_progress("simulating for the report"):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.planning import GpuChoice
-from cleave.perf.estimate import Estimate
 from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.hardware.link import Link, select_slower
@@ -82,18 +81,15 @@ def build_pairs(
     """Every prompt type with every token type, and each prompt type with mixed machines."""
     disaggregated = (
         MachinePair(
-            f"{prompt_node.machine.name} + {other.machine.name}",
-            prompt_node.machine,
+            f"{each.machine.name} + {other.machine.name}",
+            each.machine,
             other.machine,
-            _build_transfer(shape, prompt_node, other),
+            _build_transfer(shape, each, other),
         )
-        for prompt_node in prompt
+        for each in prompt
         for other in token
     )
-    mixed = (
-        MachinePair(f"{prompt_node.machine.name} mixed", prompt_node.machine, None)
-        for prompt_node in prompt
-    )
+    mixed = (MachinePair(f"{each.machine.name} mixed", each.machine, None) for each in prompt)
     return (*disaggregated, *mixed)
 
 
@@ -113,11 +109,10 @@ def _build_node(problem: Problem, supply: Supply, suffix: str) -> MachineNode | 
     gpus = supply.gpus_per_node
     for tensor in (size for size in range(gpus, 0, -1) if gpus % size == 0):
         sizes = (tensor, gpus // tensor)
-        estimate: Estimate | None = problem.estimator.estimate(supply.gpu, *sizes)
+        estimate = problem.estimator.estimate(supply.gpu, *sizes)
         if estimate is not None:
-            return MachineNode(
-                MachineType(supply.gpu + suffix, estimate), sizes, supply.network_link
-            )
+            machine = MachineType(supply.gpu + suffix, estimate)
+            return MachineNode(machine, sizes, supply.network_link)
     return None
 
 
@@ -125,11 +120,9 @@ def _build_transfer(
     shape: ModelShape, prompt: MachineNode, token: MachineNode
 ) -> SimulatedTransfer:
     """Serialised for short prompts, layer-wise for long ones (Splitwise, section IV-C)."""
-    compute_ms = (
-        prompt.machine.estimate.timing.predict_prefill_ms([_PROMPT_TOKENS]) / _PROMPT_TOKENS
-    )
+    prefill_ms = prompt.machine.estimate.timing.predict_prefill_ms([_PROMPT_TOKENS])
     link = select_slower(prompt.network_link, token.network_link)
-    moved = build_kv_transfer(shape, link, prompt.sizes, token.sizes, compute_ms)
+    moved = build_kv_transfer(shape, link, prompt.sizes, token.sizes, prefill_ms / _PROMPT_TOKENS)
     return SimulatedTransfer(
         latency_ms=moved.latency_ms,
         token_ms=moved.token_ms,

@@ -200,13 +200,10 @@ class PairSearch:
         best: tuple[int, int] | None = None
         for prompts in range(first_prompt, max_machines + 1):
             tokens = self._find_max_token_machines(prompts, first_token, best)
-            if tokens is None:
-                if best is not None:
-                    break
-                continue
-            if not self.holds(prompts, tokens, rate):
-                continue
-            best = prompts, self._find_min_token_machines(prompts, first_token, tokens, rate)
+            if tokens is None and best is not None:
+                break
+            if tokens is not None and self.holds(prompts, tokens, rate):
+                best = prompts, self._find_min_token_machines(prompts, first_token, tokens, rate)
         return self._build_design(*best, rate) if best is not None else None
 
     def maximize_throughput(self) -> ClusterDesign | None:
@@ -253,13 +250,12 @@ class PairSearch:
         return float(reference.e2e_ms.mean()) / 1000 * self.request.limits.e2e.p90
 
     def _get_reference(self, num: int) -> UnloadedLatencies:
-        unloaded = self._unloaded_by_num_requests.get(num)
-        if unloaded is None:
-            unloaded = slowdown.compute_unloaded_latencies(
-                self.request.reference, self.trials.build_trace(num, 1.0)
+        if num not in self._unloaded_by_num_requests:
+            trace = self.trials.build_trace(num, 1.0)
+            self._unloaded_by_num_requests[num] = slowdown.compute_unloaded_latencies(
+                self.request.reference, trace
             )
-            self._unloaded_by_num_requests[num] = unloaded
-        return unloaded
+        return self._unloaded_by_num_requests[num]
 
     def _compute_min_machines(self, rate: float) -> tuple[int, int]:
         """Machines of each type below which the rate bound is too low."""
@@ -267,11 +263,12 @@ class PairSearch:
         fleet = self.pair.build_fleet(1, 1)
         if fleet.mixed:
             return max(1, math.ceil(rate / _BOUND_MARGIN / self.compute_rate_bound(1, 0))), 0
-        prompts = (
-            capacity_bound.compute_prefill_rate(fleet.prefill[0].engine, lengths) * _BOUND_MARGIN
+        prompts = capacity_bound.compute_prefill_rate(fleet.prefill[0].engine, lengths)
+        tokens = capacity_bound.compute_decode_rate(fleet.decode[0].engine, lengths)
+        prompt_machines, token_machines = (
+            max(1, math.ceil(rate / (each * _BOUND_MARGIN))) for each in (prompts, tokens)
         )
-        tokens = capacity_bound.compute_decode_rate(fleet.decode[0].engine, lengths) * _BOUND_MARGIN
-        return max(1, math.ceil(rate / prompts)), max(1, math.ceil(rate / tokens))
+        return prompt_machines, token_machines
 
     def _compute_weight(self, prompts: int, tokens: int) -> float:
         if self.request.objective is ProvisioningObjective.POWER:
@@ -286,9 +283,8 @@ class PairSearch:
         max_tokens = 0 if self.pair.token is None else self.request.max_machines
         below = self._compute_weight(*best) if best is not None else math.inf
         for tokens in range(max_tokens, fewest - 1, -1):
-            if self._compute_weight(prompts, tokens) < below and self._is_affordable(
-                prompts, tokens
-            ):
+            weight = self._compute_weight(prompts, tokens)
+            if weight < below and self._is_affordable(prompts, tokens):
                 return tokens
         return None
 
@@ -303,10 +299,10 @@ class PairSearch:
         return high
 
     def _is_affordable(self, prompts: int, tokens: int) -> bool:
-        cost, power = self.request.max_cost_per_hour, self.request.max_power_watts
-        return (cost is None or self.pair.compute_cost_per_hour(prompts, tokens) <= cost) and (
-            power is None or self.pair.compute_power_watts(prompts, tokens) <= power
-        )
+        max_cost, max_power = self.request.max_cost_per_hour, self.request.max_power_watts
+        cost = self.pair.compute_cost_per_hour(prompts, tokens)
+        power = self.pair.compute_power_watts(prompts, tokens)
+        return (max_cost is None or cost <= max_cost) and (max_power is None or power <= max_power)
 
     def list_splits(self) -> Iterator[tuple[float, int, int]]:
         """(rate bound, prompt machines, token machines) that use up the budget."""

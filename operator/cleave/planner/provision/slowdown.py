@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cleave.perf.timing import EngineTiming
 from cleave.planner.plan import Percentiles
+from cleave.planner.result.simulation_summary import compute_percentiles
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
@@ -30,18 +31,13 @@ class Slowdowns:
     def is_within(self, limits: "Slowdowns") -> bool:
         """Whether all nine are at most their limits."""
         return all(
-            each <= limit
-            for mine, theirs in zip(self._metrics, limits._metrics, strict=True)
-            for each, limit in (
-                (mine.p50, theirs.p50),
-                (mine.p90, theirs.p90),
-                (mine.p99, theirs.p99),
+            mine.p50 <= limit.p50 and mine.p90 <= limit.p90 and mine.p99 <= limit.p99
+            for mine, limit in (
+                (self.ttft, limits.ttft),
+                (self.tpot, limits.tpot),
+                (self.e2e, limits.e2e),
             )
         )
-
-    @property
-    def _metrics(self) -> tuple[Percentiles, Percentiles, Percentiles]:
-        return self.ttft, self.tpot, self.e2e
 
 
 SPLITWISE_TABLE_VI = Slowdowns(
@@ -80,17 +76,9 @@ def measure_slowdowns(
 ) -> Slowdowns:
     """Slowdowns of the requests in `window`; an unfinished one is infinitely slow."""
     e2e_ms = outcome.end_ms - outcome.arrival_ms
-    several = outcome.output_tokens[window] > 1
+    gaps = (outcome.tpot_ms / reference.tpot_ms)[window][outcome.output_tokens[window] > 1]
     return Slowdowns(
-        _compute_percentiles((outcome.ttft_ms / reference.ttft_ms)[window]),
-        _compute_percentiles((outcome.tpot_ms / reference.tpot_ms)[window][several]),
-        _compute_percentiles((e2e_ms / reference.e2e_ms)[window]),
+        compute_percentiles((outcome.ttft_ms / reference.ttft_ms)[window]),
+        compute_percentiles(gaps) if len(gaps) else Percentiles(0.0, 0.0, 0.0),
+        compute_percentiles((e2e_ms / reference.e2e_ms)[window]),
     )
-
-
-def _compute_percentiles(ratios: Values) -> Percentiles:
-    if not len(ratios):
-        return Percentiles(0.0, 0.0, 0.0)
-    ended = np.where(np.isnan(ratios), np.inf, ratios)
-    # No interpolation, which is undefined between a finite and an infinite value.
-    return Percentiles(*np.percentile(ended, [50, 90, 99], method="higher").tolist())

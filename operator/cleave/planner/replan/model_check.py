@@ -20,12 +20,8 @@ from cleave.api.role import Role
 from cleave.perf import latency_correction
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner.problem import Problem
-from cleave.planner.replan.replay import (
-    ReplayModel,
-    RunningPlan,
-    SimulatedWindow,
-    predict_attainment,
-)
+from cleave.planner.replan import replay
+from cleave.planner.replan.replay import ReplayModel, RunningPlan, SimulatedWindow
 from cleave.simulator.outcome import Times
 from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow, join_windows, list_settled
@@ -131,16 +127,12 @@ def assess(
     model = ReplayModel(problem, running_plan, observed.length_s)
     is_enough = min(observed.ttft.num, observed.tpot.num) >= MIN_RESPONSES
     expected = model.simulate(correction) if is_enough else None
+    long_run = replay.predict_attainment(model.build_corrected_problem(correction), running_plan)
     if expected is None or len(expected.tpot_ms) < MIN_RESPONSES:
-        return ModelAssessment(
-            (),
-            predict_attainment(model.build_corrected_problem(correction), running_plan),
-            correction,
-        )
+        return ModelAssessment((), long_run, correction)
     faster = model.simulate(correction.scale(1 - _TIMING_SLACK))
     slower = model.simulate(correction.scale(1 + _TIMING_SLACK))
     comparisons = tuple(_compare(observed, expected, faster, slower, threshold))
-    long_run = predict_attainment(model.build_corrected_problem(correction), running_plan)
     is_better = (observed.attainment or 0.0) > expected.attainment + _ATTAINMENT_MARGIN
     if expected.is_flipping or _misses_badly(long_run, observed, problem.slo.attainment):
         comparisons = tuple(
@@ -153,12 +145,10 @@ def assess(
             each if each.name.endswith("TPOT") else each.exclude() for each in comparisons
         )
     fitted = _fit_correction(model, observed, correction)
-    weight = (
-        1.0 if is_better or any(each.exceeds_threshold for each in comparisons) else _PARTIAL_WEIGHT
-    )
-    return ModelAssessment(
-        comparisons, expected.attainment, _apply_correction(correction, fitted, weight, observed)
-    )
+    is_wrong = is_better or any(each.exceeds_threshold for each in comparisons)
+    weight = 1.0 if is_wrong else _PARTIAL_WEIGHT
+    corrected = _apply_correction(correction, fitted, weight, observed)
+    return ModelAssessment(comparisons, expected.attainment, corrected)
 
 
 def _misses_badly(long_run: float, observed: TrafficWindow, target: float) -> bool:
@@ -195,16 +185,12 @@ def _fit_correction(model: ReplayModel, observed: TrafficWindow, start: Correcti
     ratio = start.prefill / start.decode
     fitted = start
     for _ in range(_ITERATIONS):
-        prefill = fitted.prefill
 
         def scale_decode(
-            factor: float, prefill: float = prefill, ratio: float = ratio
+            factor: float, prefill: float = fitted.prefill, ratio: float = ratio
         ) -> Correction:
             shared = latency_correction.clamp_factor(factor * ratio)
             return replace(start, decode=factor, prefill=prefill if is_disaggregated else shared)
-
-        def scale_prefill(factor: float, decode: float) -> Correction:
-            return replace(start, decode=decode, prefill=factor)
 
         fitted = _bisect(
             scale_decode,
@@ -217,13 +203,17 @@ def _fit_correction(model: ReplayModel, observed: TrafficWindow, start: Correcti
             # Under overload the queue length depends on its duration, not on step times.
             break
         fitted = _bisect(
-            partial(scale_prefill, decode=fitted.decode),
+            partial(_replace_prefill, fitted),
             lambda candidate: _compute_ttft_center(model.simulate(candidate), observed),
             start.prefill,
             middle,
         )
         ratio = fitted.prefill / fitted.decode
     return fitted
+
+
+def _replace_prefill(correction: Correction, factor: float) -> Correction:
+    return replace(correction, prefill=factor)
 
 
 def _is_late(model: ReplayModel, observed: TrafficWindow) -> bool:
@@ -237,10 +227,8 @@ def _bisect(
     target: float,
 ) -> Correction:
     """Bisection on a logarithmic scale; `show` grows with the factor given to `make`."""
-    low, high = (
-        math.log(latency_correction.clamp_factor(each))
-        for each in (start / _MAX_FACTOR, start * _MAX_FACTOR)
-    )
+    low = math.log(latency_correction.clamp_factor(start / _MAX_FACTOR))
+    high = math.log(latency_correction.clamp_factor(start * _MAX_FACTOR))
     for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         if show(make(math.exp(middle))) < target:

@@ -85,10 +85,8 @@ class ReplayModel:
         """Simulate what gateways would have counted in the window. Raises PlanError."""
         problem = self.build_corrected_problem(correction)
         placement = build_placement(problem, self.running_plan)
-        rate, fleet = (
-            problem.rate / placement.copies,
-            prepare_fleet(build_fleet(problem, self.running_plan, placement)),
-        )
+        rate = problem.rate / placement.copies
+        fleet = prepare_fleet(build_fleet(problem, self.running_plan, placement))
         length_s = min(self.length_s, _MAX_REQUESTS / rate)
         counted = max(round(rate * length_s), 1)
         rows, num_flips = [], 0
@@ -111,10 +109,8 @@ def predict_attainment(problem: Problem, running_plan: RunningPlan) -> float:
     placement = build_placement(problem, running_plan)
     rate, targets = problem.rate / placement.copies, Targets.from_slo(problem.slo)
     trials = Trials(problem.demand, problem.seed)
-    span = trials.compute_span(rate, targets)
-    return trials.measure_shares(
-        build_fleet(problem, running_plan, placement), rate, targets, span
-    ).both
+    span, fleet = trials.compute_span(rate, targets), build_fleet(problem, running_plan, placement)
+    return trials.measure_shares(fleet, rate, targets, span).both
 
 
 def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePlacement:

@@ -41,35 +41,26 @@ def reduce_restarts(current: Pools, proposed: Pools, serves: Callable[[Pools, in
     `serves(pools, avoided)`: whether such pools serve well enough, given the restarts avoided.
     """
     max_starts = count_starts(current, proposed)
-    variants = sorted(
-        _list_variants(current, proposed), key=lambda pools: count_starts(current, pools)
-    )
-    for pools in variants:
-        avoided = max_starts - count_starts(current, pools)
-        if avoided > 0 and serves(pools, avoided):
+    variants = [
+        (count_starts(current, pools), pools) for pools in _list_variants(current, proposed)
+    ]
+    for starts, pools in sorted(variants, key=lambda variant: variant[0]):
+        if starts < max_starts and serves(pools, max_starts - starts):
             return pools
     return proposed
 
 
 def _list_variants(current: Pools, proposed: Pools) -> Iterator[Pools]:
     """Each pool with its own limits, or with those of existing instances on the same hardware."""
-    options = [
-        [
-            pool,
-            *(
-                _copy_limits(pool, each)
-                for each in current
-                if _get_hardware(each) == _get_hardware(pool)
-            ),
-        ]
-        for pool in proposed
-    ]
-    return (tuple(pools) for pools in itertools.product(*options))
+    return itertools.product(*(_list_limits(current, pool) for pool in proposed))
 
 
-def _copy_limits(pool: PlannedPool, existing: PlannedPool) -> PlannedPool:
-    seqs, tokens = _get_limits(existing)
-    return replace(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+def _list_limits(current: Pools, pool: PlannedPool) -> Iterator[PlannedPool]:
+    yield pool
+    for each in current:
+        if _get_hardware(each) == _get_hardware(pool):
+            seqs, tokens = _get_limits(each)
+            yield replace(pool, max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
 def _get_hardware(pool: PlannedPool) -> tuple[object, ...]:

@@ -19,18 +19,14 @@ from cleave.planner import plan_search
 from cleave.planner.plan import Plan, PlannedPool, PlanningResult
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.replan.model_check import (
-    ERROR_THRESHOLD,
-    MIN_RESPONSES,
-    SETTLE_S,
-    ModelAssessment,
-    assess,
-)
+from cleave.planner.replan import model_check
+from cleave.planner.replan.model_check import MIN_RESPONSES, ModelAssessment
 from cleave.planner.replan.replay import RunningPlan, build_placement, predict_attainment
 from cleave.planner.replan.restarts import count_kinds, count_starts, reduce_restarts
 from cleave.planner.result.prediction import predict
 from cleave.planner.result.text import format_percent, format_pool
-from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.trials import CONFIRMATION_PRECISION
 from cleave.traffic.refit import compute_margin, to_demand
 from cleave.traffic.window import TrafficWindow, list_settled
 
@@ -63,11 +59,11 @@ class ReplanSettings:
     """Whether plans are reported but not applied."""
     min_gain: float = 0.1
     """Smallest relative gain that is worth a change."""
-    error_threshold: float = ERROR_THRESHOLD
+    error_threshold: float = model_check.ERROR_THRESHOLD
     """Prediction error above which no plan is changed."""
     horizon_s: float = 3600.0
     """Assumed duration of the present traffic, in which a change has to pay for its cost."""
-    settle_s: float = SETTLE_S
+    settle_s: float = model_check.SETTLE_S
     """For this long after a change, latencies still contain requests from before it."""
     start_s: float = 120.0
     """From the creation of an instance to its first request."""
@@ -142,13 +138,9 @@ def revise(
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
     observed_problem = replace(problem, demand=demand)
-    assessment = assess(
-        observed_problem,
-        running_plan,
-        windows,
-        correction,
-        settings.error_threshold,
-        settings.settle_s,
+    threshold, settle_s = settings.error_threshold, settings.settle_s
+    assessment = model_check.assess(
+        observed_problem, running_plan, windows, correction, threshold, settle_s
     )
     if not assessment.holds:
         return Revision(ReplanDecision(ReplanVerdict.CORRECT, assessment.reason), assessment)
@@ -159,18 +151,17 @@ def revise(
         _forecast(mean_problem, running_plan),
         observed_attainment=_compute_observed_attainment(windows, settings.settle_s),
     )
-    margin = compute_margin(windows) + (
-        _TRAFFIC_MARGIN if current.min_attainment >= problem.slo.attainment else 0.0
-    )
+    margin = compute_margin(windows)
+    if current.min_attainment >= problem.slo.attainment:
+        margin += _TRAFFIC_MARGIN
     peak_problem = replace(mean_problem, demand=demand.with_rate(demand.rate * (1 + margin)))
     result = plan_search.plan(peak_problem)
     best = result.best
     if best is None:
         return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), assessment, result)
     best = _reduce_restarts(peak_problem, running_plan.pools, best, settings)
-    proposed = _forecast(
-        peak_problem, replace(running_plan, pools=best.pools, algorithm=best.algorithm)
-    )
+    best_plan = replace(running_plan, pools=best.pools, algorithm=best.algorithm)
+    proposed = _forecast(peak_problem, best_plan)
     observed_s = sum(each.length_s for each in windows)
     decision = decide(
         mean_problem, current, proposed, settings, windows[-1].end_s, replaced_plans, observed_s
@@ -229,11 +220,8 @@ def _reduce_restarts(
     if pools == best.pools:
         return best
     placement = to_candidate_placement(problem, pools, best.algorithm)
-    trials, targets = (
-        Trials(problem.demand, problem.seed).with_precision(CONFIRMATION_PRECISION),
-        Targets.from_slo(problem.slo),
-    )
-    return predict(problem, trials, placement, targets, best.algorithm).plan
+    search = SearchContext.from_problem(problem).with_precision(CONFIRMATION_PRECISION)
+    return predict(search, placement, best.algorithm).plan
 
 
 def _forecast(problem: Problem, running_plan: RunningPlan) -> PlanForecast:
@@ -281,9 +269,8 @@ def _explain_no_shrink(
         return f"traffic was observed for {observed_s:.0f} s; {required}"
     for each in replaced_plans:
         age_s = at_s - each.until_s
-        if age_s < 2 * settings.cooldown_s and count_kinds(each.pools) == count_kinds(
-            proposed.pools
-        ):
+        is_same = count_kinds(each.pools) == count_kinds(proposed.pools)
+        if is_same and age_s < 2 * settings.cooldown_s:
             pools = _format_pools(proposed.pools)
             return f"{pools} was replaced {age_s:.0f} s ago; traffic may swing back"
     return None
@@ -298,16 +285,13 @@ def _explain_small_gain(
 ) -> str | None:
     target, starts = problem.slo.attainment, count_starts(current.pools, proposed.pools)
     label, meets = _format_pools(proposed.pools), "the current plan meets the targets"
-    if current.min_attainment >= target and proposed.attainment < target + _ATTAINMENT_MARGIN * (
-        1 - target
-    ):
-        return f"{meets}; {label} would have too little margin"
     if current.min_attainment >= target:
+        if proposed.attainment < target + _ATTAINMENT_MARGIN * (1 - target):
+            return f"{meets}; {label} would have too little margin"
         if gain < settings.min_gain:
             return f"{meets}; {label} needs only slightly less"
-        start_cost = (
-            starts / _count_instances(proposed.pools) * proposed.resources * settings.start_s
-        )
+        started = starts / _count_instances(proposed.pools)
+        start_cost = started * proposed.resources * settings.start_s
         if (current.resources - proposed.resources) * settings.horizon_s <= start_cost:
             return f"starting {starts} instances costs more than {label} saves"
         return None

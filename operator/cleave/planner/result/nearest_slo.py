@@ -8,7 +8,7 @@ SLO.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,8 @@ from cleave.planner.search.candidates import (
     build_mixed_instance,
     build_prefill_instance,
 )
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.simulator.outcome import compute_quantile
 
 _SHORTLIST_SIZE = 5
 """Candidates per phase that are paired."""
@@ -44,47 +45,39 @@ class _ScaledPlacement:
     scale: float
 
 
-def find_nearest_slo(
-    problem: Problem, trials: Trials, candidates: Sequence[Candidate], targets: Targets
-) -> NearestSlo | None:
+def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> NearestSlo | None:
     """The smallest multiple of both targets that some plan meets at the requested rate.
 
     None: none was found, mostly because the GPUs cannot serve the rate at any latency.
     """
     options = [
-        _ScaledPlacement(placement, _compute_scale(problem, trials, placement, targets))
-        for placement in _list_placements(problem, trials, candidates)
+        _ScaledPlacement(placement, _compute_scale(search, placement))
+        for placement in _list_placements(search, candidates)
     ]
     best = min(options, key=lambda option: option.scale, default=None)
     if best is None or math.isinf(best.scale):
         return None
-    scale = _confirm_scale(problem, trials, best, targets)
+    scale = _confirm_scale(search, best)
     if scale is None:
         return None
-    return NearestSlo(
-        scale, targets.ttft_ms * scale, targets.tpot_ms * scale, describe(best.placement)
-    )
+    scaled = search.targets.scale(scale)
+    return NearestSlo(scale, scaled.ttft_ms, scaled.tpot_ms, describe(best.placement))
 
 
 def _list_placements(
-    problem: Problem, trials: Trials, candidates: Sequence[Candidate]
+    search: SearchContext, candidates: Sequence[Candidate]
 ) -> Iterator[CandidatePlacement]:
     """Colocated and disaggregated plans with spare instances, as far as the nodes have room."""
-    lengths, rate = trials.get_lengths(), problem.rate
+    problem, lengths = search.problem, search.trials.get_lengths()
     for candidate in candidates:
         for batching in problem.policies.mixed:
             group = InstanceGroup(Role.MIXED, build_mixed_instance(problem, candidate, batching), 1)
-            single_instance = CandidatePlacement((group,))
-            bound = capacity_bound.compute_fleet_rate(
-                build_cell_fleet(problem, single_instance), lengths
-            )
-            copies = packing.count_copies(
-                problem, single_instance, math.ceil(_INSTANCE_SURPLUS * rate / bound)
-            )
-            if copies:
-                yield replication.divide_into_cells(
-                    CandidatePlacement((InstanceGroup(group.role, group.instance, copies),))
-                )
+            single = CandidatePlacement((group,))
+            bound = capacity_bound.compute_fleet_rate(build_cell_fleet(problem, single), lengths)
+            limit = math.ceil(_INSTANCE_SURPLUS * problem.rate / bound)
+            if copies := packing.count_copies(problem, single, limit):
+                plenty = CandidatePlacement((replace(group, replicas=copies),))
+                yield replication.divide_into_cells(plenty)
     prefills, decodes = _build_shortlists(candidates, lengths)
     for prefill in prefills:
         for decode in decodes:
@@ -111,9 +104,8 @@ def _build_shortlists(
         return candidate.estimate.timing.predict_decode_ms(1, round(lengths.decode_context))
 
     by_size = sorted(candidates, key=lambda each: each.gpus)
-    return sorted(by_size, key=prefill_ms)[:_SHORTLIST_SIZE], sorted(by_size, key=decode_ms)[
-        :_SHORTLIST_SIZE
-    ]
+    prefills, decodes = sorted(by_size, key=prefill_ms), sorted(by_size, key=decode_ms)
+    return prefills[:_SHORTLIST_SIZE], decodes[:_SHORTLIST_SIZE]
 
 
 def _list_disaggregated(
@@ -124,10 +116,8 @@ def _list_disaggregated(
         capacity_bound.compute_decode_rate(groups[1].instance.engine, lengths),
     ]
     replicated = tuple(
-        InstanceGroup(
-            g.role, g.instance, max(1, math.ceil(_INSTANCE_SURPLUS * problem.rate / bound))
-        )
-        for g, bound in zip(groups, bounds, strict=True)
+        replace(group, replicas=max(1, math.ceil(_INSTANCE_SURPLUS * problem.rate / bound)))
+        for group, bound in zip(groups, bounds, strict=True)
     )
     plenty = replication.divide_into_cells(CandidatePlacement(replicated))
     if packing.has_room(problem, plenty):
@@ -136,11 +126,10 @@ def _list_disaggregated(
         yield filled
 
 
-def _compute_scale(
-    problem: Problem, trials: Trials, placement: CandidatePlacement, targets: Targets
-) -> float:
+def _compute_scale(search: SearchContext, placement: CandidatePlacement) -> float:
     """Smallest factor on both targets that enough requests meet."""
-    fleet, rate = build_cell_fleet(problem, placement), problem.rate / placement.copies
+    trials, targets, rate = search.trials, search.targets, search.problem.rate / placement.copies
+    fleet = build_cell_fleet(search.problem, placement)
     span = trials.compute_span(rate, targets)
     if capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(span.total)) <= rate:
         return math.inf  # its queues grow without bound, which a finite trace does not show
@@ -149,21 +138,16 @@ def _compute_scale(
         outcome.ttft_ms[span.window] / targets.ttft_ms,
         outcome.tpot_ms[span.window] / targets.tpot_ms,
     )
-    ended = np.where(np.isnan(missed), np.inf, missed)
-    return float(np.quantile(ended, targets.attainment, method="higher"))
+    return compute_quantile(missed, targets.attainment)
 
 
-def _confirm_scale(
-    problem: Problem, trials: Trials, option: _ScaledPlacement, targets: Targets
-) -> float | None:
+def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | None:
     """The factor again, from trials as long as the looser targets need; None: it does not
     converge."""
-    fleet, scale = build_cell_fleet(problem, option.placement), option.scale
-    rate = problem.rate / option.placement.copies
+    rate, scale = search.problem.rate / option.placement.copies, option.scale
     for _ in range(_MAX_STEPS):
-        scaled = targets.scale(scale)
-        shares = trials.measure_shares(fleet, rate, scaled, trials.compute_span(rate, scaled))
-        if shares.both >= targets.attainment:
+        scaled = replace(search, targets=search.targets.scale(scale))
+        if scaled.measure_shares(option.placement, rate).both >= search.targets.attainment:
             return scale
         scale *= _STEP
     return None

@@ -12,7 +12,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.result.prediction import predict
 from cleave.planner.search import packing
 from cleave.planner.search.candidate_placement import CandidatePlacement
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.context import SearchContext
 
 _STEP_SHARE = 0.1
 
@@ -25,17 +25,15 @@ def list_neighbours(
     A step is a tenth of a role's instances, at least one. Plans of cells (Algorithm 2) get more or
     fewer complete cells. Plans in `excluded` are left out.
     """
-    targets = Targets.from_slo(problem.slo)
-    trials = Trials(problem.demand, problem.seed)
+    search = SearchContext.from_problem(problem)
     listed_pools = {plan.pools for plan in excluded}
     variants: list[Plan] = []
     for plan in plans:
-        for placement in _list_variants(
-            to_candidate_placement(problem, plan.pools, plan.algorithm)
-        ):
+        current = to_candidate_placement(problem, plan.pools, plan.algorithm)
+        for placement in _list_variants(current):
             if not packing.has_room(problem, placement):
                 continue
-            other = predict(problem, trials, placement, targets, plan.algorithm).plan
+            other = predict(search, placement, plan.algorithm).plan
             if other.pools not in listed_pools:
                 listed_pools.add(other.pools)
                 variants.append(other)

@@ -10,20 +10,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from cleave.api.planning import Objective
+from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
-from cleave.planner.plan import Percentiles, Plan, Prediction
+from cleave.planner.plan import Plan, Prediction
 from cleave.planner.problem import Problem
-from cleave.planner.result import short_prompts
+from cleave.planner.result.simulation_summary import compute_percentiles
 from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     build_cell_fleet,
+    build_transfer,
     compute_ahead_from_tokens,
     to_planned_pools,
 )
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.goodput import Goodput
-from cleave.planner.search.trials import Targets, Trials, TrialSpan
-from cleave.simulator.outcome import SimulationResult, Times
+from cleave.planner.search.trials import Targets, TrialSpan
+from cleave.policy.short_prompts import find_short_prompt_tokens
+from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
 
 _SEEDS = 5
@@ -53,62 +57,62 @@ class PredictedPlan:
         return self.plan.prediction.attainment >= attainment
 
 
-def predict(
-    problem: Problem,
-    trials: Trials,
-    placement: CandidatePlacement,
-    targets: Targets,
-    algorithm: str,
-) -> PredictedPlan:
+def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str) -> PredictedPlan:
     """Simulate `placement` at the requested rate and around its goodput."""
+    problem, trials, targets = search.problem, search.trials, search.targets
     fleet, rate = build_cell_fleet(problem, placement), problem.rate / placement.copies
     span = trials.compute_span(rate, targets)
     outcome = trials.simulate(fleet, rate, span)
     seeds = _SEEDS if span.counted < _LONG_TRIAL_REQUESTS else _FEW_SEEDS
     goodput_found = goodput.confirm_goodput(trials, fleet, targets, Goodput(rate, 0.0), seeds)
-    served = goodput_found.rate * placement.copies
     trace = trials.build_trace(span.total, rate)
     plan = Plan(
         pools=to_planned_pools(placement),
         prediction=_build_prediction(placement, outcome, span, targets, goodput_found),
         algorithm=algorithm,
-        score=compute_score(placement, served, problem.rate, problem.planning.objective),
+        # Goodput above the requested rate has no value yet; a plan should serve that rate with few
+        # resources.
+        score=min(goodput_found.rate * placement.copies, problem.rate)
+        / search.get_resources(placement),
         is_gpu_chosen=len({supply.gpu for supply in problem.supplies}) > 1,
-        whole_below_tokens=short_prompts.compute_whole_below_tokens(
-            problem, placement, outcome, trace
-        ),
+        whole_below_tokens=compute_whole_below_tokens(problem, placement, outcome, trace),
         ahead_from_tokens=compute_ahead_from_tokens(problem, placement),
     )
     return PredictedPlan(placement, plan, goodput_found.is_monotone, outcome, trace, span)
 
 
-def compute_score(
-    placement: CandidatePlacement, served: float, rate: float, objective: Objective
-) -> float:
-    """Served requests per second, at most the requested rate, per GPU, price or watt.
+def compute_whole_below_tokens(
+    problem: Problem, placement: CandidatePlacement, outcome: SimulationResult, trace: Trace
+) -> int:
+    """Longest prompt that a decode instance should compute itself, in tokens; 0: none.
 
-    Goodput above the requested rate has no value yet; a plan should serve that rate with few
-    resources.
+    `outcome` is that of one cell of `placement` serving `trace`: it shows how full a decode
+    instance usually is. Rounded down to a power of two so that small changes do not change it.
     """
-    return min(served, rate) / placement.get_resources(objective)
-
-
-def select_worst_trust(trusts: list[Confidence]) -> Confidence:
-    """The least reliable one: it limits the prediction of a plan that depends on all."""
-    return max(
-        trusts,
-        key=lambda each: (
-            _BASIS_ORDER.index(each.kind),
-            math.inf if each.error is None else each.error,
-        ),
+    engines = {group.role: group.instance.engine for group in placement.groups}
+    if Role.PREFILL not in engines or Role.DECODE not in engines:
+        return 0
+    mean = outcome.instances.mean_batch[outcome.instances.decode_iterations > 0]
+    if not len(mean):
+        return 0
+    batch = max(round(float(np.mean(mean))), 1)
+    context = float(np.mean(trace.prompt_tokens + trace.output_tokens / 2))
+    moved = build_transfer(problem, placement)
+    tokens = find_short_prompt_tokens(
+        engines[Role.PREFILL].timing,
+        engines[Role.DECODE].timing,
+        moved.latency_ms,
+        moved.token_ms,
+        batch,
+        round(batch * context),
+        problem.slo.tpot_ms,
     )
+    return 1 << tokens.bit_length() >> 1
 
 
-def compute_percentiles(values: Times) -> Percentiles:
-    """P50, P90 and P99; nan (never reached) counts as infinite."""
-    ended = np.where(np.isnan(values), np.inf, values)
-    p50, p90, p99 = (float(np.quantile(ended, q, method="higher")) for q in (0.5, 0.9, 0.99))
-    return Percentiles(p50, p90, p99)
+def _rank_unreliability(trust: Confidence) -> tuple[int, float]:
+    """The least reliable model, which limits the prediction of a plan, has the highest rank."""
+    return _BASIS_ORDER.index(trust.kind), math.inf if trust.error is None else trust.error
 
 
 def _build_prediction(
@@ -127,9 +131,10 @@ def _build_prediction(
         attainment=float(np.mean(is_met)),
         ttft_ms=compute_percentiles(ttft_ms),
         tpot_ms=compute_percentiles(tpot_ms),
-        cost_per_hour=placement.cost_per_hour,
-        power_watts=placement.power_watts,
-        trust=select_worst_trust(
-            [group.instance.candidate.estimate.confidence for group in placement.groups]
+        cost_per_hour=placement.get_resources(Objective.COST),
+        power_watts=placement.get_resources(Objective.POWER),
+        trust=max(
+            (group.instance.candidate.estimate.confidence for group in placement.groups),
+            key=_rank_unreliability,
         ),
     )

@@ -9,12 +9,13 @@ import numpy as np
 from cleave.api.deployment import Slo
 from cleave.api.role import Role
 from cleave.planner.plan import Percentiles
-from cleave.simulator.fleet import SimulatedFleet, SimulatedPool
+from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.outcome import (
     LatencyStage,
     RequestOutcome,
     SimulationResult,
     Times,
+    compute_quantile,
     compute_stage_ms,
     compute_stage_shares,
 )
@@ -100,28 +101,17 @@ def summarize(
 
 def compute_percentiles(values: Times) -> Percentiles:
     """P50, P90 and P99; nan counts as infinite."""
-    latencies = np.where(np.isnan(values), np.inf, values)
-    p50, p90, p99 = np.quantile(latencies, (0.5, 0.9, 0.99), method="higher")
-    return Percentiles(float(p50), float(p90), float(p99))
+    return Percentiles(*(compute_quantile(values, level) for level in (0.5, 0.9, 0.99)))
 
 
 def list_instance_names(fleet: SimulatedFleet) -> list[str]:
     """Role and number of every instance, in the order of the outcome's arrays."""
+    pools_by_role = zip(Role, (fleet.prefill, fleet.decode, fleet.mixed), strict=True)
     return [
         f"{role}-{number}"
-        for role, pools in _list_pools_by_role(fleet)
+        for role, pools in pools_by_role
         for number in range(sum(pool.replicas for pool in pools))
     ]
-
-
-def _list_pools_by_role(
-    fleet: SimulatedFleet,
-) -> tuple[tuple[Role, tuple[SimulatedPool, ...]], ...]:
-    return (
-        (Role.PREFILL, fleet.prefill),
-        (Role.DECODE, fleet.decode),
-        (Role.MIXED, fleet.mixed),
-    )
 
 
 def _summarize_stages(outcome: SimulationResult) -> Iterator[StageTime]:
@@ -136,13 +126,9 @@ def _summarize_instances(
     outcome: SimulationResult, fleet: SimulatedFleet, mfu: Times
 ) -> Iterator[InstanceLoad]:
     counters = outcome.instances
-    capacity = np.array(
-        [
-            pool.engine.kv_capacity_tokens
-            for _, pools in _list_pools_by_role(fleet)
-            for pool in pools
-            for _ in range(pool.replicas)
-        ]
+    pools = (*fleet.prefill, *fleet.decode, *fleet.mixed)
+    capacity = np.repeat(
+        [pool.engine.kv_capacity_tokens for pool in pools], [pool.replicas for pool in pools]
     )
     duration_ms = counters.duration_ms or math.inf
     usage = counters.kv_token_ms / (capacity * duration_ms)

@@ -13,7 +13,6 @@ from cleave.planner.plan import (
     Plan,
     PlannedPool,
     PlanningResult,
-    Prediction,
 )
 from cleave.planner.result.text import describe_trust
 
@@ -48,7 +47,7 @@ def to_manual_pools(pools: Iterable[PlannedPool]) -> list[ManualPool]:
 
 def build_predicted(plan: Plan) -> PredictedPerformance:
     """The prediction of a plan."""
-    prediction: Prediction = plan.prediction
+    prediction = plan.prediction
     return PredictedPerformance(
         goodput=_round(prediction.goodput),
         goodput_low=_round(prediction.goodput_interval[0]),
@@ -70,10 +69,8 @@ def build_document(result: PlanningResult, max_alternatives: int) -> Document:
         "reason": result.reason,
         "whatWouldChange": result.what_would_change,
         "nearestSlo": result.nearest_slo and _dump_nearest_slo(result.nearest_slo),
-        "selected": result.selected and _dump_option(build_plan_option(result.selected)),
-        "alternatives": [
-            _dump_option(build_plan_option(plan)) for plan in result.alternatives[:max_alternatives]
-        ],
+        "selected": result.selected and _dump_option(result.selected),
+        "alternatives": [_dump_option(plan) for plan in result.alternatives[:max_alternatives]],
         "warnings": list(result.warnings),
         "search": {
             "candidates": result.num_candidates,
@@ -86,34 +83,22 @@ def build_document(result: PlanningResult, max_alternatives: int) -> Document:
 def build_manual_placement(plan: Plan) -> Document:
     """The block under `spec.placement` that sets a plan's pools manually."""
     # Emulated instances run on any node; no node offers their GPU type.
-    pools = (replace(pool, gpu=_drop_emulated(pool.gpu)) for pool in plan.pools)
-    manual_pools = (
-        each.model_dump(mode="json", exclude_none=True) for each in to_manual_pools(pools)
-    )
-    return {"manual": list(manual_pools)}
+    pools = (replace(pool, gpu=None) if pool.gpu == EMULATED_GPU else pool for pool in plan.pools)
+    manual = [each.model_dump(mode="json", exclude_none=True) for each in to_manual_pools(pools)]
+    return {"manual": manual}
 
 
-def _drop_emulated(gpu: str | None) -> str | None:
-    return None if gpu == EMULATED_GPU else gpu
-
-
-def _dump_option(each: PlanOption) -> Document:
-    return each.model_dump(mode="json", exclude_none=True)
+def _dump_option(plan: Plan) -> Document:
+    return build_plan_option(plan).model_dump(mode="json", exclude_none=True)
 
 
 def _dump_nearest_slo(slo: NearestSlo) -> Document:
-    return {
-        "scale": slo.scale,
-        "ttftMs": slo.ttft_ms,
-        "tpotMs": slo.tpot_ms,
-        "plan": slo.plan,
-    }
+    return {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan}
 
 
 def _build_percentiles(latency: Percentiles) -> LatencyPercentiles:
-    return LatencyPercentiles(
-        p50=_to_finite(latency.p50), p90=_to_finite(latency.p90), p99=_to_finite(latency.p99)
-    )
+    p50, p90, p99 = map(_to_finite, (latency.p50, latency.p90, latency.p99))
+    return LatencyPercentiles(p50=p50, p90=p90, p99=p99)
 
 
 def _to_finite(value: float) -> float | None:

@@ -24,10 +24,9 @@ def format_pool(pool: PlannedPool) -> str:
 
 def format_plan(plan: Plan) -> str:
     """`2P tp4 + 1D tp2`; GPU types are named where there were several to choose from."""
-    kinds = {pool.gpu for pool in plan.pools}
-    if len(kinds) == 1:
-        (kind,) = kinds
-        labels = " + ".join(format_pool(pool) for pool in plan.pools)
+    kind = plan.pools[0].gpu
+    if all(pool.gpu == kind for pool in plan.pools):
+        labels = " + ".join(map(format_pool, plan.pools))
         return f"{labels} on {kind}" if plan.is_gpu_chosen and kind else labels
     return " + ".join(
         format_pool(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in plan.pools
@@ -39,11 +38,8 @@ def describe_pool(pool: PlannedPool) -> str:
     size = pool.parallelism
     instances = "instance" if pool.replicas == 1 else "instances, each"
     device = pool.gpu or ("GPU" if size.gpus == 1 else "GPUs")
-    spread = [
-        f"{name} {value}"
-        for name, value in (("tensor", size.tensor), ("pipeline", size.pipeline))
-        if value > 1
-    ]
+    sizes = {"tensor": size.tensor, "pipeline": size.pipeline}
+    spread = [f"{name} {value}" for name, value in sizes.items() if value > 1]
     detail = f" ({', '.join(spread)})" if spread else ""
     return f"{pool.replicas} {pool.role} {instances} on {size.gpus} x {device}{detail}"
 

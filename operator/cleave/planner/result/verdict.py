@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cleave.api.deployment import Slo
 from cleave.api.planning import Disaggregation, Objective
 from cleave.planner.plan import NearestSlo, PlanVerdict
 from cleave.planner.problem import Problem
@@ -21,8 +22,8 @@ from cleave.planner.result.text import (
     format_percent,
     format_plan,
 )
-from cleave.planner.search.trials import Targets, TrialSpan
-from cleave.simulator.outcome import SimulationResult
+from cleave.planner.search.trials import TrialSpan
+from cleave.simulator.outcome import SimulationResult, compute_quantile
 
 _UNITS = {Objective.COST: "per hour", Objective.POWER: "W"}
 _RELATIVE_TOLERANCE = 1e-6
@@ -37,19 +38,19 @@ class Ranking:
     """The selected plan first, unless infeasible."""
 
 
-def rank_plans(problem: Problem, finalists: Sequence[PredictedPlan], targets: Targets) -> Ranking:
+def rank_plans(problem: Problem, finalists: Sequence[PredictedPlan]) -> Ranking:
     """Sort plans that serve the rate first; then by score, then by goodput per resource."""
     objective = problem.planning.objective
 
     def key(each: PredictedPlan) -> tuple[bool, float, float]:
         per_resource = each.plan.prediction.goodput / each.placement.get_resources(objective)
-        return each.holds(targets.attainment), each.plan.score, per_resource
+        return each.holds(problem.slo.attainment), each.plan.score, per_resource
 
     ordered = sorted(finalists, key=key, reverse=True)
     allowed = [each for each in ordered if _is_allowed(problem, each)]
-    if not allowed or not allowed[0].holds(targets.attainment):
+    if not allowed or not allowed[0].holds(problem.slo.attainment):
         return Ranking(PlanVerdict.INFEASIBLE, tuple(ordered))
-    selected = _select_simplest(allowed, targets, objective)
+    selected = _select_simplest(problem, allowed)
     others = [each for each in ordered if each is not selected]
     is_disaggregated = selected.placement.is_disaggregated
     verdict = PlanVerdict.DISAGGREGATE if is_disaggregated else PlanVerdict.COLOCATE
@@ -63,34 +64,30 @@ def find_rival(ranking: Ranking) -> PredictedPlan | None:
     return next(others, None)
 
 
-def explain_selection(
-    problem: Problem, ranking: Ranking, targets: Targets, why_affinity: str
-) -> str:
+def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> str:
     """One sentence: why the selected plan."""
     selected, other = ranking.ordered[0], find_rival(ranking)
     plan = selected.plan
     summary = (
-        f"{format_plan(plan)} holds {format_number(problem.rate)} req/s "
-        f"with {_format_gpus(plan.gpus)} "
-        f"({format_percent(plan.prediction.attainment)} of requests in time)"
+        f"{format_plan(plan)} holds {format_number(problem.rate)} req/s with "
+        f"{_format_gpus(plan.gpus)} ({format_percent(plan.prediction.attainment)} of requests in "
+        "time)"
     )
     requested = problem.planning.disaggregation
     if requested is not Disaggregation.AUTO:
         return f"{summary}; disaggregation: {requested.value} was requested"
-    compared = _compare(problem, selected, other, targets)
+    compared = _compare(problem, selected, other)
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"do not disaggregate: {summary}; {compared}"
     return f"{summary}; {compared}; {why_affinity}"
 
 
-def explain_infeasible(
-    problem: Problem, ranking: Ranking | None, nearest: NearestSlo | None, targets: Targets
-) -> str:
+def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo | None) -> str:
     """One sentence: why there is no plan, and what SLO is feasible."""
+    slo = problem.slo
     target = (
-        f"TTFT {format_milliseconds(targets.ttft_ms)} and "
-        f"TPOT {format_milliseconds(targets.tpot_ms)} for "
-        f"{format_percent(targets.attainment)} of {format_number(problem.rate)} req/s"
+        f"TTFT {format_milliseconds(slo.ttft_ms)} and TPOT {format_milliseconds(slo.tpot_ms)} for "
+        f"{format_percent(slo.attainment)} of {format_number(problem.rate)} req/s"
     )
     would = (
         f"nearest SLO that holds is TTFT {format_milliseconds(nearest.ttft_ms)} and TPOT "
@@ -100,7 +97,7 @@ def explain_infeasible(
         else f"no multiple of this SLO was found that {_format_gpus(problem.max_gpus)} "
         "hold at this rate"
     )
-    if short := problem.slo.suspicious_targets:
+    if short := slo.suspicious_targets:
         names = " and ".join(field.removesuffix("Ms").upper() for field in short)
         would = f"{would}; {names} targets are in milliseconds: are these seconds?"
     best = _find_max_goodput(ranking)
@@ -130,9 +127,7 @@ def describe_remedies(problem: Problem, ranking: Ranking, nearest: NearestSlo | 
     return f"{' or '.join(remedies)} would make it feasible"
 
 
-def describe_runner_up(
-    problem: Problem, ranking: Ranking, targets: Targets, switch_tpot_ms: float | None
-) -> str:
+def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float | None) -> str:
     """One sentence: the runner-up, and what would make it the selected plan.
 
     `switch_tpot_ms`: TPOT target from which the best colocated plan needs no more than the selected
@@ -145,7 +140,7 @@ def describe_runner_up(
         return f"the runner-up is {_format_plan(problem, ranking.ordered[1])}, of the same kind"
     runner_up = f"the runner-up is {_format_plan(problem, other)}"
     if ranking.verdict is PlanVerdict.COLOCATE:
-        return f"{runner_up}; {_describe_limit(ranking.ordered[0], targets)}"
+        return f"{runner_up}; {_describe_limit(problem.slo, ranking.ordered[0])}"
     if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
@@ -154,12 +149,11 @@ def describe_runner_up(
     )
 
 
-def compute_min_tpot_ms(outcome: SimulationResult, span: TrialSpan, targets: Targets) -> float:
+def compute_min_tpot_ms(outcome: SimulationResult, span: TrialSpan, slo: Slo) -> float:
     """Smallest TPOT target that these requests meet with the given TTFT target; infinite: none."""
-    in_time = outcome.ttft_ms[span.window] <= targets.ttft_ms
+    in_time = outcome.ttft_ms[span.window] <= slo.ttft_ms
     tpot_ms = np.where(in_time, outcome.tpot_ms[span.window], np.inf)
-    ended = np.where(np.isnan(tpot_ms), np.inf, tpot_ms)
-    return float(np.quantile(ended, targets.attainment, method="higher"))
+    return compute_quantile(tpot_ms, slo.attainment)
 
 
 def _is_allowed(problem: Problem, finalist: PredictedPlan) -> bool:
@@ -172,21 +166,17 @@ def _is_allowed(problem: Problem, finalist: PredictedPlan) -> bool:
             return True
 
 
-def _select_simplest(
-    allowed: Sequence[PredictedPlan], targets: Targets, objective: Objective
-) -> PredictedPlan:
+def _select_simplest(problem: Problem, allowed: Sequence[PredictedPlan]) -> PredictedPlan:
     """The first, or a colocated plan that needs no more and is not significantly worse."""
-    first = allowed[0]
+    first, objective = allowed[0], problem.planning.objective
     if not first.placement.is_disaggregated:
         return first
+    taken = first.placement.get_resources(objective)
     for other in allowed[1:]:
-        takes_no_more = other.placement.get_resources(objective) <= first.placement.get_resources(
-            objective
-        )
         if (
             not other.placement.is_disaggregated
-            and other.holds(targets.attainment)
-            and takes_no_more
+            and other.holds(problem.slo.attainment)
+            and other.placement.get_resources(objective) <= taken
             and not _is_surely_better(first, other)
         ):
             return other
@@ -198,19 +188,13 @@ def _is_surely_better(finalist: PredictedPlan, other: PredictedPlan) -> bool:
     return finalist.plan.prediction.goodput_interval[0] > other.plan.prediction.goodput_interval[1]
 
 
-def _compare(
-    problem: Problem, selected: PredictedPlan, other: PredictedPlan | None, targets: Targets
-) -> str:
-    kinds = ("colocated", "disaggregated")
-    kind = kinds[not selected.placement.is_disaggregated]
+def _compare(problem: Problem, selected: PredictedPlan, other: PredictedPlan | None) -> str:
+    kind = "colocated" if selected.placement.is_disaggregated else "disaggregated"
     if other is None:
         return f"no {kind} plan meets this SLO"
     objective = problem.planning.objective
-    ours, theirs = (
-        selected.placement.get_resources(objective),
-        other.placement.get_resources(objective),
-    )
-    if not other.holds(targets.attainment):
+    ours, theirs = (each.placement.get_resources(objective) for each in (selected, other))
+    if not other.holds(problem.slo.attainment):
         served = format_number(other.plan.prediction.goodput)
         return f"the best {kind} plan serves {served} req/s with all the GPUs it can have"
     if abs(ours - theirs) > _RELATIVE_TOLERANCE * ours:
@@ -254,17 +238,15 @@ def _format_gpus(count: int) -> str:
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
-def _describe_limit(selected: PredictedPlan, targets: Targets) -> str:
+def _describe_limit(slo: Slo, selected: PredictedPlan) -> str:
     """The TPOT target and the rate at which a colocated plan stops being enough."""
-    tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, targets)
-    goodput = selected.plan.prediction.goodput
+    tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, slo)
     return (
         f"below a TPOT target of {format_milliseconds(tpot_ms)} or above "
-        f"{format_number(goodput)} req/s the colocated plan needs more GPUs "
-        "and the choice is open again"
+        f"{format_number(selected.plan.prediction.goodput)} req/s the colocated plan needs more "
+        "GPUs and the choice is open again"
     )
 
 
-def _find_max_goodput(ranking: Ranking | None) -> PredictedPlan | None:
-    finalists = ranking.ordered if ranking else ()
-    return max(finalists, key=lambda each: each.plan.prediction.goodput, default=None)
+def _find_max_goodput(ranking: Ranking) -> PredictedPlan | None:
+    return max(ranking.ordered, key=lambda each: each.plan.prediction.goodput, default=None)

@@ -85,14 +85,10 @@ def rank_worker_sizes(
 def _compute_size(gpus: int, estimate: Estimate, context: float, tpot_ms: float) -> WorkerSize:
     in_memory = min(int(estimate.kv_capacity_tokens / context), _MAX_BATCH)
     in_time = _find_largest_batch(estimate.timing, context, tpot_ms)
-    full, slow = (
-        _compute_tokens_per_s(estimate.timing, context, batch) / gpus
-        for batch in (in_memory, in_time)
-    )
     # Eq. 6: the smaller of both terms, each at the batch size that its own limit allows.
-    if in_memory <= in_time:
-        return WorkerSize(gpus, full, True, in_memory)
-    return WorkerSize(gpus, slow, False, in_time)
+    batch = min(in_memory, in_time)
+    tokens_per_s = _compute_tokens_per_s(estimate.timing, context, batch)
+    return WorkerSize(gpus, tokens_per_s / gpus, in_memory <= in_time, batch)
 
 
 def _find_largest_batch(timing: EngineTiming, context: float, tpot_ms: float) -> int:
@@ -164,8 +160,7 @@ def count_workers(
     counts: dict[float, int] = {}
     enough = 1
     for rate in sorted(rates):
-        enough = _find_min_workers(holds, rate, enough, max_workers)
-        counts[rate] = enough
+        enough = counts[rate] = _find_min_workers(holds, rate, enough, max_workers)
     return counts
 
 

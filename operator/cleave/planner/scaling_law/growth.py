@@ -11,19 +11,20 @@ from typing import Any
 
 from cleave.api.plan import PlanGrowth
 from cleave.perf.estimate import Estimate
-from cleave.planner.plan import Plan, PlannedPool
-from cleave.planner.pool_simulation import LOW_AFFINITY, to_candidate_placement
+from cleave.planner.plan import LOW_AFFINITY, Plan, PlannedPool
+from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.result.text import format_pool
 from cleave.planner.scaling_law import aladdin
 from cleave.planner.scaling_law.aladdin import ScalingError, WorkerLaw, WorkerSize
 from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
     build_cell_fleet,
     to_planned_pools,
 )
 from cleave.planner.search.capacity_bound import compute_fleet_rate
-from cleave.planner.search.trials import Targets, Trials, TrialSpan
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.replication import merge_cells
+from cleave.planner.search.trials import TrialSpan
 
 HEARTBEAT_S = 60.0
 """Interval at which an autoscaler reads the rate; Eq. 7's lower bound depends on it."""
@@ -64,16 +65,12 @@ def find_best_size(problem: Problem) -> BestWorkerSize:
     for gpu, workers in _list_workers(problem).items():
         try:
             sizes = aladdin.rank_worker_sizes(workers, problem.demand, problem.slo.tpot_ms)
+            best_sizes.append(BestWorkerSize(gpu, sizes))
         except ScalingError as error:
             faults.append(error)
-        else:
-            best_sizes.append(BestWorkerSize(gpu, sizes))
     if not best_sizes:
-        raise (
-            faults[0]
-            if faults
-            else ScalingError("the model fits no worker without pipeline parallelism")
-        )
+        faults.append(ScalingError("the model fits no worker without pipeline parallelism"))
+        raise faults[0]
     return max(best_sizes, key=lambda each: each.sizes[0].tokens_per_s_per_gpu)
 
 
@@ -84,8 +81,8 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
     The rates lie around the requested one, or around the plan's goodput if that is higher: below it
     one worker serves all of them. Raises ScalingError when even 1,024 do not serve a rate.
     """
-    targets = Targets.from_slo(problem.slo)
-    trials = Trials(problem.demand, problem.seed)
+    search = SearchContext.from_problem(problem)
+    trials, targets = search.trials, search.targets
     # `LOW_AFFINITY` divides the pools of any algorithm into cells.
     cell = replace(to_candidate_placement(problem, plan.pools, LOW_AFFINITY), copies=1)
     is_in_node = plan.algorithm.startswith(LOW_AFFINITY)
@@ -94,7 +91,9 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
     def holds(workers: int, rate: float) -> bool:
         if rate > workers * unit_rate:
             return False
-        served, share = (cell, rate / workers) if is_in_node else (_multiply(cell, workers), rate)
+        served, share = (
+            (cell, rate / workers) if is_in_node else (merge_cells(cell.with_copies(workers)), rate)
+        )
         span = _shorten(trials.compute_span(share, targets))
         fleet = build_cell_fleet(problem, served)
         return trials.measure_shares(fleet, share, targets, span).both >= targets.attainment
@@ -125,10 +124,8 @@ def to_plan_growth(problem: Problem, plan: Plan) -> PlanGrowth | None:
 
 def build_document(problem: Problem, plan: Plan) -> dict[str, Any]:
     """Both laws for JSON; null for one that cannot be fitted."""
-    return {
-        "workerSizes": _build_sizes_document(problem),
-        "workers": _build_growth_document(problem, plan),
-    }
+    sizes, workers = _build_sizes_document(problem), _build_growth_document(problem, plan)
+    return {"workerSizes": sizes, "workers": workers}
 
 
 def _build_sizes_document(problem: Problem) -> dict[str, Any] | None:
@@ -172,11 +169,6 @@ def _list_workers(problem: Problem) -> dict[str, dict[int, Estimate]]:
             if estimate is not None:
                 workers.setdefault(supply.gpu, {})[gpus] = estimate
     return workers
-
-
-def _multiply(cell: CandidatePlacement, workers: int) -> CandidatePlacement:
-    groups = (replace(group, replicas=group.replicas * workers) for group in cell.groups)
-    return replace(cell, groups=tuple(groups), is_in_node=False)
 
 
 def _shorten(span: TrialSpan) -> TrialSpan:

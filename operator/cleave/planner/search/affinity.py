@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from cleave.api.planning import Affinity
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
-from cleave.planner.problem import Problem
 from cleave.planner.search import capacity_bound
 from cleave.planner.search.candidates import Candidate, build_prefill_instance
-from cleave.planner.search.trials import Trials
+from cleave.planner.search.context import SearchContext
 
 _SHARE_OF_TTFT = 0.1
 """Largest share of the TTFT target that the KV transfer of a mean prompt may take ..."""
@@ -29,17 +28,16 @@ class AffinityChoice:
     reason: str
 
 
-def choose_affinity(
-    problem: Problem, trials: Trials, candidates: Sequence[Candidate]
-) -> AffinityChoice:
+def choose_affinity(search: SearchContext, candidates: Sequence[Candidate]) -> AffinityChoice:
     """The requested affinity; with Auto, the one that the network between nodes allows."""
+    problem = search.problem
     requested = problem.planning.affinity
     if requested is not Affinity.AUTO:
         return AffinityChoice(requested, f"{requested.value} affinity as requested")
     if all(supply.num_nodes == 1 for supply in problem.supplies) and len(problem.supplies) == 1:
         return AffinityChoice(Affinity.HIGH, "one node: no KV leaves it")
     candidate = min(candidates, key=lambda each: each.gpus)
-    lengths = trials.get_lengths()
+    lengths = search.trials.get_lengths()
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
     moved = build_kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
     handoff_ms = moved.compute_serialized_ms(lengths.prompt_tokens)

@@ -4,36 +4,46 @@ Vidur, section 7.3, tries batch sizes and chunk sizes for every parallelism; her
 the best parallelism only. DistServe's prefill instances keep L_m (section 4.3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cleave.api.role import Role
-from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
+from cleave.planner.problem import Problem
+from cleave.planner.search import ranking
+from cleave.planner.search.candidate_placement import (
+    CandidatePlacement,
+    InstanceGroup,
+    build_cell_fleet,
+)
 from cleave.planner.search.candidates import PlannedInstance
-from cleave.planner.search.ranking import RankedPlacement
-from cleave.simulator.fleet import Batching
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.ranking import Choice, RankedPlacement
+from cleave.simulator.fleet import Batching, SimulatedFleet
 
 NUM_SEQS = (64, 128, 256, 512, 1024)
 """Requests per step and pipeline stage."""
 NUM_BATCHED_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per step: Sarathi's chunk size, vLLM's token budget."""
 
-Choose = Callable[[list[CandidatePlacement]], RankedPlacement | None]
 
-
-def refine(coarse: RankedPlacement | None, choose: Choose) -> RankedPlacement | None:
-    """Run `choose` again, on the first choice and its variants."""
-    if coarse is None:
+def choose_refined(
+    search: SearchContext,
+    coarse: Sequence[CandidatePlacement],
+    choose: Choice,
+    lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell_fleet,
+) -> RankedPlacement | None:
+    """The choice of `choose` among `coarse`, then among the first choice and its variants."""
+    first = choose(search, ranking.bound_placements(search, coarse, lay_out))
+    if first is None:
         return None
-    return choose([coarse.placement, *list_variants(coarse.placement)]) or coarse
+    finer = [first.placement, *list_variants(first.placement)]
+    return choose(search, ranking.bound_placements(search, finer, lay_out)) or first
 
 
 def list_variants(placement: CandidatePlacement) -> list[CandidatePlacement]:
     """The placement with the limits of one group changed, one variant per change."""
     return [
-        replace(
-            placement, groups=tuple(changed if each is group else each for each in placement.groups)
-        )
+        replace(placement, groups=tuple(changed if g is group else g for g in placement.groups))
         for group in placement.groups
         for changed in (replace(group, instance=instance) for instance in _list_limits(group))
         if changed != group
@@ -48,14 +58,8 @@ def _list_limits(group: InstanceGroup) -> list[PlannedInstance]:
         case Role.PREFILL if instance.batching is not Batching.VLLM:
             return []
         case Role.PREFILL:
-            return [
-                instance.with_limits(instance.max_num_seqs, each) for each in NUM_BATCHED_TOKENS
-            ]
+            return [replace(instance, max_num_batched_tokens=n) for n in NUM_BATCHED_TOKENS]
         case Role.DECODE:
-            return [instance.with_limits(each, instance.max_num_batched_tokens) for each in seqs]
+            return [replace(instance, max_num_seqs=each) for each in seqs]
         case Role.MIXED:
-            return [
-                instance.with_limits(num_seqs, num_tokens)
-                for num_seqs in seqs
-                for num_tokens in NUM_BATCHED_TOKENS
-            ]
+            return [instance.with_limits(n, tokens) for n in seqs for tokens in NUM_BATCHED_TOKENS]

@@ -5,21 +5,18 @@ whose prefill and decode instances must share nodes, consists of equal cells; on
 at its share of the rate. Real requests may choose among all cells and are never served worse.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
 from cleave.api.planning import Objective
 from cleave.api.role import Role
-from cleave.perf.hardware.kv_transfer import build_kv_transfer
+from cleave.perf.hardware.kv_transfer import KvTransferModel, build_kv_transfer
 from cleave.perf.hardware.link import Link, select_slower
 from cleave.planner.plan import PlannedPool
 from cleave.planner.problem import Problem
 from cleave.planner.search.candidates import PlannedInstance
 from cleave.simulator.fleet import SimulatedFleet, SimulatedPool, SimulatedTransfer
 
-_ROLES = tuple(Role)
-_TRANSFER_ROLES = (Role.PREFILL, Role.DECODE)
 _PROMPT_TOKENS = 2048
 """Prompt length at which the compute time per prompt token is taken."""
 
@@ -54,23 +51,16 @@ class CandidatePlacement:
         return self.copies * sum(group.gpus for group in self.groups)
 
     @property
-    def cost_per_hour(self) -> float:
-        """Price of all cells."""
-        return self._sum_resources(Objective.COST)
-
-    @property
-    def power_watts(self) -> float:
-        """Provisioned power of all cells."""
-        return self._sum_resources(Objective.POWER)
-
-    @property
     def is_disaggregated(self) -> bool:
         """Whether there are prefill instances."""
         return self.count_replicas(Role.PREFILL) > 0
 
     def get_resources(self, objective: Objective) -> float:
         """Resources of all cells in the unit of the objective: GPUs, price of an hour, watts."""
-        return self._sum_resources(objective)
+        return self.copies * sum(
+            group.replicas * group.instance.candidate.get_resources(objective)
+            for group in self.groups
+        )
 
     def count_replicas(self, role: Role) -> int:
         """Number of instances of `role` in one cell."""
@@ -89,24 +79,12 @@ class CandidatePlacement:
         """A copy with `group` added, merged with the group of the same role."""
         if self.count_replicas(group.role):
             return self.change_replicas({group.role: group.replicas})
-        groups = sorted((*self.groups, group), key=lambda each: _ROLES.index(each.role))
+        groups = sorted((*self.groups, group), key=lambda each: list(Role).index(each.role))
         return replace(self, groups=tuple(groups))
 
     def with_copies(self, copies: int) -> "CandidatePlacement":
         """A copy that consists of `copies` cells."""
         return replace(self, copies=copies)
-
-    def _sum_resources(self, objective: Objective) -> float:
-        return self.copies * sum(
-            group.replicas * group.instance.candidate.get_resources(objective)
-            for group in self.groups
-        )
-
-
-def make_resource_function(problem: Problem) -> Callable[[CandidatePlacement], float]:
-    """A function that returns a placement's resources in the unit of the objective."""
-    objective = problem.planning.objective
-    return lambda placement: placement.get_resources(objective)
 
 
 def build_cell_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
@@ -127,17 +105,8 @@ def build_transfer(problem: Problem, placement: CandidatePlacement) -> Simulated
 
     Without cost when either role is missing.
     """
-    sizes = [
-        _get_size(placement, role)
-        for role in (Role.PREFILL, Role.DECODE)
-        if placement.count_replicas(role)
-    ]
-    if len(sizes) < 2:
-        return SimulatedTransfer()
-    moved = build_kv_transfer(
-        problem.shape, select_link(placement), sizes[0], sizes[1], compute_token_ms=0.0
-    )
-    return SimulatedTransfer(latency_ms=moved.latency_ms, token_ms=moved.token_ms)
+    moved = _build_kv_transfer(problem, placement, compute_token_ms=0.0)
+    return SimulatedTransfer(moved.latency_ms, moved.token_ms) if moved else SimulatedTransfer()
 
 
 def compute_ahead_from_tokens(problem: Problem, placement: CandidatePlacement) -> int:
@@ -146,19 +115,23 @@ def compute_ahead_from_tokens(problem: Problem, placement: CandidatePlacement) -
     Splitwise, section IV-C. Rounded up to a power of two, so that small changes of the input do not
     change it.
     """
-    engines = {group.role: group.instance.engine for group in placement.groups}
-    if Role.PREFILL not in engines or Role.DECODE not in engines:
-        return 0
-    compute_ms = engines[Role.PREFILL].timing.predict_prefill_ms([_PROMPT_TOKENS])
-    moved = build_kv_transfer(
-        problem.shape,
-        select_link(placement),
-        _get_size(placement, Role.PREFILL),
-        _get_size(placement, Role.DECODE),
-        compute_ms / _PROMPT_TOKENS,
-    )
-    min_tokens = moved.overlap_from_tokens
+    timing = placement.groups[0].instance.candidate.estimate.timing
+    compute_ms = timing.predict_prefill_ms([_PROMPT_TOKENS])
+    moved = _build_kv_transfer(problem, placement, compute_ms / _PROMPT_TOKENS)
+    min_tokens = moved.overlap_from_tokens if moved else None
     return 1 << (min_tokens - 1).bit_length() if min_tokens else 0
+
+
+def _build_kv_transfer(
+    problem: Problem, placement: CandidatePlacement, compute_token_ms: float
+) -> KvTransferModel | None:
+    """The transfer from prefill to decode instances; None: either role is missing."""
+    sizes = {group.role: group.instance.candidate.parallelism for group in placement.groups}
+    if Role.PREFILL not in sizes or Role.DECODE not in sizes:
+        return None
+    prefill, decode = ((sizes[r].tensor, sizes[r].pipeline) for r in (Role.PREFILL, Role.DECODE))
+    link = select_link(placement)
+    return build_kv_transfer(problem.shape, link, prefill, decode, compute_token_ms)
 
 
 def select_link(placement: CandidatePlacement) -> Link:
@@ -183,9 +156,9 @@ def to_planned_pools(placement: CandidatePlacement) -> tuple[PlannedPool, ...]:
             batching=group.instance.batching.name,
             max_num_seqs=group.instance.max_num_seqs,
             max_num_batched_tokens=group.instance.max_num_batched_tokens,
-            per_cell=group.replicas
-            if placement.is_in_node and group.role in _TRANSFER_ROLES
-            else None,
+            per_cell=None
+            if group.role is Role.MIXED or not placement.is_in_node
+            else group.replicas,
         )
         for group in placement.groups
     )
@@ -210,8 +183,3 @@ def _build_pools(placement: CandidatePlacement, role: Role) -> tuple[SimulatedPo
         for group in placement.groups
         if group.role is role
     )
-
-
-def _get_size(placement: CandidatePlacement, role: Role) -> tuple[int, int]:
-    size = next(g for g in placement.groups if g.role is role).instance.candidate.parallelism
-    return size.tensor, size.pipeline

@@ -119,20 +119,16 @@ def build_prefill_instance(problem: Problem, candidate: Candidate) -> PlannedIns
 
     The budget is not below vLLM's default: its engines do not gain by smaller chunks.
     """
-    saturation = candidate.estimate.prefill_saturation_tokens
-    budget = (
-        saturation
-        if problem.policies.prefill is Batching.PREFILL_FIRST
-        else max(saturation, MAX_NUM_BATCHED_TOKENS)
-    )
+    budget = candidate.estimate.prefill_saturation_tokens
+    if problem.policies.prefill is not Batching.PREFILL_FIRST:
+        budget = max(budget, MAX_NUM_BATCHED_TOKENS)
     return _build_instance(problem, candidate, problem.policies.prefill, budget)
 
 
 def build_decode_instance(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that decodes all requests that fit, by continuous batching."""
     instance = _build_instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
-    stages = candidate.parallelism.pipeline
-    return instance.with_limits(DECODE_MAX_NUM_SEQS * stages, instance.max_num_batched_tokens)
+    return replace(instance, max_num_seqs=DECODE_MAX_NUM_SEQS * candidate.parallelism.pipeline)
 
 
 def build_mixed_instance(

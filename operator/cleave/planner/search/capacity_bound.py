@@ -126,9 +126,8 @@ def compute_unloaded_attainment(
     """
     is_met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
-        is_met &= trace.prompt_tokens <= _find_longest_prompt_within(
-            engine, trace.prompt_tokens, ttft_ms
-        )
+        longest = _find_longest_prompt_within(engine, trace.prompt_tokens, ttft_ms)
+        is_met &= trace.prompt_tokens <= longest
     if math.isfinite(tpot_ms):
         mean_context = trace.prompt_tokens + (trace.output_tokens - 1) / 2
         alone = _compute_decode_ms(engine.timing, np.ones(1, dtype=np.int64), mean_context)
@@ -153,9 +152,8 @@ def _compute_decode_ms(
     timing: EngineTiming, rows: NDArray[np.int64], context: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Time of decode steps with `rows` requests of `context` tokens each, with stage hops."""
-    context_ms = np.array(timing.decode_context_ms)[
-        np.minimum(rows, len(timing.decode_context_ms) - 1)
-    ]
+    by_rows = np.array(timing.decode_context_ms)
+    context_ms = by_rows[np.minimum(rows, len(by_rows) - 1)]
     fixed = np.array([interpolate_table(1.0, timing.decode_ms, int(row)) for row in rows])
     hops = (timing.stages - 1) * (timing.hop_ms + timing.hop_token_ms * rows)
     step_ms: NDArray[np.float64] = fixed + context_ms * rows * context + hops

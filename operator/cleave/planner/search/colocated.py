@@ -5,89 +5,56 @@ coarse to fine. Also the cost of serving one workload with the best configuratio
 fig. 1b).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.batch_limits import refine
+from cleave.planner.search.batch_limits import choose_refined
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     InstanceGroup,
     build_cell_fleet,
-    make_resource_function,
 )
 from cleave.planner.search.candidates import Candidate, build_mixed_instance
-from cleave.planner.search.ranking import RankedPlacement
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.ranking import Choice, RankedPlacement
 
 _COARSE_NUM_BATCHED_TOKENS = (512, 2048)
 
 
 def optimize(
-    problem: Problem,
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    targets: Targets,
-    tick: Callable[[], None] = lambda: None,
+    search: SearchContext, candidates: Sequence[Candidate], choose: Choice = ranking.find_best
 ) -> RankedPlacement | None:
-    """The mixed instance with most goodput per resource; None: none meets the targets."""
-
-    def best(placements: list[CandidatePlacement]) -> RankedPlacement | None:
-        entries = ranking.bound_placements(problem, trials, placements)
-        return ranking.find_best(trials, entries, targets, make_resource_function(problem), tick)
-
-    return refine(best(_list_coarse(problem, candidates)), best)
-
-
-def find_smallest(
-    problem: Problem,
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    targets: Targets,
-    tick: Callable[[], None] = lambda: None,
-) -> RankedPlacement | None:
-    """The mixed instance whose replicas for the requested rate need least resources."""
-
-    def least(placements: list[CandidatePlacement]) -> RankedPlacement | None:
-        entries = ranking.bound_placements(problem, trials, placements)
-        return ranking.find_smallest(
-            trials, entries, targets, make_resource_function(problem), problem.rate, tick
-        )
-
-    return refine(least(_list_coarse(problem, candidates)), least)
+    """The mixed instance that `choose` prefers; None: none meets the targets."""
+    return choose_refined(search, _list_coarse(search.problem, candidates), choose)
 
 
 def compute_misconfiguration_cost(
-    problem: Problem,
-    trials: Trials,
-    targets: Targets,
-    own: CandidatePlacement,
-    foreign: CandidatePlacement,
+    search: SearchContext, own: CandidatePlacement, foreign: CandidatePlacement
 ) -> float:
     """Resources per request of `foreign`, the best plan of another workload, relative to `own`.
 
     1: as good as `own`; infinite: it never meets the targets.
     """
-    weigh = problem.planning.objective
     rates = [
-        goodput.find_goodput(trials, build_cell_fleet(problem, each), targets).rate
-        / each.get_resources(weigh)
+        goodput.find_goodput(
+            search.trials, build_cell_fleet(search.problem, each), search.targets
+        ).rate
+        / search.get_resources(each)
         for each in (own.with_copies(1), foreign.with_copies(1))
     ]
     return rates[0] / rates[1] if rates[1] else float("inf")
 
 
 def _list_coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[CandidatePlacement]:
-    instances = (
-        build_mixed_instance(problem, candidate, batching)
-        for candidate in candidates
-        for batching in problem.policies.mixed
-    )
     return [
         CandidatePlacement(
-            (InstanceGroup(Role.MIXED, instance.with_limits(instance.max_num_seqs, tokens), 1),)
+            (InstanceGroup(Role.MIXED, replace(instance, max_num_batched_tokens=tokens), 1),)
         )
-        for instance in instances
+        for candidate in candidates
+        for batching in problem.policies.mixed
+        for instance in (build_mixed_instance(problem, candidate, batching),)
         for tokens in _COARSE_NUM_BATCHED_TOKENS
     ]

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cleave.api.role import Role
-from cleave.planner.problem import Problem
 from cleave.planner.search import capacity_bound, packing
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     InstanceGroup,
     build_cell_fleet,
 )
-from cleave.planner.search.trials import Shares, Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.trials import Shares
 
 _MAX_GROWTH_STEPS = 64
 _GROWTH_SHARE = 0.05
@@ -28,50 +28,29 @@ four."""
 _Counts = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TargetLoad:
-    """The rate and the targets that a fleet has to meet."""
-
-    rate: float
-    targets: Targets
-
-
-def simulate_shares(
-    problem: Problem, trials: Trials, placement: CandidatePlacement, load: TargetLoad
-) -> Shares:
-    """Simulate one cell under `load`, the cell's own share."""
-    span = trials.compute_span(load.rate, load.targets)
-    return trials.measure_shares(
-        build_cell_fleet(problem, placement), load.rate, load.targets, span
-    )
-
-
 @dataclass(slots=True)
 class ReplicaFitter:
     """Adds and removes replicas of one placement; remembers the results of its trials."""
 
-    problem: Problem
-    trials: Trials
-    load: TargetLoad
-    """The load of all cells together."""
+    search: SearchContext
+    """Its rate is the load of all cells together."""
     _shares_by_counts: dict[_Counts, Shares] = field(default_factory=dict)
     _failed_counts: list[_Counts] = field(default_factory=list)
 
     def grow(self, placement: CandidatePlacement) -> CandidatePlacement | None:
         """Add instances until the load is met; None: the nodes have no room for them."""
         for _ in range(_MAX_GROWTH_STEPS):
-            if not packing.has_room(self.problem, placement):
+            if not self._has_room(placement):
                 return None
             lacking = self._find_short_role(placement)
             if lacking is not None:
                 placement = self._add_replicas(placement, lacking)
             elif self.holds(placement):
                 return placement
-            else:
-                larger = self._find_best_larger(placement)
-                if larger is None:
-                    return None
+            elif larger := self._find_best_larger(placement):
                 placement = larger
+            else:
+                return None
         return None
 
     def shrink(
@@ -85,11 +64,7 @@ class ReplicaFitter:
         while max(_get_counts(placement)[1:]) >= _LARGE_ROLE * step:
             step *= 2
         while step:
-            feasible = (
-                each
-                for each in self._list_smaller(placement, mixed_group, step)
-                if self.holds(each)
-            )
+            feasible = filter(self.holds, self._list_smaller(placement, mixed_group, step))
             smaller = next(feasible, None)
             if smaller is None:
                 step //= 2
@@ -104,7 +79,7 @@ class ReplicaFitter:
             return False
         is_held = (
             self._find_short_role(placement) is None
-            and self._simulate_shares(placement).both >= self.load.targets.attainment
+            and self._simulate_shares(placement).both >= self.search.targets.attainment
         )
         if not is_held:
             self._failed_counts.append(counts)
@@ -113,36 +88,33 @@ class ReplicaFitter:
     def _simulate_shares(self, placement: CandidatePlacement) -> Shares:
         counts = _get_counts(placement)
         if counts not in self._shares_by_counts:
-            share = TargetLoad(self.load.rate / placement.copies, self.load.targets)
-            self._shares_by_counts[counts] = simulate_shares(
-                self.problem, self.trials, placement, share
-            )
+            share = self.search.problem.rate / placement.copies
+            self._shares_by_counts[counts] = self.search.measure_shares(placement, share)
         return self._shares_by_counts[counts]
 
     def _find_short_role(self, placement: CandidatePlacement) -> Role | None:
         """The role whose rate bound is below the load; None: no role's is."""
-        rate = self.load.rate / placement.copies
-        fleet = build_cell_fleet(self.problem, placement)
-        lengths = self.trials.get_lengths(self.trials.compute_span(rate, self.load.targets).total)
+        search, rate = self.search, self.search.problem.rate / placement.copies
+        fleet = build_cell_fleet(search.problem, placement)
+        span = search.trials.compute_span(rate, search.targets)
+        lengths = search.trials.get_lengths(span.total)
         if capacity_bound.compute_fleet_rate(fleet, lengths) >= rate:
             return None
         if not fleet.prefill or not fleet.decode:
             return placement.groups[0].role
         prompts = sum(
-            p.replicas * capacity_bound.compute_prefill_rate(p.engine, lengths)
-            for p in fleet.prefill
+            pool.replicas * capacity_bound.compute_prefill_rate(pool.engine, lengths)
+            for pool in (*fleet.prefill, *fleet.mixed)
         )
-        mixed = sum(
-            p.replicas * capacity_bound.compute_prefill_rate(p.engine, lengths) for p in fleet.mixed
-        )
-        return Role.PREFILL if prompts + mixed < rate else Role.DECODE
+        return Role.PREFILL if prompts < rate else Role.DECODE
 
     def _find_best_larger(self, placement: CandidatePlacement) -> CandidatePlacement | None:
         """The step that improves attainment most; while it is 0, a step for the weaker phase."""
-        steps = {
-            group.role: self._add_replicas(placement, group.role) for group in placement.groups
+        feasible = {
+            group.role: grown
+            for group in placement.groups
+            if self._has_room(grown := self._add_replicas(placement, group.role))
         }
-        feasible = {r: each for r, each in steps.items() if packing.has_room(self.problem, each)}
         if not feasible:
             return None
         current = self._simulate_shares(placement)
@@ -157,7 +129,7 @@ class ReplicaFitter:
         grown = placement.change_replicas(
             {role: max(1, round(placement.count_replicas(role) * _GROWTH_SHARE))}
         )
-        if placement.is_in_node and not packing.has_room(self.problem, grown):
+        if placement.is_in_node and not self._has_room(grown):
             return placement.with_copies(placement.copies + 1)
         return grown
 
@@ -165,16 +137,16 @@ class ReplicaFitter:
         self, placement: CandidatePlacement, mixed_group: InstanceGroup | None, step: int
     ) -> list[CandidatePlacement]:
         """Placements that need less resources, the smallest first."""
-        objective = self.problem.planning.objective
-        limit = placement.get_resources(objective)
+        get_resources, limit = self.search.get_resources, self.search.get_resources(placement)
         feasible = [
             each
             for each in _list_moves(placement, mixed_group, step)
-            if _serves_both_phases(each)
-            and each.get_resources(objective) < limit
-            and packing.has_room(self.problem, each)
+            if _serves_both_phases(each) and get_resources(each) < limit and self._has_room(each)
         ]
-        return sorted(feasible, key=lambda each: each.get_resources(objective))
+        return sorted(feasible, key=get_resources)
+
+    def _has_room(self, placement: CandidatePlacement) -> bool:
+        return packing.has_room(self.search.problem, placement)
 
 
 def _list_moves(

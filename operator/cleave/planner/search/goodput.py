@@ -65,9 +65,8 @@ def find_goodput(
     upper = capacity_bound.compute_fleet_rate(fleet, lengths)
     if upper <= at_least or not can_meet_targets(trials, fleet, targets):
         return Goodput(0.0, 0.0)
-    guess = max(
-        capacity_bound.estimate_rate(fleet, lengths, targets.tpot_ms), at_least * _FIRST_STEP
-    )
+    estimate = capacity_bound.estimate_rate(fleet, lengths, targets.tpot_ms)
+    guess = max(estimate, at_least * _FIRST_STEP)
     bisection = _Bisection.from_rate(trials, fleet, targets, min(guess, upper), tolerance)
     if at_least > 0 and not bisection.holds(at_least):
         return Goodput(0.0, bisection.attainments.get(at_least, 0.0))
@@ -116,12 +115,12 @@ def confirm_goodput(
 
 def can_meet_targets(trials: Trials, fleet: SimulatedFleet, targets: Targets) -> bool:
     """Whether enough requests would meet the targets if each had an instance to itself."""
-    sample = trials.get_sample()
-    prefill, decode = targets.prefill_only, targets.decode_only
-    return _can_meet_unloaded(
-        sample, prefill, [pool.engine for pool in (*fleet.prefill, *fleet.mixed)]
-    ) and _can_meet_unloaded(
-        sample, decode, [pool.engine for pool in (*fleet.decode, *fleet.mixed)]
+    return all(
+        _can_meet_unloaded(trials.get_sample(), alone, [pool.engine for pool in pools])
+        for alone, pools in (
+            (targets.prefill_only, (*fleet.prefill, *fleet.mixed)),
+            (targets.decode_only, (*fleet.decode, *fleet.mixed)),
+        )
     )
 
 
@@ -204,7 +203,9 @@ class _Bisection:
                 low = middle
             else:
                 high = middle
-        return self._build_goodput(low)
+        goals = [self.attainments[r] >= self.targets.attainment for r in sorted(self.attainments)]
+        is_monotone = goals == sorted(goals, reverse=True)
+        return Goodput(low, self.attainments.get(low, 0.0), is_monotone)
 
     def _interpolate(self, low: float, high: float) -> float:
         """Linear interpolation of the rate at the target, kept away from both ends of the
@@ -214,13 +215,3 @@ class _Bisection:
         # Near the flat top of the curve interpolation is poor; the limits keep it close to halving.
         part = above / (above + below) if above + below > 0 else 0.5
         return low + (high - low) * min(max(part, _MIN_STEP_SHARE), 1 - _MIN_STEP_SHARE)
-
-    def _build_goodput(self, rate: float) -> Goodput:
-        is_met = [
-            self.attainments[each] >= self.targets.attainment for each in sorted(self.attainments)
-        ]
-        return Goodput(
-            rate=rate,
-            attainment=self.attainments.get(rate, 0.0),
-            is_monotone=is_met == sorted(is_met, reverse=True),
-        )

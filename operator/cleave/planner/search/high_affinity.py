@@ -5,18 +5,17 @@ with any decode instance, also with one on another GPU type.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import ranking
-from cleave.planner.search.batch_limits import refine
+from cleave.planner.search.batch_limits import choose_refined
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     InstanceGroup,
     build_cell_fleet,
-    make_resource_function,
 )
 from cleave.planner.search.candidates import (
     Candidate,
@@ -24,8 +23,9 @@ from cleave.planner.search.candidates import (
     build_prefill_instance,
     group_by_gpu,
 )
-from cleave.planner.search.ranking import BoundedPlacement, RankedPlacement
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.ranking import Choice, RankedPlacement
+from cleave.planner.search.trials import Targets
 from cleave.simulator.fleet import SimulatedFleet
 
 
@@ -39,35 +39,22 @@ class BestPhases:
 
 
 def optimize(
-    problem: Problem,
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    targets: Targets,
-    tick: Callable[[], None] = lambda: None,
+    search: SearchContext, candidates: Sequence[Candidate], choose: Choice = ranking.find_best
 ) -> tuple[BestPhases, ...]:
     """Algorithm 1's loops (simu_prefill, simu_decode), for each GPU type."""
 
-    def best(tried: list[BoundedPlacement], alone: Targets) -> RankedPlacement | None:
-        return ranking.find_best(trials, tried, alone, make_resource_function(problem), tick)
+    def find(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> RankedPlacement | None:
+        singles = [build_single(search.problem, each, role) for each in of_kind]
+        return choose_refined(replace(search, targets=alone), singles, choose, _build_phase_fleet)
 
-    return _optimize_phases(problem, trials, candidates, targets, best)
-
-
-def find_smallest(
-    problem: Problem,
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    targets: Targets,
-    tick: Callable[[], None] = lambda: None,
-) -> tuple[BestPhases, ...]:
-    """Per phase, the instances whose replicas for the requested rate need least resources."""
-
-    def least(tried: list[BoundedPlacement], alone: Targets) -> RankedPlacement | None:
-        return ranking.find_smallest(
-            trials, tried, alone, make_resource_function(problem), problem.rate, tick
+    return tuple(
+        BestPhases(
+            gpu,
+            find(of_kind, Role.PREFILL, search.targets.prefill_only),
+            find(of_kind, Role.DECODE, search.targets.decode_only),
         )
-
-    return _optimize_phases(problem, trials, candidates, targets, least)
+        for gpu, of_kind in group_by_gpu(candidates).items()
+    )
 
 
 def list_pairs(
@@ -97,33 +84,6 @@ def build_single(problem: Problem, candidate: Candidate, role: Role) -> Candidat
     """A placement of one instance of one role."""
     instantiate = build_prefill_instance if role is Role.PREFILL else build_decode_instance
     return CandidatePlacement((InstanceGroup(role, instantiate(problem, candidate), 1),))
-
-
-def _optimize_phases(
-    problem: Problem,
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    targets: Targets,
-    choose: Callable[[list[BoundedPlacement], Targets], RankedPlacement | None],
-) -> tuple[BestPhases, ...]:
-    """The choice of `choose` for either phase, on each GPU type."""
-
-    def phase(of_kind: Sequence[Candidate], role: Role, alone: Targets) -> RankedPlacement | None:
-        def chosen(placements: list[CandidatePlacement]) -> RankedPlacement | None:
-            return choose(
-                ranking.bound_placements(problem, trials, placements, _build_phase_fleet), alone
-            )
-
-        return refine(chosen([build_single(problem, each, role) for each in of_kind]), chosen)
-
-    return tuple(
-        BestPhases(
-            gpu,
-            phase(of_kind, Role.PREFILL, targets.prefill_only),
-            phase(of_kind, Role.DECODE, targets.decode_only),
-        )
-        for gpu, of_kind in group_by_gpu(candidates).items()
-    )
 
 
 def _build_phase_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:

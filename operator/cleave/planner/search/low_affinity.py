@@ -6,25 +6,21 @@ GPUs' own link in the paper, the network between pods. Both phases have the same
 inside a node, tensor parallel sizes and counts are free.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import packing, ranking
-from cleave.planner.search.batch_limits import refine
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    make_resource_function,
-)
+from cleave.planner.search.batch_limits import choose_refined
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 from cleave.planner.search.candidates import (
     Candidate,
     build_decode_instance,
     build_prefill_instance,
 )
-from cleave.planner.search.ranking import RankedPlacement
-from cleave.planner.search.trials import Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.ranking import Choice, RankedPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +36,17 @@ UNLIMITED = MaxReplicas(prefill=1 << 10, decode=1 << 10)
 
 
 def optimize(
-    problem: Problem,
-    trials: Trials,
+    search: SearchContext,
     candidates: Sequence[Candidate],
-    targets: Targets,
+    choose: Choice = ranking.find_best,
     max_replicas: MaxReplicas = UNLIMITED,
-    tick: Callable[[], None] = lambda: None,
 ) -> RankedPlacement | None:
-    """The intra-node configuration with most goodput per resource; both phases simulated jointly.
+    """The intra-node configuration that `choose` prefers; both phases are simulated jointly.
 
     The bound of a pair is that of its slower phase, since every request passes through both.
     """
-
-    def best(placements: list[CandidatePlacement]) -> RankedPlacement | None:
-        entries = ranking.bound_placements(problem, trials, placements)
-        return ranking.find_best(trials, entries, targets, make_resource_function(problem), tick)
-
-    return refine(best(list_configurations(problem, candidates, max_replicas)), best)
-
-
-def find_smallest(
-    problem: Problem,
-    trials: Trials,
-    candidates: Sequence[Candidate],
-    targets: Targets,
-    tick: Callable[[], None] = lambda: None,
-) -> RankedPlacement | None:
-    """The configuration whose cells for the requested rate need least resources."""
-
-    def least(placements: list[CandidatePlacement]) -> RankedPlacement | None:
-        entries = ranking.bound_placements(problem, trials, placements)
-        return ranking.find_smallest(
-            trials, entries, targets, make_resource_function(problem), problem.rate, tick
-        )
-
-    return refine(least(list_configurations(problem, candidates, UNLIMITED)), least)
+    configurations = list_configurations(search.problem, candidates, max_replicas)
+    return choose_refined(search, configurations, choose)
 
 
 def list_configurations(

@@ -26,9 +26,8 @@ def count_copies(problem: Problem, placement: CandidatePlacement, limit: int = 1
     low, high = 0, min(limit, problem.max_gpus // max(placement.with_copies(1).gpus, 1)) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (
-            (middle, high) if has_room(problem, placement.with_copies(middle)) else (low, middle)
-        )
+        is_packed = has_room(problem, placement.with_copies(middle))
+        low, high = (middle, high) if is_packed else (low, middle)
     return low
 
 
@@ -38,8 +37,7 @@ def _list_pieces(placement: CandidatePlacement) -> dict[Supply, Counter[int]]:
     if placement.is_in_node:
         first = placement.groups[0].instance.candidate
         segment = sum(
-            group.replicas * group.instance.candidate.parallelism.tensor
-            for group in placement.groups
+            g.replicas * g.instance.candidate.parallelism.tensor for g in placement.groups
         )
         return {first.supply: Counter({segment: first.parallelism.pipeline * placement.copies})}
     for group in placement.groups:

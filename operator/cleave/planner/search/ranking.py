@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from cleave.planner.problem import Problem
 from cleave.planner.search import capacity_bound, goodput
 from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.context import SearchContext
 from cleave.planner.search.goodput import Goodput
-from cleave.planner.search.trials import Targets, Trials
 from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.run import prepare_fleet
 
 _RELATIVE_TOLERANCE = 1e-9
-
-ResourceFunction = Callable[[CandidatePlacement], float]
-"""Returns the resources of a placement in the unit of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +41,35 @@ class BoundedPlacement:
     fleet: SimulatedFleet
     bound: float
     """Upper bound of its goodput."""
+    resources: float
+    """In the unit of the objective."""
 
 
-def find_best(
-    trials: Trials,
-    tried: Iterable[BoundedPlacement],
-    targets: Targets,
-    weigh: ResourceFunction,
-    tick: Callable[[], None] = lambda: None,
-) -> RankedPlacement | None:
+Choice = Callable[[SearchContext, Iterable[BoundedPlacement]], RankedPlacement | None]
+"""`find_best` or `find_smallest`."""
+
+
+def find_best(search: SearchContext, tried: Iterable[BoundedPlacement]) -> RankedPlacement | None:
     """The placement with most goodput per resource; None: none meets the targets at any rate.
 
-    `tick` is called once per entry. Among equals, the smaller placement wins.
+    Ticks once per entry. Among equals, the smaller placement wins.
     """
     winner: RankedPlacement | None = None
-    ordered = sorted(
-        ((each.bound / weigh(each.placement), -weigh(each.placement), each) for each in tried),
-        key=lambda item: item[:2],
-        reverse=True,
-    )
-    for bound, _, entry in ordered:
-        tick()
+    ordered = sorted(tried, key=lambda each: (-each.bound / each.resources, each.resources))
+    for entry in ordered:
+        search.tick(search.step)
         best_ratio = winner.per_resource if winner else 0.0
-        if bound <= best_ratio:
+        if entry.bound / entry.resources <= best_ratio:
             continue
-        weight = weigh(entry.placement)
-        rated = goodput.find_goodput(trials, entry.fleet, targets, at_least=best_ratio * weight)
-        if rated.rate / weight > best_ratio:
-            winner = RankedPlacement(entry.placement, rated, rated.rate / weight)
+        at_least = best_ratio * entry.resources
+        rated = goodput.find_goodput(search.trials, entry.fleet, search.targets, at_least)
+        if rated.rate / entry.resources > best_ratio:
+            winner = RankedPlacement(entry.placement, rated, rated.rate / entry.resources)
     return winner
 
 
 def find_smallest(
-    trials: Trials,
-    tried: Iterable[BoundedPlacement],
-    targets: Targets,
-    weigh: ResourceFunction,
-    rate: float,
-    tick: Callable[[], None] = lambda: None,
+    search: SearchContext, tried: Iterable[BoundedPlacement]
 ) -> RankedPlacement | None:
     """The placement of which n = ceil(rate / goodput) copies need least resources; its goodput is
     set to rate / n.
@@ -91,36 +79,29 @@ def find_smallest(
     of the rate with so few copies that they need less than the best so far.
     """
     winner: RankedPlacement | None = None
+    rate, limit = search.problem.rate, math.inf
     ordered = sorted(
-        ((math.ceil(rate / each.bound) * weigh(each.placement), each) for each in tried),
-        key=lambda item: (item[0], weigh(item[1].placement)),
+        ((math.ceil(rate / each.bound) * each.resources, each) for each in tried),
+        key=lambda item: (item[0], item[1].resources),
     )
     for optimistic, entry in ordered:
-        tick()
-        weight = weigh(entry.placement)
-        limit = _compute_resources(winner, weigh, rate)
+        search.tick(search.step)
         if optimistic >= limit * (1 - _RELATIVE_TOLERANCE):
             continue
-        max_copies = math.ceil(limit / weight) - 1 if math.isfinite(limit) else None
-        copies = _count_copies(trials, entry, targets, rate, max_copies)
+        max_copies = math.ceil(limit / entry.resources) - 1 if winner else None
+        copies = _count_copies(search, entry, max_copies)
         if copies is not None:
-            shared = Goodput(rate / copies, targets.attainment)
-            winner = RankedPlacement(entry.placement, shared, shared.rate / weight)
+            shared = Goodput(rate / copies, search.targets.attainment)
+            winner = RankedPlacement(entry.placement, shared, shared.rate / entry.resources)
+            limit = copies * entry.resources
     return winner
 
 
-def _compute_resources(
-    winner: RankedPlacement | None, weigh: ResourceFunction, rate: float
-) -> float:
-    if winner is None:
-        return math.inf
-    return round(rate / winner.goodput.rate) * weigh(winner.placement)
-
-
 def _count_copies(
-    trials: Trials, entry: BoundedPlacement, targets: Targets, rate: float, max_copies: int | None
+    search: SearchContext, entry: BoundedPlacement, max_copies: int | None
 ) -> int | None:
     """Fewest copies, at most `max_copies`, that together serve the rate; None: that many do not."""
+    trials, targets, rate = search.trials, search.targets, search.problem.rate
     if not goodput.can_meet_targets(trials, entry.fleet, targets):
         return None
     if max_copies is None:
@@ -143,15 +124,19 @@ def _count_copies(
 
 
 def bound_placements(
-    problem: Problem,
-    trials: Trials,
+    search: SearchContext,
     placements: Iterable[CandidatePlacement],
     lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell_fleet,
 ) -> list[BoundedPlacement]:
     """Placements with the rate bounds of their fleets."""
-    lengths = trials.get_lengths()
-    fleets = [(placement, lay_out(problem, placement)) for placement in placements]
+    lengths = search.trials.get_lengths()
+    fleets = [(placement, lay_out(search.problem, placement)) for placement in placements]
     return [
-        BoundedPlacement(placement, fleet, capacity_bound.compute_fleet_rate(fleet, lengths))
+        BoundedPlacement(
+            placement,
+            fleet,
+            capacity_bound.compute_fleet_rate(fleet, lengths),
+            search.get_resources(placement),
+        )
         for placement, fleet in fleets
     ]

@@ -10,6 +10,7 @@ removed in simulations of the complete fleet.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
@@ -19,8 +20,9 @@ from cleave.planner.search.candidate_placement import (
     InstanceGroup,
     build_cell_fleet,
 )
-from cleave.planner.search.fitting import ReplicaFitter, TargetLoad
-from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
+from cleave.planner.search.context import SearchContext
+from cleave.planner.search.fitting import ReplicaFitter
+from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
 CELL_GPUS = 32
 """Larger plans are simulated in cells of about this many GPUs."""
@@ -28,57 +30,45 @@ _MAX_EXCHANGES = 64
 
 
 def fit_replicas(
-    problem: Problem,
-    trials: Trials,
-    placement: CandidatePlacement,
-    load: TargetLoad,
-    mixed_group: InstanceGroup | None = None,
+    search: SearchContext, placement: CandidatePlacement, mixed_group: InstanceGroup | None = None
 ) -> CandidatePlacement | None:
-    """The smallest plan close to `placement` that meets the load; None: the nodes have no room for
-    one.
+    """The smallest plan close to `placement` that serves the rate; None: the nodes have no room.
 
     `mixed_group` is a mixed instance that may replace one prefill and one decode instance.
     """
     if placement.is_in_node:
-        return _grow_and_shrink(ReplicaFitter(problem, trials, load), placement, mixed_group)
+        return _grow_and_shrink(ReplicaFitter(search), placement, mixed_group)
     start = divide_into_cells(placement)
-    cell = _grow_and_shrink(ReplicaFitter(problem, trials, load), start, mixed_group)
+    cell = _grow_and_shrink(ReplicaFitter(search), start, mixed_group)
     if start.copies == 1:
         return cell
     # Equal cells round every count up, so try to remove instances of the complete fleet. Its trials
     # are long in any case, and `confirm_replicas` would have to restore what short ones removed.
-    fitter = ReplicaFitter(problem, trials.with_precision(CONFIRMATION_PRECISION), load)
+    fitter = ReplicaFitter(search.with_precision(CONFIRMATION_PRECISION))
     return _grow_and_shrink(fitter, merge_cells(cell) if cell else placement, mixed_group)
 
 
 def confirm_replicas(
-    problem: Problem, trials: Trials, placement: CandidatePlacement, load: TargetLoad
+    search: SearchContext, placement: CandidatePlacement
 ) -> CandidatePlacement | None:
-    """`placement` with the instances added that `trials` show to be missing; None: no room."""
-    fitting = ReplicaFitter(problem, trials, load)
-    if fitting.holds(placement):
-        return placement
-    grown = fitting.grow(placement)
-    return fitting.shrink(grown) if grown else None
+    """`placement` with the instances added that trials show to be missing; None: no room."""
+    fitter = ReplicaFitter(search)
+    return placement if fitter.holds(placement) else _grow_and_shrink(fitter, placement)
 
 
 def replicate_cell(
-    problem: Problem, cell: CandidatePlacement, served: float, rate: float
+    problem: Problem, cell: CandidatePlacement, served: float
 ) -> CandidatePlacement | None:
-    """Complete cells for a rate, n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
+    """Complete cells for the rate, n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
 
     `served` is the goodput of one cell.
     """
-    replicated = cell.with_copies(math.ceil(rate / served * (1 - 1e-9)))
+    replicated = cell.with_copies(math.ceil(problem.rate / served * (1 - 1e-9)))
     return replicated if packing.has_room(problem, replicated) else None
 
 
 def fill_gpus(
-    problem: Problem,
-    trials: Trials,
-    groups: Sequence[InstanceGroup],
-    goodputs: Sequence[float],
-    targets: Targets,
+    search: SearchContext, groups: Sequence[InstanceGroup], goodputs: Sequence[float]
 ) -> CandidatePlacement | None:
     """The plan that serves the highest rate on all GPUs, where they are too few for the requested
     one.
@@ -86,20 +76,18 @@ def fill_gpus(
     It consists of cells, filled in the ratio of what one instance of each group serves
     (`goodputs`), then improved by exchanging roles. None: not even one instance of each group fits.
     """
-    cell = fill_by_ratio(problem, groups, goodputs)
+    cell = fill_by_ratio(search.problem, groups, goodputs)
     if cell is None:
         return None
-    cell = _exchange_roles(problem, trials, cell.with_copies(1), targets)
-    return cell.with_copies(packing.count_copies(problem, cell))
+    cell = _exchange_roles(search, cell.with_copies(1))
+    return cell.with_copies(packing.count_copies(search.problem, cell))
 
 
 def fill_by_ratio(
     problem: Problem, groups: Sequence[InstanceGroup], goodputs: Sequence[float]
 ) -> CandidatePlacement | None:
     """The same without a simulation."""
-    unit = CandidatePlacement(
-        tuple(InstanceGroup(group.role, group.instance, 1) for group in groups)
-    )
+    unit = CandidatePlacement(tuple(replace(group, replicas=1) for group in groups))
     if not packing.has_room(problem, unit):
         return None
     max_gpus = problem.max_gpus // math.ceil(problem.max_gpus / CELL_GPUS)
@@ -109,26 +97,23 @@ def fill_by_ratio(
 
 def merge_cells(placement: CandidatePlacement) -> CandidatePlacement:
     """All cells merged into one, behind one dispatcher."""
-    groups = (
-        InstanceGroup(g.role, g.instance, g.replicas * placement.copies) for g in placement.groups
+    return CandidatePlacement(
+        tuple(replace(g, replicas=g.replicas * placement.copies) for g in placement.groups)
     )
-    return CandidatePlacement(tuple(groups))
 
 
 def divide_into_cells(placement: CandidatePlacement) -> CandidatePlacement:
     """Divide a large plan into cells of about CELL_GPUS, rounded up; a small one stays one cell."""
     cells = max(1, round(placement.gpus / CELL_GPUS))
-    groups = (
-        InstanceGroup(g.role, g.instance, math.ceil(g.replicas / cells)) for g in placement.groups
-    )
-    return CandidatePlacement(tuple(groups), cells, placement.is_in_node)
+    groups = tuple(replace(g, replicas=math.ceil(g.replicas / cells)) for g in placement.groups)
+    return CandidatePlacement(groups, cells, placement.is_in_node)
 
 
 def _grow_and_shrink(
-    fitting: ReplicaFitter, start: CandidatePlacement, mixed_group: InstanceGroup | None
+    fitter: ReplicaFitter, start: CandidatePlacement, mixed_group: InstanceGroup | None = None
 ) -> CandidatePlacement | None:
-    grown = fitting.grow(start)
-    return fitting.shrink(grown, mixed_group) if grown else None
+    grown = fitter.grow(start)
+    return fitter.shrink(grown, mixed_group) if grown else None
 
 
 def _fill_cell(
@@ -150,10 +135,9 @@ def _fill_cell(
         placement = larger
 
 
-def _exchange_roles(
-    problem: Problem, trials: Trials, placement: CandidatePlacement, targets: Targets
-) -> CandidatePlacement:
+def _exchange_roles(search: SearchContext, placement: CandidatePlacement) -> CandidatePlacement:
     """Exchange prefill and decode instances while the cell serves more."""
+    problem, trials, targets = search.problem, search.trials, search.targets
     served = goodput.find_goodput(trials, build_cell_fleet(problem, placement), targets).rate
     for _ in range(_MAX_EXCHANGES):
         for more, less in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cleave.api.deployment import Slo
 from cleave.planner.search.capacity_bound import LengthStatistics
@@ -120,9 +119,8 @@ class Trials:
     def compute_span(self, rate: float, targets: Targets) -> "TrialSpan":
         """Number of requests of a trial at `rate`."""
         life_s = self._compute_lifetime_ms(targets) / 1000
-        overload_s = (
-            targets.ttft_ms / 1000 * MIN_TTFT_TARGETS if math.isfinite(targets.ttft_ms) else 0.0
-        )
+        ttft_s = targets.ttft_ms / 1000 if math.isfinite(targets.ttft_ms) else 0.0
+        overload_s = ttft_s * MIN_TTFT_TARGETS
         min_requests = self.precision.min_requests
         lives = min(rate * life_s * self.precision.lifetimes, _MAX_SAMPLE_FACTOR * min_requests)
         overload = rate * min(overload_s, _MAX_DURATION_S)
@@ -142,11 +140,8 @@ class Trials:
         # nan (an unfinished request) compares as missing its target.
         is_ttft_met = ttft_ms[span.window] <= targets.ttft_ms
         is_tpot_met = tpot_ms[span.window] <= targets.tpot_ms
-        return Shares(
-            _compute_share(is_ttft_met & is_tpot_met),
-            _compute_share(is_ttft_met),
-            _compute_share(is_tpot_met),
-        )
+        outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met)
+        return Shares(*(float(np.count_nonzero(met)) / len(met) for met in outcomes))
 
     def simulate(
         self, fleet: SimulatedFleet | PreparedFleet, rate: float, span: "TrialSpan"
@@ -162,12 +157,10 @@ class Trials:
 
     def get_lengths(self, num: int | None = None) -> LengthStatistics:
         """Length statistics of the requests of a trial of `num` requests, for rate bounds."""
-        num_requests = num or self.precision.min_requests
-        if num_requests not in self._lengths:
-            self._lengths[num_requests] = LengthStatistics.from_trace(
-                self._get_unit_trace(num_requests)
-            )
-        return self._lengths[num_requests]
+        num = num or self.precision.min_requests
+        if num not in self._lengths:
+            self._lengths[num] = LengthStatistics.from_trace(self._get_unit_trace(num))
+        return self._lengths[num]
 
     def get_sample(self) -> Trace:
         """The requests of a short trial, at one per second."""
@@ -211,7 +204,3 @@ class TrialSpan:
     def window(self) -> slice:
         """Slice of the counted requests among all."""
         return slice(self.ramp, self.ramp + self.counted)
-
-
-def _compute_share(is_met: NDArray[np.bool_]) -> float:
-    return float(np.count_nonzero(is_met)) / len(is_met)

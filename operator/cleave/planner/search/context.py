@@ -1,0 +1,41 @@
+"""What every step of one search shares: the problem, its simulations and targets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from cleave.planner.problem import Problem
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.trials import Precision, Shares, Targets, Trials
+
+
+@dataclass(frozen=True, slots=True)
+class SearchContext:
+    """One search of a problem."""
+
+    problem: Problem
+    trials: Trials
+    targets: Targets
+    tick: Callable[[str], None] = lambda _: None
+    """Called for each unit of work, with a text for the current step."""
+    step: str = ""
+    """The text of the step that tries instances."""
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> Self:
+        """The problem's own requests and SLO, in short trials."""
+        return cls(problem, Trials(problem.demand, problem.seed), Targets.from_slo(problem.slo))
+
+    def with_precision(self, precision: Precision) -> "SearchContext":
+        """The same with longer or shorter trials."""
+        return replace(self, trials=self.trials.with_precision(precision))
+
+    def get_resources(self, placement: CandidatePlacement) -> float:
+        """The resources of a placement in the unit of the objective."""
+        return placement.get_resources(self.problem.planning.objective)
+
+    def measure_shares(self, placement: CandidatePlacement, rate: float) -> Shares:
+        """Simulate one cell of `placement` at `rate`, the cell's own share."""
+        span = self.trials.compute_span(rate, self.targets)
+        fleet = build_cell_fleet(self.problem, placement)
+        return self.trials.measure_shares(fleet, rate, self.targets, span)
