@@ -9,14 +9,14 @@ from cleave.perf.model.layers import LatentAttention  # noqa: E402
 from cleave.perf.profile import operator_fit, profile  # noqa: E402
 from cleave_worker.profiler import collectives, grid  # noqa: E402
 from cleave_worker.profiler.__main__ import main  # noqa: E402
-from cleave_worker.profiler.attention import AttentionOperator  # noqa: E402
 from cleave_worker.profiler.clock import CpuClock, summarize  # noqa: E402
-from cleave_worker.profiler.linear import (  # noqa: E402
+from cleave_worker.profiler.measure import measure  # noqa: E402
+from cleave_worker.profiler.operators import (  # noqa: E402
+    AttentionOperator,
     DeviceSpec,
     build_iteration_operators,
     build_layer_operators,
 )
-from cleave_worker.profiler.measure import measure  # noqa: E402
 from cleave_worker.profiler.shard import Shard, ShardError  # noqa: E402
 
 ROWS = 5

@@ -251,9 +251,9 @@ def test_bytes_that_changed_on_the_way_are_noticed(
     move = client._RankConnection._transfer
 
     def damage(
-        pair: client._RankConnection, grant: protocol.PullResponse, blocks: list[int]
+        pair: client._RankConnection, grant: protocol.PullResponse, blocks: list[int], layers: slice
     ) -> None:
-        move(pair, grant, blocks)
+        move(pair, grant, blocks, layers)
         engine.tensors[1][blocks[-1]].view(-1)[17] += 1
 
     monkeypatch.setattr(client._RankConnection, "_transfer", damage)
@@ -285,7 +285,7 @@ def test_an_owner_that_stands_still_costs_a_bounded_time(
     owner, engine = start_owner(), engines(way)
     engine.pull(owner.hold("first", PROMPT, [3]), [3])
     handoff = owner.hold("r", PROMPT, [4])
-    monkeypatch.setattr(client, "RESPONSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(protocol, "RESPONSE_TIMEOUT_S", 0.3)
     os.kill(owner.process.pid, signal.SIGSTOP)
     until(lambda: states_of(owner.process.pid) == {"T"})
     assert engine.refused(handoff, [4]) is RefusalReason.TIME_OUT

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave_worker.transfer.client import KvClient  # noqa: E402
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError  # noqa: E402
-from cleave_worker.transfer.peers import find_remote_ranks  # noqa: E402
+from cleave_worker.transfer.rank_resolver import find_remote_ranks  # noqa: E402
 from cleave_worker.transfer.sharding import ParallelShape  # noqa: E402
 from cleave_worker.transfer.transport import Transport  # noqa: E402
 
@@ -183,9 +183,9 @@ def test_a_rank_that_is_lost_while_it_reads_makes_void_what_the_others_read(
 ) -> None:
     owners, readers = owning(ParallelShape(1)), reading(ParallelShape(2))
     handoff = owners.hold()
-    (peer,) = find_remote_ranks(readers.ranks[0]._kv, handoff)
+    (peer,) = find_remote_ranks(readers.ranks[0].kv, handoff)
     pair = readers.ranks[0]._get_connection(peer)
-    pair._request_or_reconnect(handoff, 0, HERE)
+    pair._request_or_reconnect(handoff, 0, HERE, slice(0, None))
     pair.close()
     until(lambda: owners.have_freed(handoff))
     assert readers.pull(handoff, [1]) == [RefusalReason.NOT_HELD]

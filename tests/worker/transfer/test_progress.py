@@ -31,7 +31,7 @@ def test_each_plane_of_each_block_is_moved_once_and_only_when_it_is_final(
     heard = [one for one in updates[:-1] if data.draw(st.booleans())] + updates[-1:]
     have, moved = Progress(first, first, 0), []
     for one in heard:
-        now = one.clip_blocks(first, total).clip_layers(first_plane, count)
+        now = one.clip(range(first, total), first_plane, count)
         for piece in find_missing_chunks(have, now, count):
             for block in range(piece.first_block, piece.first_block + piece.num_blocks):
                 for plane in range(piece.first_layer, piece.first_layer + piece.num_layers):

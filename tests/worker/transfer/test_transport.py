@@ -46,7 +46,7 @@ def met(
     return entering.result(BOUND_S), joined
 
 
-def test_shared_memory_is_read_and_written_without_the_owner() -> None:
+def test_shared_memory_is_read_without_the_owner() -> None:
     theirs, ours = random_memory(), empty_memory()
     alias = theirs.regions[0][100:200]
     before = alias.clone()
@@ -54,8 +54,6 @@ def test_shared_memory_is_read_and_written_without_the_owner() -> None:
     assert torch.equal(alias, before), "moving into shared memory keeps contents and views"
     link.read([RangeCopy(ByteRange(0, 100, 100), ByteRange(0, 0, 100))], BOUND_S)
     assert torch.equal(ours.regions[0][:100], before)
-    link.write([RangeCopy(ByteRange(0, 100, 100), ByteRange(0, 500, 100))], BOUND_S)
-    assert not alias.any()
     with pytest.raises(LinkError, match="region"):
         link.read([RangeCopy(ByteRange(0, SIZE, 1), ByteRange(0, 0, 1))], BOUND_S)
     link.close()

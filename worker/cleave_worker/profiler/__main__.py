@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from cleave_worker.profiler import grid
     from cleave_worker.profiler.clock import CpuClock, CudaClock
     from cleave_worker.profiler.collectives import CollectiveError
-    from cleave_worker.profiler.linear import DeviceSpec
     from cleave_worker.profiler.measure import measure
+    from cleave_worker.profiler.operators import DeviceSpec
     from cleave_worker.profiler.shard import ShardError
 
     on_gpu = torch.cuda.is_available()
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = CudaClock() if on_gpu and not args.cpu else CpuClock()
     device_spec = DeviceSpec(clock.device, getattr(torch, args.dtype))
     visible = torch.cuda.device_count() if clock.device.type == "cuda" else 1
-    points = (
-        grid.build_quick_grid(args.longest) if args.quick else grid.build_full_grid(args.longest)
-    )
+    build_grid = grid.build_quick_grid if args.quick else grid.build_full_grid
     name = torch.cuda.get_device_name() if clock.device.type == "cuda" else platform.machine()
     try:
         shape = model_shape.load_shape(args.model)
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.tensor_parallel_sizes,
                 clock,
                 device_spec,
-                points,
+                build_grid(args.longest),
                 visible if args.gpus is None else args.gpus,
                 lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
             )

@@ -12,10 +12,10 @@ from cleave.perf.profile.profile import (
     PrefillAttentionPoint,
 )
 from cleave_worker.profiler import collectives
-from cleave_worker.profiler.attention import AttentionOperator
 from cleave_worker.profiler.clock import Clock, summarize
 from cleave_worker.profiler.grid import ProfilerGrid
-from cleave_worker.profiler.linear import (
+from cleave_worker.profiler.operators import (
+    AttentionOperator,
     DeviceSpec,
     LinearOperator,
     build_iteration_operators,
@@ -39,22 +39,20 @@ def measure(
     num_gpus: int,
     report: Report,
 ) -> Operators:
-    """Measure all operators of `shape` for `sizes`, and collectives over up to `num_gpus`.
+    """Measure all operators for tensor parallel `sizes`, and collectives over up to `num_gpus`.
 
-    `sizes`: tensor parallel sizes. Raises ShardError, and CollectiveError when GPUs cannot
-    communicate.
+    Raises ShardError, and CollectiveError when GPUs cannot communicate.
     """
     layer: list[LinearPoint] = []
     once: list[LinearPoint] = []
     prefill: list[PrefillAttentionPoint] = []
     decode: list[DecodeAttentionPoint] = []
     for shard in [Shard(shape, size) for size in sizes]:
-        report(f"tensor parallel size {shard.size}: linear layers")
-        layer += _measure_linear(build_layer_operators(shard, device_spec), shard.size, clock, grid)
-        once += _measure_linear(
-            build_iteration_operators(shard, device_spec), shard.size, clock, grid
-        )
-        report(f"tensor parallel size {shard.size}: attention")
+        size = shard.size
+        report(f"tensor parallel size {size}: linear layers")
+        layer += _measure_linear(build_layer_operators(shard, device_spec), size, clock, grid)
+        once += _measure_linear(build_iteration_operators(shard, device_spec), size, clock, grid)
+        report(f"tensor parallel size {size}: attention")
         attention = AttentionOperator(shard, device_spec)
         prefill += _measure_prefill(attention, clock, grid)
         decode += _measure_decode(attention, clock, grid)

@@ -49,12 +49,10 @@ class EngineAdmission:
         current = request.prompt + request.generated
         # The KV of the last token is never written.
         needed = self._predict_remaining(request) - 1
-        return may_join(
-            admission, free, current, needed, len(remaining), min(remaining, default=0.0)
-        )
+        shortest = min(remaining, default=0.0)
+        return may_join(admission, free, current, needed, len(remaining), shortest)
 
     def _predict_remaining(self, request: RequestLengths) -> float:
         predicted = self._predictor.predict(request.prompt, request.limit)
-        return min(
-            estimate_remaining(predicted, request.generated), request.limit - request.generated
-        )
+        remaining = estimate_remaining(predicted, request.generated)
+        return min(remaining, request.limit - request.generated)

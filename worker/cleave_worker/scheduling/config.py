@@ -72,9 +72,8 @@ def parse(text: str) -> dict[Role, RoleSchedulingConfig]:
     configs: dict[Role, RoleSchedulingConfig] = {}
     for role, values in document.items():
         if role not in ROLES or not isinstance(values, dict):
-            raise SchedulingConfigError(
-                f"{role}: must be one of {', '.join(ROLES)}, with an object"
-            )
+            fault = f"{role}: must be one of {', '.join(ROLES)}, with an object"
+            raise SchedulingConfigError(fault)
         configs[ROLES[role]] = _parse_role(role, values)
     return configs
 
@@ -84,17 +83,13 @@ def _parse_role(role: str, values: Mapping[str, object]) -> RoleSchedulingConfig
     settings: dict[str, int] = {}
     for name, value in values.items():
         if name not in names:
-            raise SchedulingConfigError(
-                f"{role}.{name}: unknown; must be one of {', '.join(sorted(names))}"
-            )
-        choices = {"order": PrefillOrder, "admission": Admission}.get(name)
-        if choices is not None:
-            choices_by_name = {choice.name.lower().replace("_", "-"): choice for choice in choices}
-            if value not in choices_by_name:
-                raise SchedulingConfigError(
-                    f"{role}.{name}: must be one of {', '.join(choices_by_name)}"
-                )
-            settings[name] = choices_by_name[str(value)]
+            fault = f"unknown; must be one of {', '.join(sorted(names))}"
+            raise SchedulingConfigError(f"{role}.{name}: {fault}")
+        if choices := {"order": PrefillOrder, "admission": Admission}.get(name):
+            by_name = {choice.name.lower().replace("_", "-"): choice for choice in choices}
+            if value not in by_name:
+                raise SchedulingConfigError(f"{role}.{name}: must be one of {', '.join(by_name)}")
+            settings[name] = by_name[str(value)]
         elif type(value) is not int:
             raise SchedulingConfigError(f"{role}.{name}: must be a whole number")
         else:

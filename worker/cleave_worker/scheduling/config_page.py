@@ -5,6 +5,7 @@ it before each step, which costs a fraction of a microsecond and needs no thread
 """
 
 import struct
+from dataclasses import astuple
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,7 @@ ENV = "CLEAVE_TERMS_PAGE"
 """Environment variable with the path of the page, for the engine."""
 
 _BODY = struct.Struct("<7Q")
+"""The fields of `RoleSchedulingConfig` in their order."""
 
 
 class SchedulingPage:
@@ -28,15 +30,7 @@ class SchedulingPage:
 
     def write(self, config: RoleSchedulingConfig) -> None:
         """Write a configuration, which the engine applies from its next step on."""
-        self._page.write(
-            config.order,
-            config.prefill_sched_batch,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.long_prefill_token_threshold,
-            config.admission,
-            config.preemption_limit,
-        )
+        self._page.write(*astuple(config))
 
     def read_if_changed(self) -> RoleSchedulingConfig | None:
         """Return the configuration if it has changed since the last call, else None."""

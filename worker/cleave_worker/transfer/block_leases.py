@@ -12,12 +12,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 from cleave_worker.transfer.leases import LeaseTable
 from cleave_worker.transfer.progress import NO_PROGRESS, KvChunk, Progress
+from cleave_worker.transfer.protocol import ProgressUpdate
 
 _MAX_PAST_REQUESTS = 4096
 """Past requests that are remembered; a request for one of them is refused without waiting."""
@@ -58,16 +59,7 @@ class PrefillInProgress:
     num_blocks: int
     """Blocks that the prompt will have when it is computed."""
     name: str
-    """The name that consumers use for the request, as they do not have the engine's request id
-    yet."""
-
-
-class PrefillProgress(NamedTuple):
-    """Progress of a prefill, as returned to a layerwise consumer."""
-
-    request_id: str
-    epoch: int
-    progress: Progress
+    """The consumers' name for the request, as they do not have the engine's request id yet."""
 
 
 @dataclass(slots=True)
@@ -149,15 +141,12 @@ class BlockLeases:
             if leased is None or leased.is_finished:
                 return
             if len(blocks) != len(leased.prefill.blocks):
-                leased.prefill = FinishedPrefill(
-                    leased.prefill.epoch, leased.prefill.prompt_digest, blocks
-                )
+                leased.prefill = replace(leased.prefill, blocks=blocks)
             leased.progress, leased.compute_event = progress, computed
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Forget a running prefill that was aborted, or preempted and so recomputed in other
-        blocks."""
+        """Forget a running prefill that was aborted, or preempted and so is computed anew."""
         with self._changed:
             leased = self._prefills.get(request_id)
             if leased is not None and not leased.is_finished:
@@ -172,7 +161,7 @@ class BlockLeases:
         wait_s: float,
         *,
         is_repeat: bool,
-    ) -> PrefillProgress:
+    ) -> ProgressUpdate:
         """Wait until a prefill has more than `previous`. Raises RefusedError.
 
         Returns the unchanged progress after `wait_s`. `is_repeat`: not this consumer rank's first
@@ -188,12 +177,8 @@ class BlockLeases:
             if engines - {consumer.boot_id} or (consumer in leased.consumers) is not is_repeat:
                 raise RefusedError(RefusalReason.BUSY, "another consumer reads it, or has read it")
             leased.consumers.add(consumer)
-            request_id, progress, event = (
-                self._request_ids[name],
-                leased.progress,
-                leased.compute_event,
-            )
-            update = PrefillProgress(request_id, leased.prefill.epoch, progress)
+            request_id, event = self._request_ids[name], leased.compute_event
+            update = ProgressUpdate(request_id, leased.prefill.epoch, leased.progress)
             if leased.is_finished:
                 self._read_deadlines.setdefault(request_id, time.monotonic() + self._read_timeout_s)
         if event is not None:
@@ -201,17 +186,12 @@ class BlockLeases:
         return update
 
     def get_chunk_blocks(
-        self,
-        consumer: ConsumerRank,
-        request_id: str,
-        epoch: int,
-        prompt_digest: str,
-        chunk: KvChunk,
+        self, consumer: ConsumerRank, request_id: str, epoch: int, digest: str, chunk: KvChunk
     ) -> tuple[int, ...]:
         """Return the blocks of a chunk for a layerwise consumer. Raises RefusedError."""
         with self._changed:
             self._expire()
-            leased = self._get_prefill(request_id, prompt_digest, epoch)
+            leased = self._get_prefill(request_id, digest, epoch)
             progress, end = leased.progress, chunk.first_block + chunk.num_blocks
             final = end <= progress.blocks_done or (
                 end <= progress.blocks_started
@@ -219,9 +199,8 @@ class BlockLeases:
             )
             blocks = leased.prefill.blocks[chunk.first_block : end]
             if consumer not in leased.consumers or not final or len(blocks) != chunk.num_blocks:
-                raise RefusedError(
-                    RefusalReason.MALFORMED, "the chunk was not announced to this consumer"
-                )
+                fault = "the chunk was not announced to this consumer"
+                raise RefusedError(RefusalReason.MALFORMED, fault)
             return blocks
 
     def acquire(
@@ -240,12 +219,11 @@ class BlockLeases:
                 raise RefusedError(RefusalReason.NOT_HELD, "the prefill is still running")
             if request_id in self._read_deadlines:
                 raise RefusedError(RefusalReason.BUSY, "another consumer reads it")
-            prefill = leased.prefill
-            granted = prefill.blocks[blocks]
+            leased_blocks = leased.prefill.blocks
+            granted = leased_blocks[blocks]
             if not 0 <= blocks.start <= blocks.stop or len(granted) != blocks.stop - blocks.start:
-                raise RefusedError(
-                    RefusalReason.MALFORMED, f"{len(prefill.blocks)} blocks are leased"
-                )
+                fault = f"{len(leased_blocks)} blocks are leased"
+                raise RefusedError(RefusalReason.MALFORMED, fault)
             self._read_deadlines[request_id] = time.monotonic() + self._read_timeout_s
             return granted
 
@@ -324,9 +302,8 @@ class BlockLeases:
         if leased is None:
             raise RefusedError(RefusalReason.NOT_HELD, "no lease for this request, or it has ended")
         if epoch not in (None, leased.prefill.epoch):
-            raise RefusedError(
-                RefusalReason.EPOCH, f"leased with epoch {leased.prefill.epoch}, not {epoch}"
-            )
+            fault = f"leased with epoch {leased.prefill.epoch}, not {epoch}"
+            raise RefusedError(RefusalReason.EPOCH, fault)
         if leased.prefill.prompt_digest != prompt_digest:
             raise RefusedError(RefusalReason.PROMPT, "leased for other prompt tokens")
         return leased

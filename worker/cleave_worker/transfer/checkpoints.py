@@ -26,8 +26,7 @@ _HEADER = struct.Struct("<8s32s32sQI")
 """Magic, key, layout hash, body bytes, CRC-32 of the body."""
 _MAGIC = b"cleaveK1"
 _FREE_SPACE_DIVISOR = 8
-"""One part in 8 of the file system stays free: other engines have KV there and die when it fills
-up."""
+"""One part in 8 of the file system stays free: other engines have KV there and die without it."""
 _UNFINISHED, _USE = "part", "use"
 _FILE_NAME = re.compile(rf"[0-9a-f]{{64}}-\d+(\.[0-9a-f]+\.({_UNFINISHED}|{_USE}))?")
 """Other files in the folder are left alone."""
@@ -37,8 +36,7 @@ class CheckpointStore:
     """The checkpoints of one rank in a folder that the engines of a host share."""
 
     def __init__(self, folder: Path, rank: int, layout: bytes, max_bytes: int) -> None:
-        """`layout`: 32 bytes, equal where KV is compatible; `max_bytes`: limit of this rank's
-        files.
+        """`layout`: 32 bytes, equal where KV is compatible; `max_bytes`: of this rank's files.
 
         Raises ValueError when the folder cannot be created or other users can write to it.
         """
@@ -106,9 +104,8 @@ class CheckpointStore:
         magic, file_key, layout, size, checksum = _HEADER.unpack_from(content)
         body = content[_HEADER.size :]
         if magic != _MAGIC or layout != self._layout:
-            raise RefusedError(
-                RefusalReason.LAYOUT, "a checkpoint of another model, data type or block size"
-            )
+            fault = "a checkpoint of another model, data type or block size"
+            raise RefusedError(RefusalReason.LAYOUT, fault)
         if file_key != bytes.fromhex(key):
             raise RefusedError(RefusalReason.PROMPT, "a checkpoint of other tokens")
         if size != len(body) or size != num_bytes or zlib.crc32(body) != checksum:
@@ -129,11 +126,9 @@ class CheckpointStore:
                     self._build_path(key).unlink()
 
     def collect_garbage(self, max_age_s: float) -> None:
-        """Mark the files in use, and remove those that no engine has marked for `max_age_s`
-        seconds.
+        """Mark the files in use, and remove those that no engine has marked for `max_age_s`.
 
-        Must be called several times per `max_age_s`. Also removes the files and links of dead
-        engines.
+        Must be called several times in that time. Also removes what dead engines left.
         """
         with self._lock:
             used = list(self._used_bytes)
@@ -149,10 +144,8 @@ class CheckpointStore:
     def _link_existing(self, key: str) -> bool:
         """Use a block if it exists; return whether it does."""
         with self._lock:
-            is_used, remaining = (
-                key in self._used_bytes,
-                self._max_bytes - sum(self._used_bytes.values()),
-            )
+            is_used = key in self._used_bytes
+            remaining = self._max_bytes - sum(self._used_bytes.values())
         try:
             size = self._build_path(key).stat().st_size
             if not is_used and size <= remaining:
@@ -177,10 +170,8 @@ class CheckpointStore:
             return True
         if not self._warned_full:
             self._warned_full = True
-            _log.warning(
-                "no space for KV checkpoints in %s; none are written until some is freed",
-                self._folder,
-            )
+            text = "no space for KV checkpoints in %s; none are written until some is freed"
+            _log.warning(text, self._folder)
         return False
 
 

@@ -8,23 +8,20 @@ raises RefusedError with a reason, and the engine must not use the local blocks.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import list_ranges, plan_copies
-from cleave_worker.transfer.peers import RemoteRank, find_remote_ranks, select_local_layers
 from cleave_worker.transfer.progress import KvChunk
-from cleave_worker.transfer.rank_resolver import RankResolver
-from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, ResponseT, connect, send_request
+from cleave_worker.transfer.rank_resolver import RankResolver, RemoteRank, find_remote_ranks
 from cleave_worker.transfer.server import RegisteredKv, compute_checksums
 from cleave_worker.transfer.transport import (
     BandwidthMeter,
     LinkError,
     OneSidedLink,
     Transport,
-    TwoSidedLink,
 )
 from cleave_worker.transfer.transports import nixl, torch_distributed
 from cleave_worker.transfer.transports.nixl_buffers import StagingBuffers
@@ -36,13 +33,10 @@ _HEARTBEAT_TIMEOUT_S = 2.0
 """For one producer; a dead one must not delay heartbeats to the others."""
 _MAX_CONNECTIONS = 64
 _BROKEN_CONNECTION_REASONS = (
-    RefusalReason.PEER_LOST,
-    RefusalReason.TIME_OUT,
-    RefusalReason.LAYOUT,
-    RefusalReason.MALFORMED,
+    *(RefusalReason.PEER_LOST, RefusalReason.TIME_OUT),
+    *(RefusalReason.LAYOUT, RefusalReason.MALFORMED),
 )
 """After these the state of the producer is unknown; closing the connection frees its blocks."""
-
 _ALL_LAYERS = slice(0, None)
 """Layers of a pull that takes a whole prompt."""
 
@@ -58,16 +52,14 @@ class KvClient:
         *,
         check_bytes: bool = False,
     ) -> None:
-        """`transports`: in order of preference; the first that works with a producer is
-        used."""
-        self._kv = kv
-        self._transports = tuple(transports)
-        self._transfer_s = transfer_s
-        self._check_bytes = check_bytes
+        """`transports`: in order of preference; the first that works with a producer is used."""
+        self.kv = kv
+        self.transports = tuple(transports)
+        self.transfer_s = transfer_s
+        self.check_bytes = check_bytes
         self._rank_resolver = RankResolver()
         self.staging_buffers = StagingBuffers(
-            f"{nixl.make_agent_name(kv.boot_id, kv.shard.rank)}/reader",
-            kv.memory.regions[0].device,
+            f"{nixl.make_agent_name(kv.boot_id, kv.shard.rank)}/reader", kv.memory.regions[0].device
         )
         """Shared by all links over NIXL."""
         self._connections: OrderedDict[RemoteRank, _RankConnection] = OrderedDict()
@@ -83,16 +75,13 @@ class KvClient:
         """
         if handoff.prompt_digest != prompt_digest:
             raise RefusedError(RefusalReason.PROMPT, "the handoff is for other prompt tokens")
-        if handoff.boot_id == self._kv.boot_id:
+        if handoff.boot_id == self.kv.boot_id:
             raise RefusedError(RefusalReason.BOOT, "an engine cannot pull from itself")
         ranks = self.resolve_ranks(handoff)
         needed = [rank for rank in ranks if rank.source.part]
-        transports = [
-            self._run_pull(rank, lambda connection: connection.pull(handoff, first, blocks))
-            for rank in needed
-        ]
+        transports = [self._pull_from_rank(rank, handoff, first, blocks) for rank in needed]
         for rank in ranks:
-            if rank not in needed:
+            if not rank.source.part:
                 self.decline_rank(rank, handoff)
         return transports[0]
 
@@ -101,21 +90,19 @@ class KvClient:
     ) -> Transport:
         """Fill some layers of local `blocks` with a chunk of a running prefill.
 
-        The caller (`LayerwiseClient`) releases the prefill and checks its lease. Raises
-        RefusedError.
+        `LayerwiseClient` releases the prefill and checks its lease. Raises RefusedError.
         """
-        return self._run_pull(
-            rank, lambda connection: connection.pull_chunk(handoff, chunk, blocks)
-        )
+        layers = slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+        return self._pull_from_rank(rank, handoff, chunk.first_block, blocks, layers)
 
     def resolve_ranks(
-        self, handoff: Handoff, seconds: float = RESPONSE_TIMEOUT_S
+        self, handoff: Handoff, seconds: float = protocol.RESPONSE_TIMEOUT_S
     ) -> tuple[RemoteRank, ...]:
         """Return the remote ranks that this rank must contact, after looking up unknown addresses.
 
         Each network operation may take `seconds`. Raises RefusedError.
         """
-        return find_remote_ranks(self._kv, self._rank_resolver.resolve(handoff, seconds))
+        return find_remote_ranks(self.kv, self._rank_resolver.resolve(handoff, seconds))
 
     def decline(self, handoff: Handoff) -> None:
         """Notify the producer that its blocks will not be pulled; on failure the lease expires."""
@@ -127,17 +114,13 @@ class KvClient:
         """Notify one rank of the producer."""
         with suppress(RefusedError, protocol.ProtocolError, TimeoutError):
             connection, _ = self.connect(rank, _CONNECT_TIMEOUT_S)
-            try:
-                connection.send(
-                    protocol.ReleaseBlocks(handoff.request_id, handoff.epoch), _CONNECT_TIMEOUT_S
-                )
+            with closing(connection):
+                release = protocol.ReleaseBlocks(handoff.request_id, handoff.epoch)
+                connection.send(release, _CONNECT_TIMEOUT_S)
                 connection.receive(_CONNECT_TIMEOUT_S)
-            finally:
-                connection.close()
 
     def send_heartbeats(self, handoffs: Iterable[Handoff]) -> int:
-        """Extend the leases of handoffs that will be pulled later; return the number of lost
-        ranks."""
+        """Extend the leases of handoffs to be pulled later; return the number of lost ranks."""
         num_lost = 0
         for rank, request_ids in self._group_by_rank(handoffs).items():
             try:
@@ -171,48 +154,46 @@ class KvClient:
                 unreachable.add(handoff.boot_id)
         return request_ids
 
-    def _run_pull(
-        self, rank: RemoteRank, pull: "Callable[[_RankConnection], Transport]"
+    def _pull_from_rank(
+        self,
+        rank: RemoteRank,
+        handoff: Handoff,
+        first: int,
+        blocks: Sequence[int],
+        layers: slice = _ALL_LAYERS,
     ) -> Transport:
         connection = self._get_connection(rank)
         try:
-            return pull(connection)
+            return connection.pull(handoff, first, blocks, layers)
         except RefusedError as refused:
             if refused.reason in _BROKEN_CONNECTION_REASONS:
-                self._drop_connection(rank, connection)
+                with self._lock:
+                    if self._connections.get(rank) is connection:
+                        del self._connections[rank]
+                connection.close()
             raise
 
     def _get_connection(self, rank: RemoteRank) -> "_RankConnection":
         with self._lock:
             connection = self._connections.pop(rank, None) or _RankConnection(self, rank)
             self._connections[rank] = connection
-            old = (
-                self._connections.popitem(last=False)[1]
-                if len(self._connections) > _MAX_CONNECTIONS
-                else None
-            )
-        if old:
-            old.close()
+            if len(self._connections) <= _MAX_CONNECTIONS:
+                return connection
+            _, oldest = self._connections.popitem(last=False)
+        oldest.close()
         return connection
-
-    def _drop_connection(self, rank: RemoteRank, connection: "_RankConnection") -> None:
-        with self._lock:
-            if self._connections.get(rank) is connection:
-                del self._connections[rank]
-        connection.close()
 
     def connect(
         self, rank: RemoteRank, seconds: float
     ) -> tuple[protocol.FramedConnection, protocol.HandshakeResponse]:
-        """Connect and shake hands; each of the two steps may take `seconds`. Raises
-        RefusedError."""
-        kv = self._kv
+        """Connect and shake hands; each step may take `seconds`. Raises RefusedError."""
+        kv = self.kv
         handshake = protocol.HandshakeRequest(
             rank.boot_id, kv.layout, rank.shape, rank.source, kv.boot_id, kv.shard.rank
         )
-        connection = connect(rank.address, seconds)
+        connection = protocol.connect(rank.address, seconds)
         try:
-            return connection, send_request(
+            return connection, protocol.send_request(
                 connection, handshake, protocol.HandshakeResponse, seconds
             )
         except BaseException:
@@ -226,54 +207,44 @@ class _RankConnection:
     def __init__(self, client: KvClient, remote_rank: RemoteRank) -> None:
         """Raises RefusedError when this rank lacks the layers that it should receive."""
         self._client = client
+        self._kv = client.kv
         self._remote_rank = remote_rank
-        self._local_layers = select_local_layers(client._kv, remote_rank)
+        self._local_layers = client.kv.select_layers(remote_rank.source.part)
         self._lock = threading.Lock()
         self._connection: protocol.FramedConnection | None = None
         self._remote_layers = self._local_layers
         self._one_sided: OneSidedLink | None = None
-        self._two_sided: TwoSidedLink | None = None
+        self._two_sided: torch_distributed.ProcessGroupLink | None = None
         self.transport: Transport | None = None
         self._meter = BandwidthMeter()
         self._logged_at_bytes = 0
 
-    def pull(self, handoff: Handoff, first: int, blocks: Sequence[int]) -> Transport:
-        """See `KvClient.pull`."""
-        with self._lock:
-            try:
-                response = self._request_or_reconnect(handoff, first, blocks)
-                self._transfer(response, blocks)
-                self._release(handoff, response, blocks)
-            except LinkError as error:
-                raise RefusedError(RefusalReason.PEER_LOST, str(error)) from error
+    def pull(self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice) -> Transport:
+        """Pull some layers of a running prefill, or all of a finished one and release it."""
+        with self._lock, refuse_on(LinkError, RefusalReason.PEER_LOST):
+            response = self._request_or_reconnect(handoff, first, blocks, layers)
+            self._transfer(response, blocks, layers)
+            assert self._connection
             assert self.transport
-            self._log_bandwidth()
-            return self.transport
-
-    def pull_chunk(self, handoff: Handoff, chunk: KvChunk, blocks: Sequence[int]) -> Transport:
-        """See `KvClient.pull_chunk`."""
-        layers = slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
-        with self._lock:
-            try:
-                response = self._request_or_reconnect(handoff, chunk.first_block, blocks, layers)
-                self._transfer(response, blocks, layers)
-            except LinkError as error:
-                raise RefusedError(RefusalReason.PEER_LOST, str(error)) from error
-            self._verify_checksums(response, blocks, layers)
-            assert self.transport
+            if layers == _ALL_LAYERS:
+                protocol.release_blocks(self._connection, handoff.request_id, handoff.epoch)
+                self._log_bandwidth()
+            local = self._local_layers[layers]
+            if self._client.check_bytes and response.checksums != compute_checksums(
+                self._kv.memory, local, blocks
+            ):
+                fault = "the received bytes differ from those sent"
+                raise RefusedError(RefusalReason.CHECKSUM, fault)
             return self.transport
 
     def close(self) -> None:
         """Close the connection; a running pull ends with an error."""
-        connection = self._connection
-        if connection:
-            connection.close()
-        for link in (self._one_sided, self._two_sided):
-            if link:
-                link.close()
+        for closable in (self._connection, self._one_sided, self._two_sided):
+            if closable:
+                closable.close()
 
     def _request_or_reconnect(
-        self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice = _ALL_LAYERS
+        self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
     ) -> protocol.PullResponse:
         is_new = self._connection is None
         if is_new:
@@ -292,35 +263,28 @@ class _RankConnection:
         self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
     ) -> protocol.PullResponse:
         pull = protocol.PullRequest(
-            handoff.request_id,
-            handoff.epoch,
-            handoff.prompt_digest,
-            first,
-            len(blocks),
+            *(handoff.request_id, handoff.epoch, handoff.prompt_digest, first, len(blocks)),
             send=self._two_sided is not None,
-            checksums=self._client._check_bytes,
+            checksums=self._client.check_bytes,
             first_layer=layers.start,
             num_layers=(layers.stop or 0) - layers.start,
         )
         response = self._send_request(pull, protocol.PullResponse)
         if len(response.blocks) != len(blocks):
-            raise RefusedError(
-                RefusalReason.MALFORMED, "the producer returned another number of blocks"
-            )
+            fault = "the producer returned another number of blocks"
+            raise RefusedError(RefusalReason.MALFORMED, fault)
         return response
 
     def _transfer(
-        self, response: protocol.PullResponse, blocks: Sequence[int], layers: slice = _ALL_LAYERS
+        self, response: protocol.PullResponse, blocks: Sequence[int], layers: slice
     ) -> None:
         remote, local = self._remote_layers[layers], self._local_layers[layers]
-        seconds = self._client._transfer_s
+        seconds = self._client.transfer_s
         size = sum(layer.block_bytes for layer in local) * len(blocks)
         with self._meter.measure(size):
             if self._one_sided:
-                try:
+                with refuse_on(ValueError, RefusalReason.LAYOUT):
                     copies = plan_copies(remote, response.blocks, local, blocks)
-                except ValueError as error:
-                    raise RefusedError(RefusalReason.LAYOUT, str(error)) from error
                 self._one_sided.read(copies, seconds)
             elif self._two_sided:
                 self._two_sided.receive(list_ranges(local, blocks), seconds)
@@ -330,91 +294,58 @@ class _RankConnection:
         meter = self._meter
         if meter.num_bytes > 10 * self._logged_at_bytes:
             self._logged_at_bytes = meter.num_bytes
-            rate = meter.bytes_per_s / 1e9
             _log.info(
                 "KV from %s arrives over %s at %.3f GB/s",
-                self._remote_rank.boot_id,
-                self.transport,
-                rate,
+                *(self._remote_rank.boot_id, self.transport, meter.bytes_per_s / 1e9),
             )
 
-    def _release(
-        self, handoff: Handoff, response: protocol.PullResponse, blocks: Sequence[int]
-    ) -> None:
-        """Release the lease, check that it lasted until now, and compare checksums."""
-        release = protocol.ReleaseBlocks(handoff.request_id, handoff.epoch)
-        released = self._send_request(release, protocol.ReleaseBlocksResponse)
-        if not released.was_leased:
-            raise RefusedError(RefusalReason.LAPSED, "the lease ended before the blocks were read")
-        self._verify_checksums(response, blocks)
-
-    def _verify_checksums(
-        self, response: protocol.PullResponse, blocks: Sequence[int], layers: slice = _ALL_LAYERS
-    ) -> None:
-        if self._client._check_bytes and response.checksums != compute_checksums(
-            self._client._kv.memory, self._local_layers[layers], blocks
-        ):
-            raise RefusedError(RefusalReason.CHECKSUM, "the received bytes differ from those sent")
-
-    def _send_request(self, message: protocol.Message, kind: type[ResponseT]) -> ResponseT:
+    def _send_request(
+        self, message: protocol.Message, kind: type[protocol.ResponseT]
+    ) -> protocol.ResponseT:
         assert self._connection
-        return send_request(self._connection, message, kind, RESPONSE_TIMEOUT_S)
+        return protocol.send_request(self._connection, message, kind, protocol.RESPONSE_TIMEOUT_S)
 
     def _open(self) -> None:
         self._connection, handshake = self._client.connect(self._remote_rank, _CONNECT_TIMEOUT_S)
         self._remote_layers = handshake.layers
-        if [layer.block_bytes for layer in self._remote_layers] != [
-            layer.block_bytes for layer in self._local_layers
-        ]:
+        remote, local = (
+            [layer.block_bytes for layer in layers]
+            for layers in (handshake.layers, self._local_layers)
+        )
+        if remote != local:
             raise RefusedError(RefusalReason.LAYOUT, "the producer has other layers or KV heads")
         self._one_sided = self._two_sided = None
-        for transport in self._client._transports:
+        for transport in self._client.transports:
             if self._open_link(transport, handshake):
                 self.transport = transport
                 return
         raise RefusedError(RefusalReason.PEER_LOST, "no transport works with this producer")
 
     def _open_link(self, transport: Transport, handshake: protocol.HandshakeResponse) -> bool:
-        kv = self._client._kv
+        memory, rank = self._kv.memory, self._remote_rank
         try:
             if transport is Transport.SHARED_MEMORY:
                 if not handshake.shared:
                     return False
-                self._one_sided = SharedMemoryLink(kv.memory, handshake.shared)
-            elif transport is Transport.NIXL:
-                return self._open_nixl_link(handshake)
-            else:
-                rendezvous = self._send_request(
-                    protocol.RendezvousRequest(transport), protocol.RendezvousResponse
-                )
-                peer = (self._remote_rank.address[0], rendezvous.port)
-                self._two_sided = torch_distributed.join_rendezvous(
-                    kv.memory, transport, peer, kv.host, _CONNECT_TIMEOUT_S
-                )
-        except LinkError as error:
-            _log.info(
-                "transport %s does not work with %s: %s",
-                transport,
-                self._remote_rank.boot_id,
-                error,
+                self._one_sided = SharedMemoryLink(memory, handshake.shared)
+                return True
+            if transport is Transport.NIXL and not handshake.supports_nixl:
+                return False
+            rendezvous = self._send_request(
+                protocol.RendezvousRequest(transport), protocol.RendezvousResponse
             )
+            if transport is not Transport.NIXL:
+                peer = (rank.address[0], rendezvous.port)
+                self._two_sided = torch_distributed.join_rendezvous(
+                    memory, transport, peer, self._kv.host, _CONNECT_TIMEOUT_S
+                )
+            elif rendezvous.nixl_metadata is None:
+                return False
+            else:
+                name = nixl.make_agent_name(rank.boot_id, rank.source.rank)
+                buffers, metadata = self._client.staging_buffers, rendezvous.nixl_metadata
+                self._one_sided = nixl.NixlLink(memory, buffers, metadata, name, _CONNECT_TIMEOUT_S)
+        except LinkError as error:
+            _log.info("transport %s does not work with %s: %s", transport, rank.boot_id, error)
             return False
-        return True
-
-    def _open_nixl_link(self, handshake: protocol.HandshakeResponse) -> bool:
-        """Return whether a link over NIXL was opened. Raises LinkError."""
-        metadata = (
-            self._send_request(
-                protocol.RendezvousRequest(Transport.NIXL), protocol.RendezvousResponse
-            ).nixl_metadata
-            if handshake.supports_nixl
-            else None
-        )
-        if metadata is None:
-            return False
-        client, rank = self._client, self._remote_rank
-        name = nixl.make_agent_name(rank.boot_id, rank.source.rank)
-        self._one_sided = nixl.NixlLink(
-            client._kv.memory, client.staging_buffers, metadata, name, _CONNECT_TIMEOUT_S
-        )
         return True

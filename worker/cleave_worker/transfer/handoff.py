@@ -6,7 +6,8 @@ layout; both ends compare them, and the first difference is the reason of a refu
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 import msgspec
@@ -48,6 +49,15 @@ class RefusedError(Exception):
     def __init__(self, reason: RefusalReason, text: str) -> None:
         super().__init__(text)
         self.reason = reason
+
+
+@contextmanager
+def refuse_on(error_type: type[Exception], reason: RefusalReason) -> Iterator[None]:
+    """Raise errors of this type as a RefusedError."""
+    try:
+        yield
+    except error_type as error:
+        raise RefusedError(reason, str(error)) from error
 
 
 class KvLayout(msgspec.Struct, frozen=True):

@@ -11,16 +11,16 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import msgspec
 
 from cleave_worker.transfer import protocol
 from cleave_worker.transfer.client import KvClient
-from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
-from cleave_worker.transfer.peers import RemoteRank
-from cleave_worker.transfer.progress import NO_PROGRESS, KvChunk, Progress, find_missing_chunks
-from cleave_worker.transfer.requests import RESPONSE_TIMEOUT_S, send_request
+from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError, refuse_on
+from cleave_worker.transfer.progress import NO_PROGRESS, Progress, find_missing_chunks
+from cleave_worker.transfer.rank_resolver import RemoteRank
 from cleave_worker.transfer.transport import Transport
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -65,17 +65,11 @@ class LayerwiseClient:
 
     def _pull_from_rank(self, prompt: "_LayerwisePull", rank: RemoteRank) -> Transport:
         connection, handshake = self._client.connect(rank, _CONNECT_TIMEOUT_S)
-        try:
+        # The server treats a closed connection as a release if none was sent.
+        with closing(connection):
             transport = self._pull_chunks(prompt, rank, connection, handshake)
-            release = protocol.ReleaseBlocks(prompt.resolved.request_id, prompt.resolved.epoch)
-            released = send_request(
-                connection, release, protocol.ReleaseBlocksResponse, RESPONSE_TIMEOUT_S
-            )
-        finally:
-            # The server treats a closed connection as a release if none was sent.
-            connection.close()
-        if not released.was_leased:
-            raise RefusedError(RefusalReason.LAPSED, "the lease ended before the blocks were read")
+            resolved = prompt.resolved
+            protocol.release_blocks(connection, resolved.request_id, resolved.epoch)
         return transport
 
     def _pull_chunks(
@@ -87,17 +81,20 @@ class LayerwiseClient:
     ) -> Transport:
         first, end = prompt.first, prompt.first + len(prompt.blocks)
         num_layers = len(handshake.layers)
+        name = prompt.handoff.request_id
         received, announced = Progress(first, first, 0), NO_PROGRESS
         transport: Transport | None = None
         while True:
-            request = protocol.ProgressRequest(prompt.prefill_name, prompt.digest, announced)
-            update = send_request(connection, request, protocol.ProgressUpdate, RESPONSE_TIMEOUT_S)
+            request = protocol.ProgressRequest(name, prompt.digest, announced)
+            update = protocol.send_request(
+                connection, request, protocol.ProgressUpdate, protocol.RESPONSE_TIMEOUT_S
+            )
             handoff = prompt.resolve(update)
             announced = update.progress
-            available = announced.clip_blocks(first, end).clip_layers(
-                handshake.first_layer, num_layers
-            )
-            for chunk in _find_missing(received, available, num_layers):
+            available = announced.clip(range(first, end), handshake.first_layer, num_layers)
+            with refuse_on(ValueError, RefusalReason.MALFORMED):
+                chunks = find_missing_chunks(received, available, num_layers)
+            for chunk in chunks:
                 offset = chunk.first_block - first
                 own = prompt.blocks[offset : offset + chunk.num_blocks]
                 transport = self._client.pull_chunk(rank, handoff, chunk, own)
@@ -112,6 +109,7 @@ class _LayerwisePull:
     """The pull of one prompt from all ranks of a producer."""
 
     handoff: Handoff
+    """Its `request_id` is the name that the producer registered the prefill under."""
     digest: str
     first: int
     blocks: tuple[int, ...]
@@ -123,11 +121,6 @@ class _LayerwisePull:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def prefill_name(self) -> str:
-        """The name that the producer registered the prefill under."""
-        return self.handoff.request_id
-
-    @property
     def resolved(self) -> Handoff:
         """The handoff with the request id and epoch that the producer reported."""
         assert self._resolved
@@ -136,38 +129,18 @@ class _LayerwisePull:
     def check(self) -> None:
         """Raises RefusedError when the pull was cancelled or has timed out."""
         if self.is_cancelled.is_set():
-            raise RefusedError(
-                RefusalReason.PEER_LOST, "the pull from another rank of the producer failed"
-            )
+            fault = "the pull from another rank of the producer failed"
+            raise RefusedError(RefusalReason.PEER_LOST, fault)
         if time.monotonic() > self.deadline:
             raise RefusedError(RefusalReason.TIME_OUT, "the prefill did not finish in time")
 
     def resolve(self, update: protocol.ProgressUpdate) -> Handoff:
-        """Return the handoff with the update's request id and epoch, which must not change.
-
-        Raises RefusedError.
-        """
+        """Return the handoff with the update's identity. Raises RefusedError when this changes."""
+        identity = {"request_id": update.request_id, "epoch": update.epoch}
+        now = msgspec.structs.replace(self.handoff, prompt_digest=self.digest, **identity)
         with self._lock:
-            if self._resolved is None:
-                self._resolved = msgspec.structs.replace(
-                    self.handoff,
-                    request_id=update.request_id,
-                    epoch=update.epoch,
-                    prompt_digest=self.digest,
-                )
-            if (update.request_id, update.epoch) != (
-                self._resolved.request_id,
-                self._resolved.epoch,
-            ):
-                raise RefusedError(
-                    RefusalReason.EPOCH,
-                    f"epoch {update.epoch} continues what {self._resolved.epoch} began",
-                )
+            self._resolved = self._resolved or now
+            if self._resolved != now:
+                fault = f"epoch {update.epoch} continues what {self._resolved.epoch} began"
+                raise RefusedError(RefusalReason.EPOCH, fault)
             return self._resolved
-
-
-def _find_missing(received: Progress, available: Progress, num_layers: int) -> list[KvChunk]:
-    try:
-        return find_missing_chunks(received, available, num_layers)
-    except ValueError as error:
-        raise RefusedError(RefusalReason.MALFORMED, str(error)) from error

@@ -43,8 +43,7 @@ class LayerRegion:
         return ByteRange(self.region, self.offset + block * self.stride, self.block_bytes * count)
 
     def get_part(self, first: int, count: int, of: int) -> "LayerRegion":
-        """Return this layer with only `count` of `of` equal parts of each block, from `first`
-        on."""
+        """Return this layer with `count` of `of` equal parts of each block, from `first` on."""
         size = self.block_bytes // of
         return LayerRegion(self.region, self.offset + first * size, self.stride, count * size)
 
@@ -133,10 +132,7 @@ def _merge_runs(runs: Iterable[_BlockRun]) -> list[_BlockRun]:
     merged: list[_BlockRun] = []
     for run in runs:
         last = merged[-1] if merged else None
-        if last and (last.remote + last.length, last.local + last.length) == (
-            run.remote,
-            run.local,
-        ):
+        if last and run[:2] == (last.remote + last.length, last.local + last.length):
             merged[-1] = _BlockRun(last.remote, last.local, last.length + 1)
         else:
             merged.append(run)
@@ -159,6 +155,10 @@ class Memory:
         self._check(range_)
         return self.regions[range_.region][range_.offset : range_.offset + range_.length]
 
+    def copy_to_host(self, range_: ByteRange) -> memoryview:
+        """Return the bytes of a range on the host, which may be the registered ones."""
+        return memoryview(self.view(range_).cpu().numpy())
+
     def copy_from(self, source: "Memory", pairs: Iterable[tuple[ByteRange, ByteRange]]) -> None:
         """Copy bytes of `source`: pairs of (own range, range of `source`).
 
@@ -170,7 +170,7 @@ class Memory:
             return
         # Costs a tenth of two views and a tensor copy; many ranges are small.
         copy, sizes, source_sizes = ctypes.memmove, self._sizes, source._sizes
-        # Read on each call, as `share` moves regions.
+        # Read on each call, as `share_memory` moves regions.
         starts = [region.data_ptr() for region in self.regions]
         source_starts = [region.data_ptr() for region in source.regions]
         for own, remote in pairs:
@@ -215,12 +215,7 @@ def register_tensors(
             regions[address] = len(flat)
             flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
         size = tensor.element_size()
-        layers.append(
-            LayerRegion(
-                regions[address],
-                tensor.storage_offset() * size,
-                tensor.stride(0) * size,
-                tensor[0].numel() * size,
-            )
-        )
+        offset, stride = tensor.storage_offset() * size, tensor.stride(0) * size
+        block_bytes = tensor[0].numel() * size
+        layers.append(LayerRegion(regions[address], offset, stride, block_bytes))
     return Memory(flat), layers

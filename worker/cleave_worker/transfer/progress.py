@@ -18,18 +18,12 @@ class Progress(msgspec.Struct, frozen=True):
     layers_done: int
     """Layers that the running step has finished, of blocks `blocks_done` to `blocks_started`."""
 
-    def clip_blocks(self, first: int, end: int) -> "Progress":
-        """Return the progress limited to the blocks from `first` up to but not including `end`."""
+    def clip(self, blocks: range, first_layer: int, num_layers: int) -> "Progress":
+        """Return the progress of these blocks in layers from `first_layer` on, counted from 0."""
         return Progress(
-            _clamp(self.blocks_done, first, end),
-            _clamp(self.blocks_started, first, end),
-            self.layers_done,
-        )
-
-    def clip_layers(self, first: int, count: int) -> "Progress":
-        """Return the progress of `count` layers from `first` on, numbered from 0."""
-        return Progress(
-            self.blocks_done, self.blocks_started, _clamp(self.layers_done - first, 0, count)
+            _clamp(self.blocks_done, blocks.start, blocks.stop),
+            _clamp(self.blocks_started, blocks.start, blocks.stop),
+            _clamp(self.layers_done - first_layer, 0, num_layers),
         )
 
 
@@ -50,36 +44,20 @@ def find_missing_chunks(previous: Progress, now: Progress, num_layers: int) -> l
 
     `num_layers`: of a complete block. Raises ValueError when `now` cannot follow `previous`.
     """
-    if (
-        now.blocks_done < previous.blocks_done
-        or previous.blocks_done < now.blocks_done < previous.blocks_started
-    ):
+    first, started = previous.blocks_done, previous.blocks_started
+    if now.blocks_done < first or first < now.blocks_done < started:
         raise ValueError(f"{now} does not follow {previous}")
-    is_partial = previous.blocks_started > previous.blocks_done and previous.layers_done > 0
-    first_layer, end = (
-        (previous.layers_done, previous.blocks_started) if is_partial else (0, previous.blocks_done)
-    )
-    if is_partial and now.blocks_done == previous.blocks_done:
-        if now.blocks_started != previous.blocks_started or now.layers_done < previous.layers_done:
+    is_partial = started > first and previous.layers_done > 0
+    first_layer, end = (previous.layers_done, started) if is_partial else (0, first)
+    if is_partial and now.blocks_done == first:
+        if now.blocks_started != started or now.layers_done < first_layer:
             raise ValueError(f"{now} does not follow {previous}")
-        chunks = [
-            KvChunk(
-                previous.blocks_done,
-                end - previous.blocks_done,
-                first_layer,
-                now.layers_done - first_layer,
-            )
-        ]
+        chunks = [KvChunk(first, end - first, first_layer, now.layers_done - first_layer)]
     else:
         # 1. The other layers of blocks that were started. 2. Blocks that were begun and finished
         # since. 3. The first layers of blocks that are started now.
         chunks = [
-            KvChunk(
-                previous.blocks_done,
-                end - previous.blocks_done,
-                first_layer,
-                num_layers - first_layer,
-            ),
+            KvChunk(first, end - first, first_layer, num_layers - first_layer),
             KvChunk(end, now.blocks_done - end, 0, num_layers),
             KvChunk(now.blocks_done, now.blocks_started - now.blocks_done, 0, now.layers_done),
         ]

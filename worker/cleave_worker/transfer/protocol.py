@@ -4,12 +4,16 @@ Used by threads of `KvServer` and `KvClient`. Every send and receive has a deadl
 frame, so a peer that hangs or sends byte by byte costs a bounded time.
 """
 
+import contextlib
+import functools
+import operator
 import socket
 import time
+from typing import TypeVar
 
 import msgspec
 
-from cleave_worker.transfer.handoff import KvLayout, RefusalReason
+from cleave_worker.transfer.handoff import KvLayout, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import LayerRegion
 from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.sharding import ParallelShape, ShardSource
@@ -17,6 +21,8 @@ from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.nixl import NixlMetadata
 from cleave_worker.transfer.transports.shared_memory import SharedRegion
 
+RESPONSE_TIMEOUT_S = 20.0
+"""Includes the time that the server waits for its engine to report a prefill, see `KvServer`."""
 _LENGTH_BYTES = 4
 _MAX_FRAME = 16 << 20
 
@@ -25,7 +31,11 @@ class ProtocolError(OSError):
     """The peer broke the protocol or closed the connection, or the deadline was exceeded."""
 
 
-class HandshakeRequest(msgspec.Struct, tag=True, frozen=True):
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """Base of all messages; each is tagged with its class name."""
+
+
+class HandshakeRequest(Message, frozen=True):
     """First message of a consumer. Answered by `HandshakeResponse` or `ErrorResponse`."""
 
     boot_id: str
@@ -41,14 +51,14 @@ class HandshakeRequest(msgspec.Struct, tag=True, frozen=True):
     """Rank of the consumer."""
 
 
-class RanksRequest(msgspec.Struct, tag=True, frozen=True):
+class RanksRequest(Message, frozen=True):
     """First message instead of a handshake: requests all ranks. Answered by `RanksResponse`."""
 
     boot_id: str
     """Boot id of the producer engine for which it is meant."""
 
 
-class RanksResponse(msgspec.Struct, tag=True, frozen=True):
+class RanksResponse(Message, frozen=True):
     """The fields of a handoff that locate the producer's ranks."""
 
     shape: ParallelShape
@@ -56,7 +66,7 @@ class RanksResponse(msgspec.Struct, tag=True, frozen=True):
     """(host, port) of each rank, in the order of ranks."""
 
 
-class HandshakeResponse(msgspec.Struct, tag=True, frozen=True):
+class HandshakeResponse(Message, frozen=True):
     """The producer has this boot id, the same layout and the requested part of the KV."""
 
     layers: tuple[LayerRegion, ...]
@@ -69,13 +79,13 @@ class HandshakeResponse(msgspec.Struct, tag=True, frozen=True):
     """Whether the producer can serve over NIXL."""
 
 
-class RendezvousRequest(msgspec.Struct, tag=True, frozen=True):
+class RendezvousRequest(Message, frozen=True):
     """Open a link over a transport. Answered by `RendezvousResponse`."""
 
     transport: Transport
 
 
-class RendezvousResponse(msgspec.Struct, tag=True, frozen=True):
+class RendezvousResponse(Message, frozen=True):
     """Port of the rendezvous of a two-sided link, or metadata for reads over NIXL."""
 
     port: int = 0
@@ -83,7 +93,7 @@ class RendezvousResponse(msgspec.Struct, tag=True, frozen=True):
     """None also when NIXL fails on the producer."""
 
 
-class PullRequest(msgspec.Struct, tag=True, frozen=True):
+class PullRequest(Message, frozen=True):
     """Request blocks of a leased request. Answered by `PullResponse`."""
 
     request_id: str
@@ -96,11 +106,10 @@ class PullRequest(msgspec.Struct, tag=True, frozen=True):
     checksums: bool
     first_layer: int = 0
     num_layers: int = 0
-    """0: all layers of a finished prefill; else a chunk of a running one that the consumer
-    follows."""
+    """0: all layers of a finished prefill; else a chunk of a running one."""
 
 
-class ProgressRequest(msgspec.Struct, tag=True, frozen=True):
+class ProgressRequest(Message, frozen=True):
     """Wait until a prefill has more than `previous`. Answered by `ProgressUpdate`."""
 
     name: str
@@ -108,7 +117,7 @@ class ProgressRequest(msgspec.Struct, tag=True, frozen=True):
     previous: Progress
 
 
-class ProgressUpdate(msgspec.Struct, tag=True, frozen=True):
+class ProgressUpdate(Message, frozen=True):
     """The engine's id of the request, and how much of its KV may be pulled."""
 
     request_id: str
@@ -116,7 +125,7 @@ class ProgressUpdate(msgspec.Struct, tag=True, frozen=True):
     progress: Progress
 
 
-class PullResponse(msgspec.Struct, tag=True, frozen=True):
+class PullResponse(Message, frozen=True):
     """Blocks that belong to the consumer until it releases them, for a bounded time.
 
     For a running prefill that time starts when it ends.
@@ -126,7 +135,7 @@ class PullResponse(msgspec.Struct, tag=True, frozen=True):
     checksums: tuple[int, ...] = ()
 
 
-class ReleaseBlocks(msgspec.Struct, tag=True, frozen=True):
+class ReleaseBlocks(Message, frozen=True):
     """The blocks were read, or will not be read. Answered by `ReleaseBlocksResponse`."""
 
     request_id: str
@@ -134,44 +143,31 @@ class ReleaseBlocks(msgspec.Struct, tag=True, frozen=True):
     """0: the epoch is unknown and `request_id` is the name of a prefill."""
 
 
-class ReleaseBlocksResponse(msgspec.Struct, tag=True, frozen=True):
+class ReleaseBlocksResponse(Message, frozen=True):
     """Whether the blocks were leased until now; if not, the consumer must discard what it read."""
 
     was_leased: bool
 
 
-class LeaseHeartbeat(msgspec.Struct, tag=True, frozen=True):
+class LeaseHeartbeat(Message, frozen=True):
     """Extend the leases of requests that are still queued at the consumer. No response."""
 
     request_ids: tuple[str, ...]
 
 
-class ErrorResponse(msgspec.Struct, tag=True, frozen=True):
+class ErrorResponse(Message, frozen=True):
     """Error response to any request."""
 
     reason: RefusalReason
     text: str
 
 
-Message = (
-    HandshakeRequest
-    | RanksRequest
-    | RanksResponse
-    | HandshakeResponse
-    | RendezvousRequest
-    | RendezvousResponse
-    | PullRequest
-    | ProgressRequest
-    | ProgressUpdate
-    | PullResponse
-    | ReleaseBlocks
-    | ReleaseBlocksResponse
-    | LeaseHeartbeat
-    | ErrorResponse
-)
+ResponseT = TypeVar("ResponseT", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    functools.reduce(operator.or_, Message.__subclasses__())
+)
 
 
 class FramedConnection:
@@ -203,12 +199,9 @@ class FramedConnection:
 
     def close(self) -> None:
         """Close the connection; a thread that reads from it gets an error."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        finally:
-            self._socket.close()
+        self._socket.close()
 
     def _read_exactly(self, length: int, deadline: float) -> bytes:
         body = bytearray()
@@ -227,3 +220,37 @@ class FramedConnection:
                 raise ProtocolError("connection closed")
             body += part
         return bytes(body)
+
+
+def connect(address: tuple[str, int], seconds: float) -> FramedConnection:
+    """Connect without a handshake. Raises RefusedError."""
+    try:
+        return FramedConnection(socket.create_connection(address, seconds))
+    except (OSError, UnicodeError, OverflowError) as error:
+        fault = f"{address[0]}:{address[1]}: {error}"
+        raise RefusedError(RefusalReason.PEER_LOST, fault) from error
+
+
+def send_request(
+    connection: FramedConnection, request: Message, response_type: type[ResponseT], seconds: float
+) -> ResponseT:
+    """Send a request and return the response, which must be of this type. Raises RefusedError."""
+    with (
+        refuse_on(TimeoutError, RefusalReason.TIME_OUT),
+        refuse_on(ProtocolError, RefusalReason.PEER_LOST),
+    ):
+        connection.send(request, seconds)
+        response = connection.receive(seconds)
+    if isinstance(response, ErrorResponse):
+        raise RefusedError(response.reason, response.text)
+    if not isinstance(response, response_type):
+        fault = f"{type(response).__name__} in place of {response_type.__name__}"
+        raise RefusedError(RefusalReason.PEER_LOST, fault)
+    return response
+
+
+def release_blocks(connection: FramedConnection, request_id: str, epoch: int) -> None:
+    """Release the blocks of a request. Raises RefusedError, also when the lease has ended."""
+    release = ReleaseBlocks(request_id, epoch)
+    if not send_request(connection, release, ReleaseBlocksResponse, RESPONSE_TIMEOUT_S).was_leased:
+        raise RefusedError(RefusalReason.LAPSED, "the lease ended before the blocks were read")

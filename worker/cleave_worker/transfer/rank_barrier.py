@@ -65,9 +65,8 @@ class RankBarrier:
                 state.blocks = self._acquire_blocks(request, wait_s)
                 state.request = request
             elif state.request != request:
-                raise RefusedError(
-                    RefusalReason.MALFORMED, "another rank of this consumer requested other blocks"
-                )
+                fault = "another rank of this consumer requested other blocks"
+                raise RefusedError(RefusalReason.MALFORMED, fault)
             state.arrived.add(consumer.rank)
             return state.blocks
 
@@ -83,11 +82,16 @@ class RankBarrier:
             state.finished.add(consumer.rank)
             if len(state.finished) < consumer.num_ranks:
                 return self._leases.is_complete(request_id, epoch)
-            return self._finish(request_id, epoch)
+            return self.abandon(request_id, epoch)
 
-    def abandon(self, request_id: str, epoch: int) -> None:
-        """Free the blocks of a pull after the connection with one of its ranks broke."""
-        self._finish(request_id, epoch)
+    def abandon(self, request_id: str, epoch: int) -> bool:
+        """Free the blocks of a pull that has ended, or lost the connection with one of its ranks.
+
+        Returns whether they were leased until now.
+        """
+        with self._lock:
+            self._states.pop((request_id, epoch), None)
+        return self._leases.release(request_id, epoch)
 
     def _acquire_blocks(self, request: BlockRequest, wait_s: float) -> tuple[int, ...]:
         return self._leases.acquire(
@@ -100,8 +104,3 @@ class RankBarrier:
             while len(self._states) > _MAX_TRACKED_PULLS:
                 self._states.popitem(last=False)
             return state
-
-    def _finish(self, request_id: str, epoch: int) -> bool:
-        with self._lock:
-            self._states.pop((request_id, epoch), None)
-        return self._leases.release(request_id, epoch)

@@ -1,4 +1,4 @@
-"""Looks up the addresses of all ranks of a producer for handoffs that were made before the prefill.
+"""The producer ranks that one consumer rank contacts for a handoff.
 
 For an overlapped prefill the gateway knows only the address of the producer's rank 0, which knows
 the other ranks and the parallelism. It is queried once per boot.
@@ -6,15 +6,47 @@ the other ranks and the parallelism. It is queried once per boot.
 
 import threading
 from collections import OrderedDict
+from contextlib import closing
+from dataclasses import dataclass
 
 import msgspec
 
 from cleave_worker.transfer import protocol
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
-from cleave_worker.transfer.requests import connect, send_request
+from cleave_worker.transfer.server import RegisteredKv
+from cleave_worker.transfer.sharding import ParallelShape, ShardSource, find_sources
 
 _MAX_BOOTS = 256
 _BootKey = tuple[str, tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRank:
+    """One rank of a producer."""
+
+    boot_id: str
+    shape: ParallelShape
+    """Parallelism of its engine."""
+    address: tuple[str, int]
+    source: ShardSource
+    """The part of its KV that this consumer rank needs."""
+
+
+def find_remote_ranks(kv: RegisteredKv, handoff: Handoff) -> tuple[RemoteRank, ...]:
+    """Return all ranks to contact, including those that are only notified that they are not read.
+
+    Raises RefusedError when the handoff's parallelism is invalid.
+    """
+    shape, heads = handoff.shape, kv.layout.num_kv_heads
+    fault = shape.find_fault(heads)
+    if not fault and shape.num_ranks != len(handoff.addresses):
+        fault = f"{len(handoff.addresses)} addresses for {shape.num_ranks} ranks"
+    if fault:
+        raise RefusedError(RefusalReason.LAYOUT, fault)
+    return tuple(
+        RemoteRank(handoff.boot_id, shape, handoff.addresses[source.rank], source)
+        for source in find_sources(kv.shard.shape, kv.shard.rank, shape, heads)
+    )
 
 
 class RankResolver:
@@ -36,23 +68,16 @@ class RankResolver:
             ranks = self._ranks_by_boot.get(key)
         if ranks is None:
             ranks = _request_ranks(handoff, seconds)
-            self._store(key, ranks)
+            with self._lock:
+                self._ranks_by_boot[key] = ranks
+                while len(self._ranks_by_boot) > _MAX_BOOTS:
+                    self._ranks_by_boot.popitem(last=False)
         return msgspec.structs.replace(handoff, shape=ranks.shape, addresses=ranks.addresses)
-
-    def _store(self, key: _BootKey, ranks: protocol.RanksResponse) -> None:
-        with self._lock:
-            self._ranks_by_boot[key] = ranks
-            while len(self._ranks_by_boot) > _MAX_BOOTS:
-                self._ranks_by_boot.popitem(last=False)
 
 
 def _request_ranks(handoff: Handoff, seconds: float) -> protocol.RanksResponse:
     if not handoff.addresses:
         raise RefusedError(RefusalReason.LAYOUT, "the handoff has no address")
-    connection = connect(handoff.addresses[0], seconds)
-    try:
-        return send_request(
-            connection, protocol.RanksRequest(handoff.boot_id), protocol.RanksResponse, seconds
-        )
-    finally:
-        connection.close()
+    request = protocol.RanksRequest(handoff.boot_id)
+    with closing(protocol.connect(handoff.addresses[0], seconds)) as connection:
+        return protocol.send_request(connection, request, protocol.RanksResponse, seconds)

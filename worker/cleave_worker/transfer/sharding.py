@@ -70,6 +70,10 @@ class ShardSpec(msgspec.Struct, frozen=True):
             )
         return layers
 
+    def count_layers_before(self, first_layer: int, num_layers: int) -> int:
+        """Count the local layers that precede a layer of the model."""
+        return sum(layer < first_layer for layer in self.get_layer_indices(num_layers))
+
 
 class ShardPart(msgspec.Struct, frozen=True):
     """Heads and layers of every block, numbered over the whole model."""
@@ -113,47 +117,27 @@ def _assign_parts(
 ) -> dict[tuple[int, int], ShardPart | None]:
     """Assign parts to (consumer rank, producer rank) pairs, for all ranks."""
     parts: dict[tuple[int, int], ShardPart | None] = {}
-    for local_rank, remote_rank in itertools.product(
-        range(local.num_ranks), range(remote.num_ranks)
-    ):
-        layers = _intersect(local.get_layer_range(local_rank), remote.get_layer_range(remote_rank))
-        heads = _intersect(
-            local.get_head_range(local_rank, num_kv_heads),
-            remote.get_head_range(remote_rank, num_kv_heads),
+    local_size, remote_size = local.tensor_parallel_size, remote.tensor_parallel_size
+    num_copies = max(1, remote_size // num_kv_heads)
+    shared_layers = {
+        (own, other): _intersect(local.get_layer_range(own), remote.get_layer_range(other))
+        for own, other in itertools.product(range(local.num_ranks), range(remote.num_ranks))
+    }
+    for (own, other), layers in shared_layers.items():
+        own_heads = local.get_head_range(own, num_kv_heads)
+        heads = _intersect(own_heads, remote.get_head_range(other, num_kv_heads))
+        # Consumer ranks are spread over the copies of the same heads.
+        is_serving_copy = other % remote_size % num_copies == own % local_size % num_copies
+        if layers and heads and is_serving_copy:
+            parts[own, other] = ShardPart(layers.start, layers.stop, heads.start, heads.stop)
+    for other in set(range(remote.num_ranks)) - {other for _, other in parts}:
+        notifier = next(
+            own
+            for own in range(local.num_ranks)
+            if shared_layers[own, other] and (other - own) % min(local_size, remote_size) == 0
         )
-        if (
-            layers
-            and heads
-            and _is_serving_copy(local_rank, remote_rank, local, remote, num_kv_heads)
-        ):
-            parts[local_rank, remote_rank] = ShardPart(
-                layers.start, layers.stop, heads.start, heads.stop
-            )
-    assigned = {remote_rank for _, remote_rank in parts}
-    for remote_rank in set(range(remote.num_ranks)) - assigned:
-        local_rank = next(
-            local_rank
-            for local_rank in range(local.num_ranks)
-            if _intersect(local.get_layer_range(local_rank), remote.get_layer_range(remote_rank))
-            and (remote_rank - local_rank)
-            % min(local.tensor_parallel_size, remote.tensor_parallel_size)
-            == 0
-        )
-        parts[local_rank, remote_rank] = None
+        parts[notifier, other] = None
     return parts
-
-
-def _is_serving_copy(
-    local_rank: int,
-    remote_rank: int,
-    local: ParallelShape,
-    remote: ParallelShape,
-    num_kv_heads: int,
-) -> bool:
-    """Whether `remote_rank` is the copy that serves `local_rank`; spreads them over the copies."""
-    num_copies = max(1, remote.tensor_parallel_size // num_kv_heads)
-    copy = remote_rank % remote.tensor_parallel_size % num_copies
-    return copy == local_rank % local.tensor_parallel_size % num_copies
 
 
 def slice_layers(
@@ -168,21 +152,15 @@ def slice_layers(
     requested = range(part.first_head, part.end_head)
     if not requested or _intersect(heads, requested) != requested:
         raise ValueError(f"rank {shard.rank} has heads {heads}, not {requested}")
+    indices = shard.get_layer_indices(len(all_layers))
     regions = tuple(
-        layer_region.get_part(requested.start - heads.start, len(requested), len(heads))
-        for layer_region, layer in zip(
-            all_layers, shard.get_layer_indices(len(all_layers)), strict=True
-        )
+        region.get_part(requested.start - heads.start, len(requested), len(heads))
+        for region, layer in zip(all_layers, indices, strict=True)
         if layer in layers
     )
     if not regions:
         raise ValueError(f"rank {shard.rank} has none of layers {layers}")
     return regions
-
-
-def count_layers_before(num_layers: int, shard: ShardSpec, part: ShardPart) -> int:
-    """Count the local layers of a rank that precede those of a part."""
-    return sum(layer < part.first_layer for layer in shard.get_layer_indices(num_layers))
 
 
 def _intersect(first: range, second: range) -> range:

@@ -1,8 +1,8 @@
-"""Links between two engines: one interface over every transport for KV.
+"""Links between two engines, over every transport for KV.
 
-Used by both ends of a transfer (`KvServer`, `KvClient`). One-sided links read and write the peer's
-memory without its help; two-sided links need it to send or receive at the same time. Every call is
-bounded in seconds. After a LinkError the link is unusable and has to be closed.
+Used by both ends of a transfer (`KvServer`, `KvClient`). One-sided links read the peer's memory
+without its help; two-sided links (`ProcessGroupLink`) need it to send at the same time. Every call
+is bounded in seconds. After a LinkError the link is unusable and has to be closed.
 """
 
 import time
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cleave_worker.transfer.memory import ByteRange, RangeCopy
+from cleave_worker.transfer.memory import RangeCopy
 
 
 class Transport(StrEnum):
@@ -32,37 +32,14 @@ class LinkError(OSError):
 
 
 class OneSidedLink(Protocol):
-    """Reads and writes the peer's memory."""
-
-    transport: Transport
+    """Reads the peer's memory."""
 
     def read(self, copies: Iterable[RangeCopy], seconds: float) -> None:
         """Copy from remote to local memory. Raises LinkError; local memory may then be partly
         filled, but is never written after the call."""
 
-    def write(self, copies: Iterable[RangeCopy], seconds: float) -> None:
-        """Copy from local to remote memory. Raises LinkError; bytes may then still arrive at the
-        peer."""
-
     def close(self) -> None:
         """Release the peer's memory."""
-
-
-class TwoSidedLink(Protocol):
-    """Transfers bytes when both ends take part; the ranges of both ends have equal lengths in
-    total."""
-
-    transport: Transport
-
-    def send(self, spans: Iterable[ByteRange], seconds: float) -> None:
-        """Send the bytes of local ranges in their order. Raises LinkError."""
-
-    def receive(self, spans: Iterable[ByteRange], seconds: float) -> None:
-        """Fill local ranges. Raises LinkError; they may then be partly filled, but are never
-        written after the call."""
-
-    def close(self) -> None:
-        """Close the connection; the peer's pending calls fail."""
 
 
 @dataclass(slots=True)

@@ -134,10 +134,8 @@ class _RoleSchedulerBase(Scheduler):
 
     def _may_join(self, request: Request) -> bool:
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
-        admission = self._scheduling.admission
-        return self._admission.may_join(
-            admission, free, _get_lengths(request), self._iterate_decoding
-        )
+        policy, lengths = self._scheduling.admission, _get_lengths(request)
+        return self._admission.may_join(policy, free, lengths, self._iterate_decoding)
 
     def _iterate_decoding(self) -> Iterator[RequestLengths]:
         return (_get_lengths(request) for request in self.running if not request.is_prefill_chunk)
@@ -157,9 +155,8 @@ class RoleAsyncScheduler(_RoleSchedulerBase, AsyncScheduler):
 
 
 def _get_lengths(request: Request) -> RequestLengths:
-    return RequestLengths(
-        request.num_prompt_tokens, len(request.output_token_ids), request.max_tokens
-    )
+    generated = len(request.output_token_ids)
+    return RequestLengths(request.num_prompt_tokens, generated, request.max_tokens)
 
 
 def _count_tokens_to_compute(request: Request) -> int:

@@ -42,7 +42,7 @@ class LoadPageStatLogger(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Write the load of an idle engine once the KV cache is allocated."""
-        self._write(num_running=0, num_waiting=0, usage=0.0)
+        self._write(0, 0, 0.0)
 
     def record(
         self,
@@ -56,18 +56,13 @@ class LoadPageStatLogger(StatLoggerBase):
             return
         if iteration_stats is not None:
             self._num_preemptions += iteration_stats.num_preempted_reqs
-            self._update_prompt_length(
-                iteration_stats.prompt_token_stats.computed,
-                len(iteration_stats.time_to_first_tokens_iter),
-            )
+            prompts = len(iteration_stats.time_to_first_tokens_iter)
+            self._update_prompt_length(iteration_stats.prompt_token_stats.computed, prompts)
         if scheduler_stats is not None:
-            self._write(
-                num_running=scheduler_stats.num_running_reqs,
-                # Skipped requests wait as well, for instance for KV from another instance.
-                num_waiting=scheduler_stats.num_waiting_reqs
-                + scheduler_stats.num_skipped_waiting_reqs,
-                usage=scheduler_stats.kv_cache_usage,
-            )
+            # Skipped requests wait as well, for instance for KV from another instance.
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            running, usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
+            self._write(running, waiting, usage)
 
     def _update_prompt_length(self, computed_tokens: int, prompts: int) -> None:
         if not prompts:
@@ -82,13 +77,12 @@ class LoadPageStatLogger(StatLoggerBase):
         if self._page is None:
             return
         total = self._cache_config.num_gpu_blocks or 0
+        pending = estimate_pending_prompt_tokens(num_waiting, self._tokens_per_prompt)
         self._page.write(
             LoadSnapshot(
                 num_running=num_running,
                 num_waiting=num_waiting,
-                pending_prompt_tokens=estimate_pending_prompt_tokens(
-                    num_waiting, self._tokens_per_prompt
-                ),
+                pending_prompt_tokens=pending,
                 kv_blocks_free=round(total * (1 - usage)),
                 kv_blocks_total=total,
                 num_preemptions=self._num_preemptions,

@@ -33,7 +33,7 @@ def shelf() -> Shelf:
 def keeper_of(shelf: Shelf, identity: str = "m") -> Any:
     from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointScheduler
 
-    return CheckpointScheduler(identity, SIZE, shelf)
+    return CheckpointScheduler(identity, SIZE, shelf.contains)
 
 
 def request_of(name: str, tokens: int, status: str = "RUNNING", **changed: object) -> Any:

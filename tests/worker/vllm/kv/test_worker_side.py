@@ -140,9 +140,9 @@ def test_a_prefill_is_followed_from_its_first_step_to_its_hold(start: Callable[.
     ):
         prefill.apply_metadata(orders(computed_chunks={"theirs": chunk}))
         for plane in range(len(theirs)):
-            prefill.finish_layer(plane)
+            prefill.layer_notifier.finish_layer(plane)
         assert number == 0 or prefill.take_sent() == set()
-        prefill.finish_step()
+        prefill.layer_notifier.finish_step()
     prefill.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
     assert received(decode) == ({"mine"}, set())
     assert prefill.take_sent() == {"theirs"}
@@ -193,7 +193,7 @@ def compute(rank: Any) -> None:
     from cleave_worker.vllm.kv.metadata import ComputedChunk
 
     rank.apply_metadata(orders(computed_chunks={"theirs": ComputedChunk((2, 9), 0, 2, True)}))
-    rank.finish_step()
+    rank.layer_notifier.finish_step()
     rank.apply_metadata(orders(finished_prefills={"theirs": FinishedPrefill(1, "d", (2, 9))}))
 
 

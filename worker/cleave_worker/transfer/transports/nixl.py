@@ -1,5 +1,4 @@
-"""One-sided link over NIXL: InfiniBand, RoCE or NVLink, whichever its UCX finds between two
-engines.
+"""One-sided link over NIXL: InfiniBand, RoCE or NVLink, whichever UCX finds between two engines.
 
 A producer registers its regions with an agent and sends their addresses to consumers, whose agents
 read them without the producer's engine. Bytes arrive in a staging buffer and are unpacked only
@@ -10,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,9 +38,6 @@ _ONE_BYTE = ByteRange(0, 0, 1)
 _INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 """RDMA devices, including those for RoCE."""
 
-PostTransfer = Callable[[str, Sequence[XferDescriptor], Sequence[XferDescriptor]], XferHandle]
-"""`NixlAgent.read` or `NixlAgent.write`."""
-
 
 class NixlMetadata(msgspec.Struct, frozen=True):
     """How a consumer reads a producer's regions."""
@@ -55,15 +51,12 @@ class NixlMetadata(msgspec.Struct, frozen=True):
 
 
 def choose_transports(device: torch.device) -> tuple[Transport, ...]:
-    """Return the default transports for KV on this device, best first; decision 026 gives
-    reasons."""
+    """Return the default transports on this device, best first; decision 026 gives reasons."""
     has_cards = _INFINIBAND_DEVICES.is_dir() and any(_INFINIBAND_DEVICES.iterdir())
     nixl = (Transport.NIXL,) if has_cards else ()
-    return (
-        (Transport.SHARED_MEMORY, *nixl, Transport.GLOO)
-        if device.type == "cpu"
-        else (*nixl, Transport.NCCL)
-    )
+    if device.type == "cpu":
+        return (Transport.SHARED_MEMORY, *nixl, Transport.GLOO)
+    return (*nixl, Transport.NCCL)
 
 
 def filter_installed(transports: Sequence[Transport]) -> tuple[Transport, ...]:
@@ -106,9 +99,8 @@ class RegisteredRegions:
             return self._metadata
 
     def _register(self) -> NixlMetadata:
-        self._agent = NixlAgent(
-            self._name, self._memory.regions[0].device, use_progress_thread=True
-        )
+        device = self._memory.regions[0].device
+        self._agent = NixlAgent(self._name, device, use_progress_thread=True)
         descriptors = self._agent.register(self._memory)
         starts = tuple(descriptor.address for descriptor in descriptors)
         return NixlMetadata(self._agent.get_metadata(), starts, descriptors[0].device)
@@ -117,41 +109,31 @@ class RegisteredRegions:
 class NixlLink:
     """A OneSidedLink; one thread uses it at a time, any thread may close it."""
 
-    transport = Transport.NIXL
-
     def __init__(
         self,
         local: Memory,
-        staging_buffers: StagingBuffers,
-        remote_metadata: NixlMetadata,
+        buffers: StagingBuffers,
+        remote: NixlMetadata,
         remote_agent: str,
         seconds: float,
     ) -> None:
-        """Read one byte as a test, as loaded metadata does not prove reachability. Raises
-        LinkError.
+        """Read one byte as a test, as loaded metadata does not prove reachability.
 
-        `remote_agent`: the name that the remote agent must have.
+        `remote_agent`: the name that the remote agent must have. Raises LinkError.
         """
         self._local = local
-        self._staging_buffers = staging_buffers
-        self._remote_metadata = remote_metadata
+        self._staging_buffers = buffers
+        self._remote_metadata = remote
         self.remote_agent = remote_agent
         self.is_closed = False
         self._lock = threading.Lock()
         byte = Memory([torch.empty(1, dtype=torch.uint8, device=local.regions[0].device)])
-        self._agent = staging_buffers.add_remote_agent(remote_metadata.metadata, remote_agent)
+        self._agent = buffers.add_remote_agent(remote.metadata, remote_agent)
         self._read(byte, [RangeCopy(_ONE_BYTE, _ONE_BYTE)], seconds)
 
     def read(self, copies: Iterable[RangeCopy], seconds: float) -> None:
         """Unpack one chunk while the next one arrives. Raises LinkError."""
         self._read(self._local, copies, seconds)
-
-    def write(self, copies: Iterable[RangeCopy], seconds: float) -> None:
-        """Pack and send one chunk after the other. Raises LinkError."""
-        with self._acquire_buffer(time.monotonic() + seconds) as lease:
-            for remote, local in _chunk_copies(copies):
-                lease.pack(self._local, local)
-                lease.wait(lease.post(self._agent.write, 0, remote))
 
     def close(self) -> None:
         """Remove the remote agent as soon as none of its transfers are pending."""
@@ -171,7 +153,7 @@ class NixlLink:
             pending: tuple[XferHandle, int, list[ByteRange]] | None = None
             for number, (remote, local) in enumerate(_chunk_copies(copies)):
                 half = number % 2
-                handle = lease.post(self._agent.read, half, remote)
+                handle = lease.post(self._agent, half, remote)
                 if pending:
                     lease.unpack(target, *pending)
                 pending = (handle, half, local)
@@ -203,16 +185,11 @@ class _BufferLease:
         self.handles: list[XferHandle] = []
         """Transfers that may not have completed."""
 
-    def post(self, post: PostTransfer, half: int, remote: Sequence[ByteRange]) -> XferHandle:
-        """Start a transfer between remote ranges and one half."""
-        local_descriptors = [
-            self._buffer.describe(range_) for range_ in _list_buffer_ranges(remote, half)
-        ]
-        handle = post(
-            self._link.remote_agent,
-            local_descriptors,
-            [self._link.describe(span) for span in remote],
-        )
+    def post(self, agent: NixlAgent, half: int, remote: Sequence[ByteRange]) -> XferHandle:
+        """Start a transfer from remote ranges to one half."""
+        local = [self._buffer.describe(range_) for range_ in _list_buffer_ranges(remote, half)]
+        described = [self._link.describe(span) for span in remote]
+        handle = agent.read(self._link.remote_agent, local, described)
         self.handles.append(handle)
         return handle
 
@@ -233,18 +210,13 @@ class _BufferLease:
     ) -> None:
         """Wait for a chunk and copy it to its destination."""
         self.wait(handle)
-        target.copy_from(
-            self._buffer.memory, zip(local, _list_buffer_ranges(local, half), strict=True)
-        )
-        # Must end before this half is filled again and before the engine reads the KV.
-        _synchronize(target)
-
-    def pack(self, source: Memory, local: Sequence[ByteRange]) -> None:
-        """Fill the first half with local ranges."""
-        self._buffer.memory.copy_from(
-            source, zip(_list_buffer_ranges(local, 0), local, strict=True)
-        )
-        _synchronize(source)
+        pairs = zip(local, _list_buffer_ranges(local, half), strict=True)
+        target.copy_from(self._buffer.memory, pairs)
+        device = target.regions[0].device
+        if device.type == "cuda":
+            # The copies are asynchronous. They must end before this half is filled again and before
+            # the engine reads the KV.
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _list_buffer_ranges(ranges: Sequence[ByteRange], half: int) -> list[ByteRange]:
@@ -259,10 +231,3 @@ def _chunk_copies(copies: Iterable[RangeCopy]) -> Iterator[tuple[list[ByteRange]
         chunk_ranges((move.local for move in local), CHUNK_BYTES),
         strict=True,
     )
-
-
-def _synchronize(memory: Memory) -> None:
-    """Wait for the copies of this thread, which are asynchronous on a GPU."""
-    device = memory.regions[0].device
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -53,10 +53,7 @@ class NixlAgent:
     """A NIXL agent of this process; several threads may use it."""
 
     def __init__(self, name: str, device: torch.device, *, use_progress_thread: bool) -> None:
-        """`use_progress_thread`: for peers that read this memory without an RDMA device.
-
-        Raises LinkError.
-        """
+        """Raises LinkError. `use_progress_thread`: for peers that read without an RDMA device."""
         with _raise_link_errors("NIXL does not work here"):
             self._nixl = _import_bindings()
             config = self._nixl.nixlAgentConfig()
@@ -76,12 +73,9 @@ class NixlAgent:
             XferDescriptor(region.data_ptr(), region.numel(), self._device)
             for region in memory.regions
         ]
+        unnamed = [(*descriptor, "") for descriptor in descriptors]
         with _raise_link_errors("memory cannot be registered"):
-            self._agent.registerMem(
-                self._nixl.nixlRegDList(
-                    self._mem_type, [(*descriptor, "") for descriptor in descriptors]
-                )
-            )
+            self._agent.registerMem(self._nixl.nixlRegDList(self._mem_type, unnamed))
         return descriptors
 
     def get_metadata(self) -> bytes:
@@ -104,27 +98,12 @@ class NixlAgent:
         self, name: str, local: Sequence[XferDescriptor], remote: Sequence[XferDescriptor]
     ) -> "XferHandle":
         """Start to copy from ranges of the remote agent to local ones."""
-        return self._post_transfer(self._nixl.NIXL_READ, name, local, remote)
-
-    def write(
-        self, name: str, local: Sequence[XferDescriptor], remote: Sequence[XferDescriptor]
-    ) -> "XferHandle":
-        """Start to copy from local ranges to those of the remote agent."""
-        return self._post_transfer(self._nixl.NIXL_WRITE, name, local, remote)
-
-    def _post_transfer(
-        self,
-        operation: object,
-        name: str,
-        local: Sequence[XferDescriptor],
-        remote: Sequence[XferDescriptor],
-    ) -> "XferHandle":
         lists = (
             self._nixl.nixlXferDList(self._mem_type, list(descriptors))
             for descriptors in (local, remote)
         )
         with _raise_link_errors("the peer's memory cannot be reached"):
-            handle = self._agent.createXferReq(operation, *lists, name)
+            handle = self._agent.createXferReq(self._nixl.NIXL_READ, *lists, name)
         return XferHandle(self._agent, handle, self._nixl.NIXL_SUCCESS)
 
 

@@ -59,8 +59,7 @@ class _BusyBuffer:
 
 
 class StagingBuffers:
-    """The buffers of a consumer and the NIXL agent that they are registered with; created on first
-    use."""
+    """The buffers of a consumer and their NIXL agent; created on first use."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         """`name`: unique among the agents of all engines."""
@@ -111,8 +110,7 @@ class StagingBuffers:
                 self._changed.wait(min(remaining, _POLL_S) if self._busy else remaining)
 
     def release(self, buffer: StagingBuffer, handles: Iterable[XferHandle], peer: str) -> None:
-        """Return a buffer after use; `handles`: all transfers that were posted and may not have
-        completed."""
+        """Return a buffer after use; `handles`: all transfers that may not have completed."""
         with self._changed:
             self._busy.append(_BusyBuffer(buffer, tuple(handles), peer))
             self._reclaim()
@@ -146,8 +144,7 @@ class StagingBuffers:
                 self._free.append(entry.buffer)
             self._changed.notify()
         self._busy = busy
-        # Keeps the buffers alive, even if the consumer itself is garbage, while they may be
-        # written.
+        # Keeps the buffers alive while they may be written, even if the consumer is garbage.
         (_pinned.add if busy or self._quarantined else _pinned.discard)(self)
 
     def _allocate(self) -> StagingBuffer | None:

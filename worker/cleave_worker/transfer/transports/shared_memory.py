@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from cleave_worker.transfer.memory import Memory, RangeCopy
-from cleave_worker.transfer.transport import LinkError, Transport
+from cleave_worker.transfer.transport import LinkError
 
 
 class SharedRegion(msgspec.Struct, frozen=True):
@@ -58,15 +58,12 @@ def _get_free_bytes() -> int:
 class SharedMemoryLink:
     """A OneSidedLink over mapped memory."""
 
-    transport = Transport.SHARED_MEMORY
-
     def __init__(self, local: Memory, remote_regions: Sequence[SharedRegion]) -> None:
         """Map the peer's regions. Raises LinkError when this process cannot open them."""
         self._local = local
         self._maps: list[mmap.mmap] = []
         try:
-            for region in remote_regions:
-                self._maps.append(_map_region(region))
+            self._maps.extend(map(_map_region, remote_regions))
         except OSError as error:
             self.close()
             raise LinkError(f"the peer's memory cannot be mapped: {error}") from error
@@ -79,14 +76,6 @@ class SharedMemoryLink:
         remote = self._remote  # Keeps the mapping during the copy, even if the link is closed.
         try:
             self._local.copy_from(remote, ((local, remote_range) for remote_range, local in copies))
-        except ValueError as error:
-            raise LinkError(str(error)) from error
-
-    def write(self, copies: Iterable[RangeCopy], seconds: float) -> None:  # noqa: ARG002
-        """Copy from local to remote memory."""
-        remote = self._remote
-        try:
-            remote.copy_from(self._local, copies)
         except ValueError as error:
             raise LinkError(str(error)) from error
 
@@ -104,11 +93,8 @@ def _map_region(region: SharedRegion) -> mmap.mmap:
     file = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
-        if (status.st_dev, status.st_ino, status.st_size) != (
-            region.device,
-            region.inode,
-            region.size,
-        ):
+        expected = (region.device, region.inode, region.size)
+        if (status.st_dev, status.st_ino, status.st_size) != expected:
             raise OSError("the file descriptor refers to another file")
         return mmap.mmap(file, region.size)
     finally:

@@ -63,7 +63,7 @@ def _create_link(
             group = _create_gloo_group(store, rank, host, seconds)
     except RuntimeError as error:
         raise LinkError(f"no {transport} group with the peer: {_get_first_line(error)}") from error
-    return ProcessGroupLink(memory, transport, group, store, 1 - rank)
+    return ProcessGroupLink(memory, group, store, 1 - rank)
 
 
 def _create_gloo_group(store: TCPStore, rank: int, host: str, seconds: float) -> ProcessGroupGloo:
@@ -82,12 +82,13 @@ def _create_nccl_group(store: TCPStore, rank: int, seconds: float) -> object:
 
 
 class ProcessGroupLink:
-    """A TwoSidedLink; one thread uses it at a time."""
+    """A two-sided link: both ends take part, with ranges of equal total length.
 
-    def __init__(
-        self, memory: Memory, transport: Transport, group: object, store: TCPStore, peer: int
-    ) -> None:
-        self.transport = transport
+    One thread uses it at a time. After a LinkError the ranges to receive may be partly filled, but
+    are never written after the call.
+    """
+
+    def __init__(self, memory: Memory, group: object, store: TCPStore, peer: int) -> None:
         self._memory = memory
         self._group: ProcessGroupGloo | None = group
         self._store = store

@@ -8,9 +8,8 @@ for the scheduler side and `CheckpointWorker` for the worker side.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -20,14 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.request import Request
 
 from cleave_worker.transfer.checkpoints import CheckpointStore
 from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.vllm.kv.checkpoint_scheduler import CheckpointMetadata, CheckpointScheduler
 from cleave_worker.vllm.kv.checkpoint_worker import CheckpointWorker
-from cleave_worker.vllm.kv.connector import CleaveConnector
+from cleave_worker.vllm.kv.connector import CleaveConnector, compute_rank
 from cleave_worker.vllm.kv.layout import build_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 from cleave_worker.vllm.kv.metrics import KvTransferStats
@@ -47,10 +49,7 @@ class CheckpointedConnector(CleaveConnector):
     """The scheduler side or a worker side of the connector, depending on `role`."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: Any,  # noqa: ANN401
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises ValueError for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,31 +63,31 @@ class CheckpointedConnector(CleaveConnector):
             block_size = vllm_config.cache_config.block_size
             # The scheduler only checks whether a block exists; rank 0 represents all ranks.
             checkpoints = CheckpointStore(self._folder, 0, bytes(32), 0)
+            model, parallel = vllm_config.model_config, vllm_config.parallel_config
+            identity = (
+                f"{model.model}@{model.revision or ''}|{model.dtype}"
+                f"|{vllm_config.cache_config.cache_dtype}"
+                f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
+            )
             self._checkpoint_scheduler = CheckpointScheduler(
-                self._build_identity(), block_size, checkpoints
+                identity, block_size, checkpoints.contains
             )
 
     # Scheduler side
 
     def get_num_new_matched_tokens(
-        self,
-        request: Any,  # noqa: ANN401
-        num_computed_tokens: int,
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return the tokens to pull, else to restore, and whether that happens between steps."""
         to_pull = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if to_pull[0]:
             return to_pull
-        count = self._require_checkpoint_scheduler().count_restorable_tokens(
-            request, num_computed_tokens
-        )
+        checkpoints = self._require_checkpoint_scheduler()
+        count = checkpoints.count_restorable_tokens(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
-        self,
-        request: Any,  # noqa: ANN401
-        blocks: Any,  # noqa: ANN401
-        num_external_tokens: int,
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Pull or restore into the blocks allocated to a request."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -96,33 +95,20 @@ class CheckpointedConnector(CleaveConnector):
             request, blocks.blocks[0], num_external_tokens
         )
 
-    def build_connector_meta(self, scheduler_output: Any) -> CheckpointedConnectorMetadata:  # noqa: ANN401
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> CheckpointedConnectorMetadata:
         """Return the workers' tasks of this step."""
         metadata = super().build_connector_meta(scheduler_output)
-        inherited = {spec.name: getattr(metadata, spec.name) for spec in fields(metadata)}
-        return CheckpointedConnectorMetadata(
-            **inherited,
-            checkpoints=self._require_checkpoint_scheduler().build_metadata(self._get_block_ids),
-        )
+        checkpoints = self._require_checkpoint_scheduler().build_metadata(self._get_block_ids)
+        return CheckpointedConnectorMetadata(**vars(metadata), checkpoints=checkpoints)
 
     def request_finished(
-        self,
-        request: Any,  # noqa: ANN401
-        block_ids: list[int],
+        self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         """End a request; return whether its blocks stay leased, and the handoff."""
         self._require_checkpoint_scheduler().finish_request(request)
         return super().request_finished(request, block_ids)
-
-    def request_finished_all_groups(
-        self,
-        request: Any,  # noqa: ANN401
-        block_ids: tuple[list[int], ...],
-    ) -> tuple[bool, dict[str, object] | None]:
-        """End a request of a model with several KV cache groups, of which there is only one
-        here."""
-        self._require_checkpoint_scheduler().finish_request(request)
-        return super().request_finished_all_groups(request, block_ids)
 
     # Worker side
 
@@ -131,18 +117,14 @@ class CheckpointedConnector(CleaveConnector):
         super().register_kv_caches(kv_caches)
         # The base class has moved the caches into shared memory.
         memory, layers = register_tensors(kv_caches.values(), self._kv_cache_config.num_blocks)
-        rank = get_pp_group().rank_in_group * get_tp_group().world_size
-        rank += get_tp_group().rank_in_group
-        first = next(iter(kv_caches.values()))
+        rank, first = compute_rank(), next(iter(kv_caches.values()))
         sizes = [layer.block_bytes for layer in layers]
         identity = [build_layout(self._vllm_config, first), list(kv_caches), sizes, rank]
-        layout = msgspec.json.encode(identity)
-        digest = hashlib.blake2b(layout, digest_size=32).digest()
-        self._checkpoint_worker = CheckpointWorker(
-            memory, layers, CheckpointStore(self._folder, rank, digest, self._max_bytes)
-        )
+        digest = hashlib.blake2b(msgspec.json.encode(identity), digest_size=32).digest()
+        checkpoints = CheckpointStore(self._folder, rank, digest, self._max_bytes)
+        self._checkpoint_worker = CheckpointWorker(memory, layers, checkpoints)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Start to pull and restore, and copy full blocks."""
         super().start_load_kv(forward_context, **kwargs)
         metadata: KVConnectorMetadata = self._get_connector_metadata()
@@ -175,14 +157,6 @@ class CheckpointedConnector(CleaveConnector):
         ids: tuple[list[int], ...] = self._kv_cache_manager.get_block_ids(request_id)
         return ids[0]
 
-    def _build_identity(self) -> str:
-        config = self._vllm_config
-        model, parallel = config.model_config, config.parallel_config
-        return (
-            f"{model.model}@{model.revision or ''}|{model.dtype}|{config.cache_config.cache_dtype}"
-            f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
-        )
-
     def _require_checkpoint_scheduler(self) -> CheckpointScheduler:
         assert self._checkpoint_scheduler, "called on a worker, not on the scheduler"
         return self._checkpoint_scheduler
@@ -194,8 +168,7 @@ class CheckpointedConnector(CleaveConnector):
 
 def check_attention(spec: object) -> None:
     """Raises ValueError for models that free blocks of a running request."""
-    layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
-    for layer in layers:
+    for layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
         if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
             raise ValueError(
                 f"checkpoints: the model has KV cache layers of type {type(layer).__name__}, which "
@@ -211,10 +184,8 @@ def read_settings(value: object) -> tuple[Path, int]:
         raise ValueError(
             f"checkpoints {value!r}: must be an object with folder and most_gib, or empty"
         )
-    folder, max_gib = (
-        settings.get("folder", _DEFAULT_FOLDER),
-        settings.get("most_gib", _DEFAULT_MAX_GIB),
-    )
+    folder = settings.get("folder", _DEFAULT_FOLDER)
+    max_gib = settings.get("most_gib", _DEFAULT_MAX_GIB)
     if not isinstance(folder, str) or not Path(folder).is_absolute():
         raise ValueError(f"checkpoints.folder {folder!r}: must be an absolute path")
     if not isinstance(max_gib, int | float) or not max_gib > 0:

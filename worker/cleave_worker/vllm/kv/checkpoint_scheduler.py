@@ -7,23 +7,23 @@ tokens may still be unknown; their blocks wait.
 """
 
 import hashlib
+import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
+
+from cleave_worker.vllm.kv.scheduler_side import build_extra_keys
 
 MAX_BLOCKS_PER_STEP = 16
 """Blocks copied per step over all requests, so that no step takes much longer."""
 
 
-class CheckpointLookup(Protocol):
-    """Looks up which checkpoints exist."""
-
-    def contains(self, key: str) -> bool:
-        """Return whether the block with this key exists."""
+BlockIdLookup = Callable[[str], Sequence[int]]
+"""Returns a request's blocks in the engine's block table, in the order of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,8 @@ class PrefixHashChain:
     """Keys of the blocks of one request, each a hash over all tokens up to its end."""
 
     def __init__(self, identity: str, request: Request, block_size: int) -> None:
-        self._digest = hashlib.blake2b(
-            f"{identity}|{_build_extra_keys(request)}|".encode(), digest_size=32
-        )
+        seed = f"{identity}|{build_extra_keys(request)}|"
+        self._digest = hashlib.blake2b(seed.encode(), digest_size=32)
         self._tokens: Sequence[int] = request.all_token_ids
         self._block_size = block_size
         self._keys: list[str] = []
@@ -76,11 +75,14 @@ class PrefixHashChain:
 class CheckpointScheduler:
     """The checkpoints of one engine."""
 
-    def __init__(self, identity: str, block_size: int, checkpoints: CheckpointLookup) -> None:
-        """`identity`: model, data types and parallelism, as far as the scheduler knows them."""
+    def __init__(self, identity: str, block_size: int, exists: Callable[[str], bool]) -> None:
+        """`identity`: model, data types and parallelism, as far as the scheduler knows them.
+
+        `exists`: whether there is a checkpoint of the block with this key.
+        """
         self._identity = identity
         self._block_size = block_size
-        self._checkpoints = checkpoints
+        self._exists = exists
         self._requests: dict[str, _CheckpointedRequest] = {}
         self._uses: Counter[str] = Counter()
         """Number of requests per key, as requests may share prefixes."""
@@ -90,10 +92,8 @@ class CheckpointScheduler:
         self._metadata = CheckpointMetadata()
 
     def count_restorable_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens beyond the computed ones can be restored.
-
-        Never the last one: it must be computed to sample the next token.
-        """
+        """Return how many tokens beyond the computed ones can be restored: never the last one,
+        which must be computed to sample the next token."""
         self._restorable.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
         if (
@@ -105,14 +105,9 @@ class CheckpointScheduler:
         first = num_computed_tokens // self._block_size
         last = (request.num_tokens - 1) // self._block_size
         hash_chain = PrefixHashChain(self._identity, request, self._block_size)
-        keys = []
-        for block in range(first, last):
-            key = hash_chain.get_key(block)
-            if not self._checkpoints.contains(key):
-                break
-            keys.append(key)
+        keys = tuple(itertools.takewhile(self._exists, map(hash_chain.get_key, range(first, last))))
         if keys:
-            self._restorable[request.request_id] = first, tuple(keys)
+            self._restorable[request.request_id] = first, keys
         return len(keys) * self._block_size
 
     def update_after_alloc(
@@ -142,7 +137,7 @@ class CheckpointScheduler:
             for key in unused:
                 del self._uses[key]
 
-    def build_metadata(self, block_ids: "BlockIdLookup") -> CheckpointMetadata:
+    def build_metadata(self, block_ids: BlockIdLookup) -> CheckpointMetadata:
         """Return the tasks of the step being scheduled, before its tokens count as computed."""
         metadata, self._metadata = self._metadata, CheckpointMetadata()
         for key, block in self._find_full_blocks(block_ids):
@@ -151,7 +146,7 @@ class CheckpointScheduler:
             metadata.save[key] = block
         return metadata
 
-    def _find_full_blocks(self, block_ids: "BlockIdLookup") -> Iterator[tuple[str, int]]:
+    def _find_full_blocks(self, block_ids: BlockIdLookup) -> Iterator[tuple[str, int]]:
         for request_id, tracked in self._requests.items():
             request, saved = tracked.request, tracked.saved_keys
             if request.status is not RequestStatus.RUNNING:
@@ -165,20 +160,3 @@ class CheckpointScheduler:
                 yield key, blocks[block]
                 saved.append(key)
                 self._uses[key] += 1
-
-
-class BlockIdLookup(Protocol):
-    """Looks up a request's blocks in the engine's block table."""
-
-    def __call__(self, request_id: str) -> Sequence[int]:
-        """Return block numbers in the order of the tokens."""
-
-
-def _build_extra_keys(request: Request) -> str:
-    """Return the inputs of the KV other than the tokens, as in vLLM's prefix cache."""
-    adapter = request.lora_request.lora_name if request.lora_request else ""
-    media = ",".join(
-        f"{feature.identifier}@{feature.mm_position.offset}"
-        for feature in request.mm_features or ()
-    )
-    return f"{adapter}|{request.cache_salt or ''}|{media}"

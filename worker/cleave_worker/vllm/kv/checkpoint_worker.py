@@ -22,7 +22,6 @@ from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 _log = logging.getLogger(__name__)
 _MAX_CONCURRENT_RESTORES = 2
-"""Concurrent restores."""
 _MAX_QUEUED_COPIES = 64
 """Copies that wait to be written; further blocks are not checkpointed."""
 RETENTION_S = 300.0
@@ -33,16 +32,14 @@ class CheckpointWorker:
     """The checkpoints of one rank."""
 
     def __init__(
-        self, memory: Memory, planes: Sequence[LayerRegion], checkpoints: CheckpointStore
+        self, memory: Memory, layers: Sequence[LayerRegion], checkpoints: CheckpointStore
     ) -> None:
         self._memory = memory
-        self._planes = tuple(planes)
-        self._block_bytes = sum(plane.block_bytes for plane in self._planes)
+        self._layers = tuple(layers)
+        self._block_bytes = sum(layer.block_bytes for layer in self._layers)
         self._checkpoints = checkpoints
         self._queue: queue.Queue[tuple[str, bytes] | list[str] | None] = queue.Queue()
-        self._finished_restores: queue.SimpleQueue[tuple[str, RefusedError | None]] = (
-            queue.SimpleQueue()
-        )
+        self._finished: queue.SimpleQueue[tuple[str, RefusedError | None]] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_RESTORES, "kv-restore")
         self._stats = KvTransferStats()
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
@@ -64,8 +61,8 @@ class CheckpointWorker:
         """Return (requests whose restores have ended, those of them whose restore failed)."""
         ended: set[str] = set()
         failed: set[str] = set()
-        while not self._finished_restores.empty():
-            request_id, refused = self._finished_restores.get()
+        while not self._finished.empty():
+            request_id, refused = self._finished.get()
             ended.add(request_id)
             if refused is not None:
                 failed.add(request_id)
@@ -83,8 +80,8 @@ class CheckpointWorker:
         self._thread.join(wait_s)
 
     def _copy(self, block: int) -> bytes:
-        views = (self._memory.view(layer.get_range(block)) for layer in self._planes)
-        return b"".join(memoryview(view.cpu().numpy()) for view in views)
+        ranges = (layer.get_range(block) for layer in self._layers)
+        return b"".join(map(self._memory.copy_to_host, ranges))
 
     def _restore(self, request_id: str, restore: BlockRestore) -> None:
         refused: RefusedError | None = RefusedError(RefusalReason.PEER_LOST, "an unexpected error")
@@ -99,15 +96,14 @@ class CheckpointWorker:
             # Unexpected, but the request must not wait forever.
             _log.exception("KV of %s was not restored", request_id)
         finally:
-            self._finished_restores.put((request_id, refused))
+            self._finished.put((request_id, refused))
 
     def _fill(self, block: int, body: memoryview) -> None:
         offset = 0
-        for layer in self._planes:
-            content = torch.frombuffer(
-                bytearray(body[offset : offset + layer.block_bytes]), dtype=torch.uint8
-            )
-            self._memory.view(layer.get_range(block)).copy_(content)
+        for layer in self._layers:
+            content = bytearray(body[offset : offset + layer.block_bytes])
+            view = self._memory.view(layer.get_range(block))
+            view.copy_(torch.frombuffer(content, dtype=torch.uint8))
             offset += layer.block_bytes
 
     def _run(self) -> None:

@@ -18,20 +18,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from cleave_worker.transfer.memory import register_tensors
 from cleave_worker.transfer.server import RegisteredKv
 from cleave_worker.transfer.sharding import ShardSpec
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.nixl import choose_transports, filter_installed
-from cleave_worker.vllm.kv.layerwise_worker import TransferGranularity
 from cleave_worker.vllm.kv.layout import build_layout, build_shape, check_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
 from cleave_worker.vllm.kv.metrics import KvTransferMetrics, KvTransferStats
 from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
-from cleave_worker.vllm.kv.worker_side import ConnectorSettings, WorkerSide
+from cleave_worker.vllm.kv.worker_side import ConnectorSettings, TransferGranularity, WorkerSide
 
 
 class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -40,10 +45,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: Any,  # noqa: ANN401
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises ValueError for models with several KV cache groups, which need NixlConnector."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -55,9 +57,10 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._worker: WorkerSide | None = None
         self._layer_positions: dict[str, int] = {}
-        self._scheduler = (
-            self._build_scheduler_side() if role is KVConnectorRole.SCHEDULER else None
-        )
+        self._scheduler: SchedulerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            block_size = vllm_config.cache_config.block_size
+            self._scheduler = SchedulerSide(self._boot_id, block_size, build_shape(vllm_config))
 
     # Class methods that vLLM calls
 
@@ -78,47 +81,38 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
-    def on_new_request(self, request: Any) -> None:  # noqa: ANN401
+    def on_new_request(self, request: Request) -> None:
         """Read the handoff of a request that has arrived."""
         self._require_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(
-        self,
-        request: Any,  # noqa: ANN401
-        num_computed_tokens: int,
+        self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return the tokens to pull, and whether that happens between steps."""
         count = self._require_scheduler().count_tokens_to_pull(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
-        self,
-        request: Any,  # noqa: ANN401
-        blocks: Any,  # noqa: ANN401
-        num_external_tokens: int,
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Pull into the blocks allocated to a request."""
         self._require_scheduler().update_after_alloc(request, blocks.blocks[0], num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> CleaveConnectorMetadata:  # noqa: ANN401
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> CleaveConnectorMetadata:
         """Return the workers' tasks of this step."""
         return self._require_scheduler().build_metadata(scheduler_output)
 
     def request_finished(
-        self,
-        request: Any,  # noqa: ANN401
-        block_ids: list[int],
+        self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, object] | None]:
         """End a request; return whether its blocks stay leased, and the handoff."""
         return self._require_scheduler().finish_request(request, block_ids)
 
     def request_finished_all_groups(
-        self,
-        request: Any,  # noqa: ANN401
-        block_ids: tuple[list[int], ...],
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
-        """End a request of a model that could have several KV cache groups."""
-        return self._require_scheduler().finish_request(request, block_ids[0])
+        """End a request of a model that could have several KV cache groups, and has one."""
+        return self.request_finished(request, block_ids[0])
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankAddress]
@@ -138,10 +132,8 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         self._layer_positions = {name: position for position, (_, name) in enumerate(layers)}
         memory, layer_regions = register_tensors(caches, self._kv_cache_config.num_blocks)
         shape = build_shape(self._vllm_config)
-        rank = get_pp_group().rank_in_group * shape.tensor_parallel_size
-        rank += get_tp_group().rank_in_group
         layout = build_layout(self._vllm_config, caches[0])
-        shard = ShardSpec(shape, rank, tuple(number for number, _ in layers))
+        shard = ShardSpec(shape, compute_rank(), tuple(number for number, _ in layers))
         check_layout(shard, layout, caches, self._kv_cache_config.num_blocks)
         kv = RegisteredKv(self._boot_id, layout, memory, tuple(layer_regions), self._host, shard)
         self._worker = WorkerSide(kv, self._read_settings(memory.regions[0].device))
@@ -156,7 +148,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker and isinstance(connector_metadata, CleaveConnectorMetadata):
             self._worker.apply_metadata(connector_metadata)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:  # noqa: ARG002
         """Start to pull."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, CleaveConnectorMetadata)
@@ -169,15 +161,16 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         self,
         layer_name: str,
         kv_layer: torch.Tensor,  # noqa: ARG002
-        attn_metadata: Any,  # noqa: ANN401, ARG002
-        **kwargs: Any,  # noqa: ANN401, ARG002
+        attn_metadata: AttentionMetadata,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
     ) -> None:
         """Announce the layer; consumers read it in place."""
-        self._require_worker().finish_layer(self._layer_positions.get(layer_name, -1))
+        position = self._layer_positions.get(layer_name, -1)
+        self._require_worker().layer_notifier.finish_layer(position)
 
     def wait_for_save(self) -> None:
         """Announce the end of the step; nothing is saved elsewhere."""
-        self._require_worker().finish_step()
+        self._require_worker().layer_notifier.finish_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests whose leases or pulls have ended."""
@@ -206,38 +199,22 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     def _host(self) -> str:
         return str(self._kv_transfer_config.get_from_extra_config("host", "127.0.0.1"))
 
-    def _build_scheduler_side(self) -> SchedulerSide:
-        return SchedulerSide(
-            self._boot_id,
-            self._vllm_config.cache_config.block_size,
-            build_shape(self._vllm_config),
-        )
-
     def _read_settings(self, device: torch.device) -> ConnectorSettings:
         extra = self._kv_transfer_config.get_from_extra_config
+        transports = tuple(Transport(name) for name in extra("ways", choose_transports(device)))
+        granularity = TransferGranularity(extra("pace", TransferGranularity.LAYER))
+        is_by_layer = granularity is TransferGranularity.LAYER
+        # With microbatches vLLM reports a layer as done when only a part of the tokens is.
+        if is_by_layer and self._vllm_config.parallel_config.use_ubatching:
+            granularity = TransferGranularity.CHUNK
         return ConnectorSettings(
             port=int(extra("port", 0)),
-            transports=filter_installed(
-                tuple(Transport(name) for name in extra("ways", choose_transports(device)))
-            ),
+            transports=filter_installed(transports),
             lease_s=float(extra("kv_lease_duration", 30)),
             transfer_s=float(extra("transfer_timeout", 30)),
             check_bytes=bool(extra("checksums", False)),
-            granularity=self._granularity,
+            granularity=granularity,
             layerwise_timeout_s=float(extra("follow_timeout", 120)),
-        )
-
-    @property
-    def _granularity(self) -> TransferGranularity:
-        granularity = TransferGranularity(
-            self._kv_transfer_config.get_from_extra_config("pace", TransferGranularity.LAYER)
-        )
-        # With microbatches vLLM reports a layer as done when only a part of the tokens is.
-        has_microbatches = self._vllm_config.parallel_config.use_ubatching
-        return (
-            TransferGranularity.CHUNK
-            if has_microbatches and granularity is TransferGranularity.LAYER
-            else granularity
         )
 
     def _require_scheduler(self) -> SchedulerSide:
@@ -247,6 +224,12 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
     def _require_worker(self) -> WorkerSide:
         assert self._worker, "the KV cache is not registered yet"
         return self._worker
+
+
+def compute_rank() -> int:
+    """Return the rank of this worker in its engine."""
+    stage, tensor_parallel = get_pp_group().rank_in_group, get_tp_group()
+    return int(stage * tensor_parallel.world_size + tensor_parallel.rank_in_group)
 
 
 def _log_as_vllm() -> None:

@@ -1,5 +1,6 @@
 """Statistics of KV transfers, from the workers through vLLM to its /metrics page."""
 
+import itertools
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -57,9 +58,7 @@ class KvTransferStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """Return a summary for vLLM's log."""
-        seconds = [
-            duration for durations in self.data["seconds"].values() for duration in durations
-        ]
+        seconds = list(itertools.chain.from_iterable(self.data["seconds"].values()))
         return {
             "Pulled prompts": len(seconds),
             "Pulled MB": round(sum(self.data["bytes"].values()) / 1e6, 3),

@@ -4,9 +4,16 @@ Runs in vLLM's scheduler, between steps. A finished prefill keeps its blocks unt
 with free blocks has pulled them, or the lease ends; so prefill memory is the queue between the two.
 vLLM reports the end of a request in several ways, and each of them must free the blocks on the
 other side.
+
+Consumers may pull a prefill while it runs (`InFlightPrefills`). A block is final when the step that
+fills it has ended, not when it is in the prefix cache. vLLM enters blocks there before they are
+computed, so that two requests of one step can share them. Blocks that a step finds there count as
+computed in it.
 """
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,8 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from cleave_worker.transfer.block_leases import FinishedPrefill, PrefillInProgress
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, compute_prompt_digest
 from cleave_worker.transfer.sharding import ParallelShape
-from cleave_worker.vllm.kv.layerwise_scheduler import InFlightPrefills
-from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, PullTask
+from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, ComputedChunk, PullTask
 from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 PARAMS_KEY = "cleave"
@@ -28,12 +34,7 @@ _SUCCESS_STATUSES = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHE
 class SchedulerSide:
     """The handoffs of one engine."""
 
-    def __init__(
-        self,
-        boot_id: str,
-        block_size: int,
-        shape: ParallelShape,
-    ) -> None:
+    def __init__(self, boot_id: str, block_size: int, shape: ParallelShape) -> None:
         """`shape`: parallelism of this engine."""
         self._boot_id = boot_id
         self._block_size = block_size
@@ -95,13 +96,9 @@ class SchedulerSide:
             self._metadata.declined_pulls[request.request_id] = handoff
             return
         first = (request.num_prompt_tokens - num_external_tokens) // self._block_size
-        last = -(-request.num_prompt_tokens // self._block_size)
-        self._metadata.pulls[request.request_id] = PullTask(
-            handoff,
-            _compute_digest(request),
-            first,
-            tuple(block.block_id for block in blocks[first:last]),
-        )
+        local = tuple(block.block_id for block in blocks[first : self._count_blocks(request)])
+        task = PullTask(handoff, _compute_digest(request), first, local)
+        self._metadata.pulls[request.request_id] = task
 
     def finish_request(
         self, request: Request, block_ids: list[int]
@@ -161,13 +158,8 @@ class SchedulerSide:
 
     def _build_params(self, request: Request, prefill: FinishedPrefill) -> dict[str, object]:
         handoff = Handoff(
-            self._boot_id,
-            request.request_id,
-            prefill.epoch,
-            prefill.prompt_digest,
-            request.num_prompt_tokens,
-            self._addresses,
-            self._shape,
+            *(self._boot_id, request.request_id, prefill.epoch, prefill.prompt_digest),
+            *(request.num_prompt_tokens, self._addresses, self._shape),
         )
         # As vLLM's NixlConnector writes it, for readers of any connector's handoffs.
         return {
@@ -203,14 +195,72 @@ def _parse_handoff(params: dict[str, Any]) -> Handoff | None:
     return handoff if identity == (handoff.boot_id, handoff.request_id) else None
 
 
-def _compute_digest(request: Request) -> str:
-    """Hash the inputs of the KV of a request's prompt, as in vLLM's prefix cache."""
+@dataclass(slots=True)
+class _TrackedPrefill:
+    prefill: PrefillInProgress
+    num_tokens: int
+    blocks: tuple[int, ...] = ()
+    num_final: int = 0
+
+
+class InFlightPrefills:
+    """Tracked prefills by request id; preempted ones are forgotten, as vLLM frees their blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._prefills: dict[str, _TrackedPrefill] = {}
+
+    def begin(self, request_id: str, prefill: PrefillInProgress, num_tokens: int) -> None:
+        """Track a prefill whose prompt has `num_tokens` tokens."""
+        self._prefills[request_id] = _TrackedPrefill(prefill, num_tokens)
+
+    def end(self, request_id: str) -> PrefillInProgress | None:
+        """End a prefill; returns None when it was not tracked or has been preempted."""
+        tracked = self._prefills.pop(request_id, None)
+        return tracked.prefill if tracked else None
+
+    def advance(self, output: SchedulerOutput) -> tuple[dict[str, ComputedChunk], set[str]]:
+        """Return (chunks that a step computes of tracked prefills, preempted prefills)."""
+        if not self._prefills:
+            return {}, set()
+        preempted = self._prefills.keys() & (output.preempted_req_ids or set())
+        for request_id in preempted:
+            del self._prefills[request_id]
+        chunks = {}
+        for request_id, new_blocks, num_computed in _iterate_scheduled(output):
+            tracked = self._prefills.get(request_id)
+            if tracked is None or tracked.num_final == tracked.prefill.num_blocks:
+                continue
+            tracked.blocks = (*tracked.blocks, *new_blocks)[: tracked.prefill.num_blocks]
+            computed = num_computed + output.num_scheduled_tokens[request_id]
+            is_last = computed >= tracked.num_tokens
+            final = tracked.prefill.num_blocks if is_last else computed // self._block_size
+            chunks[request_id] = ComputedChunk(tracked.blocks, tracked.num_final, final, is_last)
+            tracked.num_final = final
+        return chunks, set(preempted)
+
+
+def _iterate_scheduled(output: SchedulerOutput) -> Iterator[tuple[str, Any, int]]:
+    """Yield (request id, new blocks, tokens computed before) for every request of a step."""
+    for request in output.scheduled_new_reqs:
+        yield request.req_id, request.block_ids[0], request.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for request_id, blocks, num_computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        yield request_id, blocks[0] if blocks else (), num_computed
+
+
+def build_extra_keys(request: Request) -> str:
+    """Return the inputs of a request's KV other than the tokens, as in vLLM's prefix cache."""
     adapter = request.lora_request.lora_name if request.lora_request else ""
     media = ",".join(
         f"{feature.identifier}@{feature.mm_position.offset}"
         for feature in request.mm_features or ()
     )
-    return compute_prompt_digest(
-        (request.prompt_token_ids or ())[: request.num_prompt_tokens],
-        f"{adapter}|{request.cache_salt or ''}|{media}",
-    )
+    return f"{adapter}|{request.cache_salt or ''}|{media}"
+
+
+def _compute_digest(request: Request) -> str:
+    tokens = (request.prompt_token_ids or ())[: request.num_prompt_tokens]
+    return compute_prompt_digest(tokens, build_extra_keys(request))

@@ -3,6 +3,10 @@
 Runs in each rank of an engine. Everything that may block runs in threads, so that no step waits.
 The end of each lease and each pull must be reported to vLLM exactly once in all cases, or blocks
 are never freed.
+
+`LayerNotifier` runs within a step, so it must cost nothing without consumers. On a GPU the step is
+only enqueued when vLLM reports a layer as done; an event recorded after the layer's kernels marks
+its completion.
 """
 
 import logging
@@ -12,17 +16,20 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
-from cleave_worker.transfer.block_leases import BlockLeases
+import torch
+
+from cleave_worker.transfer.block_leases import BlockLeases, ComputeEvent
 from cleave_worker.transfer.client import KvClient
 from cleave_worker.transfer.handoff import Handoff, RefusalReason, RefusedError
 from cleave_worker.transfer.layerwise_client import LayerwiseClient
+from cleave_worker.transfer.progress import Progress
 from cleave_worker.transfer.server import KvServer, RegisteredKv
 from cleave_worker.transfer.transport import Transport
 from cleave_worker.transfer.transports.shared_memory import share_memory
-from cleave_worker.vllm.kv.layerwise_worker import LayerNotifier, TransferGranularity
-from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, PullTask
+from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, ComputedChunk, PullTask
 from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 _log = logging.getLogger(__name__)
@@ -32,6 +39,15 @@ _MAX_LAYERWISE_PULLS = 64
 """Concurrent pulls of running prefills; further ones wait."""
 _READ_GRACE_S = 10.0
 """Time of a read beyond `transfer_s` before its blocks are freed."""
+
+
+class TransferGranularity(StrEnum):
+    """How much KV is announced at a time; values are those of the setting `pace`."""
+
+    PROMPT = "prompt"
+    """The whole prompt, when it is computed."""
+    CHUNK = "chunk"
+    LAYER = "layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +91,8 @@ class WorkerSide:
         self._client = KvClient(
             kv, settings.transports, settings.transfer_s, check_bytes=settings.check_bytes
         )
-        self._layer_notifier = LayerNotifier(
-            self._leases, settings.granularity, kv.memory.regions[0].device
-        )
+        device = kv.memory.regions[0].device
+        self.layer_notifier = LayerNotifier(self._leases, settings.granularity, device)
         self._layerwise_client = LayerwiseClient(self._client, settings.layerwise_timeout_s)
         self._pull_pool = ThreadPoolExecutor(_MAX_CONCURRENT_PULLS, "kv-pull")
         self._layerwise_pool = ThreadPoolExecutor(_MAX_LAYERWISE_PULLS, "kv-follow")
@@ -102,7 +117,7 @@ class WorkerSide:
             self._leases.begin_prefill(request_id, prefill)
         for request_id in metadata.cancelled_prefills:
             self._leases.cancel(request_id)
-        self._layer_notifier.begin_step(metadata.computed_chunks)
+        self.layer_notifier.begin_step(metadata.computed_chunks)
         for request_id, finished in metadata.finished_prefills.items():
             self._leases.grant(request_id, finished)
         with self._lock:
@@ -117,14 +132,6 @@ class WorkerSide:
             pool.submit(self._pull, request_id, task)
         for handoff in declined.values():
             self._pull_pool.submit(self._client.decline, handoff)
-
-    def finish_layer(self, position: int) -> None:
-        """Announce that the step has finished a layer."""
-        self._layer_notifier.finish_layer(position)
-
-    def finish_step(self) -> None:
-        """Announce that the step has finished all layers."""
-        self._layer_notifier.finish_step()
 
     def take_sent(self) -> set[str]:
         """Return the requests whose leases have ended."""
@@ -164,10 +171,8 @@ class WorkerSide:
         started = time.perf_counter()
         outcome: Transport | RefusalReason = RefusalReason.PEER_LOST
         try:
-            is_overlapped = task.handoff.is_overlapped
-            outcome = (self._layerwise_client.pull if is_overlapped else self._client.pull)(
-                task.handoff, task.prompt_digest, task.first_block, task.blocks
-            )
+            client = self._layerwise_client if task.handoff.is_overlapped else self._client
+            outcome = client.pull(task.handoff, task.prompt_digest, task.first_block, task.blocks)
         except RefusedError as refused:
             outcome = refused.reason
             _log.warning("KV of %s was not pulled: %s: %s", request_id, outcome, refused)
@@ -177,10 +182,8 @@ class WorkerSide:
         finally:
             with self._lock:
                 self._expected_handoffs.pop(request_id, None)
-            size = self._block_bytes * len(task.blocks)
-            self._finished_pulls.put(
-                _FinishedPull(request_id, outcome, time.perf_counter() - started, size)
-            )
+            seconds, size = time.perf_counter() - started, self._block_bytes * len(task.blocks)
+            self._finished_pulls.put(_FinishedPull(request_id, outcome, seconds, size))
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
@@ -188,3 +191,58 @@ class WorkerSide:
                 waiting = list(self._expected_handoffs.values())
             if waiting:
                 self._client.send_heartbeats(waiting)
+
+
+class LayerNotifier:
+    """Announces the prefills of one rank, step by step."""
+
+    def __init__(
+        self, leases: BlockLeases, granularity: TransferGranularity, device: torch.device
+    ) -> None:
+        self._leases = leases
+        self._granularity = granularity
+        self._is_gpu = device.type != "cpu"
+        self._chunks: Mapping[str, ComputedChunk] = {}
+        self._num_layers_done = 0
+        """Layers that the current step has finished."""
+
+    def begin_step(self, chunks: Mapping[str, ComputedChunk]) -> None:
+        """Begin a step; `chunks`: what it computes of registered prefills, by request id."""
+        self._chunks = chunks
+        self._num_layers_done = 0
+
+    def finish_layer(self, position: int) -> None:
+        """Announce a layer, by its index among the rank's layers (-1: unknown)."""
+        # A layer out of order waits for the end of the step.
+        if (
+            not self._chunks
+            or self._granularity is not TransferGranularity.LAYER
+            or position != self._num_layers_done
+        ):
+            return
+        self._num_layers_done += 1
+        computed = self._record_event()
+        for request_id, chunk in self._chunks.items():
+            before, after = chunk.num_final_before, chunk.num_final_after
+            if after > before:
+                progress = Progress(before, after, self._num_layers_done)
+                self._leases.update_progress(request_id, chunk.blocks, progress, computed)
+
+    def finish_step(self) -> None:
+        """Announce the chunks of the step as final."""
+        if not self._chunks:
+            return
+        computed = self._record_event()
+        for request_id, chunk in self._chunks.items():
+            if chunk.is_last or self._granularity is not TransferGranularity.PROMPT:
+                progress = Progress(chunk.num_final_after, chunk.num_final_after, 0)
+                self._leases.update_progress(request_id, chunk.blocks, progress, computed)
+        self._chunks = {}
+
+    def _record_event(self) -> ComputeEvent | None:
+        if not self._is_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        computed: ComputeEvent = event
+        return computed

@@ -18,7 +18,7 @@ Step = Callable[..., Any]
 @pytest.fixture
 def running(vllm_outputs: ModuleType) -> Any:
     from cleave_worker.transfer.block_leases import PrefillInProgress
-    from cleave_worker.vllm.kv.layerwise_scheduler import InFlightPrefills
+    from cleave_worker.vllm.kv.scheduler_side import InFlightPrefills
 
     prefills = InFlightPrefills(BLOCK_SIZE)
     prefills.begin("r", PrefillInProgress(1, "d", 3, "name"), 10)
@@ -124,7 +124,7 @@ def test_layers_chunks_or_the_prompt_are_announced(
     running: Any, step: Step, granularity: str, announced: list[tuple[int, int, int]]
 ) -> None:
     torch = pytest.importorskip("torch", reason="torch comes with the engine")
-    from cleave_worker.vllm.kv.layerwise_worker import LayerNotifier, TransferGranularity
+    from cleave_worker.vllm.kv.worker_side import LayerNotifier, TransferGranularity
 
     updates = RecordedUpdates()
     announcer = LayerNotifier(updates, TransferGranularity(granularity), torch.device("cpu"))  # type: ignore[arg-type]

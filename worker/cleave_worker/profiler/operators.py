@@ -1,8 +1,12 @@
-"""Token-level operators of a layer: matrix products, norms, activations (Vidur, section 4.3).
+"""Operators of a layer: matrix products, norms, activations, attention (Vidur, section 4.3).
 
-Their time depends only on the number of rows in an iteration. Experts are special: an iteration of
-n tokens uses some of them, each with a few rows, and must read the weights of all it uses; they run
-as one batched product over the experts that even routing uses.
+The time of token-level operators depends only on the number of rows in an iteration. Experts are
+special: an iteration of n tokens uses some of them, each with a few rows, and must read the weights
+of all it uses; they run as one batched product over the experts that even routing uses.
+
+Attention of prompts runs torch's fused kernel. Decoding runs two products and a softmax over
+contiguous KV, which reads every key and value once, as paged kernels do; it is bound by that
+reading.
 """
 
 import math
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from cleave_worker.profiler.clock import RunOperator
 from cleave_worker.profiler.shard import Shard
@@ -52,37 +57,30 @@ class DeviceSpec:
 
 
 def build_layer_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[LinearOperator]:
-    """Yield the operators of one layer of the shard except attention.
-
-    Lazy, so that only one of them occupies memory.
-    """
+    """Yield the token-level operators of one layer, lazily: only one of them occupies memory."""
     shape = shard.shape
     hidden, size = shape.hidden_size, shape.head_size
     qkv = (shard.heads + 2 * shard.kv_heads) * size
     yield LinearOperator("norm", _build_norm(device_spec, hidden), 2)
     yield LinearOperator("qkv", _build_product(device_spec, hidden, qkv))
     if not shape.learned_positions:
-        yield LinearOperator(
-            "rotary", _build_rotary(device_spec, shard.heads + shard.kv_heads, size)
-        )
+        heads = shard.heads + shard.kv_heads
+        yield LinearOperator("rotary", _build_rotary(device_spec, heads, size))
     yield LinearOperator("attention_out", _build_product(device_spec, shard.heads * size, hidden))
     yield from _build_mlp_operators(shard, device_spec)
 
 
 def build_iteration_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[LinearOperator]:
     """Yield the operators that run once per iteration."""
-    shape = shard.shape
-    yield LinearOperator(
-        "embedding", _build_embedding(device_spec, shape.vocab_size, shape.hidden_size)
-    )
-    yield LinearOperator(
-        "lm_head",
-        _build_product(device_spec, shape.hidden_size, shard.get_mlp_width(shape.vocab_size)),
-    )
+    vocabulary, hidden = shard.shape.vocab_size, shard.shape.hidden_size
+    yield LinearOperator("embedding", _build_embedding(device_spec, vocabulary, hidden))
+    width = shard.get_mlp_width(vocabulary)
+    yield LinearOperator("lm_head", _build_product(device_spec, hidden, width))
 
 
 def _build_mlp_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[LinearOperator]:
     shape, experts = shard.shape, shard.shape.experts
+    gated = shape.has_gated_mlp
     dense = 1.0 if experts is None else experts.dense_layers / shape.num_layers
     if dense:
         yield from _build_dense(shard, device_spec, "mlp", shape.intermediate_size, dense)
@@ -90,23 +88,17 @@ def _build_mlp_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[Line
         return
     sparse = 1 - dense
     hidden, width = shape.hidden_size, shard.get_mlp_width(experts.intermediate_size)
-    inner = width * (2 if shape.has_gated_mlp else 1)
+    inner = width * (2 if gated else 1)
     routing = _EvenRouting(experts.count, experts.per_token)
     yield LinearOperator("router", _build_product(device_spec, hidden, experts.count), sparse)
-    yield LinearOperator(
-        "experts_up", _build_batched_product(device_spec, routing, hidden, inner), sparse
-    )
-    activation = _build_activation(device_spec, width, shape.has_gated_mlp)
-    yield LinearOperator(
-        "experts_activation", lambda rows: activation(rows * routing.per_token), sparse
-    )
-    yield LinearOperator(
-        "experts_down", _build_batched_product(device_spec, routing, width, hidden), sparse
-    )
-    if experts.shared_intermediate_size:
-        yield from _build_dense(
-            shard, device_spec, "shared", experts.shared_intermediate_size, sparse
-        )
+    up = _build_batched_product(device_spec, routing, hidden, inner)
+    yield LinearOperator("experts_up", up, sparse)
+    one = _build_activation(device_spec, width, gated)
+    yield LinearOperator("experts_activation", lambda rows: one(rows * routing.per_token), sparse)
+    down = _build_batched_product(device_spec, routing, width, hidden)
+    yield LinearOperator("experts_down", down, sparse)
+    if shared_width := experts.shared_intermediate_size:
+        yield from _build_dense(shard, device_spec, "shared", shared_width, sparse)
 
 
 def _build_dense(
@@ -114,9 +106,8 @@ def _build_dense(
 ) -> Iterator[LinearOperator]:
     hidden, width = shard.shape.hidden_size, shard.get_mlp_width(full_width)
     gated = shard.shape.has_gated_mlp
-    yield LinearOperator(
-        f"{name}_up", _build_product(device_spec, hidden, width * (2 if gated else 1)), weight
-    )
+    inner = width * (2 if gated else 1)
+    yield LinearOperator(f"{name}_up", _build_product(device_spec, hidden, inner), weight)
     yield LinearOperator(f"{name}_activation", _build_activation(device_spec, width, gated), weight)
     yield LinearOperator(f"{name}_down", _build_product(device_spec, width, hidden), weight)
 
@@ -173,10 +164,7 @@ def _build_norm(device_spec: DeviceSpec, hidden: int) -> BuildRun:
 def _build_rotary(device_spec: DeviceSpec, heads: int, size: int) -> BuildRun:
     def make(rows: int) -> RunOperator:
         x = device_spec.make_tensor(rows, heads, size)
-        cos, sin = (
-            device_spec.make_tensor(rows, 1, size // 2),
-            device_spec.make_tensor(rows, 1, size // 2),
-        )
+        cos, sin = (device_spec.make_tensor(rows, 1, size // 2) for _ in range(2))
 
         def run(_: int) -> torch.Tensor:
             first, second = x.chunk(2, dim=-1)
@@ -206,3 +194,39 @@ def _build_embedding(device_spec: DeviceSpec, vocabulary: int, hidden: int) -> B
         return lambda _: functional.embedding(ids, table)
 
     return make
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOperator:
+    """Attention of one layer of a shard."""
+
+    shard: Shard
+    device_spec: DeviceSpec
+
+    def build_prefill(self, tokens: int, cached_tokens: int) -> RunOperator:
+        """Build the attention of a prompt chunk of `tokens` after `cached_tokens` computed ones."""
+        shard, size = self.shard, self.shard.shape.head_size
+        total = cached_tokens + tokens
+        q = self.device_spec.make_tensor(1, shard.heads, tokens, size)
+        k, v = (self.device_spec.make_tensor(1, shard.kv_heads, total, size) for _ in range(2))
+        # Each row attends to the cached tokens and to those of the chunk up to itself.
+        mask = causal_lower_right(tokens, total) if cached_tokens else None
+        is_grouped = shard.heads != shard.kv_heads
+        return lambda _: functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
+        )
+
+    def build_decode(self, batch: int, context_tokens: int) -> RunOperator:
+        """Build the attention of one token each of `batch` requests with `context_tokens` each."""
+        shard, size = self.shard, self.shard.shape.head_size
+        group = shard.heads // shard.kv_heads
+        q = self.device_spec.make_tensor(batch * shard.kv_heads, group, size)
+        k = self.device_spec.make_copies(batch * shard.kv_heads, context_tokens, size)
+        v = self.device_spec.make_copies(batch * shard.kv_heads, context_tokens, size)
+
+        def run(index: int) -> object:
+            keys, values = k[index % len(k)], v[index % len(v)]
+            weights = torch.softmax(q @ keys.transpose(1, 2) * size**-0.5, dim=-1)
+            return weights @ values
+
+        return run
