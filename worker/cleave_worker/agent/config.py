@@ -92,7 +92,7 @@ class AgentConfig:
     connector: str = "nixl"
     """`nixl` or `cleave`: the KV connector, unless the engine's arguments name one."""
     transfer: str = "pull"
-    """`pull` after the prefill, or one of PACES."""
+    """`pull` after the prefill, or a key of OVERLAPPED_TRANSFERS (agent.launch)."""
     drain_timeout: float = 30.0
     log_format: str = "text"
     engine_args: tuple[str, ...] = ()

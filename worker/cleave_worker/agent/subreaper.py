@@ -177,7 +177,7 @@ def _call_prctl(option: int, value: int) -> None:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="warden")
+    parser = argparse.ArgumentParser(prog="cleave-subreaper")
     parser.add_argument("--agent", type=int, required=True, help="pid of the parent")
     parser.add_argument("--grace", type=float, default=10.0, help="seconds")
     parser.add_argument("--cores", default="", help="of the engine: 0,2")

@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_run(config))
     except LaunchError as error:
-        print(f"cleave-follower: {error}", file=sys.stderr)  # noqa: T201
+        print(f"cleave-worker-node: {error}", file=sys.stderr)  # noqa: T201
         return 2
 
 
@@ -208,7 +208,7 @@ async def _run(config: WorkerNodeConfig) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cleave-follower",
+        prog="cleave-worker-node",
         description="Runs the ranks of a multi-node engine on this node.",
         epilog="Arguments after -- go to the engine, including the rank of this node.",
         allow_abbrev=False,
