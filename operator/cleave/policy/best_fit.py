@@ -96,13 +96,12 @@ def measure_fullness(
     `pending`: waiting prompt tokens of the instance; `need`: context that the request adds;
     `prefills`: whether the instance also computes its prompt.
     """
-    spare = compute_spare_context(
-        batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta
-    )
-    fits = (scores < STALE_PENALTY) & (spare >= need)
+    room = compute_spare_context(batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta)
+    fits = (scores < STALE_PENALTY) & (room >= need)
     if prefills:
-        room = compute_spare_prompt(pending, fit.k1, fit.c1, model.ttft_ms)
-        fits = fits & (room >= prompt_tokens)
+        fits = fits & (
+            compute_spare_prompt(pending, fit.k1, fit.c1, model.ttft_ms) >= prompt_tokens
+        )
     fullness: Amount = (compute_capacity_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
     return fullness
 

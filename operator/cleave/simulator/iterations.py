@@ -95,8 +95,7 @@ def cut_leap(slot: Record, now: float) -> None:
     """Shorten the leap of a slot so that it ends with the iteration that runs at `now`."""
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
-    root = half * half + 2 * slot.change * elapsed
-    divisor = half + math.sqrt(max(root, 0.0))
+    divisor = half + math.sqrt(max(half * half + 2 * slot.change * elapsed, 0.0))
     iterations = slot.iterations
     if divisor > 0:
         iterations = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.iterations)))
@@ -220,3 +219,30 @@ def _record_first_iteration(state: State, slot: Record) -> None:
             request.first_token = end
         r = request.next
     slot.fresh = NONE
+
+
+def wake_instance(state: State, i: int, now: float) -> None:
+    """Schedule a wake-up of instance `i` at `now` if it has an idle slot."""
+    inst = get_instance(state, i)
+    if inst.in_flight < inst.stages:
+        inst.wake = now
+    schedule_next(state, i)
+
+
+def schedule_next(state: State, i: int) -> None:
+    """Recompute the next event of instance `i` and its path to the root of the tree."""
+    inst = get_instance(state, i)
+    earliest = inst.wake
+    if inst.in_flight > 0:
+        earliest = min(earliest, get_slot(state, inst.oldest).finish)
+    inst.next = earliest
+    at = (state.num_leaves + i) // 2
+    while at > 0:
+        left, right = get_node(state, 2 * at).value, get_node(state, 2 * at + 1).value
+        winner = left
+        if left == NONE or (
+            right != NONE and get_instance(state, right).next < get_instance(state, left).next
+        ):
+            winner = right
+        get_node(state, at).value = winner
+        at //= 2

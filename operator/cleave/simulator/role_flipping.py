@@ -16,7 +16,7 @@ from cleave.policy.role_flipping import (
 )
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.dispatch import update_scores
-from cleave.simulator.event_tree import schedule_next
+from cleave.simulator.iterations import schedule_next
 from cleave.simulator.record_access import (
     get_instance,
     get_members,

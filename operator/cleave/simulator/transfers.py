@@ -5,7 +5,7 @@ time must be completed in the order in which they began.
 """
 
 from cleave.simulator.completion import interrupt_leap
-from cleave.simulator.event_tree import wake_instance
+from cleave.simulator.iterations import wake_instance
 from cleave.simulator.kv_blocks import change_usage, count_blocks
 from cleave.simulator.queues import push
 from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot

@@ -62,9 +62,8 @@ class CompletedRequests:
 
     def select(self, begin: int, end: int) -> "CompletedRequests":
         """Requests `begin` to `end`, the end excluded."""
-        return CompletedRequests(
-            self.prompt_tokens[begin:end], self.limits[begin:end], self.output_tokens[begin:end]
-        )
+        cut = slice(begin, end)
+        return CompletedRequests(self.prompt_tokens[cut], self.limits[cut], self.output_tokens[cut])
 
 
 def read_requests(
@@ -99,7 +98,6 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
     """
     answers, error = read_requests(path, prompt_error)
     trained = round(_TRAINING_SHARE * len(answers))
-    tree_fields = _fit(answers.select(0, trained))
     file = LengthFile(
         format=length_file.FORMAT,
         trace=path.name,
@@ -107,7 +105,7 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
         judged_by=len(answers) - trained,
         prompt_error=error,
         scores=Scores(_NO_SCORE, _NO_SCORE, _NO_SCORE),
-        **tree_fields,
+        **_fit(answers.select(0, trained)),
     )
     return msgspec.structs.replace(file, scores=evaluate_classifier(file, answers, trained))
 
@@ -136,10 +134,7 @@ def _fit(answers: CompletedRequests) -> dict[str, Any]:
     )
     tree = model.fit(inputs, classes).tree_
     paths = model.decision_path(inputs).tocsc()
-    members = [
-        outputs[paths.indices[begin:end]]
-        for begin, end in zip(paths.indptr[:-1], paths.indptr[1:], strict=True)
-    ]
+    members = [outputs[each] for each in np.split(paths.indices, paths.indptr[1:-1])]
     is_leaf = tree.children_left < 0
     return {
         "features": np.where(is_leaf, 0, tree.feature).tolist(),

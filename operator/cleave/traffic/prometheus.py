@@ -77,8 +77,7 @@ def read_traffic(
 
 @contextmanager
 def _open_client(url: str) -> Iterator[httpx.Client]:
-    """An HTTP client whose errors become HistoryErrors with the server's URL, without its
-    password."""
+    """An HTTP client whose errors become HistoryErrors with the server's URL, not its password."""
     try:
         base = httpx.URL(url)
         if base.scheme not in ("http", "https") or not base.host:
