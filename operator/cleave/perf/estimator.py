@@ -189,10 +189,8 @@ def build_estimator(
     folder: Path = Path(),
     max_model_len: int | None = None,
 ) -> ModelEstimator:
-    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`.
-
-    Raises ManifestError with a line for each unknown GPU or unusable profile.
-    """
+    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`. Raises
+    ManifestError with a line for each unknown GPU or unusable profile."""
     gpus = inventory.list_gpus(cluster, choices)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}

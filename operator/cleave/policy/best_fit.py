@@ -110,9 +110,7 @@ def find_best_fit(
     fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
 ) -> int:
     """Slot of the fullest instance that also satisfies (d) and (e); NONE: no instance does.
-
-    `fullness`: from `measure_fullness`; modified.
-    """
+    `fullness`: from `measure_fullness`; modified."""
     for _ in range(len(fullness)):
         slot = int(fullness.argmax())
         if fullness[slot] < 0.0:

@@ -27,10 +27,8 @@ from cleave.simulator.records import NONE, Record, State
 
 
 def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
-    """Start the iteration that slot `s` has formed, at `begin`.
-
-    `is_alone`: no request can join before one of the members ends, so a leap is possible.
-    """
+    """Start the iteration that slot `s` has formed, at `begin`. `is_alone`: no request can join
+    before one of the members ends, so a leap is possible."""
     inst, slot = get_instance(state, i), get_slot(state, s)
     first = predict_iteration_ms(state, inst, slot, slot.contexts) + slot.pulls
     slot.begin = begin

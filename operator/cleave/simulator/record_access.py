@@ -80,9 +80,8 @@ def _add_methods() -> None:
     from numba import types
     from numba.extending import overload_method
 
-    overload_method(types.Array, "get_score")(
-        lambda scores, slot: lambda scores, slot: scores[slot]
-    )
+    get_score = overload_method(types.Array, "get_score")
+    get_score(lambda scores, slot: lambda scores, slot: scores[slot])
     overload_method(types.Array, "find_least", strict=False)(lambda scores: find_least)
 
 

@@ -13,10 +13,8 @@ from cleave.simulator.records import NONE, State
 
 
 def start_pull(state: State, s: int, r: int, now: float) -> None:
-    """Start the transfer of request `r`, whose decode instance has reserved blocks for it.
-
-    `s`: the slot whose next iteration is being formed; the pull may lengthen that iteration.
-    """
+    """Start the transfer of request `r`, whose decode instance has reserved blocks for it. `s`: the
+    slot whose next iteration is being formed; the pull may lengthen that iteration."""
     request, slot = get_request(state, r), get_slot(state, s)
     end = now
     request.transfer_start = now

@@ -70,9 +70,7 @@ def read_requests(
     path: Path, prompt_error: float = PROMPT_ERROR
 ) -> tuple[CompletedRequests, float]:
     """The requests of a trace that ended by themselves, and the noise added to their prompt tokens.
-
-    Raises HistoryError and LengthsError.
-    """
+    Raises HistoryError and LengthsError."""
     trace, (estimates, limits) = history.read_trace_with_columns(path, _ESTIMATES, _LIMITS)
     if estimates is None:
         prompts, error = _blur(trace.prompt_tokens, prompt_error), prompt_error
@@ -92,10 +90,8 @@ def read_requests(
 
 
 def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
-    """Train a classifier on the first requests of a trace and evaluate it on the last ones.
-
-    Raises HistoryError and LengthsError.
-    """
+    """Train a classifier on the first requests of a trace and evaluate it on the last ones. Raises
+    HistoryError and LengthsError."""
     answers, error = read_requests(path, prompt_error)
     trained = round(_TRAINING_SHARE * len(answers))
     file = LengthFile(

@@ -194,9 +194,8 @@ class ModelShape:
             return dense, 0
         router = self.hidden_size * self.experts.count
         own = self.experts.count * self.count_mlp_parameters(self.experts.intermediate_size)
-        return dense, own + router + self.count_mlp_parameters(
-            self.experts.shared_intermediate_size
-        )
+        shared = self.count_mlp_parameters(self.experts.shared_intermediate_size)
+        return dense, own + shared + router
 
     def _count_active_mlp_parameters(self) -> tuple[int, int]:
         dense, sparse = self._count_stored_mlp_parameters()
@@ -218,10 +217,8 @@ class ModelShape:
 
 
 def load_shape(model: str) -> ModelShape:
-    """The shape of a folder with a config.json, of such a file, or of a known model by name.
-
-    Raises UnknownModelError, which names the missing or wrong field.
-    """
+    """The shape of a folder with a config.json, of such a file, or of a known model by name. Raises
+    UnknownModelError, which names the missing or wrong field."""
     path = Path(model)
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path

@@ -83,10 +83,8 @@ class TransferPoint(ProfilePoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPoint(ProfilePoint):
-    """A token-level operator (Vidur, section 4.3): matrix product, norm, activation.
-
-    `ms` is the sum of its uses in one layer, or in one iteration if it runs once per iteration.
-    """
+    """A token-level operator (Vidur, section 4.3): matrix product, norm, activation. `ms` is the
+    sum of its uses in one layer, or in one iteration if it runs once per iteration."""
 
     operator: str
     tensor_parallel_size: int = 1
