@@ -114,8 +114,7 @@ class ModelEstimator:
             capacity = memory.compute_kv_capacity_tokens(
                 self.shape, machine.gpu, tensor, stages, self._reserve
             )
-        gpus = tensor * stages
-        longest = self._max_model_len
+        gpus, longest = tensor * stages, self._max_model_len
         return Estimate(
             timing=timing,
             kv_capacity_tokens=capacity,
@@ -160,8 +159,7 @@ class ModelEstimator:
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
         roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor))
         text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
-        is_a100 = machine.gpu.name.startswith("A100")
-        error = ROOFLINE_ERROR_A100 if is_a100 else ROOFLINE_ERROR
+        error = ROOFLINE_ERROR_A100 if machine.gpu.name.startswith("A100") else ROOFLINE_ERROR
         yield _TimingSource(roofline.to_timing(), Confidence(LatencySource.ROOFLINE, text, error))
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
@@ -191,10 +189,8 @@ def build_estimator(
     folder: Path = Path(),
     max_model_len: int | None = None,
 ) -> ModelEstimator:
-    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`.
-
-    Raises ManifestError with a line for each unknown GPU or unusable profile.
-    """
+    """An estimator for the nodes of `cluster`, whose profile paths are relative to `folder`. Raises
+    ManifestError with a line for each unknown GPU or unusable profile."""
     gpus = inventory.list_gpus(cluster, choices)
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     per_node: dict[str, int] = {}
@@ -228,8 +224,7 @@ def _find_distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
         return None
     for name, fit in distserve.FITS.items():
         engine, model, parallelism = name.split("/")
-        is_sought = (engine, parallelism) == ("distserve", f"tp{tensor}")
-        if is_sought and _matches_shape(shape, model):
+        if (engine, parallelism) == ("distserve", f"tp{tensor}") and _matches_shape(shape, model):
             trust = Confidence(LatencySource.FITTED, "DistServe's fit", None)
             return _TimingSource(named_profiles.to_timing(fit), trust)
     return None

@@ -35,11 +35,8 @@ class Correction:
 
     def scale(self, factor: float) -> "Correction":
         """This correction with both factors multiplied by `factor`, clamped to the range."""
-        return replace(
-            self,
-            prefill=clamp_factor(self.prefill * factor),
-            decode=clamp_factor(self.decode * factor),
-        )
+        prefill, decode = clamp_factor(self.prefill * factor), clamp_factor(self.decode * factor)
+        return replace(self, prefill=prefill, decode=decode)
 
     @property
     def is_identity(self) -> bool:

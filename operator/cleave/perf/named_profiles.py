@@ -31,10 +31,8 @@ class NamedProfile:
 
 
 def load_profile(name: str) -> NamedProfile:
-    """The profile ENGINE/MODEL/tpN, or the one in a file that `cleave profile` wrote.
-
-    Raises UnknownProfileError, which lists the known names or what the file lacks.
-    """
+    """The profile ENGINE/MODEL/tpN, or the one in a file that `cleave profile` wrote. Raises
+    UnknownProfileError, which lists the known names or what the file lacks."""
     if is_profile_file(name):
         return _load_file(name)
     fit = distserve.FITS.get(name)

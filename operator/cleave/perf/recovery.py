@@ -133,6 +133,5 @@ def compare_recovery(
 
 
 def _predict_compute_ms(timing: EngineTiming, start: int, end: int) -> float:
-    """Time to compute the tokens from `start` to `end`, at least the last one, which yields the
-    next token."""
+    """ms to compute the tokens from `start` to `end`, at least the last, which yields the next."""
     return timing.predict_iteration_ms([PromptChunk(min(start, end - 1), end)], 0, 0)

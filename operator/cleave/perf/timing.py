@@ -47,9 +47,7 @@ class EngineTiming:
         self, chunks: Sequence[PromptChunk], batch: int, context_tokens: int
     ) -> float:
         """ms of an iteration with prompt chunks and `batch` decoding requests; 0 when empty.
-
-        `context_tokens` is the sum of the decoding requests' contexts.
-        """
+        `context_tokens` is the sum of the decoding requests' contexts."""
         tokens = sum(end - start for start, end in chunks)
         squares = sum(end * end - start * start for start, end in chunks)
         hops_ms = (self.stages - 1) * (self.hop_ms + self.hop_token_ms * (tokens + batch))

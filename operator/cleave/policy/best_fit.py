@@ -96,13 +96,12 @@ def measure_fullness(
     `pending`: waiting prompt tokens of the instance; `need`: context that the request adds;
     `prefills`: whether the instance also computes its prompt.
     """
-    spare = compute_spare_context(
-        batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta
-    )
-    fits = (scores < STALE_PENALTY) & (spare >= need)
+    room = compute_spare_context(batch, context, fit.k2, fit.c2, fit.c3, model.tpot_ms, model.theta)
+    fits = (scores < STALE_PENALTY) & (room >= need)
     if prefills:
-        room = compute_spare_prompt(pending, fit.k1, fit.c1, model.ttft_ms)
-        fits = fits & (room >= prompt_tokens)
+        fits = fits & (
+            compute_spare_prompt(pending, fit.k1, fit.c1, model.ttft_ms) >= prompt_tokens
+        )
     fullness: Amount = (compute_capacity_norm(batch, context, fit.k2, fit.c2) + 1.0) * fits - 1.0
     return fullness
 
@@ -111,9 +110,7 @@ def find_best_fit(
     fullness: Scores, checker: Checker[Request], request: Request, prefills: bool
 ) -> int:
     """Slot of the fullest instance that also satisfies (d) and (e); NONE: no instance does.
-
-    `fullness`: from `measure_fullness`; modified.
-    """
+    `fullness`: from `measure_fullness`; modified."""
     for _ in range(len(fullness)):
         slot = int(fullness.argmax())
         if fullness[slot] < 0.0:

@@ -33,8 +33,7 @@ NONE = -1
 """No slot."""
 
 TIE_WEIGHT = 1e-9
-"""Weight, in tokens, of the number of the last pick: far below one token, so that it only breaks
-ties."""
+"""Weight, in tokens, of the number of the last pick: far below one token, only to break ties."""
 
 STALE_PENALTY = 1e9
 """Tokens added to all scores of a stale instance: far above the capacity of any instance."""
@@ -181,8 +180,7 @@ def prefer_own(scores: Scores, is_remote: NDArray[np.bool_], margin: float, now:
     remote = find_least(np.where(is_remote, scores, np.inf))
     if local == NONE or remote == NONE:
         return local if remote == NONE else remote
-    is_less = max(scores[remote] - now, 0.0) + margin < scores[local] - now
-    return remote if is_less else local
+    return remote if max(scores[remote] - now, 0.0) + margin < scores[local] - now else local
 
 
 def draw(seed: int, count: int) -> tuple[int, int]:
@@ -342,8 +340,7 @@ def add_cell_costs(
     np.minimum.at(least, cells, decode)
     of_all = least.min()
     leaves = ~(least < _compute_score_limit(of_all))
-    ahead = np.where(leaves, weight * of_all + crossing, weight * least)
-    total: Scores = prefill + ahead[cells]
+    total: Scores = prefill + np.where(leaves, weight * of_all + crossing, weight * least)[cells]
     return total
 
 

@@ -94,10 +94,8 @@ def find_least_uncached(
     slots: Mapping[str, int],
     matches: Iterable[tuple[int, set[str]]],
 ) -> int:
-    """Slot with the least score minus cached tokens; NONE when all are closed.
-
-    `holder_at`, `slots`: holder by slot, and slot by holder; `matches`: from `PrefixIndex.find`.
-    """
+    """Slot with the least score minus cached tokens; NONE when all are closed. `holder_at`,
+    `slots`: holder by slot, and slot by holder; `matches`: from `PrefixIndex.find`."""
     best = least = find_least(scores)
     if least == NONE:
         return NONE

@@ -116,15 +116,11 @@ def decide(
     3. flip the least loaded instance of the other side to MIXED.
     """
     for side in range(2):
-        side_history = history[side]
+        past = history[side]
         is_high = 1.0 < compute_pressure(members, side, thresholds, True) < math.inf
         is_low = compute_pressure(members, side, thresholds, False) < LOW_PRESSURE
-        side_history["high_since_ms"] = (
-            min(side_history["high_since_ms"], now_ms) if is_high else math.inf
-        )
-        side_history["low_since_ms"] = (
-            min(side_history["low_since_ms"], now_ms) if is_low else math.inf
-        )
+        past["high_since_ms"] = min(past["high_since_ms"], now_ms) if is_high else math.inf
+        past["low_since_ms"] = min(past["low_since_ms"], now_ms) if is_low else math.inf
     _update_idle(members, thresholds, now_ms)
     slot = _find_member_to_return(members, history, thresholds, now_ms)
     if slot != NONE:
@@ -152,13 +148,9 @@ def compute_next_check_ms(
     """
     soonest = math.inf
     for side in range(2):
-        side_history = history[side]
-        soonest = min(
-            soonest, _skip_past(side_history["high_since_ms"] + thresholds.rise_ms, now_ms)
-        )
-        soonest = min(
-            soonest, _skip_past(side_history["low_since_ms"] + thresholds.calm_ms, now_ms)
-        )
+        past = history[side]
+        soonest = min(soonest, _skip_past(past["high_since_ms"] + thresholds.rise_ms, now_ms))
+        soonest = min(soonest, _skip_past(past["low_since_ms"] + thresholds.calm_ms, now_ms))
     for i in range(len(members)):
         member = members[i]
         idle_since_ms = max(member["idle_ms"], member["since_ms"])
@@ -227,11 +219,9 @@ def compute_pressure(
 
 def _compute_load(member: Members, side: int, thresholds: FlipThresholds) -> float:
     """Load of one instance for one side, relative to the threshold."""
-    return float(
-        member["wait_ms"] / thresholds.wait_ms
-        if side == PREFILL
-        else member["use"] / thresholds.full_usage
-    )
+    if side == PREFILL:
+        return float(member["wait_ms"] / thresholds.wait_ms)
+    return float(member["use"] / thresholds.full_usage)
 
 
 def _skip_past(at_ms: float, now_ms: float) -> float:
@@ -257,14 +247,11 @@ def _find_member_to_return(
             continue
         if now_ms - member["since_ms"] < member["min_flip_ms"]:
             continue
-        is_done = history[1 - configured_role][
-            "low_since_ms"
-        ] <= now_ms - thresholds.calm_ms and not _has_foreign_work(member)
+        low_ms = history[1 - configured_role]["low_since_ms"]
+        is_done = low_ms <= now_ms - thresholds.calm_ms and not _has_foreign_work(member)
         # In the opposite role it does not serve its configured role; a MIXED instance already does.
-        is_missed = (
-            role == 1 - configured_role
-            and history[configured_role]["high_since_ms"] <= now_ms - thresholds.rise_ms
-        )
+        high_ms = history[configured_role]["high_since_ms"]
+        is_missed = role == 1 - configured_role and high_ms <= now_ms - thresholds.rise_ms
         if is_done or is_missed:
             return i
     return NONE
@@ -285,10 +272,8 @@ def _find_idle_member(
         if member["is_open"] and member["role"] != side:
             remaining += 1
             is_flipped = member["configured_role"] == 1 - side and member["role"] == MIXED
-            if (
-                is_flipped
-                and max(member["idle_ms"], member["since_ms"]) <= now_ms - thresholds.idle_ms
-            ):
+            idle_since_ms = max(member["idle_ms"], member["since_ms"])
+            if is_flipped and idle_since_ms <= now_ms - thresholds.idle_ms:
                 idle = i
     return idle if remaining > 1 and history[1 - side]["low_since_ms"] < math.inf else NONE
 

@@ -5,12 +5,15 @@ schedule the same requests as the emulated engine's scheduler, in this order and
 budget:
 1. members, of which the youngest are preempted when blocks run out; 2. the partly computed prompt;
 3. requests whose KV has arrived; 4. waiting requests in order.
+And reservations follow predicted output lengths, of which a wrong one must not make a request wait
+for more room than the instance has; so predictions are capped at its capacity.
 """
 
 import math
 
+from cleave.policy.admission import Admission, find_peak, may_join
+from cleave.policy.output_length import estimate_remaining
 from cleave.policy.prompt_batching import compute_chunk_size, may_join_prompts
-from cleave.simulator.admission import has_room, may_admit_later
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.fleet import Batching
 from cleave.simulator.iterations import start_iterations
@@ -19,12 +22,21 @@ from cleave.simulator.queues import (
     add_member,
     find_phase,
     find_waiting,
+    has_waiting_requests,
     pop,
     push_front,
     remove_key,
     remove_member,
 )
-from cleave.simulator.record_access import get_instance, get_queue, get_request, get_slot, get_stage
+from cleave.simulator.record_access import (
+    get_heap_key,
+    get_instance,
+    get_queue,
+    get_request,
+    get_scratch,
+    get_slot,
+    get_stage,
+)
 from cleave.simulator.records import HANDOFFS, NONE, PREFILL, PROMPTS, Record, State
 from cleave.simulator.transfers import start_pull
 
@@ -52,7 +64,7 @@ def form_batch(state: State, i: int, s: int, now: float) -> bool:
         return False
     interrupt_leap(state, i, now, True)
     is_alone = slot.first_prompt == NONE and inst.partial == NONE and has_enough
-    start_iterations(state, i, s, begin, is_alone and not may_admit_later(state, i))
+    start_iterations(state, i, s, begin, is_alone and not _may_admit_later(state, i))
     return True
 
 
@@ -90,7 +102,7 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     if request.is_pulled:
         return _admit_pull(state, i, s, queue, now)
     count = compute_chunk_size(request.to_compute, inst.max_tokens - slot.tokens - slot.rows)
-    if not has_room(state, i, s, r, count):
+    if not _has_room(state, i, s, r, count):
         return False
     _pop_waiting(state, i, queue)
     inst.running += 1
@@ -135,7 +147,7 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
                 break
             continue
         count = request.to_compute
-        if not may_join_prompts(slot.tokens, count, limit) or not has_room(state, i, s, r, count):
+        if not may_join_prompts(slot.tokens, count, limit) or not _has_room(state, i, s, r, count):
             break
         _pop_waiting(state, i, queue)
         inst.running += 1
@@ -146,7 +158,7 @@ def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
     """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
     r = get_queue(state, queue).head
     request = get_request(state, r)
-    if not has_room(state, i, s, r, request.prompt + request.generated):
+    if not _has_room(state, i, s, r, request.prompt + request.generated):
         return False
     _pop_waiting(state, i, queue)
     inst = get_instance(state, i)
@@ -193,8 +205,7 @@ def _join_loaded(state: State, i: int, s: int) -> bool:
 def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
     """Add the next `count` tokens of a prompt, or of a preempted request, to the iteration."""
     inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
-    blocks = _count_chunk_blocks(state, inst, r, count)
-    change_usage(inst, now, blocks, count)
+    change_usage(inst, now, _count_chunk_blocks(state, inst, r, count), count)
     if math.isnan(request.prefill_start):
         request.prefill_start = begin
     start = request.computed
@@ -279,3 +290,83 @@ def _requeue(state: State, i: int, r: int) -> None:
     inst.preemptions += 1
     inst.running -= 1
     push_front(state, i, r)
+
+
+def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
+    """Whether blocks are free for `tokens` of a waiting request, and admission accepts it."""
+    inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
+    if count_blocks(inst, tokens) > inst.free:
+        return False
+    if request.prefill == i:
+        return True
+    used = request.prompt + request.generated
+    remaining = request.output - request.generated
+    if inst.batching == Batching.LIGHTLLM:
+        return _compute_future_peak(state, s, used, remaining) <= inst.blocks * inst.block
+    if inst.admission == Admission.GREEDY:
+        return True
+    free = inst.free * inst.block
+    remaining = _predict_remaining(inst, r, state, request.generated)
+    shortest = remaining
+    if inst.admission == Admission.RESERVE_DYNAMIC and slot.batch:
+        shortest = _find_shortest_remaining(state, inst, s)
+    # The last token's KV is never written.
+    return may_join(inst.admission, free, used, remaining - 1, slot.batch, shortest)
+
+
+def _predict_remaining(inst: Record, r: int, state: State, generated: int) -> int:
+    """Predicted remaining output tokens of a request that has generated `generated` tokens."""
+    request = get_request(state, r)
+    limit = inst.blocks * inst.block - request.prompt - generated + 1
+    return min(int(estimate_remaining(request.predicted, generated)), limit)
+
+
+def _find_shortest_remaining(state: State, inst: Record, s: int) -> int:
+    """Predicted remaining output tokens of the member of slot `s` that ends first."""
+    slot = get_slot(state, s)
+    top = s * state.heap_size
+    if not state.is_predicted:
+        return (get_heap_key(state, top).value >> 32) - slot.steps
+    shortest = 1 << 60
+    for index in range(slot.batch):
+        r = get_heap_key(state, top + index).value & 0xFFFFFFFF
+        request = get_request(state, r)
+        remaining = request.end_step - slot.steps
+        shortest = min(shortest, _predict_remaining(inst, r, state, request.output - remaining))
+    return shortest
+
+
+def _compute_future_peak(state: State, s: int, used: int, remaining: int) -> float:
+    """Peak of the KV tokens of the slot's members and a new request, until all have ended."""
+    slot = get_slot(state, s)
+    size = slot.batch + 1
+    r = slot.first_prompt
+    while r != NONE:
+        size += 1
+        r = get_request(state, r).next
+    tokens, remaining_tokens = get_scratch(state, 0, size), get_scratch(state, size, size)
+    tokens[0] = used
+    remaining_tokens[0] = remaining - 1
+    at = 1
+    r = slot.first_prompt
+    while r != NONE:
+        request = get_request(state, r)
+        tokens[at] = request.prompt + request.generated
+        remaining_tokens[at] = request.output - request.generated - 1
+        r = request.next
+        at += 1
+    for index in range(slot.batch):
+        r = get_heap_key(state, s * state.heap_size + index).value & 0xFFFFFFFF
+        request = get_request(state, r)
+        remaining_tokens[at] = request.end_step - slot.steps - 1
+        tokens[at] = request.prompt + request.output - 1 - remaining_tokens[at]
+        at += 1
+    return find_peak(tokens, remaining_tokens)
+
+
+def _may_admit_later(state: State, i: int) -> bool:
+    """Whether a waiting request may be admitted later merely because members make progress."""
+    inst = get_instance(state, i)
+    if inst.admission != Admission.RESERVE_DYNAMIC and inst.batching != Batching.LIGHTLLM:
+        return False
+    return has_waiting_requests(state, i)

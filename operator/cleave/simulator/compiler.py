@@ -87,14 +87,12 @@ def find_sources(function: Function) -> list[Path]:
 
 def _find_globals(function: FunctionType) -> set[str]:
     """Names of the module globals that the function reads."""
-    code = dis.get_instructions(function)
-    return {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
+    return {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
 
 
 def is_compiled(function: Function) -> bool:
     """Whether the cache holds machine code for exactly these sources; does not import numba."""
-    folder = _find_cache(_hash_sources(function))
-    return any(folder.rglob("*.nbi"))
+    return any(_find_cache(_hash_sources(function)).rglob("*.nbi"))
 
 
 def _hash_sources(function: Function) -> str:

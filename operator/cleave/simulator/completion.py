@@ -3,12 +3,12 @@
 import math
 
 from cleave.simulator.dispatch import remove_prompt_load, remove_resident_load
-from cleave.simulator.event_tree import wake_instance
 from cleave.simulator.iterations import (
     compute_busy_ms,
     cut_leap,
     reduce_to_last_iteration,
     sum_leap_ms,
+    wake_instance,
 )
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.queues import add_member, push, remove_key, remove_member

@@ -11,8 +11,7 @@ import math
 from cleave.simulator.batching import form_batch
 from cleave.simulator.completion import complete_iterations, complete_request, notify_instance
 from cleave.simulator.dispatch import dispatch_request
-from cleave.simulator.event_tree import schedule_next
-from cleave.simulator.iterations import advance_pipeline
+from cleave.simulator.iterations import advance_pipeline, schedule_next
 from cleave.simulator.outcome import RequestOutcome
 from cleave.simulator.queues import has_waiting_requests, pop, push
 from cleave.simulator.record_access import (
@@ -83,11 +82,9 @@ def run_events(rows: Records) -> None:
             end_pull(state, r, now)
             notify_instance(state, get_request(state, r).decode, now)
     for r in range(count):
-        if (
-            math.isnan(get_request(state, r).end)
-            and get_request(state, r).outcome == RequestOutcome.SERVED
-        ):
-            get_request(state, r).outcome = RequestOutcome.UNFINISHED
+        request = get_request(state, r)
+        if math.isnan(request.end) and request.outcome == RequestOutcome.SERVED:
+            request.outcome = RequestOutcome.UNFINISHED
 
 
 def _deliver_request(state: State, r: int, now: float) -> None:

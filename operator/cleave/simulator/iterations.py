@@ -27,10 +27,8 @@ from cleave.simulator.records import NONE, Record, State
 
 
 def start_iterations(state: State, i: int, s: int, begin: float, is_alone: bool) -> None:
-    """Start the iteration that slot `s` has formed, at `begin`.
-
-    `is_alone`: no request can join before one of the members ends, so a leap is possible.
-    """
+    """Start the iteration that slot `s` has formed, at `begin`. `is_alone`: no request can join
+    before one of the members ends, so a leap is possible."""
     inst, slot = get_instance(state, i), get_slot(state, s)
     first = predict_iteration_ms(state, inst, slot, slot.contexts) + slot.pulls
     slot.begin = begin
@@ -95,8 +93,7 @@ def cut_leap(slot: Record, now: float) -> None:
     """Shorten the leap of a slot so that it ends with the iteration that runs at `now`."""
     elapsed = now - slot.begin
     half = slot.first - slot.change / 2
-    root = half * half + 2 * slot.change * elapsed
-    divisor = half + math.sqrt(max(root, 0.0))
+    divisor = half + math.sqrt(max(half * half + 2 * slot.change * elapsed, 0.0))
     iterations = slot.iterations
     if divisor > 0:
         iterations = int(min(max(math.ceil(2 * elapsed / divisor), 1.0), float(slot.iterations)))
@@ -220,3 +217,30 @@ def _record_first_iteration(state: State, slot: Record) -> None:
             request.first_token = end
         r = request.next
     slot.fresh = NONE
+
+
+def wake_instance(state: State, i: int, now: float) -> None:
+    """Schedule a wake-up of instance `i` at `now` if it has an idle slot."""
+    inst = get_instance(state, i)
+    if inst.in_flight < inst.stages:
+        inst.wake = now
+    schedule_next(state, i)
+
+
+def schedule_next(state: State, i: int) -> None:
+    """Recompute the next event of instance `i` and its path to the root of the tree."""
+    inst = get_instance(state, i)
+    earliest = inst.wake
+    if inst.in_flight > 0:
+        earliest = min(earliest, get_slot(state, inst.oldest).finish)
+    inst.next = earliest
+    at = (state.num_leaves + i) // 2
+    while at > 0:
+        left, right = get_node(state, 2 * at).value, get_node(state, 2 * at + 1).value
+        winner = left
+        if left == NONE or (
+            right != NONE and get_instance(state, right).next < get_instance(state, left).next
+        ):
+            winner = right
+        get_node(state, at).value = winner
+        at //= 2

@@ -49,8 +49,7 @@ class SimulationResult:
     @property
     def tpot_ms(self) -> Times:
         """(end - first token) / (output tokens - 1); 0 for a single token."""
-        gaps = np.maximum(self.output_tokens - 1, 1)
-        tpot: Times = (self.end_ms - self.first_token_ms) / gaps
+        tpot: Times = (self.end_ms - self.first_token_ms) / np.maximum(self.output_tokens - 1, 1)
         return tpot
 
     @property

@@ -45,9 +45,7 @@ def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
     check_fleet(fleet)
     tables = _PointTable()
     kinds = [_build_instance(role, pool.engine, tables) for role, pool in pools]
-    instances = np.concatenate(
-        [np.repeat(kind, pool.replicas) for kind, (_, pool) in zip(kinds, pools, strict=True)]
-    )
+    instances = np.repeat(np.concatenate(kinds), [pool.replicas for _, pool in pools])
     stages = instances["stages"]
     instances["first_slot"] = np.cumsum(stages) - stages
     slots = np.zeros(int(stages.sum()), records.SLOT)

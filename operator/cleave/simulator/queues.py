@@ -78,9 +78,8 @@ def has_waiting_requests(state: State, i: int) -> bool:
 
 def _is_head_servable(state: State, i: int, number: int) -> bool:
     """Whether instance `i` could serve the head of a central queue."""
-    return get_queue(state, number).size > 0 and fits_instance(
-        state, i, get_queue(state, number).head
-    )
+    queue = get_queue(state, number)
+    return queue.size > 0 and fits_instance(state, i, queue.head)
 
 
 def _sort_prompts(state: State, i: int) -> None:
@@ -144,8 +143,7 @@ def remove_member(state: State, i: int, s: int, r: int) -> int:
 def find_phase(state: State, i: int, r: int) -> int:
     """Slot steps, modulo the block size, before which a member needs another block."""
     request = get_request(state, r)
-    phase = request.end_step + 1 - request.prompt - request.output
-    return phase % get_instance(state, i).block
+    return (request.end_step + 1 - request.prompt - request.output) % get_instance(state, i).block
 
 
 def push_key(state: State, s: int, size: int, key: int) -> None:

@@ -16,7 +16,7 @@ from cleave.policy.role_flipping import (
 )
 from cleave.simulator.completion import interrupt_leap
 from cleave.simulator.dispatch import update_scores
-from cleave.simulator.event_tree import schedule_next
+from cleave.simulator.iterations import schedule_next
 from cleave.simulator.record_access import (
     get_instance,
     get_members,
@@ -29,10 +29,8 @@ CHECK_PERIOD_MS = 1_000.0
 
 
 def check_flip(state: State, now: float, until: float) -> bool:
-    """Apply the decision of `policy.role_flipping`; return whether a role changed.
-
-    `until`: time of the next event, before which nothing else changes.
-    """
+    """Apply the decision of `policy.role_flipping`; return whether a role changed. `until`: time of
+    the next event, before which nothing else changes."""
     state.next_flip_check = now + CHECK_PERIOD_MS
     if state.next_flip_check == now:
         # After some 300,000 years, float64 milliseconds no longer resolve a second.

@@ -15,19 +15,20 @@ from numpy.typing import NDArray
 from cleave.policy.role_flipping import build_pressure_history
 from cleave.simulator import records
 from cleave.simulator.fleet import SimulatedFleet
-from cleave.simulator.outcome import InstanceStatistics, SimulationResult
+from cleave.simulator.outcome import InstanceStatistics, SimulationResult, Times
 from cleave.simulator.prepared_fleet import PreparedFleet as PreparedFleet
 from cleave.simulator.prepared_fleet import prepare_fleet as prepare_fleet
+from cleave.simulator.records import Records
 from cleave.simulator.trace import Trace
 from cleave.simulator.validation import check_trace
+
+Fleet = SimulatedFleet | PreparedFleet
 
 _MAX_EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
 
 
-def simulate(
-    fleet: SimulatedFleet | PreparedFleet, trace: Trace, seed: int = 0
-) -> SimulationResult:
+def simulate(fleet: Fleet, trace: Trace, seed: int = 0) -> SimulationResult:
     """Serve `trace` from an empty fleet until the last request has ended.
 
     `seed` matters only to random dispatch; equal arguments give equal results. Raises
@@ -35,17 +36,12 @@ def simulate(
     loads the compiled code (a fraction of a second); the first one after a change compiles it
     (seconds).
     """
-    prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
-    requests, instances, state = _run_compiled(prepared, trace, seed)
-    return _build_result(requests, instances, state)
+    return _build_result(*_run_compiled(fleet, trace, seed))
 
 
-def measure_latencies(
-    fleet: SimulatedFleet | PreparedFleet, trace: Trace, seed: int = 0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def measure_latencies(fleet: Fleet, trace: Trace, seed: int = 0) -> tuple[Times, Times]:
     """(TTFT, TPOT) of each request in ms, as in the result of `simulate`, which takes longer."""
-    prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
-    requests, _, _ = _run_compiled(prepared, trace, seed)
+    requests, _, _ = _run_compiled(fleet, trace, seed)
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
     return first - requests["arrival"], (requests["end"] - first) / gaps
@@ -59,9 +55,8 @@ def is_compiled() -> bool:
     return compiler.is_compiled(run_events)
 
 
-def _run_compiled(
-    prepared: PreparedFleet, trace: Trace, seed: int
-) -> tuple[records.Records, records.Records, records.Records]:
+def _run_compiled(fleet: Fleet, trace: Trace, seed: int) -> tuple[Records, Records, Records]:
+    prepared = fleet if isinstance(fleet, PreparedFleet) else prepare_fleet(fleet)
     arrays, state = lay_out(prepared, trace, seed)
     _load_compiled()(state)
     return arrays["requests"], arrays["instances"], state
@@ -69,7 +64,7 @@ def _run_compiled(
 
 def lay_out(
     prepared: PreparedFleet, trace: Trace, seed: int
-) -> tuple[dict[str, NDArray[Any]], records.Records]:
+) -> tuple[dict[str, NDArray[Any]], Records]:
     """The memory of a simulation: arrays by name, and the STATE that holds their addresses."""
     check_trace(trace)
     requests = np.zeros(len(trace), records.REQUEST)
@@ -132,19 +127,18 @@ def _load_compiled() -> Callable[..., None]:
 
 def compile_loop(function: Callable[..., None]) -> Callable[..., None]:
     """A compiled function over a STATE, with the replacements that `policy` requires of callers."""
-    from cleave.policy import best_fit, dispatch
-    from cleave.simulator import selection
+    from cleave.policy import best_fit
+    from cleave.policy.dispatch import find_for
+    from cleave.simulator import dispatch
     from cleave.simulator.compiler import compile_function
     from cleave.simulator.record_access import build_intrinsics
 
-    own = {dispatch.find_for: selection.find, best_fit.check: selection.check}
+    own = {find_for: dispatch.find, best_fit.check: dispatch.check}
     return compile_function(function, build_intrinsics() | own)
 
 
-def _build_result(
-    requests: records.Records, instances: records.Records, state: records.Records
-) -> SimulationResult:
-    def column(name: str, of: records.Records = requests) -> Any:  # noqa: ANN401
+def _build_result(requests: Records, instances: Records, state: Records) -> SimulationResult:
+    def column(name: str, of: Records = requests) -> Any:  # noqa: ANN401
         return np.ascontiguousarray(of[name])
 
     end = float(state["now"][0])

@@ -5,7 +5,7 @@ time must be completed in the order in which they began.
 """
 
 from cleave.simulator.completion import interrupt_leap
-from cleave.simulator.event_tree import wake_instance
+from cleave.simulator.iterations import wake_instance
 from cleave.simulator.kv_blocks import change_usage, count_blocks
 from cleave.simulator.queues import push
 from cleave.simulator.record_access import get_instance, get_pull, get_request, get_slot
@@ -13,10 +13,8 @@ from cleave.simulator.records import NONE, State
 
 
 def start_pull(state: State, s: int, r: int, now: float) -> None:
-    """Start the transfer of request `r`, whose decode instance has reserved blocks for it.
-
-    `s`: the slot whose next iteration is being formed; the pull may lengthen that iteration.
-    """
+    """Start the transfer of request `r`, whose decode instance has reserved blocks for it. `s`: the
+    slot whose next iteration is being formed; the pull may lengthen that iteration."""
     request, slot = get_request(state, r), get_slot(state, s)
     end = now
     request.transfer_start = now

@@ -200,8 +200,7 @@ def _count_per_window(seconds: NDArray[np.float64], num: int, width_s: float) ->
 
 
 def _compute_rank_correlation(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
-    """Spearman's correlation. Equal lengths share their mean rank; 0 when either side is
-    constant."""
+    """Spearman's correlation. Equal lengths share their mean rank; 0: either side is constant."""
     ranks = []
     for tokens in (first, second):
         _, inverse, counts = np.unique(tokens, return_inverse=True, return_counts=True)

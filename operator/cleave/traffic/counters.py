@@ -73,10 +73,7 @@ class Buckets:
         return self.total / self.num if self.num else None
 
     def compute_quantile(self, share: float) -> float | None:
-        """As in Prometheus: linear inside a bucket, the last finite bound for values beyond it.
-
-        None: no values.
-        """
+        """As in Prometheus: linear inside a bucket, else the last finite bound; None: no values."""
         if not self.num:
             return None
         rank = share * self.counts[-1]
@@ -148,11 +145,10 @@ def parse_metrics_page(page: str, at_s: float) -> GatewayCounters:
         # 0 means that no target is set.
         return total("slo_target_seconds", slo=slo) * 1000 or None
 
-    rejected = total("requests_total", outcome=_REFUSED_OUTCOME)
     return GatewayCounters(
         at_s=at_s,
         started_s=sum(sample.value for sample in samples.get(_START, ())),
-        requests=total("requests_total") - rejected,
+        requests=total("requests_total") - total("requests_total", outcome=_REFUSED_OUTCOME),
         measured=total("slo_total"),
         attained=total("slo_total", missed=""),
         ttft=_build_buckets(samples, "ttft_seconds"),

@@ -61,8 +61,7 @@ class LengthSpread:
     @classmethod
     def from_buckets(cls, buckets: Buckets) -> "LengthSpread":
         """The spread of observed lengths; `buckets` must not be empty."""
-        mean = buckets.mean or 0.0
-        return cls(max(mean, 1.0), compute_variation(buckets))
+        return cls(max(buckets.mean or 0.0, 1.0), compute_variation(buckets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,7 @@ class DriftDetector:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether a change may be about to be detected; the windows then contain two kinds of
-        traffic."""
+        """Whether a change may soon be detected; the windows then hold two kinds of traffic."""
         return max(each.value for each in self.sums) >= SUM_LIMIT / 2
 
 
@@ -158,9 +156,8 @@ def update_detector(
         highest = max(sums, key=lambda each: each.value)
         if highest.value >= SUM_LIMIT:
             recent = tuple(each for each in windows if each.end_s > highest.since_s)
-            return DriftDetector(min_dispersion=reference.dispersion), _build_change(
-                highest, reference, recent
-            )
+            change = _build_change(highest, reference, recent)
+            return DriftDetector(min_dispersion=reference.dispersion), change
     min_dispersion = detector.min_dispersion
     if reference is None or reference.num_windows < _MAX_REFERENCE_WINDOWS:
         reference = _build_reference(windows, min_dispersion) or reference
@@ -231,12 +228,12 @@ def _compute_deviation(
             roots = math.sqrt(window.num_requests + 0.375) - math.sqrt(expected + 0.375)
             return 2 * roots / spread, math.sqrt(expected) / spread, spread
         case Quantity.PROMPT_TOKENS:
-            return _compute_length_deviation(reference.prompt_tokens, window.prompts)
+            return _compare_lengths(reference.prompt_tokens, window.prompts)
         case Quantity.OUTPUT_TOKENS:
-            return _compute_length_deviation(reference.output_tokens, window.outputs)
+            return _compare_lengths(reference.output_tokens, window.outputs)
 
 
-def _compute_length_deviation(
+def _compare_lengths(
     reference: LengthSpread, buckets: Buckets
 ) -> tuple[float, float, float] | None:
     if not buckets.num or not buckets.total:

@@ -93,10 +93,7 @@ def read_trace_with_columns(
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a CSV file that `read_trace` accepts, with microsecond resolution.
-
-    Raises HistoryError.
-    """
+    """Write a CSV file that `read_trace` accepts, in whole microseconds. Raises HistoryError."""
     rows = zip(
         np.round(trace.arrival_ms / 1000, 6).tolist(),
         trace.prompt_tokens.tolist(),

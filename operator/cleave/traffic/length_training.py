@@ -62,18 +62,15 @@ class CompletedRequests:
 
     def select(self, begin: int, end: int) -> "CompletedRequests":
         """Requests `begin` to `end`, the end excluded."""
-        return CompletedRequests(
-            self.prompt_tokens[begin:end], self.limits[begin:end], self.output_tokens[begin:end]
-        )
+        cut = slice(begin, end)
+        return CompletedRequests(self.prompt_tokens[cut], self.limits[cut], self.output_tokens[cut])
 
 
 def read_requests(
     path: Path, prompt_error: float = PROMPT_ERROR
 ) -> tuple[CompletedRequests, float]:
     """The requests of a trace that ended by themselves, and the noise added to their prompt tokens.
-
-    Raises HistoryError and LengthsError.
-    """
+    Raises HistoryError and LengthsError."""
     trace, (estimates, limits) = history.read_trace_with_columns(path, _ESTIMATES, _LIMITS)
     if estimates is None:
         prompts, error = _blur(trace.prompt_tokens, prompt_error), prompt_error
@@ -93,13 +90,10 @@ def read_requests(
 
 
 def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
-    """Train a classifier on the first requests of a trace and evaluate it on the last ones.
-
-    Raises HistoryError and LengthsError.
-    """
+    """Train a classifier on the first requests of a trace and evaluate it on the last ones. Raises
+    HistoryError and LengthsError."""
     answers, error = read_requests(path, prompt_error)
     trained = round(_TRAINING_SHARE * len(answers))
-    tree_fields = _fit(answers.select(0, trained))
     file = LengthFile(
         format=length_file.FORMAT,
         trace=path.name,
@@ -107,7 +101,7 @@ def train(path: Path, prompt_error: float = PROMPT_ERROR) -> LengthFile:
         judged_by=len(answers) - trained,
         prompt_error=error,
         scores=Scores(_NO_SCORE, _NO_SCORE, _NO_SCORE),
-        **tree_fields,
+        **_fit(answers.select(0, trained)),
     )
     return msgspec.structs.replace(file, scores=evaluate_classifier(file, answers, trained))
 
@@ -136,10 +130,7 @@ def _fit(answers: CompletedRequests) -> dict[str, Any]:
     )
     tree = model.fit(inputs, classes).tree_
     paths = model.decision_path(inputs).tocsc()
-    members = [
-        outputs[paths.indices[begin:end]]
-        for begin, end in zip(paths.indptr[:-1], paths.indptr[1:], strict=True)
-    ]
+    members = [outputs[each] for each in np.split(paths.indices, paths.indptr[1:-1])]
     is_leaf = tree.children_left < 0
     return {
         "features": np.where(is_leaf, 0, tree.feature).tolist(),

@@ -58,10 +58,8 @@ class PrometheusTraffic:
 def read_traffic(
     url: str, end_s: float, window_s: float, model: str | None = None
 ) -> PrometheusTraffic:
-    """Read the traffic of the `window_s` seconds before the Unix time `end_s`.
-
-    `model`: only requests with this `model_name`. Raises HistoryError.
-    """
+    """Read the traffic of the `window_s` seconds before the Unix time `end_s`. `model`: only
+    requests with this `model_name`. Raises HistoryError."""
     if not (math.isfinite(window_s) and window_s >= _MIN_STEP_S):
         raise HistoryError(f"window {window_s:g} s: must be at least {_MIN_STEP_S:g} s")
     # PromQL strings are quoted like JSON's.
@@ -77,8 +75,7 @@ def read_traffic(
 
 @contextmanager
 def _open_client(url: str) -> Iterator[httpx.Client]:
-    """An HTTP client whose errors become HistoryErrors with the server's URL, without its
-    password."""
+    """An HTTP client whose errors become HistoryErrors with the server's URL, not its password."""
     try:
         base = httpx.URL(url)
         if base.scheme not in ("http", "https") or not base.host:

@@ -17,8 +17,7 @@ from cleave.traffic.window import TrafficWindow, join_windows
 from cleave.traffic.workload import Demand, GeneratedRequests, IndependentLengths, Quantiles
 
 MIN_REQUESTS = 200
-"""Minimum number of requests: with fewer of usual lengths, the error of the mean is 10 % or more.
-"""
+"""Minimum number of requests: with fewer of usual lengths, the mean's error is 10 % or more."""
 _MIN_WINDOWS = 4
 _MAX_MARGIN = 0.25
 
@@ -39,10 +38,7 @@ def refit(windows: Sequence[TrafficWindow]) -> Workload:
 
 
 def to_demand(windows: Sequence[TrafficWindow]) -> Demand:
-    """The same for the planner, with the lengths of the histograms instead of fitted ones.
-
-    Raises RefitError.
-    """
+    """The same for the planner, with lengths of the histograms, not fitted. Raises RefitError."""
     joined = _join_windows(windows)
     lengths = IndependentLengths(_to_quantiles(joined.prompts), _to_quantiles(joined.outputs))
     return Demand(joined.rate, GeneratedRequests(lengths, _compute_burstiness(windows)))
@@ -69,11 +65,9 @@ def compute_dispersion(windows: Sequence[TrafficWindow]) -> float:
     if len(nonempty) < _MIN_WINDOWS or not requests:
         return 1.0
     rate = requests / sum(each.length_s for each in nonempty)
-    squares = (
-        (each.num_requests - rate * each.length_s) ** 2 / (rate * each.length_s)
-        for each in nonempty
-    )
-    return max(sum(squares) / (len(nonempty) - 1), 1.0)
+    pairs = [(each.num_requests, rate * each.length_s) for each in nonempty]
+    squares = sum((num - expected) ** 2 / expected for num, expected in pairs)
+    return max(squares / (len(nonempty) - 1), 1.0)
 
 
 def compute_variation(buckets: Buckets) -> float:

@@ -58,10 +58,8 @@ class TrafficWindow:
     @property
     def lifetime_s(self) -> float:
         """Lifetime that 90 % of requests do not exceed, approximately; 0: no request ended."""
-        quantiles = (
-            buckets.compute_quantile(_LIFETIME_QUANTILE) or 0.0
-            for buckets in (self.ttft, self.tpot, self.outputs)
-        )
+        histograms = (self.ttft, self.tpot, self.outputs)
+        quantiles = (each.compute_quantile(_LIFETIME_QUANTILE) or 0.0 for each in histograms)
         first_s, token_s, tokens = quantiles
         return first_s + tokens * token_s
 
@@ -106,10 +104,8 @@ def _is_draining(windows: Sequence[TrafficWindow]) -> bool:
     """Whether up to some window significantly more requests ended than arrived."""
     arrived = accumulate(each.num_requests for each in windows)
     ended = accumulate(each.prompts.num for each in windows)
-    return any(
-        b - a > _MAX_CHANCE_DEVIATIONS * math.sqrt(max(a, 1.0))
-        for a, b in zip(arrived, ended, strict=True)
-    )
+    pairs = zip(arrived, ended, strict=True)
+    return any(b - a > _MAX_CHANCE_DEVIATIONS * math.sqrt(max(a, 1.0)) for a, b in pairs)
 
 
 def _add(first: TrafficWindow, second: TrafficWindow) -> TrafficWindow:

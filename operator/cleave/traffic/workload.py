@@ -210,15 +210,13 @@ class Demand:
         Equal seeds give equal lengths and, apart from the rate, equal gaps; a longer draw begins
         with the shorter one.
         """
-        requests_per_s = self.rate if rate is None else rate
-        if not (math.isfinite(requests_per_s) and requests_per_s > 0):
-            raise DemandError(f"rate {requests_per_s:g}: must be above 0 requests per second")
+        rate = self.rate if rate is None else rate
+        if not (math.isfinite(rate) and rate > 0):
+            raise DemandError(f"rate {rate:g}: must be above 0 requests per second")
         if num_requests < 1:
             raise DemandError(f"num_requests {num_requests}: must be at least 1")
-        unit = _draw_unit_trace(self.source, self.max_model_len, num_requests, seed)
-        return Trace(
-            unit.arrival_ms / requests_per_s, unit.prompt_tokens.copy(), unit.output_tokens.copy()
-        )
+        unit = _draw_unit(self.source, self.max_model_len, num_requests, seed)
+        return Trace(unit.arrival_ms / rate, unit.prompt_tokens.copy(), unit.output_tokens.copy())
 
     def with_rate(self, rate: float) -> "Demand":
         """The same requests at another rate."""
@@ -232,7 +230,7 @@ class Demand:
 
     def compute_share_longer_than(self, max_model_len: int) -> float:
         """Share of requests that `with_max_model_len` would cut, estimated from a sample."""
-        drawn = _draw_unit_trace(self.source, None, _SURVEY_REQUESTS, 0)
+        drawn = _draw_unit(self.source, None, _SURVEY_REQUESTS, 0)
         return float(np.mean(drawn.prompt_tokens + drawn.output_tokens > max_model_len))
 
     @property
@@ -246,7 +244,7 @@ class Demand:
         return float(np.mean(self._draw_survey().output_tokens))
 
     def _draw_survey(self) -> Trace:
-        return _draw_unit_trace(self.source, self.max_model_len, _SURVEY_REQUESTS, 0)
+        return _draw_unit(self.source, self.max_model_len, _SURVEY_REQUESTS, 0)
 
 
 def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
@@ -265,9 +263,7 @@ def build_from_spec(spec: api.Workload, base_dir: Path) -> Demand:
         return resample_trace(trace, spec.rate, spec.gap_variation)
     if spec.prompt_tokens is None or spec.output_tokens is None or spec.rate is None:
         raise DemandError("rate: set it with promptTokens and outputTokens, or set a trace")
-    lengths = IndependentLengths(
-        _build_marginal(spec.prompt_tokens), _build_marginal(spec.output_tokens)
-    )
+    lengths = IndependentLengths(*map(_build_marginal, (spec.prompt_tokens, spec.output_tokens)))
     return Demand(spec.rate, GeneratedRequests(lengths, spec.gap_variation))
 
 
@@ -305,9 +301,7 @@ def _create_generator(seed: int, stream: int) -> np.random.Generator:
 
 
 @lru_cache(maxsize=16)
-def _draw_unit_trace(
-    source: RequestSource, max_model_len: int | None, num: int, seed: int
-) -> Trace:
+def _draw_unit(source: RequestSource, max_model_len: int | None, num: int, seed: int) -> Trace:
     """`num` requests at one per second, cached: a search draws the same ones many times."""
     arrivals, prompts, outputs = source.draw(num, seed)
     prompt_tokens, output_tokens = _round_lengths(prompts), _round_lengths(outputs)

@@ -93,9 +93,7 @@ class Gpu:
 
 def find_gpu(name: str, own: Iterable[Gpu] = ()) -> Gpu:
     """The GPU of this name or label, ignoring case and punctuation; `own` before the catalogue.
-
-    Raises UnknownGpuError, which suggests similar names.
-    """
+    Raises UnknownGpuError, which suggests similar names."""
     by_word: dict[str, Gpu] = {}
     for gpu in (*own, *CATALOGUE):
         for word in (gpu.name, *gpu.labels):

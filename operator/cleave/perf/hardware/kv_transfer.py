@@ -51,8 +51,7 @@ class KvTransferModel:
     @property
     def overlapped_token_ms(self) -> float:
         """Part of `token_ms` that a per-layer transfer hides: at most all layers but the last."""
-        rate = min(self.token_ms, self.compute_token_ms)
-        return rate * (self.num_layers - 1) / self.num_layers
+        return min(self.token_ms, self.compute_token_ms) * (self.num_layers - 1) / self.num_layers
 
     @property
     def layered_latency_ms(self) -> float:
@@ -87,6 +86,5 @@ def build_kv_transfer(
     """
     pulled = shape.compute_kv_bytes_on_gpu(*decode)
     decode_gpus, prefill_gpus = decode[0] * decode[1], prefill[0] * prefill[1]
-    busiest = max(pulled, pulled * decode_gpus / prefill_gpus)
-    token_ms = busiest / (link.effective_gb_per_s * 1e6)
+    token_ms = max(pulled, pulled * decode_gpus / prefill_gpus) / (link.effective_gb_per_s * 1e6)
     return KvTransferModel(link.start_ms, token_ms, shape.num_layers, compute_token_ms)

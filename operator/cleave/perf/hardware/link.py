@@ -125,9 +125,7 @@ def build_network_link(
     gpu: Gpu, gigabits_per_s: float, latency_us: float, kind: LinkKind = LinkKind.INFINIBAND
 ) -> Link:
     """The link between GPUs of different nodes, over a network as described in cluster files.
-
-    `gigabits_per_s`: one GPU's share, one way; limited to the bandwidth of the GPU's PCIe.
-    """
+    `gigabits_per_s`: one GPU's share, one way; limited to the bandwidth of the GPU's PCIe."""
     return Link(kind, min(gigabits_per_s / _BITS_PER_BYTE, gpu.pcie_gbps), latency_us)
 
 

@@ -14,11 +14,9 @@ from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
 from cleave.perf.model.layers import Experts, LatentAttention, Quantization
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_FOUR_TIMES_WIDE_MLP = {
-    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt")
-}
+_WIDE_MLP_TYPES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
 """Model types whose MLP is by default four times as wide as the model."""
-_UNGATED_MLP = _FOUR_TIMES_WIDE_MLP | {"gpt_neox", "opt", "phi", "starcoder2"}
+_UNGATED_MLP = _WIDE_MLP_TYPES | {"gpt_neox", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two matrices; all others have a third one, the gate."""
 _TIED_EMBEDDINGS = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt"} | {
     *("gemma", "gemma2", "gemma3_text")
@@ -103,8 +101,7 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """Bytes of all weights as stored; tied embeddings count once."""
         in_layers = self.parameters - self._table_parameters
-        table_bytes = self._table_parameters * self.dtype_bytes
-        return round(table_bytes + in_layers * self.bytes_per_weight)
+        return round(self._table_parameters * self.dtype_bytes + in_layers * self.bytes_per_weight)
 
     @property
     def _table_parameters(self) -> int:
@@ -210,8 +207,7 @@ class ModelShape:
     def _sum_over_layers(self, mlp: tuple[int, int]) -> int:
         """Attention and MLP weights of all layers; `mlp`: (of a dense, of an expert layer)."""
         dense_layers = self.experts.dense_layers if self.experts else self.num_layers
-        sparse_layers = self.num_layers - dense_layers
-        mlps = dense_layers * mlp[0] + sparse_layers * mlp[1]
+        mlps = dense_layers * mlp[0] + (self.num_layers - dense_layers) * mlp[1]
         return self.num_layers * self.count_attention_parameters() + mlps
 
     def _count_kv_values_per_layer(self, tensor: int) -> int:
@@ -221,10 +217,8 @@ class ModelShape:
 
 
 def load_shape(model: str) -> ModelShape:
-    """The shape of a folder with a config.json, of such a file, or of a known model by name.
-
-    Raises UnknownModelError, which names the missing or wrong field.
-    """
+    """The shape of a folder with a config.json, of such a file, or of a known model by name. Raises
+    UnknownModelError, which names the missing or wrong field."""
     path = Path(model)
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
@@ -311,7 +305,7 @@ def _read_head_size(config: ConfigFields, hidden: int, heads: int) -> int:
 
 def _read_intermediate_size(config: ConfigFields, model_type: str, hidden: int) -> int:
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    if model_type in _FOUR_TIMES_WIDE_MLP:
+    if model_type in _WIDE_MLP_TYPES:
         return config.get_optional_number(*names) or 4 * hidden
     width = config.get_number(*names)
     # The first Qwen counts both halves of its gated MLP.

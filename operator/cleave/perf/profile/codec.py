@@ -35,9 +35,7 @@ def encode(value: object) -> object:
 
 def decode(expected: object, value: object, where: str) -> object:
     """`value` as the type `expected`: a dataclass, tuple of them, mapping of text, or a scalar.
-
-    `where` is the path of `value`. Raises InvalidProfileError if it is not exactly of that type.
-    """
+    `where` is the path of `value`. Raises InvalidProfileError if it is not exactly of that type."""
     if value is not None and type(None) in get_args(expected):
         expected = next(kind for kind in get_args(expected) if kind is not type(None))
     if isinstance(expected, type) and dataclasses.is_dataclass(expected):

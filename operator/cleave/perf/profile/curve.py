@@ -62,9 +62,7 @@ def solve_least_squares(
     rows: Sequence[Sequence[float]], values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """Coefficients, none below 0, that minimise sum(weight * (row . coefficients - value)^2).
-
-    Raises ValueError when the rows do not determine them.
-    """
+    Raises ValueError when the rows do not determine them."""
     size = len(rows[0])
     moments = [[0.0] * size for _ in range(size)]
     right = [0.0] * size
@@ -78,9 +76,7 @@ def solve_least_squares(
 
 def solve_moments(moments: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, ...]:
     """Solve the normal equations of least squares; coefficients that would be below 0 become 0.
-
-    Raises ValueError when columns are 0 or linearly dependent.
-    """
+    Raises ValueError when columns are 0 or linearly dependent."""
     columns = list(range(len(right)))
     while columns:
         solved = _solve([[*(moments[i][j] for j in columns), right[i]] for i in columns])

@@ -14,7 +14,6 @@ from cleave.perf.timing import EngineTiming
 
 _MAX_FOLDS = 20
 
-
 DecodeSample = DecodePoint | DecodeAttentionPoint
 """A measured decode iteration, or its attention."""
 
@@ -76,10 +75,8 @@ def _fit_own_slopes(by_batch: dict[int, list[DecodeSample]]) -> dict[int, float]
     ]
     if len(fitted) < 2:
         return common
-    return {
-        batch: curve.interpolate(fitted, min(max(batch, fitted[0][0]), fitted[-1][0]))
-        for batch in by_batch
-    }
+    first, last = fitted[0][0], fitted[-1][0]
+    return {n: curve.interpolate(fitted, min(max(n, first), last)) for n in by_batch}
 
 
 def _fit_common_slope(by_batch: dict[int, list[DecodeSample]]) -> dict[int, float]:
@@ -87,8 +84,7 @@ def _fit_common_slope(by_batch: dict[int, list[DecodeSample]]) -> dict[int, floa
 
 
 def _fit_slope(by_batch: dict[int, list[DecodeSample]]) -> float:
-    """The common slope: least squares around each batch's mean, from 0 to the smallest ratio of ms
-    to context."""
+    """Least squares around each batch's mean, from 0 to the smallest ratio of ms to context."""
     rows: list[tuple[float, float, float]] = []
     for group in by_batch.values():
         mean_context = _compute_mean([point.context_tokens for point in group])

@@ -50,11 +50,8 @@ def compute_validation_errors(profile: MeasuredProfile) -> ValidationErrors:
     """Cross-validation: each point but the ends is predicted from a fit to other points."""
     predict = to_timing(profile).predict_iteration_ms
     mixed = [
-        (
-            predict([PromptChunk(0, point.prompt_tokens)], point.batch, point.context_tokens),
-            point.ms,
-        )
-        for point in profile.mixed
+        (predict([PromptChunk(0, p.prompt_tokens)], p.batch, p.context_tokens), p.ms)
+        for p in profile.mixed
     ]
     return ValidationErrors(
         prefill=curve.compute_mean_error(_iter_prefill_pairs(profile.prefill)),
@@ -82,11 +79,8 @@ def _fit_square_ms(points: Sequence[PrefillPoint]) -> float:
     have none once they are bound by compute.
     """
     singles = [(point.tokens, point.ms) for point in points if point.prompts == 1]
-    batches = [
-        point
-        for point in points
-        if point.prompts > 1 and len(singles) > 1 and point.prompts * point.tokens <= singles[-1][0]
-    ]
+    longest = singles[-1][0] if len(singles) > 1 else 0
+    batches = [p for p in points if p.prompts > 1 and p.prompts * p.tokens <= longest]
     if batches:
         extra = [point.tokens**2 * point.prompts * (point.prompts - 1) for point in batches]
         saved = [curve.interpolate(singles, p.prompts * p.tokens) - p.ms for p in batches]

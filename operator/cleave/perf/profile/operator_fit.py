@@ -9,14 +9,9 @@ collectives on their bytes.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from cleave.perf.profile import curve, decode_fit
+from cleave.perf.profile import curve, decode_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
-from cleave.perf.profile.profile import (
-    CommunicationPoint,
-    LinearPoint,
-    Operators,
-    PrefillAttentionPoint,
-)
+from cleave.perf.profile.profile import LinearPoint, Operators, PrefillAttentionPoint
 from cleave.perf.timing import EngineTiming
 
 LM_HEAD = "lm_head"
@@ -31,8 +26,7 @@ def list_tensor_parallel_sizes(operators: Operators) -> tuple[int, ...]:
     """Tensor parallel sizes for which all operators of an iteration were measured."""
     lists = (operators.layer, operators.prefill_attention, operators.decode_attention)
     sizes = ({point.tensor_parallel_size for point in points} for points in lists)
-    reduced = {1, *(point.gpus for point in operators.all_reduce)}
-    return tuple(sorted(reduced.intersection(*sizes)))
+    return tuple(sorted({1, *(p.gpus for p in operators.all_reduce)}.intersection(*sizes)))
 
 
 def to_timing(operators: Operators, tensor: int, stages: int = 1) -> EngineTiming:
@@ -45,12 +39,10 @@ def to_timing(operators: Operators, tensor: int, stages: int = 1) -> EngineTimin
         )
     rows = _fit_token_level(operators, tensor)
     head = _sum_operators([p for p in operators.once if p.operator == LM_HEAD], tensor)
-    fixed, per_token, square = fit_prompt_attention(
-        [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor]
-    )
-    attention_ms, context_ms = decode_fit.fit_tables(
-        [p for p in operators.decode_attention if p.tensor_parallel_size == tensor]
-    )
+    prefill = [p for p in operators.prefill_attention if p.tensor_parallel_size == tensor]
+    fixed, per_token, square = fit_prompt_attention(prefill)
+    decode = [p for p in operators.decode_attention if p.tensor_parallel_size == tensor]
+    attention_ms, context_ms = decode_fit.fit_tables(decode)
     layers = operators.num_layers
     token_counts = sorted({point.tokens for point in operators.layer})
     prompt = [(n, rows(n) + head(1) + layers * (fixed + per_token * n)) for n in token_counts]
@@ -105,12 +97,10 @@ def _sum_operators(points: Sequence[LinearPoint], tensor: int) -> RowsToMs:
     return lambda rows: sum(each(rows) for each in curves)
 
 
-def _fit_all_reduce(points: Sequence[CommunicationPoint], gpus: int) -> RowsToMs:
+def _fit_all_reduce(points: Sequence[profile.CommunicationPoint], gpus: int) -> RowsToMs:
     if gpus == 1:
         return lambda _: 0.0
-    return _build_interpolation(
-        [(each.size_bytes, each.ms) for each in points if each.gpus == gpus]
-    )
+    return _build_interpolation([(p.size_bytes, p.ms) for p in points if p.gpus == gpus])
 
 
 def _build_interpolation(points: curve.Points) -> RowsToMs:
@@ -121,13 +111,10 @@ def _build_interpolation(points: curve.Points) -> RowsToMs:
     return lambda at: curve.interpolate(rising, max(at, rising[0][0]))
 
 
-def _fit_send(points: Sequence[CommunicationPoint]) -> tuple[float, float]:
+def _fit_send(points: Sequence[profile.CommunicationPoint]) -> tuple[float, float]:
     """(latency in ms, ms per byte) of one send; zeros when fewer than two were measured."""
     if len(points) < 2:
         return 0.0, 0.0
-    fixed, per_byte = curve.solve_least_squares(
-        [[1.0, point.size_bytes] for point in points],
-        [point.ms for point in points],
-        [1 / point.ms**2 for point in points],
-    )
+    rows, weights = [[1.0, p.size_bytes] for p in points], [1 / p.ms**2 for p in points]
+    fixed, per_byte = curve.solve_least_squares(rows, [p.ms for p in points], weights)
     return fixed, per_byte

@@ -83,10 +83,8 @@ class TransferPoint(ProfilePoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPoint(ProfilePoint):
-    """A token-level operator (Vidur, section 4.3): matrix product, norm, activation.
-
-    `ms` is the sum of its uses in one layer, or in one iteration if it runs once per iteration.
-    """
+    """A token-level operator (Vidur, section 4.3): matrix product, norm, activation. `ms` is the
+    sum of its uses in one layer, or in one iteration if it runs once per iteration."""
 
     operator: str
     tensor_parallel_size: int = 1
@@ -150,16 +148,10 @@ class Operators:
         for name in ("num_layers", "hidden_size", "activation_bytes"):
             _check_number(f"operators.{to_camel_case(name)}", getattr(self, name), 1)
         _check_number("operators.passOverheadMs", self.pass_overhead_ms, 0)
-        for name in (
-            "layer",
-            "once",
-            "prefill_attention",
-            "decode_attention",
-            "all_reduce",
-            "send",
-        ):
-            least = 0 if name in ("once", "all_reduce", "send") else 2
-            _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), least)
+        for name in ("layer", "prefill_attention", "decode_attention"):
+            _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), 2)
+        for name in ("once", "all_reduce", "send"):
+            _check_points(f"operators.{to_camel_case(name)}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +208,7 @@ class MeasuredProfile:
 
 
 def read_profile(path: str | Path) -> MeasuredProfile:
-    """The profile in a JSON or YAML file.
-
-    Raises InvalidProfileError, one line that begins with the path.
-    """
+    """The profile in a JSON or YAML file. Raises InvalidProfileError, one line with the path."""
     path = Path(path)
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:

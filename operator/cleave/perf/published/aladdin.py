@@ -49,8 +49,7 @@ class OnlineFit:
         for i, part in enumerate(row):
             self._right_side[i] = self._right_side[i] * self._decay + weight * part * value
             for j, other in enumerate(row):
-                old = self._moments[i][j] * self._decay
-                self._moments[i][j] = old + weight * part * other
+                self._moments[i][j] = self._moments[i][j] * self._decay + weight * part * other
         self.num_samples += 1
 
     def solve(self) -> tuple[float, ...]:

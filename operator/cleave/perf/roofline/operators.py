@@ -63,8 +63,7 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
         + 2 * rows * experts.per_token * (hidden + inner) * width,
         kernels=3,
     )
-    router = hidden * experts.count
-    yield _build_product(shape, "router", sparse_layers, rows, router, hidden)
+    yield _build_product(shape, "router", sparse_layers, rows, hidden * experts.count, hidden)
     if experts.shared_intermediate_size:
         shared = experts.shared_intermediate_size / tensor
         yield from _iter_mlp_products(shape, "shared_experts", sparse_layers, rows, shared)
@@ -126,6 +125,5 @@ def _build_product(
     shape: ModelShape, name: str, count: int, rows: float, weights: float, side: float
 ) -> MatrixProduct:
     """The product with a matrix of `weights` elements, of which one side has the length `side`."""
-    activations = rows * (side + weights / side) * shape.dtype_bytes
-    moved = weights * shape.bytes_per_weight + activations
+    moved = weights * shape.bytes_per_weight + rows * (side + weights / side) * shape.dtype_bytes
     return MatrixProduct(name, count, 2.0 * rows * weights, moved)

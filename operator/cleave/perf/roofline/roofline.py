@@ -113,8 +113,7 @@ class Roofline:
         size_bytes = operators.compute_all_reduce_bytes(shape, rows)
         reduce_ms = self.link.compute_all_reduce_ms(size_bytes, self.tensor)
         gpu_ms += _ALL_REDUCES_PER_LAYER * shape.num_layers * reduce_ms
-        host_ms = shape.num_layers * self.engine.host_layer_ms
-        return self.engine.iteration_ms + max(gpu_ms, host_ms)
+        return self.engine.iteration_ms + max(gpu_ms, shape.num_layers * self.engine.host_layer_ms)
 
     def _predict_product_ms(self, product: MatrixProduct) -> float:
         is_8_bit = product.name != "lm_head" and self._is_8_bit
