@@ -11,17 +11,8 @@ from testbeds import pose
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
-from cleave.planner.search.candidates import (
-    Candidate,
-    build_decode_instance,
-    build_prefill_instance,
-    list_candidates,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import Candidate, build_decode, build_prefill, list_candidates
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Precision, Targets, Trials
 from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.run import simulate
@@ -63,10 +54,10 @@ def compare() -> list[Row]:
 
 def _fleet(question: Problem) -> SimulatedFleet:
     found = list_candidates(question)
-    prefill = build_prefill_instance(question, _sized(found, 2))
-    decode = build_decode_instance(question, _sized(found, 1))
+    prefill = build_prefill(question, _sized(found, 2))
+    decode = build_decode(question, _sized(found, 1))
     groups = (InstanceGroup(Role.PREFILL, prefill, 1), InstanceGroup(Role.DECODE, decode, 1))
-    return build_cell_fleet(question, CandidatePlacement(groups, is_in_node=True))
+    return build_cell(question, CandidatePlacement(groups, is_in_node=True))
 
 
 def _sized(found: tuple[Candidate, ...], tensor: int) -> Candidate:

@@ -12,17 +12,8 @@ from testbeds import pose
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
-from cleave.planner.search.candidates import (
-    Candidate,
-    build_decode_instance,
-    build_prefill_instance,
-    list_candidates,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import Candidate, build_decode, build_prefill, list_candidates
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
 from cleave.traffic import published
@@ -63,9 +54,7 @@ def _compare(row: Application) -> Row:
     paper = PLACEMENTS[row.model, row.dataset]
     theirs = next((draft for draft in drafts if _sizes(draft) == paper), None)
     rate = (
-        goodput.find_goodput(trials, build_cell_fleet(question, theirs), targets).rate
-        if theirs
-        else 0.0
+        goodput.find_goodput(trials, build_cell(question, theirs), targets).rate if theirs else 0.0
     )
     return Row(
         name=row.name,
@@ -80,8 +69,8 @@ def _compare(row: Application) -> Row:
 def _pair(question: Problem, prefill: Candidate, decode: Candidate) -> CandidatePlacement:
     return CandidatePlacement(
         (
-            InstanceGroup(Role.PREFILL, build_prefill_instance(question, prefill), 1),
-            InstanceGroup(Role.DECODE, build_decode_instance(question, decode), 1),
+            InstanceGroup(Role.PREFILL, build_prefill(question, prefill), 1),
+            InstanceGroup(Role.DECODE, build_decode(question, decode), 1),
         ),
         is_in_node=True,
     )

@@ -13,11 +13,7 @@ from cleave.planner import plan_search, problem_from_cluster
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Policies
 from cleave.planner.search import candidate_placement as drafts
-from cleave.planner.search.candidates import (
-    build_decode_instance,
-    build_prefill_instance,
-    list_candidates,
-)
+from cleave.planner.search.candidates import build_decode, build_prefill, list_candidates
 from cleave.simulator.fleet import Admission, PrefillOrder
 
 from tests.support import known_problems
@@ -159,8 +155,8 @@ def test_declared_scheduling_is_simulated() -> None:
     )
     (candidate, *_) = list_candidates(problem)
     for instance in (
-        build_prefill_instance(problem, candidate),
-        build_decode_instance(problem, candidate),
+        build_prefill(problem, candidate),
+        build_decode(problem, candidate),
     ):
         engine = instance.engine
         assert (engine.order, engine.prefill_sched_batch) == (PrefillOrder.SJF, 4)

@@ -11,7 +11,8 @@ from cleave.perf.published.distserve import FITS, KV_CAPACITY_TOKENS, AffineFit,
 from cleave.perf.timing import EngineTiming
 from cleave.planner import plan_search
 from cleave.planner.plan import PlanVerdict
-from cleave.planner.search import goodput, low_affinity, md1
+from cleave.planner.result import md1
+from cleave.planner.search import goodput, low_affinity
 from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.trials import (
     CONFIRMATION_PRECISION,

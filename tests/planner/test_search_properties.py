@@ -11,7 +11,7 @@ from cleave.planner import plan_search
 from cleave.planner.plan import Plan, PlanningResult
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Policies, Problem
-from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import Precision, Trials
 
 from tests.support import known_problems
@@ -68,7 +68,7 @@ def test_other_requests_are_served_in_time_too(name: str) -> None:
     trials, rate = Trials(problem.demand, seed=4711, precision=long), problem.rate / draft.copies
     targets = known_problems.targets(problem)
     span = trials.compute_span(rate, targets)
-    shares = trials.measure_shares(build_cell_fleet(problem, draft), rate, targets, span)
+    shares = trials.measure_shares(build_cell(problem, draft), rate, targets, span)
     assert shares.both >= problem.slo.attainment - 0.015
 
 

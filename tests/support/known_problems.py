@@ -16,9 +16,9 @@ from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
 from cleave.planner.search.candidates import (
     Candidate,
-    build_decode_instance,
-    build_mixed_instance,
-    build_prefill_instance,
+    build_decode,
+    build_mixed,
+    build_prefill,
     list_candidates,
 )
 from cleave.planner.search.context import SearchContext
@@ -161,12 +161,12 @@ def split(
 ) -> CandidatePlacement:
     return CandidatePlacement(
         (
-            InstanceGroup(Role.PREFILL, build_prefill_instance(planning_problem, prefill), n),
-            InstanceGroup(Role.DECODE, build_decode_instance(planning_problem, decode), m),
+            InstanceGroup(Role.PREFILL, build_prefill(planning_problem, prefill), n),
+            InstanceGroup(Role.DECODE, build_decode(planning_problem, decode), m),
         )
     )
 
 
 def whole(planning_problem: Problem, candidate: Candidate, n: int = 1) -> CandidatePlacement:
-    instance = build_mixed_instance(planning_problem, candidate, planning_problem.policies.mixed[0])
+    instance = build_mixed(planning_problem, candidate, planning_problem.policies.mixed[0])
     return CandidatePlacement((InstanceGroup(Role.MIXED, instance, n),))

@@ -45,11 +45,10 @@ def list_parallelism_faults(
         if shape and (reason := shape.explain_unsupported(tensor, pipeline)):
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     heads = shape.shardable_kv_heads if shape else None
+    explain = spec.engine.connector.explain_incompatibility
     for prefill in (pool for pool in pools if pool.role is Role.PREFILL):
         for index, other in enumerate(pools):
-            reason = spec.engine.connector.explain_incompatibility(
-                prefill.parallelism, other.parallelism, heads
-            )
+            reason = explain(prefill.parallelism, other.parallelism, heads)
             if other.role is not Role.PREFILL and reason:
                 yield f"spec.placement.manual[{index}].parallelism.tensor: {reason}"
 

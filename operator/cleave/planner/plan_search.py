@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 from cleave.api.planning import Objective
 from cleave.planner.placement import PlanError
-from cleave.planner.plan import NearestSlo, PlanningResult, PlanVerdict
+from cleave.planner.plan import PlanningResult, PlanVerdict
 from cleave.planner.problem import Problem
-from cleave.planner.result import md1_crosscheck, verdict
+from cleave.planner.result import md1, verdict
 from cleave.planner.result.nearest_slo import find_nearest_slo
 from cleave.planner.result.prediction import PredictedPlan, predict
 from cleave.planner.result.text import format_plan
 from cleave.planner.result.verdict import Ranking
 from cleave.planner.search import affinity, enumeration
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.candidates import Candidate, list_candidates, list_sizes
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.enumeration import PlacementOption
@@ -62,32 +62,28 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     options = enumeration.enumerate_placements(search, feasible, choice.affinity)
     finalists = _predict_best(search, options)
     ranking = verdict.rank_plans(problem, finalists)
-    is_infeasible = ranking.verdict is PlanVerdict.INFEASIBLE
-    explanation = (
-        _explain_infeasible(search, feasible, ranking)
-        if is_infeasible
-        else _explain_selection(search, ranking, choice.reason)
-    )
-    plans = [each.plan for each in ranking.ordered]
+    plans, nearest = [each.plan for each in ranking.ordered], None
+    if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:
+        search.tick("the nearest SLO")
+        nearest = find_nearest_slo(search, feasible)
+        reason = verdict.explain_infeasible(problem, ranking, nearest)
+        change = verdict.describe_remedies(problem, ranking, nearest)
+    else:
+        switch_ms = _compute_switch_tpot_ms(search, ranking)
+        reason = verdict.explain_selection(problem, ranking, choice.reason)
+        change = verdict.describe_runner_up(problem, ranking, switch_ms)
     return PlanningResult(
         verdict=ranking.verdict,
         selected=None if is_infeasible else plans[0],
         alternatives=tuple(plans if is_infeasible else plans[1:]),
-        reason=explanation.reason,
-        what_would_change=explanation.what_would_change,
-        nearest_slo=explanation.nearest_slo,
+        reason=reason,
+        what_would_change=change,
+        nearest_slo=nearest,
         warnings=_list_warnings(problem, finalists),
         num_candidates=len(feasible),
         num_simulated_requests=search.trials.tally.requests,
         elapsed_s=time.perf_counter() - started,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Explanation:
-    reason: str
-    what_would_change: str
-    nearest_slo: NearestSlo | None = None
 
 
 def _list_candidates(problem: Problem) -> tuple[Candidate, ...]:
@@ -139,49 +135,27 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
     return finalists
 
 
-def _explain_selection(search: SearchContext, ranking: Ranking, why_affinity: str) -> _Explanation:
-    switch_ms = None
-    if ranking.verdict is PlanVerdict.DISAGGREGATE:
-        switch_ms = _compute_switch_tpot_ms(search, ranking)
-    return _Explanation(
-        verdict.explain_selection(search.problem, ranking, why_affinity),
-        verdict.describe_runner_up(search.problem, ranking, switch_ms),
-    )
-
-
 def _compute_switch_tpot_ms(search: SearchContext, ranking: Ranking) -> float | None:
-    """TPOT target at which colocated instances need no more resources than the selected plan."""
+    """TPOT target at which colocated instances need no more than a selected disaggregated plan."""
     other = verdict.find_rival(ranking)
-    if other is None:
+    if ranking.verdict is not PlanVerdict.DISAGGREGATE or other is None:
         return None
     problem, trials, group = search.problem, search.trials, other.placement.groups[0]
     each = group.instance.candidate.get_resources(problem.planning.objective)
     replicas = int(search.get_resources(ranking.ordered[0].placement) / each)
     if replicas == 0:
         return None
-    fleet = build_cell_fleet(problem, CandidatePlacement((replace(group, replicas=replicas),)))
+    fleet = build_cell(problem, CandidatePlacement((replace(group, replicas=replicas),)))
     span = trials.compute_span(problem.rate, search.targets)
     outcome = trials.simulate(fleet, problem.rate, span)
     return verdict.compute_min_tpot_ms(outcome, span, problem.slo)
-
-
-def _explain_infeasible(
-    search: SearchContext, feasible: Sequence[Candidate], ranking: Ranking
-) -> _Explanation:
-    search.tick("the nearest SLO")
-    nearest = find_nearest_slo(search, feasible)
-    return _Explanation(
-        verdict.explain_infeasible(search.problem, ranking, nearest),
-        verdict.describe_remedies(search.problem, ranking, nearest),
-        nearest,
-    )
 
 
 def _list_warnings(problem: Problem, finalists: Sequence[PredictedPlan]) -> tuple[str, ...]:
     return (
         *problem.notes,
         *(warning for each in finalists for warning in _list_simulation_warnings(each)),
-        *(warning for each in finalists[:1] for warning in md1_crosscheck.list_disagreements(each)),
+        *(warning for each in finalists[:1] for warning in md1.list_disagreements(each)),
     )
 
 

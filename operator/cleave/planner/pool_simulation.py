@@ -16,17 +16,9 @@ from cleave.perf.hardware.gpu import UnknownGpuError, find_gpu
 from cleave.planner.placement import PlanError
 from cleave.planner.plan import EMULATED_GPU, LOW_AFFINITY, Plan, PlannedPool
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
-from cleave.planner.search.candidates import (
-    MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
-    Candidate,
-    PlannedInstance,
-)
+from cleave.planner.search import candidates
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import Candidate, PlannedInstance
 from cleave.simulator.fleet import Batching, SimulatedFleet
 from cleave.simulator.outcome import SimulationResult, Times
 from cleave.simulator.run import simulate
@@ -40,10 +32,9 @@ class PlacementSimulator:
     num_requests: int = 2000
 
     def simulate_plan(self, plan: Plan, rate: float) -> SimulationResult:
-        """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of the
-        rate."""
+        """Simulate the plan at `rate` req/s; a plan of cells as one cell at its share of it."""
         placement = to_candidate_placement(self.problem, plan.pools, plan.algorithm)
-        return self.simulate(build_cell_fleet(self.problem, placement), rate / placement.copies)
+        return self.simulate(build_cell(self.problem, placement), rate / placement.copies)
 
     def simulate(self, served: SimulatedFleet, rate: float) -> SimulationResult:
         """Simulate any fleet at `rate` req/s."""
@@ -56,7 +47,7 @@ def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFlee
 
     Raises PlanError when the model does not run with a pool's parallelism.
     """
-    return build_cell_fleet(problem, to_candidate_placement(problem, pools))
+    return build_cell(problem, to_candidate_placement(problem, pools))
 
 
 def compute_mfu(problem: Problem, pools: Iterable[PlannedPool], outcome: SimulationResult) -> Times:
@@ -87,9 +78,7 @@ def to_candidate_placement(
     return CandidatePlacement(cell, copies=cells, is_in_node=True)
 
 
-def apply_engine_limits(
-    pools: Iterable[PlannedPool], engine: EngineSpec
-) -> tuple[PlannedPool, ...]:
+def apply_engine_args(pools: Iterable[PlannedPool], engine: EngineSpec) -> tuple[PlannedPool, ...]:
     """The pools with the step limits of the engine's arguments, as their pods run them.
 
     Raises PlanError when such an argument is not a number.
@@ -126,8 +115,8 @@ def _build_instance(problem: Problem, pool: PlannedPool) -> PlannedInstance:
     return PlannedInstance(
         candidate=Candidate(kinds[gpu], size, estimate),
         batching=Batching[pool.batching] if pool.batching else Batching.VLLM,
-        max_num_seqs=pool.max_num_seqs or MAX_NUM_SEQS,
-        max_num_batched_tokens=pool.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=pool.max_num_seqs or candidates.MAX_NUM_SEQS,
+        max_num_batched_tokens=pool.max_num_batched_tokens or candidates.MAX_NUM_BATCHED_TOKENS,
         policies=problem.policies,
     )
 

@@ -24,8 +24,7 @@ from cleave.traffic.workload import Demand
 def build_problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
 ) -> Problem:
-    """The problem of planning `deployment` on `cluster`; relative trace and profile paths start at
-    `folder`.
+    """The problem of planning `deployment` on `cluster`; relative paths start at `folder`.
 
     Raises PlanError or ManifestError.
     """

@@ -103,13 +103,11 @@ class OpenAIClient:
         )
         exchange = TimedHttpExchange(head.encode() + payload, on_events)
         loop = asyncio.get_running_loop()
-        context = ssl.create_default_context() if secure else None
+        tls = ssl.create_default_context() if secure else None
         transport: asyncio.BaseTransport | None = None
         try:
             async with asyncio.timeout(self.timeout_s):
-                transport, _ = await loop.create_connection(
-                    lambda: exchange, host, port, ssl=context
-                )
+                transport, _ = await loop.create_connection(lambda: exchange, host, port, ssl=tls)
                 await exchange.done
         except TimeoutError:
             raise ProfilingError(f"{self.url} has not answered in {self.timeout_s:.0f} s") from None

@@ -95,9 +95,8 @@ class TimedHttpExchange(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection was closed by either side."""
         is_complete = self.status and not self._chunks and self._content_length < 0
-        self._finish(
-            None if is_complete else HttpResponseError(str(exc or "the connection ended early"))
-        )
+        reason = str(exc or "the connection ended early")
+        self._finish(None if is_complete else HttpResponseError(reason))
 
     def _parse_head(self) -> bytes:
         head, separator, rest = self._head.partition(_HEAD_END)

@@ -29,17 +29,14 @@ def compute_spread_share(values: Sequence[float]) -> float:
     return _compute_quartile_distance(values) / median(values) if len(values) > 1 else 0.0
 
 
-def list_scattered(
-    samples: Mapping[MeasuredCase, Sequence[Sample]], max_spread: float
-) -> list[str]:
-    """A line for each point whose samples scatter more than `max_spread`."""
+def list_scattered(samples: Mapping[MeasuredCase, Sequence[Sample]], limit: float) -> list[str]:
+    """A line for each point whose samples scatter more than `limit`."""
     lines = []
     for what, group in samples.items():
-        share = compute_spread_share([sample.ms for sample in group])
-        if not isinstance(what, OverheadCase) and share > max_spread:
-            lines.append(
-                f"{_describe_case(what)}: {share:.0%} of {median(s.ms for s in group):.2f} ms"
-            )
+        values = [sample.ms for sample in group]
+        share = compute_spread_share(values)
+        if not isinstance(what, OverheadCase) and share > limit:
+            lines.append(f"{_describe_case(what)}: {share:.0%} of {median(values):.2f} ms")
     return lines
 
 

@@ -6,14 +6,9 @@ from collections.abc import Iterator, Sequence
 import plotly.graph_objects as go
 
 from cleave.planner.plan import Plan
-from cleave.planner.result.text import (
-    format_milliseconds,
-    format_number,
-    format_percent,
-    format_plan,
-)
+from cleave.planner.result.text import format_ms, format_number, format_percent, format_plan
 from cleave.report.figures import Chart, Row, add_rule, create_figure
-from cleave.report.load_study import LoadStudy, PlanLatencies, RateSweep, select_rivals
+from cleave.report.load_study import LoadStudy, RateSweep, select_rivals
 from cleave.report.tradeoffs import build_frontier_chart, build_tradeoff_chart
 from cleave.simulator.outcome import LatencyStage
 
@@ -95,13 +90,11 @@ def build_cdf_chart(study: LoadStudy, metric: str) -> Chart:
     for position, latencies in enumerate(study.latencies):
         color, dash = _get_line_style(latencies.plan, position)
         values = getattr(latencies, f"{metric}_ms")
-        share = _compute_share_within(values, target)
+        share = format_percent(sum(value <= target for value in values) / len(values))
         label = format_plan(latencies.plan)
-        sentences.append(
-            f"{label} meets {format_milliseconds(target)} for {format_percent(share)} of requests"
-        )
+        sentences.append(f"{label} meets {format_ms(target)} for {share} of requests")
         rows += [
-            (label, f"P{position}", format_milliseconds(_get_percentile(values, position)))
+            (label, f"P{position}", format_ms(_get_percentile(values, position)))
             for position in _PERCENTILES
         ]
         figure.add_scatter(
@@ -112,9 +105,9 @@ def build_cdf_chart(study: LoadStudy, metric: str) -> Chart:
             line={"color": color, "dash": dash, "width": 2.5},
             hovertemplate="%{y:.1%} within %{x:.4g} ms<extra></extra>",
         )
-    add_rule(figure, x=target, text=f"target {format_milliseconds(target)}")
+    add_rule(figure, x=target, text=f"target {format_ms(target)}")
     add_rule(figure, y=slo.attainment, text=f"target {format_percent(slo.attainment)}")
-    _limit_tail(figure, study.latencies, metric, target)
+    _limit_tail(figure, study, metric, target)
     figure.update_yaxes(range=[0, 1.04], tickformat=".0%")
     return Chart(
         f"cdf-{metric}",
@@ -168,10 +161,6 @@ def _get_percentile(values: Sequence[float], percentile: int) -> float:
     return values[round(percentile / 100 * (len(values) - 1))]
 
 
-def _compute_share_within(values: Sequence[float], target: float) -> float:
-    return sum(value <= target for value in values) / len(values)
-
-
 def _select_contenders(study: LoadStudy) -> list[Plan]:
     """The best plan of each kind, and the runner-up of either kind."""
     plans = [sweep.plan for sweep in study.sweeps]
@@ -205,15 +194,13 @@ def _build_sweep_rows(sweep: RateSweep) -> Iterator[Row]:
             format_plan(sweep.plan),
             format_number(rate),
             format_percent(sweep.attainment[index]),
-            format_milliseconds(sweep.ttft_p90_ms[index]),
-            format_milliseconds(sweep.tpot_p90_ms[index]),
+            format_ms(sweep.ttft_p90_ms[index]),
+            format_ms(sweep.tpot_p90_ms[index]),
         )
 
 
-def _limit_tail(
-    figure: go.Figure, latencies: Sequence[PlanLatencies], metric: str, target: float
-) -> None:
+def _limit_tail(figure: go.Figure, study: LoadStudy, metric: str, target: float) -> None:
     """End the axis at the tail of the better plan; that of the other may be far longer."""
-    tails = [_get_percentile(getattr(each, f"{metric}_ms"), 99) for each in latencies]
+    tails = [_get_percentile(getattr(each, f"{metric}_ms"), 99) for each in study.latencies]
     reach = min((tail for tail in tails if math.isfinite(tail)), default=target)
     figure.update_xaxes(range=[0, 1.25 * max(target, min(reach, 5 * target))])

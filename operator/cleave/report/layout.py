@@ -92,11 +92,7 @@ def _pair_segments(prefill: PlannedPool, decode: PlannedPool) -> Iterator[tuple[
     """Equal stages of the instances of one cell; cells are as small as possible."""
     units = math.gcd(prefill.replicas, decode.replicas)
     for unit in range(units):
-        members = [
-            (pool, instance)
-            for pool in (prefill, decode)
-            for instance in range(unit, pool.replicas, units)
-        ]
+        members = [(p, i) for p in (prefill, decode) for i in range(unit, p.replicas, units)]
         for stage in range(max(pool.parallelism.pipeline for pool, _ in members)):
             yield tuple(
                 _build_segment(pool, instance, stage)

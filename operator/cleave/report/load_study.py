@@ -109,9 +109,7 @@ def build_report_input(deployment: LLMDeployment, problem: Problem) -> ReportInp
         slo=problem.slo,
         rate=problem.rate,
         traffic=_describe_traffic(deployment, problem),
-        nodes=tuple(
-            NodeShape(each.gpu, each.num_nodes, each.gpus_per_node) for each in problem.supplies
-        ),
+        nodes=tuple(NodeShape(s.gpu, s.num_nodes, s.gpus_per_node) for s in problem.supplies),
         max_gpus=problem.max_gpus,
         seed=problem.seed,
     )
@@ -130,15 +128,13 @@ def run_study(
     neighbours: tuple[Plan, ...] = (),
 ) -> LoadStudy:
     """Simulate the plans of `result` and their neighbours as far as the page needs it."""
-    listed = select_plans(result)
+    plans = select_plans(result)
     return LoadStudy(
         report_input=subject,
         result=result,
         neighbours=neighbours,
-        sweeps=tuple(_run_sweep(subject, plan, bench) for plan in (*listed, *neighbours)),
-        latencies=tuple(
-            _simulate_latencies(subject, each, bench) for each in select_rivals(listed)
-        ),
+        sweeps=tuple(_run_sweep(subject, each, bench) for each in (*plans, *neighbours)),
+        latencies=tuple(_simulate_latencies(subject, each, bench) for each in select_rivals(plans)),
     )
 
 
@@ -154,18 +150,16 @@ def select_rivals(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return (*plans[:1], *islice(others, 1))
 
 
-def interpolate_goodput(
-    rates: Sequence[float], attainment: Sequence[float], target: float
-) -> float:
+def interpolate_goodput(rates: Sequence[float], shares: Sequence[float], target: float) -> float:
     """Rate at which attainment first falls below `target`, interpolated linearly.
 
     0 when the lowest rate misses the target, the highest rate when none does.
     """
-    for low, (rate, share) in enumerate(zip(rates[1:], attainment[1:], strict=True)):
-        if attainment[low] < target:
+    for low, (rate, share) in enumerate(zip(rates[1:], shares[1:], strict=True)):
+        if shares[low] < target:
             return 0.0
         if share < target:
-            part = (attainment[low] - target) / (attainment[low] - share)
+            part = (shares[low] - target) / (shares[low] - share)
             return rates[low] + part * (rate - rates[low])
     return rates[-1]
 

@@ -20,7 +20,7 @@ from cleave.planner.plan import Plan
 from cleave.planner.result.text import (
     VERDICT_TEXTS,
     describe_pool,
-    format_milliseconds,
+    format_ms,
     format_number,
     format_percent,
     format_plan,
@@ -104,8 +104,8 @@ def _render_header(study: LoadStudy) -> str:
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
 <p class="asked"><b>Requested:</b> {escape(subject.model)};
-{format_percent(slo.attainment)} of requests with TTFT within {format_milliseconds(slo.ttft_ms)}
-and TPOT within {format_milliseconds(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
+{format_percent(slo.attainment)} of requests with TTFT within {format_ms(slo.ttft_ms)}
+and TPOT within {format_ms(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
 {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 
@@ -213,8 +213,8 @@ def _describe_plan(plan: Plan) -> str:
 def _dump_points(points: WhatIf) -> dict[str, Any]:
     return {
         "rate": [f"{format_number(rate)} req/s" for rate in points.rates],
-        "ttft": [format_milliseconds(value) for value in points.ttft_ms],
-        "tpot": [format_milliseconds(value) for value in points.tpot_ms],
+        "ttft": [format_ms(value) for value in points.ttft_ms],
+        "tpot": [format_ms(value) for value in points.tpot_ms],
         "points": [_dump_point(point) if point.plan >= 0 else None for point in points.points],
         "copies": [point.copies for point in points.points],
     }

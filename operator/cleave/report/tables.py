@@ -8,7 +8,7 @@ from cleave.api.deployment import Slo
 from cleave.planner.plan import NearestSlo, Percentiles, Plan, PlanningResult
 from cleave.planner.result.text import (
     describe_trust,
-    format_milliseconds,
+    format_ms,
     format_number,
     format_percent,
     format_plan,
@@ -80,8 +80,8 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
 def render_nearest_slo(slo: NearestSlo) -> str:
     """The nearest feasible SLO, in large type."""
     times = f"{format_number(slo.scale)} times the requested one"
-    ttft = _render_tile("TTFT that holds", format_milliseconds(slo.ttft_ms), times)
-    tpot = _render_tile("TPOT that holds", format_milliseconds(slo.tpot_ms), times)
+    ttft = _render_tile("TTFT that holds", format_ms(slo.ttft_ms), times)
+    tpot = _render_tile("TPOT that holds", format_ms(slo.tpot_ms), times)
     return f'{ttft}{tpot}<div class="tile wide"><dt>with</dt><dd>{escape(slo.plan)}</dd></div>'
 
 
@@ -94,8 +94,8 @@ def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = Non
 
 
 def _render_latency_tile(name: str, latency: Percentiles, target: float) -> str:
-    goal = f"target {format_milliseconds(target)}"
-    return _render_tile(name, format_milliseconds(latency.p90), goal, holds=latency.p90 <= target)
+    goal = f"target {format_ms(target)}"
+    return _render_tile(name, format_ms(latency.p90), goal, holds=latency.p90 <= target)
 
 
 def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
         " to ".join(format_number(end) for end in prediction.goodput_interval),
         format_number(plan.goodput_per_gpu),
         format_percent(prediction.attainment),
-        *map(format_milliseconds, astuple(prediction.ttft_ms)),
-        *map(format_milliseconds, astuple(prediction.tpot_ms)),
+        *map(format_ms, astuple(prediction.ttft_ms)),
+        *map(format_ms, astuple(prediction.tpot_ms)),
         format_number(prediction.cost_per_hour),
         format_power(prediction.power_watts),
         plan.algorithm,

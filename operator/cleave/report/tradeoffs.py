@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from cleave.planner.result.text import format_milliseconds, format_number, format_plan
+from cleave.planner.result.text import format_ms, format_number, format_plan
 from cleave.report.figures import Chart, add_rule, create_figure
 from cleave.report.load_study import LoadStudy
 
@@ -65,26 +65,25 @@ def build_tradeoff_chart(study: LoadStudy, metric: str) -> Chart:
     finite = [value for value in latencies if math.isfinite(value) and value > 0]
     _scale_axis(figure, [*finite, target])
     figure.add_vrect(x0=0.001, x1=target, fillcolor="var(--good-area)", line_width=0, layer="below")
-    add_rule(figure, x=target, text=f"target {format_milliseconds(target)}")
+    add_rule(figure, x=target, text=f"target {format_ms(target)}")
     figure.update_yaxes(rangemode="tozero")
     within = sum(value <= target for value in latencies)
     return Chart(
         f"tradeoff-{metric}",
         f"Goodput per {'price' if priced else 'GPU'} against {name}",
         f"At {format_number(study.report_input.rate)} req/s {within} of {len(plans)} plans have "
-        f"their P90 {name} within {format_milliseconds(target)}, the shaded side.",
+        f"their P90 {name} within {format_ms(target)}, the shaded side.",
         figure,
         ("plan", f"P90 {name}", unit),
         tuple(
-            (format_plan(plan), format_milliseconds(x), format_number(y))
+            (format_plan(plan), format_ms(x), format_number(y))
             for plan, x, y in zip(plans, latencies, efficiencies, strict=True)
         ),
     )
 
 
 def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other point dominates by lower cost and at least equal
-    value."""
+    """Indices of the points that no other point dominates by lower cost and no less value."""
     order = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1]))
     front: list[int] = []
     for index in order:
@@ -94,10 +93,7 @@ def find_pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _add_plans(figure: go.Figure, study: LoadStudy, x: Sequence[float], y: Sequence[float]) -> None:
-    """One marker per plan: shape and color show the kind, a ring the selected plan.
-
-    Neighbours of the result's plans are hollow.
-    """
+    """A marker per plan: shape and color by kind, a ring if selected, hollow if a neighbour."""
     plans = (*study.result.plans, *study.neighbours)
     for kind, color, symbol in (
         ("disaggregated", "var(--first)", "circle"),
@@ -121,26 +117,16 @@ def _add_plans(figure: go.Figure, study: LoadStudy, x: Sequence[float], y: Seque
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.3g}<extra></extra>",
         )
     if study.result.selected and math.isfinite(x[0]):
+        ring = {"size": 21, "symbol": "circle-open", "color": "var(--ink)", "line": {"width": 2}}
         figure.add_scatter(
-            x=[x[0]],
-            y=[y[0]],
-            name="selected",
-            mode="markers",
-            marker={
-                "size": 21,
-                "symbol": "circle-open",
-                "color": "var(--ink)",
-                "line": {"width": 2},
-            },
-            hoverinfo="skip",
+            x=[x[0]], y=[y[0]], name="selected", mode="markers", marker=ring, hoverinfo="skip"
         )
 
 
 def _scale_axis(figure: go.Figure, values: Sequence[float]) -> None:
     low, high = min(values), max(values)
     if high > _LOG_SPAN * low:
-        figure.update_xaxes(
-            type="log", range=[math.log10(low / 1.6), math.log10(high * 1.6)], dtick=1
-        )
+        ends = [math.log10(low / 1.6), math.log10(high * 1.6)]
+        figure.update_xaxes(type="log", range=ends, dtick=1)
     else:
         figure.update_xaxes(range=[0, high * 1.12])

@@ -22,8 +22,7 @@ class WhatIfPoint:
     """The best plan at one rate and one SLO, by the requested objective."""
 
     plan: int
-    """Index of the plan in the study's sweeps; -1: none meets this SLO within the available
-    GPUs."""
+    """Index of the plan in the study's sweeps; -1: none meets this SLO with the available GPUs."""
     goodput: float
     """Goodput of one copy, in req/s."""
     copies: int
@@ -88,8 +87,7 @@ def _compute_resources(plan: Plan, rate: float) -> float:
 
 
 def _compute_goodputs(sweep: RateSweep, target: float) -> list[list[float]]:
-    """Goodput by TTFT and TPOT scale, scaled so that the requested SLO has the predicted
-    goodput."""
+    """Goodput by TTFT and TPOT scale, scaled to the predicted goodput for the requested SLO."""
     by_scale = sweep.attainment_by_scale
     raw = [
         [

@@ -6,7 +6,7 @@ from cleave.api.deployment import Slo
 from cleave.perf.timing import PromptChunk
 from cleave.planner.problem import Problem
 from cleave.planner.result import prediction
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.trials import Trials
 from cleave.simulator.run import simulate
 
@@ -16,7 +16,7 @@ from tests.support.known_problems import blog, of_size, split, whole
 def find(problem: Problem, draft: CandidatePlacement) -> int:
     trace = Trials(problem.demand).build_trace(400, 4.0)
     return prediction.compute_whole_below_tokens(
-        problem, draft, simulate(build_cell_fleet(problem, draft), trace), trace
+        problem, draft, simulate(build_cell(problem, draft), trace), trace
     )
 
 

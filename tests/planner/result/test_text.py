@@ -11,7 +11,7 @@ from cleave.planner.plan import PlannedPool
 from cleave.planner.result.text import (
     describe_pool,
     describe_trust,
-    format_milliseconds,
+    format_ms,
     format_number,
     format_percent,
     format_plan,
@@ -28,7 +28,7 @@ def test_numbers_keep_three_figures(value, text) -> None:
 
 
 def test_latencies_change_to_seconds_and_say_never() -> None:
-    assert [format_milliseconds(ms) for ms in (0.5, 400, 1250, math.nan)] == [
+    assert [format_ms(ms) for ms in (0.5, 400, 1250, math.nan)] == [
         "0.500 ms",
         "400 ms",
         "1.25 s",

@@ -42,7 +42,7 @@ def test_instances_are_added_removed_and_joined_in_the_order_of_roles() -> None:
 def test_the_fleet_is_one_cell_and_the_pools_are_all_of_them() -> None:
     problem = known_problems.problem()
     draft = pair(problem, 2, 1).with_copies(3)
-    fleet = drafts.build_cell_fleet(problem, draft)
+    fleet = drafts.build_cell(problem, draft)
     assert [pool.replicas for pool in (*fleet.prefill, *fleet.decode)] == [2, 1]
     pools = drafts.to_planned_pools(draft)
     assert [(pool.role, pool.replicas) for pool in pools] == [(Role.PREFILL, 6), (Role.DECODE, 3)]

@@ -3,9 +3,9 @@
 from cleave.api.planning import Objective, Planning
 from cleave.planner.problem import Policies
 from cleave.planner.search.candidates import (
-    build_decode_instance,
-    build_mixed_instance,
-    build_prefill_instance,
+    build_decode,
+    build_mixed,
+    build_prefill,
     list_candidates,
     list_sizes,
 )
@@ -51,16 +51,16 @@ def test_what_a_candidate_takes_is_counted_as_the_objective_says() -> None:
 def test_distserves_prefill_batches_near_saturation_and_vllms_up_to_its_budget() -> None:
     paper, today = known_problems.problem(), known_problems.problem(policies=Policies())
     candidate = known_problems.of_size(paper)
-    assert build_prefill_instance(paper, candidate).max_num_batched_tokens == 512
-    assert build_prefill_instance(today, candidate).max_num_batched_tokens == 2048
-    assert build_prefill_instance(today, candidate).batching is Batching.VLLM
+    assert build_prefill(paper, candidate).max_num_batched_tokens == 512
+    assert build_prefill(today, candidate).max_num_batched_tokens == 2048
+    assert build_prefill(today, candidate).batching is Batching.VLLM
 
 
 def test_limits_on_requests_hold_for_every_pipeline_stage() -> None:
     problem = known_problems.problem()
     one, four = known_problems.of_size(problem, 1, 1), known_problems.of_size(problem, 1, 4)
     for seqs in (
-        lambda each: build_mixed_instance(problem, each, Batching.VLLM).max_num_seqs,
-        lambda each: build_decode_instance(problem, each).max_num_seqs,
+        lambda each: build_mixed(problem, each, Batching.VLLM).max_num_seqs,
+        lambda each: build_decode(problem, each).max_num_seqs,
     ):
         assert seqs(four) == 4 * seqs(one)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleave.planner.search import capacity_bound
-from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets, Trials
 from cleave.simulator.run import simulate
@@ -47,7 +47,7 @@ def test_an_overloaded_fleet_never_serves_more_than_its_bound(size: tuple[int, i
         known_problems.split(problem, candidate, 1, candidate, 1),
         known_problems.split(problem, candidate, 2, candidate, 1),
     ):
-        fleet = build_cell_fleet(problem, draft)
+        fleet = build_cell(problem, draft)
         bound = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(4000))
         outcome = simulate(fleet, trials.build_trace(4000, 4 * bound))
         served = len(outcome.end_ms) / float(np.nanmax(outcome.end_ms)) * 1000
@@ -66,7 +66,7 @@ def test_no_request_is_faster_in_company_than_alone(
     problem = known_problems.problem()
     draft = known_problems.whole(problem, known_problems.of_size(problem, *size))
     sample = Trials(problem.demand).build_trace(300, rate)
-    outcome = simulate(build_cell_fleet(problem, draft), sample)
+    outcome = simulate(build_cell(problem, draft), sample)
     alone = capacity_bound.compute_unloaded_attainment(
         draft.groups[0].instance.engine, sample, ttft_ms, tpot_ms
     )
@@ -82,7 +82,7 @@ def test_where_a_search_begins_is_near_where_it_ends() -> None:
         (known_problems.whole(problem, candidate), 3.7),
     ):
         likely = capacity_bound.estimate_rate(
-            build_cell_fleet(problem, draft), trials.get_lengths(), 40.0
+            build_cell(problem, draft), trials.get_lengths(), 40.0
         )
         assert goodput / 2.5 < likely < goodput * 2.5
 

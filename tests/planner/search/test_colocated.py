@@ -5,12 +5,8 @@ import pytest
 from cleave.planner.problem import Policies
 from cleave.planner.search import colocated, goodput, ranking
 from cleave.planner.search.batch_limits import NUM_BATCHED_TOKENS, NUM_SEQS
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
-from cleave.planner.search.candidates import build_mixed_instance, list_candidates
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import build_mixed, list_candidates
 from cleave.planner.search.trials import Trials
 from cleave.simulator.fleet import Batching
 
@@ -24,12 +20,12 @@ def test_no_parallelism_batch_or_chunk_is_much_better_than_what_is_found() -> No
     rated = colocated.optimize(known_problems.search(problem), found)
     rates = []
     for candidate in found:
-        instance = build_mixed_instance(problem, candidate, Batching.VLLM)
+        instance = build_mixed(problem, candidate, Batching.VLLM)
         for seqs in NUM_SEQS[::2]:
             for tokens in NUM_BATCHED_TOKENS[::2]:
                 limited = instance.with_limits(seqs, tokens)
                 draft = CandidatePlacement((InstanceGroup(known_problems.Role.MIXED, limited, 1),))
-                fleet = build_cell_fleet(problem, draft)
+                fleet = build_cell(problem, draft)
                 rates.append(goodput.find_goodput(trials, fleet, targets).rate / candidate.gpus)
     assert rated is not None
     assert rated.per_resource >= max(rates) * 0.97

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, Shares, Targets, Trials
 from cleave.simulator.fleet import SimulatedFleet
 
@@ -14,7 +14,7 @@ from tests.support import known_problems
 
 
 def colocated(problem: Problem) -> SimulatedFleet:
-    return build_cell_fleet(problem, known_problems.whole(problem, known_problems.of_size(problem)))
+    return build_cell(problem, known_problems.whole(problem, known_problems.of_size(problem)))
 
 
 def test_the_attainment_target_is_met_at_the_goodput_and_missed_above() -> None:
@@ -96,7 +96,7 @@ def test_no_rate_above_what_memory_and_passes_allow_is_believed() -> None:
     decode = CandidatePlacement(
         known_problems.split(problem, candidate, 1, candidate, 1).groups[1:]
     )
-    fleet = build_cell_fleet(problem, decode)
+    fleet = build_cell(problem, decode)
     found = goodput.find_goodput(trials, fleet, targets)
     span = trials.compute_span(found.rate, targets)
     assert trials.measure_shares(fleet, found.rate * 1.05, targets, span).both >= 0.9

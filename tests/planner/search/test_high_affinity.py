@@ -7,7 +7,7 @@ import pytest
 
 from cleave.api.role import Parallelism, Role
 from cleave.planner.search import goodput, high_affinity, ranking
-from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
@@ -30,7 +30,7 @@ def test_each_phase_is_the_best_of_all_that_an_exhaustive_search_tries(
         rates = [
             goodput.find_goodput(
                 trials,
-                build_cell_fleet(problem, high_affinity.build_single(problem, each, role)),
+                build_cell(problem, high_affinity.build_single(problem, each, role)),
                 alone,
             ).rate
             / each.gpus

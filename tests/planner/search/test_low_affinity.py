@@ -8,7 +8,7 @@ from cleave.api.engine import Connector
 from cleave.api.role import Parallelism
 from cleave.planner.problem import DISTSERVE_POLICIES, Problem
 from cleave.planner.search import goodput, low_affinity, ranking
-from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.candidates import Candidate, list_candidates
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.low_affinity import UNLIMITED, MaxReplicas
@@ -69,7 +69,7 @@ def test_the_cell_is_the_best_of_all_that_an_exhaustive_search_tries(
     search = SearchContext(problem, trials, targets)
     rated = low_affinity.optimize(search, found, max_replicas=most)
     rates = [
-        goodput.find_goodput(trials, build_cell_fleet(problem, draft), targets).rate / draft.gpus
+        goodput.find_goodput(trials, build_cell(problem, draft), targets).rate / draft.gpus
         for draft in low_affinity.list_configurations(problem, found, most)
     ]
     assert rated is not None

@@ -6,7 +6,7 @@ import pytest
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.candidates import list_candidates
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Targets, Trials
@@ -27,7 +27,7 @@ def everything(
     problem: Problem, trials: Trials, targets: Targets
 ) -> dict[CandidatePlacement, float]:
     return {
-        draft: goodput.find_goodput(trials, build_cell_fleet(problem, draft), targets).rate
+        draft: goodput.find_goodput(trials, build_cell(problem, draft), targets).rate
         for draft in drafts(problem)
     }
 

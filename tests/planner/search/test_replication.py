@@ -8,7 +8,7 @@ from cleave.api.planning import Planning
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, packing, replication
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.fitting import ReplicaFitter
 from cleave.planner.search.trials import CONFIRMATION_PRECISION
@@ -101,7 +101,7 @@ def test_cells_in_nodes_that_are_full_become_more() -> None:
     )
     search = known_problems.search(problem)
     cell = replace(pair(problem, 1, 1), is_in_node=True)
-    held = replication.confirm_replicas(search, cell)
+    held = replication.confirm_fit(search, cell)
     assert held is not None
     assert held.copies > 1
     assert held.groups == cell.groups
@@ -137,7 +137,7 @@ def test_all_gpus_are_filled_in_the_ratio_that_serves_most() -> None:
     assert filled.gpus == 8
     rates = {
         n: goodput.find_goodput(
-            search.trials, build_cell_fleet(problem, pair(problem, n, 8 - n)), search.targets
+            search.trials, build_cell(problem, pair(problem, n, 8 - n)), search.targets
         ).rate
         for n in range(1, 8)
     }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cleave.planner.search.candidate_placement import build_cell_fleet
+from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
 
 from tests.support import known_problems
@@ -54,9 +54,7 @@ def test_long_trials_are_longer_than_those_that_only_compare() -> None:
 def test_shares_are_those_of_the_counted_requests_and_all_simulated_ones_are_tallied() -> None:
     problem = known_problems.problem()
     trials, targets = Trials(problem.demand), known_problems.targets(problem)
-    fleet = build_cell_fleet(
-        problem, known_problems.whole(problem, known_problems.of_size(problem))
-    )
+    fleet = build_cell(problem, known_problems.whole(problem, known_problems.of_size(problem)))
     span = trials.compute_span(6.0, targets)
     shares = trials.measure_shares(fleet, 6.0, targets, span)
     outcome = trials.simulate(fleet, 6.0, span)

@@ -7,10 +7,11 @@ from cleave.api.role import Role
 from cleave.planner.plan import Plan, PlanningResult
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
+from cleave.planner.result.md1 import QueueingError, compute_mean_ttft_inter_op_ms
 from cleave.planner.result.recovery_cost import compare_checkpoints
 from cleave.planner.result.text import (
     describe_trust,
-    format_milliseconds,
+    format_ms,
     format_number,
     format_percent,
     format_plan,
@@ -18,7 +19,6 @@ from cleave.planner.result.text import (
 )
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError, WorkerSize
-from cleave.planner.search.md1 import QueueingError, compute_mean_ttft_inter_op_ms
 from cleave.traffic.characterization import LengthSummary, characterize
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def print_explanation(console: "Console", problem: Problem, result: PlanningResu
 
 def _describe_problem(problem: Problem) -> Iterator[Fact]:
     slo = problem.slo
-    targets = f"TTFT {format_milliseconds(slo.ttft_ms)} and TPOT {format_milliseconds(slo.tpot_ms)}"
+    targets = f"TTFT {format_ms(slo.ttft_ms)} and TPOT {format_ms(slo.tpot_ms)}"
     target = f"{format_percent(slo.attainment)} within {targets}"
     yield "input", f"{problem.shape.name}, {format_number(problem.rate)} req/s, {target}"
     summary = characterize(problem.demand.draw(_SAMPLE_REQUESTS, seed=problem.seed))
@@ -78,10 +78,9 @@ def _describe_result(problem: Problem, result: PlanningResult) -> Iterator[Fact]
     count = "1 way" if result.num_candidates == 1 else f"{result.num_candidates:,} ways"
     yield "candidates", f"{count} to distribute one instance over GPUs"
     yield "simulated", f"{result.num_simulated_requests:,} requests in {result.elapsed_s:.2f} s"
-    plans = ((result.selected,) if result.selected else ()) + result.alternatives
-    for source in dict.fromkeys(describe_trust(plan.prediction.trust) for plan in plans):
+    for source in dict.fromkeys(describe_trust(plan.prediction.trust) for plan in result.plans):
         yield "latency", source
-    for plan in plans[:1]:
+    for plan in result.plans[:1]:
         low, high = plan.prediction.goodput_interval
         algorithm = _ALGORITHMS.get(plan.algorithm, plan.algorithm)
         yield "best plan", f"{format_plan(plan)}, found by {algorithm}"
@@ -113,7 +112,7 @@ def _describe_queueing(problem: Problem, plan: Plan) -> Iterator[Fact]:
         except QueueingError as error:
             yield "by formula", str(error)
         else:
-            mean = f"{format_milliseconds(mean_ms)} to the end of prefill"
+            mean = f"{format_ms(mean_ms)} to the end of prefill"
             assumed = "if all prompts had the mean length (DistServe, Eq. 1-2)"
             caveat = "varying lengths wait longer, batched prompts shorter"
             yield "by formula", f"{mean} {assumed}; {caveat}"
@@ -149,12 +148,12 @@ def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
     costs = compare_checkpoints(problem, plan)
     if costs is None:
         return
-    one, pause_ms = costs.resume_cost, format_milliseconds(1e3 * costs.pause_s)
-    returned = f"{format_milliseconds(one.prefix_cached_ms)} where its prompt is still cached"
-    single = f"one stream takes {format_milliseconds(one.recompute_ms)}, {returned}"
+    one, pause_ms = costs.resume_cost, format_ms(1e3 * costs.pause_s)
+    returned = f"{format_ms(one.prefix_cached_ms)} where its prompt is still cached"
+    single = f"one stream takes {format_ms(one.recompute_ms)}, {returned}"
     yield "recovery", f"recomputed, {single}; all of an instance {pause_ms}"
-    restored_pause_ms = format_milliseconds(1e3 * costs.restored_pause_s)
-    restored = f"{format_milliseconds(one.restored_ms)} and {restored_pause_ms}"
+    restored_pause_ms = format_ms(1e3 * costs.restored_pause_s)
+    restored = f"{format_ms(one.restored_ms)} and {restored_pause_ms}"
     rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
     used = f"{rate} of each GPU's link, {room} of host memory"
     yield "", f"from checkpoints {restored}; they use {used}"

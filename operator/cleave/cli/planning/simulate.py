@@ -84,7 +84,7 @@ def _prepare(
 
     deployment, problem = planning_input.deployment, planning_input.problem
     with report_input_errors():
-        pools = pool_simulation.apply_engine_limits(
+        pools = pool_simulation.apply_engine_args(
             choose_placement(deployment).pools, deployment.spec.engine
         )
         pool_simulation.build_fleet(problem, pools)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from cleave.cli.output.tables import build_plain_table, print_full_width
 from cleave.planner.plan import Percentiles
 from cleave.planner.result.simulation_summary import InstanceLoad, SimulationSummary
-from cleave.planner.result.text import format_milliseconds, format_number, format_percent
+from cleave.planner.result.text import format_ms, format_number, format_percent
 from cleave.simulator.outcome import LatencyStage, compute_stage_ms
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
     """Print latencies, SLO attainment, stages and instances at one rate."""
     console.print(
         f"{result.num_requests:,} requests at {format_number(result.rate)} req/s: "
-        f"{format_percent(result.attainment)} within TTFT {format_milliseconds(slo.ttft_ms)} "
-        f"and TPOT {format_milliseconds(slo.tpot_ms)} (target {format_percent(slo.attainment)}); "
+        f"{format_percent(result.attainment)} within TTFT {format_ms(slo.ttft_ms)} "
+        f"and TPOT {format_ms(slo.tpot_ms)} (target {format_percent(slo.attainment)}); "
         f"TTFT alone {format_percent(result.ttft_attainment)}, "
         f"TPOT alone {format_percent(result.tpot_attainment)}",
         highlight=False,
@@ -57,7 +57,7 @@ def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Sl
             style=style,
         )
     print_full_width(console, table)
-    targets = f"TTFT {format_milliseconds(slo.ttft_ms)}, TPOT {format_milliseconds(slo.tpot_ms)}"
+    targets = f"TTFT {format_ms(slo.ttft_ms)}, TPOT {format_ms(slo.tpot_ms)}"
     target = f"target: {format_percent(slo.attainment)} within {targets}"
     console.print(f"{target}; rates below it are red", style="dim", highlight=False)
 
@@ -106,7 +106,7 @@ def _build_latency_table(result: SimulationSummary) -> "Table":
 def _build_stage_table(result: SimulationSummary) -> "Table":
     table = build_plain_table(("STAGE",), ("MEAN", "SHARE"))
     for each in result.stages:
-        table.add_row(str(each.stage), format_milliseconds(each.mean_ms), f"{each.share:.1%}")
+        table.add_row(str(each.stage), format_ms(each.mean_ms), f"{each.share:.1%}")
     return table
 
 
@@ -131,7 +131,7 @@ def _format_load(each: InstanceLoad) -> Iterator[str]:
 
 
 def _format_percentiles(latency: Percentiles) -> Iterator[str]:
-    return map(format_milliseconds, (latency.p50, latency.p90, latency.p99))
+    return map(format_ms, (latency.p50, latency.p90, latency.p99))
 
 
 def _replace_non_finite(value: Any) -> Any:  # noqa: ANN401 - JSON has no narrower type

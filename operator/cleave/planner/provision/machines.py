@@ -94,8 +94,7 @@ def build_pairs(
 
 
 def find_slowest(candidates: Sequence[MachineNode], demand: Demand) -> MachineType:
-    """The machine with the highest unloaded latency of a mean request: the reference of
-    slowdowns."""
+    """The machine with the highest unloaded latency of a mean request: the slowdowns' reference."""
     prompt, output = round(demand.mean_prompt_tokens), demand.mean_output_tokens
 
     def alone_ms(node: MachineNode) -> float:

@@ -38,8 +38,7 @@ _TOLERANCE = 0.01
 _TRIAL_S = 60.0
 _MIN_REQUESTS = 1000
 _BOUND_MARGIN = 1.05
-"""Tolerance on bounds: a sample's requests may be a little lighter than its mean lengths
-suggest."""
+"""Tolerance on bounds: requests of a sample may be a little lighter than its mean lengths."""
 
 
 class ProvisioningError(ValueError):
@@ -183,7 +182,8 @@ class PairSearch:
     pair: MachinePair
     num_trials: int = 0
     trials: Trials = field(init=False)
-    _unloaded_by_num_requests: dict[int, UnloadedLatencies] = field(default_factory=dict)
+    _unloaded: dict[int, UnloadedLatencies] = field(default_factory=dict)
+    """By number of requests."""
 
     def __post_init__(self) -> None:
         self.trials = Trials(self.request.demand, self.request.seed)
@@ -232,9 +232,8 @@ class PairSearch:
 
     def compute_rate_bound(self, prompts: int, tokens: int) -> float:
         """Rate bound that a simulation exceeds only by the randomness of its sample."""
-        return capacity_bound.compute_fleet_rate(
-            self.pair.build_fleet(prompts, tokens), self.trials.get_lengths()
-        )
+        fleet = self.pair.build_fleet(prompts, tokens)
+        return capacity_bound.compute_fleet_rate(fleet, self.trials.get_lengths())
 
     def simulate_slowdowns(self, prompts: int, tokens: int, rate: float) -> Slowdowns:
         """Slowdowns of one simulated cluster."""
@@ -250,12 +249,10 @@ class PairSearch:
         return float(reference.e2e_ms.mean()) / 1000 * self.request.limits.e2e.p90
 
     def _get_reference(self, num: int) -> UnloadedLatencies:
-        if num not in self._unloaded_by_num_requests:
+        if num not in self._unloaded:
             trace = self.trials.build_trace(num, 1.0)
-            self._unloaded_by_num_requests[num] = slowdown.compute_unloaded_latencies(
-                self.request.reference, trace
-            )
-        return self._unloaded_by_num_requests[num]
+            self._unloaded[num] = slowdown.compute_unloaded_latencies(self.request.reference, trace)
+        return self._unloaded[num]
 
     def _compute_min_machines(self, rate: float) -> tuple[int, int]:
         """Machines of each type below which the rate bound is too low."""
@@ -278,8 +275,7 @@ class PairSearch:
     def _find_max_token_machines(
         self, prompts: int, fewest: int, best: tuple[int, int] | None
     ) -> int | None:
-        """Most token machines that are within the budgets and cheaper than `best`; None: none
-        are."""
+        """Most token machines within the budgets and cheaper than `best`; None: none are."""
         max_tokens = 0 if self.pair.token is None else self.request.max_machines
         below = self._compute_weight(*best) if best is not None else math.inf
         for tokens in range(max_tokens, fewest - 1, -1):

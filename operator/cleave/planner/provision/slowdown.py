@@ -5,7 +5,7 @@ end to end). They suit any mix of lengths, where no single target in millisecond
 `search`.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +30,7 @@ class Slowdowns:
 
     def is_within(self, limits: "Slowdowns") -> bool:
         """Whether all nine are at most their limits."""
-        return all(
-            mine.p50 <= limit.p50 and mine.p90 <= limit.p90 and mine.p99 <= limit.p99
-            for mine, limit in (
-                (self.ttft, limits.ttft),
-                (self.tpot, limits.tpot),
-                (self.e2e, limits.e2e),
-            )
-        )
+        return bool(np.all(np.array(astuple(self)) <= np.array(astuple(limits))))
 
 
 SPLITWISE_TABLE_VI = Slowdowns(
@@ -60,9 +53,7 @@ class UnloadedLatencies:
 def compute_unloaded_latencies(reference: EngineTiming, trace: Trace) -> UnloadedLatencies:
     """One prefill step, then decode steps of one request."""
     prompts, index = np.unique(trace.prompt_tokens, return_inverse=True)
-    ttft_ms = np.array([reference.predict_prefill_ms([prompt]) for prompt in prompts.tolist()])[
-        index
-    ]
+    ttft_ms = np.array([reference.predict_prefill_ms([n]) for n in prompts.tolist()])[index]
     gaps = trace.output_tokens - 1
     # Step time is linear in the context, so the mean step is the one in the middle.
     first = reference.predict_decode_ms(1, 0)

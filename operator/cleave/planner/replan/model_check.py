@@ -132,23 +132,19 @@ def assess(
         return ModelAssessment((), long_run, correction)
     faster = model.simulate(correction.scale(1 - _TIMING_SLACK))
     slower = model.simulate(correction.scale(1 + _TIMING_SLACK))
-    comparisons = tuple(_compare(observed, expected, faster, slower, threshold))
+    found = tuple(_compare(observed, expected, faster, slower, threshold))
     is_better = (observed.attainment or 0.0) > expected.attainment + _ATTAINMENT_MARGIN
     if expected.is_flipping or _misses_badly(long_run, observed, problem.slo.attainment):
-        comparisons = tuple(
-            each if is_better and each.error < 0 else each.exclude() for each in comparisons
-        )
-        if not any(each.is_assessed for each in comparisons):
-            return ModelAssessment(comparisons, expected.attainment, correction)
+        found = tuple(each if is_better and each.error < 0 else each.exclude() for each in found)
+        if not any(each.is_assessed for each in found):
+            return ModelAssessment(found, expected.attainment, correction)
     if expected.is_overloaded and _is_late(model, observed):
-        comparisons = tuple(
-            each if each.name.endswith("TPOT") else each.exclude() for each in comparisons
-        )
+        found = tuple(each if each.name.endswith("TPOT") else each.exclude() for each in found)
     fitted = _fit_correction(model, observed, correction)
-    is_wrong = is_better or any(each.exceeds_threshold for each in comparisons)
+    is_wrong = is_better or any(each.exceeds_threshold for each in found)
     weight = 1.0 if is_wrong else _PARTIAL_WEIGHT
     corrected = _apply_correction(correction, fitted, weight, observed)
-    return ModelAssessment(comparisons, expected.attainment, corrected)
+    return ModelAssessment(found, expected.attainment, corrected)
 
 
 def _misses_badly(long_run: float, observed: TrafficWindow, target: float) -> bool:
@@ -177,8 +173,7 @@ def _compare(
 
 
 def _fit_correction(model: ReplayModel, observed: TrafficWindow, start: Correction) -> Correction:
-    """The correction with which the simulation matches the observation, at most one step from
-    `start`."""
+    """The correction with which simulation and observation match, at most one step from `start`."""
     tpot_s, middle = observed.tpot.mean or 0.0, _compute_log_center(observed.ttft)
     # Where both phases share steps, the time per token depends on both, so they scale together.
     is_disaggregated = any(pool.role is Role.DECODE for pool in model.running_plan.pools)
@@ -252,9 +247,8 @@ def _apply_correction(
 
 
 def _compute_ttft_center(simulated: SimulatedWindow, observed: TrafficWindow) -> float:
-    return _compute_log_center(
-        Buckets.from_values((simulated.ttft_ms / 1000).tolist(), observed.ttft.bounds)
-    )
+    values = (simulated.ttft_ms / 1000).tolist()
+    return _compute_log_center(Buckets.from_values(values, observed.ttft.bounds))
 
 
 def _compute_log_center(buckets: Buckets) -> float:

@@ -18,7 +18,7 @@ from cleave.perf.latency_correction import Correction
 from cleave.planner.plan import PlannedPool
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.trials import Targets, Trials, TrialSpan
 from cleave.policy.role_flipping import FlipThresholds
 from cleave.simulator.fleet import SimulatedFleet
@@ -59,8 +59,7 @@ class SimulatedWindow:
 
     @classmethod
     def from_rows(cls, rows: NDArray[np.float64], slo: Slo, is_lending: bool) -> Self:
-        """From an array of four rows (TTFT, TPOT, waiting time, output tokens), one column per
-        request."""
+        """From four rows (TTFT, TPOT, waiting time, output tokens) with one column per request."""
         ttft_ms, tpot_ms, waited_ms, tokens = rows
         if not len(ttft_ms):
             return cls(ttft_ms, tpot_ms, 0.0, True, is_lending)
@@ -118,16 +117,12 @@ def build_placement(problem: Problem, running_plan: RunningPlan) -> CandidatePla
     return to_candidate_placement(problem, running_plan.pools, running_plan.algorithm)
 
 
-def build_fleet(
-    problem: Problem, running_plan: RunningPlan, placement: CandidatePlacement
-) -> SimulatedFleet:
-    """One cell of `placement` as a simulator fleet, with role flipping."""
-    return replace(build_cell_fleet(problem, placement), flipping=running_plan.flipping)
+def build_fleet(problem: Problem, plan: RunningPlan, cell: CandidatePlacement) -> SimulatedFleet:
+    """One cell of a placement as a simulator fleet, with role flipping."""
+    return replace(build_cell(problem, cell), flipping=plan.flipping)
 
 
-def _select_window(
-    outcome: SimulationResult, start_ms: float, length_ms: float
-) -> NDArray[np.float64]:
+def _select_window(outcome: SimulationResult, start_ms: float, length_ms: float) -> Times:
     end_ms = outcome.end_ms - start_ms
     waited_ms = outcome.prefill_start_ms - outcome.arrival_ms
     waited_ms = waited_ms + outcome.transfer_start_ms - outcome.prefill_end_ms

@@ -41,18 +41,13 @@ def reduce_restarts(current: Pools, proposed: Pools, serves: Callable[[Pools, in
     `serves(pools, avoided)`: whether such pools serve well enough, given the restarts avoided.
     """
     max_starts = count_starts(current, proposed)
-    variants = [
-        (count_starts(current, pools), pools) for pools in _list_variants(current, proposed)
-    ]
-    for starts, pools in sorted(variants, key=lambda variant: variant[0]):
+    # Each pool with its own limits, or with those of existing instances on the same hardware.
+    variants = itertools.product(*(_list_limits(current, pool) for pool in proposed))
+    counted = [(count_starts(current, pools), pools) for pools in variants]
+    for starts, pools in sorted(counted, key=lambda variant: variant[0]):
         if starts < max_starts and serves(pools, max_starts - starts):
             return pools
     return proposed
-
-
-def _list_variants(current: Pools, proposed: Pools) -> Iterator[Pools]:
-    """Each pool with its own limits, or with those of existing instances on the same hardware."""
-    return itertools.product(*(_list_limits(current, pool) for pool in proposed))
 
 
 def _list_limits(current: Pools, pool: PlannedPool) -> Iterator[PlannedPool]:

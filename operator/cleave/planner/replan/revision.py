@@ -137,11 +137,9 @@ def revise(
     PlanError.
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
-    observed_problem = replace(problem, demand=demand)
-    threshold, settle_s = settings.error_threshold, settings.settle_s
-    assessment = model_check.assess(
-        observed_problem, running_plan, windows, correction, threshold, settle_s
-    )
+    observed = replace(problem, demand=demand)
+    limit, settle_s = settings.error_threshold, settings.settle_s
+    assessment = model_check.assess(observed, running_plan, windows, correction, limit, settle_s)
     if not assessment.holds:
         return Revision(ReplanDecision(ReplanVerdict.CORRECT, assessment.reason), assessment)
     estimator = latency_correction.apply_correction(problem.estimator, assessment.correction)
@@ -149,7 +147,7 @@ def revise(
     # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
     current = replace(
         _forecast(mean_problem, running_plan),
-        observed_attainment=_compute_observed_attainment(windows, settings.settle_s),
+        observed_attainment=_compute_observed_attainment(windows, settle_s),
     )
     margin = compute_margin(windows)
     if current.min_attainment >= problem.slo.attainment:
@@ -160,12 +158,10 @@ def revise(
     if best is None:
         return Revision(ReplanDecision(ReplanVerdict.KEEP, result.reason), assessment, result)
     best = _reduce_restarts(peak_problem, running_plan.pools, best, settings)
-    best_plan = replace(running_plan, pools=best.pools, algorithm=best.algorithm)
-    proposed = _forecast(peak_problem, best_plan)
-    observed_s = sum(each.length_s for each in windows)
-    decision = decide(
-        mean_problem, current, proposed, settings, windows[-1].end_s, replaced_plans, observed_s
-    )
+    proposed_plan = replace(running_plan, pools=best.pools, algorithm=best.algorithm)
+    proposed = _forecast(peak_problem, proposed_plan)
+    at_s, observed_s = windows[-1].end_s, sum(each.length_s for each in windows)
+    decision = decide(mean_problem, current, proposed, settings, at_s, replaced_plans, observed_s)
     return Revision(decision, assessment, result, best)
 
 

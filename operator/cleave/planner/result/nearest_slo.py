@@ -9,6 +9,7 @@ SLO.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -19,15 +20,10 @@ from cleave.planner.search import capacity_bound, packing, replication
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
     InstanceGroup,
-    build_cell_fleet,
+    build_cell,
     describe,
 )
-from cleave.planner.search.candidates import (
-    Candidate,
-    build_decode_instance,
-    build_mixed_instance,
-    build_prefill_instance,
-)
+from cleave.planner.search.candidates import Candidate, build_decode, build_mixed, build_prefill
 from cleave.planner.search.context import SearchContext
 from cleave.simulator.outcome import compute_quantile
 
@@ -52,7 +48,7 @@ def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> 
     """
     options = [
         _ScaledPlacement(placement, _compute_scale(search, placement))
-        for placement in _list_placements(search, candidates)
+        for placement in _list_plans(search, candidates)
     ]
     best = min(options, key=lambda option: option.scale, default=None)
     if best is None or math.isinf(best.scale):
@@ -64,38 +60,32 @@ def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> 
     return NearestSlo(scale, scaled.ttft_ms, scaled.tpot_ms, describe(best.placement))
 
 
-def _list_placements(
-    search: SearchContext, candidates: Sequence[Candidate]
-) -> Iterator[CandidatePlacement]:
+def _list_plans(search: SearchContext, found: Sequence[Candidate]) -> Iterator[CandidatePlacement]:
     """Colocated and disaggregated plans with spare instances, as far as the nodes have room."""
     problem, lengths = search.problem, search.trials.get_lengths()
-    for candidate in candidates:
+    for candidate in found:
         for batching in problem.policies.mixed:
-            group = InstanceGroup(Role.MIXED, build_mixed_instance(problem, candidate, batching), 1)
+            group = InstanceGroup(Role.MIXED, build_mixed(problem, candidate, batching), 1)
             single = CandidatePlacement((group,))
-            bound = capacity_bound.compute_fleet_rate(build_cell_fleet(problem, single), lengths)
+            bound = capacity_bound.compute_fleet_rate(build_cell(problem, single), lengths)
             limit = math.ceil(_INSTANCE_SURPLUS * problem.rate / bound)
             if copies := packing.count_copies(problem, single, limit):
                 plenty = CandidatePlacement((replace(group, replicas=copies),))
                 yield replication.divide_into_cells(plenty)
-    prefills, decodes = _build_shortlists(candidates, lengths)
-    for prefill in prefills:
-        for decode in decodes:
-            if prefill.supply == decode.supply and problem.can_pair(
-                prefill.parallelism, decode.parallelism
-            ):
-                groups = [
-                    InstanceGroup(Role.PREFILL, build_prefill_instance(problem, prefill), 1),
-                    InstanceGroup(Role.DECODE, build_decode_instance(problem, decode), 1),
-                ]
-                yield from _list_disaggregated(problem, groups, lengths)
+    for prefill, decode in product(*_build_shortlists(found, lengths)):
+        sizes = prefill.parallelism, decode.parallelism
+        if prefill.supply == decode.supply and problem.can_pair(*sizes):
+            groups = [
+                InstanceGroup(Role.PREFILL, build_prefill(problem, prefill), 1),
+                InstanceGroup(Role.DECODE, build_decode(problem, decode), 1),
+            ]
+            yield from _list_disaggregated(problem, groups, lengths)
 
 
 def _build_shortlists(
     candidates: Sequence[Candidate], lengths: capacity_bound.LengthStatistics
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Candidates with the shortest prefill of a mean prompt, and with the shortest decode step; the
-    smaller of equals."""
+    """Candidates by shortest prefill of a mean prompt and by decode step; the smaller of equals."""
 
     def prefill_ms(candidate: Candidate) -> float:
         return candidate.estimate.timing.predict_prefill_ms([round(lengths.prompt_tokens)])
@@ -129,21 +119,17 @@ def _list_disaggregated(
 def _compute_scale(search: SearchContext, placement: CandidatePlacement) -> float:
     """Smallest factor on both targets that enough requests meet."""
     trials, targets, rate = search.trials, search.targets, search.problem.rate / placement.copies
-    fleet = build_cell_fleet(search.problem, placement)
+    fleet = build_cell(search.problem, placement)
     span = trials.compute_span(rate, targets)
     if capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(span.total)) <= rate:
         return math.inf  # its queues grow without bound, which a finite trace does not show
     outcome = trials.simulate(fleet, rate, span)
-    missed = np.maximum(
-        outcome.ttft_ms[span.window] / targets.ttft_ms,
-        outcome.tpot_ms[span.window] / targets.tpot_ms,
-    )
-    return compute_quantile(missed, targets.attainment)
+    missed = np.maximum(outcome.ttft_ms / targets.ttft_ms, outcome.tpot_ms / targets.tpot_ms)
+    return compute_quantile(missed[span.window], targets.attainment)
 
 
 def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | None:
-    """The factor again, from trials as long as the looser targets need; None: it does not
-    converge."""
+    """The factor again, by trials as long as the looser targets need; None: no convergence."""
     rate, scale = search.problem.rate / option.placement.copies, option.scale
     for _ in range(_MAX_STEPS):
         scaled = replace(search, targets=search.targets.scale(scale))

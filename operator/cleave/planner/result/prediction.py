@@ -18,7 +18,7 @@ from cleave.planner.result.simulation_summary import compute_percentiles
 from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
-    build_cell_fleet,
+    build_cell,
     build_transfer,
     compute_ahead_from_tokens,
     to_planned_pools,
@@ -60,7 +60,7 @@ class PredictedPlan:
 def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str) -> PredictedPlan:
     """Simulate `placement` at the requested rate and around its goodput."""
     problem, trials, targets = search.problem, search.trials, search.targets
-    fleet, rate = build_cell_fleet(problem, placement), problem.rate / placement.copies
+    fleet, rate = build_cell(problem, placement), problem.rate / placement.copies
     span = trials.compute_span(rate, targets)
     outcome = trials.simulate(fleet, rate, span)
     seeds = _SEEDS if span.counted < _LONG_TRIAL_REQUESTS else _FEW_SEEDS

@@ -21,8 +21,7 @@ from cleave.planner.search.candidate_placement import CandidatePlacement, Instan
 
 
 def compare_checkpoints(problem: Problem, plan: Plan) -> RecoveryComparison | None:
-    """Compare recovery at the planned rate; None: the GPUs are in no catalogue, such as emulated
-    ones."""
+    """Compare recovery at the planned rate; None: GPUs in no catalogue, such as emulated ones."""
     placement = to_candidate_placement(problem, plan.pools, plan.algorithm)
     decoding = _get_group(placement, Role.DECODE)
     try:

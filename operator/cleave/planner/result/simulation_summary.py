@@ -127,9 +127,8 @@ def _summarize_instances(
 ) -> Iterator[InstanceLoad]:
     counters = outcome.instances
     pools = (*fleet.prefill, *fleet.decode, *fleet.mixed)
-    capacity = np.repeat(
-        [pool.engine.kv_capacity_tokens for pool in pools], [pool.replicas for pool in pools]
-    )
+    tokens = [pool.engine.kv_capacity_tokens for pool in pools]
+    capacity = np.repeat(tokens, [pool.replicas for pool in pools])
     duration_ms = counters.duration_ms or math.inf
     usage = counters.kv_token_ms / (capacity * duration_ms)
     for index, name in enumerate(list_instance_names(fleet)):

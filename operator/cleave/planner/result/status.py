@@ -6,14 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cleave.api.plan import LatencyPercentiles, ManualPool, PlanOption, PredictedPerformance
-from cleave.planner.plan import (
-    EMULATED_GPU,
-    NearestSlo,
-    Percentiles,
-    Plan,
-    PlannedPool,
-    PlanningResult,
-)
+from cleave.planner.plan import EMULATED_GPU, Percentiles, Plan, PlannedPool, PlanningResult
 from cleave.planner.result.text import describe_trust
 
 Document = dict[str, Any]
@@ -64,11 +57,13 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
 
 def build_document(result: PlanningResult, max_alternatives: int) -> Document:
     """The complete result, ready for JSON."""
+    slo = result.nearest_slo
     return {
         "verdict": str(result.verdict),
         "reason": result.reason,
         "whatWouldChange": result.what_would_change,
-        "nearestSlo": result.nearest_slo and _dump_nearest_slo(result.nearest_slo),
+        "nearestSlo": slo
+        and {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan},
         "selected": result.selected and _dump_option(result.selected),
         "alternatives": [_dump_option(plan) for plan in result.alternatives[:max_alternatives]],
         "warnings": list(result.warnings),
@@ -90,10 +85,6 @@ def build_manual_placement(plan: Plan) -> Document:
 
 def _dump_option(plan: Plan) -> Document:
     return build_plan_option(plan).model_dump(mode="json", exclude_none=True)
-
-
-def _dump_nearest_slo(slo: NearestSlo) -> Document:
-    return {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan}
 
 
 def _build_percentiles(latency: Percentiles) -> LatencyPercentiles:

@@ -24,13 +24,11 @@ def format_pool(pool: PlannedPool) -> str:
 
 def format_plan(plan: Plan) -> str:
     """`2P tp4 + 1D tp2`; GPU types are named where there were several to choose from."""
-    kind = plan.pools[0].gpu
-    if all(pool.gpu == kind for pool in plan.pools):
-        labels = " + ".join(map(format_pool, plan.pools))
+    pools, kind = plan.pools, plan.pools[0].gpu
+    if all(pool.gpu == kind for pool in pools):
+        labels = " + ".join(map(format_pool, pools))
         return f"{labels} on {kind}" if plan.is_gpu_chosen and kind else labels
-    return " + ".join(
-        format_pool(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in plan.pools
-    )
+    return " + ".join(format_pool(pool) + (f" on {pool.gpu}" if pool.gpu else "") for pool in pools)
 
 
 def describe_pool(pool: PlannedPool) -> str:
@@ -59,7 +57,7 @@ def format_number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def format_milliseconds(value: float) -> str:
+def format_ms(value: float) -> str:
     """`400 ms`, `1.25 s`; `never` for an infinite time."""
     if not math.isfinite(value):
         return "never"

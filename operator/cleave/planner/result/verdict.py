@@ -16,12 +16,7 @@ from cleave.api.planning import Disaggregation, Objective
 from cleave.planner.plan import NearestSlo, PlanVerdict
 from cleave.planner.problem import Problem
 from cleave.planner.result.prediction import PredictedPlan
-from cleave.planner.result.text import (
-    format_milliseconds,
-    format_number,
-    format_percent,
-    format_plan,
-)
+from cleave.planner.result.text import format_ms, format_number, format_percent, format_plan
 from cleave.planner.search.trials import TrialSpan
 from cleave.simulator.outcome import SimulationResult, compute_quantile
 
@@ -86,12 +81,12 @@ def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo |
     """One sentence: why there is no plan, and what SLO is feasible."""
     slo = problem.slo
     target = (
-        f"TTFT {format_milliseconds(slo.ttft_ms)} and TPOT {format_milliseconds(slo.tpot_ms)} for "
+        f"TTFT {format_ms(slo.ttft_ms)} and TPOT {format_ms(slo.tpot_ms)} for "
         f"{format_percent(slo.attainment)} of {format_number(problem.rate)} req/s"
     )
     would = (
-        f"nearest SLO that holds is TTFT {format_milliseconds(nearest.ttft_ms)} and TPOT "
-        f"{format_milliseconds(nearest.tpot_ms)} ({format_number(nearest.scale)} times the "
+        f"nearest SLO that holds is TTFT {format_ms(nearest.ttft_ms)} and TPOT "
+        f"{format_ms(nearest.tpot_ms)} ({format_number(nearest.scale)} times the "
         f"requested one), with {nearest.plan}"
         if nearest
         else f"no multiple of this SLO was found that {_format_gpus(problem.max_gpus)} "
@@ -144,7 +139,7 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
     if switch_tpot_ms is None or math.isinf(switch_tpot_ms):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
     return (
-        f"{runner_up}; from a TPOT target of {format_milliseconds(switch_tpot_ms)} on it needs "
+        f"{runner_up}; from a TPOT target of {format_ms(switch_tpot_ms)} on it needs "
         "no more resources"
     )
 
@@ -242,7 +237,7 @@ def _describe_limit(slo: Slo, selected: PredictedPlan) -> str:
     """The TPOT target and the rate at which a colocated plan stops being enough."""
     tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, slo)
     return (
-        f"below a TPOT target of {format_milliseconds(tpot_ms)} or above "
+        f"below a TPOT target of {format_ms(tpot_ms)} or above "
         f"{format_number(selected.plan.prediction.goodput)} req/s the colocated plan needs more "
         "GPUs and the choice is open again"
     )

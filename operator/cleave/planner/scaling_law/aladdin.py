@@ -48,10 +48,8 @@ class ComputeLaw:
     @classmethod
     def fit(cls, compute_ms: Mapping[int, float]) -> "ComputeLaw":
         """Fit the law to compute times by number of GPUs (at least two), without communication."""
-        if len(compute_ms) < 2:
-            raise ScalingError(
-                f"compute times of {len(compute_ms)} worker sizes; a fit of Eq. 5 needs two"
-            )
+        if (num := len(compute_ms)) < 2:
+            raise ScalingError(f"compute times of {num} worker sizes; a fit of Eq. 5 needs two")
         inverse = np.array([[1 / gpus, 1.0] for gpus in compute_ms])
         k4, c4 = np.linalg.lstsq(inverse, np.array(list(compute_ms.values())), rcond=None)[0]
         return cls(float(k4), float(c4))
@@ -136,10 +134,8 @@ def fit_workers(counts: Mapping[float, int], lowest_rate: float = 0.0) -> Worker
     to `lowest_rate` are left out. Raises ScalingError when fewer than two remain.
     """
     usable = {rate: count for rate, count in counts.items() if rate > lowest_rate}
-    if len(usable) < 2:
-        raise ScalingError(
-            f"{len(usable)} rates above {lowest_rate:g} req/s; a fit of Eq. 7 needs two"
-        )
+    if (num := len(usable)) < 2:
+        raise ScalingError(f"{num} rates above {lowest_rate:g} req/s; a fit of Eq. 7 needs two")
     rates = np.array(list(usable))
     workers = np.array(list(usable.values()), dtype=float)
     k5, c5 = np.polyfit(rates, workers - 0.5, 1).tolist()
@@ -160,21 +156,17 @@ def count_workers(
     counts: dict[float, int] = {}
     enough = 1
     for rate in sorted(rates):
-        enough = counts[rate] = _find_min_workers(holds, rate, enough, max_workers)
+        enough = counts[rate] = _find_fewest(holds, rate, enough, max_workers)
     return counts
 
 
-def _find_min_workers(
-    holds: Callable[[int, float], bool], rate: float, low: int, max_workers: int
-) -> int:
+def _find_fewest(holds: Callable[[int, float], bool], rate: float, low: int, limit: int) -> int:
     """Growing steps up from `low`, then bisection."""
     step, high = 1, low
     while not holds(high, rate):
-        if high >= max_workers:
-            raise ScalingError(
-                f"rate {rate:g}: {max_workers} workers do not serve it; relax the targets"
-            )
-        low, high, step = high + 1, min(high + step, max_workers), step * 2
+        if high >= limit:
+            raise ScalingError(f"rate {rate:g}: {limit} workers do not serve it; relax the targets")
+        low, high, step = high + 1, min(high + step, limit), step * 2
     while low < high:
         middle = (low + high) // 2
         if holds(middle, rate):
@@ -192,9 +184,8 @@ def compute_lowest_rate(demand: Demand, heartbeat_s: float, error: float = 0.1) 
     leaves the threshold open).
     """
     if not (heartbeat_s > 0 and 0 < error < 1):
-        raise ScalingError(
-            f"heartbeat_s {heartbeat_s:g} must be above 0, error {error:g} between 0 and 1"
-        )
+        fault = f"heartbeat_s {heartbeat_s:g} must be above 0, error {error:g} between 0 and 1"
+        raise ScalingError(fault)
     drawn = demand.draw(20_000)
     variation = max(
         float(np.std(tokens) / np.mean(tokens))

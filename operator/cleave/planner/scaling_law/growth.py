@@ -17,10 +17,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.result.text import format_pool
 from cleave.planner.scaling_law import aladdin
 from cleave.planner.scaling_law.aladdin import ScalingError, WorkerLaw, WorkerSize
-from cleave.planner.search.candidate_placement import (
-    build_cell_fleet,
-    to_planned_pools,
-)
+from cleave.planner.search.candidate_placement import build_cell, to_planned_pools
 from cleave.planner.search.capacity_bound import compute_fleet_rate
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.replication import merge_cells
@@ -86,7 +83,7 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
     # `LOW_AFFINITY` divides the pools of any algorithm into cells.
     cell = replace(to_candidate_placement(problem, plan.pools, LOW_AFFINITY), copies=1)
     is_in_node = plan.algorithm.startswith(LOW_AFFINITY)
-    unit_rate = compute_fleet_rate(build_cell_fleet(problem, cell), trials.get_lengths())
+    unit_rate = compute_fleet_rate(build_cell(problem, cell), trials.get_lengths())
 
     def holds(workers: int, rate: float) -> bool:
         if rate > workers * unit_rate:
@@ -95,7 +92,7 @@ def fit_growth(problem: Problem, plan: Plan) -> Growth:
             (cell, rate / workers) if is_in_node else (merge_cells(cell.with_copies(workers)), rate)
         )
         span = _shorten(trials.compute_span(share, targets))
-        fleet = build_cell_fleet(problem, served)
+        fleet = build_cell(problem, served)
         return trials.measure_shares(fleet, share, targets, span).both >= targets.attainment
 
     middle = max(problem.rate, plan.prediction.goodput)
@@ -114,12 +111,8 @@ def to_plan_growth(problem: Problem, plan: Plan) -> PlanGrowth | None:
         return None
     worker, law = fitted.worker[0], fitted.law
     planned = next(pool for pool in plan.pools if pool.role is worker.role)
-    return PlanGrowth(
-        workers=planned.replicas // worker.replicas,
-        per_rate=law.k5,
-        base=law.c5,
-        lowest_rate=law.lowest_rate,
-    )
+    num = planned.replicas // worker.replicas
+    return PlanGrowth(workers=num, per_rate=law.k5, base=law.c5, lowest_rate=law.lowest_rate)
 
 
 def build_document(problem: Problem, plan: Plan) -> dict[str, Any]:

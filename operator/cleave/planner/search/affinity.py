@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from cleave.api.planning import Affinity
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
-from cleave.planner.search import capacity_bound
-from cleave.planner.search.candidates import Candidate, build_prefill_instance
+from cleave.planner.search.candidates import Candidate, build_prefill
+from cleave.planner.search.capacity_bound import compute_prefill_rate
 from cleave.planner.search.context import SearchContext
 
 _SHARE_OF_TTFT = 0.1
@@ -41,11 +41,8 @@ def choose_affinity(search: SearchContext, candidates: Sequence[Candidate]) -> A
     size = candidate.parallelism.tensor, candidate.parallelism.pipeline
     moved = build_kv_transfer(problem.shape, candidate.supply.network_link, size, size, 0.0)
     handoff_ms = moved.compute_serialized_ms(lengths.prompt_tokens)
-    prompts = capacity_bound.compute_prefill_rate(
-        build_prefill_instance(problem, candidate).engine, lengths
-    )
-    of_ttft = handoff_ms / problem.slo.ttft_ms
-    of_link = prompts * handoff_ms / 1000
+    prompts = compute_prefill_rate(build_prefill(problem, candidate).engine, lengths)
+    of_ttft, of_link = handoff_ms / problem.slo.ttft_ms, prompts * handoff_ms / 1000
     is_fast = of_ttft <= _SHARE_OF_TTFT and of_link <= _SHARE_OF_LINK
     return AffinityChoice(
         Affinity.HIGH if is_fast else Affinity.LOW,

@@ -10,11 +10,7 @@ from dataclasses import replace
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import ranking
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.candidates import PlannedInstance
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import Choice, RankedPlacement
@@ -30,7 +26,7 @@ def choose_refined(
     search: SearchContext,
     coarse: Sequence[CandidatePlacement],
     choose: Choice,
-    lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell_fleet,
+    lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell,
 ) -> RankedPlacement | None:
     """The choice of `choose` among `coarse`, then among the first choice and its variants."""
     first = choose(search, ranking.bound_placements(search, coarse, lay_out))

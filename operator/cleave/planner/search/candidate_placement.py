@@ -67,12 +67,8 @@ class CandidatePlacement:
         return sum(group.replicas for group in self.groups if group.role is role)
 
     def change_replicas(self, changes: dict[Role, int]) -> "CandidatePlacement":
-        """A copy with `changes` added to the replicas per role; a role without replicas is
-        dropped."""
-        counted = (
-            replace(group, replicas=group.replicas + changes.get(group.role, 0))
-            for group in self.groups
-        )
+        """A copy with `changes` added to replicas per role; a role without replicas is dropped."""
+        counted = (replace(g, replicas=g.replicas + changes.get(g.role, 0)) for g in self.groups)
         return replace(self, groups=tuple(group for group in counted if group.replicas > 0))
 
     def add_group(self, group: InstanceGroup) -> "CandidatePlacement":
@@ -87,7 +83,7 @@ class CandidatePlacement:
         return replace(self, copies=copies)
 
 
-def build_cell_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
+def build_cell(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
     """One cell as a simulator fleet; it serves the rate divided by `placement.copies`."""
     policies = problem.policies
     return SimulatedFleet(
@@ -135,8 +131,7 @@ def _build_kv_transfer(
 
 
 def select_link(placement: CandidatePlacement) -> Link:
-    """The link for KV: that inside a node when all of a cell shares a node, else the slowest
-    network."""
+    """The link for KV: that inside a node when a whole cell is in one, else the slowest network."""
     supplies = list({group.instance.candidate.supply for group in placement.groups})
     first = supplies[0]
     is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
@@ -179,7 +174,5 @@ def _format_parallelism(instance: PlannedInstance) -> str:
 
 def _build_pools(placement: CandidatePlacement, role: Role) -> tuple[SimulatedPool, ...]:
     return tuple(
-        SimulatedPool(group.instance.engine, group.replicas)
-        for group in placement.groups
-        if group.role is role
+        SimulatedPool(g.instance.engine, g.replicas) for g in placement.groups if g.role is role
     )

@@ -70,11 +70,9 @@ class PlannedInstance:
             admission=self.policies.admission,
         )
 
-    def with_limits(self, max_num_seqs: int, max_num_batched_tokens: int) -> "PlannedInstance":
+    def with_limits(self, seqs: int, batched_tokens: int) -> "PlannedInstance":
         """A copy with other limits per step."""
-        return replace(
-            self, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        return replace(self, max_num_seqs=seqs, max_num_batched_tokens=batched_tokens)
 
 
 def list_candidates(problem: Problem) -> tuple[Candidate, ...]:
@@ -101,10 +99,7 @@ def list_sizes(problem: Problem, supply: Supply) -> list[tuple[int, int]]:
 
 
 def group_by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    """GPU type -> its candidates.
-
-    Parallel sizes that occur in several groups of nodes are listed once.
-    """
+    """GPU type -> its candidates; sizes that occur in several groups of nodes are listed once."""
     kinds: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         of_kind = kinds.setdefault(candidate.supply.gpu, [])
@@ -113,7 +108,7 @@ def group_by_gpu(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
     return kinds
 
 
-def build_prefill_instance(problem: Problem, candidate: Candidate) -> PlannedInstance:
+def build_prefill(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that computes prompts up to L_m per step (DistServe, section 4.3), or as vLLM
     chunks them.
 
@@ -125,15 +120,13 @@ def build_prefill_instance(problem: Problem, candidate: Candidate) -> PlannedIns
     return _build_instance(problem, candidate, problem.policies.prefill, budget)
 
 
-def build_decode_instance(problem: Problem, candidate: Candidate) -> PlannedInstance:
+def build_decode(problem: Problem, candidate: Candidate) -> PlannedInstance:
     """An instance that decodes all requests that fit, by continuous batching."""
     instance = _build_instance(problem, candidate, problem.policies.decode, MAX_NUM_BATCHED_TOKENS)
     return replace(instance, max_num_seqs=DECODE_MAX_NUM_SEQS * candidate.parallelism.pipeline)
 
 
-def build_mixed_instance(
-    problem: Problem, candidate: Candidate, batching: Batching
-) -> PlannedInstance:
+def build_mixed(problem: Problem, candidate: Candidate, batching: Batching) -> PlannedInstance:
     """An instance that serves both phases."""
     return _build_instance(problem, candidate, batching, MAX_NUM_BATCHED_TOKENS)
 

@@ -51,8 +51,7 @@ class LengthStatistics:
 
 
 def compute_fleet_rate(fleet: SimulatedFleet, lengths: LengthStatistics) -> float:
-    """Upper bound of a fleet's rate, in req/s: the lower of both phases over the pools that run
-    them."""
+    """Upper bound of a fleet's rate, in req/s: the lower of both phases over their pools."""
     prompts, outputs = (*fleet.prefill, *fleet.mixed), (*fleet.decode, *fleet.mixed)
     prefill = sum(pool.replicas * compute_prefill_rate(pool.engine, lengths) for pool in prompts)
     decode = sum(pool.replicas * compute_decode_rate(pool.engine, lengths) for pool in outputs)

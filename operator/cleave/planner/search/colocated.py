@@ -12,12 +12,8 @@ from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, ranking
 from cleave.planner.search.batch_limits import choose_refined
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
-from cleave.planner.search.candidates import Candidate, build_mixed_instance
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import Candidate, build_mixed
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import Choice, RankedPlacement
 
@@ -39,9 +35,7 @@ def compute_misconfiguration_cost(
     1: as good as `own`; infinite: it never meets the targets.
     """
     rates = [
-        goodput.find_goodput(
-            search.trials, build_cell_fleet(search.problem, each), search.targets
-        ).rate
+        goodput.find_goodput(search.trials, build_cell(search.problem, each), search.targets).rate
         / search.get_resources(each)
         for each in (own.with_copies(1), foreign.with_copies(1))
     ]
@@ -55,6 +49,6 @@ def _list_coarse(problem: Problem, candidates: Sequence[Candidate]) -> list[Cand
         )
         for candidate in candidates
         for batching in problem.policies.mixed
-        for instance in (build_mixed_instance(problem, candidate, batching),)
+        for instance in (build_mixed(problem, candidate, batching),)
         for tokens in _COARSE_NUM_BATCHED_TOKENS
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from cleave.planner.problem import Problem
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.trials import Precision, Shares, Targets, Trials
 
 
@@ -37,5 +37,5 @@ class SearchContext:
     def measure_shares(self, placement: CandidatePlacement, rate: float) -> Shares:
         """Simulate one cell of `placement` at `rate`, the cell's own share."""
         span = self.trials.compute_span(rate, self.targets)
-        fleet = build_cell_fleet(self.problem, placement)
+        fleet = build_cell(self.problem, placement)
         return self.trials.measure_shares(fleet, rate, self.targets, span)

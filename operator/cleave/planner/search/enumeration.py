@@ -10,26 +10,17 @@ from dataclasses import dataclass, replace
 
 from cleave.api.planning import Affinity, Disaggregation
 from cleave.planner.plan import LOW_AFFINITY
-from cleave.planner.search import (
-    candidates,
-    colocated,
-    high_affinity,
-    low_affinity,
-    packing,
-    ranking,
-    replication,
-)
+from cleave.planner.search import colocated, high_affinity, low_affinity, ranking, replication
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
-from cleave.planner.search.candidates import Candidate
+from cleave.planner.search.candidates import Candidate, group_by_gpu
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.high_affinity import BestPhases
-from cleave.planner.search.ranking import RankedPlacement
+from cleave.planner.search.high_affinity import BestPhases, Pair
+from cleave.planner.search.packing import count_copies, has_room
 from cleave.planner.search.trials import CONFIRMATION_PRECISION
 
 HIGH, LOW, COLOCATED = "Algorithm 1", LOW_AFFINITY, "colocated"
 _MAX_PAIRS = 3
-"""Pairs of instances (GPU type and size) whose replicas are fitted; the others need more
-resources."""
+"""Pairs of instances (GPU type, size) whose replicas are fitted; others need more resources."""
 MAX_RESOURCE_RATIO = 1.5
 """A further disaggregated plan that needs more than this many times the first one is not listed."""
 _MANY_INSTANCES = 8
@@ -66,7 +57,7 @@ def _list_colocated(search: SearchContext, found: Sequence[Candidate]) -> Iterat
     their separate goodput suggests, and how many fewer depends on the type.
     """
     problem, step = search.problem, replace(search, step="colocated plans")
-    kinds = candidates.group_by_gpu(found).values()
+    kinds = group_by_gpu(found).values()
     rated = [colocated.optimize(step, of_kind, ranking.find_smallest) for of_kind in kinds]
     smallest_per_gpu = [each for each in rated if each is not None]
     fitted: list[CandidatePlacement] = []
@@ -82,7 +73,7 @@ def _list_colocated(search: SearchContext, found: Sequence[Candidate]) -> Iterat
     elif smallest_per_gpu:
         largest = max(
             smallest_per_gpu,
-            key=lambda each: packing.count_copies(problem, each.placement) * each.goodput.rate,
+            key=lambda each: count_copies(problem, each.placement) * each.goodput.rate,
         )
         groups, rates = largest.placement.groups, [largest.goodput.rate]
         filled = replication.fill_gpus(search, groups, rates)
@@ -108,7 +99,7 @@ def _list_high_affinity(
             break
         start = (
             replicated
-            if packing.has_room(problem, replicated)
+            if has_room(problem, replicated)
             else replication.fill_gpus(search, *_get_groups_and_goodputs(pair))
         )
         best = _fit(search, start, mixed_group) if start else None
@@ -122,9 +113,7 @@ def _list_high_affinity(
             yield PlacementOption(filled, HIGH, False)
 
 
-def _estimate_rate_of_all_gpus(
-    search: SearchContext, pair: tuple[RankedPlacement, RankedPlacement]
-) -> float:
+def _estimate_rate_of_all_gpus(search: SearchContext, pair: Pair) -> float:
     """The rate that all GPUs filled with a pair's instances serve, by their goodput; 0: no room."""
     groups, goodputs = _get_groups_and_goodputs(pair)
     filled = replication.fill_by_ratio(search.problem, groups, goodputs)
@@ -134,9 +123,7 @@ def _estimate_rate_of_all_gpus(
     return filled.copies * min(served)
 
 
-def _get_groups_and_goodputs(
-    pair: tuple[RankedPlacement, RankedPlacement],
-) -> tuple[list[InstanceGroup], list[float]]:
+def _get_groups_and_goodputs(pair: Pair) -> tuple[list[InstanceGroup], list[float]]:
     groups = [group for rated in pair for group in rated.placement.groups]
     return groups, [rated.goodput.rate for rated in pair]
 
@@ -172,17 +159,15 @@ def _list_low_affinity(
             fitted.append(best)
     yield from (PlacementOption(placement, LOW, True) for placement in _drop_duplicates(fitted))
     if not fitted:
-        num_cells = packing.count_copies(problem, efficient.placement)
+        num_cells = count_copies(problem, efficient.placement)
         yield PlacementOption(efficient.placement.with_copies(num_cells), LOW, False)
 
 
 def _drop_duplicates(placements: Sequence[CandidatePlacement]) -> list[CandidatePlacement]:
     """Without placements that differ only in step limits or in the division into cells."""
     shapes = {
-        tuple(
-            (g.role, g.instance.candidate, g.replicas * placement.copies) for g in placement.groups
-        ): placement
-        for placement in reversed(placements)
+        tuple((g.role, g.instance.candidate, g.replicas * each.copies) for g in each.groups): each
+        for each in reversed(placements)
     }
     return list(reversed(shapes.values()))
 
@@ -194,4 +179,4 @@ def _fit(
     fitted = replication.fit_replicas(search, start, mixed_group)
     if fitted is None:
         return None
-    return replication.confirm_replicas(search.with_precision(CONFIRMATION_PRECISION), fitted)
+    return replication.confirm_fit(search.with_precision(CONFIRMATION_PRECISION), fitted)

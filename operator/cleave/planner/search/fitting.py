@@ -10,11 +10,7 @@ from dataclasses import dataclass, field
 
 from cleave.api.role import Role
 from cleave.planner.search import capacity_bound, packing
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.trials import Shares
 
@@ -95,7 +91,7 @@ class ReplicaFitter:
     def _find_short_role(self, placement: CandidatePlacement) -> Role | None:
         """The role whose rate bound is below the load; None: no role's is."""
         search, rate = self.search, self.search.problem.rate / placement.copies
-        fleet = build_cell_fleet(search.problem, placement)
+        fleet = build_cell(search.problem, placement)
         span = search.trials.compute_span(rate, search.targets)
         lengths = search.trials.get_lengths(span.total)
         if capacity_bound.compute_fleet_rate(fleet, lengths) >= rate:
@@ -110,25 +106,22 @@ class ReplicaFitter:
 
     def _find_best_larger(self, placement: CandidatePlacement) -> CandidatePlacement | None:
         """The step that improves attainment most; while it is 0, a step for the weaker phase."""
-        feasible = {
+        larger = {
             group.role: grown
             for group in placement.groups
             if self._has_room(grown := self._add_replicas(placement, group.role))
         }
-        if not feasible:
+        if not larger:
             return None
         current = self._simulate_shares(placement)
         weak = Role.PREFILL if current.ttft < current.tpot else Role.DECODE
-        if current.both == 0 and weak in feasible:
-            return feasible[weak]
-        return max(
-            feasible.values(), key=lambda each: (self._simulate_shares(each).both, -each.gpus)
-        )
+        if current.both == 0 and weak in larger:
+            return larger[weak]
+        return max(larger.values(), key=lambda each: (self._simulate_shares(each).both, -each.gpus))
 
     def _add_replicas(self, placement: CandidatePlacement, role: Role) -> CandidatePlacement:
-        grown = placement.change_replicas(
-            {role: max(1, round(placement.count_replicas(role) * _GROWTH_SHARE))}
-        )
+        added = max(1, round(placement.count_replicas(role) * _GROWTH_SHARE))
+        grown = placement.change_replicas({role: added})
         if placement.is_in_node and not self._has_room(grown):
             return placement.with_copies(placement.copies + 1)
         return grown
@@ -161,11 +154,8 @@ def _list_moves(
         return
     yield placement.change_replicas({Role.PREFILL: -1, Role.DECODE: 1})
     yield placement.change_replicas({Role.PREFILL: 1, Role.DECODE: -1})
-    if (
-        mixed_group is not None
-        and placement.count_replicas(Role.PREFILL) > 1
-        and placement.count_replicas(Role.DECODE) > 1
-    ):
+    phases = Role.PREFILL, Role.DECODE
+    if mixed_group is not None and all(placement.count_replicas(role) > 1 for role in phases):
         yield placement.change_replicas({Role.PREFILL: -1, Role.DECODE: -1}).add_group(mixed_group)
 
 

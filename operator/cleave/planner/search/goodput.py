@@ -50,11 +50,7 @@ class Goodput:
 
 
 def find_goodput(
-    trials: Trials,
-    fleet: SimulatedFleet,
-    targets: Targets,
-    at_least: float = 0.0,
-    tolerance: float = TOLERANCE,
+    trials: Trials, fleet: SimulatedFleet, targets: Targets, at_least: float = 0.0
 ) -> Goodput:
     """Find the goodput of `fleet` by bisection, starting at the estimated rate.
 
@@ -67,24 +63,19 @@ def find_goodput(
         return Goodput(0.0, 0.0)
     estimate = capacity_bound.estimate_rate(fleet, lengths, targets.tpot_ms)
     guess = max(estimate, at_least * _FIRST_STEP)
-    bisection = _Bisection.from_rate(trials, fleet, targets, min(guess, upper), tolerance)
+    bisection = _Bisection.start(trials, fleet, targets, min(guess, upper))
     if at_least > 0 and not bisection.holds(at_least):
         return Goodput(0.0, bisection.attainments.get(at_least, 0.0))
     return bisection.run(at_least, guess)
 
 
 def find_goodput_near(
-    trials: Trials,
-    fleet: SimulatedFleet,
-    targets: Targets,
-    rate: float,
-    tolerance: float = TOLERANCE,
+    trials: Trials, fleet: SimulatedFleet, targets: Targets, rate: float
 ) -> Goodput:
     """The same, starting at a `rate` that is probably close."""
     if rate <= 0:
-        return find_goodput(trials, fleet, targets, tolerance=tolerance)
-    first = 1 + tolerance
-    return _Bisection.from_rate(trials, fleet, targets, rate, tolerance).run(0.0, rate, first)
+        return find_goodput(trials, fleet, targets)
+    return _Bisection.start(trials, fleet, targets, rate).run(0.0, rate, 1 + TOLERANCE)
 
 
 def confirm_goodput(
@@ -157,23 +148,19 @@ class _Bisection:
     span: TrialSpan
     upper: float
     """Rate bound: no rate above it can be sustained, although a finite trial may not show that."""
-    tolerance: float
     attainments: dict[float, float] = field(default_factory=dict)
     """Rate -> attainment."""
 
     @classmethod
-    def from_rate(
-        cls, trials: Trials, fleet: SimulatedFleet, targets: Targets, rate: float, tolerance: float
-    ) -> Self:
+    def start(cls, trials: Trials, fleet: SimulatedFleet, targets: Targets, rate: float) -> Self:
         """A search in which all trials have the length of a trial at `rate`."""
         span = trials.compute_span(rate, targets)
         upper = capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(span.total))
-        return cls(trials, prepare_fleet(fleet), targets, span, upper, tolerance)
+        return cls(trials, prepare_fleet(fleet), targets, span, upper)
 
     def run(self, low: float, guess: float, widen: float = _FIRST_STEP) -> Goodput:
-        """Find a bracket with growing steps from `guess`, then bisect; `low` meets the target or is
-        0."""
-        rate = max(min(guess, self.upper * (1 - self.tolerance)), low)
+        """Widen a bracket around `guess`, then bisect; `low` meets the target or is 0."""
+        rate = max(min(guess, self.upper * (1 - TOLERANCE)), low)
         if self.holds(rate):
             while self.holds(high := rate * widen) and len(self.attainments) < _MAX_STEPS:
                 rate, widen = high, widen * widen
@@ -197,7 +184,7 @@ class _Bisection:
     def _narrow(self, low: float, high: float) -> Goodput:
         """Bisect between `low`, which meets the target or is 0, and `high`, which fails."""
         high = min(high, self.upper)
-        while low > 0 and high - low > self.tolerance * high:
+        while low > 0 and high - low > TOLERANCE * high:
             middle = self._interpolate(low, high)
             if self.holds(middle):
                 low = middle
@@ -208,8 +195,7 @@ class _Bisection:
         return Goodput(low, self.attainments.get(low, 0.0), is_monotone)
 
     def _interpolate(self, low: float, high: float) -> float:
-        """Linear interpolation of the rate at the target, kept away from both ends of the
-        bracket."""
+        """Linear interpolation of the rate at the target, kept away from the bracket's ends."""
         target = self.targets.attainment
         above, below = self.attainments[low] - target, target - self.attainments.get(high, 0.0)
         # Near the flat top of the curve interpolation is poor; the limits keep it close to halving.

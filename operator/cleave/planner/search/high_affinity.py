@@ -12,21 +12,15 @@ from cleave.api.role import Parallelism, Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import ranking
 from cleave.planner.search.batch_limits import choose_refined
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
-from cleave.planner.search.candidates import (
-    Candidate,
-    build_decode_instance,
-    build_prefill_instance,
-    group_by_gpu,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
+from cleave.planner.search.candidates import Candidate, build_decode, build_prefill, group_by_gpu
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import Choice, RankedPlacement
 from cleave.planner.search.trials import Targets
 from cleave.simulator.fleet import SimulatedFleet
+
+Pair = tuple[RankedPlacement, RankedPlacement]
+"""A prefill and a decode instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +51,8 @@ def optimize(
     )
 
 
-def list_pairs(
-    problem: Problem, phases: Sequence[BestPhases]
-) -> list[tuple[RankedPlacement, RankedPlacement]]:
-    """All pairs of a prefill instance and a decode instance that can pull its KV, across GPU
-    types."""
+def list_pairs(problem: Problem, phases: Sequence[BestPhases]) -> list[Pair]:
+    """Every prefill instance with every decode instance that can pull its KV, across GPU types."""
     return [
         (prefill, decode)
         for prefill in _drop_duplicates([each.prefill for each in phases])
@@ -82,14 +73,14 @@ def replicate(prefill: RankedPlacement, decode: RankedPlacement, rate: float) ->
 
 def build_single(problem: Problem, candidate: Candidate, role: Role) -> CandidatePlacement:
     """A placement of one instance of one role."""
-    instantiate = build_prefill_instance if role is Role.PREFILL else build_decode_instance
+    instantiate = build_prefill if role is Role.PREFILL else build_decode
     return CandidatePlacement((InstanceGroup(role, instantiate(problem, candidate), 1),))
 
 
 def _build_phase_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
     """The fleet of one phase. In simu_decode requests arrive with their first token, so waits count
     in TPOT."""
-    return replace(build_cell_fleet(problem, placement), first_token_by_decode=False)
+    return replace(build_cell(problem, placement), first_token_by_decode=False)
 
 
 def _get_parallelism(rated: RankedPlacement) -> Parallelism:

@@ -14,11 +14,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.search import packing, ranking
 from cleave.planner.search.batch_limits import choose_refined
 from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup
-from cleave.planner.search.candidates import (
-    Candidate,
-    build_decode_instance,
-    build_prefill_instance,
-)
+from cleave.planner.search.candidates import Candidate, build_decode, build_prefill
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.ranking import Choice, RankedPlacement
 
@@ -75,8 +71,8 @@ def _list_replica_counts(
     return [
         CandidatePlacement(
             (
-                InstanceGroup(Role.PREFILL, build_prefill_instance(problem, prefill), n),
-                InstanceGroup(Role.DECODE, build_decode_instance(problem, decode), m),
+                InstanceGroup(Role.PREFILL, build_prefill(problem, prefill), n),
+                InstanceGroup(Role.DECODE, build_decode(problem, decode), m),
             ),
             is_in_node=True,
         )

@@ -36,10 +36,8 @@ def _list_pieces(placement: CandidatePlacement) -> dict[Supply, Counter[int]]:
     pieces: dict[Supply, Counter[int]] = {}
     if placement.is_in_node:
         first = placement.groups[0].instance.candidate
-        segment = sum(
-            g.replicas * g.instance.candidate.parallelism.tensor for g in placement.groups
-        )
-        return {first.supply: Counter({segment: first.parallelism.pipeline * placement.copies})}
+        gpus = sum(g.replicas * g.instance.candidate.parallelism.tensor for g in placement.groups)
+        return {first.supply: Counter({gpus: first.parallelism.pipeline * placement.copies})}
     for group in placement.groups:
         candidate = group.instance.candidate
         stages = group.replicas * placement.copies * candidate.parallelism.pipeline

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cleave.planner.problem import Problem
 from cleave.planner.search import capacity_bound, goodput
-from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell_fleet
+from cleave.planner.search.candidate_placement import CandidatePlacement, build_cell
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.goodput import Goodput
 from cleave.simulator.fleet import SimulatedFleet
@@ -55,8 +55,7 @@ def find_best(search: SearchContext, tried: Iterable[BoundedPlacement]) -> Ranke
     Ticks once per entry. Among equals, the smaller placement wins.
     """
     winner: RankedPlacement | None = None
-    ordered = sorted(tried, key=lambda each: (-each.bound / each.resources, each.resources))
-    for entry in ordered:
+    for entry in sorted(tried, key=lambda each: (-each.bound / each.resources, each.resources)):
         search.tick(search.step)
         best_ratio = winner.per_resource if winner else 0.0
         if entry.bound / entry.resources <= best_ratio:
@@ -89,22 +88,19 @@ def find_smallest(
         if optimistic >= limit * (1 - _RELATIVE_TOLERANCE):
             continue
         max_copies = math.ceil(limit / entry.resources) - 1 if winner else None
-        copies = _count_copies(search, entry, max_copies)
-        if copies is not None:
+        if (copies := _count_copies(search, entry, max_copies)) is not None:
             shared = Goodput(rate / copies, search.targets.attainment)
             winner = RankedPlacement(entry.placement, shared, shared.rate / entry.resources)
             limit = copies * entry.resources
     return winner
 
 
-def _count_copies(
-    search: SearchContext, entry: BoundedPlacement, max_copies: int | None
-) -> int | None:
-    """Fewest copies, at most `max_copies`, that together serve the rate; None: that many do not."""
+def _count_copies(search: SearchContext, entry: BoundedPlacement, limit: int | None) -> int | None:
+    """Fewest copies, at most `limit`, that together serve the rate; None: that many do not."""
     trials, targets, rate = search.trials, search.targets, search.problem.rate
     if not goodput.can_meet_targets(trials, entry.fleet, targets):
         return None
-    if max_copies is None:
+    if limit is None:
         served = goodput.find_goodput(trials, entry.fleet, targets).rate
         return math.ceil(rate / served) if served else None
     prepared = prepare_fleet(entry.fleet)
@@ -114,7 +110,7 @@ def _count_copies(
         span = trials.compute_span(share, targets)
         return trials.measure_shares(prepared, share, targets, span).both >= targets.attainment
 
-    low, high = math.ceil(rate / entry.bound) - 1, max_copies
+    low, high = math.ceil(rate / entry.bound) - 1, limit
     if not holds(high):
         return None
     while high - low > 1:
@@ -126,17 +122,13 @@ def _count_copies(
 def bound_placements(
     search: SearchContext,
     placements: Iterable[CandidatePlacement],
-    lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell_fleet,
+    lay_out: Callable[[Problem, CandidatePlacement], SimulatedFleet] = build_cell,
 ) -> list[BoundedPlacement]:
     """Placements with the rate bounds of their fleets."""
     lengths = search.trials.get_lengths()
     fleets = [(placement, lay_out(search.problem, placement)) for placement in placements]
+    bounds = [capacity_bound.compute_fleet_rate(fleet, lengths) for _, fleet in fleets]
     return [
-        BoundedPlacement(
-            placement,
-            fleet,
-            capacity_bound.compute_fleet_rate(fleet, lengths),
-            search.get_resources(placement),
-        )
-        for placement, fleet in fleets
+        BoundedPlacement(placement, fleet, bound, search.get_resources(placement))
+        for (placement, fleet), bound in zip(fleets, bounds, strict=True)
     ]

@@ -15,11 +15,7 @@ from dataclasses import replace
 from cleave.api.role import Role
 from cleave.planner.problem import Problem
 from cleave.planner.search import goodput, packing
-from cleave.planner.search.candidate_placement import (
-    CandidatePlacement,
-    InstanceGroup,
-    build_cell_fleet,
-)
+from cleave.planner.search.candidate_placement import CandidatePlacement, InstanceGroup, build_cell
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.fitting import ReplicaFitter
 from cleave.planner.search.trials import CONFIRMATION_PRECISION
@@ -43,14 +39,12 @@ def fit_replicas(
     if start.copies == 1:
         return cell
     # Equal cells round every count up, so try to remove instances of the complete fleet. Its trials
-    # are long in any case, and `confirm_replicas` would have to restore what short ones removed.
+    # are long in any case, and `confirm_fit` would have to restore what short ones removed.
     fitter = ReplicaFitter(search.with_precision(CONFIRMATION_PRECISION))
     return _grow_and_shrink(fitter, merge_cells(cell) if cell else placement, mixed_group)
 
 
-def confirm_replicas(
-    search: SearchContext, placement: CandidatePlacement
-) -> CandidatePlacement | None:
+def confirm_fit(search: SearchContext, placement: CandidatePlacement) -> CandidatePlacement | None:
     """`placement` with the instances added that trials show to be missing; None: no room."""
     fitter = ReplicaFitter(search)
     return placement if fitter.holds(placement) else _grow_and_shrink(fitter, placement)
@@ -117,19 +111,15 @@ def _grow_and_shrink(
 
 
 def _fill_cell(
-    problem: Problem, unit: CandidatePlacement, goodputs: Sequence[float], max_gpus: int
+    problem: Problem, unit: CandidatePlacement, goodputs: Sequence[float], limit: int
 ) -> CandidatePlacement:
     placement = unit
     while True:
-        served = [
-            group.replicas * each for group, each in zip(placement.groups, goodputs, strict=True)
-        ]
+        served = [g.replicas * each for g, each in zip(placement.groups, goodputs, strict=True)]
         weakest = sorted(range(len(served)), key=served.__getitem__)
         grown = (placement.change_replicas({placement.groups[index].role: 1}) for index in weakest)
-        feasible = (
-            each for each in grown if each.gpus <= max_gpus and packing.has_room(problem, each)
-        )
-        larger = next(feasible, None)
+        options = (each for each in grown if each.gpus <= limit and packing.has_room(problem, each))
+        larger = next(options, None)
         if larger is None:
             return placement
         placement = larger
@@ -138,7 +128,7 @@ def _fill_cell(
 def _exchange_roles(search: SearchContext, placement: CandidatePlacement) -> CandidatePlacement:
     """Exchange prefill and decode instances while the cell serves more."""
     problem, trials, targets = search.problem, search.trials, search.targets
-    served = goodput.find_goodput(trials, build_cell_fleet(problem, placement), targets).rate
+    served = goodput.find_goodput(trials, build_cell(problem, placement), targets).rate
     for _ in range(_MAX_EXCHANGES):
         for more, less in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             if placement.count_replicas(less) < 2:
@@ -146,7 +136,7 @@ def _exchange_roles(search: SearchContext, placement: CandidatePlacement) -> Can
             exchanged = placement.change_replicas({more: 1, less: -1})
             if exchanged.gpus > placement.gpus or not packing.has_room(problem, exchanged):
                 continue
-            fleet = build_cell_fleet(problem, exchanged)
+            fleet = build_cell(problem, exchanged)
             rate = goodput.find_goodput(trials, fleet, targets, at_least=served).rate
             if rate > served:
                 placement, served = exchanged, rate

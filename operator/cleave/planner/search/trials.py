@@ -22,6 +22,8 @@ from cleave.simulator.run import PreparedFleet, measure_latencies, simulate
 from cleave.simulator.trace import Trace
 from cleave.traffic.workload import Demand
 
+Fleet = SimulatedFleet | PreparedFleet
+
 MIN_TTFT_TARGETS = 100.0
 """Shortest duration of a trial, in TTFT targets."""
 _MAX_SAMPLE_FACTOR = 4
@@ -97,6 +99,25 @@ class Shares:
     tpot: float
 
 
+@dataclass(frozen=True, slots=True)
+class TrialSpan:
+    """Number of requests of a trial, in order of arrival."""
+
+    ramp: int
+    """Requests that are not counted, at the beginning and again at the end."""
+    counted: int
+
+    @property
+    def total(self) -> int:
+        """All simulated requests."""
+        return self.counted + 2 * self.ramp
+
+    @property
+    def window(self) -> slice:
+        """Slice of the counted requests among all."""
+        return slice(self.ramp, self.ramp + self.counted)
+
+
 @dataclass(slots=True)
 class Trials:
     """Simulates fleets under one demand, and counts the simulated requests."""
@@ -116,7 +137,7 @@ class Trials:
         """The same with longer or shorter trials."""
         return replace(self, precision=precision)
 
-    def compute_span(self, rate: float, targets: Targets) -> "TrialSpan":
+    def compute_span(self, rate: float, targets: Targets) -> TrialSpan:
         """Number of requests of a trial at `rate`."""
         life_s = self._compute_lifetime_ms(targets) / 1000
         ttft_s = targets.ttft_ms / 1000 if math.isfinite(targets.ttft_ms) else 0.0
@@ -128,11 +149,7 @@ class Trials:
         return TrialSpan(ramp=int(min(math.ceil(rate * life_s), counted)), counted=counted)
 
     def measure_shares(
-        self,
-        fleet: SimulatedFleet | PreparedFleet,
-        rate: float,
-        targets: Targets,
-        span: "TrialSpan",
+        self, fleet: Fleet, rate: float, targets: Targets, span: TrialSpan
     ) -> Shares:
         """Simulate `fleet` at `rate` and measure the shares of requests that met the targets."""
         self._record(span)
@@ -143,9 +160,7 @@ class Trials:
         outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met)
         return Shares(*(float(np.count_nonzero(met)) / len(met) for met in outcomes))
 
-    def simulate(
-        self, fleet: SimulatedFleet | PreparedFleet, rate: float, span: "TrialSpan"
-    ) -> SimulationResult:
+    def simulate(self, fleet: Fleet, rate: float, span: TrialSpan) -> SimulationResult:
         """Simulate `fleet` at `rate` and return the outcome of all requests."""
         self._record(span)
         return simulate(fleet, self.build_trace(span.total, rate), self.seed)
@@ -166,7 +181,7 @@ class Trials:
         """The requests of a short trial, at one per second."""
         return self._get_unit_trace(self.precision.min_requests)
 
-    def _record(self, span: "TrialSpan") -> None:
+    def _record(self, span: TrialSpan) -> None:
         self.tally.trials += 1
         self.tally.requests += span.total
 
@@ -185,22 +200,3 @@ class Trials:
         ttft_ms = targets.ttft_ms if math.isfinite(targets.ttft_ms) else 0.0
         tpot_ms = targets.tpot_ms if math.isfinite(targets.tpot_ms) else 0.0
         return ttft_ms + tpot_ms * lengths.decode_steps
-
-
-@dataclass(frozen=True, slots=True)
-class TrialSpan:
-    """Number of requests of a trial, in order of arrival."""
-
-    ramp: int
-    """Requests that are not counted, at the beginning and again at the end."""
-    counted: int
-
-    @property
-    def total(self) -> int:
-        """All simulated requests."""
-        return self.counted + 2 * self.ramp
-
-    @property
-    def window(self) -> slice:
-        """Slice of the counted requests among all."""
-        return slice(self.ramp, self.ramp + self.counted)

@@ -2,13 +2,23 @@
 
 DistServe, section 3.1, Eq. 1-3: Poisson arrivals, prompts of one length, served one at a time in
 order of arrival (M/D/1). Times in milliseconds, rates in requests per second. The search compares
-these formulas with its simulations and warns when they disagree.
+the formulas with the simulation of the selected plan; a disagreement becomes a warning of the
+result. Plans with several prefill instances, different prompt lengths or other arrivals than
+Poisson are not checked.
 """
 
 import math
+from collections.abc import Iterator
 
+import numpy as np
+
+from cleave.api.role import Role
+from cleave.planner.result.prediction import PredictedPlan
+from cleave.simulator.fleet import Batching
 from cleave.simulator.trace import Trace
 
+_TOLERANCE = 0.1
+"""Relative difference of the mean TTFT that sampling explains."""
 _EQUAL_LENGTH_VARIATION = 0.02
 """Largest coefficient of variation of prompt lengths that count as equal."""
 _POISSON_VARIATION = (0.9, 1.1)
@@ -69,10 +79,42 @@ def applies(trace: Trace) -> bool:
     return is_alike and low <= float(gaps.std()) / float(gaps.mean()) <= high
 
 
+def list_disagreements(finalist: PredictedPlan) -> Iterator[str]:
+    """One sentence if formula and simulation differ."""
+    expected_ms = compute_expected_prefill_ms(finalist)
+    if expected_ms is None:
+        return
+    outcome, window = finalist.outcome, finalist.span.window
+    simulated_ms = float(np.mean((outcome.prefill_end_ms - outcome.arrival_ms)[window]))
+    if abs(simulated_ms - expected_ms) > _TOLERANCE * expected_ms:
+        yield (
+            f"mean time to the end of the prompt is {simulated_ms:.4g} ms simulated and "
+            f"{expected_ms:.4g} ms by the M/D/1 formula (DistServe, Eq. 1-3)"
+        )
+
+
+def compute_expected_prefill_ms(finalist: PredictedPlan) -> float | None:
+    """Mean time from arrival to the end of the prompt by Eq. 1 and 2; None: they do not apply."""
+    groups = [group for group in finalist.placement.groups if group.role is Role.PREFILL]
+    if len(groups) != 1 or groups[0].replicas != 1:
+        return None
+    trace, instance = finalist.trace, groups[0].instance
+    prompt = round(float(trace.prompt_tokens.mean()))
+    joins = 2 * prompt <= instance.max_num_batched_tokens
+    cuts = instance.batching is Batching.VLLM and prompt > instance.max_num_batched_tokens
+    if not applies(trace) or joins or cuts:
+        return None
+    timing = instance.engine.timing
+    prefill_ms = timing.predict_prefill_ms([prompt])
+    try:
+        return compute_mean_ttft_inter_op_ms(trace.rate, prefill_ms, timing.stages)
+    except QueueingError:
+        return None
+
+
 def _is_inter_op_faster(rate: float, prefill_ms: float, speedup: float) -> bool:
-    return compute_mean_ttft_inter_op_ms(rate, prefill_ms) < compute_mean_ttft_intra_op_ms(
-        rate, prefill_ms, speedup
-    )
+    inter_ms = compute_mean_ttft_inter_op_ms(rate, prefill_ms)
+    return inter_ms < compute_mean_ttft_intra_op_ms(rate, prefill_ms, speedup)
 
 
 def _compute_wait_ms(rate: float, service_ms: float) -> float:
