@@ -20,10 +20,7 @@ RULES_BROKEN = "rules_broken"
 def declare_list_map_key(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field information
     """Mark a list as a map keyed by one field of its entries, as for `kubectl apply`."""
     return Field(
-        json_schema_extra={
-            "x-kubernetes-list-type": "map",
-            "x-kubernetes-list-map-keys": [field],
-        }
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
     )
 
 

@@ -50,9 +50,7 @@ class ManualPlacement(ApiModel):
     """A manual placement: the instances of each role."""
 
     manual: Annotated[
-        list[ManualPool],
-        Field(min_length=1, max_length=3),
-        declare_list_map_key("role"),
+        list[ManualPool], Field(min_length=1, max_length=3), declare_list_map_key("role")
     ]
     """The instances of each role, one entry per role."""
 

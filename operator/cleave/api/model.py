@@ -5,13 +5,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    GetJsonSchemaHandler,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from cleave.api.base import ApiModel
@@ -81,8 +75,7 @@ class ModelCache(ApiModel):
         given = [name for name in _CACHES if getattr(self, name) is not None]
         if len(given) != 1:
             raise PydanticCustomError(
-                "one_cache",
-                "state exactly one of hostPath, persistentVolumeClaim and image",
+                "one_cache", "state exactly one of hostPath, persistentVolumeClaim and image"
             )
         return self
 

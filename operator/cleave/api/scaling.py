@@ -48,9 +48,7 @@ class ScheduledPeak(ApiModel):
     """A period of known higher traffic."""
 
     cron: Annotated[
-        str,
-        Field(min_length=9, max_length=128, pattern=_CRON),
-        AfterValidator(_check_cron),
+        str, Field(min_length=9, max_length=128, pattern=_CRON), AfterValidator(_check_cron)
     ]
     """When the period begins, in UTC, as cron expression: minute, hour, day of the month, month,
     day of the week. Set it earlier than the traffic, by the time that instances take to start."""

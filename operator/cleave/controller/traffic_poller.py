@@ -43,10 +43,7 @@ class TrafficPoller:
     """Observed traffic of each deployment; `enqueue` is called for one when it has changed."""
 
     def __init__(
-        self,
-        cache: ObjectCache,
-        enqueue: Callable[[ResourceKey], None],
-        now: Callable[[], float],
+        self, cache: ObjectCache, enqueue: Callable[[ResourceKey], None], now: Callable[[], float]
     ) -> None:
         """`now` is Unix time."""
         self._cache, self._enqueue = cache, enqueue

@@ -37,11 +37,7 @@ _LWS_RANK = "$(LWS_WORKER_INDEX)"
 
 
 def build_node_pods(
-    pool: InstancePool,
-    leader: Manifest,
-    *,
-    device: Device = "gpu",
-    image_prefix: str = "",
+    pool: InstancePool, leader: Manifest, *, device: Device = "gpu", image_prefix: str = ""
 ) -> list[Manifest]:
     """The further pods of the instance of the pod `leader`, by rank from 1.
 

@@ -174,7 +174,5 @@ def _build_colocation(planned: PlannedPool, cells: int | None, domain: str) -> C
     if planned.per_cell is None:
         return None
     return Colocation(
-        per_cell=planned.per_cell * (cells or 1),
-        topology_key=domain,
-        exclusive=cells is not None,
+        per_cell=planned.per_cell * (cells or 1), topology_key=domain, exclusive=cells is not None
     )

@@ -256,9 +256,7 @@ def _with_replicas(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> I
 
 
 def _plan_rollout_steps(
-    view: DeploymentView,
-    desired: Mapping[Role, InstancePool],
-    dropped: Mapping[Role, InstancePool],
+    view: DeploymentView, desired: Mapping[Role, InstancePool], dropped: Mapping[Role, InstancePool]
 ) -> Mapping[Role, RolloutStep]:
     """How many instances of each revision to keep now; empty: nothing has to be replaced."""
     pools = {**desired, **dropped}
