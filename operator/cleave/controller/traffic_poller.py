@@ -64,9 +64,8 @@ class TrafficPoller:
         """Poll deployments without instances, so that a waiting request starts them at once."""
         while True:
             await elected.wait()
-            await asyncio.gather(
-                *(self.poll_scaled_to_zero(key) for key in self._list_deployments())
-            )
+            keys = self._list_deployments()
+            await asyncio.gather(*(self.poll_scaled_to_zero(key) for key in keys))
             await asyncio.sleep(_WAKE_UP_PERIOD_S)
 
     async def poll_traffic(self, key: ResourceKey) -> None:
