@@ -75,14 +75,8 @@ def test_profiles_of_a_text_are_found_from_here(
         ("nodes: [{gpu: ''}]", ("nodes[0].gpu: must not be empty",)),
         ("nodes: [{gpu: 100}]", ("nodes[0].gpu: must be text (got 100)",)),
         ("nodes: {gpu: H100}", ("nodes: must be a list (got {'gpu': 'H100'})",)),
-        (
-            "nodes: [{gpu: H100, gpus: 8}]",
-            ("nodes[0].gpus: unknown field; did you mean gpu?",),
-        ),
-        (
-            "node: [{gpu: H100}]",
-            ("nodes: required", "node: unknown field; did you mean nodes?"),
-        ),
+        ("nodes: [{gpu: H100, gpus: 8}]", ("nodes[0].gpus: unknown field; did you mean gpu?",)),
+        ("node: [{gpu: H100}]", ("nodes: required", "node: unknown field; did you mean nodes?")),
         (
             "nodes: [{gpu: H100}]\nnetwork: {bandwidthGbps: .nan}",
             ("network.bandwidthGbps: must be a number (got nan)",),
@@ -98,10 +92,7 @@ def test_profiles_of_a_text_are_found_from_here(
             "nodes: [{gpu: H100}]\nnetwork: {kind: ethernet}",
             (f"network.kind: must be one of {KINDS}; did you mean Ethernet? (got 'ethernet')",),
         ),
-        (
-            f"nodes: [{{gpu: X}}]\ngpus: [{OWN}, {OWN}]",
-            ("gpus: must not name a GPU twice",),
-        ),
+        (f"nodes: [{{gpu: X}}]\ngpus: [{OWN}, {OWN}]", ("gpus: must not name a GPU twice",)),
         (
             "nodes: [{gpu: X}]\ngpus: [{name: X, memoryGib: 80, memoryGbps: 2000}]",
             ("gpus[0].denseTflops: required",),

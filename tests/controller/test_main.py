@@ -139,10 +139,7 @@ class TestHandlers:
         ]
         await message(event={"type": "DELETED", "object": resource})
         assert not list(controller.cache.list_resources())
-        assert metrics.events == {
-            ("LLMDeployment", "LISTED"): 1,
-            ("LLMDeployment", "DELETED"): 1,
-        }
+        assert metrics.events == {("LLMDeployment", "LISTED"): 1, ("LLMDeployment", "DELETED"): 1}
 
     def test_kopf_writes_nothing_and_lists_what_is_ours(self) -> None:
         chosen = handlers.build_settings()

@@ -73,18 +73,14 @@ def test_the_gateway_is_confined_like_workers_are(deployment, pool) -> None:
     assert container(gateway)["securityContext"] == container(worker)["securityContext"]
 
 
-def test_a_cluster_runs_two_gateways_by_default_and_one_more_during_a_rollout(
-    deployment,
-) -> None:
+def test_a_cluster_runs_two_gateways_by_default_and_one_more_during_a_rollout(deployment) -> None:
     spec = build_gateway_deployment(deployment())["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert build_gateway_deployment(deployment(gateway={"replicas": 5}))["spec"]["replicas"] == 5
 
 
-def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(
-    deployment,
-) -> None:
+def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(deployment) -> None:
     alone = container(build_gateway_pod(deployment()))
     behind = container(build_gateway_deployment(deployment())["spec"]["template"])
     own = len(alone["command"])
@@ -207,9 +203,7 @@ def test_an_endpoint_picker_names_gateways_that_speak_plain_http(deployment) -> 
         deployment(gateway={"endpointPicker": True, "tlsSecret": "chat-tls"})
 
 
-def test_the_image_is_the_specified_one_or_the_operators_default(
-    deployment,
-) -> None:
+def test_the_image_is_the_specified_one_or_the_operators_default(deployment) -> None:
     def image(**gateway: str) -> str:
         template = build_gateway_deployment(
             deployment(gateway=gateway), image_prefix="registry.example/"

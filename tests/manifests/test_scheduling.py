@@ -58,8 +58,7 @@ def test_without_a_template_pods_may_go_anywhere(pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "label"),
-    [("A100-SXM-80GB", "NVIDIA-A100-SXM4-80GB"), ("our-own-gpu", "our-own-gpu")],
+    ("gpu", "label"), [("A100-SXM-80GB", "NVIDIA-A100-SXM4-80GB"), ("our-own-gpu", "our-own-gpu")]
 )
 def test_a_kind_of_gpu_asks_for_nodes_with_its_label(pool, gpu, label) -> None:
     declared = pool(placement={"manual": [{"role": "decode", "gpu": gpu}]})
@@ -123,10 +122,7 @@ def test_both_phases_of_a_cell_must_share_a_node(deployment, pools_of) -> None:
     assert required(first) == required(second)
     assert required(first) == (
         "kubernetes.io/hostname",
-        {
-            "cleave.dev/deployment": "chat",
-            "cleave.dev/segment": f"{prefill.spec.revision}-0",
-        },
+        {"cleave.dev/deployment": "chat", "cleave.dev/segment": f"{prefill.spec.revision}-0"},
     )
     assert "topologySpreadConstraints" not in first
 

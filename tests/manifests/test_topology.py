@@ -90,11 +90,7 @@ def test_where_a_cell_ends_is_not_known_of_cliques_unknown_nodes_and_plans_witho
     assert count_cells_per_node((pool(1),), NodeTopology({H100: 8})) is None
 
 
-@given(
-    tensor=st.integers(1, 64),
-    pipeline=st.integers(1, 64),
-    room=st.integers(1, 16),
-)
+@given(tensor=st.integers(1, 64), pipeline=st.integers(1, 64), room=st.integers(1, 16))
 def test_every_node_gets_equally_many_ranks_and_no_more_than_it_has(tensor, pipeline, room) -> None:
     occupied = nodes(pool(tensor, pipeline), room=room)
     ranks, rest = divmod(tensor * pipeline, occupied)

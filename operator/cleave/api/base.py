@@ -17,14 +17,10 @@ RULES_BROKEN = "rules_broken"
 """Type of the pydantic error about broken rules; its context has them as `rules`."""
 
 
-def declare_list_map_key(field: str) -> Any:  # noqa: ANN401 - pydantic's own type for field information
-    """Mark a list as a map keyed by one field of its entries, as for `kubectl apply`."""
-    return Field(
-        json_schema_extra={
-            "x-kubernetes-list-type": "map",
-            "x-kubernetes-list-map-keys": [field],
-        }
-    )
+def declare_list_map_key(field: str, **options: Any) -> Any:  # noqa: ANN401 - pydantic's own types
+    """Mark a list as a map keyed by one field of its entries; `options`: pydantic.Field's."""
+    schema: Any = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
+    return Field(json_schema_extra=schema, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ def build_unique_rule(field: str, key: str, noun: str) -> ValidationRule:
         cel=f"!has(self.{field}) || "
         f"self.{field}.all(a, self.{field}.exists_one(b, b.{key} == a.{key}))",
         is_valid=lambda s: (
-            len({getattr(each, key) for each in getattr(s, field)}) == len(getattr(s, field))
+            len({getattr(e, key) for e in getattr(s, field)}) == len(getattr(s, field))
         ),
         message=f"must not name a {noun} twice",
         field=field,

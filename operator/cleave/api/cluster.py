@@ -78,9 +78,7 @@ class Cluster(ApiModel):
     """Groups of nodes."""
     network: NetworkSpec = NetworkSpec()
     """The network between nodes."""
-    gpus: Annotated[list[GpuDescription], declare_list_map_key("name")] = Field(
-        default_factory=list, max_length=64
-    )
+    gpus: list[GpuDescription] = declare_list_map_key("name", default_factory=list, max_length=64)
     """Descriptions of GPUs that the catalogue does not have."""
     profiles: list[Annotated[str, Field(max_length=1024)]] = Field(
         default_factory=list, max_length=64

@@ -187,9 +187,9 @@ def _convert(schema: Schema, definitions: dict[str, Schema]) -> Schema:
     for key in ("items", "additionalProperties"):
         if isinstance(node.get(key), dict):
             node[key] = _convert(node[key], definitions)
-    if "properties" in node:
+    if properties := node.get("properties"):
         node["properties"] = {
-            name: _convert(child, definitions) for name, child in node["properties"].items()
+            name: _convert(each, definitions) for name, each in properties.items()
         }
     return _order_keys(_clean_default(node))
 

@@ -8,19 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cleave.api import replan_status
 from cleave.api.base import ApiModel, ValidationRule, build_unique_rule, declare_list_map_key
 from cleave.api.engine import DeletionPolicy, EngineSpec, WorkerTemplate
 from cleave.api.enums import DispatchPolicy, FallbackPolicy, FlippingMode, LateRequestPolicy
 from cleave.api.model import ModelField
 from cleave.api.plan import ManualPool, SelectedPlan
 from cleave.api.planning import Planning, PlanningMode
-from cleave.api.replan_status import (
-    CurrentPrediction,
-    FittedPlanInputs,
-    LatencyCorrection,
-    ObservedTraffic,
-    PastPlan,
-)
 from cleave.api.resource import DNS_NAME, Conditions, Resource, build_name_rule
 from cleave.api.role import Role
 from cleave.api.scaling import Scaling
@@ -49,11 +43,7 @@ class Slo(ApiModel):
 class ManualPlacement(ApiModel):
     """A manual placement: the instances of each role."""
 
-    manual: Annotated[
-        list[ManualPool],
-        Field(min_length=1, max_length=3),
-        declare_list_map_key("role"),
-    ]
+    manual: Annotated[list[ManualPool], declare_list_map_key("role", min_length=1, max_length=3)]
     """The instances of each role, one entry per role."""
 
     rules = (
@@ -256,9 +246,7 @@ class LLMDeploymentSpec(ApiModel):
     rules = (
         ValidationRule(
             cel="self.planning.mode != 'Manual' || has(self.placement)",
-            is_valid=lambda s: (
-                s.planning.mode is not PlanningMode.MANUAL or s.placement is not None
-            ),
+            is_valid=lambda s: s.placement or s.planning.mode is not PlanningMode.MANUAL,
             message="Manual plans nothing: state spec.placement.manual, or use mode Auto",
             field="planning.mode",
         ),
@@ -321,16 +309,16 @@ class LLMDeploymentStatus(ApiModel):
     """The plan or manual placement in force."""
     advice: SelectedPlan | None = None
     """With planning.mode or planning.replan.mode Advisory: the plan that Auto would apply."""
-    observed: ObservedTraffic | None = None
+    observed: replan_status.ObservedTraffic | None = None
     """Recently observed traffic; absent: not known."""
-    prediction: CurrentPrediction | None = None
+    prediction: replan_status.CurrentPrediction | None = None
     """Latencies that the planner predicts for this traffic; absent: not compared yet."""
-    correction: LatencyCorrection | None = None
+    correction: replan_status.LatencyCorrection | None = None
     """Measured correction of the planner's latency model; absent: no correction."""
-    basis: FittedPlanInputs | None = None
+    basis: replan_status.FittedPlanInputs | None = None
     """Inputs of the plan that replace those of the spec; absent: the plan was made from the
     spec."""
-    plans: list[PastPlan] = Field(default_factory=list, max_length=10)
+    plans: list[replan_status.PastPlan] = Field(default_factory=list, max_length=10)
     """Results of the last reviews of the plan, the latest first."""
     roles: Annotated[list[RoleStatus], declare_list_map_key("role")] = Field(default_factory=list)
     """The instances of each role."""

@@ -15,34 +15,20 @@ from cleave.api.scheduling import Scheduling
 ArgumentText = Annotated[str, Field(max_length=4096)]
 
 RESERVED_FLAGS = (
-    "--host",
-    "--port",
-    "--model",
-    "--served-model-name",
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--max-model-len",
-    "--latency",
-    "--time-scale",
-    "--nnodes",
-    "--node-rank",
-    "--master-addr",
-    "--headless",
-)
+    "--host", "--port", "--model", "--served-model-name", "--tensor-parallel-size",
+    "--pipeline-parallel-size", "--max-model-len", "--latency", "--time-scale", "--nnodes",
+    "--node-rank", "--master-addr", "--headless",
+)  # fmt: skip
 """Engine flags that Cleave sets itself, from other fields or at run time."""
 
 RESERVED_ENV = (
-    "POD_IP",
-    "CLEAVE_AGENTS",
-    "CLEAVE_POD_NAME",
-    "CLEAVE_LEADER",
-    "CLEAVE_ROLE",
-    "CLEAVE_LOAD_PAGE",
-    "CLEAVE_TERMS_PAGE",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "POD_IP", "CLEAVE_AGENTS", "CLEAVE_POD_NAME", "CLEAVE_LEADER", "CLEAVE_ROLE",
+    "CLEAVE_LOAD_PAGE", "CLEAVE_TERMS_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "VLLM_NIXL_SIDE_CHANNEL_PORT",
-)
+)  # fmt: skip
 """Environment variables that Cleave sets itself."""
+
+_SCHEDULER_FLAGS = ("--scheduler-cls", "--scheduling-policy")
 
 
 def _format_cel_list(names: tuple[str, ...]) -> str:
@@ -163,9 +149,7 @@ class EngineSpec(ApiModel):
     """Container image of the workers; absent: Cleave's own for this engine."""
     args: list[ArgumentText] = Field(default_factory=list, max_length=128)
     """Additional command-line arguments of the engine."""
-    env: Annotated[list[EnvVar], declare_list_map_key("name")] = Field(
-        default_factory=list, max_length=128
-    )
+    env: list[EnvVar] = declare_list_map_key("name", default_factory=list, max_length=128)
     """Environment variables of the workers."""
     connector: Annotated[Connector, Field(strict=False)] = Connector.NIXL
     """The KV connector with type vLLM. Nixl is vLLM's own. Cleave verifies every transfer, and has
@@ -206,11 +190,8 @@ class EngineSpec(ApiModel):
         ValidationRule(
             cel="!has(self.scheduling) || !has(self.args) || "
             "!self.args.exists(a, a.split('=')[0].replace('_', '-') in "
-            "['--scheduler-cls', '--scheduling-policy'])",
-            is_valid=lambda e: (
-                e.scheduling is None
-                or not (e.has_flag("--scheduler-cls") or e.has_flag("--scheduling-policy"))
-            ),
+            f"{_format_cel_list(_SCHEDULER_FLAGS)})",
+            is_valid=lambda e: not (e.scheduling and any(map(e.has_flag, _SCHEDULER_FLAGS))),
             message="excludes --scheduler-cls and --scheduling-policy in args; remove one of them",
             field="scheduling",
         ),
@@ -276,9 +257,8 @@ _QUANTITY_SCHEMA = {
 def _check_quantity(value: object) -> str:
     text = str(value)
     if isinstance(value, bool | float) or not re.fullmatch(QUANTITY_PATTERN, text):
-        raise PydanticCustomError(
-            "quantity", 'must be a quantity: a whole number, or text such as "500m" or "6Gi"'
-        )
+        fault = 'must be a quantity: a whole number, or text such as "500m" or "6Gi"'
+        raise PydanticCustomError("quantity", fault)
     return text
 
 

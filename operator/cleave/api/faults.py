@@ -121,10 +121,8 @@ def _list_fields_at(path: Sequence[str | int], root: type[BaseModel]) -> list[st
     model: type[BaseModel] | None = root
     for step in path:
         if isinstance(step, str) and model is not None:
-            model = next(
-                (_find_model(f.annotation) for f in model.model_fields.values() if f.alias == step),
-                None,
-            )
+            found = (f.annotation for f in model.model_fields.values() if f.alias == step)
+            model = _find_model(next(found, None))
     return [str(f.alias) for f in model.model_fields.values()] if model else []
 
 

@@ -30,10 +30,7 @@ class ManifestError(ValueError):
 
 
 def load(source: str | Path) -> LLMDeployment:
-    """Load the only LLMDeployment in YAML text (str) or a file (Path).
-
-    Raises ManifestError when there is none, more than one, or when it is invalid.
-    """
+    """Load the only LLMDeployment in YAML text (str) or a file (Path). Raises ManifestError."""
     deployments = load_all(source)
     if len(deployments) > 1:
         names = ", ".join(deployment.name for deployment in deployments)
@@ -42,10 +39,7 @@ def load(source: str | Path) -> LLMDeployment:
 
 
 def load_all(source: str | Path) -> list[LLMDeployment]:
-    """Load all LLMDeployments of YAML documents and of `kind: List` items, at least one.
-
-    Raises ManifestError with every fault of every document.
-    """
+    """Load the LLMDeployments of all documents and lists. Raises ManifestError with all faults."""
     documents = list(_expand_lists(_read_documents(source)))
     if not documents:
         raise ManifestError([f"{_format_source(source)} holds no {KIND}"])

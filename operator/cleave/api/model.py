@@ -5,13 +5,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    GetJsonSchemaHandler,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from cleave.api.base import ApiModel
@@ -25,10 +19,8 @@ _WORD = r"^[A-Za-z0-9][A-Za-z0-9_./:@-]*$"
 
 def _check_source(source: str) -> str:
     if not re.fullmatch(_SOURCE, source):
-        raise PydanticCustomError(
-            "model_source",
-            "must be a Hugging Face id (org/name or hf://org/name) or an absolute folder",
-        )
+        fault = "must be a Hugging Face id (org/name or hf://org/name) or an absolute folder"
+        raise PydanticCustomError("model_source", fault)
     return source
 
 
@@ -80,20 +72,15 @@ class ModelCache(ApiModel):
     def _check_exactly_one(self) -> Self:
         given = [name for name in _CACHES if getattr(self, name) is not None]
         if len(given) != 1:
-            raise PydanticCustomError(
-                "one_cache",
-                "state exactly one of hostPath, persistentVolumeClaim and image",
-            )
+            fault = "state exactly one of hostPath, persistentVolumeClaim and image"
+            raise PydanticCustomError("one_cache", fault)
         return self
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Express the same rule by bounds on the number of fields.
-
-        The API server evaluates no CEL below `model`, which has no type.
-        """
+        """Bound the number of fields: the API server has no CEL below `model`, an untyped node."""
         schema = super().__get_pydantic_json_schema__(core_schema, handler)
         handler.resolve_ref_schema(schema).update(minProperties=1, maxProperties=1)
         return schema

@@ -99,9 +99,7 @@ class Planning(ApiModel):
     case."""
     max_gpus: Annotated[int | None, Field(ge=1, alias="maxGPUs")] = None
     """Maximum number of GPUs of the deployment; absent: all in the cluster."""
-    gpus: Annotated[list[GpuChoice], declare_list_map_key("type")] = Field(
-        default_factory=list, max_length=16
-    )
+    gpus: list[GpuChoice] = declare_list_map_key("type", default_factory=list, max_length=16)
     """Kinds of GPU that the plan may use; absent: every kind in the cluster."""
     replan: ReplanSpec = ReplanSpec()
     """How plans are revised when traffic changes, in a cluster."""

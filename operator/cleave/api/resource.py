@@ -59,10 +59,7 @@ class Resource(ApiModel):
 
 
 def build_name_rule(longest: int) -> ValidationRule:
-    """Restrict names to `longest` characters that can begin a DNS label.
-
-    Names become parts of pod and Service names, which may have 63 characters.
-    """
+    """Restrict names to DNS labels of `longest` characters; pod names (63) are made from them."""
     pattern = rf"^[a-z]([-a-z0-9]{{0,{longest - 2}}}[a-z0-9])?$"
     return ValidationRule(
         cel=f"self.metadata.name.matches('{pattern}')",

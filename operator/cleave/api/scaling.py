@@ -48,9 +48,7 @@ class ScheduledPeak(ApiModel):
     """A period of known higher traffic."""
 
     cron: Annotated[
-        str,
-        Field(min_length=9, max_length=128, pattern=_CRON),
-        AfterValidator(_check_cron),
+        str, Field(min_length=9, max_length=128, pattern=_CRON), AfterValidator(_check_cron)
     ]
     """When the period begins, in UTC, as cron expression: minute, hour, day of the month, month,
     day of the week. Set it earlier than the traffic, by the time that instances take to start."""
@@ -63,9 +61,7 @@ class ScheduledPeak(ApiModel):
 class Scaling(ApiModel):
     """How the number of instances follows the request rate between two plans, in a cluster."""
 
-    roles: Annotated[list[RoleScaling], declare_list_map_key("role")] = Field(
-        default_factory=list, max_length=3
-    )
+    roles: list[RoleScaling] = declare_list_map_key("role", default_factory=list, max_length=3)
     """Roles whose number of instances follows the request rate, by the scaling law of the plan (a
     line through simulated counts; Aladdin, Eq. 7). Absent: the plan's numbers stay. Pools whose
     spec.owner is not Plan are not scaled."""

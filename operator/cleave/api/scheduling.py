@@ -61,9 +61,7 @@ class Scheduling(ApiModel):
     preemption_limit: Annotated[int, Field(ge=1, le=1_000)] | None = None
     """Number of preemptions after which a request is preempted only when no other can be; absent:
     no limit, the youngest request is preempted first."""
-    limits: Annotated[list[RoleLimits], declare_list_map_key("role")] = Field(
-        default_factory=list, max_length=3
-    )
+    limits: list[RoleLimits] = declare_list_map_key("role", default_factory=list, max_length=3)
     """Limits of an iteration, by role."""
 
     rules = (build_unique_rule("limits", "role", "role"),)

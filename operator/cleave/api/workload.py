@@ -54,10 +54,7 @@ class Workload(ApiModel):
     rules = (
         ValidationRule(
             cel="has(self.trace) != (has(self.promptTokens) && has(self.outputTokens))",
-            is_valid=lambda w: (
-                (w.trace is not None)
-                != (w.prompt_tokens is not None and w.output_tokens is not None)
-            ),
+            is_valid=lambda w: bool(w.trace) != bool(w.prompt_tokens and w.output_tokens),
             message="state either trace, or both promptTokens and outputTokens",
             field="",
         ),

@@ -172,10 +172,8 @@ class Controller:
             self._decision_s.pop(key, None)
             self._metrics.record_reconcile(key.kind, "gone", 0.0)
             return
-        if (
-            isinstance(cached.resource, InstancePool)
-            and _get_owner_key(key, cached.resource) in self._repurposing
-        ):
+        pool = cached.resource
+        if isinstance(pool, InstancePool) and _get_owner_key(key, pool) in self._repurposing:
             # Its pods have moved already, while its new replica count is not written yet.
             self.queue.add_after(key, _STALE_RETRY_S)
             return
@@ -198,7 +196,7 @@ class Controller:
             outcome = "failed"
             log.exception("%s %s/%s: again in %.1f s", *key, self.queue.retry_with_backoff(key))
         else:
-            outcome = self._finish_reconcile(key, cached, actions)
+            outcome = self._finish(key, cached, actions)
         self._metrics.record_reconcile(key.kind, outcome, self._clock() - began)
 
     async def _carry_out(self, key: ResourceKey, executor: Executor, actions: list[Action]) -> None:
@@ -213,9 +211,7 @@ class Controller:
             # The gateways' last reports about these instances are outdated now.
             self._gateways.forget(key)
 
-    def _finish_reconcile(
-        self, key: ResourceKey, cached: CachedResource, actions: list[Action]
-    ) -> str:
+    def _finish(self, key: ResourceKey, cached: CachedResource, actions: list[Action]) -> str:
         """Submit plan requests and requeue as the actions require; return the outcome."""
         self.queue.reset_backoff(key)
         if self._faults.pop(key, None):

@@ -26,12 +26,7 @@ from cleave.controller.controller import WORKERS, Controller
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import Resync
 from cleave.controller.settings import OperatorSettings
-from cleave.controller.webhook.server import (
-    CertificateRotator,
-    SecretCertificateStore,
-    WebhookConfig,
-    WebhookServer,
-)
+from cleave.controller.webhook import server
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +98,8 @@ class Manager:
             )
         )
         ProcessCollector(registry=registry)
-        self._endpoints = OperatorEndpoints(
-            alive=self._list_liveness_faults, ready=self._list_missing, registry=registry
-        )
+        alive, ready = self._list_liveness_faults, self._list_missing
+        self._endpoints = OperatorEndpoints(alive, ready, registry)
 
     async def run(self) -> None:
         """Run until SIGTERM or SIGINT. Raises the error that has ended one of the parts."""
@@ -170,18 +164,18 @@ class Manager:
             namespaces=namespaces,
         )
 
-    def _make_webhook(self) -> WebhookServer | None:
+    def _make_webhook(self) -> server.WebhookServer | None:
         webhook, options = self._options.webhook, self._options
         if webhook is None:
             return None
         base = f"{webhook.name}.{options.namespace}.svc"
         names = (base, f"{base}.cluster.local")
-        store = SecretCertificateStore(self._kube, options.namespace, webhook.name)
-        return WebhookServer(
-            WebhookConfig(options.hosts, webhook.port, names, webhook.issues_certificate),
-            CertificateRotator(store, names, issues_certificate=webhook.issues_certificate),
-            lambda: self._controller.build_inventory().cluster,
-        )
+        store = server.SecretCertificateStore(self._kube, options.namespace, webhook.name)
+        issues = webhook.issues_certificate
+        config = server.WebhookConfig(options.hosts, webhook.port, names, issues)
+        rotator = server.CertificateRotator(store, names, issues_certificate=issues)
+        inventory = self._controller.build_inventory
+        return server.WebhookServer(config, rotator, lambda: inventory().cluster)
 
     def _list_liveness_faults(self) -> list[str]:
         """Why the liveness probe should fail: this process needs a restart."""
@@ -203,9 +197,7 @@ class Manager:
 class OperatorEndpoints:
     """HTTP server of /healthz, /readyz and /metrics; `start` and `stop` it."""
 
-    def __init__(
-        self, *, alive: ListFaults, ready: ListFaults, registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, alive: ListFaults, ready: ListFaults, registry: CollectorRegistry) -> None:
         self._alive, self._ready, self._registry = alive, ready, registry
         self._runner: web.AppRunner | None = None
 

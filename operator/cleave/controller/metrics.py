@@ -6,11 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cleave.controller.cluster import conditions
@@ -37,26 +33,21 @@ class OperatorMetrics:
         self.plans: dict[tuple[str, ...], int] = defaultdict(int)
         """Planner results: planned, infeasible, failed; of reviews: keep, correct, propose,
         apply."""
-        self._duration_buckets: dict[str, list[int]] = defaultdict(
-            lambda: [0] * (len(_BOUNDS_S) + 1)
-        )
+        self._buckets: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
         self._duration_sums: dict[str, float] = defaultdict(float)
 
     def record_reconcile(self, kind: str, outcome: str, seconds: float) -> None:
         """Count one reconcile and its duration."""
         self.reconciles[kind, outcome] += 1
-        self._duration_buckets[kind][bisect_left(_BOUNDS_S, seconds)] += 1
+        self._buckets[kind][bisect_left(_BOUNDS_S, seconds)] += 1
         self._duration_sums[kind] += seconds
 
     def build_durations(self) -> HistogramMetricFamily:
         """Return the histogram of reconcile durations, writes included."""
-        family = HistogramMetricFamily(
-            "cleave_operator_reconcile_seconds",
-            "Duration of reconciles including writes",
-            labels=["kind"],
-        )
+        name, text = "cleave_operator_reconcile_seconds", "Duration of reconciles including writes"
+        family = HistogramMetricFamily(name, text, labels=["kind"])
         names = [*map(str, _BOUNDS_S), "+Inf"]
-        for kind, counts in self._duration_buckets.items():
+        for kind, counts in self._buckets.items():
             buckets = list(zip(names, accumulate(counts), strict=True))
             family.add_metric([kind], buckets, self._duration_sums[kind])
         return family
@@ -86,20 +77,14 @@ class OperatorCollector:
         yield _build_counter("plans", "Planner results", ("result",), counted.plans)
         yield from collect_plan_metrics(self._statuses())
         yield counted.build_durations()
-        yield GaugeMetricFamily(
-            "cleave_operator_queue_depth", "Objects due for a reconcile", self._queued()
-        )
-        yield GaugeMetricFamily(
-            "cleave_operator_leading",
-            "1 while this operator is the leader",
-            float(self._is_leading()),
-        )
-        cached_objects = GaugeMetricFamily(
-            "cleave_operator_objects", "Cached objects", labels=["kind"]
-        )
+        depth, leading = self._queued(), float(self._is_leading())
+        yield GaugeMetricFamily("cleave_operator_queue_depth", "Objects due for a reconcile", depth)
+        text = "1 while this operator is the leader"
+        yield GaugeMetricFamily("cleave_operator_leading", text, leading)
+        cached = GaugeMetricFamily("cleave_operator_objects", "Cached objects", labels=["kind"])
         for kind, number in self._objects().items():
-            cached_objects.add_metric([kind], number)
-        yield cached_objects
+            cached.add_metric([kind], number)
+        yield cached
 
 
 def _build_counter(
@@ -117,21 +102,14 @@ def collect_plan_metrics(statuses: Statuses) -> Iterable[Metric]:
     Every operator exposes the same values, whether it leads or not; queries take the maximum.
     """
     error = _make_gauge("prediction_error", "Largest relative prediction error of the running plan")
-    latency = _make_gauge(
-        "latency_seconds",
-        "Predicted and observed latency of the running plan",
-        "latency",
-        "quantile",
-        "source",
-    )
-    attainment = _make_gauge(
-        "attainment", "Predicted and observed SLO attainment of the running plan", "source"
-    )
+    text = "Predicted and observed latency of the running plan"
+    latency = _make_gauge("latency_seconds", text, "latency", "quantile", "source")
+    text = "Predicted and observed SLO attainment of the running plan"
+    attainment = _make_gauge("attainment", text, "source")
     correction = _make_gauge("correction", "Factor on the latency model's iteration times", "phase")
     drifted = _make_gauge("plan_drifted", "1 while traffic differs from the planned traffic")
-    prediction_holds = _make_gauge(
-        "prediction_holds", "0 while the latency model mispredicts the running plan"
-    )
+    text = "0 while the latency model mispredicts the running plan"
+    prediction_holds = _make_gauge("prediction_holds", text)
     for name, status in statuses.items():
         labels = [name, status.get("model", "")]
         conditions_now = {each.type: each.status for each in conditions.read(status)}
@@ -141,10 +119,8 @@ def collect_plan_metrics(statuses: Statuses) -> Iterable[Metric]:
         predicted: Manifest = status.get("prediction") or {}
         if predicted.get("error") is not None:
             error.add_metric(labels, predicted["error"])
-        for source, figures in (
-            ("predicted", predicted),
-            ("observed", status.get("observed") or {}),
-        ):
+        sources = {"predicted": predicted, "observed": status.get("observed") or {}}
+        for source, figures in sources.items():
             _add_figures(latency, attainment, labels, source, figures)
         if PLAN_DRIFTED in conditions_now:
             correction_factors = status.get("correction") or {}

@@ -77,10 +77,7 @@ class Resync:
                     log.warning("cannot list %s: %s", kind, error)
 
     async def resync(self, kind: str) -> int:
-        """Correct changes that the watch of one kind has missed; returns their number.
-
-        Raises KubeApiError.
-        """
+        """Correct changes that a watch has missed; returns their number. Raises KubeApiError."""
         listed: dict[tuple[str, str], str] = {}
         unreported: list[Manifest] = []
         versions: list[int] = []

@@ -43,10 +43,7 @@ class TrafficPoller:
     """Observed traffic of each deployment; `enqueue` is called for one when it has changed."""
 
     def __init__(
-        self,
-        cache: ObjectCache,
-        enqueue: Callable[[ResourceKey], None],
-        now: Callable[[], float],
+        self, cache: ObjectCache, enqueue: Callable[[ResourceKey], None], now: Callable[[], float]
     ) -> None:
         """`now` is Unix time."""
         self._cache, self._enqueue = cache, enqueue
@@ -67,9 +64,8 @@ class TrafficPoller:
         """Poll deployments without instances, so that a waiting request starts them at once."""
         while True:
             await elected.wait()
-            await asyncio.gather(
-                *(self.poll_scaled_to_zero(key) for key in self._list_deployments())
-            )
+            keys = self._list_deployments()
+            await asyncio.gather(*(self.poll_scaled_to_zero(key) for key in keys))
             await asyncio.sleep(_WAKE_UP_PERIOD_S)
 
     async def poll_traffic(self, key: ResourceKey) -> None:

@@ -23,6 +23,8 @@ from cleave.rpc.fleet_status import FleetInstance
 from cleave.traffic.drift_detector import DriftDetector, TrafficChange
 from cleave.traffic.window import TrafficWindow
 
+Pools = Mapping[Role, InstancePool]
+
 MAX_DEFERRAL_S = 60.0
 _MAX_DEFERRAL_SHARE = 0.2
 """A due review is deferred for at most `MAX_DEFERRAL_S` seconds and this share of the interval."""
@@ -43,9 +45,8 @@ class DriftState:
 
     def should_defer_review(self, overdue_s: float, interval_s: float) -> bool:
         """Whether a review, due since `overdue_s`, should wait for more evidence of a change."""
-        return self.detector.is_suspicious and overdue_s < min(
-            MAX_DEFERRAL_S, _MAX_DEFERRAL_SHARE * interval_s
-        )
+        most_s = min(MAX_DEFERRAL_S, _MAX_DEFERRAL_SHARE * interval_s)
+        return self.detector.is_suspicious and overdue_s < most_s
 
     def has_recent_change(self, now_s: float, interval_s: float) -> bool:
         """Whether a change was detected less than an interval ago; each minute adds evidence."""
@@ -100,7 +101,7 @@ class DeploymentView:
     settings: OperatorSettings = OperatorSettings()  # noqa: RUF009 - a frozen value
 
     @cached_property
-    def pools_by_role(self) -> Mapping[Role, InstancePool]:
+    def pools_by_role(self) -> Pools:
         """Its present pools."""
         return {pool.spec.role: pool for pool in self.pools}
 

@@ -154,10 +154,7 @@ def _build_cluster_container(deployment: LLMDeployment, image_prefix: str) -> Ma
 def _build_flags(
     deployment: LLMDeployment, host: str, port: int, internal_port: int, plan: SelectedPlan | None
 ) -> dict[str, object]:
-    """The gateway's flags without those that only a cluster needs.
-
-    `internal_port` serves the operator, without API keys.
-    """
+    """Flags that need no cluster; `internal_port` serves the operator, without API keys."""
     spec = deployment.spec
     gateway, routing, slo, pools = spec.gateway, spec.routing, spec.slo, spec.pools
     is_auto = spec.engine.transfer is TransferMode.AUTO

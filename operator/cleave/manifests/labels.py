@@ -78,16 +78,11 @@ def build_component_labels(deployment: str, component: str) -> dict[str, str]:
 
 
 def build_object(
-    api_version: str,
-    kind: str,
-    name: str,
-    namespace: str,
-    labels: Mapping[str, str],
-    **fields: object,
+    version: str, kind: str, name: str, namespace: str, labels: Mapping[str, str], **fields: object
 ) -> Manifest:
     """Object of the API server; `fields`: everything but its metadata, such as `spec`."""
     metadata = {"name": name, "namespace": namespace, "labels": labels}
-    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **fields}
 
 
 def get_agents_source(deployment: str, namespace: str) -> str:

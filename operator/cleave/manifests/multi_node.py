@@ -7,6 +7,7 @@ pods are owned by the leader's pod, and are deleted with it.
 """
 
 from cleave.api.pool import InstancePool
+from cleave.manifests import worker
 from cleave.manifests.container import build_flags
 from cleave.manifests.labels import (
     AGENT_PORT,
@@ -20,14 +21,6 @@ from cleave.manifests.labels import (
 )
 from cleave.manifests.resources import Device
 from cleave.manifests.scheduling import build_segment
-from cleave.manifests.worker import (
-    build_container_base,
-    build_engine_args,
-    build_engine_flags,
-    build_environment,
-    build_worker_pod,
-    build_worker_spec,
-)
 
 LEADER_ENV = "CLEAVE_LEADER"
 """Environment variable of the further pods: host name of the leader's pod."""
@@ -37,16 +30,9 @@ _LWS_RANK = "$(LWS_WORKER_INDEX)"
 
 
 def build_node_pods(
-    pool: InstancePool,
-    leader: Manifest,
-    *,
-    device: Device = "gpu",
-    image_prefix: str = "",
+    pool: InstancePool, leader: Manifest, *, device: Device = "gpu", image_prefix: str = ""
 ) -> list[Manifest]:
-    """The further pods of the instance of the pod `leader`, by rank from 1.
-
-    With the leader's uid they are owned by it: Kubernetes deletes them after it.
-    """
+    """The further pods of an instance, by rank from 1; `leader` owns them if it has a uid."""
     meta = leader["metadata"]
     cell = meta["labels"].get(CELL)
     host = f"{meta['name']}.{get_workers_name(pool.spec.deployment)}.{pool.namespace}.svc"
@@ -74,7 +60,7 @@ def build_leader_worker_set(
 ) -> Manifest:
     """One instance as a LeaderWorkerSet with one group; its leader's pod is `name`-0."""
     leader = f"{name}-0"
-    pod = build_worker_pod(pool, leader, device=device, cell=cell, image_prefix=image_prefix)
+    pod = worker.build_worker_pod(pool, leader, device=device, cell=cell, image_prefix=image_prefix)
     # LeaderWorkerSet sets the host names of its pods itself.
     leader_spec = {k: v for k, v in pod["spec"].items() if k not in ("hostname", "subdomain")}
     node_labels = _build_labels(pool, leader, None if cell is None else str(cell), rank=1)
@@ -104,11 +90,11 @@ def build_node_command(pool: InstancePool, rank: str) -> list[str]:
     """Command line of a further pod; arguments after `--` go to its share of the engine."""
     flags = {
         "--leader": f"$({LEADER_ENV}):{AGENT_PORT}",
-        **build_engine_flags(pool.spec),
+        **worker.build_engine_flags(pool.spec),
         "--host": "$(POD_IP)",
         "--drain-timeout": pool.spec.template.drain_timeout_s,
     }
-    extra = build_engine_args(pool.spec, rank, f"$({LEADER_ENV})")
+    extra = worker.build_engine_args(pool.spec, rank, f"$({LEADER_ENV})")
     return ["python", "-m", "cleave_worker.agent.worker_node", *build_flags(flags), "--", *extra]
 
 
@@ -121,11 +107,11 @@ def _build_node_spec(
     leader: str,
 ) -> Manifest:
     container = {
-        **build_container_base(pool.spec, device, image_prefix),
+        **worker.build_container_base(pool.spec, device, image_prefix),
         "command": build_node_command(pool, rank),
-        "env": [{"name": LEADER_ENV, "value": leader}, *build_environment(pool)],
+        "env": [{"name": LEADER_ENV, "value": leader}, *worker.build_environment(pool)],
     }
-    return {**build_worker_spec(pool, labels, device), "containers": [container]}
+    return {**worker.build_worker_spec(pool, labels, device), "containers": [container]}
 
 
 def _build_labels(pool: InstancePool, instance: str, cell: str | None, rank: int) -> dict[str, str]:

@@ -28,10 +28,7 @@ _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
 def build_workers_service(owner: DeploymentOrPool) -> Manifest:
-    """The headless Service over all workers of a deployment, including those not ready.
-
-    Gateways and agents discover agents by its EndpointSlices.
-    """
+    """The headless Service by which agents are discovered, including those that are not ready."""
     deployment = _get_deployment_name(owner)
     labels = build_component_labels(deployment, WORKER)
     port = {"name": "agent", "port": AGENT_PORT, "targetPort": "agent"}

@@ -72,9 +72,7 @@ def build_selected_plan(
         ahead_from_tokens=(selected.ahead_from_tokens or None) if selected else None,
         predicted=build_predicted(selected) if selected else None,
         growth=growth,
-        alternatives=[build_plan_option(plan) for plan in result.alternatives[:3]]
-        if result
-        else [],
+        alternatives=[*map(build_plan_option, result.alternatives[:3])] if result else [],
     )
 
 
@@ -98,13 +96,10 @@ def _with_limits(
 
 
 def _with_role_limits(
-    engine: EngineSpec,
-    scheduling: Scheduling,
-    planned: PlannedPool,
-    all_pools: Iterable[PlannedPool],
+    engine: EngineSpec, scheduling: Scheduling, planned: PlannedPool, pools: Iterable[PlannedPool]
 ) -> tuple[EngineSpec, PlannedPool]:
     """Give the engine the limits of each role, and start it with the largest ones."""
-    by_role = {pool.role: pool for pool in all_pools}
+    by_role = {pool.role: pool for pool in pools}
     limits = [_merge_limits(scheduling.get_limits(role), by_role.get(role)) for role in Role]
     own = next(each for each in limits if each.role == planned.role)
     seqs = max((each.max_num_seqs or 0 for each in limits), default=0)
@@ -140,6 +135,7 @@ def _build_pool(
 ) -> InstancePool:
     spec = deployment.spec
     is_emulated = spec.engine.type is EngineType.EMULATED
+    cells = None if is_emulated else count_cells_per_node(placement.pools, machines)
     return InstancePool(
         metadata=Metadata(
             name=get_pool_name(deployment.name, planned.role),
@@ -153,11 +149,7 @@ def _build_pool(
             parallelism=planned.parallelism,
             # Emulated engines need no GPU, so each fits on any node.
             nodes=1 if is_emulated else count_nodes(planned, placement.pools, machines),
-            colocation=_build_colocation(
-                planned,
-                None if is_emulated else count_cells_per_node(placement.pools, machines),
-                machines.domain,
-            ),
+            colocation=_build_colocation(planned, cells, machines.domain),
             gpu=None if is_emulated else planned.gpu,
             revision=revision_hash,
             model=spec.model,
@@ -173,8 +165,5 @@ def _build_colocation(planned: PlannedPool, cells: int | None, domain: str) -> C
     """Which instances share a domain; `cells`: cells that fit one (None: not known)."""
     if planned.per_cell is None:
         return None
-    return Colocation(
-        per_cell=planned.per_cell * (cells or 1),
-        topology_key=domain,
-        exclusive=cells is not None,
-    )
+    per_cell = planned.per_cell * (cells or 1)
+    return Colocation(per_cell=per_cell, topology_key=domain, exclusive=cells is not None)

@@ -58,9 +58,8 @@ def count_nodes(pool: PlannedPool, pools: Sequence[PlannedPool], machines: NodeT
     if room is None:
         return 1
     if pool.per_cell and machines.domain == HOSTNAME:
-        return _find_fewest_nodes(
-            pool.parallelism.pipeline, max(1, room // _count_stage_gpus(pools))
-        )
+        per_node = max(1, room // _count_stage_gpus(pools))
+        return _find_fewest_nodes(pool.parallelism.pipeline, per_node)
     return _count_even_nodes(pool.parallelism, max(1, room))
 
 
@@ -100,10 +99,7 @@ def build_required_affinity(labels: Mapping[str, str], domain: str) -> list[Mani
 
 
 def build_anti_affinity_term(labels: Mapping[str, str], key: str, domain: str) -> Manifest:
-    """A pod anti-affinity term: no pods in the domain with another value of `key`.
-
-    `labels` are the pod's own; it applies to pods that share all the other labels.
-    """
+    """A pod anti-affinity term: no pods that differ from the pod's `labels` in `key` alone."""
     rest = {name: value for name, value in labels.items() if name != key}
     other = [
         {"key": key, "operator": "Exists"},
@@ -120,14 +116,8 @@ def build_instance_affinity(labels: Mapping[str, str]) -> list[Manifest]:
 
 def build_topology_spread(labels: Mapping[str, str]) -> list[Manifest]:
     """Topology spread constraint, best effort: few pods with `labels` per node."""
-    return [
-        {
-            "maxSkew": 1,
-            "topologyKey": HOSTNAME,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": dict(labels)},
-        }
-    ]
+    spread = {"maxSkew": 1, "topologyKey": HOSTNAME, "whenUnsatisfiable": "ScheduleAnyway"}
+    return [{**spread, "labelSelector": {"matchLabels": dict(labels)}}]
 
 
 def _count_stage_gpus(pools: Sequence[PlannedPool]) -> int:

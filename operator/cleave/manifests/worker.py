@@ -11,13 +11,7 @@ from cleave.api.engine import Connector, EngineType, EnvVar, TransferMode
 from cleave.api.pool import InstancePool, InstancePoolSpec
 from cleave.api.role import Role
 from cleave.api.scheduling import Scheduling
-from cleave.manifests.container import (
-    build_address_env,
-    build_container_security,
-    build_flags,
-    build_pod_defaults,
-    get_image,
-)
+from cleave.manifests import container
 from cleave.manifests.labels import (
     AGENT_PORT,
     CELL,
@@ -75,7 +69,7 @@ def build_worker_spec(pool: InstancePool, labels: dict[str, str], device: Device
     """Fields that the pod specs of an instance share, except for the container."""
     spec = pool.spec
     return {
-        **build_pod_defaults(spec.deployment),
+        **container.build_pod_defaults(spec.deployment),
         "terminationGracePeriodSeconds": spec.template.drain_timeout_s + GRACE_SLACK_S,
         **build_scheduling(pool, labels, device),
         "volumes": build_storage(spec.model)[0],
@@ -107,7 +101,7 @@ def build_container_base(spec: InstancePoolSpec, device: Device, image_prefix: s
         "name": "worker",
         "image": spec.engine.image or _get_default_image(spec, device, image_prefix),
         "resources": build_resources(spec, device),
-        "securityContext": build_container_security(*more),
+        "securityContext": container.build_container_security(*more),
         "volumeMounts": build_storage(spec.model)[1],
     }
 
@@ -132,7 +126,7 @@ def build_agent_command(pool: InstancePool, name: str, cell: int | None = None) 
     }
     extra = build_engine_args(spec, "0", "$(POD_IP)")
     separated = ["--", *extra] if extra else []
-    return ["python", "-m", "cleave_worker.agent.main", *build_flags(flags), *separated]
+    return ["python", "-m", "cleave_worker.agent.main", *container.build_flags(flags), *separated]
 
 
 def build_engine_flags(spec: InstancePoolSpec) -> dict[str, object]:
@@ -160,7 +154,7 @@ def build_engine_args(spec: InstancePoolSpec, rank: str, leader: str) -> list[st
         flags |= {"--latency": emulation.latency, "--time-scale": emulation.time_scale}
     elif not get_loaded_path(spec.model).startswith("/"):
         flags["--revision"] = spec.model.revision
-    return [*build_flags(flags), *spec.engine.args]
+    return [*container.build_flags(flags), *spec.engine.args]
 
 
 def build_scheduling_args(scheduling: Scheduling) -> dict[str, RoleSchedulingArgs]:
@@ -192,7 +186,7 @@ def _format_choice(choice: IntEnum) -> str:
 def build_environment(pool: InstancePool) -> list[Manifest]:
     """Environment variables of a worker's container; the user's come last."""
     spec = pool.spec
-    variables = build_address_env(get_agents_source(spec.deployment, pool.namespace))
+    variables = container.build_address_env(get_agents_source(spec.deployment, pool.namespace))
     # From the label, which changes when the pod changes pools: a container that is restarted
     # afterwards takes the new role.
     label = {"fieldRef": {"fieldPath": f"metadata.labels['{ROLE}']"}}
@@ -213,8 +207,8 @@ def _build_variable(variable: EnvVar) -> Manifest:
 
 def _get_default_image(spec: InstancePoolSpec, device: Device, prefix: str) -> str:
     if spec.engine.type is EngineType.EMULATED:
-        return get_image("worker-emulated", prefix)
-    return get_image("worker-cuda" if device == "gpu" else "worker-cpu", prefix)
+        return container.get_image("worker-emulated", prefix)
+    return container.get_image("worker-cuda" if device == "gpu" else "worker-cpu", prefix)
 
 
 def _build_probes() -> Manifest:

@@ -211,12 +211,7 @@ def test_a_converged_pool_needs_no_action() -> None:
 class TestSeveralNodes:
     """An instance of two pods: a leader and a follower."""
 
-    desired = pool(
-        replicas=1,
-        nodes=2,
-        parallelism={"tensor": 16},
-        engine={"type": "vLLM"},
-    )
+    desired = pool(replicas=1, nodes=2, parallelism={"tensor": 16}, engine={"type": "vLLM"})
 
     def test_the_leader_is_created_first_and_the_follower_once_it_has_an_identity(self) -> None:
         ((_, leader),) = pods_only(reconcile(view(self.desired)))

@@ -197,10 +197,7 @@ async def test_a_new_certificate_is_shown_without_a_restart(monkeypatch) -> None
     shelf = Shelf()
     async with serving(shelf, monkeypatch) as (url, _):
         new = certificates.issue(NAMES, datetime.now(UTC))
-        shelf.secret = {
-            "metadata": {"resourceVersion": "9"},
-            "data": certificates.to_secret(new),
-        }
+        shelf.secret = {"metadata": {"resourceVersion": "9"}, "data": certificates.to_secret(new)}
         only_new = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         only_new.load_verify_locations(cadata=new.ca_bundle)
         async with asyncio.timeout(10):

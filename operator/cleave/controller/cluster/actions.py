@@ -171,6 +171,5 @@ class Requeue:
     after_s: float
 
 
-Action = (
-    Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit | RequestPlan | Requeue
-)
+Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
+Action = Write | RequestPlan | Requeue

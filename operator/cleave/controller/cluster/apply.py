@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from cleave.api.pool import InstancePool
 from cleave.api.resource import Resource
-from cleave.controller.cluster.actions import Apply, ObjectReference
+from cleave.controller.cluster.actions import Apply, ObjectReference, SetFinalizers
 from cleave.controller.cluster.objects import APPLIED_ANNOTATION, TEMPLATE_ANNOTATION, ObservedChild
 from cleave.manifests.container import get_image
 from cleave.manifests.labels import Manifest
@@ -29,9 +29,26 @@ ChildrenByName = Mapping[tuple[str, str], ObservedChild]
 
 def build_reference(resource: Resource) -> ObjectReference:
     """Return a reference to the resource, with its uid."""
-    return ObjectReference(
-        resource.kind, resource.namespace, resource.name, resource.metadata.uid or ""
-    )
+    uid = resource.metadata.uid or ""
+    return ObjectReference(resource.kind, resource.namespace, resource.name, uid)
+
+
+def add_finalizer(resource: Resource) -> Iterator[SetFinalizers]:
+    """Yield the action that adds the finalizer, unless the resource has it."""
+    finalizers = resource.metadata.finalizers
+    if FINALIZER not in finalizers:
+        yield _set_finalizers(resource, (*finalizers, FINALIZER))
+
+
+def remove_finalizer(resource: Resource) -> SetFinalizers:
+    """Return the action that removes the finalizer and keeps others."""
+    rest = tuple(name for name in resource.metadata.finalizers if name != FINALIZER)
+    return _set_finalizers(resource, rest)
+
+
+def _set_finalizers(resource: Resource, names: tuple[str, ...]) -> SetFinalizers:
+    version = resource.metadata.resource_version or ""
+    return SetFinalizers(build_reference(resource), names, version)
 
 
 def with_owner(manifest: Manifest, owner: Resource) -> Manifest:
@@ -67,13 +84,9 @@ def build_changes(
     for manifest in manifests:
         desired = with_hash(with_owner(manifest, owner))
         child = existing.get((desired["kind"], desired["metadata"]["name"]))
-        if child is None:
-            yield Apply(desired, is_new=True)
-        elif (
-            child.applied != desired["metadata"]["annotations"][APPLIED_ANNOTATION]
-            and not child.deleting
-        ):
-            yield Apply(desired)
+        applied = desired["metadata"]["annotations"][APPLIED_ANNOTATION]
+        if child is None or not (child.deleting or child.applied == applied):
+            yield Apply(desired, is_new=child is None)
 
 
 def hash_template(pool: InstancePool) -> str:

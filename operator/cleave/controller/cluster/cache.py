@@ -75,9 +75,7 @@ class ObjectCache:
         cached_uid, cached_version = self._versions.get(key, ("", -1))
         if uid in self._tombstones or (uid == cached_uid and version < cached_version):
             return set()
-        affected: set[ResourceKey] = set()
-        if cached_uid and uid != cached_uid:
-            affected = self._remove(key)
+        affected = self._remove(key) if cached_uid and uid != cached_uid else set()
         self._versions[key] = uid, version
         return affected | self._upsert(key, manifest)
 
@@ -246,10 +244,8 @@ class ObjectCache:
 
 
 def _list_owners(pod: ObservedPod) -> list[ResourceKey]:
-    return [
-        ResourceKey(POOLS, pod.namespace, pod.pool),
-        ResourceKey(DEPLOYMENTS, pod.namespace, pod.deployment),
-    ]
+    deployment = ResourceKey(DEPLOYMENTS, pod.namespace, pod.deployment)
+    return [ResourceKey(POOLS, pod.namespace, pod.pool), deployment]
 
 
 def _build_key(manifest: Manifest) -> ResourceKey:

@@ -42,9 +42,7 @@ class KubeApiError(RuntimeError):
         self, status: int, reason: str, message: str, retry_after_s: float | None = None
     ) -> None:
         super().__init__(f"{status} {reason}: {message}" if status else message)
-        self.status = status
-        self.reason = reason
-        self.message = message
+        self.status, self.reason, self.message = status, reason, message
         self.retry_after_s = retry_after_s
         """Seconds after which the server allows a retry (Retry-After); None: not given."""
 
@@ -87,6 +85,9 @@ KINDS: Mapping[str, ApiResource] = {
     "RoleBinding": ApiResource("rbac.authorization.k8s.io/v1", "rolebindings"),
     "Lease": ApiResource("coordination.k8s.io/v1", "leases"),
     "LeaderWorkerSet": ApiResource("leaderworkerset.x-k8s.io/v1", "leaderworkersets"),
+    "ValidatingWebhookConfiguration": ApiResource(
+        "admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", is_namespaced=False
+    ),
 }
 """Every kind that the operator reads or writes."""
 
@@ -133,9 +134,8 @@ class KubeClient:
         self, kind: str, namespace: str, name: str, timeout_s: float = _TIMEOUT_S
     ) -> Manifest:
         """Return one object. Raises KubeApiError."""
-        return await self.request(
-            "GET", KINDS[kind].build_path(namespace, name), timeout_s=timeout_s
-        )
+        path = KINDS[kind].build_path(namespace, name)
+        return await self.request("GET", path, timeout_s=timeout_s)
 
     async def serves(self, kind: str) -> bool:
         """Whether the API server has this kind. Raises KubeApiError."""
@@ -150,10 +150,7 @@ class KubeClient:
 
 
 async def connect() -> KubeClient:
-    """Connect with the pod's service account, or else with the kubeconfig file.
-
-    Raises KubeApiError when neither exists.
-    """
+    """Connect with the service account, or else the kubeconfig file. Raises KubeApiError."""
     settings = Configuration()
     try:
         config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
@@ -161,9 +158,8 @@ async def connect() -> KubeClient:
         try:
             await config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
         except (config.ConfigException, OSError) as error:
-            raise KubeApiError(
-                0, "NoCluster", f"no service account and no kubeconfig ({error}); set KUBECONFIG"
-            ) from error
+            text = f"no service account and no kubeconfig ({error}); set KUBECONFIG"
+            raise KubeApiError(0, "NoCluster", text) from error
     settings.connection_pool_maxsize = 64
     return KubeClient(ApiClient(settings))
 
@@ -174,10 +170,7 @@ async def retry_transient(
     attempts: int = _ATTEMPTS,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Manifest:
-    """Call until it succeeds, with retries while its errors are transient.
-
-    `call` must be safe to repeat. Raises the last KubeApiError.
-    """
+    """Retry transient errors; `call` must be safe to repeat. Raises the last KubeApiError."""
     pause_s = _FIRST_BACKOFF_S
     for remaining in reversed(range(attempts)):
         try:

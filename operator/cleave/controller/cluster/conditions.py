@@ -44,10 +44,7 @@ def merge(
 def build_events(
     target: ObjectReference, before: Iterable[Manifest], now: Sequence[ConditionState]
 ) -> Iterator[Emit]:
-    """Yield an Event for every condition whose status has changed.
-
-    For the types in `_REPORTED_BY_REASON` a changed reason causes one as well.
-    """
+    """Yield an Event per changed status, in `_REPORTED_BY_REASON` also for a changed reason."""
     previous = {each["type"]: (each["status"], each["reason"]) for each in before}
     status = {each.type: each.status for each in now}
     for each in now:

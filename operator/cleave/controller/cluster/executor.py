@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import groupby
 
 from cleave.api.role import Role
-from cleave.controller.cluster import objects
+from cleave.controller.cluster import client, objects
 from cleave.controller.cluster.actions import (
     Action,
     Apply,
@@ -26,27 +26,16 @@ from cleave.controller.cluster.actions import (
     RequestPlan,
     Requeue,
     SetFinalizers,
+    Write,
 )
 from cleave.controller.cluster.agent_client import AgentError, set_configured_role
-from cleave.controller.cluster.client import (
-    APPLY_PATCH,
-    FIELD_MANAGER,
-    JSON,
-    KINDS,
-    MERGE_PATCH,
-    KubeApiError,
-    KubeClient,
-    retry_transient,
-)
 from cleave.controller.cluster.objects import format_timestamp
 from cleave.controller.metrics import OperatorMetrics
 from cleave.manifests.labels import DEPLOYMENT, Manifest
 
 log = logging.getLogger(__name__)
 
-Write = Apply | Create | Delete | Repurpose | PatchStatus | SetFinalizers | Emit
-
-_QUERY = {"fieldManager": FIELD_MANAGER}
+_QUERY = {"fieldManager": client.FIELD_MANAGER}
 _LEASE_EXPIRED = "the lease has expired"
 _NOT_FOUND = 404
 _CONFLICT = 409
@@ -76,7 +65,7 @@ class Executor:
 
     def __init__(
         self,
-        kube: KubeClient,
+        kube: client.KubeClient,
         *,
         may_write: Callable[[], bool],
         on_change: Callable[[Manifest], None],
@@ -131,7 +120,7 @@ class Executor:
                         await self._set_finalizers(action)
                     case Emit():
                         await self._emit(action)
-        except KubeApiError as error:
+        except client.KubeApiError as error:
             self._metrics.actions[name, "failed"] += 1
             if error.status == _CONFLICT:
                 raise StaleError(str(error)) from error
@@ -149,8 +138,10 @@ class Executor:
         # Without force, a field that another manager owns is a conflict.
         query = {**_QUERY, "force": "false" if action.is_new else "true"}
         try:
-            response = await self._write("PATCH", _build_path(target), manifest, APPLY_PATCH, query)
-        except KubeApiError as error:
+            response = await self._write(
+                "PATCH", _build_path(target), manifest, client.APPLY_PATCH, query
+            )
+        except client.KubeApiError as error:
             if error.status == _CONFLICT and action.is_new:
                 text = f"{kind} {target.name} {_TAKEN_MESSAGE} ({error.message})"
                 raise NameTakenError(text) from error
@@ -166,26 +157,24 @@ class Executor:
         meta, kind = manifest["metadata"], manifest["kind"]
         try:
             existing = await self._kube.get(kind, meta["namespace"], meta["name"])
-        except KubeApiError as error:
+        except client.KubeApiError as error:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        owners, existing_owners = (
-            {owner["uid"] for owner in each["metadata"].get("ownerReferences", ())}
-            for each in (manifest, existing)
-        )
-        one, other = (_get_deployment_label(each) for each in (manifest, existing))
-        if not (owners & existing_owners or (kind in _SHAREABLE_KINDS and one == other)):
+        both = meta, existing["metadata"]
+        owners, others = ({o["uid"] for o in each.get("ownerReferences", ())} for each in both)
+        one, other = (each.get("labels", {}).get(DEPLOYMENT) for each in both)
+        if not (owners & others or (kind in _SHAREABLE_KINDS and one == other)):
             raise NameTakenError(f"{kind} {meta['name']} {_TAKEN_MESSAGE}")
         self._on_change(existing)
         return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""
 
     async def _create(self, action: Create) -> None:
         target = _get_target(action)
-        path = KINDS[target.kind].build_path(target.namespace)
+        path = client.KINDS[target.kind].build_path(target.namespace)
         try:
             response = await self._write("POST", path, action.manifest)
-        except KubeApiError as error:
+        except client.KubeApiError as error:
             # It exists: the response was lost, or the previous leader created it.
             if error.status != _CONFLICT:
                 raise
@@ -194,18 +183,13 @@ class Executor:
 
     async def _delete(self, action: Delete) -> None:
         target = action.target
-        body: Manifest = {
-            "apiVersion": "v1",
-            "kind": "DeleteOptions",
-            "propagationPolicy": "Background",
-        }
-        if target.uid:
-            body["preconditions"] = {"uid": target.uid}
+        body: Manifest = {"preconditions": {"uid": target.uid}} if target.uid else {}
+        body |= {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if action.grace_s is not None:
             body["gracePeriodSeconds"] = action.grace_s
         try:
             response = await self._write("DELETE", _build_path(target), body, query=None)
-        except KubeApiError as error:
+        except client.KubeApiError as error:
             # It was deleted, or another object has its name.
             if error.status not in (_NOT_FOUND, _CONFLICT):
                 raise
@@ -241,13 +225,13 @@ class Executor:
     async def _patch_status(self, action: PatchStatus) -> None:
         target = action.target
         body = {
-            "apiVersion": KINDS[target.kind].version,
+            "apiVersion": client.KINDS[target.kind].version,
             "kind": target.kind,
             "metadata": {"name": target.name, "namespace": target.namespace, "uid": target.uid},
             "status": action.status,
         }
-        query = {"fieldManager": f"{FIELD_MANAGER}-status", "force": "true"}
-        if response := await self._patch(target, body, "status", APPLY_PATCH, query):
+        query = {"fieldManager": f"{client.FIELD_MANAGER}-status", "force": "true"}
+        if response := await self._patch(target, body, "status", client.APPLY_PATCH, query):
             self._on_change(response)
 
     async def _set_finalizers(self, action: SetFinalizers) -> None:
@@ -266,14 +250,14 @@ class Executor:
         target: ObjectReference,
         body: Manifest,
         subresource: str = "",
-        content_type: str = MERGE_PATCH,
+        content_type: str = client.MERGE_PATCH,
         query: Mapping[str, str] = _QUERY,
     ) -> Manifest | None:
         """Patch an existing object; None: it was deleted."""
         path = _build_path(target, subresource)
         try:
             return await self._write("PATCH", path, body, content_type, query)
-        except KubeApiError as error:
+        except client.KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise
             self._on_delete(target)
@@ -282,34 +266,27 @@ class Executor:
     async def _emit(self, action: Emit) -> None:
         """Create an Event; errors are logged only."""
         target = action.target
-        now = format_timestamp(self._clock())
+        version, now = client.KINDS[target.kind].version, format_timestamp(self._clock())
+        involved = {"namespace": target.namespace, "name": target.name, "uid": target.uid}
         text = f"{target.uid}/{action.reason}/{action.message}/{now}"
+        name = f"{target.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         event = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {
-                "name": f"{target.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}",
-                "namespace": target.namespace,
-            },
-            "involvedObject": {
-                "apiVersion": KINDS[target.kind].version,
-                "kind": target.kind,
-                "namespace": target.namespace,
-                "name": target.name,
-                "uid": target.uid,
-            },
+            "metadata": {"name": name, "namespace": target.namespace},
+            "involvedObject": {"apiVersion": version, "kind": target.kind, **involved},
             "reason": action.reason,
             "message": action.message,
             "type": "Warning" if action.is_warning else "Normal",
-            "source": {"component": FIELD_MANAGER},
+            "source": {"component": client.FIELD_MANAGER},
             "firstTimestamp": now,
             "lastTimestamp": now,
             "count": 1,
         }
         try:
-            path = KINDS["Event"].build_path(target.namespace)
+            path = client.KINDS["Event"].build_path(target.namespace)
             await self._write("POST", path, event, query=None)
-        except KubeApiError as error:
+        except client.KubeApiError as error:
             if error.status != _CONFLICT:
                 log.warning("Event of %s %s: %s", target.kind, target.name, error)
 
@@ -318,7 +295,7 @@ class Executor:
         method: str,
         path: str,
         body: Manifest,
-        content_type: str = JSON,
+        content_type: str = client.JSON,
         query: Mapping[str, str] | None = _QUERY,
     ) -> Manifest:
         """Send one write, with retries while errors are transient and the lease is held."""
@@ -330,13 +307,7 @@ class Executor:
                 method, path, query=query, body=body, content_type=content_type
             )
 
-        return await retry_transient(once)
-
-
-def _get_deployment_label(manifest: Manifest) -> str | None:
-    """Name of the deployment in the object's labels."""
-    name: str | None = manifest["metadata"].get("labels", {}).get(DEPLOYMENT)
-    return name
+        return await client.retry_transient(once)
 
 
 def _get_target(action: Write) -> ObjectReference:
@@ -348,4 +319,4 @@ def _get_target(action: Write) -> ObjectReference:
 
 
 def _build_path(target: ObjectReference, subresource: str = "") -> str:
-    return KINDS[target.kind].build_path(target.namespace, target.name, subresource)
+    return client.KINDS[target.kind].build_path(target.namespace, target.name, subresource)

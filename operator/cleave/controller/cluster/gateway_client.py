@@ -56,10 +56,7 @@ def build_base_url(address: str) -> str:
 
 
 async def fetch_instances(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> InstancesByPod:
-    """Fetch instances by name from the gateways at `urls` (http://HOST:PORT); None: none responds.
-
-    Never raises.
-    """
+    """Fetch instances by name from gateways at `urls`; None: none responds. Never raises."""
     asked = sorted(urls)[:_MAX_GATEWAYS]
     pages = await asyncio.gather(*(_fetch_page(url, timeout_s) for url in asked))
     responses = [page for page in pages if page is not None]

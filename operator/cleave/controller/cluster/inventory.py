@@ -38,10 +38,7 @@ number."""
 
 
 def build_inventory(nodes: Iterable[ObservedNode], settings: Cluster | None = None) -> Inventory:
-    """Build the inventory of the GPU nodes.
-
-    Network, own GPU descriptions and profiles come from `settings` where they are given.
-    """
+    """Build the inventory of the GPU nodes; `settings`: network, own GPUs and profiles."""
     gpu_nodes = [node for node in nodes if node.num_gpus and node.gpu]
     groups = Counter((node.gpu, min(node.num_gpus, MAX_GPUS_PER_NODE)) for node in gpu_nodes)
     network = NetworkSpec()

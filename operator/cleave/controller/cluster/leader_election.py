@@ -112,9 +112,8 @@ class LeaderElector:
     async def _acquire_or_renew(self) -> bool:
         """Whether the Lease was written for this operator. Raises KubeApiError."""
         try:
-            lease = await self._kube.get(
-                "Lease", self._namespace, self._name, timeout_s=self._config.renew_s
-            )
+            timeout_s = self._config.renew_s
+            lease = await self._kube.get("Lease", self._namespace, self._name, timeout_s=timeout_s)
         except KubeApiError as error:
             if error.status != _NOT_FOUND:
                 raise

@@ -97,10 +97,7 @@ class TrafficScraper(Generic[K]):
         self._state.pop(key, None)
 
     async def scrape(self, key: K, gateways: Collection[str]) -> bool:
-        """Scrape the gateways at these addresses; returns whether there is a new window.
-
-        Never raises.
-        """
+        """Scrape these gateways; returns whether there is a new window. Never raises."""
         results = await asyncio.gather(*(self._fetch_counts(address) for address in gateways))
         pages = {address: page for address, page in zip(gateways, results, strict=True) if page}
         state = self._state.setdefault(key, _DeploymentTraffic())

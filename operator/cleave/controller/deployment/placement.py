@@ -6,10 +6,7 @@ status together with a hash of its inputs, so that a restarted operator does not
 
 from dataclasses import dataclass, replace
 
-from pydantic import ValidationError
-
 from cleave.api.deployment import LLMDeployment
-from cleave.api.plan import SelectedPlan
 from cleave.api.planning import PlanningMode
 from cleave.api.replan_status import FittedPlanInputs
 from cleave.controller.cluster import conditions
@@ -82,12 +79,8 @@ def decide(
 def retain(status: Manifest) -> PlacementDecision:
     """Return the current placement with its last conditions, for a paused deployment."""
     previous = tuple(each for each in conditions.read(status) if each.type in _PLAN_CONDITIONS)
-    return PlacementDecision(
-        None,
-        status.get("plan"),
-        previous or _build_not_ready("Paused", "spec.paused: nothing is planned"),
-        status.get("advice"),
-    )
+    shown = previous or _build_not_ready("Paused", "spec.paused: nothing is planned")
+    return PlacementDecision(None, status.get("plan"), shown, status.get("advice"))
 
 
 def _decide_without_planner(deployment: LLMDeployment, status: Manifest) -> PlacementDecision:
@@ -96,7 +89,8 @@ def _decide_without_planner(deployment: LLMDeployment, status: Manifest) -> Plac
         placement = choose_placement(deployment, reads_files=False)
     except PlanError as error:
         return _retain_plan(status, "Faulty", "; ".join(error.faults))
-    written = _to_status(build_selected_plan(deployment, placement))
+    selected = build_selected_plan(deployment, placement)
+    written = selected.model_dump(mode="json", exclude_none=True)
     if deployment.spec.placement is not None:
         return PlacementDecision(placement, written, _build_ready("Manual", placement.reason))
     # The fleet serves, but PlanReady is False: it was not planned.
@@ -119,10 +113,8 @@ def _decide_planned(
         return PlacementDecision(current, status["plan"], ready)
     if result is not None and not has_other_nodes:
         return _report_failed_plan(status, result)
-    waiting = _retain_plan(
-        status, PLANNING, "the planner is running; instances stay as they are until it has finished"
-    )
-    return PlacementDecision(None, waiting.plan, waiting.conditions, plan_request=request)
+    text = "the planner is running; instances stay as they are until it has finished"
+    return replace(_retain_plan(status, PLANNING, text), plan_request=request)
 
 
 def _match_result(outcome: PlanJob | None, request: PlanJob) -> PlanJob | None:
@@ -166,7 +158,7 @@ def _read_current_placement(status: Manifest, expected_inputs: str) -> Placement
         return None
     try:
         return read_placement(written)
-    except (ValidationError, ValueError):
+    except ValueError:
         return None
 
 
@@ -175,22 +167,14 @@ def _retain_plan(status: Manifest, reason: str, message: str) -> PlacementDecisi
 
 
 def _build_ready(reason: str, message: str) -> tuple[ConditionState, ...]:
-    return (
-        ConditionState(PLAN_READY, True, reason, message),
-        ConditionState(PLAN_FEASIBLE, True, reason),
-    )
+    ready = ConditionState(PLAN_READY, True, reason, message)
+    return ready, ConditionState(PLAN_FEASIBLE, True, reason)
 
 
 def _build_not_ready(reason: str, message: str) -> tuple[ConditionState, ...]:
-    return (
-        ConditionState(PLAN_READY, False, reason, message),
-        ConditionState(PLAN_FEASIBLE, None, reason),
-    )
+    not_ready = ConditionState(PLAN_READY, False, reason, message)
+    return not_ready, ConditionState(PLAN_FEASIBLE, None, reason)
 
 
 def _get_reason(plan_status: Manifest) -> str:
     return str(plan_status.get("reason", ""))
-
-
-def _to_status(selected: SelectedPlan) -> Manifest:
-    return selected.model_dump(mode="json", exclude_none=True)

@@ -7,7 +7,7 @@ when instances are lost, are scaled or are replaced because of a new plan; a new
 rolled out, even if the instances of the previous one serve.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from cleave.api.enums import FallbackPolicy
 from cleave.api.planning import PlanningMode
@@ -16,20 +16,15 @@ from cleave.api.role import Role
 from cleave.controller.cluster import conditions
 from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.deployment.placement import PlacementDecision
-from cleave.controller.views import DeploymentView
+from cleave.controller.views import DeploymentView, Pools
 from cleave.rpc.fleet_status import MAX_INSTANCES
-
-DesiredPools = Mapping[Role, InstancePool]
 
 SCALED_TO_ZERO = "ScaledToZero"
 """Reason of conditions that are True although no instance runs."""
 
 
 def build_available(
-    view: DeploymentView,
-    desired: DesiredPools,
-    parts: Sequence[ConditionState],
-    plan: ConditionState,
+    view: DeploymentView, desired: Pools, parts: Sequence[ConditionState], plan: ConditionState
 ) -> ConditionState:
     """The Available condition; `parts`: the conditions of each role and of the gateway."""
     *roles, gateway = parts
@@ -52,7 +47,7 @@ def build_available(
 
 
 def find_rolled_out_generation(
-    view: DeploymentView, desired: DesiredPools, *, is_applied: bool
+    view: DeploymentView, desired: Pools, *, is_applied: bool
 ) -> int | None:
     """Return the latest generation whose rollout is complete; None: none is.
 
@@ -73,23 +68,19 @@ def find_rolled_out_generation(
 
 
 def build_not_rolled_out(
-    view: DeploymentView,
-    decision: PlacementDecision,
-    progressing: ConditionState,
-    *,
-    is_applied: bool,
+    view: DeploymentView, decision: PlacementDecision, progress: ConditionState, *, is_applied: bool
 ) -> ConditionState:
     """The Ready condition while requests are served and the generation is not rolled out."""
     spec, plan = view.deployment.spec, decision.conditions[0]
     is_advisory = spec.planning.mode is PlanningMode.ADVISORY
     if spec.paused:
-        why = progressing.reason, progressing.message
+        why = progress.reason, progress.message
     elif decision.placement is None and not is_advisory:
         why = plan.reason, plan.message
     elif decision.placement is None and not is_applied:
         why = "NotApplied", "planning.mode Advisory: instances stay as they are"
-    elif progressing.reason in (conditions.ROLLING_OUT, "Scaling", "ScalingLimited"):
-        why = progressing.reason, progressing.message
+    elif progress.reason in (conditions.ROLLING_OUT, "Scaling", "ScalingLimited"):
+        why = progress.reason, progress.message
     else:
         why = conditions.ROLLING_OUT, "not every instance and gateway of it is ready"
     reason, text = why
@@ -102,7 +93,7 @@ def is_gateway_updated(view: DeploymentView) -> bool:
     return view.gateway is None or view.gateway.is_updated
 
 
-def _can_serve(view: DeploymentView, desired: DesiredPools) -> bool:
+def _can_serve(view: DeploymentView, desired: Pools) -> bool:
     """Whether instances of one revision can serve: a mixed one, or prefill and decode together.
 
     With routing.fallback Always an instance of one role serves both phases while the other role is
@@ -150,7 +141,7 @@ def _is_gateway_complete(view: DeploymentView) -> bool:
     return gateway is not None and gateway.is_updated and gateway.ready >= count
 
 
-def _is_sent_requests(view: DeploymentView, desired: DesiredPools) -> bool:
+def _is_sent_requests(view: DeploymentView, desired: Pools) -> bool:
     """Whether gateways send requests to an instance of each role; True if none responds."""
     if view.instances is None:
         return True

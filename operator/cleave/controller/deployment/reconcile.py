@@ -14,15 +14,7 @@ from cleave.api.planning import PlanningMode
 from cleave.api.pool import InstancePool, PoolRollout, ReplicasOwner
 from cleave.api.role import Role
 from cleave.controller.cluster import apply, conditions
-from cleave.controller.cluster.actions import (
-    Action,
-    Apply,
-    Delete,
-    Emit,
-    RequestPlan,
-    Requeue,
-    SetFinalizers,
-)
+from cleave.controller.cluster.actions import Action, Apply, Delete, Emit, RequestPlan, Requeue
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.deployment import placement, repurpose, scaling
 from cleave.controller.deployment import status as deployment_status
@@ -30,23 +22,12 @@ from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.repurpose import RoleChange
 from cleave.controller.replan import reconcile as replan
 from cleave.controller.replan.inputs import read_placement
-from cleave.controller.rollout.planner import (
-    InstanceCount,
-    RoleState,
-    RolloutLimits,
-    RolloutStep,
-    plan_next_step,
-)
-from cleave.controller.views import DeploymentView
+from cleave.controller.rollout import planner as rollout_planner
+from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutStep
+from cleave.controller.views import DeploymentView, Pools
+from cleave.manifests import owned_objects
 from cleave.manifests.gateway import build_gateway_deployment, build_gateway_service
 from cleave.manifests.labels import Manifest, build_object
-from cleave.manifests.owned_objects import (
-    build_gateway_budget,
-    build_role_binding,
-    build_service_account,
-    build_workers_policy,
-    build_workers_service,
-)
 from cleave.manifests.pool import build_pools
 
 _REQUEUE_S = 30.0
@@ -62,16 +43,14 @@ def reconcile(view: DeploymentView) -> list[Action]:
     deployment = view.deployment
     if deployment.metadata.deletion_timestamp is not None:
         return list(_delete(view))
-    actions: list[Action] = []
-    if FINALIZER not in deployment.metadata.finalizers:
-        actions.append(_set_finalizers(deployment, (*deployment.metadata.finalizers, FINALIZER)))
-    current, replan_outcome = view.pools_by_role, replan.reconcile_plan(view)
+    actions: list[Action] = [*apply.add_finalizer(deployment)]
+    current, replanned = view.pools_by_role, replan.reconcile_plan(view)
     decision = placement.decide(
         view.plan_inputs,
         view.status,
-        replan_outcome.plan_result,
+        replanned.plan_result,
         is_limited=_is_limited(view),
-        fitted_inputs=replan_outcome.fitted_inputs,
+        fitted_inputs=replanned.fitted_inputs,
     )
     # Without a placement the present pools stay; their replicas may change all the same.
     desired_pools = list(view.pools)
@@ -79,15 +58,14 @@ def reconcile(view: DeploymentView) -> list[Action]:
         desired_pools = build_pools(deployment, decision.placement, view.inventory.topology)
     desired_pools = _scale_pools(view, decision, desired_pools)
     changes = decision.placement is not None or desired_pools != list(view.pools)
-    desired: Mapping[Role, InstancePool] = current
+    desired: Pools = current
     if changes:
         desired = {
             pool.spec.role: _keep_owner_replicas(pool, current.get(pool.spec.role))
             for pool in desired_pools
         }
-    writes: list[Action] = list(
-        apply.build_changes(_build_owned_objects(view), deployment, view.children)
-    )
+    owned = _build_owned_objects(view)
+    writes: list[Action] = [*apply.build_changes(owned, deployment, view.children)]
     if changes:
         writes += _update_pools(view, desired)
         if decision.plan == view.status.get("plan"):
@@ -96,12 +74,10 @@ def reconcile(view: DeploymentView) -> list[Action]:
     if deployment.spec.paused:
         # Pending changes wait; the status only reports whether there are any.
         decision, desired, writes = placement.retain(view.status), current, []
-    elif (plan_request := decision.plan_request or replan_outcome.plan_request) is not None:
+    elif (plan_request := decision.plan_request or replanned.plan_request) is not None:
         actions.append(RequestPlan(plan_request))
     # Status first: if a later write fails, users still see what exists.
-    actions += deployment_status.report(
-        view, decision, desired, replan_outcome, is_applied=is_applied
-    )
+    actions += deployment_status.report(view, decision, desired, replanned, is_applied=is_applied)
     return actions + writes
 
 
@@ -114,7 +90,7 @@ def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
     """
     if decision.placement is not None:
         return True
-    deployment, current = view.deployment, view.pools_by_role
+    deployment = view.deployment
     if deployment.spec.planning.mode is not PlanningMode.ADVISORY or decision.plan is None:
         return False
     try:
@@ -123,9 +99,9 @@ def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
         return False
     pools = build_pools(deployment, planned, view.inventory.topology)
     expected = {pool.spec.role: pool for pool in pools}
-    return expected.keys() == current.keys() and all(
-        _with_replicas(pool, current[role].spec.replicas, current[role].spec.owner).spec
-        == current[role].spec
+    specs = {role: pool.spec for role, pool in view.pools_by_role.items()}
+    return expected.keys() == specs.keys() and all(
+        _with_replicas(pool, specs[role].replicas, specs[role].owner).spec == specs[role]
         for role, pool in expected.items()
     )
 
@@ -147,7 +123,7 @@ def _scale_pools(
     ]
 
 
-def _report_scaling(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Emit]:
+def _report_scaling(view: DeploymentView, desired: Pools) -> Iterator[Emit]:
     """Yield an Event when replicas change while the plan stays."""
     current = {pool.spec.role: pool.spec.replicas for pool in view.pools}
     changes = [
@@ -165,19 +141,19 @@ def _build_owned_objects(view: DeploymentView) -> list[Manifest]:
     """Objects of a deployment that do not depend on its plan."""
     deployment, settings = view.deployment, view.settings
     owned = [
-        build_service_account(deployment),
-        build_role_binding(deployment, settings.discovery_role),
-        build_workers_service(deployment),
+        owned_objects.build_service_account(deployment),
+        owned_objects.build_role_binding(deployment, settings.discovery_role),
+        owned_objects.build_workers_service(deployment),
         build_gateway_service(deployment),
         build_gateway_deployment(deployment, image_prefix=settings.image_prefix),
-        build_gateway_budget(deployment),
+        owned_objects.build_gateway_budget(deployment),
     ]
     if settings.isolates_workers:
-        owned.append(build_workers_policy(deployment, settings.namespace))
+        owned.append(owned_objects.build_workers_policy(deployment, settings.namespace))
     return owned
 
 
-def _update_pools(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> Iterator[Action]:
+def _update_pools(view: DeploymentView, desired: Pools) -> Iterator[Action]:
     """Yield actions that bring pools to their desired state; empty pools of dropped roles go."""
     current = view.pools_by_role
     # Pools that the plan has dropped.
@@ -211,8 +187,8 @@ def _update_pools(view: DeploymentView, desired: Mapping[Role, InstancePool]) ->
 def _freeze_for_repurposing(
     view: DeploymentView,
     changes: Sequence[RoleChange],
-    current: Mapping[Role, InstancePool],
-    dropped: Mapping[Role, InstancePool],
+    current: Pools,
+    dropped: Pools,
 ) -> Mapping[Role, RolloutStep]:
     """Steps that keep pools from creating or deleting pods before instances have changed roles.
 
@@ -256,9 +232,7 @@ def _with_replicas(pool: InstancePool, replicas: int, owner: ReplicasOwner) -> I
 
 
 def _plan_rollout_steps(
-    view: DeploymentView,
-    desired: Mapping[Role, InstancePool],
-    dropped: Mapping[Role, InstancePool],
+    view: DeploymentView, desired: Pools, dropped: Pools
 ) -> Mapping[Role, RolloutStep]:
     """How many instances of each revision to keep now; empty: nothing has to be replaced."""
     pools = {**desired, **dropped}
@@ -266,8 +240,8 @@ def _plan_rollout_steps(
     if not any(state.old for state in roles.values()) and not any(roles[r].new for r in dropped):
         return {}
     rollout = view.deployment.spec.rollout
-    limits = RolloutLimits(rollout.max_surge, rollout.max_unavailable, _MAX_SKEW)
-    return plan_next_step(roles, limits)
+    limits = rollout_planner.RolloutLimits(rollout.max_surge, rollout.max_unavailable, _MAX_SKEW)
+    return rollout_planner.plan_next_step(roles, limits)
 
 
 def _build_role_state(view: DeploymentView, role: Role, desired: InstancePool) -> RoleState:
@@ -303,12 +277,10 @@ def _apply_pool(
     spec = desired.spec.model_copy(update={"rollout": rollout})
     if current and (current.spec == spec or current.metadata.deletion_timestamp is not None):
         return
-    written = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    written |= {"replicas": spec.replicas, "owner": str(spec.owner)}
+    fields = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    fields |= {"replicas": spec.replicas, "owner": str(spec.owner)}
     name, namespace, labels = desired.name, desired.namespace, desired.metadata.labels
-    manifest = build_object(
-        desired.api_version, desired.kind, name, namespace, labels, spec=written
-    )
+    manifest = build_object(desired.api_version, desired.kind, name, namespace, labels, spec=fields)
     # From the start, so that the pool is never deleted without a drain.
     manifest["metadata"]["finalizers"] = [FINALIZER]
     if current is not None and current.spec.owner is not ReplicasOwner.PLAN:
@@ -326,8 +298,7 @@ def _delete(view: DeploymentView) -> Iterator[Action]:
         if pool.metadata.deletion_timestamp is None:
             yield Delete(apply.build_reference(pool))
     if not view.pools:
-        remaining = tuple(name for name in deployment.metadata.finalizers if name != FINALIZER)
-        yield _set_finalizers(deployment, remaining)
+        yield apply.remove_finalizer(deployment)
     else:
         yield Requeue(_REQUEUE_S)
 
@@ -337,8 +308,3 @@ def _is_limited(view: DeploymentView) -> bool:
         conditions.is_true(status.get("conditions", []), "ScalingLimited")
         for status in view.pool_status.values()
     )
-
-
-def _set_finalizers(deployment: LLMDeployment, names: tuple[str, ...]) -> SetFinalizers:
-    version = deployment.metadata.resource_version or ""
-    return SetFinalizers(apply.build_reference(deployment), names, version)

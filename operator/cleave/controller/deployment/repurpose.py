@@ -15,11 +15,10 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import ObjectReference, Repurpose
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool.pods import choose_victims
+from cleave.controller.views import Pools
 from cleave.manifests.labels import AGENT_PORT, POOL, Manifest
 from cleave.manifests.labels import ROLE as ROLE_LABEL
 from cleave.rpc.fleet_status import FleetInstance
-
-Pools = Mapping[Role, InstancePool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,7 @@ _MIN_RATE = 0.001
 def measure_demand(
     windows: Sequence[TrafficWindow], calm_s: float, *, in_flight: float, idle_s: float
 ) -> TrafficDemand | None:
-    """Compute the demand from traffic windows, oldest first.
-
-    None: there are no windows yet, and no request waits.
-    """
+    """Compute the demand from windows, oldest first; None: there are none, and no request waits."""
     if not windows:
         return TrafficDemand(0.0, None, in_flight, idle_s) if in_flight else None
     rates = list(_compute_rates(windows))
@@ -69,10 +66,7 @@ def is_scaled_to_zero(deployment: LLMDeployment, pools: Iterable[InstancePool]) 
 
 
 def compute_counts(view: DeploymentView, written: Manifest) -> ReplicaCounts:
-    """Compute the instances of each role from the plan in `status.plan`.
-
-    Raises ValueError when it is not readable.
-    """
+    """Compute the instances of each role from `status.plan`. Raises ValueError."""
     plan = SelectedPlan.model_validate(written, by_alias=True)
     spec, now = view.deployment.spec, {pool.spec.role: pool.spec.replicas for pool in view.pools}
     scaling = spec.scaling
@@ -148,10 +142,7 @@ def scale(
     lowest_rate = plan.growth.lowest_rate * HEARTBEAT_S / scaling.calm_s
     needed, peak = at(demand.rate), demand.peak
     enough = current if peak is None else at(max(peak, min(lowest_rate, _get_planned_rate(plan))))
-    return {
-        role: max(needed[role], min(count, max(enough[role], needed[role])))
-        for role, count in current.items()
-    }
+    return {role: max(needed[role], min(count, enough[role])) for role, count in current.items()}
 
 
 def compute_replicas(scaling: Scaling, plan: SelectedPlan, rate: float) -> ReplicaCounts:

@@ -3,7 +3,7 @@
 Called by the deployment's reconcile.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from cleave.api.deployment import LLMDeploymentStatus
@@ -17,7 +17,7 @@ from cleave.controller.deployment import readiness
 from cleave.controller.deployment.placement import PlacementDecision
 from cleave.controller.deployment.traffic_status import report_traffic
 from cleave.controller.replan.verdict import ReplanOutcome
-from cleave.controller.views import DeploymentView
+from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.gateway import build_url
 from cleave.manifests.labels import Manifest
 
@@ -25,7 +25,7 @@ from cleave.manifests.labels import Manifest
 def report(
     view: DeploymentView,
     decision: PlacementDecision,
-    desired: Mapping[Role, InstancePool],
+    desired: Pools,
     replan: ReplanOutcome,
     *,
     is_applied: bool,
@@ -39,28 +39,22 @@ def report(
     before = view.status.get("conditions", [])
     rolled_out = readiness.find_rolled_out_generation(view, desired, is_applied=is_applied)
     generation, model = deployment.metadata.generation, deployment.spec.model.name
-    is_rolled_out = rolled_out == (generation or 0)
-    now = _build_conditions(
-        view, decision, desired, is_applied=is_applied, is_rolled_out=is_rolled_out
-    )
+    is_complete = rolled_out == (generation or 0)
+    now = _build_conditions(view, decision, desired, is_applied=is_applied, is_complete=is_complete)
     now += replan.conditions
     roles = _list_roles(view, desired)
     status: Manifest = {
         "observedGeneration": generation or 0,
         "conditions": conditions.merge(before, now, generation, view.now_s),
         # Until the rollout is complete, clients are served under the previous name.
-        "model": model if is_rolled_out else view.status.get("model") or model,
+        "model": model if is_complete else view.status.get("model") or model,
         "roles": [_build_role_status(view, role, desired.get(role)) for role in roles],
         "url": build_url(deployment),
         **_build_replan_status(view, replan),
     }
-    for name, part in (
-        ("plan", decision.plan),
-        ("advice", decision.advice or replan.advice),
-        ("rolledOutGeneration", rolled_out),
-    ):
-        if part is not None:
-            status[name] = part
+    optional: Manifest = {"plan": decision.plan, "advice": decision.advice or replan.advice}
+    optional["rolledOutGeneration"] = rolled_out
+    status |= {name: part for name, part in optional.items() if part is not None}
     if not apply.is_same_status(LLMDeploymentStatus, status, view.status):
         yield PatchStatus(target, status)
         yield from conditions.build_events(target, before, now)
@@ -80,10 +74,10 @@ def _build_replan_status(view: DeploymentView, replan: ReplanOutcome) -> Manifes
 def _build_conditions(
     view: DeploymentView,
     decision: PlacementDecision,
-    desired: Mapping[Role, InstancePool],
+    desired: Pools,
     *,
     is_applied: bool,
-    is_rolled_out: bool,
+    is_complete: bool,
 ) -> list[ConditionState]:
     present = _list_roles(view, desired)
     roles = [_build_role_condition(view, role, desired.get(role)) for role in present]
@@ -92,7 +86,7 @@ def _build_conditions(
     progressing = _build_progressing(view, decision, desired, limited)
     available = readiness.build_available(view, desired, [*roles, gateway], decision.conditions[0])
     ready = replace(available, type="Ready")
-    if available.status and not is_rolled_out:
+    if available.status and not is_complete:
         ready = readiness.build_not_rolled_out(view, decision, progressing, is_applied=is_applied)
     return [
         ready,
@@ -107,7 +101,7 @@ def _build_conditions(
     ]
 
 
-def _list_roles(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> list[Role]:
+def _list_roles(view: DeploymentView, desired: Pools) -> list[Role]:
     present = {pod.role for pod in view.pods}
     return [role for role in Role if role in desired or role in present]
 
@@ -143,7 +137,7 @@ def _build_gateway_condition(view: DeploymentView) -> ConditionState:
     return ConditionState("GatewayReady", ready > 0, "Ready" if ready else "NoneReady", message)
 
 
-def _build_kv_path(view: DeploymentView, desired: Mapping[Role, InstancePool]) -> ConditionState:
+def _build_kv_path(view: DeploymentView, desired: Pools) -> ConditionState:
     """Whether a test transferred KV from prefill to decode instances, and over which transport."""
     if not desired:
         return ConditionState("KVPathVerified", None, "NoInstances")
@@ -169,10 +163,7 @@ def _find_true_in_pools(view: DeploymentView, kind: str) -> ConditionState | Non
 
 
 def _build_progressing(
-    view: DeploymentView,
-    decision: PlacementDecision,
-    desired: Mapping[Role, InstancePool],
-    limited: ConditionState,
+    view: DeploymentView, decision: PlacementDecision, desired: Pools, limited: ConditionState
 ) -> ConditionState:
     if view.deployment.spec.paused:
         return ConditionState("Progressing", False, "Paused", "spec.paused: changes wait")
@@ -198,7 +189,7 @@ def _build_progressing(
 
 
 def _build_degraded(
-    view: DeploymentView, desired: Mapping[Role, InstancePool], available: ConditionState
+    view: DeploymentView, desired: Pools, available: ConditionState
 ) -> ConditionState:
     """Whether fewer instances serve than planned, or writes or instances keep failing."""
     if view.fault:

@@ -52,10 +52,8 @@ def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
 def _summarize_lengths(buckets: Buckets) -> ObservedLengths | None:
     if not buckets.num:
         return None
-    p90 = buckets.compute_quantile(0.9)
-    return ObservedLengths(
-        mean=_round(buckets.mean or 0.0), p90=None if p90 is None else _round(p90)
-    )
+    mean, p90 = _round(buckets.mean or 0.0), buckets.compute_quantile(0.9)
+    return ObservedLengths(mean=mean, p90=None if p90 is None else _round(p90))
 
 
 def _summarize_latency(buckets: Buckets) -> LatencyPercentiles | None:

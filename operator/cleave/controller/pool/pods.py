@@ -9,12 +9,8 @@ from cleave.controller.cluster import apply
 from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
+from cleave.manifests import multi_node
 from cleave.manifests.labels import Manifest
-from cleave.manifests.multi_node import (
-    build_leader_worker_set,
-    build_node_pods,
-    supports_leader_worker_set,
-)
 from cleave.manifests.topology import assign_cells
 from cleave.manifests.worker import build_worker_pod
 
@@ -36,7 +32,7 @@ def generate_names(pool: InstancePool, taken: Collection[str], count: int) -> li
 
 def create_instances(view: PoolView, fleet: PoolInstances, count: int) -> Iterator[Create]:
     """Yield the creation of `count` instances: their pods, or leader pods, or sets."""
-    pool, settings = view.pool, view.settings
+    pool = view.pool
     taken = view.used_names.union(pod.set_name or pod.instance or pod.name for pod in view.pods)
     cells: list[int | None] = [None] * count
     if pool.spec.colocation is not None:
@@ -44,9 +40,8 @@ def create_instances(view: PoolView, fleet: PoolInstances, count: int) -> Iterat
         same = (pod for pod in fleet.all if pod.revision == pool.spec.revision)
         used_cells = [pod.cell for pod in same if pod.cell is not None]
         cells = list(assign_cells(used_cells, pool.spec.colocation.per_cell, count))
-    as_sets = (
-        pool.spec.nodes > 1 and settings.has_leader_worker_sets and supports_leader_worker_set(pool)
-    )
+    has_sets = pool.spec.nodes > 1 and view.settings.has_leader_worker_sets
+    as_sets = has_sets and multi_node.supports_leader_worker_set(pool)
     make = _build_set if as_sets else _build_leader
     for name, cell in zip(generate_names(pool, taken, count), cells, strict=True):
         yield Create(apply.with_owner(make(view, name, cell), pool))
@@ -58,14 +53,14 @@ def complete_instances(view: PoolView, instances: Iterable[ObservedPod]) -> Iter
     if pool.spec.nodes == 1:
         return
     existing = {pod.name for pod in view.pods}
+    device, prefix = view.settings.device, view.settings.image_prefix
     for instance in instances:
         if instance.set_name or instance.template != view.template_hash:
             continue
         leader = _build_leader(view, instance.name, instance.cell)
         leader["metadata"]["uid"] = instance.uid
-        for further_pod in build_node_pods(
-            pool, leader, device=view.settings.device, image_prefix=view.settings.image_prefix
-        ):
+        pods = multi_node.build_node_pods(pool, leader, device=device, image_prefix=prefix)
+        for further_pod in pods:
             if further_pod["metadata"]["name"] not in existing:
                 yield Create(apply.with_template(further_pod, view.template_hash))
 
@@ -89,7 +84,7 @@ def _rank(pod: ObservedPod) -> tuple[bool, bool, float, float, str]:
 def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
     """Build a LeaderWorkerSet for one instance; its pods carry the hash of the template."""
     settings = view.settings
-    manifest = build_leader_worker_set(
+    manifest = multi_node.build_leader_worker_set(
         view.pool, name, device=settings.device, cell=cell, image_prefix=settings.image_prefix
     )
     group = manifest["spec"]["leaderWorkerTemplate"]

@@ -8,15 +8,8 @@ creates the same pods once; deletions name the pod's uid.
 from collections.abc import Iterator
 
 from cleave.api.engine import DeletionPolicy
-from cleave.api.pool import InstancePool
 from cleave.controller.cluster import apply, objects
-from cleave.controller.cluster.actions import (
-    Action,
-    Delete,
-    ObjectReference,
-    Requeue,
-    SetFinalizers,
-)
+from cleave.controller.cluster.actions import Action, Delete, ObjectReference, Requeue
 from cleave.controller.cluster.apply import FINALIZER
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.pool import pods as pool_pods
@@ -24,13 +17,8 @@ from cleave.controller.pool import status as pool_status
 from cleave.controller.pool.unschedulable import SchedulingLimit, compute_limit
 from cleave.controller.rollout.planner import RoleState, RolloutLimits, RolloutStep, plan_next_step
 from cleave.controller.views import PoolInstances, PoolView
+from cleave.manifests import owned_objects
 from cleave.manifests.labels import Manifest
-from cleave.manifests.owned_objects import (
-    build_pool_budget,
-    build_role_binding,
-    build_service_account,
-    build_workers_service,
-)
 
 _OWN_ROLLOUT_LIMITS = RolloutLimits(max_surge=1, max_unavailable=0)
 """Of a pool that replaces its pods without a rollout of the deployment."""
@@ -46,9 +34,7 @@ def reconcile(view: PoolView) -> list[Action]:
     pool = view.pool
     if pool.metadata.deletion_timestamp is not None:
         return list(_delete(view))
-    actions: list[Action] = []
-    if FINALIZER not in pool.metadata.finalizers:
-        actions.append(_set_finalizers(pool, (*pool.metadata.finalizers, FINALIZER)))
+    actions: list[Action] = [*apply.add_finalizer(pool)]
     pool_instances = _classify_instances(view)
     target = _compute_target(view, pool_instances)
     limit_now = compute_limit(
@@ -72,11 +58,12 @@ def reconcile(view: PoolView) -> list[Action]:
 
 def _build_owned_objects(view: PoolView) -> list[Manifest]:
     """Objects that do not depend on the replicas; a manual pool has those of a deployment, too."""
-    pool, budget = view.pool, build_pool_budget(view.pool)
+    pool, budget = view.pool, owned_objects.build_pool_budget(view.pool)
     if pool.metadata.owner_references:
         return [budget]
-    binding = build_role_binding(pool, view.settings.discovery_role)
-    return [build_service_account(pool), binding, build_workers_service(pool), budget]
+    account = owned_objects.build_service_account(pool)
+    binding = owned_objects.build_role_binding(pool, view.settings.discovery_role)
+    return [account, binding, owned_objects.build_workers_service(pool), budget]
 
 
 def _classify_instances(view: PoolView) -> PoolInstances:
@@ -194,14 +181,9 @@ def _delete(view: PoolView) -> Iterator[Action]:
     requested_s = objects.parse_timestamp(pool.metadata.deletion_timestamp) or view.now_s
     remaining_s = requested_s + pool.spec.template.drain_timeout_s + _SLACK_S - view.now_s
     if not view.pods or remaining_s <= 0:
-        remaining = tuple(name for name in pool.metadata.finalizers if name != FINALIZER)
-        yield _set_finalizers(pool, remaining)
+        yield apply.remove_finalizer(pool)
     else:
         yield Requeue(remaining_s)
-
-
-def _set_finalizers(pool: InstancePool, names: tuple[str, ...]) -> SetFinalizers:
-    return SetFinalizers(apply.build_reference(pool), names, pool.metadata.resource_version or "")
 
 
 def _refer_to(pod: ObservedPod) -> ObjectReference:

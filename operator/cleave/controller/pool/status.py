@@ -73,15 +73,11 @@ def _build_conditions(
         ready = ConditionState("Ready", False, conditions.ROLLING_OUT, message)
     elif updated < count:
         ready = ConditionState("Ready", False, "NotReady", message)
+    reason = "Unschedulable" if limited.reason else "Fits"
     is_moving = bool(fleet.old) or len(fleet.new) != target.new or target.new != count
     return [
         ready,
-        ConditionState(
-            "ScalingLimited",
-            bool(limited.reason),
-            "Unschedulable" if limited.reason else "Fits",
-            limited.reason,
-        ),
+        ConditionState("ScalingLimited", bool(limited.reason), reason, limited.reason),
         ConditionState("Progressing", is_moving, "Changing" if is_moving else "Settled"),
         _build_degraded(view, fleet, message),
     ]

@@ -124,9 +124,7 @@ def _format_reason(
     room = f"nodes have room for {scheduled} of {desired} instances"
     if last is None:
         return f"{room}: {_find_common_message(overdue)}; one waits for a node"
-    when = (
-        f"tried again at {format_timestamp(last.retry_at_s)} or when nodes change"
-        if last.retry_at_s > now_s
-        else "being tried again"
-    )
+    when = "being tried again"
+    if last.retry_at_s > now_s:
+        when = f"tried again at {format_timestamp(last.retry_at_s)} or when nodes change"
     return f"{room}: {last.reason}; {when}"

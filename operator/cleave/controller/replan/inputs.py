@@ -54,16 +54,9 @@ class PlanInputs:
     @cached_property
     def _spec_parts(self) -> list[object]:
         spec = self.deployment.spec
-        parts = spec.model_dump(
-            mode="json",
-            exclude_defaults=True,
-            include={"model", "slo", "workload", "planning", "engine"},
-            exclude={
-                "engine": {"env", "image"},
-                "planning": {"mode", "replan"},
-                "model": {"cache"},
-            },
-        )
+        exclude = {"engine": {"env", "image"}, "planning": {"mode", "replan"}, "model": {"cache"}}
+        names = {"model", "slo", "workload", "planning", "engine"}
+        parts = spec.model_dump(mode="json", exclude_defaults=True, include=names, exclude=exclude)
         given = {name: part for name, part in parts.items() if part}
         base: list[object] = [given, self._node_kinds]
         # With scaled roles the plan needs a scaling law as well.

@@ -161,11 +161,7 @@ class PlannerClient(Generic[K]):
 
     @asynccontextmanager
     async def _acquire_process(self, job: PlanJob) -> AsyncIterator[None]:
-        """Wait for the process.
-
-        Reviews of running plans take at most one place in the queue, so that first plans are not
-        delayed.
-        """
+        """Wait for the process; reviews take one place in the queue, so first plans come soon."""
         async with AsyncExitStack() as stack:
             if job.review is not None:
                 await stack.enter_async_context(self._review_lock)
@@ -180,9 +176,8 @@ class PlannerClient(Generic[K]):
                 1, mp_context=get_context("spawn"), initializer=os.nice, initargs=(_NICENESS,)
             )
         text = deployment.model_dump_json(exclude_none=True)
-        future = asyncio.get_running_loop().run_in_executor(
-            self._process_pool, run_planner, text, cluster, job
-        )
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._process_pool, run_planner, text, cluster, job)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await future

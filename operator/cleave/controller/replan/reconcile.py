@@ -70,9 +70,8 @@ def reconcile_plan(view: DeploymentView) -> ReplanOutcome:
     if not _is_reviewed(deployment) or view.plan_inputs.unknown_model is not None:
         # A model that the planner does not know cannot be reviewed.
         return recorded
-    recorded = replace(
-        recorded, conditions=_read_conditions(status), prediction=status.get("prediction")
-    )
+    prediction = status.get("prediction")
+    recorded = replace(recorded, conditions=_read_conditions(status), prediction=prediction)
     if any(each.type == PLAN_DRIFTED and each.reason == PROPOSED for each in recorded.conditions):
         recorded = replace(recorded, advice=status.get("advice"))
     if deployment.spec.paused:
@@ -104,10 +103,7 @@ def is_urgent(state: DriftState, deployment: LLMDeployment, status: Manifest) ->
 
 
 def _is_reviewed(deployment: LLMDeployment) -> bool:
-    """Whether the running plan is reviewed.
-
-    A manual placement is reviewed only in Advisory mode.
-    """
+    """Whether the running plan is reviewed; a manual placement is in Advisory mode only."""
     spec = deployment.spec
     is_manual = spec.placement is not None and spec.planning.mode is not PlanningMode.ADVISORY
     return is_enabled(deployment) and not is_manual

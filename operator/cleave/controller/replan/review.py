@@ -42,14 +42,12 @@ def run_review(
     has_manager = flips.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)
     manager = build_thresholds(deployment.spec.slo.ttft_ms, flips.min_prefill, flips.min_decode)
     running_plan = RunningPlan(pools, review.algorithm, manager if has_manager else None)
-    past_plans = [
+    past = [
         ReplacedPlan(_complete_pools(problem, each.pools, ""), each.until_s)
         for each in review.past_plans
     ]
     correction = to_correction(job.fitted_inputs.correction if job.fitted_inputs else None)
-    revision = revise(
-        problem, running_plan, review.windows, correction, review.settings, past_plans
-    )
+    revision = revise(problem, running_plan, review.windows, correction, review.settings, past)
     reviewed = ReviewResult(
         verdict=revision.decision.verdict,
         reason=revision.decision.reason,

@@ -54,36 +54,30 @@ class ReplanOutcome:
 def apply_verdict(
     view: DeploymentView, outcome: ReplanOutcome, change: TrafficChange | None, finished: PlanJob
 ) -> ReplanOutcome:
-    """Return the outcome of a finished review.
-
-    Raises ValueError when `finished` has no verdict.
-    """
-    review, review_result = finished.review, finished.review_result
-    if review is None or review_result is None:
+    """Return the outcome of a finished review. Raises ValueError when it has no verdict."""
+    review, result = finished.review, finished.review_result
+    if review is None or result is None:
         raise ValueError("finished: has no verdict; request a review from the planner")
     updated = replace(
         outcome,
-        correction=review_result.correction,
-        prediction=review_result.prediction.model_dump(mode="json", exclude_none=True),
-        conditions=(
-            _build_drift_condition(change, review_result),
-            _build_accuracy_condition(review_result),
-        ),
+        correction=result.correction,
+        prediction=result.prediction.model_dump(mode="json", exclude_none=True),
+        conditions=(_build_drift_condition(change, result), _build_accuracy_condition(result)),
         advice=None,
         events=(),
     )
-    match review_result.verdict:
+    match result.verdict:
         case ReplanVerdict.APPLY:
-            updated = _record(updated, review, review_result, APPLIED, finished.plan)
-            updated = replace(updated, events=(ReplanEvent("Replanned", review_result.reason),))
-            return _adopt_plan(view, updated, finished, review_result)
+            updated = _record(updated, review, result, APPLIED, finished.plan)
+            updated = replace(updated, events=(ReplanEvent("Replanned", result.reason),))
+            return _adopt_plan(view, updated, finished, result)
         case ReplanVerdict.PROPOSE:
-            return _propose(view, updated, finished, review, review_result)
+            return _propose(view, updated, finished, review, result)
         case ReplanVerdict.CORRECT:
-            event = ReplanEvent("ModelCorrected", review_result.accuracy_message, is_warning=True)
-            return replace(_record(updated, review, review_result, CORRECTED), events=(event,))
+            event = ReplanEvent("ModelCorrected", result.accuracy_message, is_warning=True)
+            return replace(_record(updated, review, result, CORRECTED), events=(event,))
         case ReplanVerdict.KEEP if change is not None:
-            event = ReplanEvent("PlanKept", f"{change}; {review_result.reason}")
+            event = ReplanEvent("PlanKept", f"{change}; {result.reason}")
             return replace(updated, events=(event,))
     return updated
 

@@ -87,6 +87,8 @@ class RolloutStep:
 
 RoleStates = Mapping[Role, RoleState]
 _Revision = Mapping[Role, InstanceCount]
+_Revisions = Mapping[str, _Revision]
+_KeptCounts = Mapping[str, dict[Role, int]]
 _NONE = InstanceCount(0, 0)
 
 
@@ -146,10 +148,7 @@ def compute_capacity(roles: RoleStates) -> float:
 
 
 def apply_step(roles: RoleStates, step: Mapping[Role, RolloutStep]) -> dict[Role, RoleState]:
-    """State after a step, once deletions have ended and while no new instance is ready.
-
-    Instances that are not ready are deleted first.
-    """
+    """State after a step and its deletions, unready ones first; no new instance is ready."""
     return {
         role: RoleState(
             replicas=state.replicas,
@@ -218,9 +217,7 @@ def _grow(roles: RoleStates, limits: RolloutLimits, need: Fraction) -> dict[Role
     grown = {role: roles[role].new if need else 0 for role in roles if role not in sizes}
     slots = {role: _compute_max_new(roles[role], limits) for role in sizes}
     starts = all(slots.values())
-    growing = (
-        Fraction(slots[role], size) for role, size in sizes.items() if slots[role] > roles[role].new
-    )
+    growing = (Fraction(slots[r], sizes[r]) for r in sizes if slots[r] > roles[r].new)
     furthest = min(growing, default=Fraction(0)) + Fraction(limits.max_skew)
     for role, size in sizes.items():
         target = math.ceil(furthest * size) if starts else 0
@@ -235,7 +232,7 @@ def _compute_max_new(state: RoleState, limits: RolloutLimits) -> int:
 
 
 def _keep_old(
-    roles: RoleStates, revisions: Mapping[str, _Revision], need: Fraction, max_unavailable: int
+    roles: RoleStates, revisions: _Revisions, need: Fraction, max_unavailable: int
 ) -> dict[str, dict[Role, int]]:
     """Old instances to keep, by revision, so that they serve `need` of the plan.
 
@@ -262,12 +259,7 @@ def _keep_old(
     return to_keep
 
 
-def _keep_more(
-    role: Role,
-    most: int,
-    to_keep: Mapping[str, dict[Role, int]],
-    revisions: Mapping[str, _Revision],
-) -> None:
+def _keep_more(role: Role, most: int, to_keep: _KeptCounts, revisions: _Revisions) -> None:
     """Keep more of the role, up to `most` over all revisions."""
     missing = most - sum(counts[role] for counts in to_keep.values())
     for name, counts in to_keep.items():
@@ -297,10 +289,7 @@ def _changes_anything(
 
 
 def _make_room(
-    roles: RoleStates,
-    limits: RolloutLimits,
-    revisions: Mapping[str, _Revision],
-    to_keep: Mapping[str, dict[Role, int]],
+    roles: RoleStates, limits: RolloutLimits, revisions: _Revisions, to_keep: _KeptCounts
 ) -> None:
     """Keep one old instance less where no slot is free for the newest of three revisions.
 
@@ -332,7 +321,4 @@ def _compute_loss(
 
 def _reduce(counts: _Revision, to_keep: Mapping[Role, int]) -> _Revision:
     """A revision reduced to the kept instances; those that are not ready are dropped first."""
-    return {
-        role: InstanceCount(to_keep[role], min(count.ready, to_keep[role]))
-        for role, count in counts.items()
-    }
+    return {r: InstanceCount(to_keep[r], min(each.ready, to_keep[r])) for r, each in counts.items()}

@@ -8,16 +8,8 @@ from dataclasses import dataclass
 
 from cleave.api.deployment import LLMDeploymentStatus
 from cleave.api.role import Role
-from cleave.controller.rollout.planner import (
-    InstanceCount,
-    RoleState,
-    RolloutLimits,
-    RolloutStep,
-    apply_step,
-    compute_capacity,
-    list_steps,
-    make_ready,
-)
+from cleave.controller.rollout import planner
+from cleave.controller.rollout.planner import InstanceCount, RoleState, RolloutLimits, RolloutStep
 from cleave.planner.placement import Placement
 
 _EARLIER_REVISION = "earlier"
@@ -88,17 +80,17 @@ def build_stages(
 ) -> tuple[PreviewStage, ...]:
     """Return the present state, followed by every step."""
     now = {role: RolloutStep(state.new, state.old) for role, state in roles.items()}
-    stages_so_far = [PreviewStage(now, compute_capacity(roles), {}, {})]
-    for step in list_steps(roles, limits):
-        reached = apply_step(roles, step)
+    stages = [PreviewStage(now, planner.compute_capacity(roles), {}, {})]
+    for step in planner.list_steps(roles, limits):
+        reached = planner.apply_step(roles, step)
         started = {role: max(0, step[role].new - state.new) for role, state in roles.items()}
         stopped = {
             role: max(0, state.new - step[role].new) + state.old - step[role].old
             for role, state in roles.items()
         }
-        stages_so_far.append(PreviewStage(step, compute_capacity(reached), started, stopped))
-        roles = make_ready(reached)
-    return tuple(stages_so_far)
+        stages.append(PreviewStage(step, planner.compute_capacity(reached), started, stopped))
+        roles = planner.make_ready(reached)
+    return tuple(stages)
 
 
 def _build_state(

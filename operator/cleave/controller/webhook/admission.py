@@ -39,21 +39,15 @@ class ReviewError(ValueError):
 
 
 def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
-    """Return the AdmissionReview with its response.
-
-    `cluster` describes the nodes; None: not known. Raises ReviewError.
-    """
+    """Return the AdmissionReview with its response; `cluster`: the nodes. Raises ReviewError."""
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
         raise ReviewError("the request is not an AdmissionReview")
     findings = check_resource(request.get("object"), cluster)
     response: dict[str, Any] = {"uid": request["uid"], "allowed": not findings.faults}
     if findings.faults:
-        response["status"] = {
-            "code": _UNPROCESSABLE,
-            "reason": "Invalid",
-            "message": "; ".join(findings.faults),
-        }
+        message = "; ".join(findings.faults)
+        response["status"] = {"code": _UNPROCESSABLE, "reason": "Invalid", "message": message}
     if findings.warnings:
         response["warnings"] = [_shorten(text) for text in findings.warnings[:_MAX_WARNINGS]]
     return {"apiVersion": API_VERSION, "kind": "AdmissionReview", "response": response}

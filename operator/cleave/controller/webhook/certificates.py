@@ -23,6 +23,7 @@ RENEW_BEFORE = timedelta(days=30)
 """A certificate that expires sooner than this is replaced."""
 _SKEW = timedelta(hours=1)
 """Certificates are valid from this long ago, for clients whose clocks are behind."""
+_ENTRIES = ("ca.crt", "tls.crt", "tls.key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,7 @@ class CertificateError(ValueError):
 
 
 def issue(names: Sequence[str], now: datetime, trusted: str = "") -> ServingCertificate:
-    """Issue a certificate for these DNS names from a new CA.
-
-    CA certificates in `trusted` that are still valid stay in the bundle.
-    """
+    """Issue a certificate from a new CA; valid CA certificates in `trusted` stay in the bundle."""
     authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave webhook authority")])
     authority = (
@@ -100,8 +98,7 @@ def from_secret(secret: Mapping[str, object]) -> ServingCertificate | None:
         return None
     try:
         trusted, cert_chain, key = (
-            base64.b64decode(data[name], validate=True).decode()
-            for name in ("ca.crt", "tls.crt", "tls.key")
+            base64.b64decode(data[name], validate=True).decode() for name in _ENTRIES
         )
     except (KeyError, TypeError, UnicodeDecodeError, binascii.Error):
         return None
@@ -110,12 +107,10 @@ def from_secret(secret: Mapping[str, object]) -> ServingCertificate | None:
 
 def to_secret(certificate: ServingCertificate) -> dict[str, str]:
     """Return the `data` of the Secret."""
-    entries = {
-        "ca.crt": certificate.ca_bundle,
-        "tls.crt": certificate.cert_chain,
-        "tls.key": certificate.key,
-    }
-    return {name: base64.b64encode(text.encode()).decode() for name, text in entries.items()}
+    entries = zip(
+        _ENTRIES, (certificate.ca_bundle, certificate.cert_chain, certificate.key), strict=True
+    )
+    return {name: base64.b64encode(text.encode()).decode() for name, text in entries}
 
 
 def _make_builder(

@@ -21,14 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from cleave.api.cluster import Cluster
-from cleave.controller.cluster.client import (
-    FIELD_MANAGER,
-    JSON,
-    KINDS,
-    ApiResource,
-    KubeApiError,
-    KubeClient,
-)
+from cleave.controller.cluster.client import FIELD_MANAGER, JSON, KINDS, KubeApiError, KubeClient
 from cleave.controller.webhook import certificates
 from cleave.controller.webhook.admission import ReviewError, review_admission
 from cleave.controller.webhook.certificates import CertificateError, ServingCertificate
@@ -46,9 +39,6 @@ _MAX_REQUEST_BYTES = 4 << 20
 """More than the largest object that the API server stores."""
 _MAX_CONCURRENT = 4
 _CONFLICT = 409
-_CONFIGURATIONS = ApiResource(
-    "admissionregistration.k8s.io/v1", "validatingwebhookconfigurations", is_namespaced=False
-)
 _JSON_PATCH = "application/json-patch+json"
 
 
@@ -65,20 +55,17 @@ class SecretCertificateStore:
     def __init__(self, kube: KubeClient, namespace: str, name: str) -> None:
         self._kube = kube
         self._secret = KINDS["Secret"].build_path(namespace, name)
-        self._configuration = _CONFIGURATIONS.build_path(name=name)
+        self._configuration = KINDS["ValidatingWebhookConfiguration"].build_path(name=name)
 
     async def read_secret(self) -> dict[str, Any]:
         """Return the Secret. Raises CertificateStoreError."""
         return await self._request("GET", self._secret)
 
     async def replace_secret(self, secret: dict[str, Any]) -> bool:
-        """Replace the Secret; False: it was changed since it was read. Raises
-        CertificateStoreError.
-        """
+        """Replace the Secret; False: it has changed. Raises CertificateStoreError."""
+        query = {"fieldManager": FIELD_MANAGER}
         try:
-            await self._kube.request(
-                "PUT", self._secret, body=secret, query={"fieldManager": FIELD_MANAGER}
-            )
+            await self._kube.request("PUT", self._secret, body=secret, query=query)
         except KubeApiError as error:
             if error.status == _CONFLICT:
                 return False
@@ -137,9 +124,7 @@ class CertificateRotator:
         self._issues_certificate, self._now = issues_certificate, now
 
     async def rotate(self) -> ServingCertificate:
-        """Return the certificate to serve from now on. Raises CertificateError,
-        CertificateStoreError.
-        """
+        """Return the certificate to serve. Raises CertificateError, CertificateStoreError."""
         certificate = await self._load_or_issue()
         if self._issues_certificate:
             await self._publish(certificate)

@@ -47,7 +47,7 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
         return ValidationFindings(tuple(faults), warnings)
     faults += deployment_checks.list_parallelism_faults(deployment, reads_files=False)
     if spec.placement is not None:
-        warnings += tuple(_list_missing_gpus_of_pools(spec.placement.manual, cluster))
+        warnings += tuple(_list_missing_pool_gpus(spec.placement.manual, cluster))
     elif spec.workload is not None and cluster is not None and not faults:
         warnings += tuple(_list_plan_faults(deployment, cluster))
     return ValidationFindings(tuple(faults), warnings)
@@ -60,9 +60,8 @@ def check_pool(pool: InstancePool, cluster: Cluster | None) -> ValidationFinding
     if spec.engine.type is EngineType.EMULATED:
         return ValidationFindings(tuple(faults))
     shape = _load_model_shape(spec.model)
-    if shape and (
-        reason := shape.explain_unsupported(spec.parallelism.tensor, spec.parallelism.pipeline)
-    ):
+    size = spec.parallelism
+    if shape and (reason := shape.explain_unsupported(size.tensor, size.pipeline)):
         faults.append(f"spec.parallelism: {shape.name}: {reason}")
     missing = _list_missing_gpus("spec", spec.gpu, spec.parallelism, cluster)
     return ValidationFindings(tuple(faults), tuple(missing))
@@ -83,27 +82,23 @@ def list_unreadable_files(deployment: LLMDeployment) -> Iterator[str]:
             "spec.workload.trace.path: no file is read in a cluster; state rate, promptTokens and "
             f"outputTokens, as `cleave workload` prints them, or {remedy}"
         )
-    if spec.engine.type is EngineType.EMULATED and named_profiles.is_profile_file(
-        spec.engine.emulation.latency
-    ):
+    is_emulated, latency = spec.engine.type is EngineType.EMULATED, spec.engine.emulation.latency
+    if is_emulated and named_profiles.is_profile_file(latency):
         yield f"spec.engine.emulated.latency: no file is read in a cluster; {remedy}"
 
 
 def _list_profile_faults(engine: EngineSpec) -> Iterator[str]:
     """Check a profile by name; a file may exist in the workers' image only."""
-    if engine.type is not EngineType.EMULATED or named_profiles.is_profile_file(
-        engine.emulation.latency
-    ):
+    latency = engine.emulation.latency
+    if engine.type is not EngineType.EMULATED or named_profiles.is_profile_file(latency):
         return
     try:
-        named_profiles.load_profile(engine.emulation.latency)
+        named_profiles.load_profile(latency)
     except named_profiles.UnknownProfileError as error:
         yield f"spec.engine.emulated.latency: {error}"
 
 
-def _list_missing_gpus_of_pools(
-    pools: Sequence[ManualPool], cluster: Cluster | None
-) -> Iterator[str]:
+def _list_missing_pool_gpus(pools: Sequence[ManualPool], cluster: Cluster | None) -> Iterator[str]:
     for index, pool in enumerate(pools):
         path = f"spec.placement.manual[{index}]"
         yield from _list_missing_gpus(path, pool.gpu, pool.parallelism, cluster)
