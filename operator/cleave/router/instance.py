@@ -150,9 +150,7 @@ class RoutedInstance:
         open_load: Callable[[str, str], InFlightLoad] = lambda name, boot_id: InFlightLoad(),  # noqa: ARG005
     ) -> None:
         """`open_load`: (instance name, boot ID) -> the accounting of that boot.
-
-        Raises ValueError when the engine's URL is invalid.
-        """
+        Raises ValueError when the engine's URL is invalid."""
         self.target = to_target(registration)
         self.name = registration.instance
         """Unique in the fleet."""
@@ -191,9 +189,7 @@ class RoutedInstance:
 
     def register(self, agent: str, registration: agent_pb2.Registration) -> None:
         """Apply a new registration; a new boot starts with empty load accounting.
-
-        Raises ValueError when the engine's URL is invalid; then nothing is applied.
-        """
+        Raises ValueError when the engine's URL is invalid; then nothing is applied."""
         target = to_target(registration)
         if registration.boot_id != self.registration.boot_id:
             self.in_flight.close()
@@ -225,9 +221,7 @@ class RoutedInstance:
 
 def to_target(registration: agent_pb2.Registration) -> Target:
     """The address of an engine; port 0 when its URL is not known yet.
-
-    Raises ValueError when the URL is invalid.
-    """
+    Raises ValueError when the URL is invalid."""
     parts = urlsplit(registration.engine_url)
     return Target(
         instance=registration.instance,

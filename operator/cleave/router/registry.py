@@ -58,9 +58,7 @@ class InstanceRegistry:
 
     def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
         """Apply an event from the agent at this address; `now` in seconds.
-
-        Raises ValueError when it is invalid; then nothing of it is applied.
-        """
+        Raises ValueError when it is invalid; then nothing of it is applied."""
         if event.HasField("registration"):
             self._register(agent, event.registration, now)
         elif event.HasField("load"):

@@ -304,10 +304,8 @@ class Router:
         self, served: ServedModel, request: RoutingRequest, excluded: Collection[str]
     ) -> Selection | None:
         """The pair of the table with the least work in both phases, without stale ones if possible.
-
         During a rollout a model has a table per revision. Counting both phases sends each revision
-        about as much as its scarcer phase can serve; equal ones alternate.
-        """
+        about as much as its scarcer phase can serve; equal ones alternate."""
         best: tuple[float, ScoreTable, int, int] | None = None
         for table in served.score_tables:
             closed = find_slots(table, excluded) if excluded else []

@@ -108,9 +108,7 @@ class AdmissionController:
         self, waiter: Waiter, tenant: Tenant, model: str, prompt_tokens: int, now: float
     ) -> AdmissionTicket:
         """Admit a request, or queue it: then `admit` or `reject` is called later.
-
-        Raises GatewayError (429) when it is refused.
-        """
+        Raises GatewayError (429) when it is refused."""
         entry = self._registry.models.get(model)
         if entry is not None and entry.base:
             # Adapters run on the instances of their base model, so they share its queue.

@@ -56,9 +56,7 @@ def predict_ttft_excess_s(
     model: FirstTokenModel, backlog_tokens: float, prompt_tokens: float, target_s: float
 ) -> float:
     """Seconds by which a request misses its TTFT target, with `backlog_tokens` queued before it.
-
-    0: it meets the target, would miss it even without a queue, or there are too few samples.
-    """
+    0: it meets the target, would miss it even without a queue, or there are too few samples."""
     expected = model.predict_s(backlog_tokens + prompt_tokens)
     without_queue = model.predict_s(prompt_tokens)
     if expected is None or without_queue is None or without_queue > target_s:

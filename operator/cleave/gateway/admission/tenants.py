@@ -59,10 +59,8 @@ class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_tenants(path: Path) -> dict[bytes, Tenant]:
     """Tenants by hash of their keys. Raises ApiKeysError.
-
     The file contains either one key per line (`#` begins a comment), or YAML that begins with
-    `tenants:`. A key is written as clients send it, or as `sha256:` and the hexadecimal hash.
-    """
+    `tenants:`. A key is written as clients send it, or as `sha256:` and the hexadecimal hash."""
     try:
         text = path.read_text()
     except OSError as error:

@@ -266,9 +266,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _update_buffered_bytes(self) -> bool:
         """Update the memory counted for requests that are not handled yet.
-
-        False: the limit is exceeded, and the buffers have been discarded.
-        """
+        False: the limit is exceeded, and the buffers have been discarded."""
         context = self._context
         size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._delayed_body_bytes
         has_room = True
@@ -310,9 +308,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _handle_large(self, request: HttpRequest) -> None:
         """Scan a large body in steps, between other clients' requests, then handle the request.
-
-        Until then the body counts as buffered.
-        """
+        Until then the body counts as buffered."""
         context = self._context
         started_at = context.clock()
         if self.transport.is_closing():

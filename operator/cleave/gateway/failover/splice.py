@@ -43,9 +43,7 @@ class ContinuedStream:
         self, transcript: Transcript, chat: bool, tokens: int, repeated_ids: Sequence[int] = ()
     ) -> None:
         """`tokens`: output tokens that are now part of the prompt.
-
-        `repeated_ids`: generated again, because the client has these ids but not their text.
-        """
+        `repeated_ids`: generated again, because the client has these ids but not their text."""
         self._head = transcript.head
         self._chat = chat
         self._num_prompt_output_tokens = tokens

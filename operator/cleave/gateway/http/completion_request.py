@@ -119,10 +119,8 @@ class CompletionRequest:
 
 class BodyScan:
     """Finds the members of a large body in steps of about 1 ms, before it is parsed.
-
     The client connection calls `step` until it returns True; `parse_completion` takes the result.
-    Errors are kept as text and raised there: a stored exception would keep the body in memory.
-    """
+    Errors are kept as text and raised there: a stored exception would keep the body in memory."""
 
     __slots__ = ("_scanner", "_scans_prompts", "error", "fields", "prompts")
 
@@ -166,9 +164,7 @@ def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
 
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
-
-    `scan`: the finished scan of this body, if it is large.
-    """
+    `scan`: the finished scan of this body, if it is large."""
     fields = _read_fields(body, scan)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
@@ -197,10 +193,8 @@ def parse_engine_request(
     body: bytes, fallback: str, scan: BodyScan | None = None
 ) -> CompletionRequest:
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
-
-    `fallback`: model of a request that names none, as /tokenize allows; empty: none.
-    `scan`: the finished scan of this body, if it is large.
-    """
+    `fallback`: model of a request that names none, as /tokenize allows; empty: none. `scan`: the
+    finished scan of this body, if it is large."""
     fields = _read_fields(body, scan)
     if fallback:
         fields.setdefault("model", msgspec.Raw(_encode(fallback)))
@@ -242,9 +236,7 @@ def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> by
 
 def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
     """The fields of the first level, without KV references, which clients may not send.
-
-    Raises GatewayError (400).
-    """
+    Raises GatewayError (400)."""
     try:
         if scan is not None:
             if scan.error is not None:
@@ -289,9 +281,7 @@ def _read_stream(fields: Fields) -> bool:
 
 def _read_output_limit(fields: Fields) -> int | None:
     """The output limit; 0: none; None: invalid, so the request must not be split.
-
-    One engine gets the whole request and rejects it with the proper message.
-    """
+    One engine gets the whole request and rejects it with the proper message."""
     limit = 0
     for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if key not in fields:
@@ -362,10 +352,8 @@ def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
 
 def _depends_on_engine_state(fields: Fields) -> bool:
     """Whether the rest of the response depends on more than the tokens so far.
-
     Penalties count generated tokens; seeds, grammars, stop strings and multiple choices have state
-    in the engine, which is lost with it.
-    """
+    in the engine, which is lost with it."""
     values = {key: decode_value(fields[key]) for key in _SPECIAL_FIELDS.intersection(fields)}
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
@@ -389,9 +377,7 @@ def _depends_on_engine_state(fields: Fields) -> bool:
 
 def _drop_nested_kv_params(fields: Fields, key: str) -> None:
     """Remove KV references from this field: vLLM copies it into `extra_args`, where they would act.
-
-    Raises GatewayError (400).
-    """
+    Raises GatewayError (400)."""
     if len(fields[key]) > MAX_NESTED_BYTES:
         raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:

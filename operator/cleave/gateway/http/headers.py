@@ -31,9 +31,7 @@ def build_request_head(
     path: bytes, host: bytes, request_id: bytes, length: int, fields: bytes = b""
 ) -> bytes:
     """The head of a request to an engine; nothing of the client's head is copied.
-
-    `fields`: additional header lines, each with its line end.
-    """
+    `fields`: additional header lines, each with its line end."""
     return (
         b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
         b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"

@@ -64,10 +64,8 @@ class HttpRequest:
 
 class RequestParser:
     """Parser of one connection. Its on_ methods are httptools' callbacks.
-
     Callbacks that run several times per request are methods of lists and dicts, which take a fifth
-    of the time of Python methods (2 us per request); the collected parts are processed later.
-    """
+    of the time of Python methods (2 us per request); the collected parts are processed later."""
 
     def __init__(
         self,
@@ -260,9 +258,7 @@ class RequestParser:
 
     def _start_raw_body(self, request: HttpRequest) -> None:
         """Ignore an Upgrade header, as JDK's HttpClient sends it, and serve the request.
-
-        httptools treats the data after such a head as another protocol: the body is read here.
-        """
+        httptools treats the data after such a head as another protocol: the body is read here."""
         if b"transfer-encoding" in request.headers:
             self.error = _CHUNKED_UPGRADE
         self._raw_body_remaining = int(request.headers.get(b"content-length", b"0"))

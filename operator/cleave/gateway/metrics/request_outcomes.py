@@ -25,10 +25,8 @@ def record_completed(
     pick: Pick | None = None,
 ) -> None:
     """Count a finished request.
-
     `model` is empty if it is unknown to the fleet, `tenant` without tenants. `stream_s`: for a
-    stream, seconds to the first byte and from there to the end. `pick`: the instances, if known.
-    """
+    stream, seconds to the first byte and from there to the end. `pick`: the instances, if known."""
     metrics.requests[model, outcome] += 1
     if tenant:
         metrics.tenants[tenant, outcome] += 1

@@ -45,10 +45,8 @@ class PrefillListener(Protocol):
 
 def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool:
     """Whether to call the decode engine at once instead of after the prefill.
-
     Blocks reserved for a prompt that is still queued would be wasted, so both engines must be able
-    to begin immediately.
-    """
+    to begin immediately."""
     prefill = pick.prefill
     # Overlap needs the KV service at both ends.
     if prefill is None or not prefill.kv_port or not pick.decode.kv_port:

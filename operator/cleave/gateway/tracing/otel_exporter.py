@@ -56,9 +56,7 @@ class OtelExporter:
 
     def __init__(self, endpoint: str, counts: dict[str, int]) -> None:
         """`endpoint`: the collector's URL; empty: from OpenTelemetry's environment variables.
-
-        `counts`: spans by result, updated here. Raises TracingError.
-        """
+        `counts`: spans by result, updated here. Raises TracingError."""
         self._exporter = _CountingExporter(_make_exporter(endpoint), counts)
         self._id_generator = _PresetIdGenerator()
         counts.update(exported=0, failed=0, dropped=0)

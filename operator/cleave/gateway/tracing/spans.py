@@ -47,9 +47,7 @@ class SpanValue:
 
 def build_spans(record: RequestRecord) -> Iterator[SpanValue]:
     """The spans of a finished request that is traced.
-
-    The request's own span comes last, so that a collector that has it has all of them.
-    """
+    The request's own span comes last, so that a collector that has it has all of them."""
     assert record.trace is not None
     for number, attempt in enumerate(record.attempts):
         yield _build_attempt_span(number, attempt, record)

@@ -90,9 +90,7 @@ def count_blocks(body: bytes) -> int:
 
 def strip_handoff(body: bytes) -> bytes:
     """The response without the handoff, all other values byte for byte.
-
-    Raises HandoffError when a handoff remains that cannot be removed.
-    """
+    Raises HandoffError when a handoff remains that cannot be removed."""
     count = body.count(_KEY)
     if count == 0:
         return body
