@@ -174,8 +174,7 @@ class RoutedInstance:
 
     def has_room(self, prompt_tokens: int) -> bool:
         """Whether enough KV blocks for a prompt are free, as of the last report."""
-        free = self.load.kv_blocks_free * self.registration.kv_block_size
-        return free >= prompt_tokens
+        return self.load.kv_blocks_free * self.registration.kv_block_size >= prompt_tokens
 
     @property
     def selectable(self) -> bool:
@@ -213,8 +212,8 @@ class RoutedInstance:
             # All waiting prompts belong to other routers; the start of the first one is not known.
             self.in_flight.queue.head_started_ms = now * 1000
         blocks = max(self.registration.kv_blocks_total - load.kv_blocks_free, 0)
-        resident = float(blocks * self.registration.kv_block_size)
-        self.in_flight.resident.update_from_report(resident)
+        tokens = float(blocks * self.registration.kv_block_size)
+        self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
         return True
 

@@ -186,9 +186,8 @@ class InstanceRegistry:
                 score_tables = [table for _, table in tables]
                 members = [instance for table in score_tables for instance in table.instances]
                 crowded = any(map(_is_crowded, members))
-                self.models[name] = ServedModel(
-                    score_tables, members, tables[0][0], to_key(name), crowded
-                )
+                served = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
+                self.models[name] = served
         self.known_models.update(self.models)
 
 

@@ -17,20 +17,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cleave.api.enums import FallbackPolicy
+from cleave.policy import dispatch
 from cleave.policy.best_fit import GAMMA, compute_context_weight
-from cleave.policy.dispatch import (
-    CACHED,
-    FULLEST,
-    HEAVY_OUTPUT_TOKENS,
-    LIGHTEST,
-    NONE,
-    RULES,
-    STALE_PENALTY,
-    TO_WHOLE,
-    close_slots,
-    computes_short,
-    measure_backlog,
-)
+from cleave.policy.dispatch import NONE, STALE_PENALTY, TO_WHOLE
 from cleave.policy.output_length import ConditionalMean, LengthPredictor
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
@@ -142,12 +131,12 @@ class Router:
         self._selector = EndpointSelector(
             registry.policy, self._iteration_times, clock, seed or random.randrange(1, 2147483647)
         )
-        rule = RULES[registry.policy]
-        self.uses_prompt_text = rule.prefill == CACHED
+        rule = dispatch.RULES[registry.policy]
+        self.uses_prompt_text = rule.prefill == dispatch.CACHED
         """Whether the policy uses the prompt's text."""
         # For other policies the accounting of these two would add a few percent to a request.
-        self._tracks_decoding = rule.decode in (LIGHTEST, FULLEST)
-        self._fits_iteration_times = rule.decode == FULLEST
+        self._tracks_decoding = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
+        self._fits_iteration_times = rule.decode == dispatch.FULLEST
         self._num_picks = self._num_completed = 0
         shared_load = registry.shared_load
         count = itertools.count(1).__next__
@@ -180,13 +169,11 @@ class Router:
         if served is None:
             raise self.registry.build_error(model)
         exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
-        predicted = self.length_predictor.predict(prompt_tokens, output_tokens)
-        request = self._selector.build_request(
-            prompt_tokens, predicted, session, text, served, cached
-        )
+        length = self.length_predictor.predict(prompt_tokens, output_tokens)
+        request = self._selector.build_request(prompt_tokens, length, session, text, served, cached)
         selection = self._select(model, served, request, colocated, exclusions, prefill_lost)
         prefill, decode, reason = selection
-        picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
+        picked = Pick(prefill, decode, reason, prompt_tokens, length)
         self._add_load(picked, prefill, decode, request)
         return picked
 
@@ -286,7 +273,7 @@ class Router:
             if (slot := table.prefill.find_least()) != NONE
         ]
         queue = min(queues, default=math.inf)
-        if not computes_short(uncached, instance.in_flight.prompt.pending, queue, limit):
+        if not dispatch.computes_short(uncached, instance.in_flight.prompt.pending, queue, limit):
             return None
         return None, instance, "short-prompt"
 
@@ -316,7 +303,7 @@ class Router:
                 best = 0.0, table, first, second
                 break
             prefill = second if first == NONE else first
-            backlog = measure_backlog(
+            backlog = dispatch.measure_backlog(
                 table.pending_prompt.get_score(prefill),
                 table.instances[second].in_flight.resident.pending,
                 table.instances[prefill].in_flight.last_pick,
@@ -368,7 +355,7 @@ class Router:
                 column: WritableScoreColumn = getattr(table, use)
                 closed, scores = find_slots(table, excluded), column.to_array()
                 if closed:
-                    scores = close_slots(scores, closed)
+                    scores = dispatch.close_slots(scores, closed)
                 slot = self._selector.find_slot(table, scores, TO_WHOLE, request)
                 if slot != NONE and (best is None or scores[slot] < best[0]):
                     best = float(scores[slot]), table.instances[slot]
@@ -406,7 +393,7 @@ class Router:
         if self._tracks_decoding:
             in_flight.decoding_requests[pick] = None
             in_flight.weighted_context += _compute_weight(pick)
-            in_flight.num_heavy += pick.output_tokens > HEAVY_OUTPUT_TOKENS
+            in_flight.num_heavy += pick.output_tokens > dispatch.HEAVY_OUTPUT_TOKENS
         pick._decode_entry = (decode, in_flight, resident)
         self.registry.refresh(decode)
         if prefill is not None:
@@ -416,7 +403,7 @@ class Router:
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]
         in_flight.weighted_context -= _compute_weight(pick)
-        in_flight.num_heavy -= pick.output_tokens > HEAVY_OUTPUT_TOKENS
+        in_flight.num_heavy -= pick.output_tokens > dispatch.HEAVY_OUTPUT_TOKENS
 
     def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:
         if instance.in_flight is in_flight:

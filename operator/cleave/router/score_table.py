@@ -12,17 +12,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.dispatch import (
-    BY_REQUESTS,
-    FULLEST,
-    LIGHTEST,
-    RULES,
-    STALE_PENALTY,
-    CellNumbers,
-    compute_heavy_ratio,
-    is_by_score,
-    score,
-)
+from cleave.policy import dispatch
+from cleave.policy.dispatch import BY_REQUESTS, STALE_PENALTY, CellNumbers
 from cleave.policy.session_affinity import to_key
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
 from cleave.router.score_column import ArrayScoreColumn, ListScoreColumn, WritableScoreColumn
@@ -57,11 +48,11 @@ class ScoreTable(BaseScoreTable):
         self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     ) -> None:
         self.instances = instances
-        rule = RULES[policy]
+        rule = dispatch.RULES[policy]
         self._counts = rule.counts
-        self._has_extra_columns = rule.decode in (LIGHTEST, FULLEST)
+        self._has_extra_columns = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
         size = len(instances)
-        is_short = size <= MAX_LIST_INSTANCES and is_by_score(rule)
+        is_short = size <= MAX_LIST_INSTANCES and dispatch.is_by_score(rule)
         uses = [list_uses(instance) for instance in instances]
         columns = _build_columns(uses, is_short)
         self.prefill = columns["prefill"]
@@ -108,10 +99,7 @@ class ScoreTable(BaseScoreTable):
     def find_shortest_queue(self) -> float:
         """Pending prompt tokens of the shortest prompt queue; +inf: none computes prompts."""
         pending = self.pending_prompt.to_list()
-        shortest = math.inf
-        for slot in self.prompt_slots:
-            shortest = min(shortest, pending[slot])
-        return shortest
+        return min((pending[slot] for slot in self.prompt_slots), default=math.inf)
 
     def find_boot(self, slot: int) -> str:
         """Boot ID of the engine on a slot."""
@@ -132,16 +120,9 @@ class ScoreTable(BaseScoreTable):
         requests = 0.0
         if by_requests:
             requests = in_flight.count_requests() + in_flight.num_remote_requests
-        first, total = score(
-            counts,
-            prompt,
-            prompts,
-            resident,
-            requests,
-            in_flight.last_pick,
-            in_flight.queue,
-            penalty,
-            prefills,
+        turn, queue = in_flight.last_pick, in_flight.queue
+        first, total = dispatch.score(
+            counts, prompt, prompts, resident, requests, turn, queue, penalty, prefills
         )
         self.pending_prompt.set_score(slot, prompt + penalty)
         if by_prompt is not None:
@@ -160,7 +141,7 @@ class ScoreTable(BaseScoreTable):
         resident = in_flight.resident.pending
         self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - resident
         heavy, batch = in_flight.num_heavy, len(in_flight.decoding_requests)
-        self.heaviness[slot] = compute_heavy_ratio(heavy, batch - heavy)
+        self.heaviness[slot] = dispatch.compute_heavy_ratio(heavy, batch - heavy)
         self.batch[slot] = batch
         self.context[slot] = in_flight.weighted_context + resident - in_flight.resident.own
 
@@ -180,9 +161,7 @@ def list_uses(instance: RoutedInstance) -> Collection[str]:
     return ()
 
 
-def _build_columns(
-    uses: Sequence[Collection[str]], is_short: bool
-) -> dict[str, WritableScoreColumn]:
+def _build_columns(uses: Sequence[Collection[str]], short: bool) -> dict[str, WritableScoreColumn]:
     """Columns by use; `uses`: those of each slot. Uses with the same open slots share a column."""
     columns: dict[str, WritableScoreColumn] = {}
     built: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
@@ -191,7 +170,7 @@ def _build_columns(
         size = len(uses) if slots else 0
         # The scores of `prefill` count prompts only, so it shares no column.
         key = use == "prefill", slots
-        built.setdefault(key, _build_column(size, is_short or not size))
+        built.setdefault(key, _build_column(size, short or not size))
         columns[use] = built[key]
     return columns
 

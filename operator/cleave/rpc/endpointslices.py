@@ -65,8 +65,7 @@ class EndpointSliceWatcher:
         while True:
             try:
                 access = find_access()
-                version = await self._relist(access)
-                await self._watch(access, version)
+                await self._watch(access, await self._relist(access))
                 delay = MIN_DELAY_S
             except (AccessError, ApiServerError, HttpError) as error:
                 log.warning("endpoints of %s: %s", self._service.name, error)
@@ -80,13 +79,8 @@ class EndpointSliceWatcher:
 
     async def _watch(self, access: ApiServerAccess, version: str) -> None:
         seconds = int(WATCH_TIMEOUT_S * random.uniform(0.75, 1.0))
-        path = _build_path(
-            self._service,
-            watch="1",
-            allowWatchBookmarks="true",
-            resourceVersion=version,
-            timeoutSeconds=str(seconds),
-        )
+        options = {"resourceVersion": version, "timeoutSeconds": str(seconds)}
+        path = _build_path(self._service, watch="1", allowWatchBookmarks="true", **options)
         try:
             async with (
                 asyncio.timeout(seconds + WATCH_SLACK_S),

@@ -111,14 +111,8 @@ def _open(
     headers = {"Accept": "application/json", "User-Agent": "cleave"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
-    return open_response(
-        "GET",
-        access.url + path,
-        seconds=seconds,
-        headers=headers,
-        tls=access.tls,
-        server_name=access.server_name,
-    )
+    url, tls, name = access.url + path, access.tls, access.server_name
+    return open_response("GET", url, seconds=seconds, headers=headers, tls=tls, server_name=name)
 
 
 async def _raise_for_status(response: Response) -> None:

@@ -121,15 +121,17 @@ class AdmissionController:
         # Connections are spread evenly, so the other processes have queues like this one.
         self._reject_if_late(ticket, backlog + self._num_processes * queue.total_cost / instances)
         if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._num_processes):
-            message = "too many of its requests wait"
-            raise self._build_rejection(tenant, "tenant_queue_full", message)
+            raise self._build_rejection(
+                tenant, "tenant_queue_full", "too many of its requests wait"
+            )
         usage = self._usage_by_tenant.get(tenant.name)
         if usage is None:
             usage = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
         exceeded = usage.acquire(prompt_tokens, now)
         if exceeded is not None:
-            reason, message = exceeded.reason, exceeded.message
-            raise self._build_rejection(tenant, reason, message, exceeded.retry_after_s)
+            raise self._build_rejection(
+                tenant, exceeded.reason, exceeded.message, exceeded.retry_after_s
+            )
         ticket.backlog_tokens = backlog
         min_limit = min(MIN_BACKLOG_LIMIT_TOKENS, BACKLOG_LIMIT_TOKENS)
         if len(queue) or (backlog >= min_limit and backlog >= self._compute_backlog_limit(model)):
@@ -172,8 +174,7 @@ class AdmissionController:
         self._is_admitting = True
         try:
             while (backlog := self._measure_backlog(model)[0]) < self._compute_backlog_limit(model):
-                queued = queue.pop()
-                if queued is None:
+                if (queued := queue.pop()) is None:
                     break
                 waiter, ticket = queued
                 ticket.admitted_at, ticket.backlog_tokens = now, backlog
@@ -208,8 +209,7 @@ class AdmissionController:
     def _create_usage(self, tenant: Tenant, now: float) -> TenantUsage:
         if self._shared_state is not None:
             table = self._shared_state.tenant_usage
-            row = table.claim(tenant.name.encode())
-            if row is not None:
+            if (row := table.claim(tenant.name.encode())) is not None:
                 return SharedTenantUsage(table, row, tenant.limits, now)
         return TenantUsage(tenant.limits, now)
 
@@ -253,11 +253,6 @@ class AdmissionController:
         self, tenant: Tenant, reason: str, message: str, retry_after_s: float = 1.0
     ) -> GatewayError:
         self._metrics.rejections[tenant.name, reason] += 1
-        owner = f"tenant {tenant.name!r}: " if tenant.name else ""
-        return GatewayError(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            f"{owner}{message}",
-            "rate_limit_error",
-            code=reason,
-            retry_after_s=max(1, math.ceil(retry_after_s)),
-        )
+        message = f"tenant {tenant.name!r}: {message}" if tenant.name else message
+        status, wait_s = HTTPStatus.TOO_MANY_REQUESTS, max(1, math.ceil(retry_after_s))
+        return GatewayError(status, message, "rate_limit_error", reason, retry_after_s=wait_s)

@@ -33,8 +33,8 @@ class FirstTokenModel:
         """Seconds to the first token; None before enough samples."""
         if self._n < MIN_SAMPLES:
             return None
-        mean = self._y / self._n
-        return max(0.0, mean + self._compute_slope() * (tokens - self._x / self._n))
+        slope, mean = self._compute_slope(), self._y / self._n
+        return max(0.0, mean + slope * (tokens - self._x / self._n))
 
     def compute_tokens_within(self, seconds: float) -> float | None:
         """Prompt tokens that are computed in so many seconds; None before enough samples."""

@@ -67,8 +67,7 @@ def read_tenants(path: Path) -> dict[bytes, Tenant]:
         raise ApiKeysError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ApiKeysError(f"{path}: is not text") from None
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    entries = [line for line in lines if line]
+    entries = [key for line in text.splitlines() if (key := line.partition("#")[0].strip())]
     if not entries:
         raise ApiKeysError(f"{path}: holds no key")
     if not entries[0].startswith("tenants:"):

@@ -328,13 +328,9 @@ class EndpointPickerServer:
             )
         address = format_gateway_address(config.host, gateway_port)
         credentials = make_credentials(config)
-        self._server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", config.max_body_bytes + (1 << 20)),
-            ),
-            maximum_concurrent_rpcs=config.max_clients,
-        )
+        limit = "grpc.max_receive_message_length", config.max_body_bytes + (1 << 20)
+        options = ("grpc.so_reuseport", 0), limit
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=config.max_clients)
         picker = EndpointPicker(self._context, address, config.endpoint_picker_direct)
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, self._server)
         health = EndpointPickerHealth(self._context)

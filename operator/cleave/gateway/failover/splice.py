@@ -58,8 +58,7 @@ class ContinuedStream:
         if self._chat:
             value["object"] = "chat.completion.chunk"
         value["choices"] = [self._rewrite_choice(choice) for choice in value.get("choices") or ()]
-        usage = value.get("usage")
-        if usage:
+        if usage := value.get("usage"):
             moved = self._num_prompt_output_tokens
             usage["prompt_tokens"] -= moved
             usage["completion_tokens"] = (usage["completion_tokens"] or 0) + moved
@@ -152,8 +151,7 @@ def _trim(value: object, path: JsonPath, sent: ChoiceTranscript, replayed: Lengt
     if path[-1] == "tool_calls":
         calls = []
         for position, call in enumerate(value):
-            name = get_tool_call_key(call, position)
-            remaining = _trim(call, (*path, name), sent, replayed)
+            remaining = _trim(call, (*path, get_tool_call_key(call, position)), sent, replayed)
             if isinstance(remaining, dict) and any(
                 _has_content(part) for key, part in remaining.items() if key != "index"
             ):
@@ -180,6 +178,4 @@ def _has_content(part: object) -> bool:
     """Whether it contains any text or list element."""
     if isinstance(part, dict):
         return any(_has_content(inner) for inner in part.values())
-    if isinstance(part, list):
-        return bool(part)
-    return isinstance(part, str) and bool(part)
+    return isinstance(part, str | list) and bool(part)

@@ -11,11 +11,8 @@ import re
 
 import msgspec
 
-from cleave.gateway.http.bounded_json import (
-    BoundedListDecoder,
-    TooManyMembersError,
-    decode_bounded_object,
-)
+from cleave.gateway.http import bounded_json
+from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
 from cleave.gateway.http.token_estimate import estimate_tokens
@@ -39,7 +36,7 @@ _VALUE_BYTES = 1_024
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_prompts = BoundedListDecoder(MAX_PROMPTS).decode
+_decode_prompts = bounded_json.BoundedListDecoder(MAX_PROMPTS).decode
 _decode_str = msgspec.json.Decoder(str).decode
 _decode_json = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
@@ -243,7 +240,7 @@ def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
                 raise _build_field_error(scan.error)
             fields = scan.fields
         elif len(body) > _LARGE_BYTES:
-            fields = decode_bounded_object(body, MAX_FIELDS)
+            fields = bounded_json.decode_bounded_object(body, MAX_FIELDS)
         else:
             fields = _decode_fields(body)
     except TooManyMembersError:
@@ -313,8 +310,7 @@ def _measure_prompt(fields: Fields, scan: BodyScan | None) -> tuple[int, int]:
 
 def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
     """False: a text, or a list of token IDs."""
-    start = bytes(memoryview(raw)[:1])
-    return start == b"[" and _TOKEN_IDS.match(raw) is None
+    return bytes(memoryview(raw)[:1]) == b"[" and _TOKEN_IDS.match(raw) is None
 
 
 def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]:
@@ -329,8 +325,7 @@ def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]
     tokens = 1
     for prompt in prompts:
         text = bytes(prompt)
-        is_tokens = text.startswith(b"[")
-        tokens += text.count(b",") + 1 if is_tokens else estimate_tokens(text)
+        tokens += text.count(b",") + 1 if text.startswith(b"[") else estimate_tokens(text)
     return len(prompts), tokens
 
 
@@ -358,8 +353,7 @@ def _depends_on_engine_state(fields: Fields) -> bool:
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
     has_choices = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
-    tool_choice = values.pop("tool_choice", None)
-    if tool_choice == "none":
+    if values.pop("tool_choice", None) == "none":
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
@@ -381,7 +375,7 @@ def _drop_nested_kv_params(fields: Fields, key: str) -> None:
     if len(fields[key]) > MAX_NESTED_BYTES:
         raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:
-        inner = decode_bounded_object(fields[key], MAX_FIELDS)
+        inner = bounded_json.decode_bounded_object(fields[key], MAX_FIELDS)
     except TooManyMembersError:
         raise _build_field_error((f"{key} has more than {MAX_FIELDS} fields", key)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

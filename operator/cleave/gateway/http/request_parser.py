@@ -230,12 +230,10 @@ class RequestParser:
         for piece in self._body_pieces:
             self._body += piece
         self._body_pieces.clear()
-        limit, size = self._max_body_bytes, len(self._body)
+        limit, size, run = self._max_body_bytes, len(self._body), self._framing_run_bytes
         if size > limit:
             self.error = build_payload_too_large(limit)
-        elif (
-            self._framing_run_bytes > MAX_FRAMING_RUN_BYTES or self._body_bytes_read - size > limit
-        ):
+        elif run > MAX_FRAMING_RUN_BYTES or self._body_bytes_read - size > limit:
             self.error = _TOO_MUCH_FRAMING
 
     def _discard(self) -> None:

@@ -56,8 +56,8 @@ class BucketHistogram:
 
     def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
         """Add these values to a metric family of a scrape."""
-        names = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        bounds = *map(str, self._bounds), "+Inf"
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family.add_metric(labels, buckets, self._sum)
 
 
@@ -166,9 +166,8 @@ class GatewayCollector:
         yield _build_counter("requests", "Requests by outcome", total.requests, "model", "outcome")
         yield _build_counter("shed", "Requests not taken", total.rejections, "tenant", "reason")
         yield _build_counter("tenant_requests", "Requests", total.tenants, "tenant", "outcome")
-        yield _build_counter(
-            "tenant_tokens", "Of prompts and answers", total.tenant_tokens, "tenant"
-        )
+        tokens = total.tenant_tokens
+        yield _build_counter("tenant_tokens", "Of prompts and answers", tokens, "tenant")
         yield _build_counter("dispatches", "Picks by reason", total.dispatches, "model", "reason")
         yield _build_counter("retries", "Failed attempts by cause", total.retries, "phase", "cause")
         recovered = "Streams that another engine went on with"

@@ -17,11 +17,8 @@ from cleave.gateway.http.completion_request import (
     build_decode_body,
     build_prefill_body,
 )
+from cleave.gateway.upstream import kv_transfer_params
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
-from cleave.gateway.upstream.kv_transfer_params import (
-    build_overlapped_prefill_params,
-    build_pending_handoff,
-)
 from cleave.router.instance import Target
 from cleave.router.router import Pick
 
@@ -66,8 +63,8 @@ def build_overlapped_bodies(
 ) -> tuple[bytes, bytes]:
     """The bodies for the prefill and the decode engine; `name`: the attempt's unique id."""
     return (
-        build_prefill_body(completion, build_overlapped_prefill_params(name)),
-        build_decode_body(completion, build_pending_handoff(prefill, name)),
+        build_prefill_body(completion, kv_transfer_params.build_overlapped_prefill_params(name)),
+        build_decode_body(completion, kv_transfer_params.build_pending_handoff(prefill, name)),
     )
 
 
