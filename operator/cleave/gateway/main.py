@@ -135,12 +135,11 @@ def raise_open_file_limit(clients: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         log.info("up to %d files may be open instead of %d", limit, soft)
     if resource.RLIM_INFINITY != limit <= clients:
-        log.warning(
+        message = (
             "%d files may be open, too few for --max-clients %d and their engines: "
-            "raise the hard limit (ulimit -Hn) or serve fewer clients",
-            limit,
-            clients,
+            "raise the hard limit (ulimit -Hn) or serve fewer clients"
         )
+        log.warning(message, limit, clients)
 
 
 def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:

@@ -31,8 +31,7 @@ from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.grpc_service import RouterServer
 from cleave.router.registry import InstanceRegistry
 from cleave.router.role_flipper import RoleFlip, RoleFlipper
-from cleave.router.router import Router, RoutingRules
-from cleave.router.shared_router import SharedRouter
+from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.router.watchdog import WatchdogTimer
 from cleave.traffic import length_file
 

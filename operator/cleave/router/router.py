@@ -25,9 +25,9 @@ from cleave.router.errors import NoInstance
 from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.registry import InstanceRegistry, ServedModel
-from cleave.router.score_column import WritableScoreColumn
-from cleave.router.score_table import ScoreTable
+from cleave.router.score_table import ScoreTable, WritableScoreColumn
 from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingRequest, find_slots
+from cleave.router.shared_score_table import ChangeLogScoreTable
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
@@ -48,6 +48,8 @@ class RoutingRules:
     """TPOT target of BestFit."""
 
 
+_MAX_ATTEMPTS = 3
+"""Limit of selections per request in a shared router; other processes may be faster each time."""
 _PRUNE_EVERY = 4096
 """Number of picks after which cached prompts of engines that are gone are dropped."""
 
@@ -408,6 +410,35 @@ class Router:
     def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:
         if instance.in_flight is in_flight:
             self.registry.refresh(instance)
+
+
+class SharedRouter(Router):
+    """A router that shares load accounting with other processes.
+
+    What is hard: processes that pick at the same time read the same scores and select the same
+    instance, where one request waits behind the other although another instance is idle. That is
+    rare but, with many instances, costly (benchmarks/dispatch, processes). So after a selection
+    each process checks whether another one was faster, and if so selects again.
+    """
+
+    def _select(
+        self,
+        model: str,
+        served: ServedModel,
+        request: RoutingRequest,
+        colocated: bool,
+        exclusions: list[Collection[str]],
+        prefill_lost: bool,
+    ) -> Selection:
+        for _ in range(_MAX_ATTEMPTS):
+            for table in served.score_tables:
+                table.refresh()
+            selection = super()._select(model, served, request, colocated, exclusions, prefill_lost)
+            first = selection[0] or selection[1]
+            chosen = first.score_table
+            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.has_lost_race(first.slot)):
+                break
+        return selection
 
 
 def _compute_weight(pick: Pick) -> float:

@@ -3,6 +3,10 @@
 Built by the registry when an instance opens or closes for requests (rare), updated for each pick,
 release and load report (often), read by the router. Each revision has a separate table, so that
 its prefill instances are never paired with decode instances of another revision.
+
+What is hard: each request changes the scores of a few instances and reads those of all, and setting
+or reading one element of a numpy array takes as long as searching a short list. So the scores of
+few instances are kept in a list, those of many in an array.
 """
 
 import math
@@ -13,10 +17,16 @@ import numpy as np
 
 from cleave.api.enums import DispatchPolicy
 from cleave.policy import dispatch
-from cleave.policy.dispatch import BY_REQUESTS, STALE_PENALTY, CellNumbers
+from cleave.policy.dispatch import (
+    BY_REQUESTS,
+    NONE,
+    STALE_PENALTY,
+    CellNumbers,
+    ScoreColumn,
+    Scores,
+)
 from cleave.policy.session_affinity import to_key
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
-from cleave.router.score_column import ArrayScoreColumn, ListScoreColumn, WritableScoreColumn
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE_CONTACT = Connectivity.STALE
@@ -26,6 +36,92 @@ _USES = ("prefill", "decode", "mixed", "colocated", "spare")
 """The columns of a score table."""
 MAX_LIST_INSTANCES = 24
 """Number of instances up to which lists are faster than arrays."""
+
+
+class WritableScoreColumn(ScoreColumn):
+    """A column that can be changed; +inf where the instance is closed for its use."""
+
+    __slots__ = ()
+
+    def set_score(self, slot: int, score: float) -> None:
+        """Set one score."""
+        raise NotImplementedError
+
+    def to_list(self) -> list[float]:
+        """All scores, for reading only."""
+        raise NotImplementedError
+
+    def to_array(self) -> Scores:
+        """All scores, for reading only."""
+        raise NotImplementedError
+
+
+class ListScoreColumn(WritableScoreColumn):
+    """A column in a list, for few instances: setting and reading one score is cheap."""
+
+    __slots__ = ("_scores",)
+
+    def __init__(self, size: int, score: float = math.inf) -> None:
+        """All slots start with this score."""
+        super().__init__(size)
+        self._scores = [score] * size
+
+    def set_score(self, slot: int, score: float) -> None:
+        """Set one score."""
+        self._scores[slot] = score
+
+    def get_score(self, slot: int) -> float:
+        """One score."""
+        return self._scores[slot]
+
+    def find_least(self) -> int:
+        """Slot with the lowest score; NONE when all are closed."""
+        lowest, slot = math.inf, NONE
+        for index, score in enumerate(self._scores):
+            if score < lowest:
+                lowest, slot = score, index
+        return slot
+
+    def to_list(self) -> list[float]:
+        """The scores themselves."""
+        return self._scores
+
+    def to_array(self) -> Scores:
+        """A copy."""
+        return np.array(self._scores)
+
+
+class ArrayScoreColumn(WritableScoreColumn):
+    """A column in an array, for many instances: searching all scores is cheap."""
+
+    __slots__ = ("_cells", "_scores")
+
+    def __init__(self, scores: Scores) -> None:
+        """`scores`: used as they are, without a copy."""
+        super().__init__(scores.size)
+        self._scores = scores
+        self._cells: memoryview[float] = scores.data.cast("B").cast("d")
+
+    def set_score(self, slot: int, score: float) -> None:
+        """Set one score."""
+        self._cells[slot] = score
+
+    def get_score(self, slot: int) -> float:
+        """One score."""
+        return self._cells[slot]
+
+    def find_least(self) -> int:
+        """Slot with the lowest score; NONE when all are closed."""
+        return dispatch.find_least(self._scores)
+
+    def to_list(self) -> list[float]:
+        """A copy."""
+        scores: list[float] = self._scores.tolist()
+        return scores
+
+    def to_array(self) -> Scores:
+        """The scores themselves."""
+        return self._scores
 
 
 class ScoreTable(BaseScoreTable):

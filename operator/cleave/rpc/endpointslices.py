@@ -122,10 +122,8 @@ async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slic
     path = _build_path(service, resourceVersion="0")
     slice_list = await kube_api.get_object(access, path, LIST_TIMEOUT_S)
     try:
-        slices = {
-            item["metadata"]["name"]: parse_slice(item, service.port)
-            for item in slice_list.get("items") or ()
-        }
+        items = slice_list.get("items") or ()
+        slices = {each["metadata"]["name"]: parse_slice(each, service.port) for each in items}
         return slices, slice_list["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
         raise HttpError(f"the API server sent an invalid EndpointSliceList: {error!r}") from None

@@ -121,17 +121,15 @@ class AdmissionController:
         # Connections are spread evenly, so the other processes have queues like this one.
         self._reject_if_late(ticket, backlog + self._num_processes * queue.total_cost / instances)
         if queue.count(tenant.name) >= math.ceil(tenant.max_queued / self._num_processes):
-            raise self._build_rejection(
-                tenant, "tenant_queue_full", "too many of its requests wait"
-            )
+            message = "too many of its requests wait"
+            raise self._build_rejection(tenant, "tenant_queue_full", message)
         usage = self._usage_by_tenant.get(tenant.name)
         if usage is None:
             usage = self._usage_by_tenant[tenant.name] = self._create_usage(tenant, now)
         exceeded = usage.acquire(prompt_tokens, now)
         if exceeded is not None:
-            raise self._build_rejection(
-                tenant, exceeded.reason, exceeded.message, exceeded.retry_after_s
-            )
+            reason, message = exceeded.reason, exceeded.message
+            raise self._build_rejection(tenant, reason, message, exceeded.retry_after_s)
         ticket.backlog_tokens = backlog
         min_limit = min(MIN_BACKLOG_LIMIT_TOKENS, BACKLOG_LIMIT_TOKENS)
         if len(queue) or (backlog >= min_limit and backlog >= self._compute_backlog_limit(model)):

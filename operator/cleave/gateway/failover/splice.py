@@ -28,7 +28,6 @@ from cleave.gateway.failover.transcript import (
 _encode = msgspec.json.Encoder().encode
 _DIFFERS = "answers otherwise than what the client has seen already"
 
-
 Lengths = dict[JsonPath, int]
 
 
