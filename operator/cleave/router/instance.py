@@ -219,8 +219,7 @@ class RoutedInstance:
 
 
 def to_target(registration: agent_pb2.Registration) -> Target:
-    """The address of an engine; port 0 when its URL is not known yet.
-    Raises ValueError when the URL is invalid."""
+    """The address of an engine; port 0: not known yet. Raises ValueError if its URL is invalid."""
     parts = urlsplit(registration.engine_url)
     return Target(
         instance=registration.instance,

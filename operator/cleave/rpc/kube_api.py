@@ -96,8 +96,7 @@ async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:
 
 
 async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of a watch until the server ends it; the caller sets a timeout.
-    Raises ApiServerError, HttpError."""
+    """The events of a watch; the caller sets a timeout. Raises ApiServerError, HttpError."""
     async with _open(access, path, _HEAD_TIMEOUT_S) as response:
         await _raise_for_status(response)
         async with aclosing(response.iter_lines()) as lines:

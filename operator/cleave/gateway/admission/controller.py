@@ -107,8 +107,7 @@ class AdmissionController:
     def admit_or_queue(
         self, waiter: Waiter, tenant: Tenant, model: str, prompt_tokens: int, now: float
     ) -> AdmissionTicket:
-        """Admit a request, or queue it: then `admit` or `reject` is called later.
-        Raises GatewayError (429) when it is refused."""
+        """Admit a request, or queue it: `admit` or `reject` follows. Raises GatewayError (429)."""
         entry = self._registry.models.get(model)
         if entry is not None and entry.base:
             # Adapters run on the instances of their base model, so they share its queue.

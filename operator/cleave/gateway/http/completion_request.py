@@ -232,8 +232,7 @@ def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> by
 
 
 def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
-    """The fields of the first level, without KV references, which clients may not send.
-    Raises GatewayError (400)."""
+    """The fields, without KV references, which clients may not send. Raises GatewayError (400)."""
     try:
         if scan is not None:
             if scan.error is not None:
