@@ -31,15 +31,12 @@ MODULES = {
     "gateway.http": (
         "completion_request connection_limiter headers request_parser token_estimate write_batcher"
     ),
-    "gateway.metrics": "gateway_metrics request_outcomes",
+    "gateway.metrics": "gateway_metrics",
     "gateway.proxy": "attempt proxied_request request_observer sse_relay",
     "gateway.tracing": "recording_observer",
     "gateway.upstream": "circuit_breaker connection_pool kv_transfer_params stream_start",
     "policy": "dispatch output_length queue_model",
-    "router": (
-        "instance registry router score_column score_table selection shared_load"
-        " shared_router shared_score_table"
-    ),
+    "router": "instance registry router score_table selection shared_load shared_score_table",
     "shm": "change_log",
 }
 """Modules by package. They are compiled together, so that they call each other directly."""

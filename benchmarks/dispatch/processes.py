@@ -17,10 +17,9 @@ from registrations import state
 
 from cleave.policy.queue_model import INTERVAL_MS, MAX_INTERVAL_MS, choose_report_interval_ms
 from cleave.router.registry import InstanceRegistry
-from cleave.router.router import Pick, RequestPhase
+from cleave.router.router import Pick, RequestPhase, SharedRouter
 from cleave.router.score_table import ScoreTable
 from cleave.router.shared_load import SharedLoad, build_table
-from cleave.router.shared_router import SharedRouter
 from cleave.rpc.v1 import agent_pb2
 from cleave.shm.table import SharedTable
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from cleave.api.enums import DispatchPolicy
 from cleave.router.registry import InstanceRegistry
-from cleave.router.router import Pick, RequestPhase, Router
+from cleave.router.router import Pick, RequestPhase, Router, SharedRouter
 from cleave.router.score_table import ScoreTable
 from cleave.router.shared_load import MAX_BOOTS, SharedInFlightLoad, SharedLoad, build_table
-from cleave.router.shared_router import SharedRouter
 from cleave.router.shared_score_table import ChangeLogScoreTable
 from cleave.rpc.v1 import agent_pb2
 

@@ -135,8 +135,7 @@ class GatewayContext:
         """The connection pool of one boot of an engine."""
         pool = self._pools.get(target.boot_id)
         if pool is None:
-            config = self.config
-            limit, connect_s = config.engine_connections, config.timeouts.connect_s
+            limit, connect_s = self.config.engine_connections, self.config.timeouts.connect_s
             pool = EnginePool(target, limit, connect_s, self.clock, self.write_batcher)
             self._pools[target.boot_id] = pool
         return pool

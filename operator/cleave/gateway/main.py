@@ -125,10 +125,8 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 
 def raise_open_file_limit(clients: int) -> None:
     """Raise the soft limit of open files, and thus of connections, to the hard limit.
-
     Shells and containers often start with a soft limit of 1,024. Processes that are forked later
-    inherit it. `clients`: how many are to be served at a time; logs a warning if it is too low.
-    """
+    inherit it. `clients`: how many are to be served at a time; logs a warning if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= limit:
@@ -137,12 +135,11 @@ def raise_open_file_limit(clients: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         log.info("up to %d files may be open instead of %d", limit, soft)
     if resource.RLIM_INFINITY != limit <= clients:
-        log.warning(
+        message = (
             "%d files may be open, too few for --max-clients %d and their engines: "
-            "raise the hard limit (ulimit -Hn) or serve fewer clients",
-            limit,
-            clients,
+            "raise the hard limit (ulimit -Hn) or serve fewer clients"
         )
+        log.warning(message, limit, clients)
 
 
 def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:

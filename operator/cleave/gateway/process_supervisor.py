@@ -77,9 +77,7 @@ def run_processes(config: GatewayConfig, serve: Serve) -> int:
 
 def reserve_port(host: str, port: int) -> socket.socket:
     """Reserve a port for the processes of this gateway; this socket itself gets no connections.
-
-    Raises OSError when another program listens there already.
-    """
+    Raises OSError when another program listens there already."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as exclusive:

@@ -31,8 +31,7 @@ from cleave.router.agent_watcher import AgentWatcher
 from cleave.router.grpc_service import RouterServer
 from cleave.router.registry import InstanceRegistry
 from cleave.router.role_flipper import RoleFlip, RoleFlipper
-from cleave.router.router import Router, RoutingRules
-from cleave.router.shared_router import SharedRouter
+from cleave.router.router import Router, RoutingRules, SharedRouter
 from cleave.router.watchdog import WatchdogTimer
 from cleave.traffic import length_file
 
@@ -95,9 +94,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listen, and watch the agents.
-
-        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and its TlsError.
-        """
+        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and its TlsError."""
         config, context = self._config, self.context
         self._recorder = make_recorder(config, context.metrics)
         await self._agent_watcher.start()
@@ -202,9 +199,7 @@ class GatewayServer:
 
     def _take_clients(self) -> list[ClientSlot]:
         """The next batch of clients; all of them are returned within a few seconds.
-
-        Checking ten thousand at once would take 1% of a core and delay requests by 3 ms.
-        """
+        Checking ten thousand at once would take 1% of a core and delay requests by 3 ms."""
         if not self._unchecked_clients:
             self._unchecked_clients = list(self.context.clients)
             self._clients_per_tick = max(

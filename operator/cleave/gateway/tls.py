@@ -30,9 +30,7 @@ class TlsCertificate:
 
     def refresh(self) -> bool:
         """Read the files again if they have changed; returns whether there is a new certificate.
-
-        Called every few seconds, or before each connection.
-        """
+        Called every few seconds, or before each connection."""
         stamps = self._get_file_versions()
         if stamps == self._file_versions:
             return False

@@ -134,11 +134,9 @@ class AgentWatcher:
     async def _read_stream(self, address: str, channel: grpc.aio.Channel) -> bool:
         """Read one stream to its end; returns whether any event arrived."""
         has_event = False
-        agent = agent_pb2_grpc.AgentStub(channel)
+        request = agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
         with contextlib.suppress(grpc.aio.AioRpcError):
-            async for event in agent.Watch(
-                agent_pb2.WatchRequest(router=self._name, interval_ms=self._interval_ms)
-            ):
+            async for event in agent_pb2_grpc.AgentStub(channel).Watch(request):
                 self._registry.on_event(address, event, self._clock())
                 if not has_event:
                     has_event = True

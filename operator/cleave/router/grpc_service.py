@@ -156,12 +156,8 @@ class RouterServer:
 
 
 def _to_message(target: Target) -> router_pb2.Target:
-    return router_pb2.Target(
-        instance=target.instance,
-        engine_url=target.engine_url,
-        boot_id=target.boot_id,
-        epoch=target.epoch,
-    )
+    name, url, boot_id = target.instance, target.engine_url, target.boot_id
+    return router_pb2.Target(instance=name, engine_url=url, boot_id=boot_id, epoch=target.epoch)
 
 
 def _serves_model(instance: RoutedInstance, model: str) -> bool:

@@ -150,9 +150,7 @@ class RoutedInstance:
         open_load: Callable[[str, str], InFlightLoad] = lambda name, boot_id: InFlightLoad(),  # noqa: ARG005
     ) -> None:
         """`open_load`: (instance name, boot ID) -> the accounting of that boot.
-
-        Raises ValueError when the engine's URL is invalid.
-        """
+        Raises ValueError when the engine's URL is invalid."""
         self.target = to_target(registration)
         self.name = registration.instance
         """Unique in the fleet."""
@@ -176,8 +174,7 @@ class RoutedInstance:
 
     def has_room(self, prompt_tokens: int) -> bool:
         """Whether enough KV blocks for a prompt are free, as of the last report."""
-        free = self.load.kv_blocks_free * self.registration.kv_block_size
-        return free >= prompt_tokens
+        return self.load.kv_blocks_free * self.registration.kv_block_size >= prompt_tokens
 
     @property
     def selectable(self) -> bool:
@@ -191,9 +188,7 @@ class RoutedInstance:
 
     def register(self, agent: str, registration: agent_pb2.Registration) -> None:
         """Apply a new registration; a new boot starts with empty load accounting.
-
-        Raises ValueError when the engine's URL is invalid; then nothing is applied.
-        """
+        Raises ValueError when the engine's URL is invalid; then nothing is applied."""
         target = to_target(registration)
         if registration.boot_id != self.registration.boot_id:
             self.in_flight.close()
@@ -217,17 +212,14 @@ class RoutedInstance:
             # All waiting prompts belong to other routers; the start of the first one is not known.
             self.in_flight.queue.head_started_ms = now * 1000
         blocks = max(self.registration.kv_blocks_total - load.kv_blocks_free, 0)
-        resident = float(blocks * self.registration.kv_block_size)
-        self.in_flight.resident.update_from_report(resident)
+        tokens = float(blocks * self.registration.kv_block_size)
+        self.in_flight.resident.update_from_report(tokens)
         self.in_flight.update_remote_requests(load.num_running + load.num_waiting)
         return True
 
 
 def to_target(registration: agent_pb2.Registration) -> Target:
-    """The address of an engine; port 0 when its URL is not known yet.
-
-    Raises ValueError when the URL is invalid.
-    """
+    """The address of an engine; port 0: not known yet. Raises ValueError if its URL is invalid."""
     parts = urlsplit(registration.engine_url)
     return Target(
         instance=registration.instance,

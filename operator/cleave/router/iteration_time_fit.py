@@ -35,9 +35,7 @@ class IterationTimeEstimator:
 
     def add_completion(self, tokens: int, ms: float, batch: int, context: float) -> None:
         """Include an output of `tokens` tokens that took `ms` from its first to its last token.
-
-        `batch`, `context`: the requests that decoded with it, and the sum of their contexts.
-        """
+        `batch`, `context`: the requests that decoded with it, and the sum of their contexts."""
         if tokens >= MIN_OUTPUT_TOKENS and ms > 0:
             self._model.add_decode(batch, int(context), ms / (tokens - 1))
             self._refit()

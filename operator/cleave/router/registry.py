@@ -58,9 +58,7 @@ class InstanceRegistry:
 
     def on_event(self, agent: str, event: agent_pb2.WatchEvent, now: float) -> None:
         """Apply an event from the agent at this address; `now` in seconds.
-
-        Raises ValueError when it is invalid; then nothing of it is applied.
-        """
+        Raises ValueError when it is invalid; then nothing of it is applied."""
         if event.HasField("registration"):
             self._register(agent, event.registration, now)
         elif event.HasField("load"):
@@ -188,9 +186,8 @@ class InstanceRegistry:
                 score_tables = [table for _, table in tables]
                 members = [instance for table in score_tables for instance in table.instances]
                 crowded = any(map(_is_crowded, members))
-                self.models[name] = ServedModel(
-                    score_tables, members, tables[0][0], to_key(name), crowded
-                )
+                served = ServedModel(score_tables, members, tables[0][0], to_key(name), crowded)
+                self.models[name] = served
         self.known_models.update(self.models)
 
 

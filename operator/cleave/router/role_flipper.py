@@ -164,8 +164,7 @@ class RoleFlipper:
         """Check all deployments and revisions; at most one flip for each of them."""
         present = set()
         # Adapters have the score tables of their base models.
-        bases = [model for model in self._registry.models.values() if not model.base]
-        for model in bases:
+        for model in [each for each in self._registry.models.values() if not each.base]:
             for table in model.score_tables:
                 registration = table.instances[0].registration
                 key = registration.deployment, registration.revision
@@ -186,13 +185,10 @@ class RoleFlipper:
             return True
         if instance.name not in self._excluded:
             self._excluded.add(instance.name)
-            log.warning(
-                "%s is excluded from role changes: role %s, home %s, epoch %d",
-                instance.name,
-                get_enum_name(agent_pb2.Role, registration.role),
-                get_enum_name(agent_pb2.Role, registration.home),
-                registration.epoch,
-            )
+            role = get_enum_name(agent_pb2.Role, registration.role)
+            home = get_enum_name(agent_pb2.Role, registration.home)
+            message = "%s is excluded from role changes: role %s, home %s, epoch %d"
+            log.warning(message, instance.name, role, home, registration.epoch)
         return False
 
     async def _check_group(self, state: FlipState, instances: list[RoutedInstance]) -> None:

@@ -17,28 +17,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cleave.api.enums import FallbackPolicy
+from cleave.policy import dispatch
 from cleave.policy.best_fit import GAMMA, compute_context_weight
-from cleave.policy.dispatch import (
-    CACHED,
-    FULLEST,
-    HEAVY_OUTPUT_TOKENS,
-    LIGHTEST,
-    NONE,
-    RULES,
-    STALE_PENALTY,
-    TO_WHOLE,
-    close_slots,
-    computes_short,
-    measure_backlog,
-)
+from cleave.policy.dispatch import NONE, STALE_PENALTY, TO_WHOLE
 from cleave.policy.output_length import ConditionalMean, LengthPredictor
 from cleave.router.errors import NoInstance
 from cleave.router.instance import Connectivity, InFlightLoad, RoutedInstance, Target
 from cleave.router.iteration_time_fit import IterationTimeEstimator
 from cleave.router.registry import InstanceRegistry, ServedModel
-from cleave.router.score_column import WritableScoreColumn
-from cleave.router.score_table import ScoreTable
+from cleave.router.score_table import ScoreTable, WritableScoreColumn
 from cleave.router.selection import CachedPrompt, EndpointSelector, RoutingRequest, find_slots
+from cleave.router.shared_score_table import ChangeLogScoreTable
 from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
@@ -59,6 +48,8 @@ class RoutingRules:
     """TPOT target of BestFit."""
 
 
+_MAX_ATTEMPTS = 3
+"""Limit of selections per request in a shared router; other processes may be faster each time."""
 _PRUNE_EVERY = 4096
 """Number of picks after which cached prompts of engines that are gone are dropped."""
 
@@ -142,12 +133,12 @@ class Router:
         self._selector = EndpointSelector(
             registry.policy, self._iteration_times, clock, seed or random.randrange(1, 2147483647)
         )
-        rule = RULES[registry.policy]
-        self.uses_prompt_text = rule.prefill == CACHED
+        rule = dispatch.RULES[registry.policy]
+        self.uses_prompt_text = rule.prefill == dispatch.CACHED
         """Whether the policy uses the prompt's text."""
         # For other policies the accounting of these two would add a few percent to a request.
-        self._tracks_decoding = rule.decode in (LIGHTEST, FULLEST)
-        self._fits_iteration_times = rule.decode == FULLEST
+        self._tracks_decoding = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
+        self._fits_iteration_times = rule.decode == dispatch.FULLEST
         self._num_picks = self._num_completed = 0
         shared_load = registry.shared_load
         count = itertools.count(1).__next__
@@ -180,13 +171,11 @@ class Router:
         if served is None:
             raise self.registry.build_error(model)
         exclusions = [{*excluded, *suspect}, excluded] if suspect else [excluded]
-        predicted = self.length_predictor.predict(prompt_tokens, output_tokens)
-        request = self._selector.build_request(
-            prompt_tokens, predicted, session, text, served, cached
-        )
+        length = self.length_predictor.predict(prompt_tokens, output_tokens)
+        request = self._selector.build_request(prompt_tokens, length, session, text, served, cached)
         selection = self._select(model, served, request, colocated, exclusions, prefill_lost)
         prefill, decode, reason = selection
-        picked = Pick(prefill, decode, reason, prompt_tokens, predicted)
+        picked = Pick(prefill, decode, reason, prompt_tokens, length)
         self._add_load(picked, prefill, decode, request)
         return picked
 
@@ -286,7 +275,7 @@ class Router:
             if (slot := table.prefill.find_least()) != NONE
         ]
         queue = min(queues, default=math.inf)
-        if not computes_short(uncached, instance.in_flight.prompt.pending, queue, limit):
+        if not dispatch.computes_short(uncached, instance.in_flight.prompt.pending, queue, limit):
             return None
         return None, instance, "short-prompt"
 
@@ -304,10 +293,8 @@ class Router:
         self, served: ServedModel, request: RoutingRequest, excluded: Collection[str]
     ) -> Selection | None:
         """The pair of the table with the least work in both phases, without stale ones if possible.
-
         During a rollout a model has a table per revision. Counting both phases sends each revision
-        about as much as its scarcer phase can serve; equal ones alternate.
-        """
+        about as much as its scarcer phase can serve; equal ones alternate."""
         best: tuple[float, ScoreTable, int, int] | None = None
         for table in served.score_tables:
             closed = find_slots(table, excluded) if excluded else []
@@ -318,7 +305,7 @@ class Router:
                 best = 0.0, table, first, second
                 break
             prefill = second if first == NONE else first
-            backlog = measure_backlog(
+            backlog = dispatch.measure_backlog(
                 table.pending_prompt.get_score(prefill),
                 table.instances[second].in_flight.resident.pending,
                 table.instances[prefill].in_flight.last_pick,
@@ -370,7 +357,7 @@ class Router:
                 column: WritableScoreColumn = getattr(table, use)
                 closed, scores = find_slots(table, excluded), column.to_array()
                 if closed:
-                    scores = close_slots(scores, closed)
+                    scores = dispatch.close_slots(scores, closed)
                 slot = self._selector.find_slot(table, scores, TO_WHOLE, request)
                 if slot != NONE and (best is None or scores[slot] < best[0]):
                     best = float(scores[slot]), table.instances[slot]
@@ -408,7 +395,7 @@ class Router:
         if self._tracks_decoding:
             in_flight.decoding_requests[pick] = None
             in_flight.weighted_context += _compute_weight(pick)
-            in_flight.num_heavy += pick.output_tokens > HEAVY_OUTPUT_TOKENS
+            in_flight.num_heavy += pick.output_tokens > dispatch.HEAVY_OUTPUT_TOKENS
         pick._decode_entry = (decode, in_flight, resident)
         self.registry.refresh(decode)
         if prefill is not None:
@@ -418,11 +405,40 @@ class Router:
     def _remove_decoding(self, pick: Pick, in_flight: InFlightLoad) -> None:
         del in_flight.decoding_requests[pick]
         in_flight.weighted_context -= _compute_weight(pick)
-        in_flight.num_heavy -= pick.output_tokens > HEAVY_OUTPUT_TOKENS
+        in_flight.num_heavy -= pick.output_tokens > dispatch.HEAVY_OUTPUT_TOKENS
 
     def _refresh_scores(self, instance: RoutedInstance, in_flight: InFlightLoad) -> None:
         if instance.in_flight is in_flight:
             self.registry.refresh(instance)
+
+
+class SharedRouter(Router):
+    """A router that shares load accounting with other processes.
+
+    What is hard: processes that pick at the same time read the same scores and select the same
+    instance, where one request waits behind the other although another instance is idle. That is
+    rare but, with many instances, costly (benchmarks/dispatch, processes). So after a selection
+    each process checks whether another one was faster, and if so selects again.
+    """
+
+    def _select(
+        self,
+        model: str,
+        served: ServedModel,
+        request: RoutingRequest,
+        colocated: bool,
+        exclusions: list[Collection[str]],
+        prefill_lost: bool,
+    ) -> Selection:
+        for _ in range(_MAX_ATTEMPTS):
+            for table in served.score_tables:
+                table.refresh()
+            selection = super()._select(model, served, request, colocated, exclusions, prefill_lost)
+            first = selection[0] or selection[1]
+            chosen = first.score_table
+            if not (isinstance(chosen, ChangeLogScoreTable) and chosen.has_lost_race(first.slot)):
+                break
+        return selection
 
 
 def _compute_weight(pick: Pick) -> float:

@@ -3,6 +3,10 @@
 Built by the registry when an instance opens or closes for requests (rare), updated for each pick,
 release and load report (often), read by the router. Each revision has a separate table, so that
 its prefill instances are never paired with decode instances of another revision.
+
+What is hard: each request changes the scores of a few instances and reads those of all, and setting
+or reading one element of a numpy array takes as long as searching a short list. So the scores of
+few instances are kept in a list, those of many in an array.
 """
 
 import math
@@ -12,20 +16,17 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from cleave.api.enums import DispatchPolicy
+from cleave.policy import dispatch
 from cleave.policy.dispatch import (
     BY_REQUESTS,
-    FULLEST,
-    LIGHTEST,
-    RULES,
+    NONE,
     STALE_PENALTY,
     CellNumbers,
-    compute_heavy_ratio,
-    is_by_score,
-    score,
+    ScoreColumn,
+    Scores,
 )
 from cleave.policy.session_affinity import to_key
 from cleave.router.instance import BaseScoreTable, Connectivity, RoutedInstance
-from cleave.router.score_column import ArrayScoreColumn, ListScoreColumn, WritableScoreColumn
 from cleave.rpc.v1.agent_pb2 import ROLE_DECODE, ROLE_MIXED, ROLE_PREFILL
 
 _STALE_CONTACT = Connectivity.STALE
@@ -35,6 +36,92 @@ _USES = ("prefill", "decode", "mixed", "colocated", "spare")
 """The columns of a score table."""
 MAX_LIST_INSTANCES = 24
 """Number of instances up to which lists are faster than arrays."""
+
+
+class WritableScoreColumn(ScoreColumn):
+    """A column that can be changed; +inf where the instance is closed for its use."""
+
+    __slots__ = ()
+
+    def set_score(self, slot: int, score: float) -> None:
+        """Set one score."""
+        raise NotImplementedError
+
+    def to_list(self) -> list[float]:
+        """All scores, for reading only."""
+        raise NotImplementedError
+
+    def to_array(self) -> Scores:
+        """All scores, for reading only."""
+        raise NotImplementedError
+
+
+class ListScoreColumn(WritableScoreColumn):
+    """A column in a list, for few instances: setting and reading one score is cheap."""
+
+    __slots__ = ("_scores",)
+
+    def __init__(self, size: int, score: float = math.inf) -> None:
+        """All slots start with this score."""
+        super().__init__(size)
+        self._scores = [score] * size
+
+    def set_score(self, slot: int, score: float) -> None:
+        """Set one score."""
+        self._scores[slot] = score
+
+    def get_score(self, slot: int) -> float:
+        """One score."""
+        return self._scores[slot]
+
+    def find_least(self) -> int:
+        """Slot with the lowest score; NONE when all are closed."""
+        lowest, slot = math.inf, NONE
+        for index, score in enumerate(self._scores):
+            if score < lowest:
+                lowest, slot = score, index
+        return slot
+
+    def to_list(self) -> list[float]:
+        """The scores themselves."""
+        return self._scores
+
+    def to_array(self) -> Scores:
+        """A copy."""
+        return np.array(self._scores)
+
+
+class ArrayScoreColumn(WritableScoreColumn):
+    """A column in an array, for many instances: searching all scores is cheap."""
+
+    __slots__ = ("_cells", "_scores")
+
+    def __init__(self, scores: Scores) -> None:
+        """`scores`: used as they are, without a copy."""
+        super().__init__(scores.size)
+        self._scores = scores
+        self._cells: memoryview[float] = scores.data.cast("B").cast("d")
+
+    def set_score(self, slot: int, score: float) -> None:
+        """Set one score."""
+        self._cells[slot] = score
+
+    def get_score(self, slot: int) -> float:
+        """One score."""
+        return self._cells[slot]
+
+    def find_least(self) -> int:
+        """Slot with the lowest score; NONE when all are closed."""
+        return dispatch.find_least(self._scores)
+
+    def to_list(self) -> list[float]:
+        """A copy."""
+        scores: list[float] = self._scores.tolist()
+        return scores
+
+    def to_array(self) -> Scores:
+        """The scores themselves."""
+        return self._scores
 
 
 class ScoreTable(BaseScoreTable):
@@ -57,11 +144,11 @@ class ScoreTable(BaseScoreTable):
         self, instances: list[RoutedInstance], policy: DispatchPolicy = DispatchPolicy.SHORTEST_WAIT
     ) -> None:
         self.instances = instances
-        rule = RULES[policy]
+        rule = dispatch.RULES[policy]
         self._counts = rule.counts
-        self._has_extra_columns = rule.decode in (LIGHTEST, FULLEST)
+        self._has_extra_columns = rule.decode in (dispatch.LIGHTEST, dispatch.FULLEST)
         size = len(instances)
-        is_short = size <= MAX_LIST_INSTANCES and is_by_score(rule)
+        is_short = size <= MAX_LIST_INSTANCES and dispatch.is_by_score(rule)
         uses = [list_uses(instance) for instance in instances]
         columns = _build_columns(uses, is_short)
         self.prefill = columns["prefill"]
@@ -108,10 +195,7 @@ class ScoreTable(BaseScoreTable):
     def find_shortest_queue(self) -> float:
         """Pending prompt tokens of the shortest prompt queue; +inf: none computes prompts."""
         pending = self.pending_prompt.to_list()
-        shortest = math.inf
-        for slot in self.prompt_slots:
-            shortest = min(shortest, pending[slot])
-        return shortest
+        return min((pending[slot] for slot in self.prompt_slots), default=math.inf)
 
     def find_boot(self, slot: int) -> str:
         """Boot ID of the engine on a slot."""
@@ -132,16 +216,9 @@ class ScoreTable(BaseScoreTable):
         requests = 0.0
         if by_requests:
             requests = in_flight.count_requests() + in_flight.num_remote_requests
-        first, total = score(
-            counts,
-            prompt,
-            prompts,
-            resident,
-            requests,
-            in_flight.last_pick,
-            in_flight.queue,
-            penalty,
-            prefills,
+        turn, queue = in_flight.last_pick, in_flight.queue
+        first, total = dispatch.score(
+            counts, prompt, prompts, resident, requests, turn, queue, penalty, prefills
         )
         self.pending_prompt.set_score(slot, prompt + penalty)
         if by_prompt is not None:
@@ -160,7 +237,7 @@ class ScoreTable(BaseScoreTable):
         resident = in_flight.resident.pending
         self.room[slot] = registration.kv_blocks_total * registration.kv_block_size - resident
         heavy, batch = in_flight.num_heavy, len(in_flight.decoding_requests)
-        self.heaviness[slot] = compute_heavy_ratio(heavy, batch - heavy)
+        self.heaviness[slot] = dispatch.compute_heavy_ratio(heavy, batch - heavy)
         self.batch[slot] = batch
         self.context[slot] = in_flight.weighted_context + resident - in_flight.resident.own
 
@@ -180,9 +257,7 @@ def list_uses(instance: RoutedInstance) -> Collection[str]:
     return ()
 
 
-def _build_columns(
-    uses: Sequence[Collection[str]], is_short: bool
-) -> dict[str, WritableScoreColumn]:
+def _build_columns(uses: Sequence[Collection[str]], short: bool) -> dict[str, WritableScoreColumn]:
     """Columns by use; `uses`: those of each slot. Uses with the same open slots share a column."""
     columns: dict[str, WritableScoreColumn] = {}
     built: dict[tuple[bool, tuple[int, ...]], WritableScoreColumn] = {}
@@ -191,7 +266,7 @@ def _build_columns(
         size = len(uses) if slots else 0
         # The scores of `prefill` count prompts only, so it shares no column.
         key = use == "prefill", slots
-        built.setdefault(key, _build_column(size, is_short or not size))
+        built.setdefault(key, _build_column(size, short or not size))
         columns[use] = built[key]
     return columns
 

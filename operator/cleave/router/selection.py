@@ -12,45 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cleave.api.enums import DispatchPolicy
-from cleave.policy.best_fit import (
-    BestFitModel,
-    compute_context_weight,
-    compute_saved_ms,
-    find_best_fit,
-    keeps_running,
-    measure_fullness,
-)
-from cleave.policy.dispatch import (
-    BY_REQUESTS,
-    BY_TURN,
-    BY_WAIT,
-    CACHED,
-    FULLEST,
-    NONE,
-    RESIDENT_WEIGHT,
-    RULES,
-    TO_DECODE,
-    TO_PREFILL,
-    TO_WHOLE,
-    CellNumbers,
-    Scores,
-    add_cell_costs,
-    choose_least_pair,
-    close_slots,
-    find_least,
-    find_slot,
-    is_by_score,
-    prefer_own,
-    restrict_to_cell,
-    select_pair,
-)
+from cleave.policy import best_fit, dispatch, prefix_cache
+from cleave.policy.best_fit import BestFitModel
+from cleave.policy.dispatch import NONE, TO_DECODE, TO_PREFILL, TO_WHOLE, CellNumbers, Scores
 from cleave.policy.output_length import guess_progress
-from cleave.policy.prefix_cache import (
-    TOKENS_PER_BLOCK,
-    PrefixIndex,
-    find_least_uncached,
-    hash_blocks,
-)
+from cleave.policy.prefix_cache import TOKENS_PER_BLOCK, PrefixIndex
 from cleave.policy.session_affinity import find_attached, goes_back, to_key
 from cleave.router.instance import RoutedInstance
 from cleave.router.iteration_time_fit import IterationTimeEstimator
@@ -104,13 +70,13 @@ class EndpointSelector:
         seed: int,
     ) -> None:
         """`clock`: seconds; `seed`: above 0, for random policies."""
-        rule = RULES[policy]
-        self._is_by_score = is_by_score(rule)
+        rule = dispatch.RULES[policy]
+        self._is_by_score = dispatch.is_by_score(rule)
         self._counts = rule.counts
         self._picks = rule.prefill, rule.decode
         self._keeps_adapters = rule.keeps_adapters
         self._prefers_own = rule.prefers_own
-        self._is_by_text = rule.prefill == CACHED
+        self._is_by_text = rule.prefill == dispatch.CACHED
         self._iteration_times = iteration_times
         self._clock = clock
         self._seed = seed
@@ -131,7 +97,7 @@ class EndpointSelector:
             return RoutingRequest(prompt_tokens, output_tokens)
         key = to_key(session) if session is not None else None
         # The KV of one adapter cannot be used by another.
-        hashes = hash_blocks(text, adapter or 0) if self._is_by_text else ()
+        hashes = prefix_cache.hash_blocks(text, adapter or 0) if self._is_by_text else ()
         if not (served.is_crowded and self._keeps_adapters):
             adapter = None
         return RoutingRequest(prompt_tokens, output_tokens, hashes, key, adapter, cached)
@@ -164,10 +130,11 @@ class EndpointSelector:
     ) -> tuple[int, int]:
         """(prefill slot, decode slot), or (NONE, slot): both phases there; (NONE, NONE): none.
         `closed`: slots to exclude."""
+        queues = table.pending_prompt
         is_plain = request.session is None and request.adapter is None and request.cached is None
         is_simple = is_plain and not closed and not table.is_shared and table.cells is None
         if self._is_by_score and is_simple:
-            return choose_least_pair(table.prefill, table.decode, table.mixed, table.pending_prompt)
+            return dispatch.choose_least_pair(table.prefill, table.decode, table.mixed, queues)
 
         def find(purpose: int, request: RoutingRequest, first: int) -> int:
             scores = _read_scores(table, purpose, closed)
@@ -178,10 +145,10 @@ class EndpointSelector:
                 decode = _read_scores(table, TO_DECODE, closed)
                 scores = self._add_cell_costs(table, cells, scores, decode, request)
             elif cells is not None and purpose == TO_DECODE:
-                scores = restrict_to_cell(scores, cells, first)
+                scores = dispatch.restrict_to_cell(scores, cells, first)
             return self.find_slot(table, scores, purpose, request)
 
-        return select_pair(find, request, table.decode, table.pending_prompt)
+        return dispatch.select_pair(find, request, table.decode, queues)
 
     def find_slot(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
@@ -211,31 +178,31 @@ class EndpointSelector:
             tokens = request.prompt_tokens
             return find_attached(scores, queues, table.keys, purpose, session, adapter, tokens)
         prefill, decode = self._picks
-        if prefill == CACHED and purpose != TO_DECODE:
-            found = prefixes.find(request.hashes)
-            return find_least_uncached(scores, table.find_boot, table.slot_by_boot, found)
+        if prefill == dispatch.CACHED and purpose != TO_DECODE:
+            slots, found = table.slot_by_boot, prefixes.find(request.hashes)
+            return prefix_cache.find_least_uncached(scores, table.find_boot, slots, found)
         pick = prefill if purpose == TO_PREFILL else decode
-        if pick == FULLEST:
+        if pick == dispatch.FULLEST:
             slot = self._find_best_fit(table, scores, purpose == TO_WHOLE, request)
             if slot != NONE:
                 return slot
         if table.is_shared and self._prefers_own:
             return self._find_own(table, scores, purpose, request)
+        room, heaviness = table.room, table.heaviness
         total = request.prompt_tokens + request.output_tokens
-        slot, self._seed = find_slot(pick, scores, table.room, table.heaviness, total, self._seed)
+        slot, self._seed = dispatch.find_slot(pick, scores, room, heaviness, total, self._seed)
         return slot
 
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """The lowest score in this router's share, unless one outside is lower by more than the
-        request adds."""
+        """The lowest score in this router's share; one outside must be lower by what it adds."""
         added = request.prompt_tokens + (request.output_tokens if purpose != TO_PREFILL else 0.0)
-        if purpose != TO_PREFILL or self._counts != BY_WAIT:
-            return prefer_own(scores, table.is_remote, added, 0.0)
-        queue = table.instances[find_least(scores)].in_flight.queue
+        if purpose != TO_PREFILL or self._counts != dispatch.BY_WAIT:
+            return dispatch.prefer_own(scores, table.is_remote, added, 0.0)
+        queue = table.instances[dispatch.find_least(scores)].in_flight.queue
         added_ms = queue.predict_ms(request.prompt_tokens, 1.0)
-        return prefer_own(scores, table.is_remote, added_ms, self._clock() * 1000)
+        return dispatch.prefer_own(scores, table.is_remote, added_ms, self._clock() * 1000)
 
     def _add_cell_costs(
         self,
@@ -247,49 +214,46 @@ class EndpointSelector:
     ) -> Scores:
         """Prefill scores plus the decode load of each cell; a transfer to another cell costs as
         much as computing the prompt, or as one pick or request."""
-        crossing = 1.0 if self._counts in (BY_TURN, BY_REQUESTS) else float(request.prompt_tokens)
+        counts_requests = self._counts in (dispatch.BY_TURN, dispatch.BY_REQUESTS)
+        crossing = 1.0 if counts_requests else float(request.prompt_tokens)
         unit = 1.0
-        if self._counts == BY_WAIT:
-            unit = table.instances[find_least(prefill)].in_flight.queue.token_ms
+        if self._counts == dispatch.BY_WAIT:
+            unit = table.instances[dispatch.find_least(prefill)].in_flight.queue.token_ms
             # Idle instances have a score in the past: raise it to now before costs are added.
             prefill = np.maximum(prefill, self._clock() * 1000)
-        return add_cell_costs(prefill, decode, cells, RESIDENT_WEIGHT * unit, crossing * unit)
+        weight = dispatch.RESIDENT_WEIGHT * unit
+        return dispatch.add_cell_costs(prefill, decode, cells, weight, crossing * unit)
 
     def _find_best_fit(
         self, table: ScoreTable, scores: Scores, prefills: bool, request: RoutingRequest
     ) -> int:
         """The slot by best fit (Aladdin); NONE: none fits, or too few iteration times are known."""
-        best_fit = self._iteration_times.best_fit
-        if best_fit is None:
+        model = self._iteration_times.best_fit
+        if model is None:
             return NONE
-        fullness = measure_fullness(
-            scores,
-            table.batch,
-            table.context,
-            table.pending_prompt.to_array(),
-            request.prompt_tokens,
-            compute_context_weight(request.prompt_tokens, request.output_tokens, best_fit.gamma),
-            prefills,
-            best_fit.coefficients,
-            best_fit,
+        tokens, queues = request.prompt_tokens, table.pending_prompt.to_array()
+        batch, context = table.batch, table.context
+        weight = best_fit.compute_context_weight(tokens, request.output_tokens, model.gamma)
+        fullness = best_fit.measure_fullness(
+            scores, batch, context, queues, tokens, weight, prefills, model.coefficients, model
         )
 
         def keeps(slot: int, request: RoutingRequest, prefills: bool) -> bool:
-            return self._keeps_tpot(table.instances[slot], best_fit, request, prefills)
+            return self._keeps_tpot(table.instances[slot], model, request, prefills)
 
-        return find_best_fit(fullness, keeps, request, prefills)
+        return best_fit.find_best_fit(fullness, keeps, request, prefills)
 
     def _keeps_tpot(
         self,
         instance: RoutedInstance,
-        best_fit: BestFitModel,
+        model: BestFitModel,
         request: RoutingRequest,
         prefills: bool,
     ) -> bool:
         """Constraints (d) and (e) of `policy.best_fit`, from the requests of this router."""
         in_flight, registration, now = instance.in_flight, instance.registration, self._clock()
         batch, context = len(in_flight.decoding_requests), in_flight.weighted_context
-        step_ms = best_fit.coefficients.predict_decode_ms(batch, context)
+        step_ms = model.coefficients.predict_decode_ms(batch, context)
         running = [(request.output_tokens, float(request.prompt_tokens))]
         saved_ms = _INF
         for each in in_flight.decoding_requests:
@@ -299,13 +263,13 @@ class EndpointSelector:
                 decoding_ms = (now - since) * 1000
                 generated, remaining = guess_progress(remaining, decoding_ms, step_ms)
                 context += generated
-                tpot_ms, theta = best_fit.tpot_ms, best_fit.theta
-                spare_ms = compute_saved_ms(generated + 1.0, decoding_ms, tpot_ms, theta)
+                tpot_ms, theta = model.tpot_ms, model.theta
+                spare_ms = best_fit.compute_saved_ms(generated + 1.0, decoding_ms, tpot_ms, theta)
                 saved_ms = min(saved_ms, spare_ms)
             running.append((remaining, context))
         running.sort(reverse=True)
         remaining_tokens, contexts = zip(*running, strict=True)
-        return keeps_running(
+        return best_fit.keeps_running(
             contexts,
             remaining_tokens,
             saved_ms,
@@ -313,8 +277,8 @@ class EndpointSelector:
             request.prompt_tokens,
             prefills,
             registration.kv_blocks_total * registration.kv_block_size,
-            best_fit.coefficients,
-            best_fit,
+            model.coefficients,
+            model,
         )
 
 
@@ -326,4 +290,4 @@ def find_slots(table: ScoreTable, names: Collection[str]) -> list[int]:
 def _read_scores(table: ScoreTable, purpose: int, closed: list[int]) -> Scores:
     """A column of the table as an array in which `closed` slots are closed as well."""
     column = (table.prefill, table.decode, table.mixed)[purpose]
-    return close_slots(column.to_array(), closed) if closed else column.to_array()
+    return dispatch.close_slots(column.to_array(), closed) if closed else column.to_array()

@@ -280,9 +280,7 @@ _QueueCells = tuple[
 
 class SharedPrefillQueueModel(PrefillQueueModel):
     """The queue model of an instance, shared by all processes.
-
-    Of two simultaneous updates one may be lost, which matters little among two hundred samples.
-    """
+    Of two simultaneous updates one may be lost, which matters little among two hundred samples."""
 
     __slots__ = ("_cells", "_memory", "_memory_slice", "_pack", "_sums_index", "_unpack")
 

@@ -96,10 +96,8 @@ def build_shared_table(
     instances: list[RoutedInstance], policy: DispatchPolicy, shared_load: SharedLoad
 ) -> ScoreTable:
     """The score table for this number of instances; `shared_load`: their load accounting.
-
     A process that discovers an instance before the others may miss changes of theirs until they
-    discover it too or a load report arrives.
-    """
+    discover it too or a load report arrives."""
     table: ScoreTable
     if len(instances) <= MAX_RESCORED_INSTANCES:
         table = SharedScoreTable(instances, policy)

@@ -41,9 +41,7 @@ class AgentDiscovery:
 
     async def list_addresses(self) -> frozenset[str]:
         """Addresses (host:port) known now; the first call starts a watch if possible.
-
-        Raises DiscoveryError on a malformed source, OSError when it cannot be read.
-        """
+        Raises DiscoveryError on a malformed source, OSError when it cannot be read."""
         if not self._source.startswith("endpoints:"):
             return await list_agents(self._source)
         if self._watcher is None or self._task is None:
@@ -63,10 +61,8 @@ class AgentDiscovery:
 
 async def list_agents(source: str) -> frozenset[str]:
     """Present addresses (host:port) of the agents of `source`.
-
     A missing file and an unknown DNS name mean "none yet". Raises DiscoveryError on a malformed
-    source, AgentSourceUnreachable when the API server cannot be reached.
-    """
+    source, AgentSourceUnreachable when the API server cannot be reached."""
     kind, _, rest = source.partition(":")
     if kind == "file":
         return _read_file(Path(rest))

@@ -65,8 +65,7 @@ class EndpointSliceWatcher:
         while True:
             try:
                 access = find_access()
-                version = await self._relist(access)
-                await self._watch(access, version)
+                await self._watch(access, await self._relist(access))
                 delay = MIN_DELAY_S
             except (AccessError, ApiServerError, HttpError) as error:
                 log.warning("endpoints of %s: %s", self._service.name, error)
@@ -80,13 +79,8 @@ class EndpointSliceWatcher:
 
     async def _watch(self, access: ApiServerAccess, version: str) -> None:
         seconds = int(WATCH_TIMEOUT_S * random.uniform(0.75, 1.0))
-        path = _build_path(
-            self._service,
-            watch="1",
-            allowWatchBookmarks="true",
-            resourceVersion=version,
-            timeoutSeconds=str(seconds),
-        )
+        options = {"resourceVersion": version, "timeoutSeconds": str(seconds)}
+        path = _build_path(self._service, watch="1", allowWatchBookmarks="true", **options)
         try:
             async with (
                 asyncio.timeout(seconds + WATCH_SLACK_S),
@@ -128,10 +122,8 @@ async def _list_slices(access: ApiServerAccess, service: Service) -> tuple[_Slic
     path = _build_path(service, resourceVersion="0")
     slice_list = await kube_api.get_object(access, path, LIST_TIMEOUT_S)
     try:
-        slices = {
-            item["metadata"]["name"]: parse_slice(item, service.port)
-            for item in slice_list.get("items") or ()
-        }
+        items = slice_list.get("items") or ()
+        slices = {each["metadata"]["name"]: parse_slice(each, service.port) for each in items}
         return slices, slice_list["metadata"]["resourceVersion"]
     except (KeyError, TypeError, AttributeError) as error:
         raise HttpError(f"the API server sent an invalid EndpointSliceList: {error!r}") from None

@@ -113,10 +113,8 @@ async def open_response(
     server_name: str | None = None,
 ) -> AsyncIterator[Response]:
     """Send a request and wait at most `seconds` for the head of the response, not for its body.
-
     `tls`: required for an https URL; `server_name`: expected in its certificate instead of the
-    host. Raises HttpError.
-    """
+    host. Raises HttpError."""
     writer: asyncio.StreamWriter | None = None
     try:
         with _map_errors(seconds):

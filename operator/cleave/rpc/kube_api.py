@@ -96,10 +96,7 @@ async def get_object(access: ApiServerAccess, path: str, seconds: float) -> Any:
 
 
 async def watch_objects(access: ApiServerAccess, path: str) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of a watch until the server ends it; the caller sets a timeout.
-
-    Raises ApiServerError, HttpError.
-    """
+    """The events of a watch; the caller sets a timeout. Raises ApiServerError, HttpError."""
     async with _open(access, path, _HEAD_TIMEOUT_S) as response:
         await _raise_for_status(response)
         async with aclosing(response.iter_lines()) as lines:
@@ -113,14 +110,8 @@ def _open(
     headers = {"Accept": "application/json", "User-Agent": "cleave"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
-    return open_response(
-        "GET",
-        access.url + path,
-        seconds=seconds,
-        headers=headers,
-        tls=access.tls,
-        server_name=access.server_name,
-    )
+    url, tls, name = access.url + path, access.tls, access.server_name
+    return open_response("GET", url, seconds=seconds, headers=headers, tls=tls, server_name=name)
 
 
 async def _raise_for_status(response: Response) -> None:

@@ -37,9 +37,7 @@ class SharedTable:
 
     def __init__(self, rows: int, processes: int, *, own: int, common: int) -> None:
         """`own` and `common`: number of cells of each kind in a row; all are 0 at first.
-
-        The creating parent is not one of the processes; rows that it claims are never freed.
-        """
+        The creating parent is not one of the processes; rows that it claims are never freed."""
         self.process = processes
         self._num_own, self.processes = own, processes
         self._width = -(-(own * processes + common) // _CACHE_LINE_CELLS) * _CACHE_LINE_CELLS

@@ -107,10 +107,7 @@ class AdmissionController:
     def admit_or_queue(
         self, waiter: Waiter, tenant: Tenant, model: str, prompt_tokens: int, now: float
     ) -> AdmissionTicket:
-        """Admit a request, or queue it: then `admit` or `reject` is called later.
-
-        Raises GatewayError (429) when it is refused.
-        """
+        """Admit a request, or queue it: `admit` or `reject` follows. Raises GatewayError (429)."""
         entry = self._registry.models.get(model)
         if entry is not None and entry.base:
             # Adapters run on the instances of their base model, so they share its queue.
@@ -174,8 +171,7 @@ class AdmissionController:
         self._is_admitting = True
         try:
             while (backlog := self._measure_backlog(model)[0]) < self._compute_backlog_limit(model):
-                queued = queue.pop()
-                if queued is None:
+                if (queued := queue.pop()) is None:
                     break
                 waiter, ticket = queued
                 ticket.admitted_at, ticket.backlog_tokens = now, backlog
@@ -210,8 +206,7 @@ class AdmissionController:
     def _create_usage(self, tenant: Tenant, now: float) -> TenantUsage:
         if self._shared_state is not None:
             table = self._shared_state.tenant_usage
-            row = table.claim(tenant.name.encode())
-            if row is not None:
+            if (row := table.claim(tenant.name.encode())) is not None:
                 return SharedTenantUsage(table, row, tenant.limits, now)
         return TenantUsage(tenant.limits, now)
 
@@ -255,11 +250,6 @@ class AdmissionController:
         self, tenant: Tenant, reason: str, message: str, retry_after_s: float = 1.0
     ) -> GatewayError:
         self._metrics.rejections[tenant.name, reason] += 1
-        owner = f"tenant {tenant.name!r}: " if tenant.name else ""
-        return GatewayError(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            f"{owner}{message}",
-            "rate_limit_error",
-            code=reason,
-            retry_after_s=max(1, math.ceil(retry_after_s)),
-        )
+        message = f"tenant {tenant.name!r}: {message}" if tenant.name else message
+        status, wait_s = HTTPStatus.TOO_MANY_REQUESTS, max(1, math.ceil(retry_after_s))
+        return GatewayError(status, message, "rate_limit_error", reason, retry_after_s=wait_s)

@@ -33,8 +33,8 @@ class FirstTokenModel:
         """Seconds to the first token; None before enough samples."""
         if self._n < MIN_SAMPLES:
             return None
-        mean = self._y / self._n
-        return max(0.0, mean + self._compute_slope() * (tokens - self._x / self._n))
+        slope, mean = self._compute_slope(), self._y / self._n
+        return max(0.0, mean + slope * (tokens - self._x / self._n))
 
     def compute_tokens_within(self, seconds: float) -> float | None:
         """Prompt tokens that are computed in so many seconds; None before enough samples."""
@@ -56,9 +56,7 @@ def predict_ttft_excess_s(
     model: FirstTokenModel, backlog_tokens: float, prompt_tokens: float, target_s: float
 ) -> float:
     """Seconds by which a request misses its TTFT target, with `backlog_tokens` queued before it.
-
-    0: it meets the target, would miss it even without a queue, or there are too few samples.
-    """
+    0: it meets the target, would miss it even without a queue, or there are too few samples."""
     expected = model.predict_s(backlog_tokens + prompt_tokens)
     without_queue = model.predict_s(prompt_tokens)
     if expected is None or without_queue is None or without_queue > target_s:

@@ -64,8 +64,7 @@ class FairQueue(Generic[Item]):
         entry.finish_tag = start + cost / weight
         self._finish_tags[tenant] = entry.finish_tag
         self._sequence += 1
-        heap = self._heaps.setdefault(priority, [])
-        heapq.heappush(heap, (start, self._sequence, entry))
+        heapq.heappush(self._heaps.setdefault(priority, []), (start, self._sequence, entry))
         self._waiting_by_tenant[tenant] = self._waiting_by_tenant.get(tenant, 0) + 1
         self._size += 1
         self.total_cost += cost

@@ -180,10 +180,9 @@ class SharedTokenBucket(TokenBucket):
 
     __slots__ = ("_cell", "_cells")
 
-    def __init__(
-        self, table: SharedTable, row: int, field: int, per_minute: float, now: float
-    ) -> None:
-        super().__init__(per_minute, now)
+    def __init__(self, table: SharedTable, row: int, field: int, rate: float, now: float) -> None:
+        """`rate`: per minute."""
+        super().__init__(rate, now)
         self._cells, self._cell = table.cells, table.locate_common(row, field)
         self._cells[self._cell] = self._cells[self._cell] or now
 

@@ -59,18 +59,15 @@ class _TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_tenants(path: Path) -> dict[bytes, Tenant]:
     """Tenants by hash of their keys. Raises ApiKeysError.
-
     The file contains either one key per line (`#` begins a comment), or YAML that begins with
-    `tenants:`. A key is written as clients send it, or as `sha256:` and the hexadecimal hash.
-    """
+    `tenants:`. A key is written as clients send it, or as `sha256:` and the hexadecimal hash."""
     try:
         text = path.read_text()
     except OSError as error:
         raise ApiKeysError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ApiKeysError(f"{path}: is not text") from None
-    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    entries = [line for line in lines if line]
+    entries = [key for line in text.splitlines() if (key := line.partition("#")[0].strip())]
     if not entries:
         raise ApiKeysError(f"{path}: holds no key")
     if not entries[0].startswith("tenants:"):

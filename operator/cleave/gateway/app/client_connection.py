@@ -67,9 +67,7 @@ class RequestHandler(Protocol):
     def handle(self, client: "ClientConnection", request: HttpRequest) -> None:
         """Respond to a request, now or later, through the client's methods."""
 
-    def record_response(
-        self, request_id: bytes, status: int, request: HttpRequest | None = None
-    ) -> None:
+    def record_response(self, request_id: bytes, status: int, request: HttpRequest | None) -> None:
         """Record a response that no engine gave; `request` None: it could not be parsed."""
 
 
@@ -266,9 +264,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _update_buffered_bytes(self) -> bool:
         """Update the memory counted for requests that are not handled yet.
-
-        False: the limit is exceeded, and the buffers have been discarded.
-        """
+        False: the limit is exceeded, and the buffers have been discarded."""
         context = self._context
         size = self._reader.buffered_bytes + sum(map(len, self._backlog)) + self._delayed_body_bytes
         has_room = True
@@ -310,9 +306,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _handle_large(self, request: HttpRequest) -> None:
         """Scan a large body in steps, between other clients' requests, then handle the request.
-
-        Until then the body counts as buffered.
-        """
+        Until then the body counts as buffered."""
         context = self._context
         started_at = context.clock()
         if self.transport.is_closing():
@@ -354,7 +348,7 @@ class ClientConnection(asyncio.Protocol):
         fields = build_error_headers(error) + headers.CONNECTION_CLOSE
         self.write(headers.build_response_head(error.status, fields, request_id, len(body)) + body)
         self._context.metrics.requests["", "refused"] += 1
-        self._handler.record_response(request_id, error.status)
+        self._handler.record_response(request_id, error.status, None)
         if self.transport.can_write_eof():
             self._write_batcher.flush()
             self.transport.write_eof()

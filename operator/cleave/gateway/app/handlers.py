@@ -45,6 +45,9 @@ _INTERNAL_METHODS = {route.path: b"GET" for route in routes.INTERNAL_ROUTES}
 _UNLOGGED = frozenset((*_INTERNAL_METHODS, routes.OPENAPI_PATH))
 """Paths that probes and scrapers request."""
 
+_Response = tuple[int, bytes, bytes]
+"""Status, header lines, body."""
+
 MAX_TICK_AGE_S = 5.0
 """The sweeper runs five times a second; after so long without a run it counts as hung."""
 
@@ -115,10 +118,8 @@ class GatewayRequestHandler:
         if not request_id or not headers.is_valid_request_id(request_id):
             request_id = context.make_request_id()
         error, tenant = self._check_path(request), self._authenticate(request)
-        if tenant is None:
+        if tenant is None or error is not None:
             self._reject(client, request, request_id, error or _UNAUTHORIZED)
-        elif error is not None:
-            self._reject(client, request, request_id, error)
         else:
             try:
                 if request.method == b"POST":
@@ -137,9 +138,7 @@ class GatewayRequestHandler:
         refused = error.status, build_error_headers(error), error.to_json()
         self._send_response(client, request, refused, request_id)
 
-    def record_response(
-        self, request_id: bytes, status: int, request: HttpRequest | None = None
-    ) -> None:
+    def record_response(self, request_id: bytes, status: int, request: HttpRequest | None) -> None:
         """Record a response for the access log, but no unknown path, which may contain anything."""
         if self._recorder is not None:
             method, path = (request.method, request.path) if request is not None else (b"", b"")
@@ -154,11 +153,7 @@ class GatewayRequestHandler:
         return self._methods.get(request.path, b"")
 
     def _send_response(
-        self,
-        client: ClientConnection,
-        request: HttpRequest,
-        response: tuple[int, bytes, bytes],
-        request_id: bytes,
+        self, client: ClientConnection, request: HttpRequest, response: _Response, request_id: bytes
     ) -> None:
         """Send a response; to HEAD without a body, which would be read as the next response."""
         if request.path not in _UNLOGGED:
@@ -178,7 +173,6 @@ class GatewayRequestHandler:
         else:
             completion = parse_completion(request.body, request.scan)
         session, path = request.headers.get(context.session_header), request.path
-        proxied: ProxiedRequest
         if self._recorder is None:
             proxied = ProxiedRequest(context, client, path, request_id, completion, tenant, session)
         else:
@@ -193,7 +187,7 @@ class GatewayRequestHandler:
         keys = self._context.api_keys
         return self._internal or keys.accepts(request.headers.get(b"authorization"))
 
-    def _handle_get(self, request: HttpRequest) -> tuple[int, bytes, bytes]:
+    def _handle_get(self, request: HttpRequest) -> _Response:
         path = request.path
         if path == routes.LIVEZ_PATH:
             late_s = self._context.clock() - self._context.last_tick_at
@@ -225,8 +219,7 @@ class GatewayRequestHandler:
                 raise convert_router_error(UnknownModel(name))
             described = self._describe_model(name)
         else:
-            listed = [self._describe_model(name) for name in sorted(models)]
-            described = {"object": "list", "data": listed}
+            described = {"object": "list", "data": list(map(self._describe_model, sorted(models)))}
         return HTTPStatus.OK, headers.JSON_CONTENT, msgspec.json.encode(described)
 
     def _describe_api(self, names: list[str]) -> bytes:
@@ -251,9 +244,8 @@ class GatewayRequestHandler:
     def _describe_health(self) -> tuple[int, dict[str, object]]:
         """200 when any model can be served or waited for, with the reasons why others cannot."""
         router = self._context.router
-        entries = router.registry.models
         # Adapters can be served wherever their base model can.
-        models = {name: model for name, model in entries.items() if not model.base}
+        models = {name: model for name, model in router.registry.models.items() if not model.base}
         reasons_by_model = {name: router.explain_unavailable(name) for name in sorted(models)}
         reasons = [obstacle for obstacle in reasons_by_model.values() if obstacle]
         if not models:
@@ -284,10 +276,9 @@ class GatewayRequestHandler:
 
 def _describe_hung_processes(shared_state: SharedGatewayState, now: float) -> list[str]:
     """Hung processes; the kernel still gives them a share of the connections."""
-    total = shared_state.num_processes
     return [
-        f"process {process + 1} of {total} has had no heartbeat for {age:.0f} s"
-        for process, age in shared_state.list_hung(now)
+        f"process {number + 1} of {shared_state.num_processes} has had no heartbeat for {age:.0f} s"
+        for number, age in shared_state.list_hung(now)
     ]
 
 
@@ -305,11 +296,9 @@ def _build_not_found(path: bytes) -> GatewayError:
 
 def _build_method_not_allowed(path: bytes, method: bytes) -> GatewayError:
     allowed = method.decode() if method != b"GET" else "GET, HEAD"
-    return GatewayError(
-        HTTPStatus.METHOD_NOT_ALLOWED,
-        f"{path.decode('ascii', 'replace')} accepts {allowed} only",
-        header_lines=f"allow: {allowed}\r\n".encode(),
-    )
+    message = f"{path.decode('ascii', 'replace')} accepts {allowed} only"
+    lines = f"allow: {allowed}\r\n".encode()
+    return GatewayError(HTTPStatus.METHOD_NOT_ALLOWED, message, header_lines=lines)
 
 
 def _describe_instance(instance: RoutedInstance) -> dict[str, object]:

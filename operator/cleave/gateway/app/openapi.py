@@ -5,7 +5,6 @@ level only, because the gateway reads no further and relays all other fields tha
 """
 
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 from cleave import distribution
@@ -53,37 +52,24 @@ _FIELDS: Mapping[str, Schema] = {
 }
 
 _STATUS_DESCRIPTIONS = {
-    HTTPStatus.BAD_REQUEST: "The request is invalid; an engine's own message is not changed.",
-    HTTPStatus.UNAUTHORIZED: "An API key is required, and the request has no valid one.",
-    HTTPStatus.FORBIDDEN: "There are several tenants: metrics are on the internal port only.",
-    HTTPStatus.NOT_FOUND: "No instance serves this model.",
-    HTTPStatus.REQUEST_TIMEOUT: "The request was not received in time.",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is larger than --max-body.",
-    HTTPStatus.EXPECTATION_FAILED: "An expectation other than 100-continue.",
-    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests wait, a limit of the tenant is reached, or "
+    400: "The request is invalid; an engine's own message is not changed.",
+    401: "An API key is required, and the request has no valid one.",
+    403: "There are several tenants: metrics are on the internal port only.",
+    404: "No instance serves this model.",
+    408: "The request was not received in time.",
+    413: "The body is larger than --max-body.",
+    417: "An expectation other than 100-continue.",
+    429: "Too many requests wait, a limit of the tenant is reached, or "
     "the TTFT target would be missed; Retry-After says when to try again.",
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "The head is longer than 64 KiB.",
-    HTTPStatus.NOT_IMPLEMENTED: "The model's engine does not offer this path.",
-    HTTPStatus.BAD_GATEWAY: "Engines failed, also after retries.",
-    HTTPStatus.SERVICE_UNAVAILABLE: "No instance can take the request now; the message says why.",
-    HTTPStatus.GATEWAY_TIMEOUT: "The engine took too long.",
+    431: "The head is longer than 64 KiB.",
+    501: "The model's engine does not offer this path.",
+    502: "Engines failed, also after retries.",
+    503: "No instance can take the request now; the message says why.",
+    504: "The engine took too long.",
 }
-_COMMON_STATUSES = (
-    HTTPStatus.BAD_REQUEST,
-    HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.EXPECTATION_FAILED,
-    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-)
-_ENGINE_STATUSES = (
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.NOT_FOUND,
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    HTTPStatus.GATEWAY_TIMEOUT,
-)
-_RETRYABLE_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_COMMON_STATUSES = (400, 408, 413, 417, 431)
+_ENGINE_STATUSES = (401, 404, 429, 502, 503, 504)
+_RETRYABLE_STATUSES = (429, 503)
 _HEADERS: Schema = {"x-request-id": {"$ref": "#/components/headers/RequestId"}}
 _SECURITY: list[Schema] = [{}, {"key": []}]
 
@@ -96,14 +82,10 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
     for own in routes.OWN_ROUTES:
         paths[own.path.decode()] = {"get": _describe_own_operation(own)}
     paths[f"{routes.MODEL_PREFIX.decode()}{{model}}"] = {"get": _describe_get_model()}
-    model_name = _TEXT | ({"examples": list(models)} if models else {})
+    version = distribution.get_version()
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Cleave gateway",
-            "version": distribution.get_version(),
-            "description": _DESCRIPTION,
-        },
+        "info": {"title": "Cleave gateway", "version": version, "description": _DESCRIPTION},
         "paths": paths,
         "components": {
             "headers": {
@@ -118,7 +100,7 @@ def build_openapi(models: Sequence[str] = ()) -> Schema:
             "schemas": {
                 "Error": _build_error_schema(),
                 "Model": _build_model_schema(),
-                "ModelName": model_name,
+                "ModelName": _TEXT | ({"examples": list(models)} if models else {}),
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
@@ -134,9 +116,7 @@ def _describe_engine_operation(route: EngineRoute) -> Schema:
         content["text/event-stream"] = {}
     instance = {"$ref": "#/components/headers/Instance"}
     instances = {"x-cleave-prefill": instance, "x-cleave-decode": instance}
-    statuses: tuple[HTTPStatus, ...] = _ENGINE_STATUSES
-    if route in routes.OTHER_ROUTES:
-        statuses += (HTTPStatus.NOT_IMPLEMENTED,)
+    statuses = _ENGINE_STATUSES + ((501,) if route in routes.OTHER_ROUTES else ())
     return {
         "summary": route.summary,
         "operationId": _make_operation_id("post", route.path.decode()),
@@ -147,9 +127,9 @@ def _describe_engine_operation(route: EngineRoute) -> Schema:
 
 
 def _describe_own_operation(route: OwnRoute) -> Schema:
-    statuses: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,) if route.needs_key else ()
+    statuses: tuple[int, ...] = (401,) if route.needs_key else ()
     if route.path == routes.METRICS_PATH:
-        statuses += (HTTPStatus.FORBIDDEN,)
+        statuses += (403,)
         content: Schema = {"text/plain": {"schema": _TEXT}}
     else:
         content = {"application/json": {"schema": _OWN_RESPONSES[route.path]}}
@@ -167,18 +147,17 @@ def _describe_own_operation(route: OwnRoute) -> Schema:
 def _describe_get_model() -> Schema:
     name = {"name": "model", "in": "path", "required": True, "schema": _FIELDS["model"]}
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Model"}}}
-    statuses = (HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND)
     return {
         "summary": "Describe a model",
         "operationId": "getModel",
         "parameters": [name],
         "security": _SECURITY,
-        "responses": _describe_responses("The response.", content, statuses),
+        "responses": _describe_responses("The response.", content, (401, 404)),
     }
 
 
 def _describe_responses(
-    text: str, content: Schema, statuses: tuple[HTTPStatus, ...], headers: Schema | None = None
+    text: str, content: Schema, statuses: tuple[int, ...], headers: Schema | None = None
 ) -> Schema:
     """The responses by status; all errors have the same form."""
     headers = _HEADERS | (headers or {})
@@ -186,7 +165,7 @@ def _describe_responses(
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in sorted({*_COMMON_STATUSES, *statuses}):
         retry_after = {"retry-after": {"$ref": "#/components/headers/RetryAfter"}}
-        responses[f"{status.value}"] = {
+        responses[f"{status}"] = {
             "description": _STATUS_DESCRIPTIONS[status],
             "headers": _HEADERS | (retry_after if status in _RETRYABLE_STATUSES else {}),
             "content": error,

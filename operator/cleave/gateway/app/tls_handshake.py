@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import os
 import socket
-import ssl
 from collections.abc import Callable
+from ssl import SSLContext
 from typing import cast
 
 from cleave.gateway.app.client_connection import ClientConnection
@@ -23,14 +23,11 @@ class TlsHandshake(asyncio.Protocol):
     """One connection whose TLS handshake is in progress."""
 
     def __init__(
-        self,
-        context: GatewayContext,
-        certificate: ssl.SSLContext,
-        make_client: Callable[[], ClientConnection],
+        self, context: GatewayContext, tls: SSLContext, make_client: Callable[[], ClientConnection]
     ) -> None:
         """`make_client`: makes the protocol that takes over after the handshake."""
         self._context = context
-        self._certificate = certificate
+        self._tls = tls
         self._make_client = make_client
         self._task: asyncio.Task[None] | None = None
         self._started_at = context.clock()
@@ -75,7 +72,7 @@ class TlsHandshake(asyncio.Protocol):
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_client,
                 connection,
-                ssl=self._certificate,
+                ssl=self._tls,
                 ssl_handshake_timeout=HANDSHAKE_S,
                 ssl_shutdown_timeout=HANDSHAKE_S,
             )

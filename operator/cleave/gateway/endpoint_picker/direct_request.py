@@ -15,7 +15,7 @@ from cleave.gateway.admission.tenants import Tenant
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.http.completion_request import CompletionRequest, get_prompt_text
 from cleave.gateway.http.errors import GatewayError, build_engine_error, convert_router_error
-from cleave.gateway.metrics.request_outcomes import record_completed
+from cleave.gateway.metrics.gateway_metrics import record_completed
 from cleave.router.errors import QueueFull
 from cleave.router.instance import Target
 from cleave.router.router import Pick, RequestPhase, Router

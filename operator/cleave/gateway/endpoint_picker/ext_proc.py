@@ -107,8 +107,7 @@ def build_endpoint_response_to_body(endpoint: str) -> pb.ProcessingResponse:
 
 def stream_request_body(body: bytes, end: bool) -> Iterator[pb.ProcessingResponse]:
     """A request's body in chunks, for full duplex."""
-    for chunk in _split_body(body, end):
-        yield pb.ProcessingResponse(request_body=chunk)
+    return (pb.ProcessingResponse(request_body=chunk) for chunk in _split_body(body, end))
 
 
 def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
@@ -140,17 +139,14 @@ def build_immediate_response(error: GatewayError) -> pb.ProcessingResponse:
 
 
 def _set_endpoint(
-    message: pb.ProcessingResponse,
-    response: pb.CommonResponse,
-    endpoint: str,
-    headers: dict[str, str],
+    reply: pb.ProcessingResponse, common: pb.CommonResponse, endpoint: str, headers: dict[str, str]
 ) -> None:
-    response.clear_route_cache = True
-    _set_header(response.header_mutation, ENDPOINT_KEY, endpoint)
+    common.clear_route_cache = True
+    _set_header(common.header_mutation, ENDPOINT_KEY, endpoint)
     for name, value in headers.items():
-        _set_header(response.header_mutation, name, value)
-    message.dynamic_metadata.CopyFrom(_METADATA)
-    metadata = message.dynamic_metadata.fields[NAMESPACE].struct_value
+        _set_header(common.header_mutation, name, value)
+    reply.dynamic_metadata.CopyFrom(_METADATA)
+    metadata = reply.dynamic_metadata.fields[NAMESPACE].struct_value
     metadata.fields[ENDPOINT_KEY].string_value = endpoint
 
 

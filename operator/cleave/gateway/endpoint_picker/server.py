@@ -85,9 +85,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         self, stream: _Stream, head: ExtProcRequest, read: Sequence[pb.ProcessingRequest]
     ) -> None:
         """Name this gateway as the endpoint; `read`: messages of the body received so far.
-
-        Raises GatewayError (503) when the proxy does not allow this endpoint.
-        """
+        Raises GatewayError (503) when the proxy does not allow this endpoint."""
         if not self._may_name_itself(head):
             reason = f"{self._address} is not among the endpoints allowed"
             raise convert_router_error(NoInstance(reason))
@@ -248,9 +246,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     async def _read_body(self, stream: _Stream) -> list[pb.ProcessingRequest] | None:
         """All messages of a request's body, perhaps with trailers; None: the proxy cancelled it.
-
-        Raises GatewayError (413) and TimeoutError.
-        """
+        Raises GatewayError (413) and TimeoutError."""
         remaining = limit = self._context.config.max_body_bytes
         read: list[pb.ProcessingRequest] = []
         while (message := await self._read_message(stream)) is not None:
@@ -271,10 +267,8 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
 
 class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """gRPC health of the endpoint picker, which gateways of an InferencePool query.
-
     Live whenever it responds; ready while any model can be served. What a proxy does without a
-    ready picker is set in its InferencePool.
-    """
+    ready picker is set in its InferencePool."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -292,9 +286,7 @@ class EndpointPickerHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc
         self, request: health_pb2.HealthCheckRequest, context: _HealthStream
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The status of one service, and again whenever it changes.
-
-        It ends when the gateway drains, which would otherwise wait for this call.
-        """
+        It ends when the gateway drains, which would otherwise wait for this call."""
         del context
         last_status = None
         while True:
@@ -336,13 +328,9 @@ class EndpointPickerServer:
             )
         address = format_gateway_address(config.host, gateway_port)
         credentials = make_credentials(config)
-        self._server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", config.max_body_bytes + (1 << 20)),
-            ),
-            maximum_concurrent_rpcs=config.max_clients,
-        )
+        limit = "grpc.max_receive_message_length", config.max_body_bytes + (1 << 20)
+        options = ("grpc.so_reuseport", 0), limit
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=config.max_clients)
         picker = EndpointPicker(self._context, address, config.endpoint_picker_direct)
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(picker, self._server)
         health = EndpointPickerHealth(self._context)

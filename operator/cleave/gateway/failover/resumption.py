@@ -74,10 +74,8 @@ def plan_resumption(
     max_model_len: int,
 ) -> Resumption | StreamEnding:
     """How to continue a request of which the client has received `transcript`.
-
     `prompt_ids`: as the engine wrote them, empty if it did not. `max_model_len`: in tokens, of
-    every instance that may be used; 0 when unknown. Raises NotResumableError.
-    """
+    every instance that may be used; 0 when unknown. Raises NotResumableError."""
     if path not in RESUMABLE_PATHS or transcript.has_unknown_events:
         raise NotResumableError("answers of this kind cannot be resumed")
     if transcript.is_empty:
@@ -119,10 +117,9 @@ def _plan_continuation(
         return None
     prompt = [int(number) for number in prompt_ids.split(b",")]
     limit = completion.output_tokens or (0 if chat else DEFAULT_OUTPUT_TOKENS)
-    max_output = limit or max_model_len - len(prompt)
-    remaining = max_output - choice.num_settled
+    remaining = (limit or max_model_len - len(prompt)) - choice.num_settled
     if choice.finished or remaining < 1:
-        return StreamEnding(_build_ending(chat, completion, transcript, len(prompt), choice))
+        return StreamEnding(_build_ending(chat, sent, transcript, len(prompt), choice))
     # Tokens without text are generated again and must not count twice if that engine is lost, too.
     repeated = choice.token_ids[choice.num_settled :] if completion.return_token_ids else []
     if not repeated:
@@ -148,26 +145,18 @@ def _plan_continuation(
 
 
 def _build_ending(
-    chat: bool,
-    completion: CompletionRequest,
-    transcript: Transcript,
-    prompt_tokens: int,
-    choice: ChoiceTranscript,
+    chat: bool, fields: Fields, transcript: Transcript, prompt_tokens: int, choice: ChoiceTranscript
 ) -> bytes:
     """The last events of a response of which every token was sent."""
-    kind = "chat.completion.chunk" if chat else "text_completion"
-    frame = {"object": kind, **transcript.head}
+    frame = {"object": "chat.completion.chunk" if chat else "text_completion", **transcript.head}
     events = b""
     if not choice.finished:
         text: dict[str, object] = {"delta": {"content": ""}} if chat else {"text": ""}
         last = {"index": 0, **text, "logprobs": None, "finish_reason": "length"}
         events += build_event({**frame, "choices": [last]})
-    if _includes_usage(completion.fields) and not transcript.usage:
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + len(choice.token_ids),
-            "completion_tokens": len(choice.token_ids),
-        }
+    if _includes_usage(fields) and not transcript.usage:
+        output, total = len(choice.token_ids), prompt_tokens + len(choice.token_ids)
+        usage = {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": output}
         events += build_event({**frame, "choices": [], "usage": usage})
     return events + DONE_EVENT
 

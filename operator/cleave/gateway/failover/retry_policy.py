@@ -68,9 +68,7 @@ class FailureHistory:
 
     def record_decode_failure(self, instance: str, failure: Failure, disaggregated: bool) -> bool:
         """A decode attempt, or one of both phases, failed; returns whether the budget has a retry.
-
-        A request that no engine received costs no budget: every instance may be tried.
-        """
+        A request that no engine received costs no budget: every instance may be tried."""
         if failure is Failure.UNREACHED:
             self.excluded.add(instance)
             return True
@@ -108,9 +106,7 @@ def pick_instances(
     session: bytes | None = None,
 ) -> Pick:
     """Pick instances for the next attempt; `history` is None at the first. Raises RouterError.
-
-    `suspects`: instances that currently fail other requests.
-    """
+    `suspects`: instances that currently fail other requests."""
     model, prompt = completion.model, completion.prompt_tokens
     output, colocated = completion.output_tokens, not completion.can_disaggregate
     text = get_prompt_text(completion) if router.uses_prompt_text else b""

@@ -28,7 +28,6 @@ from cleave.gateway.failover.transcript import (
 _encode = msgspec.json.Encoder().encode
 _DIFFERS = "answers otherwise than what the client has seen already"
 
-
 Lengths = dict[JsonPath, int]
 
 
@@ -43,9 +42,7 @@ class ContinuedStream:
         self, transcript: Transcript, chat: bool, tokens: int, repeated_ids: Sequence[int] = ()
     ) -> None:
         """`tokens`: output tokens that are now part of the prompt.
-
-        `repeated_ids`: generated again, because the client has these ids but not their text.
-        """
+        `repeated_ids`: generated again, because the client has these ids but not their text."""
         self._head = transcript.head
         self._chat = chat
         self._num_prompt_output_tokens = tokens
@@ -60,8 +57,7 @@ class ContinuedStream:
         if self._chat:
             value["object"] = "chat.completion.chunk"
         value["choices"] = [self._rewrite_choice(choice) for choice in value.get("choices") or ()]
-        usage = value.get("usage")
-        if usage:
+        if usage := value.get("usage"):
             moved = self._num_prompt_output_tokens
             usage["prompt_tokens"] -= moved
             usage["completion_tokens"] = (usage["completion_tokens"] or 0) + moved
@@ -154,8 +150,7 @@ def _trim(value: object, path: JsonPath, sent: ChoiceTranscript, replayed: Lengt
     if path[-1] == "tool_calls":
         calls = []
         for position, call in enumerate(value):
-            name = get_tool_call_key(call, position)
-            remaining = _trim(call, (*path, name), sent, replayed)
+            remaining = _trim(call, (*path, get_tool_call_key(call, position)), sent, replayed)
             if isinstance(remaining, dict) and any(
                 _has_content(part) for key, part in remaining.items() if key != "index"
             ):
@@ -182,6 +177,4 @@ def _has_content(part: object) -> bool:
     """Whether it contains any text or list element."""
     if isinstance(part, dict):
         return any(_has_content(inner) for inner in part.values())
-    if isinstance(part, list):
-        return bool(part)
-    return isinstance(part, str) and bool(part)
+    return isinstance(part, str | list) and bool(part)

@@ -11,11 +11,8 @@ import re
 
 import msgspec
 
-from cleave.gateway.http.bounded_json import (
-    BoundedListDecoder,
-    TooManyMembersError,
-    decode_bounded_object,
-)
+from cleave.gateway.http import bounded_json
+from cleave.gateway.http.bounded_json import TooManyMembersError
 from cleave.gateway.http.errors import GatewayError, build_bad_request
 from cleave.gateway.http.large_json import MIN_BYTES, MemberScanner
 from cleave.gateway.http.token_estimate import estimate_tokens
@@ -39,7 +36,7 @@ _VALUE_BYTES = 1_024
 _TOKEN_IDS = re.compile(rb"\[\s*-?\d")
 
 _decode_fields = msgspec.json.Decoder(Fields).decode
-_decode_prompts = BoundedListDecoder(MAX_PROMPTS).decode
+_decode_prompts = bounded_json.BoundedListDecoder(MAX_PROMPTS).decode
 _decode_str = msgspec.json.Decoder(str).decode
 _decode_json = msgspec.json.Decoder().decode
 _decode_flag = msgspec.json.Decoder(bool | None).decode
@@ -119,10 +116,8 @@ class CompletionRequest:
 
 class BodyScan:
     """Finds the members of a large body in steps of about 1 ms, before it is parsed.
-
     The client connection calls `step` until it returns True; `parse_completion` takes the result.
-    Errors are kept as text and raised there: a stored exception would keep the body in memory.
-    """
+    Errors are kept as text and raised there: a stored exception would keep the body in memory."""
 
     __slots__ = ("_scanner", "_scans_prompts", "error", "fields", "prompts")
 
@@ -166,9 +161,7 @@ def get_prompt_text(completion: CompletionRequest) -> bytes | memoryview:
 
 def parse_completion(body: bytes, scan: BodyScan | None = None) -> CompletionRequest:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
-
-    `scan`: the finished scan of this body, if it is large.
-    """
+    `scan`: the finished scan of this body, if it is large."""
     fields = _read_fields(body, scan)
     stream = _read_stream(fields)
     limit = _read_output_limit(fields)
@@ -197,10 +190,8 @@ def parse_engine_request(
     body: bytes, fallback: str, scan: BodyScan | None = None
 ) -> CompletionRequest:
     """Parse a request to another path of an engine; it is never split. Raises GatewayError (400).
-
-    `fallback`: model of a request that names none, as /tokenize allows; empty: none.
-    `scan`: the finished scan of this body, if it is large.
-    """
+    `fallback`: model of a request that names none, as /tokenize allows; empty: none. `scan`: the
+    finished scan of this body, if it is large."""
     fields = _read_fields(body, scan)
     if fallback:
         fields.setdefault("model", msgspec.Raw(_encode(fallback)))
@@ -241,17 +232,14 @@ def build_decode_body(completion: CompletionRequest, handoff: msgspec.Raw) -> by
 
 
 def _read_fields(body: bytes, scan: BodyScan | None) -> Fields:
-    """The fields of the first level, without KV references, which clients may not send.
-
-    Raises GatewayError (400).
-    """
+    """The fields, without KV references, which clients may not send. Raises GatewayError (400)."""
     try:
         if scan is not None:
             if scan.error is not None:
                 raise _build_field_error(scan.error)
             fields = scan.fields
         elif len(body) > _LARGE_BYTES:
-            fields = decode_bounded_object(body, MAX_FIELDS)
+            fields = bounded_json.decode_bounded_object(body, MAX_FIELDS)
         else:
             fields = _decode_fields(body)
     except TooManyMembersError:
@@ -289,9 +277,7 @@ def _read_stream(fields: Fields) -> bool:
 
 def _read_output_limit(fields: Fields) -> int | None:
     """The output limit; 0: none; None: invalid, so the request must not be split.
-
-    One engine gets the whole request and rejects it with the proper message.
-    """
+    One engine gets the whole request and rejects it with the proper message."""
     limit = 0
     for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if key not in fields:
@@ -323,8 +309,7 @@ def _measure_prompt(fields: Fields, scan: BodyScan | None) -> tuple[int, int]:
 
 def _is_list_of_prompts(raw: msgspec.Raw) -> bool:
     """False: a text, or a list of token IDs."""
-    start = bytes(memoryview(raw)[:1])
-    return start == b"[" and _TOKEN_IDS.match(raw) is None
+    return bytes(memoryview(raw)[:1]) == b"[" and _TOKEN_IDS.match(raw) is None
 
 
 def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]:
@@ -339,8 +324,7 @@ def _measure_prompts(raw: msgspec.Raw, scan: BodyScan | None) -> tuple[int, int]
     tokens = 1
     for prompt in prompts:
         text = bytes(prompt)
-        is_tokens = text.startswith(b"[")
-        tokens += text.count(b",") + 1 if is_tokens else estimate_tokens(text)
+        tokens += text.count(b",") + 1 if text.startswith(b"[") else estimate_tokens(text)
     return len(prompts), tokens
 
 
@@ -362,16 +346,13 @@ def _can_disaggregate(fields: Fields, stream: bool, limit: int) -> bool:
 
 def _depends_on_engine_state(fields: Fields) -> bool:
     """Whether the rest of the response depends on more than the tokens so far.
-
     Penalties count generated tokens; seeds, grammars, stop strings and multiple choices have state
-    in the engine, which is lost with it.
-    """
+    in the engine, which is lost with it."""
     values = {key: decode_value(fields[key]) for key in _SPECIAL_FIELDS.intersection(fields)}
     for key in ("stream_options", "min_tokens"):
         values.pop(key, None)
     has_choices = values.pop("n", 1) not in (None, 1) or values.pop("best_of", 1) not in (None, 1)
-    tool_choice = values.pop("tool_choice", None)
-    if tool_choice == "none":
+    if values.pop("tool_choice", None) == "none":
         values.pop("tools", None)
     if values.pop("include_reasoning", True) is not True:
         return True
@@ -389,13 +370,11 @@ def _depends_on_engine_state(fields: Fields) -> bool:
 
 def _drop_nested_kv_params(fields: Fields, key: str) -> None:
     """Remove KV references from this field: vLLM copies it into `extra_args`, where they would act.
-
-    Raises GatewayError (400).
-    """
+    Raises GatewayError (400)."""
     if len(fields[key]) > MAX_NESTED_BYTES:
         raise build_bad_request(f"{key} is longer than {MAX_NESTED_BYTES} bytes", param=key)
     try:
-        inner = decode_bounded_object(fields[key], MAX_FIELDS)
+        inner = bounded_json.decode_bounded_object(fields[key], MAX_FIELDS)
     except TooManyMembersError:
         raise _build_field_error((f"{key} has more than {MAX_FIELDS} fields", key)) from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -60,9 +60,7 @@ class ConnectionLimiter:
 
     def admit(self, connection: LimitedConnection, peer: object) -> bool:
         """Register a new connection; False: there is no room and none can be made.
-
-        `peer`: the socket's peer name, as asyncio's transports give it.
-        """
+        `peer`: the socket's peer name, as asyncio's transports give it."""
         if len(self._addresses) >= self._limit and not self._evict_idle():
             return False
         address = get_address_group(peer)

@@ -4,8 +4,8 @@ engine fails.
 All client libraries of the OpenAI API read `{"error": {"message", "type", "param", "code"}}`.
 """
 
-import http
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import msgspec
 
@@ -17,7 +17,7 @@ from cleave.router.errors import NoInstance, QueueFull, RouterError, UnknownMode
 class GatewayError(Exception):
     """The error response to a client."""
 
-    status: http.HTTPStatus
+    status: HTTPStatus
     message: str
     type: str = "invalid_request_error"
     code: str | None = None
@@ -42,33 +42,28 @@ def build_error_headers(error: GatewayError) -> bytes:
 
 def build_bad_request(message: str, param: str | None = None) -> GatewayError:
     """400: the request is invalid."""
-    return GatewayError(http.HTTPStatus.BAD_REQUEST, message, param=param)
+    return GatewayError(HTTPStatus.BAD_REQUEST, message, param=param)
 
 
 def build_payload_too_large(limit_bytes: int) -> GatewayError:
     """413: the body is too large."""
-    return GatewayError(
-        http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the body is larger than {limit_bytes} bytes",
-        code="body_too_large",
-    )
+    message = f"the body is larger than {limit_bytes} bytes"
+    return GatewayError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 
-def build_engine_error(status: http.HTTPStatus, message: str) -> GatewayError:
+def build_engine_error(status: HTTPStatus, message: str) -> GatewayError:
     """502 or 504: an engine failed."""
-    code = "engine_timeout" if status is http.HTTPStatus.GATEWAY_TIMEOUT else "engine_error"
+    code = "engine_timeout" if status is HTTPStatus.GATEWAY_TIMEOUT else "engine_error"
     return GatewayError(status, message, "server_error", code=code)
 
 
-HANDOFF_LEAK = build_engine_error(
-    http.HTTPStatus.BAD_GATEWAY, "the engine's response cannot be relayed"
-)
+HANDOFF_LEAK = build_engine_error(HTTPStatus.BAD_GATEWAY, "the engine's response cannot be relayed")
 """The response contains a handoff that cannot be removed."""
 
 
 def redact_engine_rejection(status: int) -> GatewayError:
     """An engine's rejection without its message, because the message quotes a handoff."""
-    return GatewayError(http.HTTPStatus(status), "the engine refused the request")
+    return GatewayError(HTTPStatus(status), "the engine refused the request")
 
 
 def is_unknown_route(status: int, body: bytes) -> bool:
@@ -78,23 +73,20 @@ def is_unknown_route(status: int, body: bytes) -> bool:
 
 def build_not_offered(path: bytes, model: str) -> GatewayError:
     """501: the path exists, but not for this model."""
-    return GatewayError(
-        http.HTTPStatus.NOT_IMPLEMENTED,
-        f"the engine of model {model!r} does not offer {path.decode('ascii', 'replace')}",
-        code="not_offered_by_engine",
-    )
+    message = f"the engine of model {model!r} does not offer {path.decode('ascii', 'replace')}"
+    return GatewayError(HTTPStatus.NOT_IMPLEMENTED, message, code="not_offered_by_engine")
 
 
-_RETRYABLE: dict[type[RouterError], tuple[http.HTTPStatus, str, str]] = {
-    QueueFull: (http.HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "queue_full"),
-    NoInstance: (http.HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "no_instance"),
+_RETRYABLE: dict[type[RouterError], tuple[HTTPStatus, str, str]] = {
+    QueueFull: (HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "queue_full"),
+    NoInstance: (HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "no_instance"),
 }
 
 
 def convert_router_error(error: RouterError) -> GatewayError:
     """Convert the router's errors to HTTP errors."""
     if isinstance(error, UnknownModel):
-        status = http.HTTPStatus.NOT_FOUND
+        status = HTTPStatus.NOT_FOUND
         return GatewayError(status, str(error), code="model_not_found", param="model")
     if type(error) not in _RETRYABLE:
         raise error

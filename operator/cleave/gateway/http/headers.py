@@ -31,9 +31,7 @@ def build_request_head(
     path: bytes, host: bytes, request_id: bytes, length: int, fields: bytes = b""
 ) -> bytes:
     """The head of a request to an engine; nothing of the client's head is copied.
-
-    `fields`: additional header lines, each with its line end.
-    """
+    `fields`: additional header lines, each with its line end."""
     return (
         b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
         b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
@@ -57,9 +55,7 @@ def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bo
 
 def build_forwarded_headers(headers: Headers) -> bytes:
     """An engine's header lines that the client should receive."""
-    return b"".join(
-        [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _UNFORWARDED]
-    )
+    return b"".join([b"%b: %b\r\n" % each for each in headers if each[0] not in _UNFORWARDED])
 
 
 def encode_chunk(piece: bytes) -> bytes:

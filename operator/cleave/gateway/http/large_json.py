@@ -63,9 +63,7 @@ class MemberScanner:
 
     def step(self) -> bool:
         """Scan the next slice; True: it was the last one.
-
-        Raises TooManyMembersError, and msgspec.DecodeError if it is not a JSON object or list.
-        """
+        Raises TooManyMembersError, and msgspec.DecodeError if it is not a JSON object or list."""
         start = self._position
         data = self._bytes[start : start + SLICE_BYTES]
         if not data.size:

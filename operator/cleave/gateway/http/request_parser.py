@@ -64,10 +64,8 @@ class HttpRequest:
 
 class RequestParser:
     """Parser of one connection. Its on_ methods are httptools' callbacks.
-
     Callbacks that run several times per request are methods of lists and dicts, which take a fifth
-    of the time of Python methods (2 us per request); the collected parts are processed later.
-    """
+    of the time of Python methods (2 us per request); the collected parts are processed later."""
 
     def __init__(
         self,
@@ -232,12 +230,10 @@ class RequestParser:
         for piece in self._body_pieces:
             self._body += piece
         self._body_pieces.clear()
-        limit, size = self._max_body_bytes, len(self._body)
+        limit, size, run = self._max_body_bytes, len(self._body), self._framing_run_bytes
         if size > limit:
             self.error = build_payload_too_large(limit)
-        elif (
-            self._framing_run_bytes > MAX_FRAMING_RUN_BYTES or self._body_bytes_read - size > limit
-        ):
+        elif run > MAX_FRAMING_RUN_BYTES or self._body_bytes_read - size > limit:
             self.error = _TOO_MUCH_FRAMING
 
     def _discard(self) -> None:
@@ -260,9 +256,7 @@ class RequestParser:
 
     def _start_raw_body(self, request: HttpRequest) -> None:
         """Ignore an Upgrade header, as JDK's HttpClient sends it, and serve the request.
-
-        httptools treats the data after such a head as another protocol: the body is read here.
-        """
+        httptools treats the data after such a head as another protocol: the body is read here."""
         if b"transfer-encoding" in request.headers:
             self.error = _CHUNKED_UPGRADE
         self._raw_body_remaining = int(request.headers.get(b"content-length", b"0"))

@@ -321,10 +321,8 @@ class Attempt:
 
     def _may_have_stale_kv(self) -> bool:
         """Whether the KV behind this response may have been overwritten when it was pulled.
-
         vLLM pulls the blocks that the handoff names even after its lease has expired. The lease
-        expires only if the decode engine stood still, because it then sent no heartbeats.
-        """
+        expires only if the decode engine stood still, because it then sent no heartbeats."""
         if self.pick.prefill is None or self._context.clock() - self.sent_at < KV_LEASE_S:
             return False
         instance = self._context.router.registry.instances.get(self.pick.decode.instance)

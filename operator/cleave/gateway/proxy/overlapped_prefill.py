@@ -17,11 +17,8 @@ from cleave.gateway.http.completion_request import (
     build_decode_body,
     build_prefill_body,
 )
+from cleave.gateway.upstream import kv_transfer_params
 from cleave.gateway.upstream.connection_pool import EnginePool, UpstreamCall
-from cleave.gateway.upstream.kv_transfer_params import (
-    build_overlapped_prefill_params,
-    build_pending_handoff,
-)
 from cleave.router.instance import Target
 from cleave.router.router import Pick
 
@@ -45,10 +42,8 @@ class PrefillListener(Protocol):
 
 def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool:
     """Whether to call the decode engine at once instead of after the prefill.
-
     Blocks reserved for a prompt that is still queued would be wasted, so both engines must be able
-    to begin immediately.
-    """
+    to begin immediately."""
     prefill = pick.prefill
     # Overlap needs the KV service at both ends.
     if prefill is None or not prefill.kv_port or not pick.decode.kv_port:
@@ -68,8 +63,8 @@ def build_overlapped_bodies(
 ) -> tuple[bytes, bytes]:
     """The bodies for the prefill and the decode engine; `name`: the attempt's unique id."""
     return (
-        build_prefill_body(completion, build_overlapped_prefill_params(name)),
-        build_decode_body(completion, build_pending_handoff(prefill, name)),
+        build_prefill_body(completion, kv_transfer_params.build_overlapped_prefill_params(name)),
+        build_decode_body(completion, kv_transfer_params.build_pending_handoff(prefill, name)),
     )
 
 

@@ -31,7 +31,7 @@ from cleave.gateway.failover.splice import SpliceError
 from cleave.gateway.http import errors, headers
 from cleave.gateway.http.completion_request import CompletionRequest
 from cleave.gateway.http.errors import GatewayError, convert_router_error
-from cleave.gateway.metrics.request_outcomes import ITL_SAMPLE_MASK, record_completed
+from cleave.gateway.metrics.gateway_metrics import ITL_SAMPLE_MASK, record_completed
 from cleave.gateway.proxy.attempt import Attempt
 from cleave.gateway.proxy.client_stream import ClientStream
 from cleave.gateway.proxy.request_observer import RequestObserver
@@ -179,14 +179,9 @@ class ProxiedRequest:
         if not client.keep_alive:
             fields += headers.CONNECTION_CLOSE
         first = headers.build_stream_head(call.status, fields, self._request_id, client.chunked)
-        self._relay = SseRelay(
-            first,
-            client.chunked,
-            now,
-            self._completion.has_token_ids,
-            self._path not in RESUMABLE_PATHS,
-            self._completion.return_token_ids,
-        )
+        sends_ids, wants_ids = self._completion.has_token_ids, self._completion.return_token_ids
+        opaque = self._path not in RESUMABLE_PATHS
+        self._relay = SseRelay(first, client.chunked, now, sends_ids, opaque, wants_ids)
 
     def on_data(self, call: UpstreamCall, piece: bytes, complete: bool) -> None:
         """A piece of the stream."""

@@ -58,9 +58,7 @@ class RetryState:
 
     def prepare_resume(self, relay: SseRelay, error: GatewayError) -> StreamEnding | None:
         """Prepare the continuation of a stream; a StreamEnding if only its last events are missing.
-
-        Raises NotResumableError.
-        """
+        Raises NotResumableError."""
         context, completion = self._context, self.completion
         self.start_waiting(error, context.config.timeouts.resume_s)
         limit = context.router.registry.find_max_model_len(completion.model)

@@ -34,9 +34,7 @@ _PROMPT_IDS = b'"prompt_token_ids":['
 
 class StreamLostError(Exception):
     """The engine will not finish its stream; `data` is still to be sent.
-
-    `str()` is the reason and continues `instance NAME ...`.
-    """
+    `str()` is the reason and continues `instance NAME ...`."""
 
     def __init__(self, data: bytes, reason: str) -> None:
         super().__init__(reason)
@@ -48,9 +46,7 @@ class StreamSplice(Protocol):
 
     def rewrite(self, event: bytes) -> bytes:
         """Complete events for the client, or nothing; `event` is without the empty line after it.
-
-        Raises SpliceError when it is not the rest of this stream.
-        """
+        Raises SpliceError when it is not the rest of this stream."""
 
 
 class SseRelay:
@@ -71,9 +67,7 @@ class SseRelay:
         return_token_ids: bool = False,
     ) -> None:
         """`has_token_ids`: the engine sends them; `return_token_ids`: the client requested them.
-
-        `opaque`: not a completion, so the format of its events is unknown.
-        """
+        `opaque`: not a completion, so the format of its events is unknown."""
         self.started_at = now
         """Seconds, when the first byte came."""
         self.num_events = 0
@@ -93,10 +87,8 @@ class SseRelay:
 
     def forward(self, piece: bytes, complete: bool) -> bytes:
         """The bytes to send for a piece of the engine's body.
-
         Raises HandoffError if the piece contains a handoff, StreamLostError when the engine gives
-        up, and SpliceError.
-        """
+        up, and SpliceError."""
         if self._partial_event or not piece.endswith(_SEPARATOR):
             piece = self._take_complete_events(piece, complete)
         if self._splice is not None:
@@ -179,10 +171,8 @@ class SseRelay:
 
     def _extract_prompt_ids(self, events: bytes) -> bytes:
         """Remove the prompt's token ids, which vLLM sends once, in its first event.
-
         They are as long as the prompt, so they are removed before any search through the piece, and
-        copied instead for a client that requested them.
-        """
+        copied instead for a client that requested them."""
         start = events.find(_PROMPT_IDS) + len(_PROMPT_IDS) - 1
         end = events.find(b"]", start)
         if start < len(_PROMPT_IDS) - 1 or end < 0:

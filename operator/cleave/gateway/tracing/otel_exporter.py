@@ -14,26 +14,14 @@ from collections.abc import Sequence
 from threading import Thread
 from urllib.parse import urlsplit
 
+from opentelemetry import trace as otel
 from opentelemetry.context import Context as TraceScope
-from opentelemetry.sdk.environment_variables import (
-    OTEL_EXPORTER_OTLP_PROTOCOL,
-    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
-    OTEL_SERVICE_NAME,
-)
+from opentelemetry.sdk import environment_variables as variables
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
 
 from cleave.gateway.tracing.request_record import RequestRecord, TracingError
 from cleave.gateway.tracing.spans import SpanValue, build_spans
@@ -48,7 +36,7 @@ DELAY_MS = 1_000.0
 WARNING_INTERVAL_S = 60.0
 """Between two warnings about an unreachable collector."""
 
-_KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
+_KINDS = {kind.name.lower(): kind for kind in otel.SpanKind}
 
 
 class OtelExporter:
@@ -56,9 +44,7 @@ class OtelExporter:
 
     def __init__(self, endpoint: str, counts: dict[str, int]) -> None:
         """`endpoint`: the collector's URL; empty: from OpenTelemetry's environment variables.
-
-        `counts`: spans by result, updated here. Raises TracingError.
-        """
+        `counts`: spans by result, updated here. Raises TracingError."""
         self._exporter = _CountingExporter(_make_exporter(endpoint), counts)
         self._id_generator = _PresetIdGenerator()
         counts.update(exported=0, failed=0, dropped=0)
@@ -109,23 +95,20 @@ class OtelExporter:
             self._exporter.shutdown()
 
     def _emit_span(self, value: SpanValue, trace_id: int, epoch_s: float) -> None:
-        scope, flags = TraceScope(), TraceFlags(TraceFlags.SAMPLED)
+        scope, flags = TraceScope(), otel.TraceFlags(otel.TraceFlags.SAMPLED)
         if value.parent_id:
             # The parent of the server's span is the client's, hence remote.
-            parent = SpanContext(trace_id, value.parent_id, value.kind == "server", flags)
-            scope = set_span_in_context(NonRecordingSpan(parent), scope)
+            parent = otel.SpanContext(trace_id, value.parent_id, value.kind == "server", flags)
+            scope = otel.set_span_in_context(otel.NonRecordingSpan(parent), scope)
         self._id_generator.span_id = value.span_id
+        kind, start_ns = _KINDS[value.kind], _to_ns(epoch_s + value.started_at)
         span = self._tracer.start_span(
-            value.name,
-            scope,
-            _KINDS[value.kind],
-            value.attributes,
-            start_time=_to_ns(epoch_s + value.started_at),
+            value.name, scope, kind, value.attributes, start_time=start_ns
         )
         for name, moment in value.events:
             span.add_event(name, timestamp=_to_ns(epoch_s + moment))
         if value.fault:
-            span.set_status(Status(StatusCode.ERROR, value.fault))
+            span.set_status(otel.Status(otel.StatusCode.ERROR, value.fault))
         span.end(_to_ns(epoch_s + value.ended_at))
 
 
@@ -192,7 +175,7 @@ def _make_exporter(endpoint: str) -> SpanExporter:
     if endpoint and not _is_url(endpoint):
         need = "must be a URL such as http://HOST:4317"
         raise TracingError(f"--otlp-endpoint {need} (got {endpoint!r})")
-    names = OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL
+    names = variables.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, variables.OTEL_EXPORTER_OTLP_PROTOCOL
     protocol = os.environ.get(names[0]) or os.environ.get(names[1], "grpc")
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
@@ -215,7 +198,7 @@ def _is_url(endpoint: str) -> bool:
 
 
 def _describe_process() -> Resource:
-    name = os.environ.get(OTEL_SERVICE_NAME) or "cleave-gateway"
+    name = os.environ.get(variables.OTEL_SERVICE_NAME) or "cleave-gateway"
     instance = f"{socket.gethostname()}-{os.getpid()}"
     return Resource.create({"service.name": name, "service.instance.id": instance})
 

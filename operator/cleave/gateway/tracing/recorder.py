@@ -82,21 +82,20 @@ class RequestRecorder:
         session: bytes | None,
     ) -> ProxiedRequest:
         """The proxied request, with a record if one is needed."""
-        path, trace = request.path, None
+        arguments = context, client, request.path, request_id, completion, tenant, session
+        trace = None
         if self._trace_exporter is not None:
             trace = read_trace_context(request.headers.get(TRACEPARENT), self._trace_sample_ratio)
         if self._access_log is None and trace is not None and not trace.sampled:
             # Without this header, engines that trace would begin a trace of their own.
             fields = trace.format_header(trace.parent_id or make_span_id())
-            return ProxiedRequest(
-                context, client, path, request_id, completion, tenant, session, fields
-            )
+            return ProxiedRequest(*arguments, fields)
         # Clients may send any model name; only known ones are recorded.
         is_known = completion.model in context.router.registry.known_models
         record = RequestRecord(
             request_id.decode(),
             request.method.decode(),
-            path.decode(),
+            request.path.decode(),
             completion.model if is_known else "",
             context.clock(),
             tenant.name,
@@ -105,10 +104,7 @@ class RequestRecorder:
             context.config.tls_certificate is not None,
         )
         record.max_tokens = completion.output_tokens
-        observer = RecordingObserver(self, record, context.clock)
-        return ProxiedRequest(
-            context, client, path, request_id, completion, tenant, session, b"", observer
-        )
+        return ProxiedRequest(*arguments, b"", RecordingObserver(self, record, context.clock))
 
     def record_local_response(
         self, context: GatewayContext, request_id: bytes, status: int, method: bytes, path: bytes

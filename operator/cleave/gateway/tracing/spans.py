@@ -47,9 +47,7 @@ class SpanValue:
 
 def build_spans(record: RequestRecord) -> Iterator[SpanValue]:
     """The spans of a finished request that is traced.
-
-    The request's own span comes last, so that a collector that has it has all of them.
-    """
+    The request's own span comes last, so that a collector that has it has all of them."""
     assert record.trace is not None
     for number, attempt in enumerate(record.attempts):
         yield _build_attempt_span(number, attempt, record)
@@ -140,19 +138,13 @@ def _build_call_spans(call: CallRecord, attempt: AttemptRecord) -> Iterator[Span
     )
     first = attempt.calls[0]
     if call.phase == "decode" and call.first_byte_at and first.blocks:
-        yield SpanValue(
-            "kv_transfer",
-            "internal",
-            make_span_id(),
-            call.span_id,
-            call.sent_at,
-            call.first_byte_at,
-            {
-                "cleave.handoff.blocks": first.blocks,
-                "cleave.prefill.instance": first.target.instance,
-                "cleave.decode.instance": call.target.instance,
-            },
-        )
+        moved: Attributes = {
+            "cleave.handoff.blocks": first.blocks,
+            "cleave.prefill.instance": first.target.instance,
+            "cleave.decode.instance": call.target.instance,
+        }
+        span_id, parent, start, end = make_span_id(), call.span_id, call.sent_at, call.first_byte_at
+        yield SpanValue("kv_transfer", "internal", span_id, parent, start, end, moved)
 
 
 def _drop_empty(attributes: Attributes) -> Attributes:

@@ -32,9 +32,7 @@ class TraceContext:
 
 def read_trace_context(header: bytes | None, share: float) -> TraceContext:
     """The trace of a request with this `traceparent` header; a new one if it is missing or invalid.
-
-    `share`: of new traces that are sampled, 0..1.
-    """
+    `share`: of new traces that are sampled, 0..1."""
     match = _PATTERN.fullmatch(header) if header else None
     if match is not None:
         version, trace_id, parent_id = match[1], int(match[2], 16), int(match[3], 16)

@@ -307,9 +307,7 @@ class EnginePool:
 
 def detect_dead_peer(transport: asyncio.Transport) -> None:
     """Make the kernel break the connection to a dead host, but not to a slow engine.
-
-    A host that lost power or network sends nothing, and a complete response may take minutes.
-    """
+    A host that lost power or network sends nothing, and a complete response may take minutes."""
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

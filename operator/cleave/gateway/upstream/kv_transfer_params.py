@@ -10,14 +10,8 @@ import re
 import msgspec
 
 from cleave.gateway.http.completion_request import KV_PARAMS_KEY, KV_REQUEST_PARAMS
-from cleave.gateway.upstream.response_types import (
-    TokenUsage,
-    decode_fields,
-    decode_kv_blocks,
-    decode_kv_origin,
-    decode_prefill_response,
-    decode_usage,
-)
+from cleave.gateway.upstream import response_types
+from cleave.gateway.upstream.response_types import TokenUsage
 from cleave.router.instance import Target
 
 _KEY = b'"kv_transfer_params"'
@@ -37,8 +31,8 @@ def read_handoff(body: bytes, boot_id: str, request_id: bytes) -> tuple[msgspec.
     when the handoff is of another boot or request, or cannot be read.
     """
     try:
-        response = decode_prefill_response(body)
-        origin = decode_kv_origin(response.kv_transfer_params)
+        response = response_types.decode_prefill_response(body)
+        origin = response_types.decode_kv_origin(response.kv_transfer_params)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HandoffError(f"cannot be read: {error}") from None
     tokens = response.usage.prompt_tokens if response.usage is not None else 0
@@ -82,7 +76,7 @@ def build_pending_handoff(prefill: Target, name: bytes) -> msgspec.Raw:
 def count_blocks(body: bytes) -> int:
     """KV blocks that a prefill response hands over; 0 when it does not say."""
     try:
-        blocks = decode_kv_blocks(body).kv_transfer_params
+        blocks = response_types.decode_kv_blocks(body).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return 0
     return sum(map(len, blocks.remote_block_ids or ())) if blocks is not None else 0
@@ -90,9 +84,7 @@ def count_blocks(body: bytes) -> int:
 
 def strip_handoff(body: bytes) -> bytes:
     """The response without the handoff, all other values byte for byte.
-
-    Raises HandoffError when a handoff remains that cannot be removed.
-    """
+    Raises HandoffError when a handoff remains that cannot be removed."""
     count = body.count(_KEY)
     if count == 0:
         return body
@@ -100,7 +92,7 @@ def strip_handoff(body: bytes) -> bytes:
         # As vLLM writes it: the last member of the outermost object. Ten times faster.
         return body[: -len(_USUAL_END)] + b"}"
     try:
-        fields = decode_fields(body)
+        fields = response_types.decode_fields(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise HandoffError("cannot be taken out of the answer") from None
     fields.pop(KV_PARAMS_KEY, None)
@@ -113,7 +105,7 @@ def strip_handoff(body: bytes) -> bytes:
 def read_usage(body: bytes) -> TokenUsage:
     """Token counts of a complete response; zeros when it has none."""
     try:
-        return decode_usage(body).usage or TokenUsage()
+        return response_types.decode_usage(body).usage or TokenUsage()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return TokenUsage()
 
