@@ -159,7 +159,7 @@ def test_an_owner_keeps_its_blocks_until_the_last_rank_has_them(
 def test_ranks_of_two_engines_never_share_a_hold(owning: Own, reading: Make) -> None:
     owners = owning(ParallelShape(1))
     one, other = reading(ParallelShape(2)), reading(ParallelShape(2))
-    other.ranks[1]._kv = replace(other.ranks[1]._kv, boot_id="boot-e")
+    other.ranks[1].kv = replace(other.ranks[1].kv, boot_id="boot-e")
     handoff = owners.hold()
     one.pull(handoff, [0])
     assert other.pull(handoff, [1]) == [RefusalReason.BUSY]
@@ -226,10 +226,10 @@ def test_another_number_of_heads_or_layers_is_refused_at_the_greeting(
     owning: Own, reading: Make
 ) -> None:
     owners, readers = owning(ParallelShape(2)), reading(ParallelShape(1))
-    registered = readers.ranks[0]._kv
+    registered = readers.ranks[0].kv
     for field, value in (("num_kv_heads", 4), ("num_layers", 9), ("block_size", 32)):
         other = msgspec.structs.replace(LAYOUT, **{field: value})
-        readers.ranks[0]._kv = replace(registered, layout=other)
+        readers.ranks[0].kv = replace(registered, layout=other)
         assert readers.pull(owners.hold()) == [RefusalReason.LAYOUT]
 
 
