@@ -7,17 +7,18 @@ torch = pytest.importorskip("torch", reason="torch comes with the engine")
 
 from cleave.perf.model.layers import LatentAttention  # noqa: E402
 from cleave.perf.profile import operator_fit, profile  # noqa: E402
-from cleave_worker.profiler import collectives, grid  # noqa: E402
+from cleave_worker.profiler import collectives  # noqa: E402
 from cleave_worker.profiler.__main__ import main  # noqa: E402
 from cleave_worker.profiler.clock import CpuClock, summarize  # noqa: E402
-from cleave_worker.profiler.measure import measure  # noqa: E402
+from cleave_worker.profiler.measure import build_full_grid, build_quick_grid, measure  # noqa: E402
 from cleave_worker.profiler.operators import (  # noqa: E402
     AttentionOperator,
     DeviceSpec,
+    Shard,
+    ShardError,
     build_iteration_operators,
     build_layer_operators,
 )
-from cleave_worker.profiler.shard import Shard, ShardError  # noqa: E402
 
 ROWS = 5
 
@@ -105,7 +106,7 @@ def test_what_cannot_be_measured_is_refused(shape) -> None:
 
 
 def test_every_point_of_the_grid_is_measured_once(shape, place: DeviceSpec, clock) -> None:
-    small = replace(grid.build_quick_grid(64), collective_bytes=())
+    small = replace(build_quick_grid(64), collective_bytes=())
     found = measure(shape, (1, 2), clock, place, small, 1, lambda _: None)
     operators = 7 * len(small.rows) + len(small.rows) + len(small.head_rows)
     attention = len(small.chunks) + len(small.batches) * len(small.contexts)
@@ -117,7 +118,7 @@ def test_every_point_of_the_grid_is_measured_once(shape, place: DeviceSpec, cloc
 
 
 def test_the_full_grid_ascends_and_has_no_point_twice() -> None:
-    full = grid.build_full_grid(8192)
+    full = build_full_grid(8192)
     for values in (full.rows, full.head_rows, full.batches, full.contexts):
         assert list(values) == sorted(set(values))
     assert len(set(full.chunks)) == len(full.chunks)
@@ -125,9 +126,9 @@ def test_the_full_grid_ascends_and_has_no_point_twice() -> None:
 
 
 def test_repeats_become_a_median_and_the_distance_of_their_quartiles() -> None:
-    assert summarize([5.0]).spread_ms == 0
+    assert summarize([5.0])["spread_ms"] == 0
     found = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert (found.ms, found.spread_ms) == (3.0, 2.0)
+    assert (found["ms"], found["spread_ms"]) == (3.0, 2.0)
 
 
 def test_the_clock_of_a_cpu_gives_the_requested_number_of_times() -> None:

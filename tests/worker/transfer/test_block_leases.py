@@ -2,27 +2,29 @@
 
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cleave_worker.transfer.block_leases import BlockLeases, FinishedPrefill
+from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, FinishedPrefill
 from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 
 LONG_S = 60.0
 FINISHED = FinishedPrefill(epoch=7, prompt_digest="d", blocks=(4, 5, 6))
+WHOLE = BlockRequest("r", 7, "d", first_block=0, num_blocks=3)
 
 
-def reason_of(holds: BlockLeases, request_id: str = "r", **other: object) -> RefusalReason:
-    arguments: dict[str, object] = {"epoch": 7, "prompt_digest": "d", "blocks": slice(0, 3)}
+def reason_of(holds: BlockLeases, **other: Any) -> RefusalReason:
     with pytest.raises(RefusedError) as caught:
-        holds.acquire(request_id, **(arguments | other), wait_s=0.0)  # type: ignore[arg-type]
+        holds.acquire(replace(WHOLE, **other), wait_s=0.0)
     return caught.value.reason
 
 
 def test_what_was_read_is_freed_once() -> None:
     holds = BlockLeases(LONG_S, LONG_S)
     holds.grant("r", FINISHED)
-    assert holds.acquire("r", 7, "d", slice(1, 3), 0.0) == (5, 6)
+    assert holds.acquire(BlockRequest("r", 7, "d", 1, 2), 0.0) == (5, 6)
     assert reason_of(holds) is RefusalReason.BUSY
     assert holds.take_freed() == set()
     assert holds.release("r", 7)
@@ -37,18 +39,18 @@ def test_what_does_not_match_is_refused_with_its_reason() -> None:
     holds.grant("r", FINISHED)
     assert reason_of(holds, epoch=6) is RefusalReason.EPOCH
     assert reason_of(holds, prompt_digest="e") is RefusalReason.PROMPT
-    assert reason_of(holds, blocks=slice(1, 4)) is RefusalReason.MALFORMED
-    assert reason_of(holds, blocks=slice(-1, 2)) is RefusalReason.MALFORMED
+    assert reason_of(holds, first_block=1) is RefusalReason.MALFORMED
+    assert reason_of(holds, first_block=-1) is RefusalReason.MALFORMED
     assert reason_of(holds, request_id="s") is RefusalReason.NOT_HELD
     assert not holds.release("r", 6)
-    assert holds.acquire("r", 7, "d", slice(0, 3), 0.0) == (4, 5, 6)
+    assert holds.acquire(WHOLE, 0.0) == (4, 5, 6)
 
 
 def test_a_reader_that_is_early_waits_for_the_engine() -> None:
     holds = BlockLeases(LONG_S, LONG_S)
     leased: list[tuple[int, ...]] = []
     early = threading.Thread(
-        target=lambda: leased.append(holds.acquire("r", 7, "d", slice(0, 1), LONG_S))
+        target=lambda: leased.append(holds.acquire(BlockRequest("r", 7, "d", 0, 1), LONG_S))
     )
     early.start()
     holds.grant("r", FINISHED)
@@ -75,7 +77,7 @@ def test_unpulled_blocks_are_freed_when_the_lease_ends() -> None:
 def test_a_reader_keeps_the_blocks_beyond_the_lease_but_not_for_ever() -> None:
     holds = BlockLeases(0.02, 0.3)
     holds.grant("r", FINISHED)
-    holds.acquire("r", 7, "d", slice(0, 3), 0.0)
+    holds.acquire(WHOLE, 0.0)
     assert until_freed(holds) == {"r"}
     assert not holds.release("r", 7), "what was read since is void"
     assert holds.num_leased == 0

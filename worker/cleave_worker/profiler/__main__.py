@@ -37,12 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError:
         install = distribution.build_install_command(["worker-cuda"])
         return _fail(f"torch is not installed; it comes with vLLM: {install}")
-    from cleave_worker.profiler import grid
     from cleave_worker.profiler.clock import CpuClock, CudaClock
     from cleave_worker.profiler.collectives import CollectiveError
-    from cleave_worker.profiler.measure import measure
-    from cleave_worker.profiler.operators import DeviceSpec
-    from cleave_worker.profiler.shard import ShardError
+    from cleave_worker.profiler.measure import build_full_grid, build_quick_grid, measure
+    from cleave_worker.profiler.operators import DeviceSpec, ShardError
 
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not args.cpu:
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = CudaClock() if on_gpu and not args.cpu else CpuClock()
     device_spec = DeviceSpec(clock.device, getattr(torch, args.dtype))
     visible = torch.cuda.device_count() if clock.device.type == "cuda" else 1
-    build_grid = grid.build_quick_grid if args.quick else grid.build_full_grid
+    build_grid = build_quick_grid if args.quick else build_full_grid
     name = torch.cuda.get_device_name() if clock.device.type == "cuda" else platform.machine()
     try:
         shape = model_shape.load_shape(args.model)

@@ -8,9 +8,8 @@ cycle through several copies of their inputs.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -23,13 +22,12 @@ _MIN_REPEAT_S = 0.004
 _GRAPH_RUNS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorDuration:
-    """Milliseconds of one run."""
+class OperatorDuration(TypedDict):
+    """Duration of one run, as a `ProfilePoint` has it."""
 
     ms: float
     spread_ms: float
-    """Distance between the 25th and the 75th percentile of the repeats."""
+    repeats: int
 
 
 class Clock(Protocol):
@@ -54,8 +52,7 @@ class CpuClock:
             run(index)
         begin = time.perf_counter()
         run(0)
-        once_s = time.perf_counter() - begin
-        runs = max(1, round(_MIN_REPEAT_S / max(once_s, 1e-7)))
+        runs = max(1, round(_MIN_REPEAT_S / max(time.perf_counter() - begin, 1e-7)))
         durations_ms = []
         for _ in range(repeats):
             begin = time.perf_counter()
@@ -95,10 +92,11 @@ class CudaClock:
         return durations_ms
 
 
-def summarize(durations_ms: Sequence[float]) -> OperatorDuration:
-    """Return the median and the distance between the quartiles."""
+def summarize(durations_ms: Sequence[float], weight: float = 1.0) -> OperatorDuration:
+    """Return the median and the distance between the quartiles, times `weight`."""
     spread = 0.0
     if len(durations_ms) > 1:
         first, _, third = quantiles(durations_ms, n=4, method="inclusive")
         spread = third - first
-    return OperatorDuration(round(median(durations_ms), 6), round(spread, 6))
+    ms, spread_ms = round(median(durations_ms), 6) * weight, round(spread, 6) * weight
+    return OperatorDuration(ms=ms, spread_ms=spread_ms, repeats=len(durations_ms))

@@ -40,13 +40,10 @@ Times = dict[int, list[float]]
 """Bytes to milliseconds of each repeat."""
 
 
-def measure(
-    ranks: int, sizes_bytes: Sequence[int], repeats: int, on_gpu: bool
-) -> tuple[Times, Times]:
+def measure(ranks: int, sizes: Sequence[int], repeats: int, on_gpu: bool) -> tuple[Times, Times]:
     """Return (all-reduce over `ranks`, send from rank 0 to rank 1). Raises CollectiveError."""
-    task = CollectiveTask(ranks, tuple(sizes_bytes), repeats, on_gpu, _free_port())
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
+    task = CollectiveTask(ranks, tuple(sizes), repeats, on_gpu, _free_port())
+    results = mp.get_context("spawn").SimpleQueue()
     group = mp.spawn(_run_member, (task, results), nprocs=ranks, join=False)
     deadline = time.monotonic() + _TIMEOUT_S
     try:
@@ -56,18 +53,15 @@ def measure(
                     f"{ranks} processes: not over in {_TIMEOUT_S:.0f} s; are the GPUs connected?"
                 )
     except mp.ProcessRaisedException as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise CollectiveError(f"{ranks} processes: {reason}") from None
+        raise CollectiveError(f"{ranks} processes: {str(error).strip().splitlines()[-1]}") from None
     finally:
         for process in group.processes:
             process.kill()
-    reduced, sent = results.get()
-    return reduced, sent
+    times: tuple[Times, Times] = results.get()
+    return times
 
 
-def _run_member(
-    rank: int, task: CollectiveTask, results: "SimpleQueue[tuple[Times, Times]]"
-) -> None:
+def _run_member(rank: int, task: CollectiveTask, queue: "SimpleQueue[tuple[Times, Times]]") -> None:
     device = torch.device("cuda", rank) if task.on_gpu else torch.device("cpu")
     if task.on_gpu:
         torch.cuda.set_device(device)
@@ -78,14 +72,13 @@ def _run_member(
         world_size=task.ranks,
     )
     try:
-        reduced: Times = {}
-        sent: Times = {}
+        reduced, sent = Times(), Times()
         for size in task.sizes_bytes:
             tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
             reduced[size] = _time_runs(task, partial(dist.all_reduce, tensor))
             sent[size] = _time_runs(task, partial(_send, rank, tensor))
         if rank == 0:
-            results.put((reduced, sent))
+            queue.put((reduced, sent))
     finally:
         dist.destroy_process_group()
 
@@ -118,6 +111,5 @@ def _wait(task: CollectiveTask) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,6 +1,7 @@
-"""Measures the operators of a model, one tensor parallel size after another."""
+"""Measures a model's operators at the points of a grid, one tensor parallel size after another."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from cleave.perf.model.model_shape import ModelShape
@@ -13,21 +14,75 @@ from cleave.perf.profile.profile import (
 )
 from cleave_worker.profiler import collectives
 from cleave_worker.profiler.clock import Clock, summarize
-from cleave_worker.profiler.grid import ProfilerGrid
 from cleave_worker.profiler.operators import (
     AttentionOperator,
     DeviceSpec,
     LinearOperator,
+    Shard,
     build_iteration_operators,
     build_layer_operators,
 )
-from cleave_worker.profiler.shard import Shard
 
 Report = Callable[[str], None]
 
 _LARGEST_KV_BYTES = 4 << 30
 """Most KV of one layer in a point of decode attention; an engine has memory for no more."""
 _LM_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerGrid:
+    """Sizes to measure."""
+
+    rows: tuple[int, ...]
+    """Rows of token-level operators: prompt tokens plus decoding requests."""
+    head_rows: tuple[int, ...]
+    """Rows of the LM head: requests."""
+    chunks: tuple[tuple[int, int], ...]
+    """Prompt attention: (tokens of the chunk, tokens before it)."""
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    """Decode attention: context tokens of each request."""
+    collective_bytes: tuple[int, ...]
+    repeats: int
+
+
+def build_full_grid(longest: int) -> ProfilerGrid:
+    """Return all points up to prompts of `longest` tokens."""
+    powers = _list_powers(1, longest)
+    between = [n * 3 // 2 for n in powers if n >= 64 and n * 3 // 2 <= longest]
+    prompts = _list_powers(64, longest)
+    return ProfilerGrid(
+        rows=tuple(sorted({*powers, *between})),
+        head_rows=_list_powers(1, min(512, longest)),
+        chunks=tuple((n, 0) for n in prompts)
+        + tuple((n, before) for n in (512, 2048) for before in prompts if n <= before),
+        batches=_list_powers(1, 256),
+        contexts=_list_powers(64, longest),
+        collective_bytes=_list_powers(4096, 256 << 20),
+        repeats=15,
+    )
+
+
+def build_quick_grid(longest: int) -> ProfilerGrid:
+    """Return a few points, to check that everything works."""
+    return ProfilerGrid(
+        rows=_list_powers(1, longest)[::2],
+        head_rows=(1, 16),
+        chunks=(*((n, 0) for n in _list_powers(64, longest)[::2]), (64, 64)),
+        batches=(1, 8),
+        contexts=_list_powers(64, longest)[::2],
+        collective_bytes=(4096, 1 << 20),
+        repeats=3,
+    )
+
+
+def _list_powers(first: int, last: int) -> tuple[int, ...]:
+    powers = []
+    while first <= last:
+        powers.append(first)
+        first *= 2
+    return tuple(powers)
 
 
 def measure(
@@ -75,46 +130,34 @@ def _measure_linear(
 ) -> Iterable[LinearPoint]:
     for operator in operators:
         for rows in grid.head_rows if operator.name == _LM_HEAD else grid.rows:
-            duration = summarize(clock.measure(operator.build_run(rows), grid.repeats))
+            durations_ms = clock.measure(operator.build_run(rows), grid.repeats)
+            duration = summarize(durations_ms, operator.weight)
             yield LinearPoint(
-                operator=operator.name,
-                tensor_parallel_size=size,
-                tokens=rows,
-                ms=duration.ms * operator.weight,
-                spread_ms=duration.spread_ms * operator.weight,
-                repeats=grid.repeats,
+                operator=operator.name, tensor_parallel_size=size, tokens=rows, **duration
             )
 
 
 def _measure_prefill(
     attention: AttentionOperator, clock: Clock, grid: ProfilerGrid
 ) -> Iterable[PrefillAttentionPoint]:
+    size = attention.shard.size
     for tokens, before in grid.chunks:
         duration = summarize(clock.measure(attention.build_prefill(tokens, before), grid.repeats))
         yield PrefillAttentionPoint(
-            tensor_parallel_size=attention.shard.size,
-            tokens=tokens,
-            cached_tokens=before,
-            ms=duration.ms,
-            spread_ms=duration.spread_ms,
-            repeats=grid.repeats,
+            tensor_parallel_size=size, tokens=tokens, cached_tokens=before, **duration
         )
 
 
 def _measure_decode(
     attention: AttentionOperator, clock: Clock, grid: ProfilerGrid
 ) -> Iterable[DecodeAttentionPoint]:
+    size = attention.shard.size
     for batch, context in product(grid.batches, grid.contexts):
         if batch * context * attention.shard.kv_bytes_per_token > _LARGEST_KV_BYTES:
             continue
         duration = summarize(clock.measure(attention.build_decode(batch, context), grid.repeats))
         yield DecodeAttentionPoint(
-            tensor_parallel_size=attention.shard.size,
-            batch=batch,
-            context_tokens=batch * context,
-            ms=duration.ms,
-            spread_ms=duration.spread_ms,
-            repeats=grid.repeats,
+            tensor_parallel_size=size, batch=batch, context_tokens=batch * context, **duration
         )
 
 
@@ -128,22 +171,13 @@ def _measure_collectives(
         report(f"collectives of {ranks}")
         on_gpu = device_spec.device.type == "cuda"
         by_size = collectives.measure(ranks, grid.collective_bytes, grid.repeats, on_gpu)
-        reduced += _build_points(ranks, by_size[0], grid.repeats)
+        reduced += _build_points(ranks, by_size[0])
         if ranks == 2:
-            sent += _build_points(ranks, by_size[1], grid.repeats)
+            sent += _build_points(ranks, by_size[1])
         ranks *= 2
     return tuple(reduced), tuple(sent)
 
 
-def _build_points(
-    ranks: int, times: collectives.Times, repeats: int
-) -> Iterable[CommunicationPoint]:
+def _build_points(ranks: int, times: collectives.Times) -> Iterable[CommunicationPoint]:
     for size_bytes, durations_ms in sorted(times.items()):
-        duration = summarize(durations_ms)
-        yield CommunicationPoint(
-            gpus=ranks,
-            size_bytes=size_bytes,
-            ms=duration.ms,
-            spread_ms=duration.spread_ms,
-            repeats=repeats,
-        )
+        yield CommunicationPoint(gpus=ranks, size_bytes=size_bytes, **summarize(durations_ms))

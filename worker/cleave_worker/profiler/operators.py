@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from cleave.perf.model.model_shape import ModelShape
 from cleave_worker.profiler.clock import RunOperator
-from cleave_worker.profiler.shard import Shard
 
 BuildRun = Callable[[int], RunOperator]
 """Builds an operator for a number of rows."""
@@ -26,6 +26,53 @@ BuildRun = Callable[[int], RunOperator]
 _CACHE_BYTES = 256 << 20
 """Minimum bytes of the copies of weights: several times the largest L2 cache."""
 _MAX_COPIES = 64
+
+
+class ShardError(ValueError):
+    """The model cannot be measured this way; one line with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One layer of `shape` on one of `size` GPUs (Vidur, section 4.3): a smaller layer, so one GPU
+    alone can measure every size."""
+
+    shape: ModelShape
+    size: int
+
+    def __post_init__(self) -> None:
+        """Raises ShardError for models that cannot be sharded or measured so."""
+        shape = self.shape
+        if shape.latent is not None:
+            raise ShardError(f"{shape.name}: latent attention (MLA) is not measured yet")
+        if shape.quantization is not None:
+            raise ShardError(
+                f"{shape.name}: quantised weights are not measured yet; name the model's original"
+            )
+        if shape.num_attention_heads % self.size:
+            raise ShardError(
+                f"{shape.name}: {shape.num_attention_heads} attention heads cannot be sharded over "
+                f"{self.size} GPUs; leave that size out"
+            )
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.shape.num_attention_heads // self.size
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads; replicated when there are fewer than GPUs."""
+        return max(1, self.shape.num_kv_heads // self.size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of key and value of this layer."""
+        return 2 * self.kv_heads * self.shape.head_size * self.shape.kv_dtype_bytes
+
+    def get_mlp_width(self, width: int) -> int:
+        """Return the width per GPU of an MLP that is `width` wide on all GPUs together."""
+        return -(-width // self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +192,7 @@ def _build_batched_product(
     def make(rows: int) -> RunOperator:
         num_used, rows_each = spread.compute_shape(rows)
         x = device_spec.make_tensor(num_used, rows_each, inner)
-        used_weights = weights[:num_used]
-        return lambda _: torch.bmm(x, used_weights)
+        return lambda _: torch.bmm(x, weights[:num_used])
 
     return make
 
@@ -226,7 +272,6 @@ class AttentionOperator:
 
         def run(index: int) -> object:
             keys, values = k[index % len(k)], v[index % len(v)]
-            weights = torch.softmax(q @ keys.transpose(1, 2) * size**-0.5, dim=-1)
-            return weights @ values
+            return torch.softmax(q @ keys.transpose(1, 2) * size**-0.5, dim=-1) @ values
 
         return run

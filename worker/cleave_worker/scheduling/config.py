@@ -32,7 +32,6 @@ class RoleSchedulingConfig:
     """The scheduling configuration of one role. 0: the engine's start value, or no limit."""
 
     order: PrefillOrder = PrefillOrder.FCFS
-    """Order of waiting prompts."""
     prefill_sched_batch: int = 16
     """How many of the oldest prompts SJF and LJF sort at a time, which prevents starvation."""
     max_num_seqs: int = 0
@@ -42,7 +41,6 @@ class RoleSchedulingConfig:
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step while others wait, so that these are not blocked."""
     admission: Admission = Admission.GREEDY
-    """Admission of requests that decode here."""
     preemption_limit: int = 0
     """After this many preemptions a request is preempted only after those with fewer."""
 

@@ -34,6 +34,17 @@ class ConsumerRank:
     """Number of ranks of that engine that will connect to this producer rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """A request for blocks of a leased prompt."""
+
+    request_id: str
+    epoch: int
+    prompt_digest: str
+    first_block: int
+    num_blocks: int
+
+
 class ComputeEvent(Protocol):
     """A point in a GPU's command queue, such as torch.cuda.Event."""
 
@@ -63,7 +74,7 @@ class PrefillInProgress:
 
 
 @dataclass(slots=True)
-class _LeasedPrefill:
+class _Lease:
     """A prefill that consumers may pull, running or finished."""
 
     prefill: FinishedPrefill
@@ -86,7 +97,7 @@ class BlockLeases:
         """`reading_s`: longest time in seconds from the start of a read to its release."""
         self._leases = LeaseTable(lease_s)
         self._read_timeout_s = reading_s
-        self._prefills: dict[str, _LeasedPrefill] = {}
+        self._prefills: dict[str, _Lease] = {}
         self._request_ids: dict[str, str] = {}
         """Name of a running prefill to the engine's request id."""
         self._read_deadlines: dict[str, float] = {}
@@ -100,7 +111,7 @@ class BlockLeases:
         with self._changed:
             previous = self._prefills.get(request_id)
             count = len(prefill.blocks)
-            leased = _LeasedPrefill(prefill, count, Progress(count, count, 0))
+            leased = _Lease(prefill, count, Progress(count, count, 0))
             self._prefills[request_id] = leased
             self._past_requests.pop(request_id, None)
             self._leases.grant(request_id, time.monotonic())
@@ -112,17 +123,15 @@ class BlockLeases:
                     self._free(request_id)
             self._changed.notify_all()
 
-    def begin_prefill(self, request_id: str, started: PrefillInProgress) -> None:
+    def begin_prefill(self, request_id: str, begun: PrefillInProgress) -> None:
         """Register a running prefill for layerwise consumers; none of it is computed yet."""
         with self._changed:
-            prefill = FinishedPrefill(started.epoch, started.prompt_digest, ())
-            leased = _LeasedPrefill(
-                prefill, started.num_blocks, NO_PROGRESS, started.name, is_finished=False
-            )
+            prefill = FinishedPrefill(begun.epoch, begun.prompt_digest, ())
+            leased = _Lease(prefill, begun.num_blocks, NO_PROGRESS, begun.name, is_finished=False)
             # The consumer may have declined it before it was registered.
-            leased.is_released = started.name in self._past_requests
+            leased.is_released = begun.name in self._past_requests
             self._prefills[request_id] = leased
-            self._request_ids[started.name] = request_id
+            self._request_ids[begun.name] = request_id
             self._changed.notify_all()
 
     def update_progress(
@@ -203,26 +212,24 @@ class BlockLeases:
                 raise RefusedError(RefusalReason.MALFORMED, fault)
             return blocks
 
-    def acquire(
-        self, request_id: str, epoch: int, prompt_digest: str, blocks: slice, wait_s: float
-    ) -> tuple[int, ...]:
+    def acquire(self, request: BlockRequest, wait_s: float) -> tuple[int, ...]:
         """Lease blocks to a consumer, which must release them. Raises RefusedError.
 
         A consumer may request blocks before the engine has reported the end of the prefill. It then
         waits up to `wait_s`, unless the request is known to be over.
         """
         with self._changed:
+            request_id, first = request.request_id, request.first_block
             self._changed.wait_for(lambda: self._is_decided(request_id), wait_s)
             self._expire()
-            leased = self._get_prefill(request_id, prompt_digest, epoch)
+            leased = self._get_prefill(request_id, request.prompt_digest, request.epoch)
             if not leased.is_finished:
                 raise RefusedError(RefusalReason.NOT_HELD, "the prefill is still running")
             if request_id in self._read_deadlines:
                 raise RefusedError(RefusalReason.BUSY, "another consumer reads it")
-            leased_blocks = leased.prefill.blocks
-            granted = leased_blocks[blocks]
-            if not 0 <= blocks.start <= blocks.stop or len(granted) != blocks.stop - blocks.start:
-                fault = f"{len(leased_blocks)} blocks are leased"
+            granted = leased.prefill.blocks[first : first + request.num_blocks]
+            if first < 0 or len(granted) != request.num_blocks:
+                fault = f"{len(leased.prefill.blocks)} blocks are leased"
                 raise RefusedError(RefusalReason.MALFORMED, fault)
             self._read_deadlines[request_id] = time.monotonic() + self._read_timeout_s
             return granted
@@ -251,11 +258,9 @@ class BlockLeases:
         with self._changed:
             self._expire()
             leased = self._prefills.get(request_id)
-            return (
-                leased is not None
-                and leased.prefill.epoch == epoch
-                and leased.progress.blocks_done == leased.num_blocks
-            )
+            if leased is None or leased.prefill.epoch != epoch:
+                return False
+            return leased.progress.blocks_done == leased.num_blocks
 
     def extend(self, request_ids: Iterable[str]) -> None:
         """Extend the leases of these requests, by id or by name, after a heartbeat."""
@@ -295,9 +300,7 @@ class BlockLeases:
         leased = self._prefills.get(self._request_ids.get(name, ""))
         return leased.progress != previous if leased is not None else name in self._past_requests
 
-    def _get_prefill(
-        self, request_id: str, prompt_digest: str, epoch: int | None = None
-    ) -> _LeasedPrefill:
+    def _get_prefill(self, request_id: str, prompt_digest: str, epoch: int | None = None) -> _Lease:
         leased = self._prefills.get(request_id)
         if leased is None:
             raise RefusedError(RefusalReason.NOT_HELD, "no lease for this request, or it has ended")

@@ -17,12 +17,7 @@ from cleave_worker.transfer.memory import list_ranges, plan_copies
 from cleave_worker.transfer.progress import KvChunk
 from cleave_worker.transfer.rank_resolver import RankResolver, RemoteRank, find_remote_ranks
 from cleave_worker.transfer.server import RegisteredKv, compute_checksums
-from cleave_worker.transfer.transport import (
-    BandwidthMeter,
-    LinkError,
-    OneSidedLink,
-    Transport,
-)
+from cleave_worker.transfer.transport import BandwidthMeter, LinkError, OneSidedLink, Transport
 from cleave_worker.transfer.transports import nixl, torch_distributed
 from cleave_worker.transfer.transports.nixl_buffers import StagingBuffers
 from cleave_worker.transfer.transports.shared_memory import SharedMemoryLink
@@ -38,7 +33,6 @@ _BROKEN_CONNECTION_REASONS = (
 )
 """After these the state of the producer is unknown; closing the connection frees its blocks."""
 _ALL_LAYERS = slice(0, None)
-"""Layers of a pull that takes a whole prompt."""
 
 
 class KvClient:
@@ -65,15 +59,13 @@ class KvClient:
         self._connections: OrderedDict[RemoteRank, _RankConnection] = OrderedDict()
         self._lock = threading.Lock()
 
-    def pull(
-        self, handoff: Handoff, prompt_digest: str, first: int, blocks: Sequence[int]
-    ) -> Transport:
+    def pull(self, handoff: Handoff, digest: str, first: int, blocks: Sequence[int]) -> Transport:
         """Fill local `blocks` with the producer's blocks from number `first` of the prompt on.
 
         Pulls from each remote rank that has a part of this rank's KV, and releases the lease at
         each. Returns the transport that was used. Raises RefusedError.
         """
-        if handoff.prompt_digest != prompt_digest:
+        if handoff.prompt_digest != digest:
             raise RefusedError(RefusalReason.PROMPT, "the handoff is for other prompt tokens")
         if handoff.boot_id == self.kv.boot_id:
             raise RefusedError(RefusalReason.BOOT, "an engine cannot pull from itself")
@@ -275,16 +267,13 @@ class _RankConnection:
             raise RefusedError(RefusalReason.MALFORMED, fault)
         return response
 
-    def _transfer(
-        self, response: protocol.PullResponse, blocks: Sequence[int], layers: slice
-    ) -> None:
+    def _transfer(self, reply: protocol.PullResponse, blocks: Sequence[int], layers: slice) -> None:
         remote, local = self._remote_layers[layers], self._local_layers[layers]
         seconds = self._client.transfer_s
-        size = sum(layer.block_bytes for layer in local) * len(blocks)
-        with self._meter.measure(size):
+        with self._meter.measure(sum(layer.block_bytes for layer in local) * len(blocks)):
             if self._one_sided:
                 with refuse_on(ValueError, RefusalReason.LAYOUT):
-                    copies = plan_copies(remote, response.blocks, local, blocks)
+                    copies = plan_copies(remote, reply.blocks, local, blocks)
                 self._one_sided.read(copies, seconds)
             elif self._two_sided:
                 self._two_sided.receive(list_ranges(local, blocks), seconds)
@@ -325,10 +314,9 @@ class _RankConnection:
         memory, rank = self._kv.memory, self._remote_rank
         try:
             if transport is Transport.SHARED_MEMORY:
-                if not handshake.shared:
-                    return False
-                self._one_sided = SharedMemoryLink(memory, handshake.shared)
-                return True
+                if handshake.shared:
+                    self._one_sided = SharedMemoryLink(memory, handshake.shared)
+                return bool(handshake.shared)
             if transport is Transport.NIXL and not handshake.supports_nixl:
                 return False
             rendezvous = self._send_request(

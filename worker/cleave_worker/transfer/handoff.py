@@ -33,14 +33,11 @@ class RefusalReason(StrEnum):
     EPOCH = "epoch"
     """The request is leased, but under another epoch than that of the handoff."""
     BUSY = "busy"
-    """Another consumer reads it now."""
     LAPSED = "lapsed"
-    """The lease ended while the blocks were read."""
     TIME_OUT = "time_out"
     PEER_LOST = "peer_lost"
     """The connection failed or broke."""
     CHECKSUM = "checksum"
-    """The received bytes differ from those sent."""
 
 
 class RefusedError(Exception):
@@ -70,7 +67,6 @@ class KvLayout(msgspec.Struct, frozen=True):
     """Model source and revision."""
     dtype: str
     block_size: int
-    """Tokens per block."""
     num_layers: int
     """Layers of the whole model."""
     num_kv_heads: int
@@ -100,7 +96,6 @@ class Handoff(msgspec.Struct, frozen=True):
     addresses: tuple[tuple[str, int], ...]
     """(host, port) of each rank of the producer, in the order of ranks."""
     shape: ParallelShape = ParallelShape()
-    """Parallelism of the producer."""
 
     @property
     def is_overlapped(self) -> bool:

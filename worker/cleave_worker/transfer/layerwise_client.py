@@ -34,9 +34,7 @@ class LayerwiseClient:
         self._client = reader
         self._timeout_s = timeout_s
 
-    def pull(
-        self, handoff: Handoff, prompt_digest: str, first: int, blocks: Sequence[int]
-    ) -> Transport:
+    def pull(self, handoff: Handoff, digest: str, first: int, blocks: Sequence[int]) -> Transport:
         """Fill local `blocks` with the producer's blocks from number `first` of the prompt on.
 
         The handoff is overlapped with its prefill. Returns the transport once all bytes have
@@ -44,7 +42,7 @@ class LayerwiseClient:
         is written any more.
         """
         deadline = time.monotonic() + self._timeout_s
-        prompt = _LayerwisePull(handoff, prompt_digest, first, tuple(blocks), deadline)
+        prompt = _LayerwisePull(handoff, digest, first, tuple(blocks), deadline)
         ranks = self._client.resolve_ranks(handoff)
         try:
             return self._pull_from_all(prompt, [rank for rank in ranks if rank.source.part])
@@ -113,7 +111,6 @@ class _LayerwisePull:
     digest: str
     first: int
     blocks: tuple[int, ...]
-    """Local blocks."""
     deadline: float
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     """One rank has failed, so the chunks from the others are useless."""

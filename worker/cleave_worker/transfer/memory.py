@@ -216,6 +216,5 @@ def register_tensors(
             flat.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
         size = tensor.element_size()
         offset, stride = tensor.storage_offset() * size, tensor.stride(0) * size
-        block_bytes = tensor[0].numel() * size
-        layers.append(LayerRegion(regions[address], offset, stride, block_bytes))
+        layers.append(LayerRegion(regions[address], offset, stride, tensor[0].numel() * size))
     return Memory(flat), layers

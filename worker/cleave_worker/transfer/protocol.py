@@ -42,20 +42,16 @@ class HandshakeRequest(Message, frozen=True):
     """Boot id of the producer engine for which it is meant."""
     layout: KvLayout
     shape: ParallelShape
-    """Parallelism of the producer according to the handoff."""
     source: ShardSource
     """The producer rank that it is for, and the part of its KV that the consumer needs."""
     consumer_boot_id: str
-    """Boot id of the consumer engine."""
     consumer_rank: int
-    """Rank of the consumer."""
 
 
 class RanksRequest(Message, frozen=True):
     """First message instead of a handshake: requests all ranks. Answered by `RanksResponse`."""
 
     boot_id: str
-    """Boot id of the producer engine for which it is meant."""
 
 
 class RanksResponse(Message, frozen=True):
@@ -67,16 +63,14 @@ class RanksResponse(Message, frozen=True):
 
 
 class HandshakeResponse(Message, frozen=True):
-    """The producer has this boot id, the same layout and the requested part of the KV."""
+    """The producer has this boot id, the same layout and the requested part of the KV: `layers`."""
 
     layers: tuple[LayerRegion, ...]
-    """Location of that part."""
     shared: tuple[SharedRegion, ...]
     """Empty when the producer's memory cannot be mapped."""
     first_layer: int = 0
     """Index of the first of `layers` among the producer rank's own, by which `Progress` counts."""
     supports_nixl: bool = False
-    """Whether the producer can serve over NIXL."""
 
 
 class RendezvousRequest(Message, frozen=True):

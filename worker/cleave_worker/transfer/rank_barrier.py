@@ -10,27 +10,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from cleave_worker.transfer.block_leases import BlockLeases, ConsumerRank
+from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, ConsumerRank
 from cleave_worker.transfer.handoff import RefusalReason, RefusedError
 
 _MAX_TRACKED_PULLS = 4096
 """Pulls that are tracked; some ranks of a pull may never connect."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """A request for blocks of a leased prompt."""
-
-    request_id: str
-    epoch: int
-    prompt_digest: str
-    first_block: int
-    num_blocks: int
-
-    @property
-    def block_slice(self) -> slice:
-        """The requested blocks as a slice of the prompt's blocks."""
-        return slice(self.first_block, self.first_block + self.num_blocks)
 
 
 @dataclass(slots=True)
@@ -51,20 +35,18 @@ class RankBarrier:
         self._states: OrderedDict[tuple[str, int], _BarrierState] = OrderedDict()
         self._lock = threading.Lock()
 
-    def acquire(
-        self, consumer: ConsumerRank, request: BlockRequest, wait_s: float
-    ) -> tuple[int, ...]:
+    def acquire(self, consumer: ConsumerRank, pull: BlockRequest, wait_s: float) -> tuple[int, ...]:
         """Lease blocks to a consumer rank, which must release them. Raises RefusedError."""
         if consumer.num_ranks == 1:
-            return self._acquire_blocks(request, wait_s)
-        state = self._get_state(consumer, request.request_id, request.epoch)
+            return self._leases.acquire(pull, wait_s)
+        state = self._get_state(consumer, pull.request_id, pull.epoch)
         with state.lock:
             if state.boot_id != consumer.boot_id or consumer.rank in state.arrived:
                 raise RefusedError(RefusalReason.BUSY, "another consumer reads it, or has read it")
             if state.request is None:
-                state.blocks = self._acquire_blocks(request, wait_s)
-                state.request = request
-            elif state.request != request:
+                state.blocks = self._leases.acquire(pull, wait_s)
+                state.request = pull
+            elif state.request != pull:
                 fault = "another rank of this consumer requested other blocks"
                 raise RefusedError(RefusalReason.MALFORMED, fault)
             state.arrived.add(consumer.rank)
@@ -92,11 +74,6 @@ class RankBarrier:
         with self._lock:
             self._states.pop((request_id, epoch), None)
         return self._leases.release(request_id, epoch)
-
-    def _acquire_blocks(self, request: BlockRequest, wait_s: float) -> tuple[int, ...]:
-        return self._leases.acquire(
-            request.request_id, request.epoch, request.prompt_digest, request.block_slice, wait_s
-        )
 
     def _get_state(self, consumer: ConsumerRank, request_id: str, epoch: int) -> _BarrierState:
         with self._lock:

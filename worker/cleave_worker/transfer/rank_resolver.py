@@ -26,7 +26,6 @@ class RemoteRank:
 
     boot_id: str
     shape: ParallelShape
-    """Parallelism of its engine."""
     address: tuple[str, int]
     source: ShardSource
     """The part of its KV that this consumer rank needs."""

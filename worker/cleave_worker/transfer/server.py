@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cleave_worker.transfer import protocol
-from cleave_worker.transfer.block_leases import BlockLeases, ConsumerRank
+from cleave_worker.transfer.block_leases import BlockLeases, BlockRequest, ConsumerRank
 from cleave_worker.transfer.handoff import KvLayout, RefusalReason, RefusedError, refuse_on
 from cleave_worker.transfer.memory import LayerRegion, Memory, list_ranges
 from cleave_worker.transfer.progress import KvChunk
-from cleave_worker.transfer.rank_barrier import BlockRequest, RankBarrier
+from cleave_worker.transfer.rank_barrier import RankBarrier
 from cleave_worker.transfer.sharding import ShardPart, ShardSpec, slice_layers
 from cleave_worker.transfer.transport import LinkError, Transport
 from cleave_worker.transfer.transports import nixl, nixl_agent, torch_distributed
@@ -46,7 +46,6 @@ class RegisteredKv:
     host: str
     """Address of this rank that peers can reach."""
     shard: ShardSpec = field(default_factory=ShardSpec)
-    """The part of the model's KV that this rank has."""
 
     def select_layers(self, part: ShardPart | None) -> tuple[LayerRegion, ...]:
         """Return where a part of the model's KV lies. Raises RefusedError when it is not here."""
@@ -73,9 +72,8 @@ class KvServer:
         self.rank_barrier = RankBarrier(leases)
         self.shared = tuple(shared)
         name = nixl.make_agent_name(kv.boot_id, kv.shard.rank)
-        self.nixl_regions = (
-            nixl.RegisteredRegions(name, kv.memory) if nixl_agent.is_installed() else None
-        )
+        has_nixl = nixl_agent.is_installed()
+        self.nixl_regions = nixl.RegisteredRegions(name, kv.memory) if has_nixl else None
         self.transfer_s = transfer_s
         self._listener = socket.create_server((kv.host, port), backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -221,9 +219,8 @@ class _ServerSession:
             self._server.rank_barrier.abandon(*self._active_read)
 
     def _pull(self, pull: protocol.PullRequest) -> None:
-        request = BlockRequest(
-            pull.request_id, pull.epoch, pull.prompt_digest, pull.first_block, pull.num_blocks
-        )
+        identity = (pull.request_id, pull.epoch, pull.prompt_digest)
+        request = BlockRequest(*identity, pull.first_block, pull.num_blocks)
         blocks = self._server.rank_barrier.acquire(self._consumer, request, _PREFILL_WAIT_S)
         self._active_read = (pull.request_id, pull.epoch)
         self._send_pull_response(pull, blocks, self._layers)

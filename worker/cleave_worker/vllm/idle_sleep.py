@@ -51,9 +51,8 @@ def _patch_nixl_polling() -> None:
         from nixl import _api
     except ImportError:
         return  # Mixed instances need no transfers.
-    base = _api.nixlBind.nixlAgentConfig
 
-    class SleepingAgentConfig(base):  # type: ignore[misc, valid-type]
+    class SleepingAgentConfig(_api.nixlBind.nixlAgentConfig):
         """NIXL's Python API sets the delay to 0 and offers no other value."""
 
         def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401

@@ -160,8 +160,5 @@ def _get_lengths(request: Request) -> RequestLengths:
 
 
 def _count_tokens_to_compute(request: Request) -> int:
-    params = request.kv_transfer_params
-    if params and params.get("do_remote_prefill"):
-        return 1
-    tokens: int = request.num_tokens
-    return tokens
+    params = request.kv_transfer_params or {}
+    return 1 if params.get("do_remote_prefill") else int(request.num_tokens)

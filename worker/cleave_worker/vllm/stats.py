@@ -78,14 +78,8 @@ class LoadPageStatLogger(StatLoggerBase):
             return
         total = self._cache_config.num_gpu_blocks or 0
         pending = estimate_pending_prompt_tokens(num_waiting, self._tokens_per_prompt)
-        self._page.write(
-            LoadSnapshot(
-                num_running=num_running,
-                num_waiting=num_waiting,
-                pending_prompt_tokens=pending,
-                kv_blocks_free=round(total * (1 - usage)),
-                kv_blocks_total=total,
-                num_preemptions=self._num_preemptions,
-                kv_cache_usage=usage,
-            )
+        free = round(total * (1 - usage))
+        snapshot = LoadSnapshot(
+            num_running, num_waiting, pending, free, total, self._num_preemptions, usage
         )
+        self._page.write(snapshot)

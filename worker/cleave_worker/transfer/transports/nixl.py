@@ -43,11 +43,8 @@ class NixlMetadata(msgspec.Struct, frozen=True):
     """How a consumer reads a producer's regions."""
 
     metadata: bytes
-    """Metadata of the producer's agent."""
     region_addresses: tuple[int, ...]
-    """Start address of each region."""
     device: int
-    """Device id of the regions."""
 
 
 def choose_transports(device: torch.device) -> tuple[Transport, ...]:

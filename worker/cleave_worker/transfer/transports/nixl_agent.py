@@ -98,10 +98,7 @@ class NixlAgent:
         self, name: str, local: Sequence[XferDescriptor], remote: Sequence[XferDescriptor]
     ) -> "XferHandle":
         """Start to copy from ranges of the remote agent to local ones."""
-        lists = (
-            self._nixl.nixlXferDList(self._mem_type, list(descriptors))
-            for descriptors in (local, remote)
-        )
+        lists = (self._nixl.nixlXferDList(self._mem_type, list(side)) for side in (local, remote))
         with _raise_link_errors("the peer's memory cannot be reached"):
             handle = self._agent.createXferReq(self._nixl.NIXL_READ, *lists, name)
         return XferHandle(self._agent, handle, self._nixl.NIXL_SUCCESS)

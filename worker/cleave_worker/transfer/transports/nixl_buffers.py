@@ -44,9 +44,8 @@ class StagingBuffer:
 
     def describe(self, span: ByteRange) -> XferDescriptor:
         """Describe a range of the buffer to NIXL."""
-        return XferDescriptor(
-            self._descriptor.address + span.offset, span.length, self._descriptor.device
-        )
+        start, _, device = self._descriptor
+        return XferDescriptor(start + span.offset, span.length, device)
 
 
 @dataclass(frozen=True, slots=True)

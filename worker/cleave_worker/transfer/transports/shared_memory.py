@@ -35,8 +35,7 @@ def share_memory(memory: Memory) -> tuple[SharedRegion, ...]:
     """
     if any(region.device.type != "cpu" for region in memory.regions):
         return ()
-    needed = sum(region.untyped_storage().nbytes() for region in memory.regions)
-    if needed > _get_free_bytes():
+    if sum(region.untyped_storage().nbytes() for region in memory.regions) > _get_free_bytes():
         return ()
     return tuple(_share_region(region) for region in memory.regions)
 

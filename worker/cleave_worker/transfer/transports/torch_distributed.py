@@ -95,9 +95,8 @@ class ProcessGroupLink:
         self._peer = peer
         device = memory.regions[0].device if memory.regions else torch.device("cpu")
         size = _CHUNK_BYTES + _TRAILER_BYTES
-        self._buffers = [
-            Memory([torch.empty(size, dtype=torch.uint8, device=device)]) for _ in range(2)
-        ]
+        tensors = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self._buffers = [Memory([tensor]) for tensor in tensors]
         self._num_chunks = 0
 
     def send(self, spans: Iterable[ByteRange], seconds: float) -> None:

@@ -14,11 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,6 +29,7 @@ from cleave_worker.vllm.kv.connector import CleaveConnector, compute_rank
 from cleave_worker.vllm.kv.layout import build_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata
 from cleave_worker.vllm.kv.metrics import KvTransferStats
+from cleave_worker.vllm.kv.scheduler_side import FinishResult
 
 _DEFAULT_FOLDER = "/dev/shm/cleave-checkpoints"  # noqa: S108 - it is memory on purpose
 _DEFAULT_MAX_GIB = 4.0
@@ -49,7 +46,7 @@ class CheckpointedConnector(CleaveConnector):
     """The scheduler side or a worker side of the connector, depending on `role`."""
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises ValueError for invalid settings."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -59,19 +56,17 @@ class CheckpointedConnector(CleaveConnector):
         )
         self._checkpoint_worker: CheckpointWorker | None = None
         self._checkpoint_scheduler: CheckpointScheduler | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role is base.KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
             # The scheduler only checks whether a block exists; rank 0 represents all ranks.
-            checkpoints = CheckpointStore(self._folder, 0, bytes(32), 0)
+            exists = CheckpointStore(self._folder, 0, bytes(32), 0).contains
             model, parallel = vllm_config.model_config, vllm_config.parallel_config
             identity = (
                 f"{model.model}@{model.revision or ''}|{model.dtype}"
                 f"|{vllm_config.cache_config.cache_dtype}"
                 f"|{parallel.tensor_parallel_size}|{parallel.pipeline_parallel_size}"
             )
-            self._checkpoint_scheduler = CheckpointScheduler(
-                identity, block_size, checkpoints.contains
-            )
+            self._checkpoint_scheduler = CheckpointScheduler(identity, block_size, exists)
 
     # Scheduler side
 
@@ -103,9 +98,7 @@ class CheckpointedConnector(CleaveConnector):
         checkpoints = self._require_checkpoint_scheduler().build_metadata(self._get_block_ids)
         return CheckpointedConnectorMetadata(**vars(metadata), checkpoints=checkpoints)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, object] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> FinishResult:
         """End a request; return whether its blocks stay leased, and the handoff."""
         self._require_checkpoint_scheduler().finish_request(request)
         return super().request_finished(request, block_ids)
@@ -127,11 +120,11 @@ class CheckpointedConnector(CleaveConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Start to pull and restore, and copy full blocks."""
         super().start_load_kv(forward_context, **kwargs)
-        metadata: KVConnectorMetadata = self._get_connector_metadata()
+        metadata: base.KVConnectorMetadata = self._get_connector_metadata()
         assert isinstance(metadata, CheckpointedConnectorMetadata)
         self._require_checkpoint_worker().start_step(metadata.checkpoints)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Return the requests whose transfers or restores have ended."""
         results = super().get_transfer_results(finished_req_ids)
         ended, failed = self._require_checkpoint_worker().take_restored()
@@ -179,8 +172,7 @@ def check_attention(spec: object) -> None:
 def read_settings(value: object) -> tuple[Path, int]:
     """Return (folder, maximum bytes) from the setting `checkpoints`. Raises ValueError."""
     settings = value if isinstance(value, Mapping) else {}
-    unknown = settings.keys() - {"folder", "most_gib"}
-    if value != settings or unknown:
+    if value != settings or settings.keys() - {"folder", "most_gib"}:
         raise ValueError(
             f"checkpoints {value!r}: must be an object with folder and most_gib, or empty"
         )

@@ -20,8 +20,6 @@ from cleave_worker.vllm.kv.scheduler_side import build_extra_keys
 
 MAX_BLOCKS_PER_STEP = 16
 """Blocks copied per step over all requests, so that no step takes much longer."""
-
-
 BlockIdLookup = Callable[[str], Sequence[int]]
 """Returns a request's blocks in the engine's block table, in the order of the tokens."""
 

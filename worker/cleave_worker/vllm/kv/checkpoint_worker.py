@@ -113,13 +113,10 @@ class CheckpointWorker:
                 work = self._queue.get(timeout=RETENTION_S / 10)
                 if work is None:
                     return
-                self._process(work)
+                if isinstance(work, tuple):
+                    self._checkpoints.save(*work)
+                else:
+                    self._checkpoints.drop(work)
             if time.monotonic() - collected_at > RETENTION_S / 10:
                 collected_at = time.monotonic()
                 self._checkpoints.collect_garbage(RETENTION_S)
-
-    def _process(self, work: tuple[str, bytes] | list[str]) -> None:
-        if isinstance(work, tuple):
-            self._checkpoints.save(*work)
-        else:
-            self._checkpoints.drop(work)

@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.utils import extract_layer_index
@@ -35,17 +29,17 @@ from cleave_worker.transfer.transports.nixl import choose_transports, filter_ins
 from cleave_worker.vllm.kv.layout import build_layout, build_shape, check_layout
 from cleave_worker.vllm.kv.metadata import CleaveConnectorMetadata, RankAddress
 from cleave_worker.vllm.kv.metrics import KvTransferMetrics, KvTransferStats
-from cleave_worker.vllm.kv.scheduler_side import SchedulerSide
+from cleave_worker.vllm.kv.scheduler_side import FinishResult, SchedulerSide
 from cleave_worker.vllm.kv.worker_side import ConnectorSettings, TransferGranularity, WorkerSide
 
 
-class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
+class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """The scheduler side or a worker side of the connector, depending on `role`."""
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Raises ValueError for models with several KV cache groups, which need NixlConnector."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -58,7 +52,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._layer_positions: dict[str, int] = {}
         self._scheduler: SchedulerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role is base.KVConnectorRole.SCHEDULER:
             block_size = vllm_config.cache_config.block_size
             self._scheduler = SchedulerSide(self._boot_id, block_size, build_shape(vllm_config))
 
@@ -102,15 +96,13 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the workers' tasks of this step."""
         return self._require_scheduler().build_metadata(scheduler_output)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, object] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> FinishResult:
         """End a request; return whether its blocks stay leased, and the handoff."""
         return self._require_scheduler().finish_request(request, block_ids)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, object] | None]:
+    ) -> FinishResult:
         """End a request of a model that could have several KV cache groups, and has one."""
         return self.request_finished(request, block_ids[0])
 
@@ -142,7 +134,7 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the address at which this rank serves."""
         return RankAddress(self._host, self._require_worker().port)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
         """Store the metadata of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker and isinstance(connector_metadata, CleaveConnectorMetadata):
@@ -172,11 +164,11 @@ class CleaveConnector(KVConnectorBase_V1, SupportsHMA):
         """Announce the end of the step; nothing is saved elsewhere."""
         self._require_worker().layer_notifier.finish_step()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests whose leases or pulls have ended."""
         worker = self._require_worker()
         received, failed = worker.take_received()
-        return KVConnectorTransferResults(worker.take_sent(), received, failed)
+        return base.KVConnectorTransferResults(worker.take_sent(), received, failed)
 
     def get_kv_connector_stats(self) -> KvTransferStats | None:
         """Return statistics since the last step."""

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from cleave_worker.transfer.block_leases import FinishedPrefill, PrefillInProgress
 from cleave_worker.transfer.handoff import Handoff
@@ -13,7 +10,7 @@ from cleave_worker.transfer.handoff import Handoff
 
 @dataclass(frozen=True, slots=True)
 class PullTask:
-    """KV to pull for a waiting request."""
+    """KV to pull for a waiting request, and the local blocks to fill."""
 
     handoff: Handoff
     prompt_digest: str
@@ -21,24 +18,21 @@ class PullTask:
     first_block: int
     """Blocks before it are in the prefix cache."""
     blocks: tuple[int, ...]
-    """Local blocks to fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunk:
-    """The part of a registered prefill that a step computes."""
+    """The part of a registered prefill that a step computes, and how many blocks are then final."""
 
     blocks: tuple[int, ...]
     """All blocks that the prompt has so far."""
     num_final_before: int
-    """Blocks that are final before the step."""
     num_final_after: int
-    """Blocks that are final after the step."""
     is_last: bool
 
 
 @dataclass
-class CleaveConnectorMetadata(KVConnectorMetadata):
+class CleaveConnectorMetadata(base.KVConnectorMetadata):
     """The workers' tasks in a step, by request id of this engine."""
 
     finished_prefills: dict[str, FinishedPrefill] = field(default_factory=dict)
@@ -58,7 +52,7 @@ class CleaveConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class RankAddress(KVConnectorHandshakeMetadata):
+class RankAddress(base.KVConnectorHandshakeMetadata):
     """The address at which one rank serves its KV."""
 
     host: str

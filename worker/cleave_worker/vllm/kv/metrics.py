@@ -3,10 +3,7 @@
 import itertools
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import metrics
 
 from cleave_worker.transfer.handoff import RefusalReason
 from cleave_worker.transfer.transport import Transport
@@ -15,7 +12,7 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _EXPIRED = "expired"
 
 
-class KvTransferStats(KVConnectorStats):
+class KvTransferStats(metrics.KVConnectorStats):
     """Pulls and refusals since the last report, as plain data that crosses processes."""
 
     data: dict[str, Any]
@@ -47,7 +44,7 @@ class KvTransferStats(KVConnectorStats):
         """Return whether nothing was counted."""
         return not self.data["seconds"] and not self.data["ended"]
 
-    def aggregate(self, other: KVConnectorStats) -> "KvTransferStats":
+    def aggregate(self, other: metrics.KVConnectorStats) -> "KvTransferStats":
         """Add the counts of another report."""
         for transport, seconds in other.data["seconds"].items():
             self.data["seconds"].setdefault(transport, []).extend(seconds)
@@ -77,7 +74,7 @@ class KvTransferStats(KVConnectorStats):
         counts[name] = counts.get(name, 0) + number
 
 
-class KvTransferMetrics(KVConnectorPromMetrics):
+class KvTransferMetrics(metrics.KVConnectorPromMetrics):
     """The statistics as Prometheus metrics."""
 
     def __init__(

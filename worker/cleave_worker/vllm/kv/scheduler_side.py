@@ -28,6 +28,8 @@ from cleave_worker.vllm.kv.metrics import KvTransferStats
 
 PARAMS_KEY = "cleave"
 """Key of a handoff in vLLM's kv_transfer_params."""
+FinishResult = tuple[bool, dict[str, object] | None]
+"""Whether the blocks of a finished request stay leased, and the handoff."""
 _SUCCESS_STATUSES = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -80,8 +82,7 @@ class SchedulerSide:
         """Return the tokens of the prompt that are not in the prefix cache."""
         if request.request_id not in self._incoming:
             return 0
-        prompt_tokens: int = request.num_prompt_tokens
-        return max(0, prompt_tokens - num_computed_tokens)
+        return max(0, int(request.num_prompt_tokens) - num_computed_tokens)
 
     def update_after_alloc(
         self, request: Request, blocks: list[Any], num_external_tokens: int
@@ -100,10 +101,8 @@ class SchedulerSide:
         task = PullTask(handoff, _compute_digest(request), first, local)
         self._metadata.pulls[request.request_id] = task
 
-    def finish_request(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, object] | None]:
-        """Return (whether the blocks stay leased, the handoff for the response)."""
+    def finish_request(self, request: Request, block_ids: list[int]) -> FinishResult:
+        """End a request; its handoff is for the response."""
         params = request.kv_transfer_params
         if not params:
             return False, None
@@ -153,8 +152,7 @@ class SchedulerSide:
         self._metadata.started_prefills[request.request_id] = prefill
 
     def _count_blocks(self, request: Request) -> int:
-        count: int = -(-request.num_prompt_tokens // self._block_size)
-        return count
+        return int(-(-request.num_prompt_tokens // self._block_size))
 
     def _build_params(self, request: Request, prefill: FinishedPrefill) -> dict[str, object]:
         handoff = Handoff(

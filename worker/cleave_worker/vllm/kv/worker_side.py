@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 import torch
 
@@ -45,7 +44,6 @@ class TransferGranularity(StrEnum):
     """How much KV is announced at a time; values are those of the setting `pace`."""
 
     PROMPT = "prompt"
-    """The whole prompt, when it is computed."""
     CHUNK = "chunk"
     LAYER = "layer"
 
@@ -62,19 +60,8 @@ class ConnectorSettings:
     """Longest time for the bytes of one prompt."""
     check_bytes: bool
     granularity: TransferGranularity = TransferGranularity.LAYER
-    """How much KV of a running prefill is announced at a time."""
     layerwise_timeout_s: float = 120.0
     """Longest time of a pull of a running prefill."""
-
-
-class _FinishedPull(NamedTuple):
-    """A pull that has ended."""
-
-    request_id: str
-    outcome: Transport | RefusalReason
-    """The transport that was used, or why the KV must not be used."""
-    seconds: float
-    num_bytes: int
 
 
 class WorkerSide:
@@ -96,7 +83,10 @@ class WorkerSide:
         self._layerwise_client = LayerwiseClient(self._client, settings.layerwise_timeout_s)
         self._pull_pool = ThreadPoolExecutor(_MAX_CONCURRENT_PULLS, "kv-pull")
         self._layerwise_pool = ThreadPoolExecutor(_MAX_LAYERWISE_PULLS, "kv-follow")
-        self._finished_pulls: queue.SimpleQueue[_FinishedPull] = queue.SimpleQueue()
+        self._finished_pulls: queue.SimpleQueue[
+            tuple[str, Transport | RefusalReason, float, int]
+        ] = queue.SimpleQueue()
+        """Request id, transport or why the KV must not be used, seconds, bytes."""
         self._expected_handoffs: dict[str, Handoff] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -146,13 +136,13 @@ class WorkerSide:
         ended_ids: set[str] = set()
         failed: set[str] = set()
         while not self._finished_pulls.empty():
-            ended = self._finished_pulls.get()
-            ended_ids.add(ended.request_id)
-            if isinstance(ended.outcome, Transport):
-                self._stats.record_pull(ended.outcome, ended.seconds, ended.num_bytes)
+            request_id, outcome, seconds, num_bytes = self._finished_pulls.get()
+            ended_ids.add(request_id)
+            if isinstance(outcome, Transport):
+                self._stats.record_pull(outcome, seconds, num_bytes)
             else:
-                failed.add(ended.request_id)
-                self._stats.record_refusal(ended.outcome)
+                failed.add(request_id)
+                self._stats.record_refusal(outcome)
         return ended_ids, failed
 
     def take_stats(self) -> KvTransferStats:
@@ -183,7 +173,7 @@ class WorkerSide:
             with self._lock:
                 self._expected_handoffs.pop(request_id, None)
             seconds, size = time.perf_counter() - started, self._block_bytes * len(task.blocks)
-            self._finished_pulls.put(_FinishedPull(request_id, outcome, seconds, size))
+            self._finished_pulls.put((request_id, outcome, seconds, size))
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._lease_s / 6):
@@ -204,7 +194,6 @@ class LayerNotifier:
         self._is_gpu = device.type != "cpu"
         self._chunks: Mapping[str, ComputedChunk] = {}
         self._num_layers_done = 0
-        """Layers that the current step has finished."""
 
     def begin_step(self, chunks: Mapping[str, ComputedChunk]) -> None:
         """Begin a step; `chunks`: what it computes of registered prefills, by request id."""
