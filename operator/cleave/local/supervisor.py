@@ -132,11 +132,10 @@ def get_role(spec: PodSpec) -> str:
 
 def build_pod_view(spec: PodSpec, pod_state: PodState) -> PodView:
     """The state of a pod for display."""
-    port = spec.ports[0] if spec.ports else AGENT_PORT
     return PodView(
         name=spec.name,
         role=get_role(spec),
-        address=f"{pod_state.pod_ip}:{port}",
+        address=f"{pod_state.pod_ip}:{spec.ports[0] if spec.ports else AGENT_PORT}",
         pid=pod_state.pid,
         ready=pod_state.ready,
         restarts=pod_state.restarts,
@@ -149,9 +148,8 @@ def build_pod_view(spec: PodSpec, pod_state: PodState) -> PodView:
 async def run(folder: StateFolder) -> None:
     """Run the job saved in `folder` until SIGTERM or SIGINT; a second signal kills the pods."""
     supervisor = DeploymentSupervisor(folder, LaunchPlan.load(folder))
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, supervisor.stop)
+        asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
     await supervisor.run()
 
 

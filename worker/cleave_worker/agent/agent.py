@@ -53,9 +53,8 @@ class WorkerAgent:
             await self._end(supervising)
 
     def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._drain is None:

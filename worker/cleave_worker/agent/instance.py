@@ -138,10 +138,9 @@ class WorkerInstance:
 
     async def wait_for_change(self, seconds: float | None = None) -> None:
         """Wait for the next change, at most `seconds`."""
-        event = self._changed
         try:
             async with asyncio.timeout(seconds):
-                await event.wait()
+                await self._changed.wait()
         except TimeoutError:
             return
 
@@ -195,8 +194,7 @@ class WorkerInstance:
 
     def mark_verification_failed(self, reason: str) -> None:
         """Record a failed KV test. An instance that serves colocated requests stays ready."""
-        kv_path = agent_pb2.KvPath(verified=False, detail=reason)
-        self._registration.kv_path.CopyFrom(kv_path)
+        self._registration.kv_path.CopyFrom(agent_pb2.KvPath(verified=False, detail=reason))
         if self.state == agent_pb2.STATE_READY:
             self._enter_state(agent_pb2.STATE_READY, "")
         else:

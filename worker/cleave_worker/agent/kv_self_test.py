@@ -160,12 +160,11 @@ async def _run_attempts(
             fault_text = f"{engines} with other tokens"
             continue
         num_lost = short.num_failed + long.num_failed
-        is_alone = short.is_isolated and long.is_isolated
         if fault := find_fault(short, long):
             fault_text = f"{decode.instance} {fault}, handed off by {prefill.instance}"
             if long.num_bytes > 0:
                 block_sizes.append(short.block_bytes)
-        elif num_lost and not is_alone:
+        elif num_lost and not (short.is_isolated and long.is_isolated):
             uncertainty = f"{decode.instance} counted {num_lost:.0f} failed transfers of several"
         elif is_proportional(short, long):
             return long
@@ -273,8 +272,7 @@ def make_random_prompt(random_words: random.Random, characters: int) -> str:
 
 
 async def _complete(engine: Endpoint, model: str, prompt: str, seconds: float) -> str:
-    response = await _post(engine, _build_body(model, prompt), seconds)
-    return _get_text(json.loads(response.body))
+    return _get_text(json.loads((await _post(engine, _build_body(model, prompt), seconds)).body))
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,11 +154,10 @@ def build_launch(
     config: WorkerNodeConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
 ) -> Launch:
     """Build the process of the ranks of this node. Raises LaunchError."""
-    host = config.engine.host
     boot = Boot(
         boot_id,
         engine_port=0,
-        kv_port=launch.find_free_port(host),
+        kv_port=launch.find_free_port(config.engine.host),
         load_page=folder / "load",
         gpu=gpu,
     )
@@ -200,9 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(config: WorkerNodeConfig) -> int:
     follower = WorkerNode(config, launch.has_gpu())
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, follower.stop)
+        asyncio.get_running_loop().add_signal_handler(number, follower.stop)
     return await follower.run()
 
 

@@ -53,8 +53,7 @@ class StopMatcher:
         for stop in self._stop_strings:
             if (index := self._text.find(stop)) >= 0:
                 return self._text[:index], stop
-        withheld = 0 if last else self._max_partial
-        ready = len(self._text) - withheld
+        ready = len(self._text) - (0 if last else self._max_partial)
         out, self._text = self._text[: max(0, ready)], self._text[max(0, ready) :]
         return out, None
 

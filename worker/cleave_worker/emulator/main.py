@@ -58,7 +58,6 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
     if args.block_size < 1:
         raise EmulatorConfigError("--block-size must be at least 1")
-    num_blocks = args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size
     engine = EmulatedEngineConfig(
         served_model_name=args.served_model_name or args.model,
         shape=shape,
@@ -68,7 +67,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
             args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching
         ),
         block_size=args.block_size,
-        num_blocks=num_blocks,
+        num_blocks=args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size,
         time_scale=args.time_scale,
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
@@ -104,9 +103,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     engine = EmulatedEngine(options.engine, load_path, scheduling_path)
-    app = EmulatorApi(engine, options.fault_injection).build_application()
     runner = web.AppRunner(
-        app,
+        EmulatorApi(engine, options.fault_injection).build_application(),
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=_KEEPALIVE_S,
