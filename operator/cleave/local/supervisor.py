@@ -53,13 +53,10 @@ class DeploymentSupervisor:
 
     async def run(self) -> None:
         """Run the pods until stopped; all their processes have ended on return."""
-        job = self._job
+        job, folder, on_change = self._job, self._folder.path, self._schedule_publish
         try:
             async with Kubelet(
-                job.node,
-                self._folder.path,
-                allow_shared_cores=job.allow_shared_cores,
-                on_change=self._schedule_publish,
+                job.node, folder, job.allow_shared_cores, on_change
             ) as self._kubelet:
                 self._start_pods(self._kubelet)
                 await self._stop_requested.wait()

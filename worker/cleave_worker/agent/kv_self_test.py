@@ -240,10 +240,14 @@ async def _transfer_once(
     prefilled = await _prefill(prefill, model, prompt, seconds, request_id)
     # After the prefill, so that earlier pulls of other handoffs do not count.
     before = await _fetch_pull_counters(decode, seconds)
-    text, first_ms = await _decode(decode, model, prompt, request_id, prefilled.params, seconds)
+    streaming = {"stream": True, "kv_transfer_params": prefilled.params}
+    body = {**_build_body(model, prompt), **streaming}
+    decoded = await _post(decode, body, seconds, request_id)
+    text, first_ms = _join_streamed_text(decode, decoded.body), decoded.first_body_ms
     after = await _fetch_pull_counters(decode, seconds)
     # Last, so that the prefill engine computes the KV that it hands off.
-    if text != await _complete(prefill, model, prompt, seconds):
+    completed = await _post(prefill, _build_body(model, prompt), seconds)
+    if text != _get_text(json.loads(completed.body)):
         raise _TokenMismatchError
     return TransferSample(
         prefilled.num_tokens, _count_blocks(prefilled.params), prefilled.ms, first_ms, before, after
@@ -269,10 +273,6 @@ def make_random_prompt(random_words: random.Random, characters: int) -> str:
         words.append("".join(letters))
         length += len(letters) + 1
     return " ".join(words)[:characters]
-
-
-async def _complete(engine: Endpoint, model: str, prompt: str, seconds: float) -> str:
-    return _get_text(json.loads((await _post(engine, _build_body(model, prompt), seconds)).body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,19 +306,6 @@ def _count_blocks(params: Mapping[str, object]) -> int:
     if not isinstance(groups, list):
         return 0
     return sum(len(group) for group in groups if isinstance(group, list))
-
-
-async def _decode(
-    engine: Endpoint,
-    model: str,
-    prompt: str,
-    request_id: str,
-    params: Mapping[str, object],
-    seconds: float,
-) -> tuple[str, float]:
-    body = {**_build_body(model, prompt), "stream": True, "kv_transfer_params": params}
-    response = await _post(engine, body, seconds, request_id)
-    return _join_streamed_text(engine, response.body), response.first_body_ms
 
 
 def _build_body(model: str, prompt: str) -> dict[str, object]:
