@@ -69,9 +69,7 @@ def require(*extras: str) -> None:
 
 def find_missing_extras(extras: Iterable[str]) -> list[str]:
     """Those of `extras` with a requirement that is not installed."""
-    return [
-        extra for extra in extras if not all(_is_installed(name) for name in _read_extras()[extra])
-    ]
+    return [extra for extra in extras if not all(map(_is_installed, _read_extras()[extra]))]
 
 
 def find_extras_with(module: str) -> list[str]:

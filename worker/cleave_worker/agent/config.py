@@ -160,11 +160,8 @@ def _build_parser(env: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--peers", metavar="SOURCE", default=env.get(AGENTS_ENV, ""))
     add("--cell", default="", help="co-location group with fast KV transfers")
     add("--cores", default="auto", help="auto, none or a list: 0,2-3")
-    add(
-        "--allow-shared-cores",
-        action="store_true",
-        default=env.get("CLEAVE_ALLOW_SHARED_CORES", "") in ("1", "true"),
-    )
+    shared = env.get("CLEAVE_ALLOW_SHARED_CORES", "") in ("1", "true")
+    add("--allow-shared-cores", action="store_true", default=shared)
     add("--tensor-parallel-size", type=_parse_count, default=1)
     add("--pipeline-parallel-size", type=_parse_count, default=1)
     add("--max-model-len", type=_parse_count, default=0, metavar="TOKENS")

@@ -15,6 +15,7 @@ from cleave.shm.load_page import LoadPage, LoadSnapshot
 from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.launch import read_max_adapters
 from cleave_worker.scheduling import config as scheduling_config
+from cleave_worker.scheduling.config import Role
 from cleave_worker.scheduling.config_page import SchedulingPage
 
 
@@ -46,7 +47,7 @@ class KvDirection(Enum):
         return KvDirection.IN if self is KvDirection.OUT else KvDirection.OUT
 
 
-def get_kv_direction(role: "agent_pb2.Role.ValueType") -> KvDirection:
+def get_kv_direction(role: Role) -> KvDirection:
     """Return the direction for disaggregated requests on an instance of this role.
 
     Mixed instances serve colocated requests, and decode those that others have prefilled.
@@ -138,10 +139,9 @@ class WorkerInstance:
 
     async def wait_for_change(self, seconds: float | None = None) -> None:
         """Wait for the next change, at most `seconds`."""
-        event = self._changed
         try:
             async with asyncio.timeout(seconds):
-                await event.wait()
+                await self._changed.wait()
         except TimeoutError:
             return
 
@@ -195,8 +195,7 @@ class WorkerInstance:
 
     def mark_verification_failed(self, reason: str) -> None:
         """Record a failed KV test. An instance that serves colocated requests stays ready."""
-        kv_path = agent_pb2.KvPath(verified=False, detail=reason)
-        self._registration.kv_path.CopyFrom(kv_path)
+        self._registration.kv_path.CopyFrom(agent_pb2.KvPath(verified=False, detail=reason))
         if self.state == agent_pb2.STATE_READY:
             self._enter_state(agent_pb2.STATE_READY, "")
         else:
@@ -230,14 +229,7 @@ class WorkerInstance:
         if self.draining:
             raise StaleEpoch("the instance drains")
 
-    def set_role(
-        self,
-        role: "agent_pb2.Role.ValueType",
-        epoch: int,
-        boot_id: str = "",
-        *,
-        lasting: bool = False,
-    ) -> None:
+    def set_role(self, role: Role, epoch: int, boot_id: str = "", *, lasting: bool = False) -> None:
         """Change the role; `lasting`: also the configured one. Raises RoleChangeRefused."""
         self.check_role_change(epoch, boot_id)
         registration = self._registration
@@ -268,9 +260,8 @@ class WorkerInstance:
 
     def _write_scheduling(self) -> None:
         if self._scheduling_page:
-            self._scheduling_page.write(
-                self._scheduling.get(self._registration.role, scheduling_config.DEFAULT)
-            )
+            role = self._registration.role
+            self._scheduling_page.write(self._scheduling.get(role, scheduling_config.DEFAULT))
 
     def _enter_state(self, state: "agent_pb2.State.ValueType", reason: str) -> None:
         if not self.draining:

@@ -160,12 +160,11 @@ async def _run_attempts(
             fault_text = f"{engines} with other tokens"
             continue
         num_lost = short.num_failed + long.num_failed
-        is_alone = short.is_isolated and long.is_isolated
         if fault := find_fault(short, long):
             fault_text = f"{decode.instance} {fault}, handed off by {prefill.instance}"
             if long.num_bytes > 0:
                 block_sizes.append(short.block_bytes)
-        elif num_lost and not is_alone:
+        elif num_lost and not (short.is_isolated and long.is_isolated):
             uncertainty = f"{decode.instance} counted {num_lost:.0f} failed transfers of several"
         elif is_proportional(short, long):
             return long
@@ -241,10 +240,14 @@ async def _transfer_once(
     prefilled = await _prefill(prefill, model, prompt, seconds, request_id)
     # After the prefill, so that earlier pulls of other handoffs do not count.
     before = await _fetch_pull_counters(decode, seconds)
-    text, first_ms = await _decode(decode, model, prompt, request_id, prefilled.params, seconds)
+    streaming = {"stream": True, "kv_transfer_params": prefilled.params}
+    body = {**_build_body(model, prompt), **streaming}
+    decoded = await _post(decode, body, seconds, request_id)
+    text, first_ms = _join_streamed_text(decode, decoded.body), decoded.first_body_ms
     after = await _fetch_pull_counters(decode, seconds)
     # Last, so that the prefill engine computes the KV that it hands off.
-    if text != await _complete(prefill, model, prompt, seconds):
+    completed = await _post(prefill, _build_body(model, prompt), seconds)
+    if text != _get_text(json.loads(completed.body)):
         raise _TokenMismatchError
     return TransferSample(
         prefilled.num_tokens, _count_blocks(prefilled.params), prefilled.ms, first_ms, before, after
@@ -270,11 +273,6 @@ def make_random_prompt(random_words: random.Random, characters: int) -> str:
         words.append("".join(letters))
         length += len(letters) + 1
     return " ".join(words)[:characters]
-
-
-async def _complete(engine: Endpoint, model: str, prompt: str, seconds: float) -> str:
-    response = await _post(engine, _build_body(model, prompt), seconds)
-    return _get_text(json.loads(response.body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,19 +306,6 @@ def _count_blocks(params: Mapping[str, object]) -> int:
     if not isinstance(groups, list):
         return 0
     return sum(len(group) for group in groups if isinstance(group, list))
-
-
-async def _decode(
-    engine: Endpoint,
-    model: str,
-    prompt: str,
-    request_id: str,
-    params: Mapping[str, object],
-    seconds: float,
-) -> tuple[str, float]:
-    body = {**_build_body(model, prompt), "stream": True, "kv_transfer_params": params}
-    response = await _post(engine, body, seconds, request_id)
-    return _join_streamed_text(engine, response.body), response.first_body_ms
 
 
 def _build_body(model: str, prompt: str) -> dict[str, object]:

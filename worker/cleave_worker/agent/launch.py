@@ -138,8 +138,7 @@ def find_free_port(host: str) -> int:
 
     If another process takes it first, the engine ends and the next boot gets others.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as sock:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
         return port

@@ -98,9 +98,8 @@ async def fetch_registration(address: str) -> agent_pb2.Registration | None:
     """Return the registration of the agent at `address`; None when it does not respond."""
     async with dial(address) as channel:
         try:
-            answer = await agent_pb2_grpc.AgentStub(channel).Health(
-                agent_pb2.HealthRequest(), timeout=_CALL_SECONDS
-            )
+            stub = agent_pb2_grpc.AgentStub(channel)
+            answer = await stub.Health(agent_pb2.HealthRequest(), timeout=_CALL_SECONDS)
         except grpc.aio.AioRpcError:
             return None
     return answer.registration

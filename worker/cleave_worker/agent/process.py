@@ -8,8 +8,10 @@ why the engine ended are kept.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -22,6 +24,7 @@ _engine_log = logging.getLogger("engine")
 _PREFIX = b"[engine] "
 _CHUNK_BYTES = 65536
 _REAP_SECONDS = 5.0
+Sink = Callable[[bytes], object]
 
 
 def choose_sink(log_format: str) -> Callable[[bytes], None]:
@@ -45,11 +48,7 @@ class EngineProcess:
     """A running engine."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        stop_seconds: float,
-        sink: Callable[[bytes], object],
-        exit_reason: ExitReason,
+        self, process: Process, stop_seconds: float, sink: Sink, exit_reason: ExitReason
     ) -> None:
         self._process = process
         self._stop_seconds = stop_seconds
@@ -61,16 +60,15 @@ class EngineProcess:
         cls,
         launch: Launch,
         *,
-        agent_pid: int,
         cores: tuple[int, ...],
         scratch: Path,
         stop_grace: float,
-        sink: Callable[[bytes], object] = _write_to_stderr,
+        sink: Sink = _write_to_stderr,
     ) -> Self:
         """Start it in a separate session: Ctrl-C or a group kill reaches the agent only."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", subreaper.__file__,
-            "--agent", str(agent_pid),
+            "--agent", str(os.getpid()),
             "--grace", str(stop_grace),
             "--cores", ",".join(map(str, cores)),
             "--scratch", str(scratch),
@@ -119,7 +117,7 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    async def _copy(self, sink: Callable[[bytes], object]) -> None:
+    async def _copy(self, sink: Sink) -> None:
         stream = self._process.stdout
         assert stream is not None
         partial = b""
@@ -131,7 +129,7 @@ class EngineProcess:
         if partial:
             self._handle_lines([partial], sink)
 
-    def _handle_lines(self, lines: list[bytes], sink: Callable[[bytes], object]) -> None:
+    def _handle_lines(self, lines: list[bytes], sink: Sink) -> None:
         if not lines:
             return
         sink(b"".join(_PREFIX + line + b"\n" for line in lines))

@@ -26,6 +26,7 @@ from cleave_worker.agent.config import AgentConfig
 from cleave_worker.agent.instance import KvDirection, WorkerInstance, get_kv_direction
 from cleave_worker.agent.kv_self_test import InconclusiveError, KvTestError, MissingCountersError
 from cleave_worker.agent.launch import has_gpu
+from cleave_worker.scheduling.config import Role
 
 _log = logging.getLogger(__name__)
 _NO_PEER = "no peer yet"
@@ -69,9 +70,7 @@ async def verify_with_peers(
         await asyncio.sleep(timing.peer_search if ready else timing.peer_poll)
 
 
-async def verify_role(
-    config: AgentConfig, instance: WorkerInstance, role: "agent_pb2.Role.ValueType"
-) -> None:
+async def verify_role(config: AgentConfig, instance: WorkerInstance, role: Role) -> None:
     """Test the KV direction of a role before a ready instance changes to it. Raises KvTestError.
 
     Any compatible engine serves as peer; without one nothing is tested. Where engines do not count
@@ -106,19 +105,13 @@ async def _test_peer(
         _log.warning(reason)
         instance.mark_verification_failed(reason)
         return False
-    await _test_opposite_direction(instance, peer, run_test, flow.opposite)
+    try:
+        instance.mark_verified(await run_test(peer, flow.opposite), flow.opposite)
+    except KvTestError as error:
+        _log.warning("KV test with %s failed in the opposite direction: %s", peer.instance, error)
     instance.mark_verified(kv_path, flow)
     # The role may have changed meanwhile.
     return instance.is_verified(get_kv_direction(instance.copy_registration().role))
-
-
-async def _test_opposite_direction(
-    instance: WorkerInstance, peer: agent_pb2.Registration, run_test: RunKvTest, flow: KvDirection
-) -> None:
-    try:
-        instance.mark_verified(await run_test(peer, flow), flow)
-    except KvTestError as error:
-        _log.warning("KV test with %s failed in the opposite direction: %s", peer.instance, error)
 
 
 def _build_scan(

@@ -169,7 +169,6 @@ class AgentServer:
         while True:
             version = self._instance.version
             ready = self._instance.state == agent_pb2.STATE_READY
-            status = _SERVING if ready else _NOT_SERVING
-            await self._health.set(READY_SERVICE, status)
+            await self._health.set(READY_SERVICE, _SERVING if ready else _NOT_SERVING)
             if version == self._instance.version:
                 await self._instance.wait_for_change()

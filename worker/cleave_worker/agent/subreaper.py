@@ -81,8 +81,7 @@ def _lower_priority() -> None:
 def _supervise(engine: int, grace: float) -> int:
     deadline = None
     while True:
-        remaining = None if deadline is None else deadline - time.monotonic()
-        number = _wait_signal(remaining)
+        number = _wait_signal(None if deadline is None else deadline - time.monotonic())
         status = _reap_engine(engine)
         if status is not None:
             return status
@@ -170,8 +169,7 @@ def _remove(folder: str) -> None:
 
 
 def _call_prctl(option: int, value: int) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(option, value, 0, 0, 0):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

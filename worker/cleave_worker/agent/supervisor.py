@@ -8,11 +8,11 @@ process or file of it may remain when the next one starts.
 import asyncio
 import logging
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Coroutine
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cleave.rpc.http_client import HttpError
 from cleave.shm.load_page import LoadPage, LoadSnapshot
@@ -81,9 +81,7 @@ class EngineSupervisor:
         """Run one engine from start to end. Raises EngineFault."""
         # The subreaper removes the folder when this process cannot.
         with (
-            tempfile.TemporaryDirectory(
-                prefix="cleave-agent-", ignore_cleanup_errors=True
-            ) as folder,
+            TemporaryDirectory(prefix="cleave-agent-", ignore_cleanup_errors=True) as folder,
             LoadPage(Path(folder) / "load") as load_page,
             SchedulingPage(Path(folder) / "terms") as scheduling_page,
         ):
@@ -91,7 +89,6 @@ class EngineSupervisor:
             url = _build_url(self._config.host, boot.engine_port)
             process = self._process = await EngineProcess.start(
                 build_engine_launch(self._config, boot, os.environ),
-                agent_pid=os.getpid(),
                 cores=boot.cores,
                 scratch=boot.load_page.parent,
                 stop_grace=self._config.timing.stop_grace,
@@ -135,7 +132,10 @@ class EngineSupervisor:
         timing = self._config.timing
         try:
             async with asyncio.timeout(timing.start_timeout):
-                await _poll_until_healthy(url, timing)
+                while True:
+                    if not await engine_api.check_health(url, timing.health_timeout):
+                        return
+                    await asyncio.sleep(timing.start_poll)
         except TimeoutError:
             raise EngineFault(f"did not answer within {timing.start_timeout:g} s") from None
 
@@ -170,13 +170,6 @@ async def keep_verified(config: AgentConfig, instance: WorkerInstance) -> None:
             get_kv_direction(instance.copy_registration().role)
         ):
             await instance.wait_for_change()
-
-
-async def _poll_until_healthy(url: str, timing: AgentTiming) -> None:
-    while True:
-        if not await engine_api.check_health(url, timing.health_timeout):
-            return
-        await asyncio.sleep(timing.start_poll)
 
 
 async def _raise_at_exit(process: EngineProcess) -> None:

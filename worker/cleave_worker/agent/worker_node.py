@@ -15,10 +15,10 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import grpc
 
@@ -95,12 +95,9 @@ class WorkerNode:
     async def _run_engine(self, boot_id: str) -> bool:
         """Run the ranks of one boot; return whether they ended because the boot did."""
         config = self._config
-        with tempfile.TemporaryDirectory(
-            prefix="cleave-share-", ignore_cleanup_errors=True
-        ) as folder:
+        with TemporaryDirectory(prefix="cleave-share-", ignore_cleanup_errors=True) as folder:
             process = await EngineProcess.start(
                 build_launch(config, boot_id, Path(folder), self._gpu, os.environ),
-                agent_pid=os.getpid(),
                 cores=(),
                 scratch=Path(folder),
                 stop_grace=config.engine.timing.stop_grace,
@@ -142,26 +139,19 @@ class WorkerNode:
         return registration.boot_id if registration else ""
 
     async def _drain_leader(self) -> None:
-        limit = self._config.engine.drain_timeout
+        timeout_s = self._config.engine.drain_timeout + _DRAIN_SLACK_S
         async with dial(self._config.leader) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await agent_pb2_grpc.AgentStub(channel).Drain(
-                    agent_pb2.DrainRequest(), timeout=limit + _DRAIN_SLACK_S
-                )
+                stub = agent_pb2_grpc.AgentStub(channel)
+                await stub.Drain(agent_pb2.DrainRequest(), timeout=timeout_s)
 
 
 def build_launch(
     config: WorkerNodeConfig, boot_id: str, folder: Path, gpu: bool, env: Mapping[str, str]
 ) -> Launch:
     """Build the process of the ranks of this node. Raises LaunchError."""
-    host = config.engine.host
-    boot = Boot(
-        boot_id,
-        engine_port=0,
-        kv_port=launch.find_free_port(host),
-        load_page=folder / "load",
-        gpu=gpu,
-    )
+    kv_port = launch.find_free_port(config.engine.host)
+    boot = Boot(boot_id, engine_port=0, kv_port=kv_port, load_page=folder / "load", gpu=gpu)
     return launch.build_headless_launch(config.engine, boot, env)
 
 
@@ -173,15 +163,9 @@ def parse(argv: Sequence[str]) -> WorkerNodeConfig:
     fields = vars(options)
     leader = fields.pop("leader")
     fields["served_model_name"] = options.served_model_name or options.model
-    engine = AgentConfig(
-        name=leader,
-        deployment="",
-        revision="",
-        role=agent_pb2.ROLE_UNSPECIFIED,
-        engine="vllm",
-        engine_args=engine_args,
-        **fields,
-    )
+    fields |= {"deployment": "", "revision": "", "engine": "vllm"}
+    role = agent_pb2.ROLE_UNSPECIFIED
+    engine = AgentConfig(name=leader, role=role, engine_args=engine_args, **fields)
     return WorkerNodeConfig(leader, engine)
 
 
@@ -200,9 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(config: WorkerNodeConfig) -> int:
     follower = WorkerNode(config, launch.has_gpu())
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, follower.stop)
+        asyncio.get_running_loop().add_signal_handler(number, follower.stop)
     return await follower.run()
 
 

@@ -53,8 +53,7 @@ class StopMatcher:
         for stop in self._stop_strings:
             if (index := self._text.find(stop)) >= 0:
                 return self._text[:index], stop
-        withheld = 0 if last else self._max_partial
-        ready = len(self._text) - withheld
+        ready = len(self._text) - (0 if last else self._max_partial)
         out, self._text = self._text[: max(0, ready)], self._text[max(0, ready) :]
         return out, None
 
@@ -217,9 +216,8 @@ class EmulatorApi:
         with contextlib.suppress(EngineError):
             try:
                 counts = await asyncio.gather(*(stream.finished for stream in streams))
-                transport.write(
-                    encoders[0].encode_usage(sum(counts)) + responses.encode_chunk(responses.DONE)
-                )
+                end = responses.encode_chunk(responses.DONE)
+                transport.write(encoders[0].encode_usage(sum(counts)) + end)
             finally:
                 self._abort(sequences)
         with contextlib.suppress(ConnectionError):
@@ -236,14 +234,14 @@ class EmulatorApi:
 
     async def _handle_tokenize(self, request: web.Request) -> web.Response:
         ids = api_requests.parse_prompt(await _read_json(request))
-        return web.json_response(
-            {
-                "count": len(ids),
-                "max_model_len": self._engine.config.max_model_len,
-                "tokens": list(ids),
-                "token_strs": None,
-            }
-        )
+        limit = self._engine.config.max_model_len
+        answer = {
+            "count": len(ids),
+            "max_model_len": limit,
+            "tokens": list(ids),
+            "token_strs": None,
+        }
+        return web.json_response(answer)
 
     async def _handle_detokenize(self, request: web.Request) -> web.Response:
         body = await _read_json(request)

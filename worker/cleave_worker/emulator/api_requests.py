@@ -221,24 +221,22 @@ def _get_content(message: dict[str, Any]) -> str:
     return content or ""
 
 
-def _parse_max_tokens(
-    body: dict[str, Any], chat: bool, prompt_tokens: int, max_model_len: int
-) -> int:
+def _parse_max_tokens(body: dict[str, Any], chat: bool, prompt_len: int, max_model_len: int) -> int:
     limit = _parse_integer(body, "max_completion_tokens" if chat else "max_tokens", None)
     if limit is None:
         limit = _parse_integer(body, "max_tokens", None if chat else _DEFAULT_COMPLETION_TOKENS)
     if limit is not None and limit < 1:
         raise build_bad_request(f"max_tokens must be at least 1, got {limit}.", "max_tokens")
-    if prompt_tokens + (limit or 1) > max_model_len:
+    if prompt_len + (limit or 1) > max_model_len:
         raise build_bad_request(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested"
-            f" {limit or 1} output tokens and your prompt contains {prompt_tokens} input tokens,"
-            f" for a total of {prompt_tokens + (limit or 1)} tokens."
+            f" {limit or 1} output tokens and your prompt contains {prompt_len} input tokens,"
+            f" for a total of {prompt_len + (limit or 1)} tokens."
             " Please reduce the length of the input prompt or the number of requested output"
             " tokens.",
             "input_tokens",
         )
-    return limit if limit is not None else max_model_len - prompt_tokens
+    return limit if limit is not None else max_model_len - prompt_len
 
 
 def _parse_integer(body: dict[str, Any], name: str, default: int | None) -> int | None:

@@ -123,10 +123,9 @@ class EmulatedEngine:
     @property
     def cache_config(self) -> dict[str, str]:
         """Emulated labels of vLLM's `cache_config_info`."""
-        limits = self.config.limits
         return {
             "block_size": str(self.config.block_size),
-            "enable_prefix_caching": str(limits.prefix_caching),
+            "enable_prefix_caching": str(self.config.limits.prefix_caching),
             "num_gpu_blocks": str(self.config.num_blocks),
         }
 
@@ -196,8 +195,7 @@ class EmulatedEngine:
             metrics.e2e_s.observe(now - sequence.submitted_at)
             metrics.decode_s.observe(now - sequence.first_token_at)
             if sequence.num_outputs > 1:
-                decode_s = now - sequence.first_token_at
-                metrics.tpot_s.observe(decode_s / (sequence.num_outputs - 1))
+                metrics.tpot_s.observe((now - sequence.first_token_at) / (sequence.num_outputs - 1))
 
     def _count_prompt(self, sequence: Sequence, now: float) -> None:
         metrics, sources = self.metrics, self.metrics.prompt_tokens_by_source
@@ -246,8 +244,7 @@ class EmulatedEngine:
         """Return seconds and bytes of the transfer of `num_blocks` blocks."""
         kv = self.config.kv_transfer
         assert kv
-        tokens = num_blocks * self.config.block_size
-        num_bytes = tokens * self.config.shape.kv_bytes_per_token
+        num_bytes = num_blocks * self.config.block_size * self.config.shape.kv_bytes_per_token
         seconds = kv.latency_ms / 1000 + num_bytes * 8 / (kv.bandwidth_gbps * 1e9)
         return seconds * self.config.time_scale, num_bytes
 

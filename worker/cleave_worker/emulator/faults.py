@@ -39,13 +39,9 @@ class FaultSpec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _COUNTED = (
-    "corrupt_handoff",
-    "stale_handoff",
-    "short_handoff",
-    "wrong_kv",
-    "swap_handoff",
+    "corrupt_handoff", "stale_handoff", "short_handoff", "wrong_kv", "swap_handoff",
     "empty_handoff",
-)
+)  # fmt: skip
 
 
 class Faults:
@@ -83,7 +79,16 @@ class Faults:
             raise FaultError("slow must be above 0")
         if spec.die:
             os._exit(1)
-        self._switch(spec)
+        self.slow = self.slow if spec.slow is None else spec.slow
+        self.refuse = self.refuse if spec.refuse is None else spec.refuse
+        self.drop = self.drop if spec.drop is None else spec.drop
+        for name in _COUNTED:
+            if (count := getattr(spec, name)) is not None:
+                self._remaining[name] = count
+        if spec.hang:
+            self._resumed.clear()
+        elif spec.hang is not None:
+            self._resumed.set()
 
     def consume(self, name: str) -> bool:
         """Return whether a counted fault is active, and decrement its count."""
@@ -100,15 +105,3 @@ class Faults:
         """Return the active faults as JSON."""
         switches = {"slow": self.slow, "hang": self.hang, "refuse": self.refuse}
         return {**switches, **self._remaining, "drop": self.drop}
-
-    def _switch(self, spec: FaultSpec) -> None:
-        self.slow = self.slow if spec.slow is None else spec.slow
-        self.refuse = self.refuse if spec.refuse is None else spec.refuse
-        self.drop = self.drop if spec.drop is None else spec.drop
-        for name in _COUNTED:
-            if (count := getattr(spec, name)) is not None:
-                self._remaining[name] = count
-        if spec.hang:
-            self._resumed.clear()
-        elif spec.hang is not None:
-            self._resumed.set()

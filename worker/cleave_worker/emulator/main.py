@@ -58,7 +58,6 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
     profile = _load_profile(args.latency, shape.name, args.tensor_parallel_size)
     if args.block_size < 1:
         raise EmulatorConfigError("--block-size must be at least 1")
-    num_blocks = args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size
     engine = EmulatedEngineConfig(
         served_model_name=args.served_model_name or args.model,
         shape=shape,
@@ -68,7 +67,7 @@ def parse(argv: Sequence[str], environment: dict[str, str]) -> EmulatorOptions:
             args.max_num_seqs, args.max_num_batched_tokens, args.enable_prefix_caching
         ),
         block_size=args.block_size,
-        num_blocks=num_blocks,
+        num_blocks=args.num_gpu_blocks_override or profile.kv_capacity_tokens // args.block_size,
         time_scale=args.time_scale,
         kv_transfer=_load_kv_transfer(args, environment),
         adapters=config.parse_adapters(args.lora_modules, args.enable_lora),
@@ -96,17 +95,14 @@ def _get_page_path(variable: str) -> Path | None:
     return Path(path) if path else None
 
 
-async def _serve(
-    options: EmulatorOptions, load_path: Path | None, scheduling_path: Path | None
-) -> None:
+async def _serve(options: EmulatorOptions, load: Path | None, scheduling: Path | None) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    engine = EmulatedEngine(options.engine, load_path, scheduling_path)
-    app = EmulatorApi(engine, options.fault_injection).build_application()
+    engine = EmulatedEngine(options.engine, load, scheduling)
     runner = web.AppRunner(
-        app,
+        EmulatorApi(engine, options.fault_injection).build_application(),
         access_log=None,
         handler_cancellation=True,
         keepalive_timeout=_KEEPALIVE_S,
@@ -134,11 +130,9 @@ def _load_shape(name: str) -> model_shape.ModelShape:
         return model_shape.load_shape(_DEFAULT_SHAPE)
 
 
-def _load_profile(
-    name: str | None, shape: str, tensor_parallel_size: int
-) -> named_profiles.NamedProfile:
+def _load_profile(name: str | None, shape: str, ranks: int) -> named_profiles.NamedProfile:
     measured = any(profile.split("/")[1] == shape for profile in named_profiles.list_names())
-    default = f"distserve/{shape if measured else _DEFAULT_SHAPE}/tp{tensor_parallel_size}"
+    default = f"distserve/{shape if measured else _DEFAULT_SHAPE}/tp{ranks}"
     try:
         return named_profiles.load_profile(name or default)
     except named_profiles.UnknownProfileError as error:
@@ -178,8 +172,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--kv-transfer-config", help="vLLM's JSON; without it there is no KV handoff")
     add("--enable-lora", action="store_true")
     add("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help="PATH is not read")
-    emulation = parser.add_argument_group("emulation")
-    add = emulation.add_argument
+    add = parser.add_argument_group("emulation").add_argument
     add("--latency", help="latency profile: ENGINE/MODEL/tpN, or a file of cleave profile")
     add("--time-scale", type=float, default=1.0, help="0.1 is ten times faster")
     add("--kv-bandwidth-gbps", type=float, default=200.0, help="gigabits per second")

@@ -144,11 +144,8 @@ def _build_choice(call: ApiCall, index: int, completed: CompletedChoice) -> dict
     else:
         choice["text"] = completed.text
     logprobs = _build_logprobs(call, completed.tokens, 0) if call.logprobs is not None else None
-    choice |= {
-        "logprobs": logprobs,
-        "finish_reason": completed.finish.value,
-        "stop_reason": completed.stop,
-    }
+    choice |= {"logprobs": logprobs, "finish_reason": completed.finish.value}
+    choice["stop_reason"] = completed.stop
     choice["token_ids"] = list(completed.tokens) if call.return_token_ids else None
     return choice
 

@@ -199,13 +199,10 @@ class EmulatedScheduler:
         size = self.pool.block_size
         index = 0
         sufficed = True
-        if (preemption_limit := self._scheduling.preemption_limit) and self.num_preemptions:
+        if (allowed := self._scheduling.preemption_limit) and self.num_preemptions:
             # The last one is preempted first.
             self.running.sort(
-                key=lambda s: (
-                    not is_protected(s.num_preemptions, preemption_limit),
-                    s.submitted_at,
-                )
+                key=lambda s: (not is_protected(s.num_preemptions, allowed), s.submitted_at)
             )
         while index < len(self.running) and step.num_tokens < limit:
             sequence = self.running[index]

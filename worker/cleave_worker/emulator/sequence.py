@@ -77,26 +77,10 @@ class Sequence:
     """Progress of one request."""
 
     __slots__ = (
-        "_content",
-        "_keys",
-        "_num_written",
-        "_start",
-        "_summary",
-        "blocks",
-        "cached_tokens",
-        "first_token_at",
-        "handoff",
-        "last_token_at",
-        "num_computed",
-        "num_preemptions",
-        "prompt_len",
-        "pulled_tokens",
-        "request",
-        "scheduled_at",
-        "state",
-        "submitted_at",
-        "tokens",
-    )
+        "_content", "_keys", "_num_written", "_start", "_summary", "blocks", "cached_tokens",
+        "first_token_at", "handoff", "last_token_at", "num_computed", "num_preemptions",
+        "prompt_len", "pulled_tokens", "request", "scheduled_at", "state", "submitted_at", "tokens",
+    )  # fmt: skip
 
     def __init__(self, request: EngineRequest, submitted_at: float = 0.0) -> None:
         self.request = request

@@ -8,6 +8,7 @@ must reach the waiting request.
 """
 
 import asyncio
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
@@ -157,11 +158,7 @@ class KvSideChannel:
             writer.close()
 
     async def _read(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        pull: PullBlocks,
-        duration_s: float,
+        self, reader: StreamReader, writer: StreamWriter, pull: PullBlocks, duration_s: float
     ) -> list[int]:
         send(writer, pull)
         async with asyncio.timeout(_RESPONSE_TIMEOUT_S):
@@ -181,7 +178,7 @@ class KvSideChannel:
             raise KvTransferError("the KV is not what the prefill instance wrote")
         return response.contents
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         if task := asyncio.current_task():
             self._retain(task)
         try:
@@ -211,13 +208,10 @@ class KvSideChannel:
         if not leased.written.keys() >= set(pull.block_ids):
             return PullRefused(f"the requested blocks do not belong to {pull.request_id}")
         checksum = compute_checksum([leased.written[block] for block in pull.block_ids])
-        return self._apply_faults(BlockContents(self._read_blocks(pull), checksum))
-
-    def _read_blocks(self, pull: PullBlocks) -> list[int]:
-        """Return the present contents of a leased request's blocks."""
         stale = self._faults.consume("stale_handoff")
         contents = self._scheduler.get_leased_contents(pull.request_id, stale) or {}
-        return [contents[block] for block in pull.block_ids]
+        present = [contents[block] for block in pull.block_ids]
+        return self._apply_faults(BlockContents(present, checksum))
 
     def _apply_faults(self, response: BlockContents) -> BlockContents:
         """Return the response, changed by the active faults."""
@@ -294,9 +288,7 @@ class KvSideChannel:
         return asyncio.get_running_loop().time()
 
 
-def _build_heartbeats(
-    handoffs: Iterable[RemotePrefill],
-) -> list[tuple[RemotePrefill, Heartbeat]]:
+def _build_heartbeats(handoffs: Iterable[RemotePrefill]) -> list[tuple[RemotePrefill, Heartbeat]]:
     """Build one heartbeat per producer, with a handoff that has its address."""
     by_producer: dict[tuple[str, str, int], list[RemotePrefill]] = {}
     for handoff in handoffs:

@@ -44,8 +44,7 @@ def demo(
         Option(help="Hugging Face id or folder. Default: a tiny random model, built locally."),
     ] = None,
     engine: Annotated[
-        EngineName,
-        Option(help="vLLM, or an emulator of its API and timings without a model."),
+        EngineName, Option(help="vLLM, or an emulator of its API and timings without a model.")
     ] = EngineName.VLLM,
     port: Port = 8080,
     prompt: Annotated[str, Option(help="Prompt of the chat request.")] = PROMPT,
@@ -108,20 +107,17 @@ def build_vllm_deployment(model: str | None) -> "LLMDeployment":
 def _build_deployment(model: dict[str, Any], spec: dict[str, Any]) -> "LLMDeployment":
     from cleave.api.manifest import validate
 
-    slo = {"ttftMs": 2000, "tpotMs": 200}
     manifest = {
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "LLMDeployment",
         "metadata": {"name": NAME},
-        "spec": {"model": model, "slo": slo, **spec},
+        "spec": {"model": model, "slo": {"ttftMs": 2000, "tpotMs": 200}, **spec},
     }
     with report_input_errors():
         return validate(manifest)
 
 
-def _print_introduction(
-    console: "Console", job: "LaunchPlan", *, emulated: bool, tiny: bool
-) -> None:
+def _print_introduction(console: "Console", job: "LaunchPlan", emulated: bool, tiny: bool) -> None:
     from cleave.local import state
 
     where = f"on {len(job.node.gpus)} GPUs" if job.node.gpus else "on CPU"

@@ -1,8 +1,7 @@
-"""Start-up progress of a deployment as a live table on a terminal.
+"""Start-up progress of a deployment as a live table on a terminal, for `up` and `demo`.
 
-Used by `up` and `demo`. Where standard output is not a terminal (a log, a pipe), each change is one
-line, and a line that names the pods still awaited follows after `_MAX_SILENCE_S` without changes.
-Failures are separate lines in both cases.
+Elsewhere (a log, a pipe), each change is one line, and a line that names the pods still awaited
+follows after `_MAX_SILENCE_S` without changes. Failures are separate lines in both cases.
 """
 
 import time

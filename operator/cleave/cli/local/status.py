@@ -134,10 +134,8 @@ def show(console: "Console", deployments: Sequence[dict[str, Any]]) -> None:
     tables.print_full_width(console, build_table(deployments))
     for deployment in deployments:
         for row in deployment["instances"]:
-            if row["last_failure"]:
-                tables.print_line(
-                    console, f"{row['instance']}: last failure: {row['last_failure']}"
-                )
+            if failure := row["last_failure"]:
+                tables.print_line(console, f"{row['instance']}: last failure: {failure}")
         if plan := deployment["plan"]:
             tables.print_line(console, f"{deployment['deployment']}: {_describe_plan(plan)}")
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 Port = Annotated[int, Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")]
 SharedCores = Annotated[
-    bool,
-    Option("--allow-shared-cores", help="Let engines share CPU cores when there are too few."),
+    bool, Option("--allow-shared-cores", help="Let engines share CPU cores when there are too few.")
 ]
 Timeout = Annotated[float, Option(min=1, help="Seconds to wait until all pods are ready.")]
 

@@ -115,11 +115,11 @@ def _build_limits(
 ) -> "RolloutLimits":
     from cleave.controller.rollout.planner import RolloutError, RolloutLimits
 
-    rollout_spec = deployment.spec.rollout
+    limits = deployment.spec.rollout
+    surge = limits.max_surge if max_surge is None else max_surge
     try:
         return RolloutLimits(
-            rollout_spec.max_surge if max_surge is None else max_surge,
-            rollout_spec.max_unavailable if max_unavailable is None else max_unavailable,
+            surge, limits.max_unavailable if max_unavailable is None else max_unavailable
         )
     except RolloutError as error:
         fail([str(error)], BAD_INPUT)

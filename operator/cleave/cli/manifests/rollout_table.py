@@ -84,10 +84,8 @@ def _summarize(limits: RolloutLimits, stages: Sequence[PreviewStage]) -> str:
 
 
 def _describe_stage(stage: PreviewStage) -> str:
-    parts = (("start", stage.started), ("drain", stage.stopped))
-    return "; ".join(
-        f"{verb} {_format_counts(counts)}" for verb, counts in parts if any(counts.values())
-    )
+    parts = ("start", stage.started), ("drain", stage.stopped)
+    return "; ".join(f"{verb} {_format_counts(each)}" for verb, each in parts if any(each.values()))
 
 
 def _format_counts(counts: Mapping[Role, int]) -> str:

@@ -1,7 +1,4 @@
-"""Errors for users: one line each on standard error, and an exit code.
-
-Used by every command. Exit code 1: the command failed; 2: its input is wrong.
-"""
+"""Errors of all commands for users: one line each on standard error, and an exit code."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -31,13 +31,10 @@ def show_progress(description: str) -> Iterator[ProgressCallback]:
 @contextmanager
 def show_simulation_progress(description: str) -> Iterator[ProgressCallback]:
     """`show_progress` for simulations; announces when the simulator has to be compiled first."""
-    if find_spec("numba") and not _is_compiled():
-        typer.echo("compiling the simulator once for this version: about 10 seconds", err=True)
+    if find_spec("numba"):
+        from cleave.simulator.run import is_compiled
+
+        if not is_compiled():
+            typer.echo("compiling the simulator once for this version: about 10 seconds", err=True)
     with show_progress(description) as tick:
         yield tick
-
-
-def _is_compiled() -> bool:
-    from cleave.simulator.run import is_compiled
-
-    return is_compiled()

@@ -45,8 +45,7 @@ def build_plain_table(texts: Sequence[str], figures: Sequence[str]) -> "Table":
 
 def print_full_width(console: "Console", table: "Table") -> None:
     """Print a table in its full width."""
-    unbounded = console.options.update(max_width=_MAX_WIDTH)
-    needed = console.measure(table, options=unbounded).maximum
+    needed = console.measure(table, options=console.options.update(max_width=_MAX_WIDTH)).maximum
     width = console.width
     console.width = max(width, needed)
     console.print(table)

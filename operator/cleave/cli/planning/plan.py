@@ -15,7 +15,9 @@ from cleave.cli.planning import inputs
 from cleave.cli.planning.inputs import PlanningInput
 
 if TYPE_CHECKING:
+    from cleave.api.deployment import LLMDeployment
     from cleave.planner.plan import PlanningResult
+    from cleave.planner.problem import Problem
 
 
 class PlanFormat(StrEnum):
@@ -77,7 +79,10 @@ def plan(
 
     with report_input_errors(), show_simulation_progress("planning") as tick:
         result = plan_search.plan(planning_input.problem, tick)
-    _print(planning_input, result, output, top, explained=explain)
+    if output is PlanFormat.YAML:
+        print_yaml(_build_manifest(planning_input.deployment, result))
+    else:
+        _print(planning_input.problem, result, output, top, explain)
     if report is not None:
         _write_report(planning_input, result, report)
     if result.selected is None:
@@ -85,24 +90,17 @@ def plan(
 
 
 def _print(
-    planning_input: PlanningInput,
-    result: "PlanningResult",
-    output: PlanFormat,
-    top: int,
-    *,
-    explained: bool,
+    problem: "Problem", result: "PlanningResult", output: PlanFormat, top: int, explain: bool
 ) -> None:
     if output is PlanFormat.JSON:
         from cleave.planner.result.status import build_document
 
         document = build_document(result, top - 1)
-        if explained and result.selected:
+        if explain and result.selected:
             from cleave.planner.scaling_law import growth
 
-            document["aladdin"] = growth.build_document(planning_input.problem, result.selected)
+            document["aladdin"] = growth.build_document(problem, result.selected)
         print_json(document)
-    elif output is PlanFormat.YAML:
-        print_yaml(_build_manifest(planning_input, result))
     else:
         from rich.console import Console
 
@@ -110,20 +108,20 @@ def _print(
 
         console = Console()
         plan_table.show(console, result, top=top, wide=output is PlanFormat.WIDE)
-        if explained:
+        if explain:
             from cleave.cli.planning.explanation import print_explanation
 
             console.print()
-            print_explanation(console, planning_input.problem, result)
+            print_explanation(console, problem, result)
 
 
-def _build_manifest(planning_input: PlanningInput, result: "PlanningResult") -> dict[str, Any]:
+def _build_manifest(deployment: "LLMDeployment", result: "PlanningResult") -> dict[str, Any]:
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
     from cleave.planner.placement import Placement
     from cleave.planner.result.status import build_manual_placement
 
-    deployment, chosen = planning_input.deployment, result.selected
+    chosen = result.selected
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     if chosen:
         spec["placement"] = build_manual_placement(chosen)
@@ -140,24 +138,15 @@ def _build_manifest(planning_input: PlanningInput, result: "PlanningResult") -> 
 
 def _write_report(planning_input: PlanningInput, result: "PlanningResult", path: Path) -> None:
     from cleave.planner.result.neighbours import list_neighbours
-    from cleave.report.load_study import (
-        build_report_input,
-        build_simulator,
-        run_study,
-        select_plans,
-        select_rivals,
-    )
+    from cleave.report import load_study
     from cleave.report.page import render_page
 
-    problem, plans = planning_input.problem, select_plans(result)
+    problem, plans = planning_input.problem, load_study.select_plans(result)
     with show_progress("simulating for the report"):
-        neighbours = list_neighbours(problem, select_rivals(plans), plans)
-        study = run_study(
-            build_report_input(planning_input.deployment, problem),
-            result,
-            build_simulator(problem),
-            neighbours,
-        )
+        neighbours = list_neighbours(problem, load_study.select_rivals(plans), plans)
+        shown = load_study.build_report_input(planning_input.deployment, problem)
+        simulator = load_study.build_simulator(problem)
+        study = load_study.run_study(shown, result, simulator, neighbours)
     text = render_page(study)
     try:
         path.write_text(text, encoding="utf-8")

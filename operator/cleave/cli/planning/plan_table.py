@@ -33,23 +33,18 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
 
     verdict = Text.assemble((VERDICT_TEXTS[result.verdict], _STYLES[result.verdict]))
     if result.selected:
-        pools = " and ".join(describe_pool(pool) for pool in result.selected.pools)
-        verdict.append(f": {pools}")
+        verdict.append(f": {' and '.join(describe_pool(pool) for pool in result.selected.pools)}")
         console.print(verdict, soft_wrap=True)
         print_line(console, strip_verdict(result))
     else:
         verdict.append(f": {strip_verdict(result)}", style="not bold default")
         console.print(verdict, soft_wrap=True)
-    if plans := list_ranked(result)[:top]:
+    ranked = ((result.selected,) if result.selected else ()) + result.alternatives
+    if plans := ranked[:top]:
         print_full_width(console, build_table(plans, result.selected, wide=wide))
     print_line(console, result.what_would_change)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
-
-
-def list_ranked(result: PlanningResult) -> tuple[Plan, ...]:
-    """All plans of the result, best first."""
-    return ((result.selected,) if result.selected else ()) + result.alternatives
 
 
 def build_table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table":
@@ -77,7 +72,7 @@ def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[
     if wide:
         yield format_power(prediction.power_watts)
         yield "{}-{}".format(*map(format_number, prediction.goodput_interval))
-        limits = [f"{p.max_num_seqs or '-'}/{p.max_num_batched_tokens or '-'}" for p in plan.pools]
+        limits = (f"{p.max_num_seqs or '-'}/{p.max_num_batched_tokens or '-'}" for p in plan.pools)
         yield " ".join(limits)
         yield plan.algorithm
         yield describe_trust(prediction.trust)

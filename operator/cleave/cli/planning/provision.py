@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from cleave.planner.problem import Problem
     from cleave.planner.provision.search import ClusterDesign, ProvisioningRequest
 
-
 _OPTION_NAMES = (
     ("goal Throughput", "--goal throughput"),
     ("max_cost_per_hour", "--max-cost"),
@@ -88,8 +87,7 @@ def provision(
       cleave provision -f chat.yaml --cluster examples/cluster-mixed.yaml \\
         --goal throughput --max-power 224000 --token-cap 0.5
     """
-    from cleave.planner.provision.search import ProvisioningError, ProvisioningObjective
-    from cleave.planner.provision.search import provision as search
+    from cleave.planner.provision import search
 
     problem = read_planning_input(file, cluster, Overrides(rate, trace), seed).problem
     try:
@@ -97,7 +95,7 @@ def provision(
             request = _build_request(problem, cluster, token_cap, reference)
         request = replace(
             request,
-            objective=ProvisioningObjective[goal.name],
+            objective=search.ProvisioningObjective[goal.name],
             rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
             max_cost_per_hour=max_cost,
             max_power_watts=max_power,
@@ -105,8 +103,8 @@ def provision(
             seed=seed,
         )
         with show_simulation_progress("provisioning") as tick:
-            designs = search(request, tick)
-    except ProvisioningError as error:
+            designs = search.provision(request, tick)
+    except search.ProvisioningError as error:
         fault = str(error)
         for name, option in _OPTION_NAMES:
             fault = fault.replace(name, option)
@@ -114,7 +112,11 @@ def provision(
     if not designs:
         line = f"no cluster of up to {max_machines} machines of each kind meets the slowdowns"
         fail([f"{line}; use a lower rate, a larger budget or a slower --reference"], FAILED)
-    _print(designs, output)
+    if output is DocumentFormat.TABLE:
+        _print_table(designs)
+    else:
+        show = tables.print_json if output is DocumentFormat.JSON else tables.print_yaml
+        show([asdict(design) for design in designs])
 
 
 def _build_request(
@@ -122,34 +124,21 @@ def _build_request(
 ) -> "ProvisioningRequest":
     """The request with the machines of the cluster; the caller fills in goal and budgets."""
     from cleave.api.manifest import load_cluster
-    from cleave.planner.provision import machines
-    from cleave.planner.provision.search import (
-        ProvisioningError,
-        ProvisioningObjective,
-        ProvisioningRequest,
-    )
+    from cleave.planner.provision import machines, search
 
-    nodes = machines.list_nodes(problem)
-    tokens = nodes
+    nodes = tokens = machines.list_nodes(problem)
     if token_cap is not None:
         kinds = load_cluster(cluster)
         capped = machines.apply_power_cap(problem, nodes, kinds, cluster.parent, token_cap)
         tokens = (*nodes, *capped)
     by_name = {node.machine.name: node.machine for node in nodes}
     if reference is not None and reference not in by_name:
-        raise ProvisioningError(f"--reference {reference}: must be one of {', '.join(by_name)}")
+        fault = f"--reference {reference}: must be one of {', '.join(by_name)}"
+        raise search.ProvisioningError(fault)
     chosen = by_name[reference] if reference else machines.find_slowest(nodes, problem.demand)
     pairs = machines.build_pairs(problem.shape, nodes, tokens)
-    timing = chosen.estimate.timing
-    return ProvisioningRequest(problem.demand, pairs, timing, ProvisioningObjective.COST)
-
-
-def _print(designs: Sequence["ClusterDesign"], output: DocumentFormat) -> None:
-    if output is DocumentFormat.TABLE:
-        _print_table(designs)
-        return
-    show = tables.print_json if output is DocumentFormat.JSON else tables.print_yaml
-    show([asdict(design) for design in designs])
+    cost = search.ProvisioningObjective.COST
+    return search.ProvisioningRequest(problem.demand, pairs, chosen.estimate.timing, cost)
 
 
 def _print_table(designs: Sequence["ClusterDesign"]) -> None:

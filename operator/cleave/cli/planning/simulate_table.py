@@ -47,14 +47,13 @@ def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Sl
     headings = ("RATE", "ATTAINED", "TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99", "BUSIEST")
     table = build_plain_table((), headings)
     for result in results:
-        style = None if result.attainment >= slo.attainment else "red"
         table.add_row(
             format_number(result.rate),
             format_percent(result.attainment),
             *_format_percentiles(result.ttft_ms),
             *_format_percentiles(result.tpot_ms),
             format_percent(max(each.busy for each in result.instances)),
-            style=style,
+            style=None if result.attainment >= slo.attainment else "red",
         )
     print_full_width(console, table)
     targets = f"TTFT {format_ms(slo.ttft_ms)}, TPOT {format_ms(slo.tpot_ms)}"

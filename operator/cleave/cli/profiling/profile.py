@@ -136,9 +136,7 @@ async def _measure(
         return engine, await measure(replace(client, model=engine.model), engine, settings, show)
 
 
-def _print(
-    measured: "MeasuredProfile", file: Path, num_scattered: int, output: TableFormat
-) -> None:
+def _print(measured: "MeasuredProfile", file: Path, scattered: int, output: TableFormat) -> None:
     if output is TableFormat.JSON:
         from cleave.perf.profile.codec import encode
 
@@ -148,8 +146,8 @@ def _print(
 
     console = Console(highlight=False)
     console.print(_build_table(measured))
-    if num_scattered:
-        points = f"{num_scattered} points scatter too much"
+    if scattered:
+        points = f"{scattered} points scatter too much"
         console.print(f"{points}: measure again before planning with it")
     console.print(f"written to {file}", soft_wrap=True)
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _REQUEST_TIMEOUT_S = 2.0
 _MAX_PAGE_BYTES = 16 << 20
 
-
 Draw = Callable[["TopView"], None]
 
 
@@ -42,8 +41,7 @@ def top(
         float, Option(min=0.2, max=60, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[
-        bool,
-        Option("--once", help="Poll twice, one interval apart, print the result and exit."),
+        bool, Option("--once", help="Poll twice, one interval apart, print the result and exit.")
     ] = False,
     output: Annotated[
         TableFormat,
@@ -72,7 +70,7 @@ def top(
     from cleave.rpc.http_client import HttpError
 
     try:
-        asyncio.run(_watch(_GatewayPoller(url, name or ""), interval, output, once=once))
+        asyncio.run(_watch(_Poller(url, name or ""), interval, output, once=once))
     except HttpError as error:
         hint = "; --gateway needs its internal port, 8081 in a cluster" if gateway else ""
         fail([f"gateway at {url}: {error}{hint}"], FAILED)
@@ -105,9 +103,7 @@ def _validate_url(url: str) -> str:
     return url.rstrip("/")
 
 
-async def _watch(
-    gateway: "_GatewayPoller", interval_s: float, output: TableFormat, *, once: bool
-) -> None:
+async def _watch(gateway: "_Poller", interval_s: float, output: TableFormat, *, once: bool) -> None:
     """Poll and draw until interrupted. Raises HttpError if the first poll fails."""
     from cleave.rpc.http_client import HttpError
 
@@ -134,12 +130,11 @@ async def _watch(
 
 def _interrupt_on_signals() -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C, which restores the terminal."""
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, signal.raise_signal, signal.SIGINT)
+        asyncio.get_running_loop().add_signal_handler(number, signal.raise_signal, signal.SIGINT)
 
 
-class _GatewayPoller:
+class _Poller:
     """Polls `/fleet` and `/metrics` of one gateway."""
 
     def __init__(self, url: str, deployment: str) -> None:

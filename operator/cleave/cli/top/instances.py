@@ -1,7 +1,7 @@
-"""The table of instances of `cleave top`.
+"""The table of instances of `cleave top`, fitted to the screen.
 
-The table has to fit the screen. When rows do not fit, instances that need attention are shown
-first; when columns do not fit, the least important ones are dropped.
+When rows do not fit, instances that need attention are shown first; when columns do not fit, the
+least important ones are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,25 +14,19 @@ from rich.text import Text
 from cleave.cli.top.view import is_flipped
 from cleave.rpc.fleet_status import FleetInstance, FleetStatus
 
-GAP = 2
+_GAP = 2
 """Cells between two columns."""
-
 _BAR_CELLS = 10
 _FULL_USAGE = 0.9
 """Used share of the KV cache from which the bar is red."""
 _CONNECTED = ("", "heard")
-_STYLES = {
-    "ready": "green",
-    "starting": "yellow",
-    "verifying": "cyan",
-    "draining": "yellow",
-    "stale": "yellow",
-}
+_STYLES = dict.fromkeys(("starting", "draining", "stale"), "yellow")
+_STYLES |= {"ready": "green", "verifying": "cyan"}
 
 
 def make_table() -> Table:
     """A dense table without lines."""
-    return Table(box=None, pad_edge=False, padding=(0, GAP // 2), header_style="bold")
+    return Table(box=None, pad_edge=False, padding=(0, _GAP // 2), header_style="bold")
 
 
 def get_state(instance: FleetInstance) -> str:
@@ -63,8 +57,7 @@ def build_instance_table(instances: Sequence[FleetInstance], width: int | None =
         columns.remove(min(optional, key=lambda column: column.drop_order))
     table = make_table()
     for column in columns:
-        justify: Literal["left", "right"] = "right" if column.is_figure else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=True)
+        table.add_column(column.heading, justify=column.justify, no_wrap=True)
     for row in zip(*(cells[column.heading] for column in columns), strict=True):
         table.add_row(*row)
     return table
@@ -74,7 +67,7 @@ def build_instance_table(instances: Sequence[FleetInstance], width: int | None =
 class _Column:
     heading: str
     cell: Callable[[FleetInstance], Text]
-    is_figure: bool = True
+    justify: Literal["left", "right"] = "right"
     drop_order: int = 0
     """Order in which columns are dropped when there is no room, from 1; 0: never."""
 
@@ -84,16 +77,12 @@ def _measure(columns: Sequence[_Column], cells: dict[str, list[Text]]) -> int:
         max(len(column.heading), *(cell.cell_len for cell in cells[column.heading]), 0)
         for column in columns
     )
-    return sum(widths) + GAP * (len(columns) - 1)
+    return sum(widths) + _GAP * (len(columns) - 1)
 
 
 def _compute_urgency(instance: FleetInstance) -> tuple[bool, bool, float, float]:
-    return (
-        get_state(instance) != "ready",
-        is_flipped(instance),
-        instance.kv_cache_usage,
-        instance.pending_tokens,
-    )
+    needs_attention = get_state(instance) != "ready", is_flipped(instance)
+    return *needs_attention, instance.kv_cache_usage, instance.pending_tokens
 
 
 def _describe_role(instance: FleetInstance) -> Text:
@@ -124,15 +113,15 @@ def _describe_path(instance: FleetInstance) -> Text:
 
 
 _COLUMNS = (
-    _Column("INSTANCE", lambda each: Text(each.name), is_figure=False),
-    _Column("ROLE", _describe_role, is_figure=False),
-    _Column("STATE", _describe_state, is_figure=False),
+    _Column("INSTANCE", lambda each: Text(each.name), justify="left"),
+    _Column("ROLE", _describe_role, justify="left"),
+    _Column("STATE", _describe_state, justify="left"),
     _Column("RUN", lambda each: Text(str(each.num_running))),
     _Column("WAIT", lambda each: Text(str(each.num_waiting))),
     _Column("PENDING", lambda each: Text(f"{each.pending_tokens:,}"), drop_order=5),
     _Column("KV%", lambda each: Text(f"{each.kv_cache_usage:.0%}"[:-1])),
-    _Column("KV", _draw_bar, is_figure=False, drop_order=3),
+    _Column("KV", _draw_bar, justify="left", drop_order=3),
     _Column("HERE", lambda each: Text(str(each.requests_in_flight)), drop_order=4),
     _Column("AGE s", lambda each: Text(f"{each.report_age_s:.1f}"), drop_order=2),
-    _Column("KV PATH", _describe_path, is_figure=False, drop_order=1),
+    _Column("KV PATH", _describe_path, justify="left", drop_order=1),
 )

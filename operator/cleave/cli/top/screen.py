@@ -78,37 +78,34 @@ def _draw_traffic(view: TopView) -> Table:
     for heading in (*traffic_headings, "TTFT P50", "P90 ms", "TPOT P50", "P90 ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for traffic, window_s in ((view.now, NOW_S), (view.minute, MINUTE_S)):
-        name = _format_window(traffic, window_s)
-        table.add_row(*_describe_window(name, traffic, view.counts))
+        table.add_row(*_describe_window(_format_window(traffic, window_s), traffic, view.counts))
     table.add_row(*_describe_window("all", view.total, view.counts))
-    targets = _format_ms(view.counts.ttft_target_ms), "", _format_ms(view.counts.tpot_target_ms)
-    table.add_row("target", *[""] * 5, *targets, style="dim")
+    ttft, tpot = map(_format_figure, (view.counts.ttft_target_ms, view.counts.tpot_target_ms))
+    table.add_row("target", *[""] * 5, ttft, "", tpot, style="dim")
     return table
 
 
-def _describe_window(
-    name: str, traffic: TrafficRates | None, counts: GatewayCounters
-) -> list[Text]:
-    if traffic is None:
+def _describe_window(name: str, rates: TrafficRates | None, counts: GatewayCounters) -> list[Text]:
+    if rates is None:
         return [Text(name), *(Text(_NO_VALUE) for _ in range(8))]
-    share = traffic.slo_attainment
+    share = rates.slo_attainment
     return [
         Text(name),
-        Text(_format_rate(traffic.requests_per_s)),
-        Text(f"{traffic.output_tokens_per_s:,.0f}"),
+        Text(_format_figure(rates.requests_per_s)),
+        Text(f"{rates.output_tokens_per_s:,.0f}"),
         Text(_NO_VALUE if share is None else f"{share:.1%}"),
-        Text(_NO_VALUE if traffic.goodput is None else _format_rate(traffic.goodput)),
-        Text(_format_ms(traffic.ttft_p50_ms)),
-        _color_by_target(traffic.ttft_p90_ms, counts.ttft_target_ms),
-        Text(_format_ms(traffic.tpot_p50_ms)),
-        _color_by_target(traffic.tpot_p90_ms, counts.tpot_target_ms),
+        Text(_format_figure(rates.goodput)),
+        Text(_format_figure(rates.ttft_p50_ms)),
+        _color_by_target(rates.ttft_p90_ms, counts.ttft_target_ms),
+        Text(_format_figure(rates.tpot_p50_ms)),
+        _color_by_target(rates.tpot_p90_ms, counts.tpot_target_ms),
     ]
 
 
 def _color_by_target(value_ms: float | None, target_ms: float | None) -> Text:
     if value_ms is None or target_ms is None:
-        return Text(_format_ms(value_ms))
-    return Text(_format_ms(value_ms), style="red" if value_ms > target_ms else "green")
+        return Text(_format_figure(value_ms))
+    return Text(_format_figure(value_ms), style="red" if value_ms > target_ms else "green")
 
 
 def _describe_counts(view: TopView) -> Text:
@@ -121,8 +118,8 @@ def _describe_counts(view: TopView) -> Text:
         ("recovered", minute and minute.recoveries, ever.recoveries),
         ("flips", minute and minute.flips, ever.flips),
     ):
-        shown = f"{name} {recent or 0} of {total:.0f}"
-        line.append(shown, style="yellow" if recent else "").append("  ")
+        line.append(f"{name} {recent or 0} of {total:.0f}", style="yellow" if recent else "")
+        line.append("  ")
     return line.append(f"({MINUTE_S:.0f} s, total)", style="dim")
 
 
@@ -152,11 +149,7 @@ def _format_window(traffic: TrafficRates | None, window_s: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 2 else f"{seconds:.1f} s"
 
 
-def _format_rate(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _format_ms(value: float | None) -> str:
+def _format_figure(value: float | None) -> str:
     if value is None:
         return _NO_VALUE
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"

@@ -70,14 +70,13 @@ class ViewBuilder:
         self._changes.extendleft(self._find_changes(fleet, at))
         self._roles = {each.name: each.role for each in fleet.instances}
         uptime_s = at - counts.started_s if counts.started_s else 0.0
-        started = GatewayCounters(at_s=counts.at_s - uptime_s)
         return TopView(
             at=at,
             fleet=fleet,
             counts=counts,
             now=self._history.get_rates(NOW_S),
             minute=self._history.get_rates(MINUTE_S),
-            total=compute_rates(started, counts),
+            total=compute_rates(GatewayCounters(at_s=counts.at_s - uptime_s), counts),
             changes=tuple(self._changes),
         )
 

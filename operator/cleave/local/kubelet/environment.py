@@ -15,15 +15,13 @@ _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][\w.-]*)\)")
 _LABEL = re.compile(r"metadata\.labels\['([^']+)'\]")
 
 
-def build_downward_api_fields(
-    spec: PodSpec, pod_ip: str, host_ip: str, node: str
-) -> dict[str, str]:
+def build_downward_api_fields(spec: PodSpec, pod_ip: str, host: str, node: str) -> dict[str, str]:
     """The fields of the downward API for this pod."""
     return {
         "metadata.name": spec.name,
         "metadata.namespace": spec.namespace,
         "status.podIP": pod_ip,
-        "status.hostIP": host_ip,
+        "status.hostIP": host,
         "spec.nodeName": node,
         **{f"metadata.labels['{key}']": value for key, value in spec.labels.items()},
     }
@@ -52,14 +50,10 @@ def build_command_line(command: Sequence[str], env: Mapping[str, str]) -> list[s
 
 def expand(text: str, env: Mapping[str, str]) -> str:
     """`text` with each `$(NAME)` of `env` replaced."""
-    return _REFERENCE.sub(
-        lambda match: "$" if match[0] == "$$" else env.get(match[1], match[0]), text
-    )
+    return _REFERENCE.sub(lambda ref: "$" if ref[0] == "$$" else env.get(ref[1], ref[0]), text)
 
 
-def _resolve_value(
-    variable: Manifest, known_fields: Mapping[str, str], earlier: Mapping[str, str]
-) -> str:
+def _resolve_value(variable: Manifest, known: Mapping[str, str], earlier: Mapping[str, str]) -> str:
     source = variable.get("valueFrom")
     if source is None:
         return expand(str(variable.get("value") or ""), earlier)
@@ -67,7 +61,7 @@ def _resolve_value(
     if path is None:
         raise PodError(f"env {variable['name']}: only value and fieldRef are supported")
     if _LABEL.fullmatch(path):
-        return known_fields.get(path, "")
-    if path not in known_fields:
+        return known.get(path, "")
+    if path not in known:
         raise PodError(f"env {variable['name']}: unknown fieldPath {path!r}")
-    return known_fields[path]
+    return known[path]

@@ -15,8 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(parent: int, argv: list[str]) -> None:
     """Exec `argv`. Exits with 127 when it cannot be executed, like a shell."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
     # The kubelet may have died before the signal was set.
     if os.getppid() != parent:

@@ -56,7 +56,6 @@ class Kubelet:
         self,
         node: LocalNode,
         state: Path,
-        *,
         allow_shared_cores: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:

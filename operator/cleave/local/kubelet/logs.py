@@ -41,11 +41,8 @@ def tail(log: Path, lines: int) -> list[str]:
                 file.seek(size - window)
                 text = file.read(window)
                 complete = text if window == size else text.partition(b"\n")[2]
-                recent = [line.rstrip() for line in _split_lines(complete) if line.strip()]
+                ends = complete.decode(errors="replace").splitlines()
+                recent = [line.rstrip() for line in ends if line.strip()]
     except FileNotFoundError:
         return []
     return recent[len(recent) - lines :] if len(recent) > lines else recent
-
-
-def _split_lines(text: bytes) -> list[str]:
-    return text.decode(errors="replace").splitlines()

@@ -113,10 +113,8 @@ def format_gib(size_bytes: int) -> str:
 def _parse_pod(pod: Manifest) -> PodSpec:
     metadata, spec = pod["metadata"], pod["spec"]
     container = _get_only_container(spec)
-    ports = {
-        str(port.get("name", "")): int(port["containerPort"])
-        for port in _get_list(container, "ports")
-    }
+    declared = _get_list(container, "ports")
+    ports = {str(port.get("name", "")): int(port["containerPort"]) for port in declared}
     requests, limits = _get_resources(container)
     return PodSpec(
         name=metadata["name"],
@@ -126,7 +124,7 @@ def _parse_pod(pod: Manifest) -> PodSpec:
         image=container.get("image", ""),
         command=tuple(map(str, [*_get_list(container, "command"), *_get_list(container, "args")])),
         env=tuple(_get_list(container, "env")),
-        ports=tuple(int(port["containerPort"]) for port in _get_list(container, "ports")),
+        ports=tuple(int(port["containerPort"]) for port in declared),
         exclusive_cores=_count_exclusive_cores(requests, limits),
         memory_bytes=int(parse_quantity(requests.get("memory", 0))),
         gpus=int(limits.get(GPU, 0)),

@@ -1,7 +1,4 @@
-"""The Kubernetes status of a pod, derived from the state that the kubelet observes.
-
-Pure; called whenever the status of a pod is requested.
-"""
+"""The Kubernetes status of a pod, derived from the state that the kubelet observes. Pure."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime

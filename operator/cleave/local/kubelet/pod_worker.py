@@ -83,7 +83,7 @@ class PodWorker:
         self._grace_s = min(self._grace_s, grace_s)
         if self._stop_requested.is_set() and self._process is not None and grace_s == 0:
             self._process.kill()
-        self._update_state(deleting=True, ready=False)
+        self._update(deleting=True, ready=False)
         self._stop_requested.set()
         await asyncio.shield(self._task)
 
@@ -99,20 +99,16 @@ class PodWorker:
             ended = await self._run_once()
             again = should_restart(self.spec.restart_policy, ended.exit_code)
             if self._stop_requested.is_set() or not again:
-                self._update_state(last=ended, pid=None)
+                self._update(last=ended, pid=None)
                 return
             failures = count_failures(failures, ended.finished_at - ended.started_at)
             delay_s = compute_backoff_s(failures)
-            self._update_state(
-                last=ended,
-                pid=None,
-                waiting="CrashLoopBackOff",
-                waiting_message=f"back-off {delay_s:g} s after exit code {ended.exit_code}",
-            )
+            message = f"back-off {delay_s:g} s after exit code {ended.exit_code}"
+            self._update(last=ended, pid=None, waiting="CrashLoopBackOff", waiting_message=message)
             if await self._wait_for_stop(delay_s):
-                self._update_state(waiting="", waiting_message="")
+                self._update(waiting="", waiting_message="")
                 return
-            self._update_state(restarts=self.state.restarts + 1)
+            self._update(restarts=self.state.restarts + 1)
 
     async def _run_once(self) -> ContainerTermination:
         started_at = time.time()
@@ -122,9 +118,7 @@ class PodWorker:
         except OSError as error:
             # Too many processes or files, perhaps briefly. Container runtimes report code 128.
             return ContainerTermination(128, started_at, time.time(), f"StartError: {error}")
-        self._update_state(
-            pid=self._process.pid, started_at=started_at, waiting="", waiting_message=""
-        )
+        self._update(pid=self._process.pid, started_at=started_at, waiting="", waiting_message="")
         try:
             reason = await self._supervise(self._process)
         finally:
@@ -137,11 +131,8 @@ class PodWorker:
     async def _supervise(self, running: process.Process) -> str:
         """Wait until the process ends or must be stopped; returns the reason in the latter case."""
         unhealthy = asyncio.create_task(self._run_probes())
-        ends = (
-            unhealthy,
-            asyncio.create_task(self._stop_requested.wait()),
-            asyncio.create_task(running.wait()),
-        )
+        stopped = asyncio.create_task(self._stop_requested.wait())
+        ends = (unhealthy, stopped, asyncio.create_task(running.wait()))
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not unhealthy.done():
@@ -150,14 +141,14 @@ class PodWorker:
             return "Unhealthy"
         finally:
             await _cancel(*ends)
-            self._update_state(ready=False, started=False)
+            self._update(ready=False, started=False)
 
     async def _run_probes(self) -> None:
         """Run the probes of the container; returns when it must be restarted."""
         spec = self.spec
         if spec.startup is not None and not await self._wait_for_startup(spec.startup):
             return
-        self._update_state(started=True, ready=spec.readiness is None)
+        self._update(started=True, ready=spec.readiness is None)
         readiness = asyncio.create_task(self._watch_readiness(spec.readiness))
         try:
             await self._wait_for_liveness_failure(spec.liveness)
@@ -165,7 +156,7 @@ class PodWorker:
             await _cancel(readiness)
 
     async def _wait_for_startup(self, probe: Probe) -> bool:
-        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as states:
+        async with aclosing(self._probe(probe, ProbeState(passed=False))) as states:
             async for state in states:
                 if state.passed or state.failures >= probe.failure_threshold:
                     return state.passed
@@ -174,23 +165,21 @@ class PodWorker:
     async def _watch_readiness(self, probe: Probe | None) -> None:
         if probe is None:
             return
-        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=False))) as states:
+        async with aclosing(self._probe(probe, ProbeState(passed=False))) as states:
             async for state in states:
                 if state.passed != self.state.ready:
-                    self._update_state(ready=state.passed)
+                    self._update(ready=state.passed)
 
     async def _wait_for_liveness_failure(self, probe: Probe | None) -> None:
         if probe is None:
             await asyncio.Event().wait()
             return
-        async with aclosing(self._probe_repeatedly(probe, ProbeState(passed=True))) as states:
+        async with aclosing(self._probe(probe, ProbeState(passed=True))) as states:
             async for state in states:
                 if not state.passed:
                     return
 
-    async def _probe_repeatedly(
-        self, probe: Probe, state: ProbeState
-    ) -> AsyncGenerator[ProbeState, None]:
+    async def _probe(self, probe: Probe, state: ProbeState) -> AsyncGenerator[ProbeState, None]:
         prober = build_prober(probe, self.state.pod_ip)
         try:
             await asyncio.sleep(probe.initial_delay_s)
@@ -207,7 +196,7 @@ class PodWorker:
                 await self._stop_requested.wait()
         return self._stop_requested.is_set()
 
-    def _update_state(self, **observed: object) -> None:
+    def _update(self, **observed: object) -> None:
         for name, value in observed.items():
             setattr(self.state, name, value)
         self._on_change()

@@ -43,8 +43,7 @@ class GrpcProber:
 
     def __init__(self, probe: Probe, address: str) -> None:
         self._probe = probe
-        options = (("grpc.max_reconnect_backoff_ms", 1000),)
-        self._channel = dial(f"{address}:{probe.port}", options)
+        self._channel = dial(f"{address}:{probe.port}", (("grpc.max_reconnect_backoff_ms", 1000),))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def check(self) -> bool:
