@@ -84,7 +84,7 @@ schedule score scrape select send separate serve serves set settle share shorten
 show shrink shutdown signal simulate skip sleep slice solve sort spawn split start step stop store
 stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
 tabulate tail take terminate test tick time train transfer trim truncate try
-unpack unwrap update upsert use validate verify view wait wake walk warm was watch work write
+unpack unwrap update upsert validate verify view wait wake walk warm was watch work write
 yield
 """
 VERBS = frozenset(_VERBS.split())
