@@ -61,7 +61,7 @@ SHARED_CLASS_NAMES: set[str] = set()
 _VERBS = """
 abandon abort accept accepts account accumulate acquire add admit adopt advance aggregate allocate
 allows annotate applies apply are assess assign attribute authenticate batch become begin bind
-bisect blur bound buffer build call can cancel carry catch change changes characterize check
+bisect blur bound buffer build call can cancel carry change changes characterize check
 choose chunk claim clamp classify clean clear clip clone close collect color compact compare
 compile complete compute computes configure confirm connect construct consume contains convert
 copy correct count create cross cut decide declare decline decode delete delimit deliver depends
@@ -82,9 +82,9 @@ resample reserve reset resign resize resolve respond restart restore restrict re
 retire retry return review revise rewrite rotate round route run sample sanitize save scale
 schedule score scrape select send separate serve serves set settle share shorten should
 show shrink shutdown signal simulate skip sleep slice solve sort spawn split start step stop store
-stream strip submit subtract suggest sum summarize supervise supports swap switch sync synchronize
+stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
 tabulate tail take terminate test tick time train transfer trim truncate try
-unpack unwrap update upsert use validate verify view wait wake walk warm was watch work write
+unpack unwrap update upsert validate verify view wait wake walk warm was watch work write
 yield
 """
 VERBS = frozenset(_VERBS.split())
