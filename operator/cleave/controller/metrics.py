@@ -97,10 +97,8 @@ def _build_counter(
 
 
 def collect_plan_metrics(statuses: Statuses) -> Iterable[Metric]:
-    """Return the metrics of all deployments whose plans are reviewed, from their statuses.
-
-    Every operator exposes the same values, whether it leads or not; queries take the maximum.
-    """
+    """Return the metrics of all deployments whose plans are reviewed, from their statuses. Every
+    operator exposes the same values, whether it leads or not; queries take the maximum."""
     error = _make_gauge("prediction_error", "Largest relative prediction error of the running plan")
     text = "Predicted and observed latency of the running plan"
     latency = _make_gauge("latency_seconds", text, "latency", "quantile", "source")

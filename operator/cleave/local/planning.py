@@ -99,10 +99,8 @@ def build_launch_plan(
     *,
     allow_shared_cores: bool,
 ) -> LaunchPlan:
-    """The pods of `placement` on `node`, the gateway on `port` of 127.0.0.1.
-
-    Raises DeploymentStartError when the deployment uses features that only a cluster has.
-    """
+    """The pods of `placement` on `node`, the gateway on `port` of 127.0.0.1. Raises
+    DeploymentStartError when the deployment uses features that only a cluster has."""
     if faults := list(find_unsupported(deployment.spec)):
         raise DeploymentStartError(faults)
     device: Device = "gpu" if node.gpus else "cpu"

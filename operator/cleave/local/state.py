@@ -111,9 +111,7 @@ class StateFolder:
     @contextmanager
     def lock(self) -> Iterator[int]:
         """Lock the deployment; yields a file descriptor, which keeps the lock in a child process.
-
-        Raises StateError when another supervisor has the lock or the folder is not writable.
-        """
+        Raises StateError when another supervisor has the lock or the folder is not writable."""
         create_folder(self.path / "logs")
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

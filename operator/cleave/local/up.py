@@ -76,9 +76,7 @@ async def run_in_foreground(
     job: LaunchPlan, screen: ProgressDisplay, timeout_s: float
 ) -> AsyncIterator[DeploymentSupervisor]:
     """Run `job` in this process: yields when it is ready or stopping, and ends all pods at exit.
-
-    Raises DeploymentStartError when it fails to start, StateError when it already runs.
-    """
+    Raises DeploymentStartError when it fails to start, StateError when it already runs."""
     folder = state.get_folder(job.deployment)
     with folder.lock():
         folder.remove_logs()
@@ -100,10 +98,8 @@ async def run_in_foreground(
 
 
 async def start_detached(job: LaunchPlan, screen: ProgressDisplay, timeout_s: float) -> None:
-    """Start `job` in a separate supervisor process and return when it is ready.
-
-    Raises DeploymentStartError when it fails to start, after stopping it.
-    """
+    """Start `job` in a separate supervisor process and return when it is ready. Raises
+    DeploymentStartError when it fails to start, after stopping it."""
     folder = state.get_folder(job.deployment)
     with folder.lock() as lock_fd:
         folder.remove_logs()
@@ -168,10 +164,8 @@ def _handle_signals(
 
 
 def _spawn_supervisor(folder: StateFolder, lock_fd: int) -> int:
-    """Start a supervisor in a new session, which inherits the folder's lock. Returns its pid.
-
-    Not a `Popen`, which warns when this process ends first, as is intended here.
-    """
+    """Start a supervisor in a new session, which inherits the folder's lock. Returns its pid. Not a
+    `Popen`, which warns when this process ends first, as is intended here."""
     log = str(folder.get_log_path("supervisor"))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     os.set_inheritable(lock_fd, True)

@@ -47,9 +47,7 @@ def build_scheduling(pool: InstancePool, labels: dict[str, str], device: Device)
 
 def build_segment(pool: InstancePool, cell: int, rank: int) -> str:
     """Name of the group that must share a domain: the pods of a cell that hold the same stages.
-
-    Each revision has its own cells: during a rollout they find no room beside the old ones.
-    """
+    Each revision has its own cells: during a rollout they find no room beside the old ones."""
     spec = pool.spec
     domain = (spec.colocation or Colocation(per_cell=1)).topology_key
     # Within a clique all nodes of a cell share NVLink; otherwise every rank has its own node.

@@ -57,10 +57,8 @@ def list_names() -> tuple[str, ...]:
 
 
 def to_timing(fit: distserve.PublishedFit, stages: int = 1) -> EngineTiming:
-    """DistServe's fit (OSDI'24, section 4.1 and appendix A), coefficients as published.
-
-    prefill ms = a + b * sum(len) + c * sum(len^2); decode ms = a + b * sum(context) + c * batch.
-    """
+    """DistServe's fit (OSDI'24, section 4.1 and appendix A), coefficients as published. prefill ms
+    = a + b * sum(len) + c * sum(len^2); decode ms = a + b * sum(context) + c * batch."""
     decode = [
         fit.decode_small if batch < distserve.LARGE_BATCH_FROM else fit.decode_large
         for batch in range(_LARGEST_BATCH + 1)

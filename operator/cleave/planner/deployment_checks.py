@@ -14,10 +14,8 @@ from cleave.perf.model import model_shape
 
 
 def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
-    """Why the planner does not know the model's dimensions; None: it does.
-
-    Without `reads_files` a model folder is not read.
-    """
+    """Why the planner does not know the model's dimensions; None: it does. Without `reads_files` a
+    model folder is not read."""
     model_spec = deployment.spec.model
     if deployment.spec.engine.type is EngineType.EMULATED:
         return None

@@ -83,9 +83,7 @@ def to_planned_pool(pool: ManualPool) -> PlannedPool:
 
 def resolve_paths(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
     """The deployment with the path of its latency profile made absolute, relative to `folder`.
-
-    Engines run in other working directories; a relative path is meant relative to the manifest.
-    """
+    Engines run in other working directories; a relative path is meant relative to the manifest."""
     engine = deployment.spec.engine
     if engine.emulated is None or not named_profiles.is_profile_file(engine.emulated.latency):
         return deployment

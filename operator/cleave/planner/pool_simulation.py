@@ -43,10 +43,8 @@ class PlacementSimulator:
 
 
 def build_fleet(problem: Problem, pools: Iterable[PlannedPool]) -> SimulatedFleet:
-    """All instances of `pools` and the links between them, as a simulator fleet.
-
-    Raises PlanError when the model does not run with a pool's parallelism.
-    """
+    """All instances of `pools` and the links between them, as a simulator fleet. Raises PlanError
+    when the model does not run with a pool's parallelism."""
     return build_cell(problem, to_candidate_placement(problem, pools))
 
 
@@ -64,9 +62,7 @@ def to_candidate_placement(
     problem: Problem, pools: Iterable[PlannedPool], algorithm: str = ""
 ) -> CandidatePlacement:
     """Convert pools to the search's type; those of Algorithm 2 to cells that lie in one node each.
-
-    Raises PlanError when the model does not run with a pool's parallelism.
-    """
+    Raises PlanError when the model does not run with a pool's parallelism."""
     groups = [
         InstanceGroup(pool.role, _build_instance(problem, pool), pool.replicas)
         for pool in sorted(pools, key=lambda pool: list(Role).index(pool.role))
@@ -79,10 +75,8 @@ def to_candidate_placement(
 
 
 def apply_engine_args(pools: Iterable[PlannedPool], engine: EngineSpec) -> tuple[PlannedPool, ...]:
-    """The pools with the step limits of the engine's arguments, as their pods run them.
-
-    Raises PlanError when such an argument is not a number.
-    """
+    """The pools with the step limits of the engine's arguments, as their pods run them. Raises
+    PlanError when such an argument is not a number."""
     seqs = _read_limit(engine, "--max-num-seqs")
     tokens = _read_limit(engine, "--max-num-batched-tokens")
     return tuple(

@@ -112,10 +112,8 @@ class Problem:
 
 
 def build_policies(engine: EngineSpec) -> Policies:
-    """The policies of spec.engine.scheduling, else vLLM's defaults.
-
-    Predictions know every output length; engines reserve KV by estimates and preempt a little more.
-    """
+    """The policies of spec.engine.scheduling, else vLLM's defaults. Predictions know every output
+    length; engines reserve KV by estimates and preempt a little more."""
     scheduling = engine.scheduling
     if scheduling is None:
         return Policies(connector=engine.connector)

@@ -24,10 +24,8 @@ from cleave.traffic.workload import Demand
 def build_problem(
     deployment: LLMDeployment, cluster: Cluster, folder: Path = Path(), seed: int = 0
 ) -> Problem:
-    """The problem of planning `deployment` on `cluster`; relative paths start at `folder`.
-
-    Raises PlanError or ManifestError.
-    """
+    """The problem of planning `deployment` on `cluster`; relative paths start at `folder`. Raises
+    PlanError or ManifestError."""
     spec = deployment.spec
     shape = _load_shape(deployment)
     kinds = inventory.list_gpus(cluster, spec.planning.gpus)
@@ -53,10 +51,8 @@ def build_problem(
 def build_supplies(
     cluster: Cluster, kinds: dict[str, Gpu], choices: list[GpuChoice]
 ) -> tuple[Supply, ...]:
-    """The nodes whose GPU type may be used, with equal groups merged.
-
-    Groups of a GPU type share its limit in their order.
-    """
+    """The nodes whose GPU type may be used, with equal groups merged. Groups of a GPU type share
+    its limit in their order."""
     own = [inventory.to_gpu(description) for description in cluster.gpus]
     groups: dict[tuple[str, int], int] = {}
     for group in cluster.nodes:

@@ -52,18 +52,14 @@ def may_join(
 
 
 def is_protected(preemptions: int, limit: int) -> bool:
-    """Whether a request has reached its `limit` of preemptions (0: no limit).
-
-    Engines preempt such a request only if all other requests have reached it, too.
-    """
+    """Whether a request has reached its `limit` of preemptions (0: no limit). Engines preempt such
+    a request only if all other requests have reached it, too."""
     return 0 < limit <= preemptions
 
 
 def find_peak(held: "Amounts", left: "Amounts") -> float:
     """Peak of the sum of KV tokens of requests with `held` tokens now and `left` still to come.
-
-    Both arrays have the same length; they are sorted here by descending `left`, in place.
-    """
+    Both arrays have the same length; they are sorted here by descending `left`, in place."""
     sort_by_left(held, left)
     return find_sorted_peak(held, left)
 

@@ -59,10 +59,8 @@ def compute_spare_context(
 
 
 def compute_spare_prompt(pending: Amount, k1: float, c1: float, limit_ms: float) -> Amount:
-    """(c), (d) Prompt tokens that may join `pending` ones so that all take `limit_ms` (Eq. 2).
-
-    The limit is the TTFT target for (c), and the result of `compute_saved_ms` for (d).
-    """
+    """(c), (d) Prompt tokens that may join `pending` ones so that all take `limit_ms` (Eq. 2). The
+    limit is the TTFT target for (c), and the result of `compute_saved_ms` for (d)."""
     return (limit_ms - c1) / k1 - pending
 
 
@@ -72,10 +70,8 @@ def compute_saved_ms(tokens: float, decoding_ms: float, tpot_ms: float, theta: f
 
 
 def compute_capacity_norm(batch: Amount, context: Amount, k2: float, c2: float) -> Amount:
-    """capacity_norm: how full an instance is, as the L2 norm of its batch and its context.
-
-    Both are weighted by the ms that they add to an iteration, so that their units are comparable.
-    """
+    """capacity_norm: how full an instance is, as the L2 norm of its batch and its context. Both are
+    weighted by the ms that they add to an iteration, so that their units are comparable."""
     norm: Amount = ((c2 * batch) ** 2 + (k2 * context) ** 2) ** 0.5
     return norm
 

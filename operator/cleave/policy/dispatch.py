@@ -346,9 +346,7 @@ def add_cell_costs(
 
 def restrict_to_cell(decode: Scores, cells: CellNumbers, slot: int) -> Scores:
     """`decode` scores for handoffs of the prefill instance at `slot`: closed outside its cell.
-
-    Unchanged if the cell's slots are all closed, or all stale while others are not.
-    """
+    Unchanged if the cell's slots are all closed, or all stale while others are not."""
     own: Scores = np.where(cells == cells[slot], decode, np.inf)
     return own if own.min() < _compute_score_limit(decode.min()) else decode
 

@@ -113,10 +113,8 @@ class RangeTree:
 
 
 def estimate_remaining(predicted: float, generated: float) -> float:
-    """Predicted remaining output of a request that has generated `generated` tokens.
-
-    A request beyond its prediction is assumed to need as much again: outputs have long tails.
-    """
+    """Predicted remaining output of a request that has generated `generated` tokens. A request
+    beyond its prediction is assumed to need as much again: outputs have long tails."""
     return predicted - generated if generated < predicted else predicted
 
 

@@ -26,10 +26,8 @@ class PrefillOrder(IntEnum):
 def sort_prompts(
     requests: "NDArray[np.int64] | list[int]", tokens: "NDArray[np.int64] | list[int]", order: int
 ) -> None:
-    """Sort `requests` and their prompt lengths `tokens` by `order`, in place and stably.
-
-    Two arrays of equal length, oldest first: one PrefillSchedBatch.
-    """
+    """Sort `requests` and their prompt lengths `tokens` by `order`, in place and stably. Two arrays
+    of equal length, oldest first: one PrefillSchedBatch."""
     if order == PrefillOrder.FCFS:
         return
     sign = 1 if order == PrefillOrder.SJF else -1

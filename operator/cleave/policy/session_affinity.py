@@ -67,10 +67,8 @@ def find_attached(
 
 
 def goes_back(queue: float, queue_elsewhere: float, cached_tokens: float) -> bool:
-    """Whether a prompt returns to the instance that has cached `cached_tokens` of it.
-
-    As in `find_session_instance`, its `queue` may be longer than others by the cached tokens.
-    """
+    """Whether a prompt returns to the instance that has cached `cached_tokens` of it. As in
+    `find_session_instance`, its `queue` may be longer than others by the cached tokens."""
     return queue <= queue_elsewhere + cached_tokens
 
 

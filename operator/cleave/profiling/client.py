@@ -74,10 +74,8 @@ class OpenAIClient:
     async def complete(
         self, prompt: Sequence[int], output_tokens: int, on_events: OnEvents | None = None
     ) -> TimedCompletion:
-        """Stream exactly `output_tokens` tokens; `on_events` is called as they arrive.
-
-        Raises ProfilingError when the response is an error or has another length.
-        """
+        """Stream exactly `output_tokens` tokens; `on_events` is called as they arrive. Raises
+        ProfilingError when the response is an error or has another length."""
         body = {
             "model": self.model,
             "prompt": list(prompt),

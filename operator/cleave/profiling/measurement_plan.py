@@ -84,10 +84,8 @@ class ProbeResult:
 async def measure(
     client: OpenAIClient, facts: EngineInfo, settings: ProfilingSettings, show: ReportProgress
 ) -> SamplesByCase:
-    """Measure all points; samples by point, without points that could not be observed.
-
-    Raises ProfilingError; no request runs on the engine afterwards.
-    """
+    """Measure all points; samples by point, without points that could not be observed. Raises
+    ProfilingError; no request runs on the engine afterwards."""
     rng = random.Random(settings.seed)
     await _wait_until_idle(client)
     look = await probe_engine(client, facts, settings, rng, show)

@@ -266,10 +266,8 @@ def draw_prompt(rng: random.Random, tokens: int) -> list[int]:
 
 
 def group_by_iteration(end_s: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """(number of first tokens, seconds) of each iteration but the first.
-
-    `end_s`: ascending arrival times of first tokens, from iterations without pauses in between.
-    """
+    """(number of first tokens, seconds) of each iteration but the first. `end_s`: ascending arrival
+    times of first tokens, from iterations without pauses in between."""
     longest = max(after - before for before, after in pairwise(end_s))
     groups = [[end_s[0]]]
     for before, after in pairwise(end_s):

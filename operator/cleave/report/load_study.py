@@ -151,10 +151,8 @@ def select_rivals(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def interpolate_goodput(rates: Sequence[float], shares: Sequence[float], target: float) -> float:
-    """Rate at which attainment first falls below `target`, interpolated linearly.
-
-    0 when the lowest rate misses the target, the highest rate when none does.
-    """
+    """Rate at which attainment first falls below `target`, interpolated linearly. 0 when the lowest
+    rate misses the target, the highest rate when none does."""
     for low, (rate, share) in enumerate(zip(rates[1:], shares[1:], strict=True)):
         if shares[low] < target:
             return 0.0

@@ -63,10 +63,8 @@ def compile_function(function: Function, replacements: dict[Function, Any]) -> F
 
 
 def find_sources(function: Function) -> list[Path]:
-    """The files that define `function` and the functions of Cleave that it calls.
-
-    All files of this package are included, because the origin of a constant cannot be traced.
-    """
+    """The files that define `function` and the functions of Cleave that it calls. All files of this
+    package are included, because the origin of a constant cannot be traced."""
     files = {str(file) for file in Path(__file__).parent.glob("*.py")}
     visited: set[Function] = set()
     pending = [function]

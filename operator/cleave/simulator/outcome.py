@@ -13,9 +13,7 @@ Counts = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """Times in milliseconds since the start of the trace, one per request; nan: never reached.
-
-    Instances are numbered in the fleet's order: prefill pools, decode pools, mixed pools.
-    """
+    Instances are numbered in the fleet's order: prefill pools, decode pools, mixed pools."""
 
     arrival_ms: Times
     prefill_start_ms: Times
@@ -120,9 +118,7 @@ class InstanceStatistics:
 
 def compute_quantile(times: Times, level: float) -> float:
     """The time at or above the share `level` of requests; nan (never reached) counts as infinite.
-
-    No interpolation, which is undefined between a finite and an infinite value.
-    """
+    No interpolation, which is undefined between a finite and an infinite value."""
     return float(np.quantile(np.where(np.isnan(times), np.inf, times), level, method="higher"))
 
 

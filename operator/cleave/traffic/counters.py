@@ -28,10 +28,8 @@ class CountsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram: number of values up to each bound (the last bound is infinite).
-
-    Latencies are in seconds, lengths in tokens.
-    """
+    """A histogram: number of values up to each bound (the last bound is infinite). Latencies are in
+    seconds, lengths in tokens."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[float, ...] = ()

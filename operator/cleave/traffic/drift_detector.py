@@ -216,10 +216,8 @@ def _update_sum(
 def _compute_deviation(
     quantity: Quantity, reference: TrafficReference, window: TrafficWindow
 ) -> tuple[float, float, float] | None:
-    """(deviation, deviation of a factor of e, relative standard deviation of one request).
-
-    The first two are in standard deviations of the window; None: no requests.
-    """
+    """(deviation, deviation of a factor of e, relative standard deviation of one request). The
+    first two are in standard deviations of the window; None: no requests."""
     match quantity:
         case Quantity.RATE:
             expected = reference.rate * window.length_s

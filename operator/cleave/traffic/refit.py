@@ -45,10 +45,8 @@ def to_demand(windows: Sequence[TrafficWindow]) -> Demand:
 
 
 def compute_margin(windows: Sequence[TrafficWindow]) -> float:
-    """Relative excess of tokens per second that may occur by chance.
-
-    Two standard errors of rate and mean length. Raises RefitError.
-    """
+    """Relative excess of tokens per second that may occur by chance. Two standard errors of rate
+    and mean length. Raises RefitError."""
     joined = _join_windows(windows)
     lengths = max(compute_variation(each) for each in (joined.prompts, joined.outputs))
     variance = compute_dispersion(windows) + lengths**2
@@ -57,9 +55,7 @@ def compute_margin(windows: Sequence[TrafficWindow]) -> float:
 
 def compute_dispersion(windows: Sequence[TrafficWindow]) -> float:
     """Variance divided by mean of the requests in a window, near burstiness^2; 1 for few windows.
-
-    Values below 1 (Poisson) are raised to 1: with few windows they occur by chance.
-    """
+    Values below 1 (Poisson) are raised to 1: with few windows they occur by chance."""
     nonempty = [each for each in windows if each.length_s > 0]
     requests = sum(each.num_requests for each in nonempty)
     if len(nonempty) < _MIN_WINDOWS or not requests:

@@ -68,10 +68,8 @@ def plan_cores(
 
 
 def build_omp_binding(cores: Sequence[int], ranks: int) -> str:
-    """Return VLLM_CPU_OMP_THREADS_BIND: equal parts of `cores`, one per rank, joined by `|`.
-
-    Raises CoresError when there are fewer cores than ranks.
-    """
+    """Return VLLM_CPU_OMP_THREADS_BIND: equal parts of `cores`, one per rank, joined by `|`. Raises
+    CoresError when there are fewer cores than ranks."""
     per_rank = len(cores) // ranks
     if not per_rank:
         raise CoresError(f"{ranks} ranks need {ranks} cores; --cores gives {len(cores)}")

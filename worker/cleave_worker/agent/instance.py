@@ -48,10 +48,8 @@ class KvDirection(Enum):
 
 
 def get_kv_direction(role: Role) -> KvDirection:
-    """Return the direction for disaggregated requests on an instance of this role.
-
-    Mixed instances serve colocated requests, and decode those that others have prefilled.
-    """
+    """Return the direction for disaggregated requests on an instance of this role. Mixed instances
+    serve colocated requests, and decode those that others have prefilled."""
     return KvDirection.OUT if role == agent_pb2.ROLE_PREFILL else KvDirection.IN
 
 

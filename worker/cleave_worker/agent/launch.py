@@ -90,10 +90,8 @@ def build_engine_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, 
 
 
 def build_headless_launch(config: AgentConfig, boot: Boot, base_env: Mapping[str, str]) -> Launch:
-    """Build vLLM's process on a further node of an instance; `boot` is the leader's.
-
-    Its KV has the leader's engine id, as handoffs name only that. Raises LaunchError.
-    """
+    """Build vLLM's process on a further node of an instance; `boot` is the leader's. Its KV has the
+    leader's engine id, as handoffs name only that. Raises LaunchError."""
     user_arguments, kv_transfer = _extract_kv_transfer_config(config.engine_args)
     arguments = [
         "--model", config.model,
@@ -134,10 +132,8 @@ def has_nvcc(env: Mapping[str, str]) -> bool:
 
 
 def find_free_port(host: str) -> int:
-    """Return a TCP port of `host` that is free now.
-
-    If another process takes it first, the engine ends and the next boot gets others.
-    """
+    """Return a TCP port of `host` that is free now. If another process takes it first, the engine
+    ends and the next boot gets others."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]

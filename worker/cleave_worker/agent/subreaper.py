@@ -49,10 +49,8 @@ def become_subreaper() -> None:
 
 
 def kill_descendants(seconds: float) -> bool:
-    """Kill and reap every descendant of this process; return False when some remain in time.
-
-    A subreaper inherits the children of a killed process, so killing level by level reaches all.
-    """
+    """Kill and reap every descendant of this process; return False when some remain in time. A
+    subreaper inherits the children of a killed process, so killing level by level reaches all."""
     deadline = time.monotonic() + seconds
     while _reap()[1]:
         for child in _list_children():

@@ -96,10 +96,8 @@ class EmulatedEngine:
             self._scheduling_page.close()
 
     def submit(self, request: EngineRequest, listener: TokenListener) -> Sequence:
-        """Queue a request that fits max_model_len; its tokens go to the listener.
-
-        An engine without a KV connector computes everything itself, as vLLM does.
-        """
+        """Queue a request that fits max_model_len; its tokens go to the listener. An engine without
+        a KV connector computes everything itself, as vLLM does."""
         if not self.side_channel:
             request = replace(request, do_remote_decode=False, handoff=None)
         sequence = Sequence(request, time.monotonic())

@@ -175,10 +175,8 @@ class EmulatedScheduler:
         self._retire(sequence, lease=False)
 
     def get_leased_contents(self, request_id: str, stale: bool = False) -> dict[int, int] | None:
-        """Return the content of each block of a leased request, None without a lease.
-
-        With `stale`, what the blocks contained before the request.
-        """
+        """Return the content of each block of a leased request, None without a lease. With `stale`,
+        what the blocks contained before the request."""
         blocks = self._leased_blocks.get(request_id)
         if blocks is None:
             return None

@@ -129,10 +129,8 @@ class Sequence:
         return keys[:count]
 
     def adopt(self, num_tokens: int, pool: BlockPool) -> None:
-        """Continue from KV that is in `blocks` and covers `num_tokens`.
-
-        At least the newest token is computed again, because its iteration samples the next token.
-        """
+        """Continue from KV that is in `blocks` and covers `num_tokens`. At least the newest token
+        is computed again, because its iteration samples the next token."""
         self._summary, self._content = 0, self._start
         for index, block in enumerate(self.blocks[: -(-num_tokens // pool.block_size)]):
             if index:

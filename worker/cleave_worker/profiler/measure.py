@@ -95,9 +95,7 @@ def measure(
     report: Report,
 ) -> Operators:
     """Measure all operators for tensor parallel `sizes`, and collectives over up to `num_gpus`.
-
-    Raises ShardError, and CollectiveError when GPUs cannot communicate.
-    """
+    Raises ShardError, and CollectiveError when GPUs cannot communicate."""
     layer: list[LinearPoint] = []
     once: list[LinearPoint] = []
     prefill: list[PrefillAttentionPoint] = []

@@ -141,10 +141,8 @@ class BlockLeases:
         progress: Progress,
         computed: ComputeEvent | None = None,
     ) -> None:
-        """Record progress that holds now, or once the GPU has reached `computed`.
-
-        `blocks`: all blocks that the prompt has so far.
-        """
+        """Record progress that holds now, or once the GPU has reached `computed`. `blocks`: all
+        blocks that the prompt has so far."""
         with self._changed:
             leased = self._prefills.get(request_id)
             if leased is None or leased.is_finished:
@@ -235,10 +233,8 @@ class BlockLeases:
             return granted
 
     def release(self, request_id: str, epoch: int) -> bool:
-        """Free the blocks; return whether all of them were leased until now.
-
-        With epoch 0 `request_id` is a prefill's name, also of a prefill that is not registered yet.
-        """
+        """Free the blocks; return whether all of them were leased until now. With epoch 0
+        `request_id` is a prefill's name, also of a prefill that is not registered yet."""
         with self._changed:
             self._expire()
             if not epoch:

@@ -37,9 +37,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, rank: int, layout: bytes, max_bytes: int) -> None:
         """`layout`: 32 bytes, equal where KV is compatible; `max_bytes`: of this rank's files.
-
-        Raises ValueError when the folder cannot be created or other users can write to it.
-        """
+        Raises ValueError when the folder cannot be created or other users can write to it."""
         self._folder = folder
         self._rank = rank
         self._layout = layout
@@ -126,10 +124,8 @@ class CheckpointStore:
                     self._build_path(key).unlink()
 
     def collect_garbage(self, max_age_s: float) -> None:
-        """Mark the files in use, and remove those that no engine has marked for `max_age_s`.
-
-        Must be called several times in that time. Also removes what dead engines left.
-        """
+        """Mark the files in use, and remove those that no engine has marked for `max_age_s`. Must
+        be called several times in that time. Also removes what dead engines left."""
         with self._lock:
             used = list(self._used_bytes)
         for key in used:

@@ -80,10 +80,8 @@ class KvClient:
     def pull_chunk(
         self, rank: RemoteRank, handoff: Handoff, chunk: KvChunk, blocks: Sequence[int]
     ) -> Transport:
-        """Fill some layers of local `blocks` with a chunk of a running prefill.
-
-        `LayerwiseClient` releases the prefill and checks its lease. Raises RefusedError.
-        """
+        """Fill some layers of local `blocks` with a chunk of a running prefill. `LayerwiseClient`
+        releases the prefill and checks its lease. Raises RefusedError."""
         layers = slice(chunk.first_layer, chunk.first_layer + chunk.num_layers)
         return self._pull_from_rank(rank, handoff, chunk.first_block, blocks, layers)
 
@@ -91,9 +89,7 @@ class KvClient:
         self, handoff: Handoff, seconds: float = protocol.RESPONSE_TIMEOUT_S
     ) -> tuple[RemoteRank, ...]:
         """Return the remote ranks that this rank must contact, after looking up unknown addresses.
-
-        Each network operation may take `seconds`. Raises RefusedError.
-        """
+        Each network operation may take `seconds`. Raises RefusedError."""
         return find_remote_ranks(self.kv, self._rank_resolver.resolve(handoff, seconds))
 
     def decline(self, handoff: Handoff) -> None:

@@ -58,10 +58,8 @@ def refuse_on(error_type: type[Exception], reason: RefusalReason) -> Iterator[No
 
 
 class KvLayout(msgspec.Struct, frozen=True):
-    """Layout of a model's KV in blocks; nothing is transferred unless both ends are equal.
-
-    The parallelism may differ, see `ParallelShape`.
-    """
+    """Layout of a model's KV in blocks; nothing is transferred unless both ends are equal. The
+    parallelism may differ, see `ParallelShape`."""
 
     model: str
     """Model source and revision."""
@@ -100,9 +98,7 @@ class Handoff(msgspec.Struct, frozen=True):
     @property
     def is_overlapped(self) -> bool:
         """Whether it was made before the prefill, when epoch, prompt hash and length are unknown.
-
-        `request_id` is then a name that the gateway gave to prefill and decode request alike.
-        """
+        `request_id` is then a name that the gateway gave to prefill and decode request alike."""
         return not self.epoch
 
 

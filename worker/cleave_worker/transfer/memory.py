@@ -102,9 +102,7 @@ def list_ranges(layers: Sequence[LayerRegion], blocks: Sequence[int]) -> Iterato
 
 def chunk_ranges(ranges: Iterable[ByteRange], size: int) -> Iterator[list[ByteRange]]:
     """Cut and group ranges so that each group except the last fills a buffer of `size` bytes.
-
-    Ranges of the same lengths are cut alike, wherever they lie.
-    """
+    Ranges of the same lengths are cut alike, wherever they lie."""
     group: list[ByteRange] = []
     free_bytes = size
     for range_ in ranges:
@@ -160,10 +158,8 @@ class Memory:
         return memoryview(self.view(range_).cpu().numpy())
 
     def copy_from(self, source: "Memory", pairs: Iterable[tuple[ByteRange, ByteRange]]) -> None:
-        """Copy bytes of `source`: pairs of (own range, range of `source`).
-
-        Raises ValueError at the first invalid pair, after all pairs before it were copied.
-        """
+        """Copy bytes of `source`: pairs of (own range, range of `source`). Raises ValueError at the
+        first invalid pair, after all pairs before it were copied."""
         if not (self._is_host and source._is_host):
             for own, remote in pairs:
                 self.view(own).copy_(source.view(remote))
@@ -199,10 +195,8 @@ class Memory:
 def register_tensors(
     tensors: Iterable[torch.Tensor], num_blocks: int
 ) -> tuple[Memory, list[LayerRegion]]:
-    """Return KV caches (one tensor per layer, blocks in dimension 0) as regions and layers.
-
-    Layers of one allocation share a region. Raises ValueError when blocks are not contiguous.
-    """
+    """Return KV caches (one tensor per layer, blocks in dimension 0) as regions and layers. Layers
+    of one allocation share a region. Raises ValueError when blocks are not contiguous."""
     regions: dict[int, int] = {}
     flat: list[torch.Tensor] = []
     layers: list[LayerRegion] = []

@@ -40,10 +40,8 @@ class KvChunk(NamedTuple):
 
 
 def find_missing_chunks(previous: Progress, now: Progress, num_layers: int) -> list[KvChunk]:
-    """Return what became final between two announcements, in the order of the prompt.
-
-    `num_layers`: of a complete block. Raises ValueError when `now` cannot follow `previous`.
-    """
+    """Return what became final between two announcements, in the order of the prompt. `num_layers`:
+    of a complete block. Raises ValueError when `now` cannot follow `previous`."""
     first, started = previous.blocks_done, previous.blocks_started
     if now.blocks_done < first or first < now.blocks_done < started:
         raise ValueError(f"{now} does not follow {previous}")

@@ -120,10 +120,8 @@ class ProgressUpdate(Message, frozen=True):
 
 
 class PullResponse(Message, frozen=True):
-    """Blocks that belong to the consumer until it releases them, for a bounded time.
-
-    For a running prefill that time starts when it ends.
-    """
+    """Blocks that belong to the consumer until it releases them, for a bounded time. For a running
+    prefill that time starts when it ends."""
 
     blocks: tuple[int, ...]
     checksums: tuple[int, ...] = ()

@@ -68,9 +68,7 @@ class RankBarrier:
 
     def abandon(self, request_id: str, epoch: int) -> bool:
         """Free the blocks of a pull that has ended, or lost the connection with one of its ranks.
-
-        Returns whether they were leased until now.
-        """
+        Returns whether they were leased until now."""
         with self._lock:
             self._states.pop((request_id, epoch), None)
         return self._leases.release(request_id, epoch)

@@ -33,9 +33,7 @@ class RemoteRank:
 
 def find_remote_ranks(kv: RegisteredKv, handoff: Handoff) -> tuple[RemoteRank, ...]:
     """Return all ranks to contact, including those that are only notified that they are not read.
-
-    Raises RefusedError when the handoff's parallelism is invalid.
-    """
+    Raises RefusedError when the handoff's parallelism is invalid."""
     shape, heads = handoff.shape, kv.layout.num_kv_heads
     fault = shape.find_fault(heads)
     if not fault and shape.num_ranks != len(handoff.addresses):
@@ -57,9 +55,7 @@ class RankResolver:
 
     def resolve(self, handoff: Handoff, seconds: float) -> Handoff:
         """Return the handoff with all ranks of its producer; it has them already after the prefill.
-
-        Each network operation may take `seconds`. Raises RefusedError.
-        """
+        Each network operation may take `seconds`. Raises RefusedError."""
         if not handoff.is_overlapped:
             return handoff
         key = (handoff.boot_id, handoff.addresses)

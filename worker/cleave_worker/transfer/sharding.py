@@ -143,10 +143,8 @@ def _assign_parts(
 def slice_layers(
     all_layers: Sequence[LayerRegion], shard: ShardSpec, part: ShardPart, num_kv_heads: int
 ) -> tuple[LayerRegion, ...]:
-    """Return where a part lies among a rank's layers, whose blocks contain head after head.
-
-    Raises ValueError when the rank does not have it.
-    """
+    """Return where a part lies among a rank's layers, whose blocks contain head after head. Raises
+    ValueError when the rank does not have it."""
     layers = range(part.first_layer, part.end_layer)
     heads = shard.shape.get_head_range(shard.rank, num_kv_heads)
     requested = range(part.first_head, part.end_head)

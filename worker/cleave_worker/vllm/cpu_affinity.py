@@ -29,8 +29,6 @@ def restrict_cpu_topology() -> None:
 
 def restrict_nodes(nodes: Sequence[Sequence[int]], own: Collection[int]) -> list[list[int]]:
     """Return the cores of each NUMA node that are in `own`, or `own` as one node if there are none.
-
-    vLLM lists one hardware thread per physical core, so all own threads may be missing.
-    """
+    vLLM lists one hardware thread per physical core, so all own threads may be missing."""
     restricted = [[core for core in node if core in own] for node in nodes]
     return [node for node in restricted if node] or [sorted(own)]

@@ -15,9 +15,7 @@ from cleave.shm.load_page import ENV
 
 def disable_unusable_flashinfer() -> None:
     """Let `import flashinfer` fail where vLLM's own check says that it cannot be used.
-
-    `VLLM_USE_FLASHINFER_SAMPLER=1` keeps it, for kernels that this check does not find.
-    """
+    `VLLM_USE_FLASHINFER_SAMPLER=1` keeps it, for kernels that this check does not find."""
     if ENV not in os.environ:
         return
     from vllm import envs

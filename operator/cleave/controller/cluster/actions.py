@@ -50,9 +50,7 @@ class Delete:
 @dataclass(frozen=True, slots=True)
 class Repurpose:
     """Change a running instance's configured role and move its pod to `pool`, without a restart.
-
-    When the agent refuses or does not respond, pod and role stay as they are.
-    """
+    When the agent refuses or does not respond, pod and role stay as they are."""
 
     target: ObjectReference
     """The pod."""

@@ -84,10 +84,8 @@ class Executor:
         self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def carry_out(self, actions: Iterable[Action]) -> None:
-        """Execute all writes in order, those of the same type concurrently.
-
-        Raises KubeApiError, StaleError, NameTakenError or NotLeadingError; earlier writes persist.
-        """
+        """Execute all writes in order, those of the same type concurrently. Raises KubeApiError,
+        StaleError, NameTakenError or NotLeadingError; earlier writes persist."""
         writes = [each for each in actions if not isinstance(each, RequestPlan | Requeue)]
         for kind, same in groupby(writes, key=type):
             if kind in (PatchStatus, SetFinalizers):
@@ -201,10 +199,8 @@ class Executor:
             self._on_delete(target)
 
     async def _repurpose(self, action: Repurpose) -> bool:
-        """Set the agent's role, then the pod's labels; returns whether the instance has the role.
-
-        A pod whose agent refuses keeps its labels and is replaced like any other.
-        """
+        """Set the agent's role, then the pod's labels; returns whether the instance has the role. A
+        pod whose agent refuses keeps its labels and is replaced like any other."""
         target = action.target
         if not self._may_write():
             raise NotLeadingError(_LEASE_EXPIRED)

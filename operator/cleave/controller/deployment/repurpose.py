@@ -84,10 +84,8 @@ def build_actions(changes: Iterable[RoleChange], current: Pools) -> Iterator[Rep
 def correct_roles(
     pods: Iterable[ObservedPod], instances: Mapping[str, FleetInstance], current: Pools
 ) -> Iterator[Repurpose]:
-    """Yield actions for instances whose configured role differs from their pod's label.
-
-    The agent's role may have been set while the write of the labels failed.
-    """
+    """Yield actions for instances whose configured role differs from their pod's label. The agent's
+    role may have been set while the write of the labels failed."""
     for pod in pods:
         reported, pool = instances.get(pod.name), current.get(pod.role)
         is_other = reported is not None and reported.home not in ("", str(pod.role))

@@ -83,10 +83,8 @@ def compute_counts(view: DeploymentView, written: Manifest) -> ReplicaCounts:
 
 
 def _compute_served_s(view: DeploymentView, roles: Collection[Role]) -> float:
-    """Seconds for which every role has had a ready instance.
-
-    A client may have given up while instances started: they stay long enough for a retry.
-    """
+    """Seconds for which every role has had a ready instance. A client may have given up while
+    instances started: they stay long enough for a retry."""
     since = dict.fromkeys(roles, math.inf)
     for pod in view.pods:
         if pod.ready and not pod.deleting and pod.role in since:

@@ -86,9 +86,7 @@ def list_recent(
     windows: Sequence[TrafficWindow], since_s: float, enough_s: float, lead_s: float
 ) -> tuple[TrafficWindow, ...]:
     """Return the newest windows after `since_s` that last `enough_s` and hold enough requests.
-
-    Windows of `lead_s` before them are included; latencies are compared without these.
-    """
+    Windows of `lead_s` before them are included; latencies are compared without these."""
     after = _list_after(windows, since_s)
     newest = after[::-1]
     lengths = accumulate(window.length_s for window in newest)

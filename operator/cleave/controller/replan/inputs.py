@@ -69,10 +69,8 @@ class PlanInputs:
         return self.inventory.node_kinds_hash if is_vllm else ""
 
     def hash_with(self, fitted: FittedPlanInputs | None) -> str:
-        """Hash all inputs of a plan; the engine's env and image are not among them.
-
-        `fitted` replaces the spec's traffic and corrects the latency model; None: neither.
-        """
+        """Hash all inputs of a plan; the engine's env and image are not among them. `fitted`
+        replaces the spec's traffic and corrects the latency model; None: neither."""
         if fitted is None:
             return hash_content(self._spec_parts)
         return hash_content([*self._spec_parts, fitted.model_dump(mode="json")])

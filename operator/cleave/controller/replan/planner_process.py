@@ -35,10 +35,8 @@ _STAND_IN_MODEL = "facebook/opt-13b"
 
 
 def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
-    """Run the planner for a deployment (as JSON) and return `job` with its result.
-
-    Runs in the planner's process; imports are local, as only that process needs these modules.
-    """
+    """Run the planner for a deployment (as JSON) and return `job` with its result. Runs in the
+    planner's process; imports are local, as only that process needs these modules."""
     from cleave.controller.replan import review
     from cleave.controller.replan.inputs import to_correction
     from cleave.manifests.pool import build_selected_plan

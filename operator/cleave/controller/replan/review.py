@@ -33,10 +33,8 @@ from cleave.policy.role_flipping import build_thresholds
 def run_review(
     deployment: LLMDeployment, problem: Problem, job: PlanJob, review: PlanReview
 ) -> PlanJob:
-    """Return `job` with the result of `review`. Raises PlanError.
-
-    `problem` has the observed traffic, and the latency model without a correction.
-    """
+    """Return `job` with the result of `review`. Raises PlanError. `problem` has the observed
+    traffic, and the latency model without a correction."""
     pools = _complete_pools(problem, review.pools, review.algorithm)
     flips = deployment.spec.pools
     has_manager = flips.flipping is FlippingMode.AUTO and any(p.role is Role.PREFILL for p in pools)

@@ -47,10 +47,8 @@ class CertificateStoreError(RuntimeError):
 
 
 class SecretCertificateStore:
-    """The Secret with the certificate, and the webhook configuration with its CA bundle.
-
-    Both have the same name. The chart creates them, empty; the operator may update these two only.
-    """
+    """The Secret with the certificate, and the webhook configuration with its CA bundle. Both have
+    the same name. The chart creates them, empty; the operator may update these two only."""
 
     def __init__(self, kube: KubeClient, namespace: str, name: str) -> None:
         self._kube = kube

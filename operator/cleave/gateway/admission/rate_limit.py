@@ -22,10 +22,8 @@ _REQUESTS, _TOKENS = 0, 1
 
 
 class TokenBucket:
-    """An allowance that refills continuously; a minute's worth may be used at once.
-
-    Its state is the time at which it is full again (the generic cell rate algorithm, ITU-T I.371).
-    """
+    """An allowance that refills continuously; a minute's worth may be used at once. Its state is
+    the time at which it is full again (the generic cell rate algorithm, ITU-T I.371)."""
 
     __slots__ = ("_full_at", "_per_minute")
 

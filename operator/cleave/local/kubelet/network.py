@@ -77,10 +77,8 @@ def find_busy_ports(address: str, ports: Iterable[int]) -> list[int]:
 
 
 def find_internal_port(port: int) -> int:
-    """A free internal port for the gateway at `port`, so that several deployments can run.
-
-    It lies 10,000 above or below, which leaves the adjacent ports to other gateways.
-    """
+    """A free internal port for the gateway at `port`, so that several deployments can run. It lies
+    10,000 above or below, which leaves the adjacent ports to other gateways."""
     first = port + _INTERNAL_PORT_OFFSET
     if first > _MAX_PORT:
         first = port - _INTERNAL_PORT_OFFSET

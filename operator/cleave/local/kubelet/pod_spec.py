@@ -93,10 +93,8 @@ def parse_pod(pod: Manifest) -> PodSpec:
 
 
 def parse_quantity(quantity: str | float) -> float:
-    """Parse a Kubernetes quantity (`500m` cores, `6Gi` bytes). Raises ValueError.
-
-    `E` is a suffix (`1E`) or begins an exponent (`1E3`).
-    """
+    """Parse a Kubernetes quantity (`500m` cores, `6Gi` bytes). Raises ValueError. `E` is a suffix
+    (`1E`) or begins an exponent (`1E3`)."""
     match = re.fullmatch(QUANTITY_PATTERN, str(quantity))
     digits, suffix = (match[1], match[2] or "") if match else ("nan", "")
     number = float(digits) * _SCALE[suffix] if suffix in _SCALE else float(digits + suffix)

@@ -75,10 +75,8 @@ class PodWorker:
         return self._command.log
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Stop the pod within `grace_s` seconds (default: its own grace period).
-
-        A second call may shorten the grace of the first.
-        """
+        """Stop the pod within `grace_s` seconds (default: its own grace period). A second call may
+        shorten the grace of the first."""
         grace_s = self.spec.grace_s if grace_s is None else grace_s
         self._grace_s = min(self._grace_s, grace_s)
         if self._stop_requested.is_set() and self._process is not None and grace_s == 0:

@@ -36,10 +36,8 @@ class Process:
         return int(await asyncio.shield(self._exit_code))
 
     async def stop(self, grace_s: float) -> int:
-        """Stop it if it still runs; returns the exit code.
-
-        SIGTERM first, SIGKILL to the whole group after `grace_s` seconds.
-        """
+        """Stop it if it still runs; returns the exit code. SIGTERM first, SIGKILL to the whole
+        group after `grace_s` seconds."""
         if self._exit_code.done():
             return await self.wait()
         self.terminate()

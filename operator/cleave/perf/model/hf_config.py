@@ -102,10 +102,8 @@ def read_config(path: Path) -> ConfigFields:
 
 
 def select_language_part(config: object) -> ConfigFields:
-    """The fields of a decoded config, or those of its `text_config` if it has one.
-
-    Nested `text_config` objects are refused. Raises ConfigError.
-    """
+    """The fields of a decoded config, or those of its `text_config` if it has one. Nested
+    `text_config` objects are refused. Raises ConfigError."""
     if not isinstance(config, Mapping):
         raise ModelConfigError("holds no object; a config.json starts with {")
     fields = ConfigFields(config)

@@ -57,10 +57,8 @@ def read_experts(config: ConfigFields) -> Experts | None:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Instead of keys and values, one compressed latent is cached per token and layer.
-
-    The rotated part of the key, which all heads share, is cached beside it.
-    """
+    """Instead of keys and values, one compressed latent is cached per token and layer. The rotated
+    part of the key, which all heads share, is cached beside it."""
 
     kv_rank: int
     """Size of a latent."""
@@ -84,9 +82,7 @@ class LatentAttention:
 
     def count_parameters(self, hidden_size: int, heads: float) -> float:
         """Weights of one layer's projections for `heads` heads, a GPU's share of all heads.
-
-        Down-projections are replicated on every GPU.
-        """
+        Down-projections are replicated on every GPU."""
         down = hidden_size * (self.cached_size + (self.q_rank or 0))
         up_query = heads * self.key_size * (self.q_rank or hidden_size)
         up_kv = heads * self.kv_rank * (self.nope_head_size + self.value_head_size)

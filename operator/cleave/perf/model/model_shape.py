@@ -78,10 +78,8 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     def count_attention_parameters(self, tensor: int = 1) -> int:
-        """Weights of one layer's attention projections on one of `tensor` GPUs.
-
-        KV heads are replicated if there are fewer than GPUs; so are MLA's down-projections.
-        """
+        """Weights of one layer's attention projections on one of `tensor` GPUs. KV heads are
+        replicated if there are fewer than GPUs; so are MLA's down-projections."""
         own_heads = self.num_attention_heads / tensor
         if self.latent is not None:
             return round(self.latent.count_parameters(self.hidden_size, own_heads))
@@ -115,10 +113,8 @@ class ModelShape:
         return self.num_layers * self._count_kv_values_per_layer(1) * self.kv_dtype_bytes
 
     def compute_kv_bytes_on_gpu(self, tensor: int, pipeline: int) -> int:
-        """Bytes of one token's KV on one GPU of the stage with the most layers.
-
-        KV heads are replicated if there are fewer than GPUs; MLA's latent is always replicated.
-        """
+        """Bytes of one token's KV on one GPU of the stage with the most layers. KV heads are
+        replicated if there are fewer than GPUs; MLA's latent is always replicated."""
         per_layer = self._count_kv_values_per_layer(tensor) * self.kv_dtype_bytes
         return self.count_layers_per_stage(pipeline) * per_layer
 
@@ -129,10 +125,8 @@ class ModelShape:
 
     @property
     def prefill_attention_flops(self) -> float:
-        """FLOPs for one pair of a token and an earlier one, over all layers and heads.
-
-        They are for scores and values; a prompt of n tokens has about n^2 / 2 pairs.
-        """
+        """FLOPs for one pair of a token and an earlier one, over all layers and heads. They are for
+        scores and values; a prompt of n tokens has about n^2 / 2 pairs."""
         key, value = self.head_size, self.head_size
         if self.latent is not None:
             key, value = self.latent.key_size, self.latent.value_head_size
@@ -156,10 +150,8 @@ class ModelShape:
         return -(-self.num_layers // pipeline)
 
     def explain_unsupported(self, tensor: int, pipeline: int) -> str | None:
-        """Why the model cannot be sharded over `tensor` x `pipeline` GPUs; None: it can.
-
-        The rules are vLLM's; cleave.perf.hardware.memory checks the memory.
-        """
+        """Why the model cannot be sharded over `tensor` x `pipeline` GPUs; None: it can. The rules
+        are vLLM's; cleave.perf.hardware.memory checks the memory."""
         if tensor < 1 or pipeline < 1:
             return f"parallel sizes {tensor} x {pipeline} are below 1"
         if self.num_attention_heads % tensor:
@@ -176,9 +168,7 @@ class ModelShape:
 
     def count_layer_mlp_parameters(self, tensor: int = 1) -> tuple[int, int]:
         """MLP weights on one of `tensor` GPUs: (of a dense layer, of a mixture-of-experts layer).
-
-        The second is 0 if the model has no experts.
-        """
+        The second is 0 if the model has no experts."""
         dense, sparse = self._count_stored_mlp_parameters()
         return dense // tensor, sparse // tensor
 

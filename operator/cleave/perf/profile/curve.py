@@ -45,9 +45,7 @@ def find_step(xs: Iterable[int]) -> int:
 
 def fit_non_decreasing(points: Points) -> list[tuple[float, float]]:
     """The non-decreasing least-squares fit: neighbours in wrong order are replaced by their mean.
-
-    (Pool adjacent violators.)
-    """
+    (Pool adjacent violators.)"""
     blocks: list[tuple[float, int]] = []
     for _, value in points:
         total, count = value, 1

@@ -35,10 +35,8 @@ class AttentionCost:
 
 
 def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterator[MatrixProduct]:
-    """The linear layers of the model for `rows` rows, without the LM head.
-
-    Of experts, only the weights of those that some row uses are read, with even routing.
-    """
+    """The linear layers of the model for `rows` rows, without the LM head. Of experts, only the
+    weights of those that some row uses are read, with even routing."""
     hidden, width = shape.hidden_size, shape.dtype_bytes
     value_size = shape.latent.value_head_size if shape.latent else shape.head_size
     heads_width = shape.num_attention_heads * value_size / tensor

@@ -156,10 +156,8 @@ class ClusterDesign:
 def provision(
     request: ProvisioningRequest, progress: Callable[[int, int, str], None] | None = None
 ) -> tuple[ClusterDesign, ...]:
-    """The best cluster of each pair that has one, best first.
-
-    `progress` is called with (pairs done, number of pairs, name). Raises ProvisioningError.
-    """
+    """The best cluster of each pair that has one, best first. `progress` is called with (pairs
+    done, number of pairs, name). Raises ProvisioningError."""
     _check(request)
     designs = []
     for done, pair in enumerate(request.pairs):

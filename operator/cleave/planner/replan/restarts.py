@@ -36,10 +36,8 @@ def count_kinds(pools: Sequence[PlannedPool]) -> Counter[tuple[object, ...]]:
 
 
 def reduce_restarts(current: Pools, proposed: Pools, serves: Callable[[Pools, int], bool]) -> Pools:
-    """`proposed`, with limits of `current` in as many pools as avoids most restarts.
-
-    `serves(pools, avoided)`: whether such pools serve well enough, given the restarts avoided.
-    """
+    """`proposed`, with limits of `current` in as many pools as avoids most restarts. `serves(pools,
+    avoided)`: whether such pools serve well enough, given the restarts avoided."""
     max_starts = count_starts(current, proposed)
     # Each pool with its own limits, or with those of existing instances on the same hardware.
     variants = itertools.product(*(_list_limits(current, pool) for pool in proposed))

@@ -197,10 +197,8 @@ def decide(
 def _reduce_restarts(
     problem: Problem, current: tuple[PlannedPool, ...], best: Plan, settings: ReplanSettings
 ) -> Plan:
-    """`best`, or the same with limits of running instances where that serves as well.
-
-    An instance that restarts does not serve meanwhile; better limits have to make up for that.
-    """
+    """`best`, or the same with limits of running instances where that serves as well. An instance
+    that restarts does not serve meanwhile; better limits have to make up for that."""
 
     def predict_pools(pools: tuple[PlannedPool, ...]) -> float:
         return predict_attainment(problem, RunningPlan(pools, best.algorithm))

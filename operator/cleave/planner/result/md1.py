@@ -35,10 +35,8 @@ def compute_mean_ttft_ms(rate: float, prefill_ms: float) -> float:
 
 
 def compute_mean_ttft_inter_op_ms(rate: float, prefill_ms: float, stages: int = 2) -> float:
-    """Eq. 2, D + R D^2 / (4 (2 - R D)); with s stages D + R D^2 / (2 s (s - R D)).
-
-    A request takes D through all stages; the queue advances at the pace of one stage, D / s.
-    """
+    """Eq. 2, D + R D^2 / (4 (2 - R D)); with s stages D + R D^2 / (2 s (s - R D)). A request takes
+    D through all stages; the queue advances at the pace of one stage, D / s."""
     return prefill_ms + _compute_wait_ms(rate, prefill_ms / stages)
 
 

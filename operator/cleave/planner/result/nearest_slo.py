@@ -42,10 +42,8 @@ class _ScaledPlacement:
 
 
 def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> NearestSlo | None:
-    """The smallest multiple of both targets that some plan meets at the requested rate.
-
-    None: none was found, mostly because the GPUs cannot serve the rate at any latency.
-    """
+    """The smallest multiple of both targets that some plan meets at the requested rate. None: none
+    was found, mostly because the GPUs cannot serve the rate at any latency."""
     options = [
         _ScaledPlacement(placement, _compute_scale(search, placement))
         for placement in _list_plans(search, candidates)

@@ -54,9 +54,7 @@ class Growth:
 
 def find_best_size(problem: Problem) -> BestWorkerSize:
     """Tensor parallel sizes within a node, ranked by Eq. 6; among equals the first GPU type wins.
-
-    Raises ScalingError when no size decodes within the TPOT target.
-    """
+    Raises ScalingError when no size decodes within the TPOT target."""
     best_sizes: list[BestWorkerSize] = []
     faults: list[ScalingError] = []
     for gpu, workers in _list_workers(problem).items():

@@ -98,9 +98,7 @@ def build_cell(problem: Problem, placement: CandidatePlacement) -> SimulatedFlee
 
 def build_transfer(problem: Problem, placement: CandidatePlacement) -> SimulatedTransfer:
     """The KV transfer from prefill to decode instances after the prompt, as vLLM's engines pull it.
-
-    Without cost when either role is missing.
-    """
+    Without cost when either role is missing."""
     moved = _build_kv_transfer(problem, placement, compute_token_ms=0.0)
     return SimulatedTransfer(moved.latency_ms, moved.token_ms) if moved else SimulatedTransfer()
 

@@ -81,10 +81,8 @@ def estimate_rate(fleet: SimulatedFleet, lengths: LengthStatistics, tpot_ms: flo
 
 
 def compute_prefill_rate(engine: SimulatedEngine, lengths: LengthStatistics) -> float:
-    """Prompts per second when every step is filled up to its token limit.
-
-    Attention grows with each prompt's square for any chunks; the rest of the step time is shared.
-    """
+    """Prompts per second when every step is filled up to its token limit. Attention grows with each
+    prompt's square for any chunks; the rest of the step time is shared."""
     timing = engine.timing
     max_tokens = engine.max_num_batched_tokens
     if engine.batching is not Batching.VLLM:
@@ -119,10 +117,8 @@ def compute_decode_rate(
 def compute_unloaded_attainment(
     engine: SimulatedEngine, trace: Trace, ttft_ms: float, tpot_ms: float
 ) -> float:
-    """Share of requests that would meet both targets if each had the instance to itself.
-
-    An upper bound: other requests never make a request faster. An infinite target is ignored.
-    """
+    """Share of requests that would meet both targets if each had the instance to itself. An upper
+    bound: other requests never make a request faster. An infinite target is ignored."""
     is_met = np.ones(len(trace), dtype=np.bool_)
     if math.isfinite(ttft_ms):
         longest = _find_longest_prompt_within(engine, trace.prompt_tokens, ttft_ms)

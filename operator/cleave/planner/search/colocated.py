@@ -30,10 +30,8 @@ def optimize(
 def compute_misconfiguration_cost(
     search: SearchContext, own: CandidatePlacement, foreign: CandidatePlacement
 ) -> float:
-    """Resources per request of `foreign`, the best plan of another workload, relative to `own`.
-
-    1: as good as `own`; infinite: it never meets the targets.
-    """
+    """Resources per request of `foreign`, the best plan of another workload, relative to `own`. 1:
+    as good as `own`; infinite: it never meets the targets."""
     rates = [
         goodput.find_goodput(search.trials, build_cell(search.problem, each), search.targets).rate
         / search.get_resources(each)

@@ -53,9 +53,7 @@ class ReplicaFitter:
         self, placement: CandidatePlacement, mixed_group: InstanceGroup | None = None
     ) -> CandidatePlacement:
         """Remove instances while the load is still met, always by the move that saves most.
-
-        `mixed_group` is a mixed instance that may replace one prefill and one decode instance.
-        """
+        `mixed_group` is a mixed instance that may replace one prefill and one decode instance."""
         step = 1
         while max(_get_counts(placement)[1:]) >= _LARGE_ROLE * step:
             step *= 2

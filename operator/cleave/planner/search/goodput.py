@@ -81,10 +81,8 @@ def find_goodput_near(
 def confirm_goodput(
     trials: Trials, fleet: SimulatedFleet, targets: Targets, first: Goodput, seeds: int = 5
 ) -> Goodput:
-    """Mean over `seeds` independent samples, with Student's 95 % interval of that mean.
-
-    Also tries other rates around the mean, to see whether attainment is monotone.
-    """
+    """Mean over `seeds` independent samples, with Student's 95 % interval of that mean. Also tries
+    other rates around the mean, to see whether attainment is monotone."""
     samples = [first]
     for number in range(1, seeds + 1):
         other = trials.with_seed(trials.seed + number)

@@ -37,10 +37,8 @@ def optimize(
     choose: Choice = ranking.find_best,
     max_replicas: MaxReplicas = UNLIMITED,
 ) -> RankedPlacement | None:
-    """The intra-node configuration that `choose` prefers; both phases are simulated jointly.
-
-    The bound of a pair is that of its slower phase, since every request passes through both.
-    """
+    """The intra-node configuration that `choose` prefers; both phases are simulated jointly. The
+    bound of a pair is that of its slower phase, since every request passes through both."""
     configurations = list_configurations(search.problem, candidates, max_replicas)
     return choose_refined(search, configurations, choose)
 

@@ -50,10 +50,8 @@ Choice = Callable[[SearchContext, Iterable[BoundedPlacement]], RankedPlacement |
 
 
 def find_best(search: SearchContext, tried: Iterable[BoundedPlacement]) -> RankedPlacement | None:
-    """The placement with most goodput per resource; None: none meets the targets at any rate.
-
-    Ticks once per entry. Among equals, the smaller placement wins.
-    """
+    """The placement with most goodput per resource; None: none meets the targets at any rate. Ticks
+    once per entry. Among equals, the smaller placement wins."""
     winner: RankedPlacement | None = None
     for entry in sorted(tried, key=lambda each: (-each.bound / each.resources, each.resources)):
         search.tick(search.step)

@@ -29,9 +29,7 @@ def fit_replicas(
     search: SearchContext, placement: CandidatePlacement, mixed_group: InstanceGroup | None = None
 ) -> CandidatePlacement | None:
     """The smallest plan close to `placement` that serves the rate; None: the nodes have no room.
-
-    `mixed_group` is a mixed instance that may replace one prefill and one decode instance.
-    """
+    `mixed_group` is a mixed instance that may replace one prefill and one decode instance."""
     if placement.is_in_node:
         return _grow_and_shrink(ReplicaFitter(search), placement, mixed_group)
     start = divide_into_cells(placement)
@@ -54,9 +52,7 @@ def replicate_cell(
     problem: Problem, cell: CandidatePlacement, served: float
 ) -> CandidatePlacement | None:
     """Complete cells for the rate, n = ceil(R / goodput), as Algorithm 2 replicates; None: no room.
-
-    `served` is the goodput of one cell.
-    """
+    `served` is the goodput of one cell."""
     replicated = cell.with_copies(math.ceil(problem.rate / served * (1 - 1e-9)))
     return replicated if packing.has_room(problem, replicated) else None
 

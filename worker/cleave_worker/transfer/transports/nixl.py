@@ -114,10 +114,8 @@ class NixlLink:
         remote_agent: str,
         seconds: float,
     ) -> None:
-        """Read one byte as a test, as loaded metadata does not prove reachability.
-
-        `remote_agent`: the name that the remote agent must have. Raises LinkError.
-        """
+        """Read one byte as a test, as loaded metadata does not prove reachability. `remote_agent`:
+        the name that the remote agent must have. Raises LinkError."""
         self._local = local
         self._staging_buffers = buffers
         self._remote_metadata = remote

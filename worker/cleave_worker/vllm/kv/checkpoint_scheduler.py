@@ -75,9 +75,7 @@ class CheckpointScheduler:
 
     def __init__(self, identity: str, block_size: int, exists: Callable[[str], bool]) -> None:
         """`identity`: model, data types and parallelism, as far as the scheduler knows them.
-
-        `exists`: whether there is a checkpoint of the block with this key.
-        """
+        `exists`: whether there is a checkpoint of the block with this key."""
         self._identity = identity
         self._block_size = block_size
         self._exists = exists

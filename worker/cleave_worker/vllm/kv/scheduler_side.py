@@ -49,17 +49,13 @@ class SchedulerSide:
         self._stats = KvTransferStats()
 
     def set_rank_addresses(self, addresses: tuple[tuple[str, int], ...]) -> None:
-        """Set the address of each rank, in the order of ranks, once all have started.
-
-        Ranks receive it, too: a consumer of an overlapped prefill knows only rank 0.
-        """
+        """Set the address of each rank, in the order of ranks, once all have started. Ranks receive
+        it, too: a consumer of an overlapped prefill knows only rank 0."""
         self._addresses = self._metadata.addresses = addresses
 
     def on_new_request(self, request: Request) -> None:
-        """Read the handoff of a decode request; its lease is extended until it is pulled.
-
-        For a prefill request, read the name under which consumers may pull it while it runs.
-        """
+        """Read the handoff of a decode request; its lease is extended until it is pulled. For a
+        prefill request, read the name under which consumers may pull it while it runs."""
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode"):
             self._begin_prefill(request, params)
