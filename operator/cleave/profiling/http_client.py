@@ -32,7 +32,7 @@ class ChunkDecoder:
         """Bytes of the current chunk and its line end that have not arrived."""
 
     def feed(self, data: bytes) -> bytes:
-        """The body's bytes in `data`. Raises HttpError on a malformed chunk."""
+        """The body's bytes in `data`. Raises HttpResponseError on a malformed chunk."""
         data = self._pending + data
         self._pending = b""
         parts = []

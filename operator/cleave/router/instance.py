@@ -41,6 +41,11 @@ class Target:
     overlap_min_tokens: int = 0
     """Prompt tokens from which layer-wise transfer is worthwhile; 0: the plan determines it."""
 
+    @property
+    def endpoint(self) -> str:
+        """`host:port` of the engine, an IPv6 host in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class Connectivity(enum.Enum):
     """State of the connection to an instance's agent."""

@@ -2,6 +2,13 @@
 
 import asyncio
 import socket
+import time
+
+import pytest
+
+from cleave.gateway.http.write_batcher import WriteBatcher
+from cleave.gateway.upstream.connection_pool import EnginePool
+from cleave.router.instance import Target
 
 ASK = {"model": "m", "prompt": "hello", "max_tokens": 3}
 STREAM = ASK | {"stream": True}
@@ -149,3 +156,12 @@ async def test_an_engine_that_talks_unasked_loses_its_connection(single) -> None
     for _ in range(3):
         assert "choices" in (await client.ask(ASK)).json()
         await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("10.0.0.7", b"10.0.0.7:9001"), ("fd00::7", b"[fd00::7]:9001")]
+)
+def test_the_host_header_brackets_an_ipv6_address(host: str, expected: bytes) -> None:
+    target = Target("x", host, 9001, "", "boot", 1)
+    pool = EnginePool(target, 1, 2.0, time.monotonic, WriteBatcher())
+    assert pool.host == expected

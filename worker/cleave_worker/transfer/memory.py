@@ -181,7 +181,7 @@ class Memory:
             ):
                 self._check(own)
                 source._check(remote)
-                raise ValueError(f"{source_length} bytes bytes do not fill a range of  {length}")
+                raise ValueError(f"{source_length} bytes do not fill a range of {length}")
             copy(starts[region] + offset, source_starts[source_region] + source_offset, length)
 
     def _check(self, range_: ByteRange) -> None:

@@ -109,7 +109,7 @@ class DirectRequest:
         context, pick, breaker = self._context, self._pick, self._context.circuit_breaker
         if pick is None:
             return
-        is_elsewhere = bool(served) and served != format_endpoint(pick.decode)
+        is_elsewhere = bool(served) and served != pick.decode.endpoint
         if is_elsewhere or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             breaker.record_failure(pick.decode.instance, context.clock())
         else:
@@ -184,9 +184,3 @@ def has_prefill_instance(router: Router, model: str) -> bool:
     """Whether requests for this model are currently split if possible."""
     entry = router.registry.models.get(model)
     return entry is not None and any(table.prefill.size for table in entry.score_tables)
-
-
-def format_endpoint(target: Target) -> str:
-    """An engine's address as proxies write it."""
-    host = f"[{target.host}]" if ":" in target.host else target.host
-    return f"{host}:{target.port}"

@@ -21,7 +21,6 @@ from cleave.gateway.endpoint_picker import ext_proc
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError, make_credentials
 from cleave.gateway.endpoint_picker.direct_request import (
     DirectRequest,
-    format_endpoint,
     has_prefill_instance,
 )
 from cleave.gateway.endpoint_picker.ext_proc import ExtProcRequest
@@ -170,7 +169,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         try:
             await direct.wait_for_admission()
             session = head.headers.get(context.session_header.decode())
-            endpoint = format_endpoint(direct.pick_instance(self._list_disallowed(head), session))
+            endpoint = direct.pick_instance(self._list_disallowed(head), session).endpoint
             if self._may_name_itself(head):
                 endpoint = f"{endpoint},{self._address}"
             body = build_colocated_body(completion)
@@ -205,7 +204,7 @@ class EndpointPicker(external_processor_pb2_grpc.ExternalProcessorServicer):
         allowed, instances = head.subset, self._context.router.registry.instances.values()
         if allowed is None:
             return []
-        return [each.name for each in instances if format_endpoint(each.target) not in allowed]
+        return [each.name for each in instances if each.target.endpoint not in allowed]
 
     async def _process_response(
         self, stream: _Stream, head: ExtProcRequest, direct: DirectRequest | None

@@ -213,7 +213,7 @@ class EnginePool:
         write_batcher: WriteBatcher,
     ) -> None:
         self.write_batcher = write_batcher
-        self.host = f"{target.host}:{target.port}".encode()
+        self.host = target.endpoint.encode()
         name = sanitize_header_value(target.instance)
         self.prefill_header = b"x-cleave-prefill: %b\r\n" % name
         self.decode_header = b"x-cleave-decode: %b\r\n" % name

@@ -1,7 +1,7 @@
 """Placements of each algorithm that serve the requested rate, for the search to predict and rank.
 
-Called by `search.plan`. An algorithm that yields no placement found none: no instance meets its
-targets, or the nodes have no room for as many as the rate needs.
+Called by `plan_search.plan`. An algorithm that yields no placement found none: no instance meets
+its targets, or the nodes have no room for as many as the rate needs.
 """
 
 import math
