@@ -28,7 +28,8 @@ check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
 	$(if $(ARGS),,@$(MAKE) --no-print-directory -j2 unit cluster)
-	$(if $(ARGS),,.venv/bin/pytest $(RERUN) $(PARALLEL) e2e)
+	$(if $(ARGS),,.venv/bin/pytest $(RERUN) $(PARALLEL) -m 'not vllm' e2e)
+	$(if $(ARGS),,.venv/bin/pytest $(RERUN) -m vllm e2e) # engines have cores of their own
 
 unit:
 	.venv/bin/pytest $(RERUN) $(PARALLEL) tests

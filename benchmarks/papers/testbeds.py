@@ -32,14 +32,12 @@ class Fitted:
     """`distserve` or `vllm`."""
     model: str
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
-        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor_parallel_size}")
-        known = self.estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor}")
+        known = self.estimator.estimate(gpu, tensor, pipeline)
         if fit is None or known is None:
             return None
-        timing = to_timing(fit, pipeline_parallel_size)
+        timing = to_timing(fit, pipeline)
         return replace(known, timing=replace(timing, hop_ms=known.timing.hop_ms))
 
 
@@ -49,10 +47,8 @@ class Known:
 
     estimator: Estimator
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
-        found = self.estimator.estimate(gpu, tensor_parallel_size, pipeline_parallel_size)
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+        found = self.estimator.estimate(gpu, tensor, pipeline)
         return None if found is None or found.confidence.kind is LatencySource.ROOFLINE else found
 
 

@@ -38,17 +38,15 @@ PAIR = MaxReplicas(prefill=1, decode=1)
 class Coefficients:
     """DistServe's for OPT-13B on A100-80G, and nothing else: the grid of simdistserve."""
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
-        size = tensor_parallel_size, pipeline_parallel_size
-        fit = distserve.FITS.get(f"distserve/opt-13b/tp{tensor_parallel_size}")
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+        size = tensor, pipeline
+        fit = distserve.FITS.get(f"distserve/opt-13b/tp{tensor}")
         capacity = distserve.KV_CAPACITY_TOKENS["opt-13b"].get(size)
         if fit is None or capacity is None:
             return None
         shape = load_shape("opt-13b")
         return Estimate(
-            timing=to_timing(fit, pipeline_parallel_size),
+            timing=to_timing(fit, pipeline),
             kv_capacity_tokens=capacity,
             prefill_saturation_tokens=512,
             max_model_len=shape.max_model_len,

@@ -54,17 +54,15 @@ class Fits:
     model: str = "opt-13b"
     kinds: tuple[tuple[str, Kind], ...] = ()
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
-        size = tensor_parallel_size, pipeline_parallel_size
-        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor_parallel_size}")
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
+        size = tensor, pipeline
+        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor}")
         capacity = distserve.KV_CAPACITY_TOKENS[self.model].get(size)
         if fit is None or capacity is None:
             return None
         kind = dict(self.kinds).get(gpu, Kind())
         shape = load_shape(self.model)
-        timing = to_timing(fit, pipeline_parallel_size)
+        timing = to_timing(fit, pipeline)
         return Estimate(
             timing=scale_timing(timing, prompt=kind.prompt, decode=kind.decode),
             kv_capacity_tokens=capacity,
@@ -77,10 +75,8 @@ class Fits:
             confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", 0.1),
         )
 
-    def explain_unsupported(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> str | None:
-        size = tensor_parallel_size, pipeline_parallel_size
+    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
+        size = tensor, pipeline
         return None if self.estimate(gpu, *size) else f"{self.model}: no fit for {size}"
 
 

@@ -94,7 +94,8 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listen, and watch the agents.
-        Raises OSError, DiscoveryError, TracingError, EndpointPickerError, and its TlsError."""
+        Raises OSError, DiscoveryError, TracingError, EndpointPickerError; TlsError for the endpoint
+        picker's certificate."""
         config, context = self._config, self.context
         self._recorder = make_recorder(config, context.metrics)
         await self._agent_watcher.start()

@@ -24,7 +24,6 @@ from cleave.local.launch_plan import LaunchPlan
 from cleave.manifests.gateway import build_gateway_pod
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.resources import Device
-from cleave.manifests.worker import build_worker_pod
 from cleave.planner.deployment_checks import explain_unknown_model
 from cleave.planner.placement import Placement, choose_placement
 from cleave.planner.result.text import strip_verdict
@@ -103,6 +102,9 @@ def build_launch_plan(
     DeploymentStartError when the deployment uses features that only a cluster has."""
     if faults := list(find_unsupported(deployment.spec)):
         raise DeploymentStartError(faults)
+    # Needs NumPy, which previews of rollouts do without.
+    from cleave.manifests.worker import build_worker_pod
+
     device: Device = "gpu" if node.gpus else "cpu"
     workers = [
         build_worker_pod(pool, ordinal, device=device)

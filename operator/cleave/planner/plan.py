@@ -15,7 +15,7 @@ EMULATED_GPU = "emulated GPU"
 
 
 LOW_AFFINITY = "Algorithm 2"
-"""`Plan.algorithm` whose cells have the same pipeline stage of all instances in one node."""
+"""Prefix of `Plan.algorithm` where cells have a pipeline stage of all instances in one node."""
 
 
 class PlanVerdict(StrEnum):

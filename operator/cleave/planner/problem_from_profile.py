@@ -49,18 +49,14 @@ class ProfileEstimator:
             confidence=Confidence(LatencySource.MEASURED, source, 0.0),
         )
 
-    def estimate(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> Estimate | None:
+    def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
         """The profile's estimate for sizes 1 and 1; None for all other sizes."""
-        is_unsplit = (gpu, tensor_parallel_size, pipeline_parallel_size) == (EMULATED_GPU, 1, 1)
+        is_unsplit = (gpu, tensor, pipeline) == (EMULATED_GPU, 1, 1)
         return self._estimate if is_unsplit else None
 
-    def explain_unsupported(
-        self, gpu: str, tensor_parallel_size: int, pipeline_parallel_size: int
-    ) -> str | None:
+    def explain_unsupported(self, gpu: str, tensor: int, pipeline: int) -> str | None:
         """The reason in one sentence why `estimate` returns None; None: it does not."""
-        if self.estimate(gpu, tensor_parallel_size, pipeline_parallel_size) is not None:
+        if self.estimate(gpu, tensor, pipeline) is not None:
             return None
         return "emulated instances are planned without parallelism; their profile has its own"
 

@@ -18,7 +18,8 @@ from cleave.rpc.enum_names import get_enum_name
 from cleave.rpc.v1 import agent_pb2
 
 ROLES = (agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED)
-"""The roles that this version knows, in the order of their numbers in `policy.role_flipping`."""
+"""The roles that this version knows, numbered in this order by `policy.role_flipping`. Agents of a
+newer version may report others."""
 STALL_NS = 10_000_000_000
 """An engine without a step for this long has stalled, and its KV leases may have expired: they last
 20 s after a heartbeat, and heartbeats come every 5 s."""
@@ -137,6 +138,7 @@ class BaseScoreTable:
 
     def update(self, slot: int) -> None:
         """Recompute the scores of the instance on this slot."""
+        raise NotImplementedError
 
 
 class RoutedInstance:

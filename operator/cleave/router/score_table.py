@@ -195,7 +195,10 @@ class ScoreTable(BaseScoreTable):
     def find_shortest_queue(self) -> float:
         """Pending prompt tokens of the shortest prompt queue; +inf: none computes prompts."""
         pending = self.pending_prompt.to_list()
-        return min((pending[slot] for slot in self.prompt_slots), default=math.inf)
+        shortest = math.inf
+        for slot in self.prompt_slots:  # compiled, a generator would cost an allocation
+            shortest = min(shortest, pending[slot])
+        return shortest
 
     def find_boot(self, slot: int) -> str:
         """Boot ID of the engine on a slot."""

@@ -196,7 +196,7 @@ class EndpointSelector:
     def _find_own(
         self, table: ScoreTable, scores: Scores, purpose: int, request: RoutingRequest
     ) -> int:
-        """The lowest score in this router's share; one outside must be lower by what it adds."""
+        """The lowest score in this router's share; another's must be lower by the load added."""
         added = request.prompt_tokens + (request.output_tokens if purpose != TO_PREFILL else 0.0)
         if purpose != TO_PREFILL or self._counts != dispatch.BY_WAIT:
             return dispatch.prefer_own(scores, table.is_remote, added, 0.0)

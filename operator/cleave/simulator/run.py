@@ -112,9 +112,9 @@ def lay_out(
 
 
 _TIME_FIELDS = (
-    *("prefill_start", "prefill_end", "transfer_start", "transfer_end", "decode_start"),
-    *("first_token", "end"),
-)
+    "prefill_start", "prefill_end", "transfer_start", "transfer_end", "decode_start",
+    "first_token", "end",
+)  # fmt: skip
 _COUNT_FIELDS = ("iterations", "decode_iterations", "batch_peak", "prompt_tokens", "decode_tokens")
 
 

@@ -153,7 +153,9 @@ WORKLOADS = (
     _build_distserve("humaneval", 171.3, 1.6, 98.2, 1.8),
     _build_distserve("longbench", 1740, 1.1, 94.8, 1.6),
     _build_azure(
-        *("azure-code", "code (8,819 requests)", 2.566),
+        "azure-code",
+        "code (8,819 requests)",
+        2.566,
         (
             *(3, 51, 90, 137, 185, 246, 348, 462, 578, 700, 825, 915, 1016, 1093, 1196, 1342),
             *(1469, 1605, 1734, 1885, 2048, 2195, 2372, 2539, 2744, 2982, 3330, 3775, 4434),
@@ -165,7 +167,9 @@ WORKLOADS = (
         ),
     ),
     _build_azure(
-        *("azure-conversation", "conversation (19,366 requests)", 5.53),
+        "azure-conversation",
+        "conversation (19,366 requests)",
+        5.53,
         (
             *(2, 165, 194, 206, 235, 374, 383, 391, 396, 401, 405, 412, 428, 818, 966, 1001),
             *(1020, 1037, 1052, 1067, 1083, 1100, 1120, 1147, 1189, 1312, 1335, 1767, 2309),

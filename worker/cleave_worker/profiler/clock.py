@@ -27,6 +27,7 @@ class OperatorDuration(TypedDict):
 
     ms: float
     spread_ms: float
+    """Distance between the 25th and the 75th percentile of the repeats."""
     repeats: int
 
 

@@ -138,12 +138,17 @@ def _build_mlp_operators(shard: Shard, device_spec: DeviceSpec) -> Iterator[Line
     inner = width * (2 if gated else 1)
     routing = _EvenRouting(experts.count, experts.per_token)
     yield LinearOperator("router", _build_product(device_spec, hidden, experts.count), sparse)
-    up = _build_batched_product(device_spec, routing, hidden, inner)
-    yield LinearOperator("experts_up", up, sparse)
-    one = _build_activation(device_spec, width, gated)
-    yield LinearOperator("experts_activation", lambda rows: one(rows * routing.per_token), sparse)
-    down = _build_batched_product(device_spec, routing, width, hidden)
-    yield LinearOperator("experts_down", down, sparse)
+    # Built within the yield: this frame must keep no reference to the weights of all experts.
+    yield LinearOperator(
+        "experts_up", _build_batched_product(device_spec, routing, hidden, inner), sparse
+    )
+    activate = _build_activation(device_spec, width, gated)
+    yield LinearOperator(
+        "experts_activation", lambda rows: activate(rows * routing.per_token), sparse
+    )
+    yield LinearOperator(
+        "experts_down", _build_batched_product(device_spec, routing, width, hidden), sparse
+    )
     if shared_width := experts.shared_intermediate_size:
         yield from _build_dense(shard, device_spec, "shared", shared_width, sparse)
 
@@ -191,8 +196,8 @@ def _build_batched_product(
 
     def make(rows: int) -> RunOperator:
         num_used, rows_each = spread.compute_shape(rows)
-        x = device_spec.make_tensor(num_used, rows_each, inner)
-        return lambda _: torch.bmm(x, weights[:num_used])
+        x, used = device_spec.make_tensor(num_used, rows_each, inner), weights[:num_used]
+        return lambda _: torch.bmm(x, used)
 
     return make
 

@@ -216,20 +216,23 @@ class _RankConnection:
             assert self.transport
             if layers == _ALL_LAYERS:
                 protocol.release_blocks(self._connection, handoff.request_id, handoff.epoch)
-                self._log_bandwidth()
             local = self._local_layers[layers]
             if self._client.check_bytes and response.checksums != compute_checksums(
                 self._kv.memory, local, blocks
             ):
                 fault = "the received bytes differ from those sent"
                 raise RefusedError(RefusalReason.CHECKSUM, fault)
+            if layers == _ALL_LAYERS:
+                self._log_bandwidth()
             return self.transport
 
     def close(self) -> None:
         """Close the connection; a running pull ends with an error."""
-        for closable in (self._connection, self._one_sided, self._two_sided):
-            if closable:
-                closable.close()
+        if self._connection:
+            self._connection.close()
+        for link in (self._one_sided, self._two_sided):
+            if link:
+                link.close()
 
     def _request_or_reconnect(
         self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
@@ -251,7 +254,11 @@ class _RankConnection:
         self, handoff: Handoff, first: int, blocks: Sequence[int], layers: slice
     ) -> protocol.PullResponse:
         pull = protocol.PullRequest(
-            *(handoff.request_id, handoff.epoch, handoff.prompt_digest, first, len(blocks)),
+            request_id=handoff.request_id,
+            epoch=handoff.epoch,
+            prompt_digest=handoff.prompt_digest,
+            first_block=first,
+            num_blocks=len(blocks),
             send=self._two_sided is not None,
             checksums=self._client.check_bytes,
             first_layer=layers.start,
@@ -279,10 +286,8 @@ class _RankConnection:
         meter = self._meter
         if meter.num_bytes > 10 * self._logged_at_bytes:
             self._logged_at_bytes = meter.num_bytes
-            _log.info(
-                "KV from %s arrives over %s at %.3f GB/s",
-                *(self._remote_rank.boot_id, self.transport, meter.bytes_per_s / 1e9),
-            )
+            boot_id, rate = self._remote_rank.boot_id, meter.bytes_per_s / 1e9
+            _log.info("KV from %s arrives over %s at %.3f GB/s", boot_id, self.transport, rate)
 
     def _send_request(
         self, message: protocol.Message, kind: type[protocol.ResponseT]

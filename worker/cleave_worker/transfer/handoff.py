@@ -65,6 +65,7 @@ class KvLayout(msgspec.Struct, frozen=True):
     """Model source and revision."""
     dtype: str
     block_size: int
+    """Tokens per block."""
     num_layers: int
     """Layers of the whole model."""
     num_kv_heads: int

@@ -237,7 +237,10 @@ class _ServerSession:
 
     def _send_progress(self, request: protocol.ProgressRequest) -> None:
         update = self._server.leases.wait_for_progress(
-            *(self._consumer, request.name, request.prompt_digest, request.previous),
+            self._consumer,
+            request.name,
+            request.prompt_digest,
+            request.previous,
             _PREFILL_WAIT_S,
             is_repeat=self._active_read is not None,
         )

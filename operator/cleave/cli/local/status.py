@@ -164,10 +164,8 @@ def build_table(deployments: Sequence[dict[str, Any]]) -> "Table":
             reason.truncate(_REASON_WIDTH, overflow="ellipsis")
             state.append_text(reason)
         kv = row["kv_cache_usage"]
-        figures = (
-            *(row["num_running"], row["num_waiting"], None if kv is None else f"{kv:.1%}"[:-1]),
-            *(row["epoch"], row["restarts"], row["pid"]),
-        )
+        load = (row["num_running"], row["num_waiting"], None if kv is None else f"{kv:.1%}"[:-1])
+        figures = (*load, row["epoch"], row["restarts"], row["pid"])
         cells = ("-" if figure is None else str(figure) for figure in figures)
         table.add_row(row["instance"], row["role"], state, row["engine"], *cells, row["url"])
     return table

@@ -1,4 +1,7 @@
-"""Errors of all commands for users: one line each on standard error, and an exit code."""
+"""Errors of all commands for users: one line each on standard error, and an exit code.
+
+Exit code 1: the command failed; 2: its input is wrong.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence

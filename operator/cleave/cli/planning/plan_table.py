@@ -39,8 +39,7 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
     else:
         verdict.append(f": {strip_verdict(result)}", style="not bold default")
         console.print(verdict, soft_wrap=True)
-    ranked = ((result.selected,) if result.selected else ()) + result.alternatives
-    if plans := ranked[:top]:
+    if plans := result.plans[:top]:
         print_full_width(console, build_table(plans, result.selected, wide=wide))
     print_line(console, result.what_would_change)
     for warning in result.warnings:

@@ -91,18 +91,16 @@ def provision(
 
     problem = read_planning_input(file, cluster, Overrides(rate, trace), seed).problem
     try:
-        with report_input_errors():
-            request = _build_request(problem, cluster, token_cap, reference)
-        request = replace(
-            request,
-            objective=search.ProvisioningObjective[goal.name],
-            rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
-            max_cost_per_hour=max_cost,
-            max_power_watts=max_power,
-            max_machines=max_machines,
-            seed=seed,
-        )
-        with show_simulation_progress("provisioning") as tick:
+        with report_input_errors(), show_simulation_progress("provisioning") as tick:
+            request = replace(
+                _build_request(problem, cluster, token_cap, reference),
+                objective=search.ProvisioningObjective[goal.name],
+                rate=None if goal is ProvisionObjective.THROUGHPUT else problem.rate,
+                max_cost_per_hour=max_cost,
+                max_power_watts=max_power,
+                max_machines=max_machines,
+                seed=seed,
+            )
             designs = search.provision(request, tick)
     except search.ProvisioningError as error:
         fault = str(error)
@@ -128,8 +126,8 @@ def _build_request(
 
     nodes = tokens = machines.list_nodes(problem)
     if token_cap is not None:
-        kinds = load_cluster(cluster)
-        capped = machines.apply_power_cap(problem, nodes, kinds, cluster.parent, token_cap)
+        found = load_cluster(cluster)
+        capped = machines.apply_power_cap(problem, nodes, found, cluster.parent, token_cap)
         tokens = (*nodes, *capped)
     by_name = {node.machine.name: node.machine for node in nodes}
     if reference is not None and reference not in by_name:

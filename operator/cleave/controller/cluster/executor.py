@@ -159,10 +159,14 @@ class Executor:
             if error.status == _NOT_FOUND:
                 return False
             raise
-        both = meta, existing["metadata"]
-        owners, others = ({o["uid"] for o in each.get("ownerReferences", ())} for each in both)
-        one, other = (each.get("labels", {}).get(DEPLOYMENT) for each in both)
-        if not (owners & others or (kind in _SHAREABLE_KINDS and one == other)):
+        existing_meta = existing["metadata"]
+        owners = {owner["uid"] for owner in meta["ownerReferences"]}
+        existing_owners = {owner["uid"] for owner in existing_meta.get("ownerReferences", ())}
+        deployment, existing_deployment = (
+            each.get("labels", {}).get(DEPLOYMENT) for each in (meta, existing_meta)
+        )
+        is_shared = kind in _SHAREABLE_KINDS and deployment == existing_deployment
+        if not (owners & existing_owners or is_shared):
             raise NameTakenError(f"{kind} {meta['name']} {_TAKEN_MESSAGE}")
         self._on_change(existing)
         return objects.parse_child(existing).applied == objects.parse_child(manifest).applied != ""

@@ -175,9 +175,9 @@ def _update_pools(view: DeploymentView, desired: Pools) -> Iterator[Action]:
             if current[role].metadata.deletion_timestamp is None:
                 yield Delete(apply.build_reference(current[role]))
         else:
-            now = current.get(role)
-            yield from _report_reset_replicas(view, desired_pool, now)
-            yield from _apply_pool(desired_pool, steps.get(role), now, view.deployment)
+            pool = current.get(role)
+            yield from _report_reset_replicas(view, desired_pool, pool)
+            yield from _apply_pool(desired_pool, steps.get(role), pool, view.deployment)
     yield from repurpose.build_actions(changes, current)
     leaving = {change.pod.name for change in changes}
     staying = (pod for pod in view.pods if pod.name not in leaving)

@@ -76,8 +76,8 @@ def run_planner(text: str, cluster: Cluster | None, job: PlanJob) -> PlanJob:
         return replace(job, faults=error.faults)
     if result.selected is None:
         return replace(job, infeasible=strip_verdict(result))
-    is_scaled, selected = deployment.spec.scaling.roles, result.selected
-    scaling_law = growth.to_plan_growth(problem, selected) if is_scaled else None
+    roles, selected = deployment.spec.scaling.roles, result.selected
+    scaling_law = growth.to_plan_growth(problem, selected) if roles else None
     placement = Placement(selected.pools, result.reason, result)
     plan = build_selected_plan(deployment, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})

@@ -39,7 +39,7 @@ class ReviewError(ValueError):
 
 
 def review_admission(review: Mapping[str, Any], cluster: Cluster | None) -> dict[str, Any]:
-    """Return the AdmissionReview with its response; `cluster`: the nodes. Raises ReviewError."""
+    """Return the AdmissionReview with its response. `cluster` may be None. Raises ReviewError."""
     request = review.get("request")
     if not isinstance(request, Mapping) or not isinstance(request.get("uid"), str):
         raise ReviewError("the request is not an AdmissionReview")

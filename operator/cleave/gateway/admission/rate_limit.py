@@ -1,4 +1,4 @@
-"""Limits of one tenant: requests and tokens a minute, concurrent requests. Pure; time is passed in.
+"""Limits of one tenant: requests and tokens a minute, concurrent requests. Time is passed in.
 
 Used by the admission controller for every request of a tenant with limits. What is hard: the length
 of an output is known only at its end, so its tokens are charged then, and a tenant that has

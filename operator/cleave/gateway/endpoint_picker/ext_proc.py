@@ -107,22 +107,27 @@ def build_endpoint_response_to_body(endpoint: str) -> pb.ProcessingResponse:
 
 def stream_request_body(body: bytes, end: bool) -> Iterator[pb.ProcessingResponse]:
     """A request's body in chunks, for full duplex."""
-    return (pb.ProcessingResponse(request_body=chunk) for chunk in _split_body(body, end))
+    for chunk, is_end in _split_body(body, end):
+        message = pb.ProcessingResponse()
+        streamed = message.request_body.response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = chunk, is_end
+        yield message
 
 
 def stream_response_body(piece: pb.HttpBody) -> list[pb.ProcessingResponse]:
     """A piece of a response's body, unchanged, for full duplex."""
-    chunks = _split_body(piece.body, piece.end_of_stream)
-    return [pb.ProcessingResponse(response_body=chunk) for chunk in chunks]
+    messages = []
+    for chunk, is_end in _split_body(piece.body, piece.end_of_stream):
+        messages.append(message := pb.ProcessingResponse())
+        streamed = message.response_body.response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = chunk, is_end
+    return messages
 
 
-def _split_body(body: bytes, end: bool) -> Iterator[pb.BodyResponse]:
+def _split_body(body: bytes, end: bool) -> Iterator[tuple[bytes, bool]]:
+    """Each chunk, and whether it ends the body."""
     for start in range(0, max(len(body), 1), CHUNK_BYTES):
-        chunk = pb.BodyResponse()
-        streamed = chunk.response.body_mutation.streamed_response
-        streamed.body = body[start : start + CHUNK_BYTES]
-        streamed.end_of_stream = end and start + CHUNK_BYTES >= len(body)
-        yield chunk
+        yield body[start : start + CHUNK_BYTES], end and start + CHUNK_BYTES >= len(body)
 
 
 def build_immediate_response(error: GatewayError) -> pb.ProcessingResponse:

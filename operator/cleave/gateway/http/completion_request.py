@@ -195,13 +195,15 @@ def parse_engine_request(
     fields = _read_fields(body, scan)
     if fallback:
         fields.setdefault("model", msgspec.Raw(_encode(fallback)))
-    texts = [bytes(fields[key]) for key in _TEXT_FIELDS if key in fields]
     return CompletionRequest(
         model=_read_model(fields),
         fields=fields,
         stream=_read_stream(fields),
         can_disaggregate=False,
-        prompt_tokens=sum(map(estimate_tokens, texts)) or 1,
+        prompt_tokens=sum(
+            estimate_tokens(bytes(fields[key])) for key in _TEXT_FIELDS if key in fields
+        )
+        or 1,
         output_tokens=_read_output_limit(fields) or 0,
     )
 

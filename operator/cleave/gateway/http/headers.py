@@ -55,7 +55,9 @@ def build_stream_head(status: int, fields: bytes, request_id: bytes, chunked: bo
 
 def build_forwarded_headers(headers: Headers) -> bytes:
     """An engine's header lines that the client should receive."""
-    return b"".join([b"%b: %b\r\n" % each for each in headers if each[0] not in _UNFORWARDED])
+    return b"".join(
+        [b"%b: %b\r\n" % (name, value) for name, value in headers if name not in _UNFORWARDED]
+    )
 
 
 def encode_chunk(piece: bytes) -> bytes:

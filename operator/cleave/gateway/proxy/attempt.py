@@ -190,7 +190,12 @@ class Attempt:
             self._context.metrics.handoffs["ahead"] += 1
         elif self._read_handoff(prefill, body, "ahead"):
             self.prefill = None
-            self._start_waiting()
+            timeouts = self._context.config.timeouts
+            stream = self._completion.stream
+            self.sent_at = self._context.clock()
+            self.deadline = self.sent_at + (
+                timeouts.first_byte_s if stream else timeouts.response_s
+            )
 
     def on_prefill_failed(self, failure: Failure, reason: str) -> None:
         """The overlapped prefill failed; it matters only until the decode engine responds."""
@@ -204,20 +209,17 @@ class Attempt:
 
     # --- sending ---
 
-    def _start_waiting(self) -> None:
-        timeouts = self._context.config.timeouts
-        whole_response = self.prefill is None and not self._completion.stream
-        self.sent_at = self._context.clock()
-        wait_s = timeouts.response_s if whole_response else timeouts.first_byte_s
-        self.deadline = self.sent_at + wait_s
-
     def _send(self, pool: EnginePool, body: bytes) -> None:
         if self._observer is not None:
             is_decode = self._overlapped_prefill is not None or self.prefill is None
             phase = "prefill" if not is_decode else "decode" if self.pick.prefill else "whole"
             target = self.pick.decode if is_decode else self.target
             self._fields = self._observer.on_call_sent(phase, target)
-        self._start_waiting()
+        timeouts = self._context.config.timeouts
+        whole_response = self.prefill is None and not self._completion.stream
+        wait_s = timeouts.response_s if whole_response else timeouts.first_byte_s
+        self.sent_at = self._context.clock()
+        self.deadline = self.sent_at + wait_s
         self.stall_detector = pool.stall_detector
         self._call = pool.send(self, self._build_payload(pool, body))
 

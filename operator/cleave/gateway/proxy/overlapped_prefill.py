@@ -52,10 +52,10 @@ def can_overlap(context: GatewayContext, pick: Pick, prompt_tokens: int) -> bool
     if not min_tokens or prompt_tokens < min_tokens:
         return False
     instances = context.router.registry.instances
-    first, second = instances.get(prefill.instance), instances.get(pick.decode.instance)
-    if first is None or second is None:
+    prefiller, decoder = instances.get(prefill.instance), instances.get(pick.decode.instance)
+    if prefiller is None or decoder is None:
         return False
-    return not first.load.num_waiting and second.has_room(prompt_tokens)
+    return not prefiller.load.num_waiting and decoder.has_room(prompt_tokens)
 
 
 def build_overlapped_bodies(

@@ -37,7 +37,7 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self.failure_states: dict[str, FailureState] = {}
-        """Instances with recent failures; mostly empty, and then callers skip the look-up."""
+        """Instances with recent failures; mostly empty, and then most callers skip the look-up."""
 
     def record_failure(self, instance: str, now: float, *, immediately: bool = False) -> None:
         """A request failed there; `immediately`: suspect the instance at its first failure."""

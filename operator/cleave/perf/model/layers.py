@@ -57,8 +57,9 @@ def read_experts(config: ConfigFields) -> Experts | None:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Instead of keys and values, one compressed latent is cached per token and layer. The rotated
-    part of the key, which all heads share, is cached beside it."""
+    """Multi-head latent attention (MLA; DeepSeek-V2, section 2.1): one compressed latent per token
+    and layer is cached instead of keys and values, and the rotated part of the key, which all heads
+    share, beside it."""
 
     kv_rank: int
     """Size of a latent."""

@@ -65,7 +65,7 @@ def compute_unloaded_latencies(reference: EngineTiming, trace: Trace) -> Unloade
 def measure_slowdowns(
     outcome: SimulationResult, reference: UnloadedLatencies, window: slice = slice(None)
 ) -> Slowdowns:
-    """Slowdowns of the requests in `window`; an unfinished one is infinitely slow."""
+    """Slowdowns of the requests in `window`, at least one; an unfinished one is infinitely slow."""
     e2e_ms = outcome.end_ms - outcome.arrival_ms
     gaps = (outcome.tpot_ms / reference.tpot_ms)[window][outcome.output_tokens[window] > 1]
     return Slowdowns(

@@ -29,7 +29,7 @@ class ReplicaFitter:
     """Adds and removes replicas of one placement; remembers the results of its trials."""
 
     search: SearchContext
-    """Its rate is the load of all cells together."""
+    """The rate of its problem is the load of all cells together."""
     _shares_by_counts: dict[_Counts, Shares] = field(default_factory=dict)
     _failed_counts: list[_Counts] = field(default_factory=list)
 

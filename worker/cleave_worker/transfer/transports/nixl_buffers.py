@@ -135,9 +135,10 @@ class StagingBuffers:
             self._drop_remote_agent(entry.remote_agent)
             if XferState.FAILED in states:
                 self._quarantined.append(entry.buffer)
+                lost = f"{len(self._quarantined)} of {_MAX_BUFFERS}"
+                sender = entry.remote_agent
                 _log.warning(
-                    "a transfer from %s failed: its buffer is not reused (%d of %d)",
-                    *(entry.remote_agent, len(self._quarantined), _MAX_BUFFERS),
+                    "a transfer from %s failed: its buffer is not reused (%s)", sender, lost
                 )
             else:
                 self._free.append(entry.buffer)

@@ -152,8 +152,13 @@ class SchedulerSide:
 
     def _build_params(self, request: Request, prefill: FinishedPrefill) -> dict[str, object]:
         handoff = Handoff(
-            *(self._boot_id, request.request_id, prefill.epoch, prefill.prompt_digest),
-            *(request.num_prompt_tokens, self._addresses, self._shape),
+            self._boot_id,
+            request.request_id,
+            prefill.epoch,
+            prefill.prompt_digest,
+            request.num_prompt_tokens,
+            self._addresses,
+            self._shape,
         )
         # As vLLM's NixlConnector writes it, for readers of any connector's handoffs.
         return {
