@@ -19,10 +19,7 @@ from cleave.gateway.admission.tenants import DEFAULT_TENANT
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.endpoint_picker import ext_proc
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError, make_credentials
-from cleave.gateway.endpoint_picker.direct_request import (
-    DirectRequest,
-    has_prefill_instance,
-)
+from cleave.gateway.endpoint_picker.direct_request import DirectRequest, has_prefill_instance
 from cleave.gateway.endpoint_picker.ext_proc import ExtProcRequest
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS
 from cleave.gateway.http.completion_request import (

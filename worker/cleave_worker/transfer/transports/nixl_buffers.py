@@ -135,11 +135,8 @@ class StagingBuffers:
             self._drop_remote_agent(entry.remote_agent)
             if XferState.FAILED in states:
                 self._quarantined.append(entry.buffer)
-                lost = f"{len(self._quarantined)} of {_MAX_BUFFERS}"
-                sender = entry.remote_agent
-                _log.warning(
-                    "a transfer from %s failed: its buffer is not reused (%s)", sender, lost
-                )
+                fault = f"its buffer is not reused ({len(self._quarantined)} of {_MAX_BUFFERS})"
+                _log.warning("a transfer from %s failed: %s", entry.remote_agent, fault)
             else:
                 self._free.append(entry.buffer)
             self._changed.notify()
