@@ -16,9 +16,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 300.0
 SIMULATE = (
-    "from speed import pairs; from cleave.traffic.workload import fixed; "
+    "from speed import pairs; from cleave.traffic.workload import build_fixed; "
     "from cleave.simulator.run import simulate; "
-    "simulate(pairs(1), fixed(512, 64, 4.0).draw(100))"
+    "simulate(pairs(1), build_fixed(512, 64, 4.0).draw(100))"
 )
 PLAN = ("plan", "-f", "examples/planned.yaml", "--cluster", "examples/cluster.yaml")
 
