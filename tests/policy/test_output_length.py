@@ -1,4 +1,4 @@
-"""Output lengths, learnt from answers or by a trained tree, asked as a router asks."""
+"""Output lengths, learned from responses or by a trained tree, queried as by a router."""
 
 import bisect
 import random

@@ -61,14 +61,14 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
     prediction = plan.prediction
     low, high = prediction.goodput_interval
     interval = f"95 %: {format_number(low)} to {format_number(high)}"
-    goal = f"target {format_percent(slo.attainment)}"
+    text = f"target {format_percent(slo.attainment)}"
     attains = prediction.attainment >= slo.attainment
     tiles = (
         _render_tile("goodput", f"{format_number(prediction.goodput)} req/s", interval),
         _render_tile(
             "per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs"
         ),
-        _render_tile("attainment", format_percent(prediction.attainment), goal, holds=attains),
+        _render_tile("attainment", format_percent(prediction.attainment), text, holds=attains),
         _render_latency_tile("P90 TTFT", prediction.ttft_ms, slo.ttft_ms),
         _render_latency_tile("P90 TPOT", prediction.tpot_ms, slo.tpot_ms),
         _render_tile("price", format_number(prediction.cost_per_hour), "per hour"),
@@ -94,8 +94,8 @@ def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = Non
 
 
 def _render_latency_tile(name: str, latency: Percentiles, target: float) -> str:
-    goal = f"target {format_ms(target)}"
-    return _render_tile(name, format_ms(latency.p90), goal, holds=latency.p90 <= target)
+    text = f"target {format_ms(target)}"
+    return _render_tile(name, format_ms(latency.p90), text, holds=latency.p90 <= target)
 
 
 def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:

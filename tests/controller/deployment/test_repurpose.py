@@ -53,12 +53,12 @@ def pods(of: InstancePool, **fields: Any) -> list[ObservedPod]:
     ]
 
 
-def everybody(current: dict[Role, InstancePool], **fields: Any) -> list[ObservedPod]:
+def build_all_pods(current: dict[Role, InstancePool], **fields: Any) -> list[ObservedPod]:
     return [pod for each in current.values() for pod in pods(each, **fields)]
 
 
 def chosen(current: Any, desired: Any, **fields: Any) -> list[tuple[str, Role]]:
-    found = repurpose.choose_changes(everybody(current, **fields), desired, current)
+    found = repurpose.choose_changes(build_all_pods(current, **fields), desired, current)
     return [(change.pod.name, change.role) for change in found]
 
 
@@ -75,8 +75,8 @@ def test_one_too_many_here_goes_where_one_is_missing() -> None:
 def test_the_emptiest_one_moves() -> None:
     current, desired = count(prefill=1, decode=2), count(prefill=2, decode=1)
     busy, idle = pods(current[Role.DECODE])
-    everyone = [*pods(current[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
-    (change,) = repurpose.choose_changes(everyone, desired, current)
+    all_pods = [*pods(current[Role.PREFILL]), replace(busy, load=9.0), replace(idle, load=0.0)]
+    (change,) = repurpose.choose_changes(all_pods, desired, current)
     assert change.pod.name == idle.name
 
 
@@ -132,11 +132,11 @@ def test_an_unreachable_instance_does_not_move(fields: dict[str, Any]) -> None:
 
 def test_no_instance_moves_while_revisions_change() -> None:
     current, desired = count(prefill=1, decode=3), count(prefill=2, decode=2)
-    everyone = [
-        *everybody(current),
+    all_pods = [
+        *build_all_pods(current),
         replace(pods(current[Role.DECODE])[0], name="x", revision="old"),
     ]
-    assert repurpose.choose_changes(everyone, desired, current) == []
+    assert repurpose.choose_changes(all_pods, desired, current) == []
 
 
 counts = st.fixed_dictionaries({str(role): st.integers(0, 6) for role in Role})
@@ -147,9 +147,9 @@ def test_moves_bring_every_pool_closer_and_none_past_its_target(
     now: dict[str, int], desired_counts: dict[str, int]
 ) -> None:
     current, desired = count(**now), count(**desired_counts)
-    everyone = everybody(current)
-    changes = repurpose.choose_changes(everyone, desired, current)
-    after = Counter(pod.role for pod in repurpose.apply_changes(everyone, changes))
+    all_pods = build_all_pods(current)
+    changes = repurpose.choose_changes(all_pods, desired, current)
+    after = Counter(pod.role for pod in repurpose.apply_changes(all_pods, changes))
     assert len({change.pod.name for change in changes}) == len(changes)
     for role in Role:
         low, high = sorted((now[role], desired_counts[role]))
@@ -162,7 +162,7 @@ def test_moves_bring_every_pool_closer_and_none_past_its_target(
 
 def test_an_order_names_the_pod_its_agent_and_its_new_owner() -> None:
     current, desired = count(prefill=1, decode=2), count(prefill=2, decode=1)
-    changes = repurpose.choose_changes(everybody(current), desired, current)
+    changes = repurpose.choose_changes(build_all_pods(current), desired, current)
     (order,) = repurpose.build_actions(changes, current)
     assert order.agent == "10.0.0.1:9000"
     assert order.role is Role.PREFILL
@@ -179,7 +179,7 @@ def test_an_agent_with_another_role_gets_a_call() -> None:
         # Lent, not moved.
         "chat-prefill-0": FleetInstance("chat-prefill-0", role="mixed", home="prefill"),
     }
-    (order,) = repurpose.correct_roles(everybody(current), known, current)
+    (order,) = repurpose.correct_roles(build_all_pods(current), known, current)
     assert order.target.name == "chat-decode-0"
     assert order.role is Role.DECODE
     assert not order.metadata

@@ -227,7 +227,7 @@ def clear_framing(draw: st.DrawFn, body: bytes) -> tuple[list[bytes], bytes]:
 
 @st.composite
 def clear(draw: st.DrawFn) -> Sent:
-    """A request that everybody reads alike."""
+    """A request that every parser reads alike."""
     prompt = draw(st.text(max_size=30))
     lines, raw = draw(clear_framing(build_body(prompt)))
     lines = [*draw(others), *lines, *draw(others)]

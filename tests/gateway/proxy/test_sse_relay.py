@@ -1,4 +1,4 @@
-"""A stream goes by: whole events only, nothing secret, and an end that everybody notices."""
+"""A stream goes by: whole events only, nothing secret, and an end that both sides notice."""
 
 import itertools
 import json

@@ -137,9 +137,9 @@ def test_prompts_that_decode_elsewhere_reserve_nothing() -> None:
 def test_preemption_spares_who_was_preempted_often() -> None:
     def preempted(limit: int) -> list[int]:
         scheduler = make(RoleSchedulingConfig(preemption_limit=limit), num_blocks=40)
-        everybody = [add(scheduler, 8, max_tokens=60 + 7 * n) for n in range(3)]
+        sent = [add(scheduler, 8, max_tokens=60 + 7 * n) for n in range(3)]
         run(scheduler)
-        return [one.num_preemptions for one in everybody]
+        return [one.num_preemptions for one in sent]
 
     without, limited = preempted(0), preempted(3)
     assert without[:2] == [0, 0]

@@ -119,7 +119,7 @@ def test_a_prefill_that_is_given_up_is_refused_whenever_that_comes(
     assert prefill.pull_requested.acquire(timeout=BOUND_S)
     prefill.holds.cancel("theirs")
     assert reason(following) is RefusalReason.NOT_HELD
-    # The same request computed anew is another hold, which no reader takes for the first.
+    # The same request computed again is another hold, which no reader takes for the first.
     assert reason(decode.follow(prefill.handoff())) is RefusalReason.NOT_HELD
     assert prefill.holds.take_freed() == set()
 

@@ -162,12 +162,12 @@ def test_reserving_admission_prevents_preemption(make: Make) -> None:
         # 12 blocks of 16; each request holds 48 at its end.
         scheduler = make(num_blocks=13)
         scheduler.apply_scheduling(RoleSchedulingConfig(admission=admission))
-        everybody = []
+        sent = []
         for name in "abcdefgh":
-            everybody.append(add(scheduler, name, 8, max_tokens=40))
+            sent.append(add(scheduler, name, 8, max_tokens=40))
             step(scheduler)
         run(scheduler)
-        preemptions[admission] = sum(one.num_preemptions for one in everybody)
+        preemptions[admission] = sum(one.num_preemptions for one in sent)
     assert preemptions[Admission.GREEDY] > preemptions[Admission.RESERVE_DYNAMIC] == 0
 
 
@@ -196,9 +196,9 @@ def test_who_was_preempted_often_is_spared(make: Make) -> None:
         scheduler = make(num_blocks=40)
         scheduler.apply_scheduling(RoleSchedulingConfig(preemption_limit=limit))
         named = enumerate("abcd")
-        everybody = [add(scheduler, name, 8, max_tokens=200 + 30 * n) for n, name in named]
+        sent = [add(scheduler, name, 8, max_tokens=200 + 30 * n) for n, name in named]
         run(scheduler)
-        return [one.num_preemptions for one in everybody]
+        return [one.num_preemptions for one in sent]
 
     assert preempted(0) == [0, 0, 0, 2]
     assert preempted(1) == [0, 0, 1, 1]

@@ -153,7 +153,7 @@ class BlockLeases:
             self._changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Forget a running prefill that was aborted, or preempted and so is computed anew."""
+        """Forget a running prefill that was aborted, or preempted and so is computed again."""
         with self._changed:
             leased = self._prefills.get(request_id)
             if leased is not None and not leased.is_finished:

@@ -57,8 +57,8 @@ def build_base_url(address: str) -> str:
 
 async def fetch_instances(urls: Collection[str], timeout_s: float = TIMEOUT_S) -> InstancesByPod:
     """Fetch instances by name from gateways at `urls`; None: none responds. Never raises."""
-    asked = sorted(urls)[:_MAX_GATEWAYS]
-    pages = await asyncio.gather(*(_fetch_page(url, timeout_s) for url in asked))
+    selected = sorted(urls)[:_MAX_GATEWAYS]
+    pages = await asyncio.gather(*(_fetch_page(url, timeout_s) for url in selected))
     responses = [page for page in pages if page is not None]
     return merge(responses) if responses else None
 

@@ -241,7 +241,7 @@ class GatewayCollector:
     def _collect_models(self) -> Iterable[Metric]:
         models = self._metrics.models.items()
         for key, text in (
-            ("prompt_tokens", "Prompt tokens, estimated when not told"),
+            ("prompt_tokens", "Prompt tokens, estimated if the engine reports none"),
             ("output_tokens", "Tokens sent to clients"),
             ("handoff_tokens", "Prompt tokens whose KV was handed over"),
         ):
@@ -253,7 +253,7 @@ class GatewayCollector:
         itl = _build_histogram("itl", "Each gap between pieces of some streams", *by_role)
         text = "Wait for a turn, where tenants or targets have limits"
         queue = _build_histogram("queue", text, "model")
-        text = "An instance asked to its first bytes, of split requests"
+        text = "Sending to an instance to its first bytes, of split requests"
         phases = _build_histogram("phase", text, "model", "phase")
         prompts = _build_length_histogram("prompt", "Prompt tokens of a request that was answered")
         outputs = _build_length_histogram("output", "Tokens of the answer to a request")

@@ -188,8 +188,8 @@ class _Bisection:
                 low = middle
             else:
                 high = middle
-        goals = [self.attainments[r] >= self.targets.attainment for r in sorted(self.attainments)]
-        is_monotone = goals == sorted(goals, reverse=True)
+        meets = [self.attainments[r] >= self.targets.attainment for r in sorted(self.attainments)]
+        is_monotone = meets == sorted(meets, reverse=True)
         return Goodput(low, self.attainments.get(low, 0.0), is_monotone)
 
     def _interpolate(self, low: float, high: float) -> float:
