@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,29 @@ def test_vllm_on_cpu_is_bound_to_its_cores(config_of: ConfigOf) -> None:
     assert launch.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert launch.env["HOME"] == "/h"
     assert "--enforce-eager" in launch.argv
+
+
+def test_an_engine_on_one_core_starts_with_the_environment_of_its_worker(
+    config_of: ConfigOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for package, library in (("vllm", "libs/libtcmalloc.so.4"), ("torch", "lib/libgomp.so.1")):
+        (tmp_path / package / library).parent.mkdir(parents=True)
+        (tmp_path / package / library).touch()
+        (tmp_path / package / "__init__.py").touch()
+
+    def find(package: str) -> ModuleSpec:
+        return ModuleSpec(package, None, origin=str(tmp_path / package / "__init__.py"))
+
+    monkeypatch.setattr("cleave_worker.agent.launch.importlib.util.find_spec", find)
+    env = build_engine_launch(config_of(engine="vllm"), BOOT, {}).env
+    assert env["OMP_NUM_THREADS"] == "1"
+    libraries = ["vllm/libs/libtcmalloc.so.4", "torch/lib/libgomp.so.1"]
+    assert env["LD_PRELOAD"].split(":") == [str(tmp_path / library) for library in libraries]
+
+    of_user = build_engine_launch(config_of(engine="vllm"), BOOT, {"LD_PRELOAD": "libiomp5.so"}).env
+    assert (of_user["LD_PRELOAD"], of_user.get("OMP_NUM_THREADS")) == ("libiomp5.so", None)
+    two_cores = replace(BOOT, cores=(2, 3))
+    assert "LD_PRELOAD" not in build_engine_launch(config_of(engine="vllm"), two_cores, {}).env
 
 
 def test_stages_on_cpu_are_warmed_up_for_they_need_their_buffers(config_of: ConfigOf) -> None:

@@ -5,6 +5,7 @@ called by the supervisor at every start. The boot id is also the engine id of th
 that a handoff of an earlier boot is never taken for one of this boot.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -191,6 +192,8 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         "VLLM_NIXL_SIDE_CHANNEL_HOST": config.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(boot.kv_port),
         "PYTHONUNBUFFERED": "1",
+        # vLLM's value against a leak in UCX. Plug-ins import NIXL before vLLM can set it.
+        "UCX_RCACHE_MAX_UNRELEASED": base.get("UCX_RCACHE_MAX_UNRELEASED", "1024"),
     }
     if boot.scheduling_page is not None:
         env[TERMS_PAGE_ENV] = str(boot.scheduling_page)
@@ -202,7 +205,19 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
         env["VLLM_CPU_KVCACHE_SPACE"] = base.get("VLLM_CPU_KVCACHE_SPACE", "1")
         if boot.cores:
             env["VLLM_CPU_OMP_THREADS_BIND"] = build_omp_binding(boot.cores, config.num_ranks)
+        if len(boot.cores) == config.num_ranks == 1 and "LD_PRELOAD" not in base:
+            # As vLLM sets them for its worker. `cleave_worker.vllm.process_start` then forks it.
+            env |= {"LD_PRELOAD": ":".join(_find_worker_libraries()), "OMP_NUM_THREADS": "1"}
     return env
+
+
+def _find_worker_libraries() -> list[str]:
+    """Return the libraries that vLLM 0.32 preloads into its CPU workers, as far as installed."""
+    found: list[Path] = []
+    for package, pattern in (("vllm", "libs/libtcmalloc*.so*"), ("torch", "lib/libgomp*.so*")):
+        if (spec := importlib.util.find_spec(package)) and spec.origin:
+            found += sorted(Path(spec.origin).parent.glob(pattern))[:1]
+    return list(map(str, found))
 
 
 def _extract_kv_transfer_config(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
