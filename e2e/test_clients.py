@@ -14,17 +14,12 @@ import pytest
 from pydantic import BaseModel
 
 from e2e.support.clients_environment import CLIENTS, ROOT, run
-from e2e.support.deployments import Deployment, deployed, emulated, idle, tiny_vllm, until
+from e2e.support.deployments import Deployment, deployed, emulated, idle, until
 
 MODEL = "facebook/opt-13b"
 """As the documents name it."""
 GATEWAY = "http://127.0.0.1:8080"
 PAGES = ["README.md", "docs/serve.md", "docs/install.md"]
-
-ENGINE_ARGS = [
-    # A random model would go on with blanks for ever.
-    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
-]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,15 +29,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     manifest = emulated("chat", 1, 1)
     manifest["spec"]["model"]["servedName"] = MODEL
     with deployed(manifest, tmp_path_factory.mktemp("clients"), 60) as deployment:
-        yield deployment
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A real engine, which can hold an answer to a form."""
-    mixed = {"manual": [{"role": "mixed", "replicas": 1}]}
-    manifest = tiny_vllm(tiny_model, engine={"args": ENGINE_ARGS}, placement=mixed)
-    with deployed(manifest, tmp_path_factory.mktemp("tiny"), 420) as deployment:
         yield deployment
 
 
@@ -96,9 +82,11 @@ class Light(BaseModel):
 
 
 @pytest.mark.vllm
-def test_structured_outputs_come_from_real_engines(tiny: Deployment, clients: Path) -> None:
-    run(str(clients / "python"), str(CLIENTS / "langchain_client.py"), tiny.url, "tiny", "form")
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="unused", max_retries=0) as client:
+def test_structured_outputs_come_from_real_engines(vllm_pair: Deployment, clients: Path) -> None:
+    run(
+        str(clients / "python"), str(CLIENTS / "langchain_client.py"), vllm_pair.url, "tiny", "form"
+    )
+    with openai.OpenAI(base_url=f"{vllm_pair.url}/v1", api_key="unused", max_retries=0) as client:
         answer = client.chat.completions.parse(
             model="tiny",
             messages=[{"role": "user", "content": "Is it on?"}],

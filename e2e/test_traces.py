@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from e2e.support.deployments import deployed, until
+from e2e.support.deployments import Deployment, deployed, until
 from tests.support.otel_collector import Collector, read, serve_grpc
 
 PROMPT = "MARKER-PROMPT and some more words"
@@ -59,21 +59,17 @@ def test_a_manifest_asks_for_traces_and_an_access_log(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_spans_of_vllm_hang_below_the_calls_to_it(tiny_model: Path, tmp_path: Path) -> None:
-    with serve_grpc() as (collector, url):
-        vllm = {
-            "model": {"source": str(tiny_model), "servedName": "tiny", "maxModelLen": 2048},
-            "engine": {"args": ["--otlp-traces-endpoint", url]},
-        }
-        manifest = build_manifest(vllm, url, share=0.0)
-        with deployed(manifest, tmp_path, timeout_s=420) as deployment:
-            ask(deployment.url, "tiny")
-            ask(deployment.url, "tiny", traceparent=TRACEPARENT)
-            mine = (0xABCDEF).to_bytes(16)
-            until(
-                lambda: len([s for s in collector.find("llm_request") if s.trace_id == mine]) == 2,
-                30,
-                "both engines' spans have come",
-            )
-    collector.spans = [span for span in collector.spans if span.trace_id == mine]
-    assert find_parents(collector, "llm_request") == ["decode", "prefill"]
+def test_spans_of_vllm_hang_below_the_calls_to_it(
+    vllm_pair: Deployment, collector: tuple[Collector, str]
+) -> None:
+    received, _ = collector
+    ask(vllm_pair.url, "tiny")
+    ask(vllm_pair.url, "tiny", traceparent=TRACEPARENT)
+    mine = (0xABCDEF).to_bytes(16)
+    until(
+        lambda: len([s for s in received.find("llm_request") if s.trace_id == mine]) == 2,
+        30,
+        "both engines' spans have come",
+    )
+    received.spans = [span for span in received.spans if span.trace_id == mine]
+    assert find_parents(received, "llm_request") == ["decode", "prefill"]

@@ -3,14 +3,12 @@
 import concurrent.futures
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
+from e2e.support.deployments import Deployment, until
 from e2e.support.vllm_prompts import (
     CASES,
     OUTPUT_TOKENS,
@@ -24,14 +22,6 @@ from e2e.support.vllm_prompts import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deployed(
-        tiny_vllm(tiny_model), tmp_path_factory.mktemp("vllm"), timeout_s=420
-    ) as deployment:
-        yield deployment
-
-
 def threads_cores(engine: psutil.Process) -> set[int]:
     """Every core that a thread of the engine may run on."""
     return {
@@ -42,12 +32,14 @@ def threads_cores(engine: psutil.Process) -> set[int]:
     }
 
 
-def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Deployment) -> None:
-    prefill, decode = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
+def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(
+    vllm_pair: Deployment,
+) -> None:
+    prefill, decode = engine_url(vllm_pair, "prefill"), engine_url(vllm_pair, "decode")
     ran = "vllm:iteration_tokens_total_sum"
     pulled = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv'
     ran_before, pulled_before = metric(decode, ran), metric(decode, pulled)
-    split = [ask(vllm.url, case) for case in CASES]
+    split = [ask(vllm_pair.url, case) for case in CASES]
     # A token of output is a token run: the last prompt token runs to make the first.
     assert metric(decode, ran) - ran_before == sum(len(answer.tokens) for answer in split)
     assert metric(decode, pulled) - pulled_before == sum(answer.prompt_tokens for answer in split)
@@ -61,8 +53,8 @@ def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Dep
         assert "remote_" not in answer.raw
 
 
-def test_what_the_agents_say_is_true(vllm: Deployment) -> None:
-    for health in vllm.healths():
+def test_what_the_agents_say_is_true(vllm_pair: Deployment) -> None:
+    for health in vllm_pair.healths():
         registration, load = health.registration, health.load
         assert registration.engine.startswith("vllm 0.")
         assert registration.kv_path.verified
@@ -74,44 +66,53 @@ def test_what_the_agents_say_is_true(vllm: Deployment) -> None:
         assert load.sampled_ns > 0
 
 
-def test_each_engine_stays_on_its_own_core(vllm: Deployment) -> None:
-    cores_by_role = [threads_cores(vllm.engine(f"tiny-{role}-0")) for role in ("prefill", "decode")]
+def test_each_engine_stays_on_its_own_core(vllm_pair: Deployment) -> None:
+    cores_by_role = [
+        threads_cores(vllm_pair.engine(f"tiny-{role}-0")) for role in ("prefill", "decode")
+    ]
     assert [len(cores) for cores in cores_by_role] == [1, 1]
     assert cores_by_role[0] != cores_by_role[1]
 
 
-def test_a_client_cannot_hand_in_handoff_data(vllm: Deployment) -> None:
+def test_a_client_cannot_hand_in_handoff_data(vllm_pair: Deployment) -> None:
     case = CASES[0]
     stolen = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [[1]]}
     response = httpx.post(
-        vllm.url + case.path, json=case.body | {"kv_transfer_params": stolen}, timeout=TIMEOUT_S
+        vllm_pair.url + case.path,
+        json=case.body | {"kv_transfer_params": stolen},
+        timeout=TIMEOUT_S,
     )
     assert response.status_code == 200
     assert "kv_transfer_params" not in response.text
 
 
-def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
+def test_requests_side_by_side_keep_their_own_tokens(vllm_pair: Deployment) -> None:
     cases = CASES[:12]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        together = list(pool.map(lambda case: ask(vllm.url, case).tokens, cases))
-    assert together == [ask(vllm.url, case).tokens for case in cases]
+        together = list(pool.map(lambda case: ask(vllm_pair.url, case).tokens, cases))
+    assert together == [ask(vllm_pair.url, case).tokens for case in cases]
 
 
-def test_killed_engines_are_replaced_and_the_service_comes_back(vllm: Deployment) -> None:
-    before = vllm.instances()
-    trees = []
-    for instance in before:
-        victim = vllm.engine(instance)
-        trees += [victim, *victim.children(recursive=True)]
+def test_a_killed_engine_and_a_killed_agent_are_replaced_and_the_service_comes_back(
+    vllm_pair: Deployment,
+) -> None:
+    before = vllm_pair.instances()
+    agent = vllm_pair.agent("tiny-decode-0")
+    children = agent.children(recursive=True)
+    assert len(children) >= 3, "subreaper, API server, engine core"
+    engine = vllm_pair.engine("tiny-prefill-0")
+    trees = [engine, *engine.children(recursive=True), agent, *children]
+    for victim in (engine, agent):
         os.kill(victim.pid, signal.SIGKILL)
         # A clear answer while it is away, whichever it is: served by what is left, or an error.
-        response = httpx.post(vllm.url + CASES[0].path, json=CASES[0].body, timeout=TIMEOUT_S)
+        response = httpx.post(vllm_pair.url + CASES[0].path, json=CASES[0].body, timeout=TIMEOUT_S)
         assert response.status_code == 200 or "message" in response.json()["error"]
 
-    until(lambda: not any(p.is_running() for p in trees), 30, "the dead engines' children end")
+    _, alive = psutil.wait_procs(trees, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     until(
         lambda: all(
-            (now := vllm.instances().get(instance))
+            (now := vllm_pair.instances().get(instance))
             and now.boot_id != known.boot_id
             and now.kv_path.verified
             for instance, known in before.items()
@@ -120,22 +121,9 @@ def test_killed_engines_are_replaced_and_the_service_comes_back(vllm: Deployment
         "the engines are back and their KV path is verified",
     )
     until(
-        lambda: httpx.get(f"{vllm.url}/health", timeout=TIMEOUT_S).status_code == 200, 30, "health"
+        lambda: httpx.get(f"{vllm_pair.url}/health", timeout=TIMEOUT_S).status_code == 200,
+        30,
+        "health",
     )
-    colocated = ask(engine_url(vllm, "prefill"), CASES[6])
-    assert ask(vllm.url, CASES[6]).tokens == colocated.tokens
-
-
-def test_a_killed_agent_leaves_no_process_and_is_replaced(vllm: Deployment) -> None:
-    agent = vllm.agent("tiny-decode-0")
-    tree = agent.children(recursive=True)
-    assert len(tree) >= 3, "subreaper, API server, engine core"
-    os.kill(agent.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(tree, timeout=30)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    until(
-        lambda: (now := vllm.instances().get("tiny-decode-0")) and now.kv_path.verified,
-        240,
-        "a new agent is ready",
-    )
-    assert len(ask(vllm.url, CASES[0]).tokens) == OUTPUT_TOKENS
+    colocated = ask(engine_url(vllm_pair, "prefill"), CASES[6])
+    assert ask(vllm_pair.url, CASES[6]).tokens == colocated.tokens

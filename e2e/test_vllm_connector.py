@@ -75,7 +75,7 @@ def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Dep
 
 MORE = [
     Case(1000 + number, random.Random(number).randint(1, 1500), chat=False, stream=False)
-    for number in range(40)
+    for number in range(16)
 ]
 
 
@@ -88,7 +88,7 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
-ROUNDS = 9
+ROUNDS = 3
 
 
 @ONE_WAY

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
@@ -13,7 +12,7 @@ import pytest
 
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 
-from e2e.support.deployments import Deployment, deployed, idle, tiny_vllm, until
+from e2e.support.deployments import Deployment, idle, until
 from e2e.support.vllm_prompts import metric
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -21,21 +20,6 @@ TIMEOUT_S = 120
 OUTPUT_TOKENS = 8
 PREFILL, DECODE, MIXED = agent_pb2.ROLE_PREFILL, agent_pb2.ROLE_DECODE, agent_pb2.ROLE_MIXED
 FIRST, SECOND = "tiny-prefill-0", "tiny-decode-0"
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One of each, which keep the roles that a test gives them; mixed ones have a single seat."""
-    many = {"maxNumSeqs": 16}
-    limits = [{"role": "prefill"} | many, {"role": "decode"} | many]
-    scheduling = {
-        "order": "ShortestFirst",
-        "admission": "ReserveDynamic",
-        "limits": [*limits, {"role": "mixed", "maxNumSeqs": 1}],
-    }
-    manifest = tiny_vllm(tiny_model, pools={"flipping": "Off"}, engine={"scheduling": scheduling})
-    with deployed(manifest, tmp_path_factory.mktemp("flips"), timeout_s=420) as deployment:
-        yield deployment
 
 
 class Flipper:
@@ -58,7 +42,11 @@ class Flipper:
         order = agent_pb2.SetRoleRequest(role=role, epoch=before.epoch + 1, boot_id=before.boot_id)
         agent.SetRole(order, timeout=TIMEOUT_S)
         after = agent.Health(agent_pb2.HealthRequest(), timeout=20).registration
-        assert (after.role, after.boot_id, after.restarts) == (role, before.boot_id, 0)
+        assert (after.role, after.boot_id, after.restarts) == (
+            role,
+            before.boot_id,
+            before.restarts,
+        )
         return after
 
     def load(self, instance: str) -> agent_pb2.LoadReport:
@@ -71,13 +59,13 @@ class Flipper:
 
 
 @pytest.fixture
-def flipper(pair: Deployment) -> Iterator[Flipper]:
+def flipper(vllm_pair: Deployment) -> Iterator[Flipper]:
     """Everybody goes home afterwards."""
-    flipper_pair = Flipper(pair)
-    yield flipper_pair
-    flipper_pair.flip(FIRST, PREFILL)
-    flipper_pair.flip(SECOND, DECODE)
-    flipper_pair.close()
+    flipper = Flipper(vllm_pair)
+    yield flipper
+    flipper.flip(FIRST, PREFILL)
+    flipper.flip(SECOND, DECODE)
+    flipper.close()
 
 
 def ask(url: str, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> httpx.Response:
@@ -104,48 +92,48 @@ def prompts(count: int, start: int = 0) -> list[list[int]]:
 
 
 def test_both_roles_change_and_requests_go_the_other_way(
-    pair: Deployment, flipper: Flipper
+    vllm_pair: Deployment, flipper: Flipper
 ) -> None:
     some = prompts(8)
-    home = [ask(pair.url, prompt) for prompt in some]
+    home = [ask(vllm_pair.url, prompt) for prompt in some]
     assert {answer.headers["x-cleave-prefill"] for answer in home} == {FIRST}
     assert {answer.headers["x-cleave-decode"] for answer in home} == {SECOND}
 
     # No prefill instance is ready in between: the decode instances do it all.
     flipper.flip(FIRST, DECODE)
-    whole = [ask(pair.url, prompt) for prompt in some]
+    whole = [ask(vllm_pair.url, prompt) for prompt in some]
     reply = flipper.flip(SECOND, PREFILL)
     assert reply.kv_path.verified
     assert reply.kv_path.detail.startswith(f"{SECOND} -> {FIRST}: ")
 
     def goes_the_other_way() -> bool:
-        headers = ask(pair.url, some[0], max_tokens=1).headers
+        headers = ask(vllm_pair.url, some[0], max_tokens=1).headers
         return headers.get("x-cleave-prefill") == SECOND
 
     until(goes_the_other_way, 30, "requests are split the other way")
-    before = pulled(pair, FIRST)
-    away = [ask(pair.url, prompt) for prompt in prompts(8, start=100)]
+    before = pulled(vllm_pair, FIRST)
+    away = [ask(vllm_pair.url, prompt) for prompt in prompts(8, start=100)]
     assert {answer.headers["x-cleave-prefill"] for answer in away} == {SECOND}
     assert {answer.headers["x-cleave-decode"] for answer in away} == {FIRST}
-    assert pulled(pair, FIRST) > before
+    assert pulled(vllm_pair, FIRST) > before
 
-    url = pair.instances()[FIRST].engine_url
+    url = vllm_pair.instances()[FIRST].engine_url
     colocated = [tokens(ask(url, prompt)) for prompt in prompts(8, start=100)]
     assert [tokens(answer) for answer in away] == colocated
     assert [tokens(a) for a in home] == [tokens(a) for a in whole]
 
 
 def test_flips_under_load_fail_nothing_and_change_no_token(
-    pair: Deployment, flipper: Flipper
+    vllm_pair: Deployment, flipper: Flipper
 ) -> None:
     some = prompts(6, start=200)
-    expected = [tokens(ask(pair.url, prompt)) for prompt in some]
+    expected = [tokens(ask(vllm_pair.url, prompt)) for prompt in some]
     ended = threading.Event()
 
     def load(number: int) -> int:
         count = 0
         while not ended.is_set():
-            assert tokens(ask(pair.url, some[number])) == expected[number]
+            assert tokens(ask(vllm_pair.url, some[number])) == expected[number]
             count += 1
         return count
 
@@ -158,11 +146,11 @@ def test_flips_under_load_fail_nothing_and_change_no_token(
         finally:
             ended.set()
         assert sum(future.result(timeout=TIMEOUT_S) for future in running) > 0
-    until(lambda: idle(pair), 60, "nothing is held")
+    until(lambda: idle(vllm_pair), 60, "nothing is held")
 
 
-def test_the_engine_schedules_as_its_role_wants(pair: Deployment, flipper: Flipper) -> None:
-    url = pair.instances()[SECOND].engine_url
+def test_the_engine_schedules_as_its_role_wants(vllm_pair: Deployment, flipper: Flipper) -> None:
+    url = vllm_pair.instances()[SECOND].engine_url
     flipper.flip(SECOND, MIXED)
     done: list[int] = []
 

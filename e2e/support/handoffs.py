@@ -22,7 +22,7 @@ from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
 from tests.support.kv_server_process import OwnerProcess
 
 RAN = "vllm:iteration_tokens_total_sum"
-LEASE_S = 20
+LEASE_S = 10
 PREFILL_ORDER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

@@ -1,12 +1,13 @@
-"""A KV server in a separate process, controlled by JSON lines on stdin; it responds on stdout."""
+"""A KV server in a separate process, controlled through a pipe.
 
-import json
+The processes are forked from one that has imported torch, which takes three seconds.
+"""
+
+import multiprocessing
 import os
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 
 from cleave_worker.transfer import server as owner_module
@@ -20,6 +21,8 @@ from cleave_worker.transfer.transports.shared_memory import share_memory
 BLOCKS, LAYERS = 16, 3
 LAYOUT = KvLayout("tiny@main", "float32", 16, LAYERS, 2, 32, "LBHNC")
 ALONE = ParallelShape()
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+_FORK_SERVER.set_forkserver_preload([__name__])
 
 
 def caches(fill: int, shape: ParallelShape = ALONE, rank: int = 0) -> list[torch.Tensor]:
@@ -47,19 +50,17 @@ class OwnerProcess:
 
     def __init__(self, **settings: object) -> None:
         self.boot_id = str(settings.setdefault("boot_id", "boot-p"))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, msgspec.json.encode(settings).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.port = self._answer()["port"]
+        self._connection, others_end = multiprocessing.Pipe()
+        # The environment is that of the test, not that of the first one.
+        arguments = (others_end, settings, dict(os.environ))
+        self.process = _FORK_SERVER.Process(target=serve, args=arguments)
+        self.process.start()
+        others_end.close()
+        self.port = self._connection.recv()["port"]
 
     def command(self, do: str, **order: object) -> dict[str, Any]:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
-        self.process.stdin.flush()
-        return {} if do == "die" else self._answer()
+        self._connection.send({"do": do, **order})
+        return {} if do == "die" else self._connection.recv()
 
     def hold(
         self, request_id: str, tokens: list[int], blocks: list[int], epoch: int = 1
@@ -73,49 +74,45 @@ class OwnerProcess:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
+        self.process.join(60)
+        self._connection.close()
 
 
-def main() -> None:
-    settings = json.loads(sys.argv[1])
+def serve(
+    connection: "Connection[dict[str, Any], dict[str, Any]]",
+    settings: dict[str, Any],
+    environment: dict[str, str],
+) -> None:
+    """Follow commands until the other end of the connection is closed."""
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     owner_module._PREFILL_WAIT_S = 0.5
-    shape, rank = msgspec.convert(settings.get("shape", {}), ParallelShape), settings.get("rank", 0)
+    shape, rank = settings.get("shape", ALONE), settings.get("rank", 0)
     tensors = caches(1000, shape, rank)
     registered = register_kv(settings["boot_id"], tensors, shape, rank)
     shared = share_memory(registered.memory) if settings.get("shared", True) else ()
     leases = BlockLeases(settings.get("lease_s", 60.0), settings.get("reading_s", 60.0))
     owner = KvServer(registered, leases, shared, 0, settings.get("transfer_s", 30.0))
-    say({"port": owner.port})
-    for line in sys.stdin:
-        order = json.loads(line)
+    connection.send({"port": owner.port})
+    while True:
+        try:
+            order = connection.recv()
+        except EOFError:
+            return
+        answer: dict[str, Any] = {}
         match order["do"]:
             case "hold":
                 blocks = tuple(order["blocks"])
                 leases.grant(order["id"], FinishedPrefill(order["epoch"], order["digest"], blocks))
-                say({})
             case "begin":
                 begun = PrefillInProgress(1, order["digest"], order["num_blocks"], order["name"])
                 leases.begin_prefill(order["id"], begun)
-                say({})
             case "freed":
-                say({"freed": sorted(leases.take_freed()), "held": leases.num_leased})
+                answer = {"freed": sorted(leases.take_freed()), "held": leases.num_leased}
             case "overwrite":
                 for layer in tensors:
                     layer[order["block"]] = -1
-                say({})
             case "die":
                 os._exit(9)
-
-
-def say(message: dict[str, object]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        connection.send(answer)

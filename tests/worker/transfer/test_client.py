@@ -270,7 +270,7 @@ def test_an_owner_that_dies_while_it_sends_is_an_error(
 
     def bereaved(pair: client._RankConnection, *args: object) -> None:
         owner.command("die")
-        owner.process.wait(BOUND_S)
+        owner.process.join(BOUND_S)
         move(pair, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(client._RankConnection, "_transfer", bereaved)

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 
 from cleave.shm.load_page import ENV
-from cleave_worker.vllm.process_start import fork_processes
+from cleave_worker.vllm.process_start import enable_forking
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_engine_core_is_forked_and_workers_with_cores_of_their_own_are_spawn
     modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENV, "/dev/null")
-    fork_processes()
+    enable_forking()
     assert start_methods(modules) == ["fork", "spawn"]
 
 
@@ -43,7 +43,7 @@ def test_a_worker_is_forked_from_a_process_with_its_libraries_and_one_thread(
     monkeypatch.setenv(ENV, "/dev/null")
     monkeypatch.setenv("LD_PRELOAD", "/lib/libgomp.so.1")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    fork_processes()
+    enable_forking()
     assert start_methods(modules) == ["fork", expected]
 
 
@@ -51,5 +51,5 @@ def test_an_engine_without_an_agent_is_left_alone(
     modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV, raising=False)
-    fork_processes()
+    enable_forking()
     assert start_methods(modules) == ["spawn", "spawn"]

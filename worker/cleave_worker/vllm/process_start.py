@@ -15,7 +15,7 @@ from multiprocessing.context import BaseContext
 from cleave.shm.load_page import ENV
 
 
-def fork_processes() -> None:
+def enable_forking() -> None:
     """Replace the start method of the engine core, and of the worker where that is possible."""
     if ENV not in os.environ:
         return

@@ -229,7 +229,7 @@ def test_an_owner_that_dies_with_bytes_under_way_costs_a_buffer_and_no_other_own
 
     def die() -> None:
         owner.command("die")
-        owner.process.wait(BOUND_S)
+        owner.process.join(BOUND_S)
 
     before_bytes(monkeypatch, die)
     with pytest.raises(RefusedError) as caught:
