@@ -3,7 +3,7 @@ SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 ARGS ?=
 # On a busy machine a process may starve for seconds: failed tests run once more and are reported.
-RERUN = --reruns 1 -rR
+RERUN = --reruns 1 --rerun-show-tracebacks
 # Tests wait more than they compute. Those of one file share fixtures, so they stay together.
 PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile
 

@@ -9,9 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
-from pydantic import BaseModel
 
 from e2e.support.clients_environment import CLIENTS, ROOT, run
 from e2e.support.deployments import Deployment, deployed, emulated, idle, until
@@ -73,27 +71,3 @@ def test_vllms_benchmark_loses_no_request(
         assert (result["completed"], result["failed"]) == (40, 0)
         assert result["total_output_tokens"] == 40 * 16
     until(lambda: idle(chat), 10, "the engines are free")
-
-
-class Light(BaseModel):
-    """What a model may say of it."""
-
-    on: bool
-
-
-@pytest.mark.vllm
-def test_structured_outputs_come_from_real_engines(vllm_pair: Deployment, clients: Path) -> None:
-    run(
-        str(clients / "python"), str(CLIENTS / "langchain_client.py"), vllm_pair.url, "tiny", "form"
-    )
-    with openai.OpenAI(base_url=f"{vllm_pair.url}/v1", api_key="unused", max_retries=0) as client:
-        answer = client.chat.completions.parse(
-            model="tiny",
-            messages=[{"role": "user", "content": "Is it on?"}],
-            response_format=Light,
-            max_tokens=64,
-            temperature=0,
-        )
-        assert answer.choices[0].message.parsed is not None
-        response = client.responses.create(model="tiny", input="Hello", max_output_tokens=8)
-        assert response.output

@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cleave_worker.transfer.transport import Transport
+
 from e2e.support.deployments import Deployment, deployed, until
 from e2e.support.handoffs import (
     RAN,
@@ -36,28 +38,21 @@ from e2e.support.vllm_prompts import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-# Engines take a minute to start: NIXL has benchmarks/kv/faults.py.
-EVERY_WAY = pytest.mark.parametrize("vllm", ["shared memory", "gloo"], indirect=True)
-ONE_WAY = pytest.mark.parametrize("vllm", ["shared memory"], indirect=True)
-
 
 @pytest.fixture(scope="module")
-def vllm(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Deployment]:
-    manifest = tiny_with_connector(tiny_model, request.param, checksums=True)
+def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    # Over gloo: test_vllm_transfer.py; over NIXL: benchmarks/kv/faults.py.
+    manifest = tiny_with_connector(tiny_model, Transport.SHARED_MEMORY, checksums=True)
     with deployed(manifest, tmp_path_factory.mktemp("vllm"), timeout_s=420) as deployment:
         yield deployment
 
 
-@EVERY_WAY
 def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment) -> None:
     for instance in vllm.instances().values():
         assert instance.kv_path.verified
         must_have_moved_all(instance.kv_path.detail)
 
 
-@EVERY_WAY
 def test_tokens_are_those_of_a_colocated_run_and_nothing_is_recomputed(vllm: Deployment) -> None:
     decoding = engine_url(vllm, "decode")
     ran = metric(decoding, RAN)
@@ -79,7 +74,6 @@ MORE = [
 ]
 
 
-@EVERY_WAY
 def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
     cases = MORE[:12]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -91,7 +85,6 @@ def test_requests_side_by_side_keep_their_own_tokens(vllm: Deployment) -> None:
 ROUNDS = 3
 
 
-@ONE_WAY
 def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     before, expired = lost(decoding), lost(source).get("expired", 0)
@@ -110,7 +103,6 @@ def test_no_fault_gives_a_wrong_token_and_each_is_counted(vllm: Deployment) -> N
     until(lambda: is_free(vllm), TIMEOUT_S, "all blocks are free")
 
 
-@ONE_WAY
 def test_a_handoff_given_twice_or_late_is_computed_anew(vllm: Deployment) -> None:
     source, decoding = engine_url(vllm, "prefill"), engine_url(vllm, "decode")
     twice, late = (Case(n, 300, chat=False, stream=False) for n in (20_001, 20_002))
@@ -127,7 +119,6 @@ def test_a_handoff_given_twice_or_late_is_computed_anew(vllm: Deployment) -> Non
     assert after == before
 
 
-@ONE_WAY
 def test_a_client_that_leaves_while_its_kv_is_awaited_frees_both_sides(vllm: Deployment) -> None:
     case = Case(30_000, 3_000, chat=False, stream=True)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""vLLM on CPU whose decode engine takes KV while it is computed: tokens, faults, freed memory."""
+"""vLLM on CPU whose decode engine takes KV over gloo while it is computed."""
 
 import concurrent.futures
 import json
@@ -11,17 +11,32 @@ from typing import Any
 import httpx
 import pytest
 
+from cleave_worker.transfer.transport import Transport
+
 from e2e.support.deployments import Deployment, deployed, tiny_vllm, until
 from e2e.support.handoffs import PREFILL_ORDER, decode, is_free, lost, post, prefill
-from e2e.support.vllm_prompts import TIMEOUT_S, Case, ask, engine_url, metric
+from e2e.support.vllm_prompts import (
+    TIMEOUT_S,
+    Case,
+    ask,
+    engine_url,
+    metric,
+    must_have_moved_all,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-SETTINGS = {"kv_connector_extra_config": {"checksums": True, "kv_lease_duration": 20}}
+EXTRA = {"ways": [Transport.GLOO], "checksums": True, "kv_lease_duration": 20}
+SETTINGS = {"kv_connector_extra_config": EXTRA}
 ENGINE = {
     "connector": "Cleave",
     "transfer": "PerLayer",
     # Several chunks of a prompt, several layers of a chunk.
-    "args": ["--kv-transfer-config", json.dumps(SETTINGS), "--max-num-batched-tokens", "512"],
+    "args": [
+        "--kv-transfer-config",
+        json.dumps({"kv_connector_extra_config": EXTRA}),
+        "--max-num-batched-tokens",
+        "512",
+    ],
 }
 CASES = [
     Case(40_000 + number, random.Random(number).randint(1, 2500), chat=False, stream=number % 2 > 0)
@@ -34,6 +49,12 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     manifest = tiny_vllm(tiny_model, engine=ENGINE)
     with deployed(manifest, tmp_path_factory.mktemp("vllm"), timeout_s=420) as deployment:
         yield deployment
+
+
+def test_the_kv_path_is_verified_by_the_bytes_of_a_long_prompt(vllm: Deployment) -> None:
+    for instance in vllm.instances().values():
+        assert instance.kv_path.verified
+        must_have_moved_all(instance.kv_path.detail)
 
 
 def test_tokens_are_those_of_a_colocated_run_and_none_of_the_kv_is_lost(vllm: Deployment) -> None:

@@ -30,6 +30,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         found = [span for span in self.spans if span.name == name]
         return sorted(found, key=lambda span: span.start_time_unix_nano)
 
+    def find_parents(self, name: str) -> list[str]:
+        """Return the names of the parents of all spans of this name."""
+        names = {span.span_id: span.name for span in self.spans}
+        return sorted(names.get(span.parent_span_id, "") for span in self.find(name))
+
     def only(self, name: str) -> Span:
         (span,) = self.find(name)
         return span

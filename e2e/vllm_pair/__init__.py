@@ -1,0 +1,1 @@
+"""Tests that share one pair of vLLM engines."""
