@@ -5,10 +5,15 @@ ARGS ?=
 # On a busy machine a process may starve for seconds: failed tests run once more and are reported.
 RERUN = --reruns 1 --rerun-show-tracebacks
 # Tests wait more than they compute. Those of one file share fixtures, so they stay together.
-PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile
+PARALLEL = -n $(or $(TEST_WORKERS),2) --dist loadfile --no-loadscope-reorder
+
+LANES = fast-tests engine-tests cluster-tests
+ENGINE_TESTS = e2e/vllm_pair $(wildcard e2e/test_vllm*.py)
+CLUSTER_TESTS = $(wildcard e2e/test_cluster*.py)
+IN_LOG = > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # `make test ARGS='tests -k router'` runs a part.
-.PHONY: help run test quick check unit cluster check-compiled tools e2e lint scan generate bench bench-planner bench-papers clean setup setup-emulated
+.PHONY: help run test quick check check-compiled tools e2e lint $(LANES) scan generate bench bench-planner bench-papers clean setup setup-emulated
 
 # The emulated engine needs neither vLLM nor the development tools. An environment with vLLM keeps it.
 VLLM = $(wildcard .venv/lib/python3*/site-packages/vllm)
@@ -27,16 +32,17 @@ quick: lint ## lint, and the unit tests of changed modules; ARGS='--since main'
 check: lint ## what CI runs: lint, types, layers, generated files, every test
 	@scripts/bootstrap --tests
 	$(if $(ARGS),.venv/bin/pytest $(ARGS),@$(MAKE) --no-print-directory tools)
-	$(if $(ARGS),,@$(MAKE) --no-print-directory -j2 unit cluster)
-	$(if $(ARGS),,.venv/bin/pytest $(RERUN) $(PARALLEL) -m 'not vllm' e2e)
-	$(if $(ARGS),,.venv/bin/pytest $(RERUN) -m vllm e2e) # engines have cores of their own
+	$(if $(ARGS),,@mkdir -p build && $(MAKE) --no-print-directory -j3 $(LANES))
 
-unit:
-	.venv/bin/pytest $(RERUN) $(PARALLEL) tests
+# These run side by side. The first shows its progress, the others print their output at the end.
+fast-tests: # all but those below; end-to-end tests first, as they wait
+	.venv/bin/pytest $(RERUN) $(PARALLEL) $(addprefix --ignore=,$(ENGINE_TESTS) $(CLUSTER_TESTS)) e2e tests
 
-cluster: # prints its output at the end, because it runs beside the unit tests
-	@mkdir -p build; $(MAKE) --no-print-directory e2e ARGS='$(RERUN)' >build/cluster.log 2>&1; status=$$?; \
-	cat build/cluster.log; exit $$status
+engine-tests: # with vLLM; its locks on cores are not those of the cluster's engines
+	@export TMPDIR=$$(mktemp -d); trap 'rm -rf $$TMPDIR' EXIT; .venv/bin/pytest $(RERUN) $(ENGINE_TESTS) $(IN_LOG)
+
+cluster-tests:
+	@$(MAKE) --no-print-directory e2e ARGS='$(RERUN)' $(IN_LOG)
 
 check-compiled: setup ## tests of gateway and router, compiled as in images
 	rm -rf build/compiled && mkdir -p build/compiled && cp -r operator/cleave build/compiled
@@ -49,7 +55,7 @@ tools: # Kubernetes, helm, Prometheus and its query engine, built once
 
 e2e: setup ## on a real control plane with process nodes, or on the cluster of KUBECONFIG
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
-	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest e2e/test_cluster*.py $(ARGS)
+	$(if $(KUBECONFIG),,scripts/isolated) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -28,6 +28,8 @@ def chat(cluster: Cluster, namespace: str, tiny_model: Path) -> Iterator[Chat]:
             "maxModelLen": 4096,
         },
         "slo": {"ttftMs": 1000, "tpotMs": 200},
+        # What vLLM found out about models; otherwise another process imports vLLM for it.
+        "engine": {"env": [{"name": "VLLM_CACHE_ROOT", "value": str(Path.home() / ".cache/vllm")}]},
         "placement": {"manual": [{"role": "prefill"}, {"role": "decode"}]},
         # No instance may do both phases.
         "routing": {"fallback": "Never"},

@@ -17,9 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_sessionfinish() -> None:
-    """Exit after _LEAVE_S even if threads are still running."""
-    faulthandler.dump_traceback_later(_LEAVE_S, exit=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Exit after _LEAVE_S even if threads are still running. Workers of pytest-xdist finish when
+    no test is left for them, and then wait for the others."""
+    if not hasattr(session.config, "workerinput"):
+        faulthandler.dump_traceback_later(_LEAVE_S, exit=True)
 
 
 @pytest.hookimpl(trylast=True)
