@@ -78,8 +78,7 @@ def configure(
     text: logging.Formatter | None = None,
     always: Fields | None = None,
 ) -> None:
-    """Configure logging to stderr. `text`: formatter of the text format; `always`: fields of every
-    JSON line."""
+    """Log to stderr. `text`: formatter of the text format; `always`: fields of every JSON line."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(always) if log_format == "json" else text or TextFormatter())
     logging.basicConfig(level=level, handlers=[handler])

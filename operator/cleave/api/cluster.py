@@ -61,12 +61,10 @@ class NetworkSpec(ApiModel):
     """The network between nodes."""
 
     kind: Annotated[NetworkKind, Field(strict=False)] = NetworkKind.INFINIBAND
-    """InfiniBand (also RoCE: network cards read and write GPU memory) or Ethernet (TCP through host
-    memory)."""
+    """InfiniBand, also RoCE (cards access GPU memory), or Ethernet (TCP through host memory)."""
 
     bandwidth_gbps: Positive = 200.0
-    """Bandwidth per GPU in gigabits per second, in one direction (InfiniBand NDR: 400, HDR:
-    200)."""
+    """Bandwidth per GPU in Gbit/s, in one direction (InfiniBand NDR: 400, HDR: 200)."""
     latency_us: Annotated[float, Field(ge=0)] = 5.0
     """Latency of one message in microseconds."""
 

@@ -123,8 +123,7 @@ class Routing(ApiModel):
     queue. Serve: it is queued all the same. Refuse: it is answered with 429 and Retry-After at
     once. A tenant's settings may override this."""
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Maximum number of requests in one gateway that wait for their first byte; further requests
-    are answered with 429."""
+    """Maximum number of requests in one gateway that wait for their first byte; others get 429."""
 
 
 class Rollout(ApiModel):
@@ -167,13 +166,11 @@ class GatewaySpec(ApiModel):
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of gateway pods. Each of them can serve every request."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes in each gateway pod. They share its port and their load figures; each uses up to
-    one core."""
+    """Processes in each gateway pod, with one port and load account; each uses up to a core."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Container image of the gateway; absent: Cleave's own."""
     keys_secret: SecretName | None = None
-    """Name of a Secret whose entry `keys` lists the accepted API keys, one per line; absent:
-    requests need no key."""
+    """Secret whose entry `keys` lists the accepted API keys, one per line; absent: no keys."""
     tls_secret: SecretName | None = None
     """Name of a Secret of type kubernetes.io/tls. The Service then serves HTTPS on port 443 instead
     of HTTP on port 80; a renewed certificate is loaded without a restart. Absent: plain HTTP."""
@@ -189,8 +186,7 @@ class GatewaySpec(ApiModel):
     certificate is loaded without a restart. Absent: the picker uses a self-signed certificate,
     which proxies accept unless they are configured to verify it."""
     endpoint_picker_plain: bool = False
-    """Whether the endpoint picker serves gRPC without TLS, for proxies that are configured for
-    it."""
+    """Whether the endpoint picker serves gRPC without TLS, for proxies configured for it."""
 
     rules = (
         ValidationRule(
@@ -237,8 +233,7 @@ class LLMDeploymentSpec(ApiModel):
     rollout: Rollout = Rollout()
     """How instances are replaced in a cluster."""
     paused: bool = False
-    """Whether changes wait: nothing is planned, rolled out or scaled. Lost pods are replaced all
-    the same."""
+    """Whether changes wait: no planning, rollout or scaling. Lost pods are still replaced."""
     deletion_policy: Annotated[DeletionPolicy, Field(strict=False)] = DeletionPolicy.DRAIN
     """What happens to running requests when the deployment is deleted. Drain: they are finished
     first, within template.drainTimeoutS. Immediate: they are aborted."""
@@ -316,8 +311,7 @@ class LLMDeploymentStatus(ApiModel):
     correction: replan_status.LatencyCorrection | None = None
     """Measured correction of the planner's latency model; absent: no correction."""
     basis: replan_status.FittedPlanInputs | None = None
-    """Inputs of the plan that replace those of the spec; absent: the plan was made from the
-    spec."""
+    """Inputs of the plan that replace those of the spec; absent: it was made from the spec."""
     plans: list[replan_status.PastPlan] = Field(default_factory=list, max_length=10)
     """Results of the last reviews of the plan, the latest first."""
     roles: Annotated[list[RoleStatus], declare_list_map_key("role")] = Field(default_factory=list)

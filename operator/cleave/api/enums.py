@@ -4,10 +4,8 @@ from enum import StrEnum
 
 
 class DispatchPolicy(StrEnum):
-    """Which instances a request gets, of those that may take it; `policy.dispatch.RULES` says how.
-
-    The values are those of `spec.routing.policy` and of the gateway's `--policy`.
-    """
+    """Which instances a request gets, of those that may take it (`policy.dispatch.RULES`):
+    values of `spec.routing.policy` and of the gateway's `--policy`."""
 
     SHORTEST_WAIT = "ShortestWait"
     PENDING_TOKENS = "PendingTokens"

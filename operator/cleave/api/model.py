@@ -94,8 +94,7 @@ class ModelSpec(ApiModel):
         AfterValidator(_check_source),
         Field(max_length=1024, json_schema_extra={"pattern": _SOURCE}),
     ]
-    """Hugging Face id (`org/name` or `hf://org/name`), or an absolute path of a folder on every
-    node."""
+    """Hugging Face id (`org/name` or `hf://org/name`), or path of a folder on every node."""
     revision: Annotated[str, Field(max_length=256, pattern=_WORD)] | None = None
     """Branch, tag or commit of the Hugging Face repository. The emulated engine ignores it."""
     dtype: Annotated[Dtype, Field(strict=False)] | None = None

@@ -91,9 +91,7 @@ class PredictedPerformance(ApiModel):
 
 class PlanGrowth(ApiModel):
     """Workers that a rate needs: a line through simulated counts (Aladdin, Eq. 7).
-
-    A worker is the smallest part of the plan with its proportion of roles.
-    """
+    A worker is the smallest part of the plan with its proportion of roles."""
 
     workers: Annotated[int, Field(ge=1)]
     """Workers of the plan as it is."""
@@ -102,8 +100,7 @@ class PlanGrowth(ApiModel):
     base: float
     """Workers at rate 0: the intercept of the line, before the sum is rounded up."""
     lowest_rate: NonNegative
-    """Rate, in requests per second, below which a minute has too few requests for typical
-    lengths."""
+    """Rate in requests per second below which a minute has too few requests for typical lengths."""
 
 
 class PlanOption(ApiModel):
@@ -140,8 +137,7 @@ class SelectedPlan(ApiModel):
     """Prompts of up to this many tokens are computed by their decode instance while all prefill
     instances are busy; absent: none are."""
     ahead_from_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Prompts of at least this many tokens gain from a KV transfer during their prefill; absent:
-    none do."""
+    """Prompts of at least this many tokens gain from a KV transfer during prefill; absent: none."""
     predicted: PredictedPerformance | None = None
     """Predicted performance; absent: nothing was predicted."""
     growth: PlanGrowth | None = None

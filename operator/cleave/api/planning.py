@@ -95,8 +95,7 @@ class Planning(ApiModel):
     equal pipeline stages share a node (Algorithm 2). Auto: what the network between nodes
     allows."""
     disaggregation: Annotated[Disaggregation, Field(strict=False)] = Disaggregation.AUTO
-    """Auto: prefill and decode are separated when the plan is better for it. Always, Never: in any
-    case."""
+    """Auto: prefill and decode are separated where the plan is better for it. Always; Never."""
     max_gpus: Annotated[int | None, Field(ge=1, alias="maxGPUs")] = None
     """Maximum number of GPUs of the deployment; absent: all in the cluster."""
     gpus: list[GpuChoice] = declare_list_map_key("type", default_factory=list, max_length=16)

@@ -91,8 +91,7 @@ class PastPlan(ApiModel):
     at: Annotated[datetime, Field(strict=False)]
     """Time of the review."""
     verdict: str
-    """Applied: the new plan was applied. Proposed: it was proposed only. Corrected: the latency
-    model was corrected."""
+    """Applied: the new plan was applied. Proposed: it was not. Corrected: the latency model was."""
     reason: str
     """Why the review had this result."""
     pools: list[ManualPool] = Field(default_factory=list, max_length=3)

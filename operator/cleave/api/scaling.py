@@ -66,8 +66,7 @@ class Scaling(ApiModel):
     line through simulated counts; Aladdin, Eq. 7). Absent: the plan's numbers stay. Pools whose
     spec.owner is not Plan are not scaled."""
     calm_s: Annotated[int, Field(ge=10, le=1_800)] = 300
-    """Instances are added at once; they are removed when the rate of every minute in this many
-    seconds needs fewer."""
+    """Instances are added at once, and removed if each minute in this many seconds needs fewer."""
     idle_s: Annotated[int, Field(ge=10, le=604_800)] | None = None
     """Seconds without a request after which the deployment is scaled to zero. The next request
     starts the instances again and waits for them at the gateway. Absent: it is never scaled to

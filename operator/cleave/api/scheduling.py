@@ -36,11 +36,9 @@ class RoleLimits(ApiModel):
     role: Annotated[Role, Field(strict=False)]
     """The role: prefill, decode or mixed."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Maximum number of requests in one iteration; absent: as planned for the role, or the engine's
-    default."""
+    """Maximum requests in one iteration; absent: the role's in the plan, or the engine's."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Maximum number of tokens in one iteration; absent: as planned for the role, or the engine's
-    default."""
+    """Maximum tokens in one iteration; absent: the role's in the plan, or the engine's."""
 
 
 class Scheduling(ApiModel):

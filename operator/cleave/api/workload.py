@@ -46,8 +46,7 @@ class Workload(ApiModel):
     """Distribution of output lengths."""
     burstiness: Annotated[float, Field(ge=0, le=20)] | None = None
     """Coefficient of variation of the times between arrivals: 0 is regular, 1 is Poisson (the
-    default), above 1 is bursty. Not allowed with a trace without a rate, which has its own arrival
-    times."""
+    default), above 1 is bursty. Not allowed with a trace without a rate, as it has times."""
     trace: TraceSource | None = None
     """Recorded requests: lengths are taken from it, and arrival times unless a rate is given."""
 

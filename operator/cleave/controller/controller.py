@@ -49,8 +49,7 @@ log = logging.getLogger(__name__)
 WORKERS = 16
 RESYNC_S = 60.0
 IDLE_RESYNC_S = 600.0
-"""An object without changes, for which nothing had to be done, is reconciled again after this
-time."""
+"""An object without changes and actions is reconciled again after this time."""
 DEBOUNCE_S = 0.05
 """Delay before a changed object is reconciled: a starting pod, for example, causes five changes."""
 _DEBOUNCE_FACTOR = 4.0

@@ -31,8 +31,7 @@ class OperatorMetrics:
         self.events: dict[tuple[str, ...], int] = defaultdict(int)
         """Watch events by kind and type."""
         self.plans: dict[tuple[str, ...], int] = defaultdict(int)
-        """Planner results: planned, infeasible, failed; of reviews: keep, correct, propose,
-        apply."""
+        """Planner results: planned, infeasible, failed; reviews: keep, correct, propose, apply."""
         self._buckets: dict[str, list[int]] = defaultdict(lambda: [0] * (len(_BOUNDS_S) + 1))
         self._duration_sums: dict[str, float] = defaultdict(float)
 

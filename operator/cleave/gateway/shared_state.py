@@ -105,8 +105,7 @@ class SharedGatewayState:
         """How many requests of this process may wait for their first byte, until the next call.
 
         The remaining room is divided evenly, so that all processes together roughly keep to the
-        limit however clients are spread. At least 1: otherwise no request would ever be admitted
-        again.
+        limit however clients are spread. At least 1, or no request would be admitted again.
         """
         remaining = max(limit - sum(self._read_field(_AWAITING_FIRST_BYTE)), 0.0)
         return max(unanswered + math.floor(remaining / self.num_processes), 1)

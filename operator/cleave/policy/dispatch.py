@@ -61,8 +61,7 @@ class Rule(NamedTuple):
     prefill: int
     """How to pick the prefill instance of a split request."""
     decode: int
-    """How to pick the decode instance, and the instance for both phases unless the prompt is
-    cached on another one."""
+    """Picks the decode instance, and one for both phases unless another caches the prompt."""
     keeps_adapters: bool = False
     """Whether requests of one adapter may stay together; it would distort the other rules."""
     prefers_own: bool = False
@@ -103,8 +102,7 @@ it with `find_slot` and rules of their own."""
 
 
 class ScoreColumn:
-    """Scores by slot, +inf for closed slots. A base class: calls through a compiled protocol take
-    three times as long."""
+    """Scores by slot, +inf: closed. A base class: compiled protocols take 3 times as long."""
 
     __slots__ = ("size",)
 
@@ -141,8 +139,7 @@ def score(
 
     `prompt`: tokens of its `prompts` waiting prompts; `resident`: tokens that hold blocks;
     `requests`: number of its requests; `last_pick`: number of the last pick that chose it;
-    `penalty`: STALE_PENALTY if it is stale, else 0; `prefills`: whether it may compute prompts for
-    others.
+    `penalty`: STALE_PENALTY if it is stale, else 0; `prefills`: it may compute prompts.
     """
     tie = last_pick * TIE_WEIGHT
     if counts == BY_TURN:
@@ -256,8 +253,7 @@ def select_pair(
 ) -> tuple[int, int]:
     """(prefill slot, decode slot) of a request that may be split; (NONE, slot): not split.
 
-    `decode`: scores of all slots that decode; `pending_prompt`: waiting prompt tokens of all slots,
-    unmasked.
+    `decode`: scores of all slots that decode; `pending_prompt`: prompt tokens waiting in all slots.
     """
     first = find_for(finder, TO_PREFILL, request, NONE)
     second = find_for(finder, TO_DECODE, request, first) if first != NONE else NONE

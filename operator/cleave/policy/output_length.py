@@ -88,8 +88,7 @@ class TreeNodes(NamedTuple):
 class RangeTree:
     """Predicts the mean output of the leaf that a request reaches; implements `LengthPredictor`.
 
-    The mean and not the most likely range, because dispatch sums predictions and errors of means
-    cancel out.
+    The mean, not the most likely range: dispatch sums predictions; errors of means cancel out.
     """
 
     def __init__(self, nodes: TreeNodes) -> None:

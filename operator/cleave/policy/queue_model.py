@@ -44,12 +44,10 @@ DEFAULT_TOKEN_MS = 0.1
 DECAY = 1 - 1 / 200
 """Decay per iteration: about the last 200 iterations count."""
 SAME_ITERATION_SHARE = 0.1
-"""A prompt that completes in less than this share of its expected time belongs to the iteration of
-the previous prompt."""
+"""A prompt completed in a smaller share of its expected time shared the previous iteration."""
 
 ERROR_MARGIN = 1.5
-"""Factor on the unexplained deviation in the upper estimate; 1.5 gives the shortest waits
-(benchmarks/dispatch)."""
+"""Factor on the unexplained deviation in the upper estimate (1.5: benchmarks/dispatch)."""
 
 RegressionSums = tuple[float, float, float, float, float, float, float, float, float]
 """Decayed sums for the regression. Totals: iterations, prompts, tokens; sum of 1 / tokens over
@@ -146,8 +144,7 @@ class PrefillQueueModel:
     def observe_completion(self, tokens: float, now_ms: float, remote_tokens: float = 0.0) -> float:
         """Record that a prompt of `tokens` tokens completed and the next one starts; its ms.
 
-        `remote_tokens`: pending tokens of other routers; with any, the time is not attributed to
-        the prompt.
+        `remote_tokens`: pending tokens of other routers; with any, the time is not the prompt's.
         """
         ms = now_ms - self.head_started_ms
         self.head_started_ms = now_ms

@@ -166,8 +166,7 @@ def compute_next_check_ms(
 def return_flipped(members: Members, now_ms: float) -> tuple[int, int]:
     """(slot, its configured role), or (NONE, NONE): the flip back if flipping is off.
 
-    It waits for `MAX_FLIP_MS`, because two managers may disagree briefly and users may set roles
-    manually.
+    It waits for `MAX_FLIP_MS`, as two managers may disagree briefly and users may set roles.
     """
     for i in range(len(members)):
         member = members[i]

@@ -49,8 +49,7 @@ class EngineCounters:
 
 
 async def inspect_engine(client: OpenAIClient, model: str | None) -> EngineInfo:
-    """The facts of the engine at `client`; `model` is required if it serves several. Raises
-    ProfilingError."""
+    """The engine at `client`; `model` is required if it serves several. Raises ProfilingError."""
     cards = (await client.get_json("/v1/models")).get("data", [])
     names = [card["id"] for card in cards]
     if model is None and len(names) == 1:

@@ -24,8 +24,7 @@ class WatchdogTimer:
         self.stall_s = 0.0
         """How long this process stalled before this tick; 0: no stall."""
         self.is_reliable = True
-        """Whether silence of a peer is the peer's fault: the tick is on time, or the previous tick
-        was already ignored."""
+        """Whether a peer's silence is its fault: this tick is on time, or the last was ignored."""
 
     async def wait(self) -> None:
         """Sleep until the next tick."""

@@ -39,7 +39,7 @@ class SimulatedEngine:
     """One kind of instance.
 
     With pipeline stages there are as many micro-batches as stages. A request stays in the
-    micro-batch that it joins; each forms its next iteration when its last one has ended, as in
+    micro-batch that it joins; each forms its next iteration when its last one ended, as in
     vLLM.
     """
 
@@ -58,8 +58,7 @@ class SimulatedEngine:
     """Waiting prompts that SJF and LJF sort at a time, against starvation."""
     admission: Admission = Admission.GREEDY
     max_model_len: int | None = None
-    """Longest prompt plus output, for which ORCA and FASTER_TRANSFORMER reserve KV; None: the
-    longest in the trace."""
+    """Prompt plus output for which ORCA and FASTER_TRANSFORMER reserve KV; None: the longest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ def simulate(fleet: Fleet, trace: Trace, seed: int = 0) -> SimulationResult:
 
     `seed` matters only to random dispatch; equal arguments give equal results. Raises
     SimulationError when the fleet or the trace cannot be simulated. The first call in a process
-    loads the compiled code (a fraction of a second); the first one after a change compiles it
-    (seconds).
+    loads the compiled code (a fraction of a second); the first one after a change compiles it.
     """
     return _build_result(*_run_compiled(fleet, trace, seed))
 

@@ -69,8 +69,7 @@ def read_trace(path: Path) -> Trace:
 
     Accepts the columns of Azure's, Mooncake's, BurstGPT's and Vidur's traces and plain names
     (`arrival_s` or `arrival_ms`, `prompt_tokens`, `output_tokens`). Without a column of arrivals
-    all requests arrive at once; such a trace supplies lengths for a given rate. Raises
-    HistoryError.
+    all requests arrive at once; it supplies lengths for a given rate. Raises HistoryError.
     """
     return _build_trace(_read_table(path))
 

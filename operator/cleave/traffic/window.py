@@ -89,8 +89,7 @@ def join_windows(windows: Sequence[TrafficWindow]) -> TrafficWindow:
 def list_settled(windows: Sequence[TrafficWindow], settle_s: float) -> tuple[TrafficWindow, ...]:
     """The windows whose latencies belong to their own traffic, not to earlier traffic.
 
-    Leaves out the first `settle_s`, and windows up to the end of a backlog: while more requests end
-    than arrive.
+    Leaves out the first `settle_s`, and windows of a backlog: while more requests end than arrive.
     """
     if not windows:
         return ()

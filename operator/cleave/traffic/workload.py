@@ -67,8 +67,7 @@ class LogNormal:
         """The distribution with this mean and 90th percentile.
 
         p90 / mean = exp(z sigma - sigma^2 / 2) with z = 1.2816. The smaller of both solutions is
-        used; the larger one has nearly all its mass near 0. Raises DemandError for a ratio outside
-        1 to 2.27.
+        used; the larger one has its mass near 0. Raises DemandError for ratios outside 1 to 2.27.
         """
         ratio = p90 / mean if mean > 0 else math.nan
         if not 1 <= ratio <= MAX_P90_TO_MEAN:

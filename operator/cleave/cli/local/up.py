@@ -75,9 +75,7 @@ def up(
 
 def decide_placement(deployment: "LLMDeployment", file: Path, cluster: Path | None) -> "Placement":
     """Return the instances of each role: from spec.placement, else planned.
-
-    Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO.
-    """
+    Exits with code 2 when the manifest is wrong, with 1 when no plan meets the SLO."""
     from cleave.api.manifest import load_cluster
     from cleave.local import planning
 

@@ -31,9 +31,7 @@ _AsJson = Annotated[bool, Option("--json", help="Print as JSON.")]
 @lengths.callback()
 def group() -> None:
     """Train and evaluate a small classifier that predicts output lengths.
-
-    Gateways load its file with --lengths FILE, or spec.routing.lengthsConfigMap in a cluster.
-    """
+    Gateways load its file with --lengths FILE, or spec.routing.lengthsConfigMap in a cluster."""
 
 
 @lengths.command()

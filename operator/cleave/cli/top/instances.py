@@ -36,9 +36,7 @@ def get_state(instance: FleetInstance) -> str:
 
 def select_instances(fleet: FleetStatus, rows: int) -> tuple[Sequence[FleetInstance], int]:
     """The instances to show in `rows` lines, and the number of omitted ones (the last line).
-
-    Ordered by name when all fit; else the most urgent ones first.
-    """
+    Ordered by name when all fit; else the most urgent ones first."""
     instances, left_out = fleet.instances, fleet.left_out
     if len(instances) + bool(left_out) <= rows:
         return instances, left_out

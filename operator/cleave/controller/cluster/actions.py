@@ -26,8 +26,7 @@ class Apply:
 
     manifest: Manifest
     is_new: bool = False
-    """Whether the cache had no such object. One that exists and has another owner is then left as
-    it is."""
+    """Whether the cache had no such object. One that exists and has another owner is then kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,7 @@ class Delete:
 
     target: ObjectReference
     grace_s: int | None = None
-    """Grace period in seconds, instead of the object's own; 0: remove it at once, for pods of lost
-    nodes."""
+    """Grace period in seconds, instead of the object's own; 0: at once, for pods of lost nodes."""
 
 
 @dataclass(frozen=True, slots=True)

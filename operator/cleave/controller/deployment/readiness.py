@@ -96,8 +96,7 @@ def is_gateway_updated(view: DeploymentView) -> bool:
 def _can_serve(view: DeploymentView, desired: Pools) -> bool:
     """Whether instances of one revision can serve: a mixed one, or prefill and decode together.
 
-    With routing.fallback Always an instance of one role serves both phases while the other role is
-    scaled to 0.
+    With routing.fallback Always an instance serves both phases while the other role is at 0.
     """
     roles: dict[str, set[Role]] = {}
     for pod in view.pods:

@@ -85,8 +85,7 @@ def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
     """Whether the current placement was made for the present spec.
 
     It is not while a plan is being made, or when there is none. In Advisory mode no plan is
-    applied: there the pools are compared with those that the plan in force yields for the present
-    spec.
+    applied: there the pools are compared with those of the plan in force for the present spec.
     """
     if decision.placement is not None:
         return True

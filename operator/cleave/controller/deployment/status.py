@@ -32,8 +32,7 @@ def report(
 ) -> Iterator[Action]:
     """Yield a write of the new status and its Events; nothing when the status is up to date.
 
-    `desired`: desired pools. `is_applied`: pools and gateways exist as the present spec requires,
-    ready or not.
+    `desired`: desired pools. `is_applied`: pools and gateways exist as the spec requires.
     """
     deployment, target = view.deployment, apply.build_reference(view.deployment)
     before = view.status.get("conditions", [])

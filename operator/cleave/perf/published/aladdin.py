@@ -126,10 +126,7 @@ class IterationTimeModel:
 
     def add_decode(self, batch: int, context_tokens: int, ms: float) -> None:
         """Include a decode iteration of `batch` requests, which took `ms`.
-
-        The model holds for more than one request (b > 1); as in the paper, a batch of one is
-        ignored.
-        """
+        The model holds for more than one request (b > 1), so a batch of one is ignored (paper)."""
         if batch > 1:
             self.decode.add((float(context_tokens), float(batch), 1.0), ms)
 

@@ -133,8 +133,7 @@ def revise(
     The traffic of `problem` is replaced by that of `windows`, during which only `running_plan`
     served; its model is the uncorrected one. 1. Assess and correct the model; stop if it is wrong.
     2. Plan for the observed traffic plus a margin. 3. Reuse limits of running instances where that
-    avoids restarts. 4. Compare both plans. Raises RefitError when too few requests came, and
-    PlanError.
+    avoids restarts. 4. Compare both plans. Raises RefitError (too few requests) and PlanError.
     """
     demand = replace(to_demand(windows), max_model_len=problem.demand.max_model_len)
     observed = replace(problem, demand=demand)

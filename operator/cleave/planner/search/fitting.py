@@ -18,8 +18,7 @@ _MAX_GROWTH_STEPS = 64
 _GROWTH_SHARE = 0.05
 """Share of a role's instances that one step adds."""
 _LARGE_ROLE = 16
-"""From this many instances of a role on, two are removed at a time at first; from twice as many on,
-four."""
+"""From this many instances of a role, two are removed at a time at first; from twice as many, 4."""
 
 _Counts = tuple[int, ...]
 

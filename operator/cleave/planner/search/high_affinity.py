@@ -78,8 +78,7 @@ def build_single(problem: Problem, candidate: Candidate, role: Role) -> Candidat
 
 
 def _build_phase_fleet(problem: Problem, placement: CandidatePlacement) -> SimulatedFleet:
-    """The fleet of one phase. In simu_decode requests arrive with their first token, so waits count
-    in TPOT."""
+    """The fleet of one phase. In simu_decode requests arrive with a token: TPOT includes waits."""
     return replace(build_cell(problem, placement), first_token_by_decode=False)
 
 
