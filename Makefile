@@ -1,5 +1,7 @@
 # Everything runs through uv; scripts/bootstrap puts it into .tools/ when the machine has none.
 SHELL = bash
+# Without bytecode on disk, every process compiles all that it imports: vLLM takes 20 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS = -o pipefail -c
 ARGS ?=
 # On a busy machine a process may starve for seconds: failed tests run once more and are reported.
