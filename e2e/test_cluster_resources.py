@@ -145,7 +145,7 @@ def test_what_no_operator_has_looked_at_has_observed_no_generation(
 ) -> None:
     for kind in MODELS:
         server.apply(manifest(kind), namespace=namespace)
-    for found in server.list("llmd,ipool", namespace):
+    for found in (*server.list("llmd", namespace), *server.list("ipool", namespace)):
         assert found["status"]["observedGeneration"] < found["metadata"]["generation"]
 
 

@@ -186,7 +186,7 @@ def test_more_than_the_queue_takes_is_refused_with_429(direct: Stage) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
             url = f"{direct.envoy.url}/v1/completions"
-            body = {**PROMPT, "max_tokens": 100, "ignore_eos": True}
+            body = {**PROMPT, "max_tokens": 300, "ignore_eos": True}
             return await asyncio.gather(*(client.post(url, json=body) for _ in range(60)))
 
     answers = asyncio.run(flood())
