@@ -216,10 +216,13 @@ async def test_a_slow_engine_gets_a_prompt_that_it_computes_in_time(engines: Eng
     assert (await run()).num_tokens == 200 * 5
 
 
-async def test_a_first_request_that_waits_makes_no_prompt_short(engines: Engines) -> None:
-    engines.waits = iter([900.0])
+@pytest.mark.parametrize("waits", [[900.0], [100.0, 900.0]])
+async def test_first_requests_that_wait_make_no_prompt_short(
+    engines: Engines, waits: list[float]
+) -> None:
+    engines.waits = iter(waits)
     passed = await run()
-    assert len(engines.prefilled) == 3
+    assert len(engines.prefilled) == len(waits) + 2
     assert passed.num_tokens >= 2560
     assert not passed.caveat
 
