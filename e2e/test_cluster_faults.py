@@ -99,9 +99,8 @@ def test_a_killed_gateway_takes_its_own_requests_along_and_no_others(
     with Load(chat.address, "chat") as load:
         wait_until(lambda: load.answered > 20, 30, "the load is on")
         nodes.kill(victim)
-        wait_until(
-            lambda: chat.is_ready() and len(ready(gateways(chat))) >= 2, 60, "it is restarted"
-        )
+        wait_until(lambda: restarts(gateways(chat)) == 1, 60, "it is restarted")
+        wait_until(lambda: chat.is_ready() and len(ready(gateways(chat))) >= 2, 60, "it is ready")
         failed, after = len(load.failures), load.answered
         wait_until(lambda: load.answered > after + 50, 30, "both answer")
     assert len(load.failures) == failed
@@ -117,6 +116,11 @@ def test_the_kv_path_is_reported_as_measured(chat: Chat) -> None:
 
 def ready(pods: list[dict]) -> list[dict]:
     return [pod for pod in pods if _is_ready(pod)]
+
+
+def restarts(pods: list[dict]) -> int:
+    containers = [each for pod in pods for each in pod["status"]["containerStatuses"]]
+    return sum(each["restartCount"] for each in containers)
 
 
 def _is_ready(pod: dict) -> bool:

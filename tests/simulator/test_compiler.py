@@ -1,5 +1,7 @@
 """Compiled clones of plain functions, and where their machine code is kept."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,26 @@ def test_what_an_image_brings_is_used_where_it_can_be_written(
     assert compiled(1.0, (0.0, 2.0), 0.5) == 1.0
     assert sum(compiled.stats.cache_hits.values()) == 1
     assert len(list((tmp_path / "home" / "cleave-simulator").iterdir())) == 1
+
+
+def test_another_checkout_of_the_same_version_uses_the_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    compiler.compile_function(timing.interpolate_table, {})(1.0, (0.0, 2.0), 0.5)
+    package = Path(timing.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "other" / "cleave")
+    script = (
+        "from cleave.perf import timing; from cleave.simulator import compiler;"
+        f"assert timing.__file__.startswith({str(tmp_path)!r});"
+        "compiled = compiler.compile_function(timing.interpolate_table, {});"
+        "compiled(1.0, (0.0, 2.0), 0.5); print(sum(compiled.stats.cache_hits.values()))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "other")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"
 
 
 def test_importing_the_simulator_does_not_import_numba() -> None:

@@ -3,7 +3,7 @@
 Called by `run`. What is hard: the same functions run uncompiled in the router and in engines, so
 they cannot be decorated; they are cloned instead, with compiled clones in place of the functions
 that they call. And numba's cache on disk detects changes only in the file of the outermost
-function, so the cache folder is named by a hash of all sources involved.
+function, by its path and time, so the cache folder is named by a hash of all sources involved.
 """
 
 import dis
@@ -54,12 +54,48 @@ def compile_function(function: Function, replacements: dict[Function, Any]) -> F
 
     assert isinstance(function, FunctionType)
     folder = _find_cache(_hash_sources(function))
-    before = numba.config.CACHE_DIR
+    before = numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES
     numba.config.CACHE_DIR = str(folder)
+    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{HashedFolderLocator.__qualname__}"
     try:
         return clone(function, cache=True, nogil=True, no_cfunc_wrapper=True)
     finally:
-        numba.config.CACHE_DIR = before
+        numba.config.CACHE_DIR, numba.config.CACHE_LOCATOR_CLASSES = before
+
+
+class HashedFolderLocator:
+    """Makes numba cache in its CACHE_DIR, which is named by a hash of the sources.
+
+    Numba's own locators add the path of the source and its time. All checkouts and installations of
+    one version share the code instead.
+    """
+
+    def __init__(self, folder: str, line: int) -> None:
+        self._folder = folder
+        self._line = line
+
+    @classmethod
+    def from_function(cls, function: FunctionType, _file: str) -> "HashedFolderLocator":
+        """The locator of `function`; numba calls this while it decorates."""
+        import numba
+
+        return cls(numba.config.CACHE_DIR, function.__code__.co_firstlineno)
+
+    def ensure_cache_path(self) -> None:
+        """Create the folder; raises OSError when it cannot be written."""
+        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self._folder).close()
+
+    def get_cache_path(self) -> str:
+        """The folder of numba's index and code."""
+        return self._folder
+
+    def get_source_stamp(self) -> None:
+        """Nothing: other sources have another folder."""
+
+    def get_disambiguator(self) -> str:
+        """Distinguishes functions of one name."""
+        return str(self._line)
 
 
 def find_sources(function: Function) -> list[Path]:
