@@ -42,8 +42,9 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     heads_width = shape.num_attention_heads * value_size / tensor
     attention = shape.count_attention_parameters(tensor)
     out = hidden * heads_width
-    yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden)
-    yield _build_product(shape, "out", shape.num_layers, rows, out, hidden)
+    width_bytes = shape.bytes_per_attention_weight
+    yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden, width_bytes)
+    yield _build_product(shape, "out", shape.num_layers, rows, out, hidden, width_bytes)
     sparse_layers = shape.num_layers - shape.experts.dense_layers if shape.experts else 0
     if dense_layers := shape.num_layers - sparse_layers:
         inner = shape.intermediate_size / tensor
@@ -120,8 +121,15 @@ def _iter_mlp_products(
 
 
 def _build_product(
-    shape: ModelShape, name: str, count: int, rows: float, weights: float, side: float
+    shape: ModelShape,
+    name: str,
+    count: int,
+    rows: float,
+    weights: float,
+    side: float,
+    bytes_per_weight: float | None = None,
 ) -> MatrixProduct:
     """The product with a matrix of `weights` elements, of which one side has the length `side`."""
-    moved = weights * shape.bytes_per_weight + rows * (side + weights / side) * shape.dtype_bytes
+    stored = weights * (bytes_per_weight or shape.bytes_per_weight)
+    moved = stored + rows * (side + weights / side) * shape.dtype_bytes
     return MatrixProduct(name, count, 2.0 * rows * weights, moved)
