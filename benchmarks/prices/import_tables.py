@@ -10,6 +10,7 @@ an unpacked wheel of aiconfigurator-core. README.md gives the commands.
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,14 @@ def build_experts(columns: Columns) -> Arrays:
     return {**name_arrays("experts", table), "routing": routing}
 
 
-def build_all_reduce(columns: Columns) -> Arrays:
-    """All-reduces inside CUDA graphs, by GPUs."""
+def build_all_reduce(columns: Columns, link_gbps: float) -> Arrays:
+    """All-reduces inside CUDA graphs, by GPUs, over a link of `link_gbps` GB/s."""
     kept = source.select(columns, backend="vllm_graph")
+    gpus, size = kept["num_gpus"], kept["message_size"]
+    reached = 2 * (gpus - 1) / gpus * size / (kept["latency"] * 1e6) / link_gbps
+    slow = set(gpus[(size == size.max()) & (reached < source.LEAST_LINK_SHARE)].tolist())
+    fast = ~np.isin(gpus, list(slow))
+    kept = {name: column[fast] for name, column in kept.items()}
     table = source.build_table(kept, ("num_gpus",), [("message_size", AXES["messages"])])
     return name_arrays("all_reduce", table)
 
@@ -113,6 +119,9 @@ def name_arrays(name: str, table: Table) -> Arrays:
 def import_system(root: Path, gpu: str, system: str) -> Arrays:
     """All arrays of one GPU, with `meta` in JSON."""
     versions: dict[str, str] = {}
+    node = re.search(r"intra_node_bw: (\d+)", (root / f"{system}.yaml").read_text())
+    assert node is not None
+    link_gbps = int(node[1]) / 1e9
 
     def read(kind: str, name: str) -> Columns | None:
         found = source.find_table(root, system, kind, name)
@@ -127,7 +136,7 @@ def import_system(root: Path, gpu: str, system: str) -> Arrays:
         ("attention", "context_attention", build_prefill),
         ("attention", "generation_attention", build_decode),
         ("moe", "moe", build_experts),
-        ("comm", "custom_allreduce", build_all_reduce),
+        ("comm", "custom_allreduce", lambda rows: build_all_reduce(rows, link_gbps)),
     ]
     for kind, name, build in one_table:
         if (columns := read(kind, name)) is not None:

@@ -12,6 +12,7 @@ from cleave.perf.hardware.link import build_node_link
 from cleave.perf.kernels import composition, tables
 from cleave.perf.model import model_shape
 from cleave.perf.profile import operator_fit
+from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import Roofline
 
 GPUS = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB")
@@ -56,7 +57,9 @@ def iter_errors(root: Path, gpus: tuple[str, ...] = GPUS) -> Iterator[PassError]
                     continue
                 timings = (
                     operator_fit.to_timing(built, tensor),
-                    Roofline(shape, gpu, tensor, build_node_link(gpu)).to_timing(),
+                    Roofline(
+                        shape, gpu, tensor, build_node_link(gpu), select_efficiency(gpu)
+                    ).to_timing(),
                     before.build_roofline(shape, gpu, tensor).to_timing(),
                 )
                 summed = reference.ReferencePass(rows, found, shape, tensor)

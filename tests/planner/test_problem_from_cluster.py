@@ -96,7 +96,7 @@ def test_gpus_that_the_images_do_not_run_on_are_named(gpu: str) -> None:
     problem = problem_from_cluster.build_problem(
         deployment(), cluster(f"nodes: [{{gpu: {gpu}}}, {{gpu: H100}}]")
     )
-    assert [note for note in problem.notes if "images" in note][0].startswith(gpu[:5])
+    assert next(note for note in problem.notes if "images" in note).startswith(gpu[:5])
     assert not any(note.startswith("H100") for note in problem.notes)
 
 

@@ -27,17 +27,15 @@ from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.published import distserve, splitwise
+from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import Roofline
 from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
 KERNELS_ERROR = 0.15
 KERNELS_ERROR_EXPERTS = 0.20
-ROOFLINE_ERROR_A100 = 0.11
-"""Mean absolute percentage error of prefill on the worst of DistServe's seven fits, all on A100;
-the error of decode is smaller (benchmarks/calibration)."""
-ROOFLINE_ERROR = 0.19
-"""The same over Splitwise's four H100 runs up to 2,048 tokens. Other GPUs were not compared."""
+ROOFLINE_ERROR = 0.15
+"""Mean absolute error of passes against sums of measured kernels (benchmarks/prices)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +160,11 @@ class ModelEstimator:
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
         if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
             yield source
-        roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor))
-        text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
-        error = ROOFLINE_ERROR_A100 if machine.gpu.name.startswith("A100") else ROOFLINE_ERROR
-        yield _TimingSource(roofline.to_timing(), Confidence(LatencySource.ROOFLINE, text, error))
+        kernels = select_efficiency(machine.gpu)
+        roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor), kernels)
+        text = "FLOPs and bytes, calibrated on kernels published with aiconfigurator-core 0.12.0"
+        trust = Confidence(LatencySource.ROOFLINE, text, ROOFLINE_ERROR)
+        yield _TimingSource(roofline.to_timing(), trust)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):

@@ -85,14 +85,12 @@ def test_unmeasured_sizes_are_left_to_the_roofline() -> None:
     assert build("llama-3.1-70b", 16) is None  # no all-reduce over 16
 
 
-def test_blocks_of_8_bits_differ_from_rows_of_8_bits() -> None:
+def test_8_bits_are_faster_with_scales_of_rows_or_blocks() -> None:
     config = dict(model_shape.known_models.CONFIGS["qwen3-8b"])
-    times = []
     for more in ({}, {"weight_block_size": [128, 128]}):
         quantization = {"quant_method": "fp8", **more}
         shape = model_shape.from_config("m", {**config, "quantization_config": quantization})
         built = composition.build_operators(shape, load(), 1)
         assert built is not None
-        times.append(operator_fit.to_timing(built, 1).predict_prefill_ms([4096]))
-    assert times[0] != times[1]
-    assert max(times) < time("qwen3-8b", 1).predict_prefill_ms([4096])
+        ms = operator_fit.to_timing(built, 1).predict_prefill_ms([4096])
+        assert ms < 0.8 * time("qwen3-8b", 1).predict_prefill_ms([4096])

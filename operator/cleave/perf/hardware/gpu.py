@@ -152,8 +152,8 @@ CATALOGUE: tuple[Gpu, ...] = (
         *("B200-SXM-180GB", 178.35, 7672, 2250, 4500, 900, 64, 1000, 14.24),
         labels=("NVIDIA-B200", "B200", "B200-180GB"),
     ),
-    # NVIDIA H100 PCIe and H100 NVL product briefs (2022, 2024): NVLink joins pairs only, which plans
-    # do not use. * H100-SXM-80GB
+    # NVIDIA H100 PCIe and H100 NVL product briefs (2022, 2024): NVLink joins pairs only, not
+    # counted. * H100-SXM-80GB
     Gpu(
         *("H100-PCIe-80GB", 79.1, 2039, 756, 1513, None, 64, 350, 6.88),
         labels=("NVIDIA-H100-PCIe", "H100-PCIe"),

@@ -105,7 +105,7 @@ def select_types(shape: ModelShape) -> tuple[int, int] | None:
     if not quantization.is_8_bit_compute:
         return None
     if quantization.is_blockwise:
-        return kernel_tables.FP8_BLOCK, kernel_tables.EXPERTS_FP8_BLOCK
+        return kernel_tables.FP8, kernel_tables.EXPERTS_FP8_BLOCK
     return kernel_tables.FP8, kernel_tables.EXPERTS_FP8
 
 
@@ -210,11 +210,9 @@ def _find_latent(
 ) -> tuple[Floats, Floats] | None:
     if (shape.hidden_size, shape.latent) != _DEEPSEEK:
         return None
-    types = select_types(shape)
-    is_measured = types is not None and types[0] != kernel_tables.FP8
-    if not is_measured or types is None:
+    if (types := select_types(shape)) is None:
         return None
-    key = (int(types[0] == kernel_tables.FP8_BLOCK), shape.num_attention_heads // tensor)
+    key = (int(types[0] == kernel_tables.FP8), shape.num_attention_heads // tensor)
     prefill = tables.tables.get("latent_prefill", {}).get(key)
     decode = tables.tables.get("latent_decode", {}).get(key)
     return None if prefill is None or decode is None else (prefill, decode)

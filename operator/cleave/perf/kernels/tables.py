@@ -20,9 +20,8 @@ from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Key: TypeAlias = tuple[int, ...]
 
-BFLOAT16, FP8, FP8_BLOCK = range(3)
-"""Numeric types of matrix products: 16 bits, 8 bits with a scale per row or tensor, 8 bits with
-scales of blocks of 128 x 128 weights."""
+BFLOAT16, FP8 = range(2)
+"""Numeric types of matrix products."""
 EXPERTS_BFLOAT16, EXPERTS_FP8, EXPERTS_FP8_BLOCK, EXPERTS_INT4, EXPERTS_MXFP4 = range(5)
 _SHARPNESS = 1.75
 """As of the roofline: compute and memory time join smoothly."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from cleave.perf.model.model_shape import ModelShape
 
+EXPERTS = "experts"
+"""The products of all routed experts of a layer, which run as one kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
@@ -20,7 +23,6 @@ class MatrixProduct:
     flops: float
     size_bytes: float
     """Bytes of weights, inputs and outputs, each moved once."""
-    kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,11 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     inner = experts.intermediate_size / tensor
     weights = shape.count_mlp_parameters(1) * inner
     yield MatrixProduct(
-        "experts",
+        EXPERTS,
         sparse_layers,
         2.0 * rows * experts.per_token * weights,
         experts.count_activated(max(rows, 1.0)) * weights * shape.bytes_per_weight
         + 2 * rows * experts.per_token * (hidden + inner) * width,
-        kernels=3,
     )
     yield _build_product(shape, "router", sparse_layers, rows, hidden * experts.count, hidden)
     if experts.shared_intermediate_size:
@@ -90,10 +91,6 @@ def compute_element_wise_bytes(shape: ModelShape, tensor: int) -> float:
         inner = routed + shape.experts.shared_intermediate_size
     activated = (3 if shape.has_gated_mlp else 2) * inner / tensor
     return shape.num_layers * shape.dtype_bytes * (10 * shape.hidden_size + rotated + activated)
-
-
-ELEMENT_WISE_KERNELS = 6
-"""Kernels of one layer: two norms, two residuals, rotation, activation."""
 
 
 def build_attention(shape: ModelShape, tensor: int) -> AttentionCost:
