@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import kernels
 import passes
@@ -16,6 +17,7 @@ import serving
 from rich.console import Console
 from rich.table import Table
 
+T = TypeVar("T")
 SOURCES = ("tables", "roofline", "before")
 
 
@@ -91,8 +93,8 @@ def show_serving(root: Path) -> None:
     print(f"without kernel tables: {', '.join(sorted(without)) or 'none'}")
 
 
-def group[T](values: Iterable[T], key: Callable[[T], object]) -> dict[object, list[T]]:
-    groups: dict[object, list[T]] = defaultdict(list)
+def group(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    groups: dict[Any, list[T]] = defaultdict(list)
     for value in values:
         groups[key(value)].append(value)
     return groups
