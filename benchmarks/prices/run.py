@@ -87,14 +87,9 @@ def show_serving(root: Path) -> None:
                 cells = [summarize_signed([select(e)[name] for e in found]) for name in SOURCES]
                 table.add_row(str(gpu), str(model), str(len(found)), *cells)
         Console(width=130).print(table)
-    for is_sparse in (False, True):
-        of_kind = [
-            abs(e.tpot["tables"])
-            for e in errors
-            if "tables" in e.tpot and (e.measured.shape.experts is not None) == is_sparse
-        ]
-        mean = statistics.mean(of_kind)
-        print(f"TPOT, {'MoE' if is_sparse else 'dense'}: mean absolute error of tables {mean:.1%}")
+    for name in SOURCES:
+        shares = [abs(e.tpot[name]) for e in errors if name in e.tpot]
+        print(f"TPOT: mean absolute error of {name} {statistics.mean(shares):.1%}")
     for model, left_out in implausible.items():
         print(f"left out: {len(left_out)} runs of {model}, too fast for their number of requests")
     without = {e.measured.model for e in errors if "tables" not in e.tpot}

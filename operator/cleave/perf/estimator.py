@@ -251,7 +251,7 @@ def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | N
     operators = composition.build_operators(shape, found, tensor) if found else None
     if found is None or operators is None:
         return None
-    text = f"kernels of vLLM {found.vllm} on {gpu.name}, published with {found.source}"
+    text = f"vLLM {found.vllm} on {gpu.name}, published in 2026 with {found.source}"
     error = KERNELS_ERROR if shape.experts is None else KERNELS_ERROR_EXPERTS
     trust = Confidence(LatencySource.KERNELS, text, error)
     return _TimingSource(operator_fit.to_timing(operators, tensor), trust)
