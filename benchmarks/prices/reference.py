@@ -156,9 +156,10 @@ class ReferencePass:
             "bfloat16", heads, shape.vocab_size // tensor, shape.hidden_size
         )
         total += composition.predict_sampler_ms(shape, self._tables, heads)
-        total += shape.num_layers * composition.predict_element_wise_ms(
-            shape, self._tables, tensor, rows
+        element_wise_ms = composition.predict_element_wise_ms(
+            shape, self._tables, tensor, np.array([float(rows)])
         )
+        total += shape.num_layers * float(element_wise_ms[0])
         if shape.experts is not None:
             of = self._select_experts()
             longest = of["num_tokens"].max()

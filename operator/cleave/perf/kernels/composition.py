@@ -54,9 +54,7 @@ def build_operators(shape: ModelShape, tables: KernelTables, tensor: int) -> Ope
     reduce = _list_all_reduces(shape, tables, tensor)
     if layer is None or attention is None or head is None or reduce is None:
         return None
-    layer["element_wise"] = np.array(
-        [predict_element_wise_ms(shape, tables, tensor, rows) for rows in ROWS]
-    )
+    layer["element_wise"] = predict_element_wise_ms(shape, tables, tensor, ROWS)
     prefill, decode = attention
     return Operators(
         num_layers=shape.num_layers,
@@ -142,12 +140,12 @@ def predict_sampler_ms(shape: ModelShape, tables: KernelTables, heads: float) ->
 
 
 def predict_element_wise_ms(
-    shape: ModelShape, tables: KernelTables, tensor: int, rows: float
-) -> float:
+    shape: ModelShape, tables: KernelTables, tensor: int, rows: Floats
+) -> Floats:
     """Norms, residuals, rotation and activation of one layer, estimated from bytes."""
     moved = operators.compute_element_wise_bytes(shape, tensor) / shape.num_layers
     start_ms = ELEMENT_WISE_KERNELS * tables.smallest_kernel_ms
-    return start_ms + rows * moved / _read_bytes_per_ms(tables)
+    return np.asarray(start_ms + rows * moved / _read_bytes_per_ms(tables))
 
 
 def _list_products(
