@@ -23,7 +23,8 @@ from cleave.perf.profile import curve, iteration_fit, operator_fit
 from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.published import aladdin, distserve, splitwise
 from cleave.perf.roofline import operators, roofline
-from cleave.perf.roofline.roofline import EngineOverhead, KernelEfficiency, Roofline
+from cleave.perf.roofline.efficiency import select_efficiency_of_2023
+from cleave.perf.roofline.roofline import EngineOverhead, Roofline
 from cleave.perf.timing import EngineTiming
 
 PROMPTS = ((128,), (256,), (512,), (1024,), (2048,), (256,) * 4, (512,) * 4)
@@ -33,6 +34,8 @@ BATCHES = tuple(
 LONGEST_WHOLE_PASS = 2048
 """Splitwise's vLLM shows a kink beyond, which no operator explains."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+ELEMENT_WISE_KERNELS = 6
+"""Of one layer: two norms, two residuals, rotation, activation."""
 HOSTS = {"A100-SXM-80GB": 0.50, "H100-SXM-80GB": 0.31}
 """ms that the host of Splitwise's machines needs for a layer."""
 
@@ -135,8 +138,9 @@ def element_wise(folder: Path) -> Line:
             if layer.rows >= 512:
                 shape, device = model_shape.load_shape(layer.model), gpu.find_gpu(layer.gpu)
                 moved = layer.rows * operators.compute_element_wise_bytes(shape, layer.tensor)
-                rate = device.memory_gbps * 1e6 * roofline.KERNEL_EFFICIENCY.element_wise
-                kernels = operators.ELEMENT_WISE_KERNELS * roofline.KERNEL_EFFICIENCY.kernel_ms
+                efficiency = select_efficiency_of_2023(device)
+                rate = device.memory_gbps * 1e6 * efficiency.element_wise
+                kernels = ELEMENT_WISE_KERNELS * efficiency.products.kernel_ms
                 yield moved / shape.num_layers / rate + kernels, layer.element_wise_ms
 
     return Line("element-wise", "vidur, 512 rows and more", curve.compute_mean_error(pairs()), None)
@@ -153,7 +157,12 @@ def operator_passes(folder: Path) -> Line:
 def computed(name: str, device: str, tensor: int, engine: EngineOverhead) -> EngineTiming:
     found = gpu.find_gpu(device)
     return Roofline(
-        model_shape.load_shape(name), found, tensor, build_node_link(found), engine
+        model_shape.load_shape(name),
+        found,
+        tensor,
+        build_node_link(found),
+        select_efficiency_of_2023(found),
+        engine,
     ).to_timing()
 
 
@@ -193,9 +202,8 @@ def samples(folder: Path, name: str) -> Iterator[Sample]:
 
 
 def of_gpu(name: str) -> Constants:
-    kernels: KernelEfficiency = roofline.KERNEL_EFFICIENCY
-    memory = kernels.memory_hbm3 if name.startswith("H100") else kernels.memory
-    return kernels.compute, memory, kernels.kernel_ms, kernels.sharpness
+    products = select_efficiency_of_2023(gpu.find_gpu(name)).products
+    return products.compute, products.memory, products.kernel_ms, products.sharpness
 
 
 def predicted(found: Iterable[Sample], constants: Constants) -> Iterator[tuple[float, float]]:
@@ -207,7 +215,7 @@ def predicted(found: Iterable[Sample], constants: Constants) -> Iterator[tuple[f
 
 def refit(found: list[Sample]) -> Constants:
     """Least mean error, by steps along each constant that shrink when none helps."""
-    best, factor = list(of_gpu("A100")), 1.2
+    best, factor = list(of_gpu("A100-SXM-80GB")), 1.2
 
     def score(c: list[float]) -> float:
         return curve.compute_mean_error(predicted(found, tuple(c)))

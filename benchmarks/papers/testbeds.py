@@ -49,7 +49,8 @@ class Known:
 
     def estimate(self, gpu: str, tensor: int, pipeline: int) -> Estimate | None:
         found = self.estimator.estimate(gpu, tensor, pipeline)
-        return None if found is None or found.confidence.kind is LatencySource.ROOFLINE else found
+        computed = (LatencySource.KERNELS, LatencySource.ROOFLINE)
+        return None if found is None or found.confidence.kind in computed else found
 
 
 def pose(

@@ -124,7 +124,7 @@ apiVersion: cleave.dev/v1alpha1
 kind: LLMDeployment
 metadata: {name: chat}
 spec:
-  model: openai/gpt-oss-120b
+  model: example/unknown-9b
   slo: {ttftMs: 400, tpotMs: 40}
   workload: {rate: 2, promptTokens: {mean: 400}, outputTokens: {mean: 90}}
 """
@@ -167,7 +167,7 @@ def test_a_pair_that_vllm_cannot_pair_is_refused_before_anything_starts(
         "  placement: {manual: [{role: prefill, parallelism: {tensor: 8}}, "
         "{role: decode, parallelism: {tensor: 4}}]}\n"
     )
-    manifest.write_text(UNKNOWN.replace("openai/gpt-oss-120b", "Qwen/Qwen3-30B-A3B") + placement)
+    manifest.write_text(UNKNOWN.replace("example/unknown-9b", "Qwen/Qwen3-30B-A3B") + placement)
     for command in (["validate"], ["up", "--dry-run"], ["simulate"]):
         cluster = tmp_path / "cluster.yaml"
         cluster.write_text("nodes: [{gpu: H100-SXM-80GB, count: 2}]")

@@ -10,6 +10,7 @@ from cleave.api.planning import GpuChoice
 from cleave.perf import estimator, named_profiles
 from cleave.perf.estimate import Estimate, Estimator, LatencySource
 from cleave.perf.estimator import ModelEstimator
+from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.model import model_shape
 from cleave.perf.profile import profile
 from cleave.perf.published import distserve
@@ -58,9 +59,20 @@ def test_published_runs_answer_for_llama_2_70b() -> None:
     assert found.timing.predict_prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "gpu"), [("opt-13b", H100), ("llama-3.1-70b", A100)])
-def test_the_roofline_answers_where_nothing_was_measured(name: str, gpu: str) -> None:
-    found = known(of(name).estimate(gpu, 4, 1))
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_kernels_answer_for_models_that_were_not_measured(tensor: int) -> None:
+    found = known(of("llama-3.1-8b").estimate(H100, tensor, 1))
+    assert found.confidence.kind is LatencySource.KERNELS
+    assert "aiconfigurator-core 0.12.0" in found.confidence.source
+    assert "vLLM 0.24.0" in found.confidence.source
+    assert found.confidence.error is not None
+
+
+@pytest.mark.parametrize("gpu", ["L4", "MI300X"])
+def test_the_roofline_answers_where_no_kernel_was_measured(gpu: str) -> None:
+    cluster = Cluster.model_validate({"nodes": [{"count": 1, "gpu": gpu}]})
+    built = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster)
+    found = known(built.estimate(find_gpu(gpu).name, 4, 1))
     assert found.confidence.kind is LatencySource.ROOFLINE
     assert found.confidence.error is not None
 
@@ -92,7 +104,7 @@ def test_operators_serve_the_sizes_that_were_measured(tmp_path: Path) -> None:
     cluster = write(tmp_path, device="h100", prefill=(), decode=(), mixed=(), operators=operators)
     built = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
     assert known(built.estimate(H100, 2, 1)).confidence.source.startswith("operators by vllm")
-    assert known(built.estimate(H100, 4, 1)).confidence.kind is LatencySource.ROOFLINE
+    assert known(built.estimate(H100, 4, 1)).confidence.kind is LatencySource.KERNELS
 
 
 def test_quantised_weights_do_not_get_the_published_times() -> None:

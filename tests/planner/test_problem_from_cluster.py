@@ -91,6 +91,15 @@ def test_a_model_length_below_the_models_own_cuts_requests_and_is_reported() -> 
     assert any("longer than the model's 540 tokens" in note for note in problem.notes)
 
 
+@pytest.mark.parametrize("gpu", ["GB200", "V100-32GB", "MI300X"])
+def test_gpus_that_the_images_do_not_run_on_are_named(gpu: str) -> None:
+    problem = problem_from_cluster.build_problem(
+        deployment(), cluster(f"nodes: [{{gpu: {gpu}}}, {{gpu: H100}}]")
+    )
+    assert next(note for note in problem.notes if "images" in note).startswith(gpu[:5])
+    assert not any(note.startswith("H100") for note in problem.notes)
+
+
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [

@@ -18,6 +18,8 @@ class LatencySource(StrEnum):
     """A measured profile of this model on this device."""
     FITTED = "fitted"
     """Published coefficients for this model, device and parallelism."""
+    KERNELS = "kernels"
+    """Summed over published measurements of the engine's kernels on this device."""
     ROOFLINE = "roofline"
     """Computed from FLOPs and bytes with efficiencies calibrated on other models."""
 

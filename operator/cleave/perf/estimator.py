@@ -2,9 +2,9 @@
 
 Called by the planner. Sources in order of preference: a measured profile of exactly this
 parallelism, published measurements (DistServe's fits, Splitwise's runs), a measured profile of
-operators, the roofline. Pipeline stages are derived from the same tensor parallel size without
-them. What is hard: sources name models and GPUs differently, and no source may be used for weights
-of another size.
+operators, published tables of kernels, the roofline. Pipeline stages are derived from the same
+tensor parallel size without them. What is hard: sources name models and GPUs differently, and no
+source may be used for weights of another size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import Link, build_node_link
+from cleave.perf.kernels import composition, tables
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.pipeline import find_prefill_saturation_tokens, scale_timing, split_into_stages
@@ -26,15 +27,16 @@ from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
 from cleave.perf.published import distserve, splitwise
+from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import Roofline
 from cleave.perf.timing import EngineTiming
 
 _DISTSERVE_GPU = "A100-SXM-80GB"
-ROOFLINE_ERROR_A100 = 0.11
-"""Mean absolute percentage error of prefill on the worst of DistServe's seven fits, all on A100;
-the error of decode is smaller (benchmarks/calibration)."""
-ROOFLINE_ERROR = 0.19
-"""The same over Splitwise's four H100 runs up to 2,048 tokens. Other GPUs were not compared."""
+KERNELS_ERROR = 0.18
+"""Mean absolute error of the time per output token beside 522 published runs of vLLM on H100, H200
+and B200 (benchmarks/prices); the median is 7 to 17 %."""
+ROOFLINE_ERROR = 0.18
+"""The same of the roofline. GPUs without tables were not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +159,13 @@ class ModelEstimator:
                 text = f"operators by {each.engine} on {each.device}, measured {each.measured_at}"
                 trust = Confidence(LatencySource.MEASURED, text, None)
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
-        roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor))
-        text = "FLOPs and bytes, calibrated on Vidur's operators and DistServe's fits"
-        error = ROOFLINE_ERROR_A100 if machine.gpu.name.startswith("A100") else ROOFLINE_ERROR
-        yield _TimingSource(roofline.to_timing(), Confidence(LatencySource.ROOFLINE, text, error))
+        if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
+            yield source
+        kernels = select_efficiency(machine.gpu)
+        roofline = Roofline(self.shape, machine.gpu, tensor, machine.select_link(tensor), kernels)
+        text = "FLOPs and bytes, calibrated on kernels published with aiconfigurator-core 0.12.0"
+        trust = Confidence(LatencySource.ROOFLINE, text, ROOFLINE_ERROR)
+        yield _TimingSource(roofline.to_timing(), trust)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):
@@ -240,6 +245,16 @@ def _find_splitwise(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource |
             trust = Confidence(LatencySource.FITTED, text, error)
             return _TimingSource(iteration_fit.to_timing(published), trust)
     return None
+
+
+def _find_kernels(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | None:
+    found = tables.find_tables(gpu)
+    operators = composition.build_operators(shape, found, tensor) if found else None
+    if found is None or operators is None:
+        return None
+    text = f"vLLM {found.vllm} on {gpu.name}, published in 2026 with {found.source}"
+    trust = Confidence(LatencySource.KERNELS, text, KERNELS_ERROR)
+    return _TimingSource(operator_fit.to_timing(operators, tensor), trust)
 
 
 def _matches_shape(shape: ModelShape, published: str) -> bool:

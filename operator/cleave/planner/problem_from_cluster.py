@@ -44,7 +44,10 @@ def build_problem(
         planning=spec.planning,
         policies=build_policies(spec.engine),
         seed=seed,
-        notes=characterization.list_remarks(traffic, longest),
+        notes=(
+            *characterization.list_remarks(traffic, longest),
+            *(f"{gpu.name}: {gpu.limitation}" for gpu in kinds.values() if gpu.limitation),
+        ),
     )
 
 

@@ -339,7 +339,7 @@ def test_a_fault_is_reported() -> None:
 def test_a_model_that_the_planner_does_not_know_is_deployed_and_the_condition_says_how() -> None:
     workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
     desired = deployment(
-        placement=None, model="openai/gpt-oss-120b", engine={"type": "vLLM"}, workload=workload
+        placement=None, model="example/unknown-9b", engine={"type": "vLLM"}, workload=workload
     )
     actions = reconcile(view(desired))
     assert names(actions, "InstancePool") == ["chat-prefill", "chat-decode"]

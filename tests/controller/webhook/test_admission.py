@@ -58,7 +58,7 @@ def test_a_bad_one_is_refused_with_every_fault_in_the_words_of_validate() -> Non
 def test_what_cannot_be_planned_and_what_looks_like_seconds_is_let_in_with_whole_warnings() -> None:
     workload = {"rate": 1, "promptTokens": {"mean": 100}, "outputTokens": {"mean": 10}}
     slo = {"ttftMs": 0.4, "tpotMs": 0.04}
-    resource = deployment(model="openai/gpt-oss-120b", workload=workload, slo=slo)
+    resource = deployment(model="example/unknown-9b", workload=workload, slo=slo)
     said = review_admission(review(resource), CLUSTER)["response"]
     assert said["allowed"] is True
     fields = ["spec.slo.ttftMs", "spec.slo.tpotMs", "spec.model.source", "spec.placement.manual"]

@@ -93,6 +93,28 @@ def test_between_different_gpus_the_slower_side_counts() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        (
+            "H200",
+            {(2, 8192): 0.00455, (8, 8192): 0.00515, (8, 8388608): 0.0872, (4, 67108864): 0.609},
+        ),
+        ("RTX-PRO-6000", {(2, 128): 0.0041, (4, 128): 0.0126, (8, 128): 0.0236}),
+    ],
+)
+def test_all_reduces_in_graphs_start_sooner_than_calls_of_nccl(
+    name: str, measured: dict[tuple[int, int], float]
+) -> None:
+    # aiconfigurator-core 0.12.0, vLLM 0.22 and 0.24
+    link = build_node_link(find_gpu(name))
+    for (gpus, size), ms in measured.items():
+        found = link.compute_all_reduce_ms(size, gpus, in_graphs=True)
+        assert found == pytest.approx(ms, rel=0.55)
+        if name == "H200" and size < 1e6:
+            assert found < 0.25 * link.compute_all_reduce_ms(size, gpus)
+
+
 def test_one_gpu_needs_no_all_reduce() -> None:
     assert build_node_link(A100).compute_all_reduce_ms(1e9, 1) == 0
 

@@ -386,3 +386,23 @@ def test_shares_of_all_gpus_are_never_less_than_the_whole(
         >= shape.count_attention_parameters() * 0.999
     )
     assert shape.active_parameters <= shape.parameters
+
+
+def test_gpt_oss_has_16_bit_attention_4_bit_experts_and_windows() -> None:
+    shape = model_shape.load_shape("openai/gpt-oss-120b")
+    assert shape.parameters == pytest.approx(116.8e9, rel=0.01)
+    assert shape.weight_bytes == pytest.approx(65e9, rel=0.04)
+    assert shape.list_windows() == ((128, 18), (0, 18))
+    assert shape.bytes_per_attention_weight == 2
+
+
+def test_every_layer_sees_the_whole_context_unless_the_config_marks_some() -> None:
+    assert model_shape.from_config("m", LLAMA).list_windows()[0][0] == 0
+    unmarked = model_shape.from_config("m", {**LLAMA, "sliding_window": 4096})
+    assert unmarked.sliding_window is None
+
+
+def test_qwen3_235b_has_its_parameters() -> None:
+    shape = model_shape.load_shape("Qwen/Qwen3-235B-A22B")
+    assert shape.parameters == pytest.approx(235e9, rel=0.01)
+    assert shape.active_parameters == pytest.approx(22.2e9, rel=0.03)

@@ -49,6 +49,8 @@ class Gpu:
     """Other names; the first is the value of the node label `nvidia.com/gpu.product`."""
     prompt_slowdown: float = 1.0
     """Factor on prompt times under the power cap; `dense_tflops` already includes it."""
+    limitation: str | None = None
+    """Why Cleave's images do not run on it, in one sentence; None: they do."""
 
     @property
     def product(self) -> str:
@@ -113,11 +115,15 @@ def _normalize_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
+_ARM = "its nodes have Arm processors, and Cleave's images are built for x86-64 only"
+_VOLTA = "the images' CUDA 13 has no code for compute capability 7.0; the oldest is 7.5"
+_ROCM = "the images contain CUDA, and pods request nvidia.com/gpu"
+
 CATALOGUE: tuple[Gpu, ...] = (
     # Compute, bandwidth, links and power: the vendors' data sheets named on each line. Memory: what
     # torch.cuda reports on such a machine. Prices: indicative, of the middle of 2025, from public
     # on-demand price lists (AWS us-east-1; MI300X: Azure), one GPU's share of its machine; set
-    # your own in the cluster file.
+    # your own in the cluster file. GPUs marked * have the price of the GPU named there.
     #
     # NVIDIA A100 data sheet (2021)
     Gpu(
@@ -146,6 +152,58 @@ CATALOGUE: tuple[Gpu, ...] = (
         *("B200-SXM-180GB", 178.35, 7672, 2250, 4500, 900, 64, 1000, 14.24),
         labels=("NVIDIA-B200", "B200", "B200-180GB"),
     ),
+    # NVIDIA H100 PCIe and H100 NVL product briefs (2022, 2024): NVLink joins pairs only, not
+    # counted. * H100-SXM-80GB
+    Gpu(
+        *("H100-PCIe-80GB", 79.1, 2039, 756, 1513, None, 64, 350, 6.88),
+        labels=("NVIDIA-H100-PCIe", "H100-PCIe"),
+    ),
+    Gpu(
+        *("H100-NVL-94GB", 93.0, 3938, 835, 1671, None, 64, 400, 6.88),
+        labels=("NVIDIA-H100-NVL", "H100-NVL"),
+    ),
+    # NVIDIA's data sheets of the variants for China (2023): H800 with less NVLink, H20 with fewer
+    # multiprocessors. * H100-SXM-80GB
+    Gpu(
+        *("H800-SXM-80GB", 79.1, 3350, 989, 1979, 200, 64, 700, 6.88),
+        labels=("NVIDIA-H800", "H800", "H800-80GB"),
+    ),
+    Gpu(
+        *("H20-SXM-96GB", 95.0, 4000, 148, 296, 450, 64, 400, 6.88),
+        labels=("NVIDIA-H20", "H20", "H20-96GB"),
+    ),
+    # NVIDIA GH200 data sheet (2024): one GPU a node, links over the network. * H200-SXM-141GB
+    Gpu(
+        *("GH200-96GB", 94.5, 4000, 989, 1979, None, 64, 900, 7.91),
+        labels=("NVIDIA-GH200-480GB", "GH200"),
+        limitation=_ARM,
+    ),
+    Gpu(
+        *("GH200-144GB", 140.0, 4900, 989, 1979, None, 64, 900, 7.91),
+        labels=("NVIDIA-GH200-144G-HBM3e",),
+        limitation=_ARM,
+    ),
+    # Rates, memory by nvidia-smi (less 0.6 GiB, as on the others) and power as in aiconfigurator
+    # 0.12.0 (systems/{b300_sxm,gb200,gb300,rtx_pro_6000_server}.yaml, Apache-2.0), which cites
+    # NVIDIA's data sheets. * B200-SXM-180GB; RTX PRO: L40S
+    Gpu(
+        *("B300-SXM-288GB", 268.0, 7750, 2250, 4500, 900, 64, 1100, 14.24),
+        labels=("NVIDIA-B300-SXM6-AC", "NVIDIA-B300", "B300"),
+    ),
+    Gpu(
+        *("GB200-NVL", 184.4, 8000, 2500, 5000, 900, 64, 1200, 14.24),
+        labels=("NVIDIA-GB200", "GB200"),
+        limitation=_ARM,
+    ),
+    Gpu(
+        *("GB300-NVL", 276.9, 8000, 2500, 5000, 900, 64, 1400, 14.24),
+        labels=("NVIDIA-GB300", "GB300"),
+        limitation=_ARM,
+    ),
+    Gpu(
+        *("RTX-PRO-6000-Server", 95.0, 1792, 467.8, 935.6, None, 64, 600, 1.86),
+        labels=("NVIDIA-RTX-PRO-6000-Blackwell-Server-Edition", "RTX-PRO-6000"),
+    ),
     # NVIDIA L40S data sheet (2023), L4 data sheet (2023), A10G data sheet (2021)
     Gpu(*("L40S", 44.4, 864, 362, 733, None, 32, 350, 1.86), labels=("NVIDIA-L40S", "L40S-48GB")),
     Gpu(*("L4", 22.0, 300, 121, 242, None, 32, 72, 0.80), labels=("NVIDIA-L4", "L4-24GB")),
@@ -154,14 +212,17 @@ CATALOGUE: tuple[Gpu, ...] = (
     Gpu(
         *("V100-SXM-16GB", 15.77, 900, 125, None, 150, 16, 300, 3.06),
         labels=("Tesla-V100-SXM2-16GB", "V100-16GB", "V100-SXM2-16GB"),
+        limitation=_VOLTA,
     ),
     Gpu(
         *("V100-SXM-32GB", 31.74, 900, 125, None, 150, 16, 300, 3.90),
         labels=("Tesla-V100-SXM2-32GB", "V100-32GB", "V100-SXM2-32GB"),
+        limitation=_VOLTA,
     ),
     # AMD Instinct MI300X data sheet (2023); seven Infinity Fabric links of 64 GB/s one way
     Gpu(
         *("MI300X", 191.98, 5300, 1307, 2615, 448, 64, 750, 6.00),
         labels=("AMD_Instinct_MI300X_OAM", "AMD-Instinct-MI300X", "MI300X-192GB"),
+        limitation=_ROCM,
     ),
 )

@@ -51,6 +51,16 @@ _NETWORK_SEND = _NcclEfficiency(13.0, 0.72)
 # Not measured: PCIe is assumed to have the network's figures, TCP half of them.
 _TCP_SEND = _NcclEfficiency(50.0, 0.36)
 
+# vLLM's all-reduce in CUDA graphs, 128 bytes to 512 MiB, over 2, 4 and 8 GPUs (aiconfigurator-core
+# 0.12.0, Apache-2.0; median errors 2 to 16 %): A100, H100 and H200; B200 and B300; RTX PRO 6000,
+# whose copies go through the host where more than two GPUs take part.
+_NVLINK_GRAPH = _NcclEfficiency(5.0, 0.32)
+_LATEST_GRAPH = _NcclEfficiency(7.3, 0.30)
+_LATEST_FROM_GB_PER_S = 900.0
+_PCIE_PAIR_GRAPH = _NcclEfficiency(4.8, 0.30)
+_PCIE_GRAPH = _NcclEfficiency(19.0, 0.20)
+_PAIR = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -76,18 +86,30 @@ class Link:
         """Time of one message to one GPU: activations of a pipeline stage, or KV."""
         return self.start_ms + size_bytes / (self.effective_gb_per_s * 1e6)
 
-    def compute_all_reduce_ms(self, size_bytes: float, gpus: int) -> float:
+    def compute_all_reduce_ms(
+        self, size_bytes: float, gpus: int, *, in_graphs: bool = False
+    ) -> float:
         """Time of an all-reduce of a buffer over `gpus` with one such link each; 0 for one GPU.
+        `in_graphs`: as a kernel of a CUDA graph instead of a call of NCCL.
 
         In a ring each GPU sends the buffer 2 (n - 1) / n times; Aladdin (section 4.1) also scales
         the cost with (N - 1) / N. The start time does not grow with n in Vidur's tables.
         """
         if gpus <= 1:
             return 0.0
-        reduce = self._reduce_efficiency
+        reduce = self._select_graph_reduce(gpus) if in_graphs else self._reduce_efficiency
         moved = 2 * (gpus - 1) / gpus * size_bytes
         start_ms = (reduce.start_us + self.latency_us) / 1e3
         return start_ms + moved / (self.gb_per_s * reduce.bandwidth_share * 1e6)
+
+    def _select_graph_reduce(self, gpus: int) -> _NcclEfficiency:
+        match self.kind:
+            case LinkKind.NVLINK:
+                return _LATEST_GRAPH if self.gb_per_s >= _LATEST_FROM_GB_PER_S else _NVLINK_GRAPH
+            case LinkKind.PCIE:
+                return _PCIE_PAIR_GRAPH if gpus == _PAIR else _PCIE_GRAPH
+            case _:
+                return self._reduce_efficiency
 
     @property
     def _is_switched(self) -> bool:

@@ -44,7 +44,7 @@ def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int) -> int:
         tables = embedding if shape.has_tied_embeddings else embedding + head
     else:
         tables = max(embedding, head)
-    layers = _count_layer_parameters(shape, tensor, pipeline) * shape.bytes_per_weight
+    layers = _compute_layer_bytes(shape, tensor, pipeline)
     return round(tables * shape.dtype_bytes + layers)
 
 
@@ -101,8 +101,8 @@ def _compute_free_bytes(
     return usable - runtime * _GIB - compute_activation_bytes(shape, tensor, reserve)
 
 
-def _count_layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> float:
-    """Weights of the layers on one GPU of the stage with the most layers."""
+def _compute_layer_bytes(shape: ModelShape, tensor: int, pipeline: int) -> float:
+    """Bytes of the layers on one GPU of the stage with the most layers."""
     dense, sparse = shape.count_layer_mlp_parameters(tensor)
     count = shape.count_layers_per_stage(pipeline)
     sparse_layers = 0
@@ -110,4 +110,5 @@ def _count_layer_parameters(shape: ModelShape, tensor: int, pipeline: int) -> fl
         # Dense layers come first, so that a later stage may have none of them.
         sparse_layers = min(count, shape.num_layers - shape.experts.dense_layers)
     mlps = sparse_layers * sparse + (count - sparse_layers) * dense
-    return count * shape.count_attention_parameters(tensor) + mlps
+    attention = count * shape.count_attention_parameters(tensor)
+    return attention * shape.bytes_per_attention_weight + mlps * shape.bytes_per_weight

@@ -37,6 +37,19 @@ def _build_llama(*sizes: int, **more: object) -> dict[str, object]:
     return {"model_type": "llama", **named, "torch_dtype": "bfloat16", **more}
 
 
+def _build_gpt_oss(layers: int, experts: int) -> dict[str, object]:
+    return _build_llama(
+        *(layers, 2880, 64, 8, 2880, 201088, 131072),
+        model_type="gpt_oss",
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        quantization_config={"quant_method": "mxfp4"},
+    )
+
+
 CONFIGS: Mapping[str, Mapping[str, object]] = {
     # facebook/opt-*
     "opt-13b": _build_opt(40, 5120, 40),
@@ -95,8 +108,20 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         num_experts_per_tok=8,
         moe_intermediate_size=2048,
         first_k_dense_replace=3,
-        quantization_config={"quant_method": "fp8"},
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
+    # Qwen/Qwen3-235B-A22B
+    "qwen3-235b-a22b": _build_llama(
+        *(94, 4096, 64, 4, 12288, 151936, 40960),
+        model_type="qwen3_moe",
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+    ),
+    # openai/gpt-oss-120b, gpt-oss-20b: every other layer attends to 128 tokens
+    "gpt-oss-120b": _build_gpt_oss(36, 128),
+    "gpt-oss-20b": _build_gpt_oss(24, 32),
     # bigscience/bloom
     "bloom": {
         "model_type": "bloom",

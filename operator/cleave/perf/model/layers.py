@@ -5,6 +5,7 @@ of quantisation differently; unknown methods are refused, since a wrong guess is
 four in memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
@@ -105,6 +106,26 @@ def read_latent_attention(config: ConfigFields) -> LatentAttention | None:
 
 
 @dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Attention to the last tokens only, in some of the layers."""
+
+    tokens: int
+    layers: int
+    """Number of layers that have it."""
+
+
+def read_sliding_window(config: ConfigFields) -> SlidingWindow | None:
+    """The window of the layers that `layer_types` marks (gpt-oss, Gemma 3); None: every layer
+    attends to the whole context. Raises ConfigError."""
+    types = config.values.get("layer_types")
+    tokens = config.get_optional_number("sliding_window")
+    if tokens is None or not isinstance(types, Sequence):
+        return None
+    count = sum(name == "sliding_attention" for name in types)
+    return SlidingWindow(tokens, count) if count else None
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """Storage of linear layers in fewer bits; embeddings and LM head are not quantised."""
 
@@ -114,6 +135,10 @@ class Quantization:
     """Bits of one weight, including its share of scales and zero points."""
     is_8_bit_compute: bool
     """Whether activations are quantised, too, so that matrix products run at the 8-bit rate."""
+    is_blockwise: bool = False
+    """Whether blocks of weights have scales, as in DeepSeek's checkpoints."""
+    is_experts_only: bool = False
+    """Whether attention, router and shared parts keep `dtype_bytes`, as in gpt-oss."""
 
 
 def read_quantization(config: ConfigFields) -> Quantization | None:
@@ -124,7 +149,8 @@ def read_quantization(config: ConfigFields) -> Quantization | None:
     method = (part.get_text("quant_method") or "").lower()
     match method:
         case "fp8":
-            return Quantization(method, 8, is_8_bit_compute=True)
+            is_blockwise = part.values.get("weight_block_size") is not None
+            return Quantization(method, 8, is_8_bit_compute=True, is_blockwise=is_blockwise)
         case "awq" | "gptq":
             bits = part.get_number("bits", "w_bit")
             # Each group has a scale and a zero point of the weights' own width.
@@ -137,7 +163,7 @@ def read_quantization(config: ConfigFields) -> Quantization | None:
             return Quantization(method, 4.5 if bits == 4 else 8, is_8_bit_compute=False)
         case "mxfp4":
             # OCP Microscaling 1.0: 32 values share a scale of 8 bits.
-            return Quantization(method, 4.25, is_8_bit_compute=False)
+            return Quantization(method, 4.25, is_8_bit_compute=False, is_experts_only=True)
         case "compressed-tensors":
             return _read_compressed_tensors(part)
         case _:

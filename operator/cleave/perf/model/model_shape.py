@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cleave.perf.model import hf_config, known_models, layers
 from cleave.perf.model.hf_config import ConfigFields, ModelConfigError
-from cleave.perf.model.layers import Experts, LatentAttention, Quantization
+from cleave.perf.model.layers import Experts, LatentAttention, Quantization, SlidingWindow
 
 _BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _WIDE_MLP_TYPES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
@@ -56,6 +56,8 @@ class ModelShape:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     quantization: Quantization | None = None
+    sliding_window: SlidingWindow | None = None
+    """Used for times from kernel tables; memory and the roofline count the whole context."""
 
     @property
     def parameters(self) -> int:
@@ -96,10 +98,18 @@ class ModelShape:
         return self.quantization.weight_bits / 8 if self.quantization else self.dtype_bytes
 
     @property
+    def bytes_per_attention_weight(self) -> float:
+        """The same for attention's projections, which some models do not quantise."""
+        is_plain = self.quantization is not None and self.quantization.is_experts_only
+        return self.dtype_bytes if is_plain and self.experts else self.bytes_per_weight
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as stored; tied embeddings count once."""
-        in_layers = self.parameters - self._table_parameters
-        return round(self._table_parameters * self.dtype_bytes + in_layers * self.bytes_per_weight)
+        attention = self.num_layers * self.count_attention_parameters()
+        mlps = self.parameters - self._table_parameters - attention
+        in_layers = attention * self.bytes_per_attention_weight + mlps * self.bytes_per_weight
+        return round(self._table_parameters * self.dtype_bytes + in_layers)
 
     @property
     def _table_parameters(self) -> int:
@@ -144,6 +154,13 @@ class ModelShape:
     def shardable_kv_heads(self) -> int | None:
         """KV heads that tensor parallelism can shard; None: MLA's latent is replicated."""
         return self.num_kv_heads if self.latent is None else None
+
+    def list_windows(self) -> tuple[tuple[int, int], ...]:
+        """(tokens of the sliding window, layers that have it); 0 tokens: the whole context."""
+        if self.sliding_window is None:
+            return ((0, self.num_layers),)
+        window = self.sliding_window
+        return (window.tokens, window.layers), (0, self.num_layers - window.layers)
 
     def count_layers_per_stage(self, pipeline: int) -> int:
         """Layers of the largest of `pipeline` stages."""
@@ -262,6 +279,7 @@ def _build_shape(name: str, config: ConfigFields) -> ModelShape:
         experts=layers.read_experts(config),
         latent=latent,
         quantization=layers.read_quantization(config),
+        sliding_window=layers.read_sliding_window(config),
     )
 
 

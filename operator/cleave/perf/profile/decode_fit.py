@@ -13,6 +13,8 @@ from cleave.perf.profile.profile import DecodeAttentionPoint, DecodePoint
 from cleave.perf.timing import EngineTiming
 
 _MAX_FOLDS = 20
+_MANY_CONTEXTS = 4
+"""Mean number of contexts for each batch from which every batch has a slope of its own."""
 
 DecodeSample = DecodePoint | DecodeAttentionPoint
 """A measured decode iteration, or its attention."""
@@ -38,7 +40,10 @@ def iter_folds(count: int) -> Iterator[range]:
 
 
 def _prefers_common_slope(points: Sequence[DecodeSample]) -> bool:
-    """Whether one slope over the context predicts held-out points as well as one for each batch."""
+    """Whether one slope over the context predicts held-out points as well as one for each batch.
+    With many contexts for each batch, as in kernel tables, it never does."""
+    if len(points) >= _MANY_CONTEXTS * len({point.batch for point in points}):
+        return False
     common, own = _cross_validate(points, is_common=True), _cross_validate(points, is_common=False)
     return own is None or common is None or common <= own
 

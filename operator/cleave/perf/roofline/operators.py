@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from cleave.perf.model.model_shape import ModelShape
 
+EXPERTS = "experts"
+"""The products of all routed experts of a layer, which run as one kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
@@ -20,7 +23,6 @@ class MatrixProduct:
     flops: float
     size_bytes: float
     """Bytes of weights, inputs and outputs, each moved once."""
-    kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,9 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     heads_width = shape.num_attention_heads * value_size / tensor
     attention = shape.count_attention_parameters(tensor)
     out = hidden * heads_width
-    yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden)
-    yield _build_product(shape, "out", shape.num_layers, rows, out, hidden)
+    width_bytes = shape.bytes_per_attention_weight
+    yield _build_product(shape, "qkv", shape.num_layers, rows, attention - out, hidden, width_bytes)
+    yield _build_product(shape, "out", shape.num_layers, rows, out, hidden, width_bytes)
     sparse_layers = shape.num_layers - shape.experts.dense_layers if shape.experts else 0
     if dense_layers := shape.num_layers - sparse_layers:
         inner = shape.intermediate_size / tensor
@@ -54,12 +57,11 @@ def iter_matrix_products(shape: ModelShape, tensor: int, rows: float) -> Iterato
     inner = experts.intermediate_size / tensor
     weights = shape.count_mlp_parameters(1) * inner
     yield MatrixProduct(
-        "experts",
+        EXPERTS,
         sparse_layers,
         2.0 * rows * experts.per_token * weights,
         experts.count_activated(max(rows, 1.0)) * weights * shape.bytes_per_weight
         + 2 * rows * experts.per_token * (hidden + inner) * width,
-        kernels=3,
     )
     yield _build_product(shape, "router", sparse_layers, rows, hidden * experts.count, hidden)
     if experts.shared_intermediate_size:
@@ -91,10 +93,6 @@ def compute_element_wise_bytes(shape: ModelShape, tensor: int) -> float:
     return shape.num_layers * shape.dtype_bytes * (10 * shape.hidden_size + rotated + activated)
 
 
-ELEMENT_WISE_KERNELS = 6
-"""Kernels of one layer: two norms, two residuals, rotation, activation."""
-
-
 def build_attention(shape: ModelShape, tensor: int) -> AttentionCost:
     """Attention over all layers; the KV cache is read once for each decoding request."""
     return AttentionCost(
@@ -120,8 +118,15 @@ def _iter_mlp_products(
 
 
 def _build_product(
-    shape: ModelShape, name: str, count: int, rows: float, weights: float, side: float
+    shape: ModelShape,
+    name: str,
+    count: int,
+    rows: float,
+    weights: float,
+    side: float,
+    bytes_per_weight: float | None = None,
 ) -> MatrixProduct:
     """The product with a matrix of `weights` elements, of which one side has the length `side`."""
-    moved = weights * shape.bytes_per_weight + rows * (side + weights / side) * shape.dtype_bytes
+    stored = weights * (bytes_per_weight or shape.bytes_per_weight)
+    moved = stored + rows * (side + weights / side) * shape.dtype_bytes
     return MatrixProduct(name, count, 2.0 * rows * weights, moved)

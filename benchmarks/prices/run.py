@@ -1,0 +1,120 @@
+"""How wrong the planner's iteration times are on today's GPUs, before and after kernel tables.
+
+Run from the root: `.venv/bin/python benchmarks/prices/run.py FOLDER`, with the folder `systems` of
+aiconfigurator-core and pyarrow on the path. README.md gives the commands and the figures.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import kernels
+import passes
+import serving
+from rich.console import Console
+from rich.table import Table
+
+T = TypeVar("T")
+SOURCES = ("tables", "roofline", "before")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", type=Path, help="the folder `systems` of the source")
+    parser.add_argument("part", choices=("kernels", "passes", "serving"), nargs="*")
+    args = parser.parse_args()
+    parts = args.part or ["kernels", "passes", "serving"]
+    if "kernels" in parts:
+        show_kernels(list(kernels.iter_errors(args.root)))
+    if "passes" in parts:
+        show_passes(list(passes.iter_errors(args.root)))
+    if "serving" in parts:
+        show_serving(args.root)
+
+
+def show_kernels(errors: Sequence[kernels.KernelError]) -> None:
+    table = Table(title="Kernels: median absolute error of rows (90th percentile)")
+    for column in ("GPU", "kernel", "rows kept", "kept", "rows left out", "left out"):
+        table.add_column(column)
+    for (gpu, kind), found in group(errors, lambda e: (e.gpu, e.kind)).items():
+        kept = [e.error for e in found if e.is_kept]
+        left_out = [e.error for e in found if not e.is_kept]
+        table.add_row(
+            gpu, kind, str(len(kept)), summarize(kept), str(len(left_out)), summarize(left_out)
+        )
+    Console(width=120).print(table)
+
+
+def show_passes(errors: Sequence[passes.PassError]) -> None:
+    table = Table(title="Passes: median absolute error (90th percentile; median with sign)")
+    for column in ("GPU", "models", "phase", "passes", "tables", "roofline", "before"):
+        table.add_column(column)
+    for key, found in group(errors, lambda e: (e.gpu, e.is_sparse, e.phase)).items():
+        cells = [summarize_signed([getattr(e, name) for e in found]) for name in SOURCES]
+        kind = "MoE" if key[1] else "dense"
+        table.add_row(str(key[0]), kind, str(key[2]), str(len(found)), *cells)
+    Console(width=130).print(table)
+
+
+def show_serving(root: Path) -> None:
+    runs = serving.read_measurements(root)
+    implausible = group([e for e in runs if not serving.is_plausible(e)], lambda e: e.model)
+    errors = list(serving.iter_errors(root))
+    titles = {
+        "TPOT": (lambda e: e.tpot, lambda e: True),
+        "TTFT at 4 requests, prompts of 1,024": (
+            lambda e: e.ttft,
+            lambda e: e.measured.batch <= 4 and e.measured.prompt_tokens <= 1024,
+        ),
+        "TTFT at 4 requests, prompts of 8,192": (
+            lambda e: e.ttft,
+            lambda e: e.measured.batch <= 4 and e.measured.prompt_tokens > 1024,
+        ),
+    }
+    for title, (select, is_counted) in titles.items():
+        table = Table(title=f"{title}: median absolute error (90th percentile; with sign)")
+        for column in ("GPU", "model", "runs", *SOURCES):
+            table.add_column(column)
+        counted = [e for e in errors if is_counted(e) and "tables" in e.tpot]
+        for by_model in (True, False):
+            groups = group(
+                counted, lambda e, m=by_model: (e.measured.gpu, e.measured.model if m else "all")
+            )
+            for (gpu, model), found in sorted(groups.items()):
+                cells = [summarize_signed([select(e)[name] for e in found]) for name in SOURCES]
+                table.add_row(str(gpu), str(model), str(len(found)), *cells)
+        Console(width=130).print(table)
+    for name in SOURCES:
+        shares = [abs(e.tpot[name]) for e in errors if name in e.tpot]
+        print(f"TPOT: mean absolute error of {name} {statistics.mean(shares):.1%}")
+    for model, left_out in implausible.items():
+        print(f"left out: {len(left_out)} runs of {model}, too fast for their number of requests")
+    without = {e.measured.model for e in errors if "tables" not in e.tpot}
+    print(f"without kernel tables: {', '.join(sorted(without)) or 'none'}")
+
+
+def group(values: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    groups: dict[Any, list[T]] = defaultdict(list)
+    for value in values:
+        groups[key(value)].append(value)
+    return groups
+
+
+def summarize(errors: Sequence[float]) -> str:
+    if not errors:
+        return ""
+    sizes = sorted(abs(each) for each in errors)
+    return f"{statistics.median(sizes):.1%} ({sizes[int(0.9 * (len(sizes) - 1))]:.0%})"
+
+
+def summarize_signed(errors: Sequence[float]) -> str:
+    sizes = sorted(abs(each) for each in errors)
+    high = sizes[int(0.9 * (len(sizes) - 1))]
+    return f"{statistics.median(sizes):.1%} ({high:.0%}; {statistics.median(errors):+.0%})"
+
+
+if __name__ == "__main__":
+    main()

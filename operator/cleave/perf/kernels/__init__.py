@@ -1,0 +1,1 @@
+"""Iteration times from published measurements of vLLM's kernels, by GPU."""

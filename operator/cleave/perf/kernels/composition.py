@@ -1,0 +1,254 @@
+"""A model's operators on one GPU from tables of kernels, for every tensor parallel size.
+
+Called by cleave.perf.estimator for models that were not measured themselves. The result is the same
+`Operators` that the operator profiler measures, so that iteration times are composed in one place
+(cleave.perf.profile.operator_fit). What is hard: tables have neither norms nor sampling, which are
+estimated from bytes and the shortest kernel, nor every shape of experts; None says so.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.perf.kernels import tables as kernel_tables
+from cleave.perf.kernels.tables import Floats, KernelTables
+from cleave.perf.model.layers import LatentAttention
+from cleave.perf.model.model_shape import ModelShape
+from cleave.perf.profile import operator_fit
+from cleave.perf.profile.profile import (
+    CommunicationPoint,
+    DecodeAttentionPoint,
+    LinearPoint,
+    Operators,
+    PrefillAttentionPoint,
+)
+from cleave.perf.roofline import operators
+
+PASS_OVERHEAD_MS = 0.3
+"""GPU idle between two iterations: vLLM prepares the next one while this one runs (asynchronous
+scheduling), so that what is left is the start of the graph and of a few small kernels."""
+ELEMENT_WISE_SHARE = 0.8
+"""Share of bandwidth of norms, rotation and activation; aiconfigurator assumes the same."""
+ELEMENT_WISE_KERNELS = 4
+"""Of one layer, fused as vLLM compiles them: two norms with residual, rotation with the write to
+the KV cache, activation."""
+_SAMPLER_BYTES = 12
+"""Moved for every logit: it is widened to 32 bits, normalised and searched."""
+ROWS = np.array(
+    [
+        *(1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+        *(320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584),
+        *(4096, 5120, 6144, 7168, 8192, 10240, 12288, 14336, 16384, 24576, 32768),
+    ],
+    np.float64,
+)
+_DEEPSEEK = (7168, LatentAttention(512, 64, 128, 128, 1536))
+"""Hidden size and projections for which the source measured latent attention."""
+
+
+def build_operators(shape: ModelShape, tables: KernelTables, tensor: int) -> Operators | None:
+    """The operators of `shape` on one of `tensor` GPUs; None: a kernel of it was not measured."""
+    layer = _list_products(shape, tables, tensor)
+    attention = _build_attention(shape, tables, tensor)
+    head = _predict_head(shape, tables, tensor)
+    reduce = _list_all_reduces(shape, tables, tensor)
+    if layer is None or attention is None or head is None or reduce is None:
+        return None
+    layer["element_wise"] = predict_element_wise_ms(shape, tables, tensor, ROWS)
+    prefill, decode = attention
+    return Operators(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        activation_bytes=shape.dtype_bytes,
+        pass_overhead_ms=PASS_OVERHEAD_MS,
+        layer=tuple(
+            point for name in sorted(layer) for point in _list_points(name, tensor, layer[name])
+        ),
+        once=_list_points(operator_fit.LM_HEAD, tensor, head),
+        prefill_attention=prefill,
+        decode_attention=decode,
+        all_reduce=reduce,
+    )
+
+
+def _list_points(name: str, tensor: int, ms: Floats) -> tuple[LinearPoint, ...]:
+    return tuple(
+        LinearPoint(operator=name, tensor_parallel_size=tensor, tokens=int(rows), ms=float(each))
+        for rows, each in zip(ROWS, ms, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSides:
+    """A matrix product that some layers have."""
+
+    name: str
+    kind: int
+    """Numeric type, of cleave.perf.kernels.tables."""
+    n: int
+    k: int
+    layers: int
+    """Number of layers that have it."""
+
+
+def select_types(shape: ModelShape) -> tuple[int, int] | None:
+    """Numeric types of (linear layers, experts); None: not among the tables."""
+    quantization = shape.quantization
+    if shape.dtype_bytes != 2:
+        return None
+    if quantization is None:
+        return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_BFLOAT16
+    if quantization.is_experts_only and shape.experts:
+        return kernel_tables.BFLOAT16, kernel_tables.EXPERTS_MXFP4
+    if not quantization.is_8_bit_compute:
+        return None
+    if quantization.is_blockwise:
+        return kernel_tables.FP8, kernel_tables.EXPERTS_FP8_BLOCK
+    return kernel_tables.FP8, kernel_tables.EXPERTS_FP8
+
+
+def list_product_sides(shape: ModelShape, tensor: int) -> list[ProductSides] | None:
+    """The matrix products of the layers on one GPU, as vLLM joins them; without routed experts and
+    without the projections of latent attention, which are measured with it. None: other types."""
+    if (types := select_types(shape)) is None:
+        return None
+    linear, hidden, layers = types[0], shape.hidden_size, shape.num_layers
+    gates = 2 if shape.has_gated_mlp else 1
+    found: list[ProductSides] = []
+    if shape.latent is None:
+        heads = shape.num_attention_heads // tensor * shape.head_size
+        kv_heads = -(-shape.num_kv_heads // tensor) * shape.head_size
+        found.append(ProductSides("qkv", linear, heads + 2 * kv_heads, hidden, layers))
+        found.append(ProductSides("out", linear, hidden, heads, layers))
+    experts = shape.experts
+    if dense := experts.dense_layers if experts else layers:
+        inner = shape.intermediate_size // tensor
+        found.append(ProductSides("mlp_up", linear, gates * inner, hidden, dense))
+        found.append(ProductSides("mlp_down", linear, hidden, inner, dense))
+    if experts is not None:
+        sparse, router = layers - dense, kernel_tables.BFLOAT16
+        found.append(ProductSides("router", router, experts.count, hidden, sparse))
+        if shared := experts.shared_intermediate_size // tensor:
+            found.append(ProductSides("shared_up", linear, gates * shared, hidden, sparse))
+            found.append(ProductSides("shared_down", linear, hidden, shared, sparse))
+    return found
+
+
+def predict_sampler_ms(shape: ModelShape, tables: KernelTables, heads: float) -> float:
+    """Sampling for `heads` requests, estimated from bytes."""
+    return heads * shape.vocab_size * _SAMPLER_BYTES / _read_bytes_per_ms(tables)
+
+
+def predict_element_wise_ms(
+    shape: ModelShape, tables: KernelTables, tensor: int, rows: Floats
+) -> Floats:
+    """Norms, residuals, rotation and activation of one layer, estimated from bytes."""
+    moved = operators.compute_element_wise_bytes(shape, tensor) / shape.num_layers
+    start_ms = ELEMENT_WISE_KERNELS * tables.smallest_kernel_ms
+    return np.asarray(start_ms + rows * moved / _read_bytes_per_ms(tables))
+
+
+def _list_products(
+    shape: ModelShape, tables: KernelTables, tensor: int
+) -> dict[str, Floats] | None:
+    """ms by rows of the matrix products and experts of a mean layer, by name."""
+    types, sides = select_types(shape), list_product_sides(shape, tensor)
+    if types is None or sides is None:
+        return None
+    found: dict[str, Floats] = {}
+    for product in sides:
+        ms = tables.predict_product_ms(product.kind, ROWS, product.n, product.k)
+        if ms is None:
+            return None
+        found[product.name] = ms * product.layers / shape.num_layers
+    if (experts := shape.experts) is not None:
+        width, chosen = experts.intermediate_size, experts.per_token
+        key = (types[1], shape.hidden_size, width, chosen, experts.count, tensor)
+        ms = tables.predict_experts_ms(key, ROWS)
+        if ms is None:
+            return None
+        found["experts"] = ms * (1 - experts.dense_layers / shape.num_layers)
+    return found
+
+
+def _predict_head(shape: ModelShape, tables: KernelTables, tensor: int) -> Floats | None:
+    """LM head and sampler by requests."""
+    vocabulary = shape.vocab_size // tensor
+    ms = tables.predict_product_ms(kernel_tables.BFLOAT16, ROWS, vocabulary, shape.hidden_size)
+    return None if ms is None else ms + predict_sampler_ms(shape, tables, 1) * ROWS
+
+
+def _read_bytes_per_ms(tables: KernelTables) -> float:
+    return tables.gpu.memory_gbps * 1e6 * ELEMENT_WISE_SHARE
+
+
+Attention = tuple[tuple[PrefillAttentionPoint, ...], tuple[DecodeAttentionPoint, ...]]
+
+
+def _build_attention(shape: ModelShape, tables: KernelTables, tensor: int) -> Attention | None:
+    """Points of a mean layer: with sliding windows, some layers read less than the others."""
+    if shape.latent is not None:
+        latent = _find_latent(shape, tables, tensor)
+        return None if latent is None else _list_attention_points(tables, tensor, *latent)
+    heads, kv_heads = shape.num_attention_heads // tensor, -(-shape.num_kv_heads // tensor)
+    means: list[Floats] = []
+    for kind in ("prefill", "decode"):
+        total: Floats | float = 0.0
+        for window, layers in shape.list_windows():
+            found = tables.find_attention(kind, shape.head_size, window, heads, kv_heads)
+            if found is None:
+                return None
+            total = total + found[0] * found[1] * layers / shape.num_layers
+        means.append(np.asarray(total))
+    return _list_attention_points(tables, tensor, *means)
+
+
+def _find_latent(
+    shape: ModelShape, tables: KernelTables, tensor: int
+) -> tuple[Floats, Floats] | None:
+    if (shape.hidden_size, shape.latent) != _DEEPSEEK:
+        return None
+    if (types := select_types(shape)) is None:
+        return None
+    key = (int(types[0] == kernel_tables.FP8), shape.num_attention_heads // tensor)
+    prefill = tables.tables.get("latent_prefill", {}).get(key)
+    decode = tables.tables.get("latent_decode", {}).get(key)
+    return None if prefill is None or decode is None else (prefill, decode)
+
+
+def _list_attention_points(
+    tables: KernelTables, tensor: int, prefill: Floats, decode: Floats
+) -> Attention:
+    axes = tables.axes
+    prompts = tuple(
+        PrefillAttentionPoint(tensor_parallel_size=tensor, tokens=int(tokens), ms=float(ms))
+        for tokens, ms in zip(axes["prompts"], prefill, strict=True)
+        if ms == ms
+    )
+    decoding = tuple(
+        DecodeAttentionPoint(
+            tensor_parallel_size=tensor,
+            batch=int(batch),
+            context_tokens=int(batch * context),
+            ms=float(decode[i, j]),
+        )
+        for i, batch in enumerate(axes["batches"])
+        for j, context in enumerate(axes["contexts"])
+        if decode[i, j] == decode[i, j]
+    )
+    return prompts, decoding
+
+
+def _list_all_reduces(
+    shape: ModelShape, tables: KernelTables, tensor: int
+) -> tuple[CommunicationPoint, ...] | None:
+    if tensor == 1:
+        return ()
+    sizes = ROWS * operators.compute_all_reduce_bytes(shape, 1.0)
+    ms = tables.predict_all_reduce_ms(sizes, tensor)
+    if ms is None:
+        return None
+    return tuple(
+        CommunicationPoint(gpus=tensor, size_bytes=int(size), ms=float(each))
+        for size, each in zip(sizes, ms, strict=True)
+    )

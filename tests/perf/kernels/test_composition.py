@@ -1,0 +1,96 @@
+"""Models from kernels."""
+
+import pytest
+
+from cleave.perf.hardware.gpu import find_gpu
+from cleave.perf.kernels import composition, tables
+from cleave.perf.kernels.tables import KernelTables
+from cleave.perf.model import model_shape
+from cleave.perf.profile import operator_fit
+from cleave.perf.profile.profile import Operators
+from cleave.perf.timing import EngineTiming
+
+
+def load(gpu: str = "H200") -> KernelTables:
+    found = tables.find_tables(find_gpu(gpu))
+    assert found is not None
+    return found
+
+
+def build(model: str, tensor: int, gpu: str = "H200") -> Operators | None:
+    return composition.build_operators(model_shape.load_shape(model), load(gpu), tensor)
+
+
+def time(model: str, tensor: int, gpu: str = "H200") -> EngineTiming:
+    built = build(model, tensor, gpu)
+    assert built is not None
+    return operator_fit.to_timing(built, tensor)
+
+
+def test_products_have_the_sides_that_vllm_gives_them() -> None:
+    sides = composition.list_product_sides(model_shape.load_shape("llama-3.1-70b"), 8)
+    assert sides is not None
+    assert {each.name: (each.n, each.k) for each in sides} == {
+        "qkv": (1280, 8192),
+        "out": (8192, 1024),
+        "mlp_up": (7168, 8192),
+        "mlp_down": (8192, 3584),
+    }
+
+
+def test_a_pass_takes_at_least_as_long_as_reading_the_weights() -> None:
+    shape, gpu = model_shape.load_shape("llama-3.1-8b"), find_gpu("H200")
+    least_ms = shape.weight_bytes / (gpu.memory_gbps * 1e6)
+    ms = time("llama-3.1-8b", 1).predict_decode_ms(1, 1)
+    assert least_ms < ms < 1.6 * least_ms
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-70b", "gpt-oss-120b", "deepseek-v3"])
+@pytest.mark.parametrize("gpu", ["H100", "H200", "B200"])
+def test_more_gpus_are_faster_but_not_in_proportion(model: str, gpu: str) -> None:
+    few, many = time(model, 4, gpu), time(model, 8, gpu)
+    for pair in (
+        (few.predict_prefill_ms([8192]), many.predict_prefill_ms([8192])),
+        (few.predict_decode_ms(64, 64_000), many.predict_decode_ms(64, 64_000)),
+    ):
+        assert pair[1] < pair[0] < 2.2 * pair[1]
+
+
+def test_windows_spare_decoding_long_contexts() -> None:
+    config = dict(model_shape.known_models.CONFIGS["gpt-oss-120b"])
+    whole = model_shape.from_config("whole", {**config, "layer_types": None})
+    built = composition.build_operators(whole, load(), 1)
+    assert built is not None
+    with_all = operator_fit.to_timing(built, 1).predict_decode_ms(64, 64 * 16384)
+    assert time("gpt-oss-120b", 1).predict_decode_ms(64, 64 * 16384) < 0.85 * with_all
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "mxfp4"},
+    ],
+)
+def test_what_was_not_measured_is_left_to_the_roofline(quantization: dict[str, object]) -> None:
+    config = dict(model_shape.known_models.CONFIGS["llama-3.1-8b"])
+    shape = model_shape.from_config("m", {**config, "quantization_config": quantization})
+    assert composition.build_operators(shape, load(), 1) is None
+
+
+def test_unmeasured_sizes_are_left_to_the_roofline() -> None:
+    assert build("deepseek-v3", 8, "A100-SXM-80GB") is None  # no 8-bit products
+    assert build("gpt-oss-120b", 1, "A100-SXM-80GB") is None  # no heads of 64
+    assert build("llama-3.1-70b", 16) is None  # no all-reduce over 16
+
+
+def test_8_bits_are_faster_with_scales_of_rows_or_blocks() -> None:
+    config = dict(model_shape.known_models.CONFIGS["qwen3-8b"])
+    for more in ({}, {"weight_block_size": [128, 128]}):
+        quantization = {"quant_method": "fp8", **more}
+        shape = model_shape.from_config("m", {**config, "quantization_config": quantization})
+        built = composition.build_operators(shape, load(), 1)
+        assert built is not None
+        ms = operator_fit.to_timing(built, 1).predict_prefill_ms([4096])
+        assert ms < 0.8 * time("qwen3-8b", 1).predict_prefill_ms([4096])
