@@ -291,8 +291,8 @@ class WorkerTemplate(ApiModel):
     """Taints that the pods tolerate."""
     resources: Resources = Resources()
     """CPU, memory and devices of one worker. A whole number of cores as limit gives it exclusive
-    cores on nodes with the static CPU manager policy; a device such as rdma/ib enables
-    InfiniBand."""
+    cores on nodes with the static CPU manager policy. RDMA devices of the nodes (rdma/*,
+    nvidia.com/hostdev) are requested by default; one named here replaces them."""
     runtime_class_name: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
     """RuntimeClass of the pods, such as nvidia; absent: the node's default."""
     drain_timeout_s: Annotated[int, Field(ge=0, le=86_400)] = 600

@@ -4,6 +4,7 @@ Kubernetes gives a container exclusive cores (static CPU manager policy) only wh
 is a whole number and equal to its limit, so defaults and overrides are merged per resource.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from cleave.api.engine import EngineType, Resources
@@ -15,7 +16,10 @@ Device = Literal["gpu", "cpu"]
 
 GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
-_RDMA = "rdma/"
+_SHARED_RDMA = "rdma/"
+"""Prefix of k8s-rdma-shared-dev-plugin's resources: each unit opens the same cards."""
+_HOST_DEVICE = "nvidia.com/hostdev"
+"""Whole cards, one per unit, as NVIDIA's Network Operator names them."""
 
 _VLLM_PROCESSES = 2
 """vLLM's API server and engine core; each GPU's worker process needs a core as well."""
@@ -31,8 +35,37 @@ def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
 
 
 def has_rdma(requested: Resources) -> bool:
-    """Whether an RDMA device (`rdma/ib`, ...) is requested."""
-    return any(name.startswith(_RDMA) for name in (*requested.limits, *requested.requests))
+    """Whether an RDMA device (`rdma/ib`, ...) is named."""
+    return any(map(_is_rdma_device, (*requested.limits, *requested.requests)))
+
+
+def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
+    """The first RDMA device of a node by name; empty: none that suffices for all its GPUs.
+
+    Pods that require one could otherwise not use all GPUs. AWS's `vpc.amazonaws.com/efa` is not
+    among them: the UCX of NIXL's wheel does not drive those cards.
+    """
+    devices = sorted(filter(_is_rdma_device, allocatable))
+    return next((name for name in devices if int(allocatable[name]) >= max(1, num_gpus)), "")
+
+
+def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
+    """The spec of a pool on GPUs whose pods also request this RDMA device of their nodes.
+
+    A device that the template names takes precedence; with the quantity 0 there is none.
+    """
+    named = spec.template.resources
+    if not name or spec.engine.type is EngineType.EMULATED or has_rdma(named):
+        return spec
+    units = 1 if name.startswith(_SHARED_RDMA) else spec.parallelism.gpus // spec.nodes
+    more = named.model_copy(update={"limits": {**named.limits, name: str(units)}})
+    return spec.model_copy(
+        update={"template": spec.template.model_copy(update={"resources": more})}
+    )
+
+
+def _is_rdma_device(name: str) -> bool:
+    return name.startswith(_SHARED_RDMA) or name == _HOST_DEVICE
 
 
 def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:

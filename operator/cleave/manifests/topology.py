@@ -36,6 +36,15 @@ class NodeTopology:
     """By the label of the kind of GPU: GPUs of its largest node."""
     domain: str = HOSTNAME
     """Node label whose value names a group with fast links: a node, or an NVLink clique."""
+    rdma_devices: Mapping[str, str] = field(default_factory=dict)
+    """By the label of the kind of GPU: the RDMA device that all its nodes offer; empty: none."""
+
+    def get_rdma_device(self, gpu: str | None) -> str:
+        """The RDMA device of all nodes of a kind (None: of every kind); empty: there is none."""
+        if gpu is None:
+            names = set(self.rdma_devices.values())
+            return names.pop() if len(names) == 1 else ""
+        return self.rdma_devices.get(get_product_label(gpu), self.rdma_devices.get(gpu, ""))
 
     def get_gpus_per_node(self, gpu: str | None) -> int | None:
         """GPUs of the largest node of a kind (None: of any kind); None: not known."""
