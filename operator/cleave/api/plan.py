@@ -64,6 +64,15 @@ class LatencyPercentiles(ApiModel):
     """99th percentile."""
 
 
+class KvLink(ApiModel):
+    """The link over which a plan assumes that KV is transferred."""
+
+    kind: str
+    """InfiniBand (also RoCE), Ethernet, NVLink or PCIe."""
+    gb_per_s: NonNegative
+    """Rate at which one GPU of a decode instance receives KV, in GB/s."""
+
+
 class PredictedPerformance(ApiModel):
     """Simulated performance; latencies and attainment are at the planned rate."""
 
@@ -87,6 +96,8 @@ class PredictedPerformance(ApiModel):
     """Provisioned power of all GPUs in watts."""
     trust: str
     """Source of the latencies, and how large their errors have been."""
+    kv_link: KvLink | None = None
+    """The link over which KV is transferred; absent: no KV is transferred."""
 
 
 class PlanGrowth(ApiModel):

@@ -89,10 +89,16 @@ def summarize_kv_paths(instances: Iterable[FleetInstance]) -> KvPaths:
         return KvPaths(len(good), len(by_name), f"{count}: {first.name}: {reason}")
     if not good:
         return KvPaths(0, 0, "no gateway knows an instance yet")
-    slowest = min(good, key=lambda instance: instance.kv_path.bytes_per_s or float("inf"))
+    slowest = find_slowest_kv_path(good) or good[0]
     which = f" (the slowest of {len(good)})" if len(good) > 1 else ""
     text = f"{slowest.kv_path.transport}, {slowest.kv_path.detail}{which}"
     return KvPaths(len(good), len(by_name), text)
+
+
+def find_slowest_kv_path(instances: Iterable[FleetInstance]) -> FleetInstance | None:
+    """The instance whose verified path was the slowest; None: no engine reported a duration."""
+    timed = (each for each in instances if each.kv_path.verified and each.kv_path.bytes_per_s > 0)
+    return min(timed, key=lambda each: (each.kv_path.bytes_per_s, each.name), default=None)
 
 
 def _merge_views(views: list[FleetInstance]) -> FleetInstance:
