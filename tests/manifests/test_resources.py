@@ -84,7 +84,8 @@ def test_the_process_kubelet_reads_exclusive_cores_from_them(pool, spec, cores) 
 @pytest.mark.parametrize(
     ("allocatable", "found"),
     [
-        ({"rdma/hca": "1000", "cpu": "96"}, "rdma/hca"),
+        # As the API server writes 1000.
+        ({"rdma/hca": "1k", "cpu": "96"}, "rdma/hca"),
         ({"rdma/ib_b": "63", "rdma/ib_a": "63"}, "rdma/ib_a"),
         ({"nvidia.com/hostdev": "8"}, "nvidia.com/hostdev"),
         # Two cards for eight GPUs: pods that require one would leave six GPUs unused.

@@ -10,6 +10,7 @@ from typing import Literal
 from cleave.api.engine import EngineType, Resources
 from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
+from cleave.manifests.quantity import parse_quantity
 
 Device = Literal["gpu", "cpu"]
 """What the nodes compute on."""
@@ -46,7 +47,8 @@ def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
     among them: the UCX of NIXL's wheel does not drive those cards.
     """
     devices = sorted(filter(_is_rdma_device, allocatable))
-    return next((name for name in devices if int(allocatable[name]) >= max(1, num_gpus)), "")
+    least = max(1, num_gpus)
+    return next((name for name in devices if parse_quantity(allocatable[name]) >= least), "")
 
 
 def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:

@@ -20,6 +20,7 @@ from cleave.manifests.labels import (
     ROLE,
     Manifest,
 )
+from cleave.manifests.quantity import parse_quantity
 from cleave.manifests.resources import GPU, GPU_PRODUCT, find_rdma_device
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
@@ -204,7 +205,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
     """Parse a node; only allocatable GPUs count."""
     meta, status = manifest["metadata"], manifest.get("status", {})
     labels, allocatable = meta.get("labels", {}), status.get("allocatable", {})
-    num_gpus = int(allocatable.get(GPU, 0))
+    num_gpus = int(parse_quantity(allocatable.get(GPU, 0)))
     return ObservedNode(
         name=meta["name"],
         ready=_index_by_type(status).get("Ready", {}).get("status") == "True",
