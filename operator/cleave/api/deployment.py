@@ -295,8 +295,8 @@ class LLMDeploymentStatus(ApiModel):
     instances are ready than desired, or something keeps failing. ScalingLimited: the nodes have no
     room for all instances. PrefillReady, DecodeReady, MixedReady: an instance of the role is ready.
     GatewayReady: a gateway is ready. KVPathVerified: every ready instance has transferred KV in a
-    self-test. KVRateAsPlanned: each test measured at least half of the rate that the plan assumes.
-    PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible: the
+    self-test. KVRateAsPlanned: each test measured at least a quarter of the rate that the plan
+    assumes. PlanReady: a plan, or the placement in spec.placement, is in force. PlanFeasible: the
     latency targets can be met. PlanDrifted: traffic differs from the planned traffic.
     PredictionHolds: instances are as fast as the planner predicts."""
     model: str | None = None

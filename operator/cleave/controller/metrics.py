@@ -108,7 +108,7 @@ def collect_plan_metrics(statuses: Statuses) -> Iterable[Metric]:
     drifted = _make_gauge("plan_drifted", "1 while traffic differs from the planned traffic")
     text = "0 while the latency model mispredicts the running plan"
     prediction_holds = _make_gauge("prediction_holds", text)
-    text = "0 while a KV self-test measured less than half of the rate that the plan assumes"
+    text = "0 while a KV self-test measured less than a quarter of the rate that the plan assumes"
     kv_rate = _make_gauge("kv_rate_as_planned", text)
     for name, status in statuses.items():
         labels = [name, status.get("model", "")]
