@@ -2,7 +2,7 @@
 
 import pytest
 
-from cleave.manifests.quantity import parse_quantity
+from cleave.manifests.quantity import format_quantity, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ def test_memory_is_in_bytes(quantity: str, size: int) -> None:
 def test_what_is_no_quantity_is_refused(quantity: str) -> None:
     with pytest.raises(ValueError, match="is not a quantity"):
         parse_quantity(quantity)
+
+
+@pytest.mark.parametrize("text", ["60Gi", "128Mi", "8", "4500m", "0", "1000", "20m"])
+def test_a_formatted_quantity_is_the_same_number(text: str) -> None:
+    assert format_quantity(parse_quantity(text)) == text

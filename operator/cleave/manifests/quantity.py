@@ -15,6 +15,14 @@ _SCALE = {
 }  # fmt: skip
 
 
+def format_quantity(number: float) -> str:
+    """Format a number as a quantity, with a binary suffix where it divides, else in thousandths."""
+    for suffix in ("Gi", "Mi"):
+        if number >= _SCALE[suffix] and number % _SCALE[suffix] == 0:
+            return f"{number / _SCALE[suffix]:.0f}{suffix}"
+    return f"{number:.0f}" if number == int(number) else f"{math.ceil(round(number * 1000, 6))}m"
+
+
 def parse_quantity(quantity: str | float) -> float:
     """Parse a Kubernetes quantity (`500m` cores, `6Gi` bytes). Raises ValueError. `E` is a suffix
     (`1E`) or begins an exponent (`1E3`)."""

@@ -4,13 +4,13 @@ Kubernetes gives a container exclusive cores (static CPU manager policy) only wh
 is a whole number and equal to its limit, so defaults and overrides are merged per resource.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from cleave.api.engine import EngineType, Resources
 from cleave.api.pool import InstancePoolSpec
 from cleave.manifests.labels import Manifest
-from cleave.manifests.quantity import parse_quantity
+from cleave.manifests.quantity import format_quantity, parse_quantity
 
 Device = Literal["gpu", "cpu"]
 """What the nodes compute on."""
@@ -37,7 +37,7 @@ def build_resources(spec: InstancePoolSpec, device: Device) -> Manifest:
 
 def has_rdma(requested: Resources) -> bool:
     """Whether an RDMA device (`rdma/ib`, ...) is named."""
-    return any(map(_is_rdma_device, (*requested.limits, *requested.requests)))
+    return any(map(is_rdma_device, (*requested.limits, *requested.requests)))
 
 
 def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
@@ -46,7 +46,7 @@ def find_rdma_device(allocatable: Mapping[str, str], num_gpus: int) -> str:
     Pods that require one could otherwise not use all GPUs. AWS's `vpc.amazonaws.com/efa` is not
     among them: the UCX of NIXL's wheel does not drive those cards.
     """
-    devices = sorted(filter(_is_rdma_device, allocatable))
+    devices = sorted(filter(is_rdma_device, allocatable))
     least = max(1, num_gpus)
     return next((name for name in devices if parse_quantity(allocatable[name]) >= least), "")
 
@@ -59,15 +59,31 @@ def add_rdma_device(spec: InstancePoolSpec, name: str) -> InstancePoolSpec:
     named = spec.template.resources
     if not name or spec.engine.type is EngineType.EMULATED or has_rdma(named):
         return spec
-    units = 1 if name.startswith(_SHARED_RDMA) else spec.parallelism.gpus // spec.nodes
+    units = 1 if name.startswith(_SHARED_RDMA) else spec.gpus // spec.nodes
     more = named.model_copy(update={"limits": {**named.limits, name: str(units)}})
     return spec.model_copy(
         update={"template": spec.template.model_copy(update={"resources": more})}
     )
 
 
-def _is_rdma_device(name: str) -> bool:
+def is_rdma_device(name: str) -> bool:
+    """Whether a resource is a network card for RDMA."""
     return name.startswith(_SHARED_RDMA) or name == _HOST_DEVICE
+
+
+def sum_resources(parts: Sequence[Manifest]) -> Manifest:
+    """The resources of a container that does the work of several; RDMA devices are shared."""
+    kinds = dict.fromkeys(kind for part in parts for kind in part)
+    return {kind: _sum_amounts([part.get(kind, {}) for part in parts]) for kind in kinds}
+
+
+def _sum_amounts(parts: Sequence[Manifest]) -> Manifest:
+    names = dict.fromkeys(name for part in parts for name in part)
+    amounts = {name: [parse_quantity(part.get(name, 0)) for part in parts] for name in names}
+    return {
+        name: format_quantity(max(each) if is_rdma_device(name) else sum(each))
+        for name, each in amounts.items()
+    }
 
 
 def _build_defaults(spec: InstancePoolSpec, device: Device) -> Resources:

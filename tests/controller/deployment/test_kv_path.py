@@ -11,6 +11,7 @@ from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment.kv_path import build_conditions
 from cleave.controller.views import DeploymentView
 from cleave.manifests.pool import build_pools
+from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import choose_placement
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 
@@ -19,8 +20,14 @@ from tests.support.fake_cluster import chat, manual_placement
 RATE = {"predicted": {"kvLink": {"kind": "InfiniBand", "gbPerS": 18.0}}}
 
 
-def conditions(plan: dict[str, Any] | None = None, **gb_per_s: float | None) -> list[Any]:
-    resource = LLMDeployment.model_validate(chat(placement=manual_placement(prefill=1, decode=2)))
+def conditions(
+    plan: dict[str, Any] | None = None,
+    placement: dict[str, Any] | None = None,
+    machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
+    **gb_per_s: float | None,
+) -> list[Any]:
+    manual = placement or manual_placement(prefill=1, decode=2)
+    resource = LLMDeployment.model_validate(chat(placement=manual))
     pods = [ObservedPod(name, name, Role.DECODE, "r", ready=True) for name in gb_per_s]
     known = {
         name: FleetInstance(
@@ -31,7 +38,8 @@ def conditions(plan: dict[str, Any] | None = None, **gb_per_s: float | None) -> 
     view = DeploymentView(
         resource, build_inventory([]), 0.0, pods=tuple(pods), instances=known or None
     )
-    desired = {each.spec.role: each for each in build_pools(resource, choose_placement(resource))}
+    pools = build_pools(resource, choose_placement(resource), machines)
+    desired = {each.spec.role: each for each in pools}
     return list(build_conditions(view, desired, plan))
 
 
@@ -62,3 +70,15 @@ def test_a_slow_path_names_its_instance_both_rates_and_a_remedy() -> None:
     assert "slow measured 1.25 GB/s per GPU (nixl)" in rate.message
     assert "the plan assumes 18 GB/s (InfiniBand)" in rate.message
     assert "planning.network" in rate.message
+    within = {"predicted": {"kvLink": {"kind": "NVLink", "gbPerS": 360.0}}}
+    _, rate = conditions(within, slow=1.25)
+    assert "CUDA IPC" in rate.message
+    assert "planning.affinity High" in rate.message
+
+
+def test_only_pools_without_a_prefill_instance_transfer_no_kv() -> None:
+    mixed = {"manual": [{"role": "mixed"}]}
+    assert [each.reason for each in conditions(RATE, mixed, a=1.0)] == ["NotNeeded", "NotNeeded"]
+    cells = {"manual": [{"role": role, "perCell": 1} for role in ("prefill", "decode")]}
+    verified, rate = conditions(RATE, cells, NodeTopology({"H100": 8}), cell=1.0)
+    assert (verified.reason, rate.reason) == ("Verified", "BelowPlan")

@@ -208,6 +208,19 @@ def test_a_converged_pool_needs_no_action() -> None:
     assert reconcile(settled) == []
 
 
+def test_an_instance_with_members_is_one_pod_with_an_agent_for_each() -> None:
+    members = [{"role": "prefill"}, {"role": "decode", "replicas": 2}]
+    desired = pool(role="mixed", replicas=1, members=members)
+    (created,) = [each.manifest for each in reconcile(view(desired)) if isinstance(each, Create)]
+    (container,) = created["spec"]["containers"]
+    assert [each["name"] for each in container["ports"][::2]] == ["agent", "agent-1", "agent-2"]
+    assert "affinity" not in created["spec"]
+    existing = pod(created["metadata"]["name"], desired, role=Role.MIXED)
+    assert pods_only(reconcile(view(desired, existing))) == []
+    other = pool(role="mixed", replicas=1, members=members[:1])
+    assert len(pods_only(reconcile(view(other, existing)))) == 1
+
+
 def test_new_pods_request_the_nodes_rdma_device_and_running_ones_stay_without_it() -> None:
     desired = pool(engine={"type": "vLLM"})
     running = pod("a", desired)

@@ -12,6 +12,7 @@ from cleave.controller.cluster.conditions import ConditionState
 from cleave.controller.cluster.gateway_client import find_slowest_kv_path, summarize_kv_paths
 from cleave.controller.views import DeploymentView, Pools
 from cleave.manifests.labels import Manifest
+from cleave.perf.hardware.link import LinkKind
 from cleave.rpc.fleet_status import FleetInstance
 
 KV_PATH_VERIFIED, KV_RATE_AS_PLANNED = "KVPathVerified", "KVRateAsPlanned"
@@ -19,6 +20,11 @@ KV_PATH_VERIFIED, KV_RATE_AS_PLANNED = "KVPathVerified", "KVRateAsPlanned"
 _LEAST_SHARE = 0.25
 """Least share of the planned rate. The two instances of a pair test at the same time, so each
 may measure half of their link. TCP over 25 Gbit/s has a sixteenth of RDMA over 200."""
+_REMEDY_IN_CELLS = (
+    "its engines may not reach each other's GPU memory by CUDA IPC: with UCX_LOG_LEVEL=info in "
+    "spec.engine.env their logs name the transport; or set spec.planning.affinity High for a plan "
+    "without cells"
+)
 _REMEDY = (
     "check the RDMA devices, the network interfaces and the limit of locked memory of its pod, "
     "and delete it to test again; or set planning.network of the operator's chart to the rate "
@@ -32,7 +38,8 @@ def build_conditions(
     """Whether KV paths were tested, and are as fast as `plan` (status.plan) assumes."""
     if not desired:
         return _build_both(None, "NoInstances", "")
-    if Role.PREFILL not in desired:
+    has_handoffs = Role.PREFILL in desired or any(pool.spec.members for pool in desired.values())
+    if not has_handoffs:
         return _build_both(True, "NotNeeded", "no KV is transferred")
     ready = {pod.name for pod in view.pods if pod.ready and not pod.deleting}
     reported = [each for name, each in (view.instances or {}).items() if name in ready]
@@ -61,7 +68,8 @@ def _compare_rate(instances: Sequence[FleetInstance], plan: Manifest) -> Conditi
     )
     if measured >= _LEAST_SHARE * link["gbPerS"]:
         return ConditionState(KV_RATE_AS_PLANNED, True, "AsPlanned", text)
-    return ConditionState(KV_RATE_AS_PLANNED, False, "BelowPlan", f"{text}; {_REMEDY}")
+    remedy = _REMEDY_IN_CELLS if link["kind"] == LinkKind.NVLINK else _REMEDY
+    return ConditionState(KV_RATE_AS_PLANNED, False, "BelowPlan", f"{text}; {remedy}")
 
 
 def _build_both(

@@ -10,6 +10,7 @@ from cleave.controller.cluster.actions import Create
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.views import PoolInstances, PoolView
 from cleave.manifests import multi_node
+from cleave.manifests.cell_pod import build_cell_pod
 from cleave.manifests.labels import Manifest
 from cleave.manifests.resources import add_rdma_device
 from cleave.manifests.topology import assign_cells
@@ -101,14 +102,12 @@ def _build_set(view: PoolView, name: str, cell: int | None) -> Manifest:
 
 
 def _build_leader(view: PoolView, name: str, cell: int | None) -> Manifest:
-    settings = view.settings
-    manifest = build_worker_pod(
-        _add_devices(view),
-        name,
-        device=settings.device,
-        cell=cell,
-        image_prefix=settings.image_prefix,
-    )
+    settings, pool = view.settings, _add_devices(view)
+    device, prefix = settings.device, settings.image_prefix
+    if pool.spec.members:
+        manifest = build_cell_pod(pool, name, device=device, image_prefix=prefix)
+    else:
+        manifest = build_worker_pod(pool, name, device=device, cell=cell, image_prefix=prefix)
     return apply.with_template(manifest, view.template_hash)
 
 
