@@ -121,6 +121,13 @@ class InstancePoolSpec(ApiModel):
             message="needs role mixed and nodes 1: a cell in one pod serves both phases",
             field="members",
         ),
+        ValidationRule(
+            cel="!has(self.members) || self.members.map(m, has(m.replicas) ? m.replicas : 1).sum()"
+            f" <= {MAX_CELL_ENGINES}",
+            is_valid=lambda s: sum(each.replicas for each in s.members) <= MAX_CELL_ENGINES,
+            message=f"must have at most {MAX_CELL_ENGINES} engines together",
+            field="members",
+        ),
     )
 
     @property

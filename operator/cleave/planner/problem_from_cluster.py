@@ -10,9 +10,11 @@ from cleave.api.cluster import Cluster
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
+from cleave.api.pool import MAX_CELL_ENGINES
 from cleave.perf import estimator
 from cleave.perf.hardware import inventory
 from cleave.perf.hardware.gpu import Gpu, find_gpu
+from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import PlanError
@@ -71,10 +73,12 @@ def build_supplies(
             remaining[name] = limit - usable
         if name in kinds and usable:
             gpu = kinds[name]
-            # Every instance is a separate pod. CUDA IPC needs a shared PID namespace, so KV between
-            # pods of one node uses the network, too.
+            # CUDA IPC needs a shared PID namespace, so KV between pods of one node uses the
+            # network, too. A cell is one pod; without NVLink UCX does not read by CUDA IPC.
             network = inventory.find_network_link(cluster, gpu)
-            supplies.append(Supply(name, count, per_node, usable, network, network))
+            is_cell_link = gpu.nvlink_gbps is not None and per_node <= MAX_CELL_ENGINES
+            within = build_node_link(gpu) if is_cell_link else None
+            supplies.append(Supply(name, count, per_node, usable, network, network, within))
     return tuple(supplies)
 
 

@@ -209,7 +209,8 @@ def _report_reset_replicas(
     count = desired.spec.replicas
     if scaling.is_enabled(view.deployment) or current is None or current.spec.replicas == count:
         return
-    if not planned or scaling.count_instances(desired, planned) != count:
+    roles = {each.role for each in desired.spec.members} or {desired.spec.role}
+    if not roles <= planned.keys() or scaling.count_instances(desired, planned) != count:
         return
     text = (
         f"replicas: {current.spec.replicas} set back to {count}, the plan's number; "

@@ -132,10 +132,18 @@ def select_link(placement: CandidatePlacement) -> Link:
     """The link for KV: that inside a node when a whole cell is in one, else the slowest network."""
     supplies = list({group.instance.candidate.supply for group in placement.groups})
     first = supplies[0]
+    if len(supplies) == 1 and first.cell_link and _is_one_pod(placement, first.gpus_per_node):
+        return first.cell_link
     is_small = first.num_nodes == 1 or placement.gpus <= first.gpus_per_node
     if len(supplies) == 1 and (placement.is_in_node or is_small):
         return first.node_link
     return reduce(select_slower, [supply.network_link for supply in supplies])
+
+
+def _is_one_pod(placement: CandidatePlacement, gpus_per_node: int) -> bool:
+    """Whether each cell becomes one pod (`cleave.manifests.topology.fits_one_pod`)."""
+    has_room = placement.gpus // placement.copies <= gpus_per_node
+    return placement.is_in_node and has_room and not placement.count_replicas(Role.MIXED)
 
 
 def build_kv_link(placement: CandidatePlacement) -> PlannedKvLink | None:
