@@ -135,6 +135,7 @@ def _build_engine_env(folder: Path) -> dict[str, str]:
     paths = filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH")))
     return env | {
         "LD_LIBRARY_PATH": ":".join(paths),
+        "LIBRARY_PATH": str(folder),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "FLASHINFER_WORKSPACE_BASE": str(folder),
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -153,6 +154,7 @@ def _build_stub(folder: Path) -> None:
     source.write_text(
         "".join(f"int {name}(void) {{ return {_STUB_ERROR}; }}\n" for name in symbols)
     )
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # for linkers: nvcc's modules name it so
     options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
     subprocess.run(["gcc", *options, str(source)], timeout=300, check=True)
 
