@@ -65,3 +65,10 @@ def test_a_node_that_shares_its_gpus_offers_the_planner_no_more_than_it_looks_at
     found = build_inventory([node("a", count=512), node("b", count=256)])
     assert found.cluster is not None
     assert [(each.gpus_per_node, each.count) for each in found.cluster.nodes] == [(128, 2)]
+
+
+def test_nodes_that_cannot_run_the_image_are_named() -> None:
+    fault = "has driver 570, and CUDA 13 needs 580 or newer"
+    found = build_inventory([node("a"), node("b", fault=fault), node("c", fault=fault)])
+    assert found.unusable == f"not used: node b (and 1 more) {fault}"
+    assert build_inventory([node("a")]).unusable == ""

@@ -21,6 +21,7 @@ from cleave.manifests.labels import (
     Manifest,
 )
 from cleave.manifests.resources import GPU, GPU_PRODUCT
+from cleave.manifests.scheduling import explain_unusable
 from cleave.manifests.topology import CLIQUE, INFINIBAND
 
 TEMPLATE_ANNOTATION = "cleave.dev/template"
@@ -107,6 +108,8 @@ class ObservedNode:
     """Whether its network cards read and write GPU memory (InfiniBand, RoCE)."""
     clique: str = ""
     """Equal for nodes of the same NVLink domain."""
+    fault: str = ""
+    """Why Cleave's own image for GPUs cannot run there; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,7 @@ def parse_node(manifest: Manifest) -> ObservedNode:
         or labels.get(_RDMA_LABEL) == "true"
         or any(name.startswith(_RDMA_DEVICE) for name in allocatable),
         clique=labels.get(CLIQUE, ""),
+        fault=explain_unusable(labels),
     )
 
 
